@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -10,10 +11,11 @@ from typing import Any
 
 from opensora_cli.api.request import generate_request
 from opensora_cli.cli import options
-from opensora_cli.cli.call import Call
+from opensora_cli.cli.call import VERBOSE, Call
 from opensora_cli.cli.command import make_command
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.formatting import duration
 from opensora_cli.core.ranks import RankContext, find_context
 from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.explain import Given
@@ -100,7 +102,11 @@ def generate(given: dict[str, Given], call: Call) -> None:
             with call.loading():
                 from opensora_cli.engine.generate import run
 
-            result = run.generate(settings, reporter=call.reporter, context=context, rank_flags=call.again())
+            started = time.monotonic()
+            made = result = run.generate(settings, reporter=call.reporter, context=context, rank_flags=call.again())
+            for video in () if made is None else made.videos:
+                if not video.made_before:
+                    call.reporter.note(f"saved {video.path} ({duration(time.monotonic() - started)})")
         call.show(result, context=context)
 
 
@@ -191,6 +197,7 @@ _OWN_ROWS = {
     ),
     "--set": options.set_row("Set any setting, as in sampling.flow_shift=3."),
     "--from": Option(kind=Path, metavar="FILE", help="Continue a result or its latents.", is_common=True),
+    VERBOSE: Option("", OUTPUT, "Show every stage, and how the video is made on this machine.", "", bool, short="-v"),
     "--list-presets": Option(kind=bool, help="List the presets, as osora presets does."),
     "--dry-run": Option(kind=bool, help="Print the plan and whether it fits.", is_common=True),
     "--on": options.ON,

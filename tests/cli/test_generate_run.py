@@ -86,15 +86,16 @@ def osora(world, out, capsys):
 
 def test_prompts_of_a_file_are_made_and_failed_rows_end_with_5(osora, out, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "raining, sea", "seed": 3}\n{"prompt": "desert", "seed": "x"}\n')
+    prompts.write_text('{"prompt": "raining, sea", "seed": 3}\n{"prompt": "desert", "seed": "x", "name": "dunes"}\n')
     code, stdout, stderr = osora("--prompts", str(prompts))
+    assert stderr.index("warning: row 2: sampling.seed=x") < stderr.index("error: 1 of 2 rows failed")
     assert (code, stdout) == (5, f"{out / 'raining-sea_seed3.mp4'}\n")
     assert "error: 1 of 2 rows failed\nerror: row 2: sampling.seed=x must be a whole number" in stderr
     assert "--json lists all, and the same command tries these again" in stderr
     prompts.write_text(prompts.read_text().splitlines()[0])
     code, stdout, _ = osora("--prompts", str(prompts), "--json")
     document = json.loads(stdout)
-    assert (code, document["schema"], document["made"], document["kept"]) == (0, "osora.batch/2", 0, 1)
+    assert (code, document["schema"], document["made"], document["kept"]) == (0, "osora.batch/3", 0, 1)
     code, stdout, _ = osora("--prompts", str(prompts), "--dry-run")
     assert (code, stdout.splitlines()[:2]) == (
         0,
@@ -135,7 +136,7 @@ def test_a_lock_that_is_a_link_is_refused_and_nothing_is_written_through_it(osor
 
 @pytest.mark.usefixtures("every_stage_takes_time")
 def test_a_video_is_written_and_its_path_printed(osora, out):
-    code, stdout, stderr = osora("raining, sea", "--seed", "3", "--threads", "3")
+    code, stdout, stderr = osora("raining, sea", "--seed", "3", "--threads", "3", "--verbose")
     assert code == 0
     assert "threads: 3 (as set)\n" in stderr
     sidecar = json.loads((out / "raining-sea_seed3.mp4.json").read_text())
@@ -147,6 +148,9 @@ def test_a_video_is_written_and_its_path_printed(osora, out):
     assert len(read_video(out / "raining-sea_seed3.mp4").frames_THWC) == 9
     for stage in ("load", "text", "denoise", "decode", "save"):
         assert f"{stage}: " in stderr
+    code, _, stderr = osora("raining, sea", "--seed", "4")
+    assert code == 0
+    assert re.fullmatch(rf"saved {out}/raining-sea_seed4.mp4 \(\d+\.\d s\)\n", stderr)
 
 
 def test_json_goes_back_in(world, osora, out, tmp_path, capsys):
