@@ -1,23 +1,26 @@
 """`osora generate`: from a prompt to a video."""
 
 import os
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from opensora_cli.api.request import generate_request
 from opensora_cli.cli import options
-from opensora_cli.cli.call import Call
+from opensora_cli.cli.call import VERBOSE, Call
 from opensora_cli.cli.command import make_command
 from opensora_cli.core.documents import Document
+from opensora_cli.core.formatting import duration
 from opensora_cli.core.ranks import RankContext, find_context
 from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.flags import FLAGS, MACHINE, OUTPUT, PROMPT, REFERENCE, SAMPLING, VIDEO, Option, option_of
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.load import GenerateRequest, load_preset
+from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, load_preset
 
 _FROM = ("--from", "--resume", "--from-latents")
 _PANELS = ("", PROMPT, VIDEO, REFERENCE, SAMPLING, MACHINE, OUTPUT)
@@ -31,6 +34,8 @@ def generate(given: dict[str, Given], call: Call) -> None:
       osora generate "raining, sea"
 
       osora generate "the boat turns around" --ref boat.png --out boat.mp4
+
+      osora generate "the boat turns around" --continue boat.mp4
 
       osora generate --from samples/raining-sea_seed42.mp4 --seed 7
     """
@@ -48,6 +53,9 @@ def generate(given: dict[str, Given], call: Call) -> None:
         if sidecar is None and not {"resume", "from_latents"} & given.keys():
             call.reporter.note(f"{file} has no sidecar: it gives its prompt and seed alone")
     _refuse_combinations(call, given)
+    if (clip := call.value("--continue", Path)) is not None:
+        given["condition.references"] = Given(str(clip), "--continue")
+        given["condition.continued"] = Given(0, "--continue")
     if "--explore" in call.given:
         given["output.explore"] = Given(True, "--explore")
         given["sampling.num_samples"] = Given(call.given["--explore"], "--explore")
@@ -55,6 +63,8 @@ def generate(given: dict[str, Given], call: Call) -> None:
     request = generate_request(
         given, assignments=call.assignments, sidecar=sidecar, config=call.config, on=call.value("--on", str)
     )
+    if request.on is not None and request.find("prompt") is None:
+        request = replace(request, overrides={**request.overrides, "prompt": Given(ANY_PROMPT, "--on")})
     context, dry_run = find_context(os.environ), "--dry-run" in call.given
     result: Document | None
     if (table := call.value("--prompts", Path)) is not None:
@@ -75,7 +85,11 @@ def generate(given: dict[str, Given], call: Call) -> None:
             with call.loading():
                 from opensora_cli.engine.generate import run
 
-            result = run.generate(settings, reporter=call.reporter, context=context, rank_flags=call.again())
+            started = time.monotonic()
+            made = result = run.generate(settings, reporter=call.reporter, context=context, rank_flags=call.again())
+            for video in () if made is None else made.videos:
+                if not video.made_before:
+                    call.reporter.note(f"saved {video.path} ({duration(time.monotonic() - started)})")
         call.show(result, context=context)
 
 
@@ -88,7 +102,8 @@ def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:
     latents = _FROM if {"from_latents", "resume"} & given.keys() else ()
     for option, others in (
         ("--explore", ("--prompts", "--stop-at", "--num-samples")),
-        ("--prompts", ("PROMPT", "--on")),
+        ("--prompts", ("PROMPT",)),
+        ("--continue", ("--ref", "--t2i2v", "--width", "--height", "--res", "--aspect-ratio", "--fps", "--ref-fps")),
     ):
         if option in call.given:
             call.refuse((*others, *latents), beside=option)
@@ -144,11 +159,20 @@ _OWN_ROWS = {
     "--set": options.set_row("Set any setting, as in sampling.flow_shift=3."),
     "--from": Option(kind=Path, metavar="FILE", help="Make a result again, or continue saved latents.", is_common=True),
     **dict.fromkeys(_FROM[1:], Option(kind=Path, metavar="FILE", help="Other name of --from.")),
+    VERBOSE: Option("", OUTPUT, "Show every stage, and how the video is made on this machine.", "", bool, short="-v"),
     "--list-presets": Option(kind=bool, help="List the presets, as osora presets does."),
     "--dry-run": Option(kind=bool, help="Print the plan and whether it fits.", is_common=True),
     "--on": options.ON,
     "--prompts": Option("", PROMPT, "Make each row of a .txt, .csv, .jsonl or .parquet.", "FILE", Path, is_common=True),
     "--shard": Option("", PROMPT, "Make every N-th row of --prompts, from number I on.", "I/N", str),
+    "--continue": Option(
+        "",
+        REFERENCE,
+        "Continue a video at its size and rate: its end is given, and its frames begin the result.",
+        "FILE",
+        Path,
+        is_common=True,
+    ),
     "--explore": Option("", SAMPLING, "Start K seeds and write a sheet of previews; --from finishes one.", "K", int),
     "--explore-steps": Option(panel=SAMPLING, kind=int, metavar="N", help="Steps of each seed of --explore."),
 }

@@ -24,9 +24,9 @@ def train(given: Layer, call: Call) -> None:
 
     Examples:
 
-      osora train --config configs/train/demo_lora.yaml
+      osora train --config demo_lora
 
-      osora train --config configs/train/demo_lora.yaml --resume
+      osora train --config demo_lora --resume
 
       osora train --list
 

@@ -227,6 +227,17 @@ def release_memory(device: torch.device) -> None:
         _module(device).empty_cache()
 
 
+def record_allocations(**options: Any) -> None:
+    """Start or stop recording the allocations of GPUs (torch, "Understanding CUDA Memory Usage")."""
+    torch.cuda.memory._record_memory_history(**options)
+
+
+def recorded_allocations(device: torch.device) -> dict[str, Any]:
+    """Return the recorded allocations of a GPU."""
+    found: dict[str, Any] = torch.cuda.memory._snapshot(device)
+    return found
+
+
 @contextmanager
 def limited_memory(device: torch.device, limit: int | None) -> Iterator[None]:
     """Limit this process to `limit` bytes of a GPU inside the block; other devices have no limit."""

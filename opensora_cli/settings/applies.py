@@ -69,7 +69,7 @@ def _vae(place: str) -> tuple[Applies, ...]:
 VAE = _vae("vae")
 
 _RECORDED_IF_CHANGED = (
-    "video.extend prompts_at condition.seamless loras compile precision.linear "
+    "video.extend prompts_at condition.seamless condition.continued loras compile precision.linear "
     "sampling.stop_at sampling.step_cache sampling.solver sampling.timesteps sampling.mean_guidance_of "
     "sampling.guidance_interval memory.resident_blocks memory.limit memory.host_weights runtime.weights "
     "runtime.threads"

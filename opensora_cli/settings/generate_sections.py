@@ -163,6 +163,11 @@ class ConditionSettings(Section):
     references: Annotated[tuple[str, ...], SplitAt(";")] = Field(
         default=(), description="Pictures or videos, separated by ;."
     )
+    continued: int | None = Field(
+        default=None,
+        ge=0,
+        description="Frames of the reference that begin the result, set by --continue; 0: all, counted before the run.",
+    )
     fit: Fit = Field(default=Fit.CROP, description="How a reference of another shape is fitted to the video.")
     ref_fps: ReferenceRate = Field(
         default=ReferenceRate.KEEP, description="Frames of a reference video with another frame rate: keep, or match."

@@ -16,6 +16,7 @@ from opensora_cli.settings.enums import Collective, Scaling
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import open_config
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.layers import collect_overrides
 from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, read_request
 from opensora_cli.settings.train import TrainSettings, load_train_settings
@@ -99,6 +100,7 @@ def profiled_settings(
     device: str | None,
     environment: Mapping[str, str],
     gpus: int | None = None,
+    on: PlannedMachine | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> GenerateRequest | TrainSettings:
     """Return the request to generate, or the settings of a training run, to profile.
@@ -108,6 +110,8 @@ def profiled_settings(
     names in a `.py` recipe that are not carried over. A request has such a line in its `notes`.
     """
     shared = {} if gpus is None else {"parallel.gpus": Given(gpus, "--gpus")}
+    if on is not None:
+        shared = {**on.counts(shared), **shared}
     file = None if config is None else open_config(config, "train", "generate")
     if file is not None and file.is_for_training:
         if device not in (None, "auto", "cpu"):
@@ -117,6 +121,6 @@ def profiled_settings(
     flags = {} if device is None else {"runtime.device": Given(device, "--device")}
     overrides = collect_overrides(GenerateSettings, {**flags, **shared}, assignments)
     overrides.setdefault("prompt", Given(ANY_PROMPT, "mem-profile"))
-    if file is None:
+    if file is None and on is None:
         overrides.setdefault("runtime.model_choice", Given(DEMO, "mem-profile"))
-    return read_request(overrides=overrides, config=file, environment=environment, others=(TrainSettings,))
+    return read_request(overrides=overrides, config=file, environment=environment, others=(TrainSettings,), on=on)

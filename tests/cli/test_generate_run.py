@@ -86,15 +86,16 @@ def osora(world, out, capsys):
 
 def test_prompts_of_a_file_are_made_and_failed_rows_end_with_5(osora, out, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "raining, sea", "seed": 3}\n{"prompt": "desert", "seed": "x"}\n')
+    prompts.write_text('{"prompt": "raining, sea", "seed": 3}\n{"prompt": "desert", "seed": "x", "name": "dunes"}\n')
     code, stdout, stderr = osora("--prompts", str(prompts))
+    assert stderr.index("warning: row 2: sampling.seed=x") < stderr.index("error: 1 of 2 rows failed")
     assert (code, stdout) == (5, f"{out / 'raining-sea_seed3.mp4'}\n")
     assert "error: 1 of 2 rows failed\nerror: row 2: sampling.seed=x must be a whole number" in stderr
     assert "--json lists all, and the same command tries these again" in stderr
     prompts.write_text(prompts.read_text().splitlines()[0])
     code, stdout, _ = osora("--prompts", str(prompts), "--json")
     document = json.loads(stdout)
-    assert (code, document["schema"], document["made"], document["kept"]) == (0, "osora.batch/2", 0, 1)
+    assert (code, document["schema"], document["made"], document["kept"]) == (0, "osora.batch/3", 0, 1)
     code, stdout, _ = osora("--prompts", str(prompts), "--dry-run")
     assert (code, stdout.splitlines()[:2]) == (
         0,
@@ -135,7 +136,7 @@ def test_a_lock_that_is_a_link_is_refused_and_nothing_is_written_through_it(osor
 
 @pytest.mark.usefixtures("every_stage_takes_time")
 def test_a_video_is_written_and_its_path_printed(osora, out):
-    code, stdout, stderr = osora("raining, sea", "--seed", "3", "--threads", "3")
+    code, stdout, stderr = osora("raining, sea", "--seed", "3", "--threads", "3", "--verbose")
     assert code == 0
     assert "threads: 3 (as set)\n" in stderr
     sidecar = json.loads((out / "raining-sea_seed3.mp4.json").read_text())
@@ -147,6 +148,9 @@ def test_a_video_is_written_and_its_path_printed(osora, out):
     assert len(read_video(out / "raining-sea_seed3.mp4").frames_THWC) == 9
     for stage in ("load", "text", "denoise", "decode", "save"):
         assert f"{stage}: " in stderr
+    code, _, stderr = osora("raining, sea", "--seed", "4")
+    assert code == 0
+    assert re.fullmatch(rf"saved {out}/raining-sea_seed4.mp4 \(\d+\.\d s\)\n", stderr)
 
 
 def test_json_goes_back_in(world, osora, out, tmp_path, capsys):
@@ -174,7 +178,7 @@ def test_json_goes_back_in(world, osora, out, tmp_path, capsys):
 def test_dry_run_prints_the_plan_and_writes_nothing(osora, out):
     code, stdout, _ = osora("raining, sea", "--dry-run", "--json", "--steps", "50")
     plan = json.loads(stdout)
-    assert (code, plan["schema"], plan["model_evaluations"]) == (0, "osora.plan/4", 80)
+    assert (code, plan["schema"], plan["model_evaluations"]) == (0, "osora.plan/5", 80)
     assert not out.exists()
     assert plan["outputs"] == [
         {"path": f"{out}/raining-sea_seed42.mp4", "sidecar": f"{out}/raining-sea_seed42.mp4.json", "made_before": False}
@@ -222,7 +226,7 @@ def test_dry_run_of_the_released_preset_without_weights(tmp_path, capsys, monkey
     monkeypatch.setattr("opensora_cli.engine.generate.planning.pick_hardware", _hardware_with(2**30))
     assert app.main(command) == 4
     printed = capsys.readouterr()
-    assert "does not fit" in printed.out
+    assert printed.out.startswith("Does not fit: ")
     assert "1.00 GiB free" in printed.err
 
 
@@ -238,6 +242,17 @@ def test_reference_and_inferred_mode(osora, world):
     assert code == 0
     assert "condition: i2v_head" in stderr
     assert "dB PSNR" in stderr
+
+
+def test_a_clip_is_continued(osora, world, out, capsys):
+    words = arguments(world, out, "a boat", "--continue", str(world.video))
+    assert app.main([word.replace("num_frames=9", "num_frames=37") for word in words]) == 0
+    stdout = capsys.readouterr().out
+    video = json.loads(Path(f"{stdout.strip()}.json").read_text())
+    assert video["settings"]["condition"]["continued"] > 0
+    assert len(read_video(stdout.strip()).frames_THWC) == video["num_frames"]
+    assert osora("a boat", "--continue", str(world.video), "--fps", "12")[0] == 2
+    assert osora("a boat", "--continue", str(world.picture))[0] == 3
 
 
 def test_broken_weights(world, tmp_path, out, capsys):

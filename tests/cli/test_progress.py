@@ -182,3 +182,21 @@ def test_figures_stand_above_the_bars_and_are_no_lines(text: io.StringIO, capsys
     with reporter.stage("train"):
         reporter.figures({"loss": "0.5"})
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_brief_reporter_leaves_out_stages_and_details(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    reporter = ConsoleReporter(has_bars=False, is_brief=True, every_s=5, clock=clock)
+    for line in ("model: demo", "threads: 3 (as set)", "attention: sdpa", "go on with: osora"):
+        reporter.note(line)
+    reporter.warn("odd")
+    with reporter.stage("denoise", total=6, unit="steps") as stage:
+        for _ in range(6):
+            clock.now += 1
+            stage.advance()
+    assert capsys.readouterr().err.splitlines() == [
+        "model: demo",
+        "go on with: osora",
+        "warning: odd",
+        "denoise: 5/6 steps, 5.0 s, about 1.0 s left",
+    ]

@@ -66,7 +66,7 @@ def test_dry_run_touches_nothing(
 @pytest.fixture
 def _no_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave out what takes seconds, and has tests of its own."""
-    monkeypatch.setattr(plan, "estimate_rank", lambda settings, *, reporter: None)
+    monkeypatch.setattr(plan, "estimate_rank", lambda settings, *, reporter: tiny_training.rank_memory())
 
 
 @pytest.mark.usefixtures("_no_estimates")
@@ -114,7 +114,7 @@ def test_interrupt_resume_and_overwrite(
     assert main([*recipe, "--quiet"]) == 3
     assert "continue it with --resume, replace it with --overwrite" in capsys.readouterr().err
     with monkeypatch.context() as patched:
-        patched.setattr(plan, "estimate_rank", lambda settings, reporter: None)
+        patched.setattr(plan, "estimate_rank", lambda settings, reporter: tiny_training.rank_memory())
         assert main([*recipe, "--dry-run", "--resume"]) == 0
     assert f"resumed from {run / 'epoch0-global_step3'}" in capsys.readouterr().out
     assert main([*recipe, "--quiet", "--resume", "--json"]) == 0

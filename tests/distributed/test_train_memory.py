@@ -50,7 +50,7 @@ CASES: list[tuple[int, dict[str, object], str]] = [
     (4, {**HYBRID, **TENSOR, **ULYSSES}, "plain"),
     (4, {**HYBRID, **ULYSSES, **RING}, "checkpointed"),
 ]
-_MOST = [name for name in RankMemory.model_fields if name not in ("peak_bytes", "device_peak_bytes")]
+_MOST = [name for name in RankMemory.model_fields if name not in ("peak_bytes", "device_peak_bytes", "mapped_bytes")]
 
 
 def settings_of(folder: Path, ranks: int, strategy: dict[str, object], variant: str) -> TrainSettings:
@@ -62,7 +62,7 @@ def settings_of(folder: Path, ranks: int, strategy: dict[str, object], variant: 
 def measured(settings: TrainSettings) -> RankMemory:
     """Run on every rank: return what it held."""
     distribution = distribution_of(settings, device=torch.device("cpu"))
-    return RankMemory.of(measure_training(settings, distribution=distribution))
+    return RankMemory.of(measure_training(settings, distribution=distribution), settings)
 
 
 def check(pool: Pool, settings: TrainSettings) -> None:

@@ -71,7 +71,8 @@ def make(
         embeds = text_embeds(chain.video, models, events)
         _make_pictures(chain, missing, models, events)
         _make_drafts(chain, [sample for sample in missing if sample.begun is None], embeds, models, events)
-    if len(chain.segments) == 1 or finish is None:
+    continues = len(chain.segments) > 1 or chain.settings.condition.continued is not None
+    if not continues or finish is None:
         denoise_samples(samples, embeds, models, events)
         return () if finish is None else decode_samples(samples, models, events, finish=finish)
     videos = []
@@ -156,12 +157,14 @@ def _make_segments(
     events: Events,
 ) -> Clip:
     """Make an extended video, segment by segment. Each segment gets the last frames of the one before."""
-    from opensora_cli.engine.generate.extend import ExtendedVideo
+    from opensora_cli.engine.generate.extend import ExtendedVideo, continued_clip
 
     plans, files = chain.segments, sample.files
-    video, given = ExtendedVideo(chain, files, events), sample.references
+    kept_THWC = continued_clip(plans[0]) if models.ranks.is_main else None
+    video, given = ExtendedVideo(chain, files, events, kept_THWC), sample.references
     for number, plan in enumerate(plans):
-        events.reporter.note(f"segment {number + 1} of {len(plans)}, seed {files.seed}")
+        if len(plans) > 1:
+            events.reporter.note(f"segment {number + 1} of {len(plans)}, seed {files.seed}")
         saved = sample.saved[number : number + 1]
         of_segment = replace(
             files,
@@ -178,7 +181,7 @@ def _make_segments(
         denoise_samples([segment], embeds[number : number + 1], models, events)
         for held in decode_samples([segment], models, events, finish=hold):
             video.add(held, seed=of_segment.noise_seed)
-            given = references_to(plans[-1], video.last_frames())
+            given = references_to(plans[-1], video.last_frames(chain.settings.overlap))
         if models.ranks.count > 1:
             models.release()  # as in `_make_pictures`
     return video.clip()

@@ -46,6 +46,7 @@ _CONTINUATION: Mapping[str, object] = {
     "prompts_at": (),
     "condition.mode": "t2v",
     "condition.references": (),
+    "condition.continued": None,
     "picture.first": False,
     "picture.save": False,
 }

@@ -5,6 +5,7 @@ from itertools import pairwise, takewhile
 from typing import ClassVar
 
 from opensora_cli.core.documents import Document
+from opensora_cli.engine.estimate.verdict import HostMemory
 from opensora_cli.engine.train.rank_memory import RankMemory
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.monitor import Spread
@@ -198,6 +199,12 @@ class MemProfile(Document):
 
     SCHEMA: ClassVar[str | None] = "osora.mem-profile/3"
 
+    verdict: str
+    """Whether the run fits, its memory, and its predicted time, as `--dry-run` says it."""
+    fits: bool | None
+    """Whether the run fits in memory. None means unknown."""
+    host: HostMemory | None
+    """Host memory of a machine."""
     of: str
     device: str
     device_name: str
@@ -228,6 +235,7 @@ class MemProfile(Document):
         """Return the profile for people."""
         counts = ", ".join(f"{name} {count:,}" for name, count in self.parameters.items())
         found = [
+            self.verdict,
             f"profile     {self.of} on {self.device} ({self.device_name})",
             f"measured    {self.how}",
             f"parameters  {counts}",
@@ -239,6 +247,8 @@ class MemProfile(Document):
         found += ["", f"highest     {self.worst.name}"]
         if self.offloaded_bytes:
             found.append(f"offloaded   {mib(self.offloaded_bytes)} of activations")
+        if self.device != "cpu" and self.host is not None:
+            found.append(f"host        {self.host.line()}")
         found.append(f"allocator   {self._allocator_line()}")
         found += [f"note        {note}" for note in self.notes]
         if self.techniques:

@@ -55,11 +55,18 @@ _PEAK_TFLOPS = (
     (r"L40S", 362.05),
     (r"L40", 181.05),
     (r"L4", 121.0),
+    (r"RTX PRO 6000 Blackwell Workstation", 503.8),
     (r"RTX 6000 Ada Generation", 364.2),
     (r"RTX A6000", 154.8),
     (r"RTX 5090", 209.5),
+    (r"RTX 5080", 112.6),
+    (r"RTX 5070 Ti", 87.9),
     (r"RTX 4090", 165.2),
-    (r"RTX 3090", 71.0),
+    (r"RTX 4080(?! SUPER)", 97.5),
+    (r"RTX 4070(?! SUPER| Ti)", 58.3),
+    (r"RTX 4060 Ti", 44.1),
+    (r"RTX 3090(?! Ti)", 71.0),
+    (r"RTX 3060(?! Ti)", 25.5),
 )
 
 

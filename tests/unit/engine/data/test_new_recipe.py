@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_training
 from tiny_clips import write_clip, write_rows
 
 from opensora_cli.cli.app import main
@@ -58,7 +59,7 @@ def test_the_recipe_of_a_mixed_folder_takes_in_every_clip(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # It takes seconds, and has tests of its own.
-    monkeypatch.setattr(train_plan, "estimate_rank", lambda settings, *, reporter: None)
+    monkeypatch.setattr(train_plan, "estimate_rank", lambda settings, *, reporter: tiny_training.rank_memory())
     assert main(["train", "--new", folder.name, "--quiet"]) == 0
     out = capsys.readouterr().out
     recipe = Path(f"{folder.name}.yaml")

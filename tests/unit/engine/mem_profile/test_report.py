@@ -3,6 +3,7 @@ from pathlib import Path
 
 import torch
 
+from opensora_cli.engine.estimate.verdict import HostMemory
 from opensora_cli.engine.mem_profile.chart import profile_figure
 from opensora_cli.engine.mem_profile.report import (
     Allocator,
@@ -39,6 +40,9 @@ def profile() -> MemProfile:
         name="decode", parts=(), predicted_bytes=30 * MIB, measured_bytes=None, not_measured="too <large>"
     )
     return MemProfile(
+        verdict="Fits: 0.0 of 1.0 GiB GPU memory",
+        fits=True,
+        host=HostMemory(pinned_bytes=0, page_cache_bytes=2**30),
         of="$x$ <&>",
         device="cuda:0",
         device_name="a & b",
@@ -61,6 +65,8 @@ def profile() -> MemProfile:
 
 def test_lines_have_stages_techniques_and_files():
     lines = profile().lines()
+    assert lines[0] == "Fits: 0.0 of 1.0 GiB GPU memory"
+    assert "host        page-locked 0.0 GiB, page cache 1.0 GiB for files of weights" in lines
     assert "  peak                                   20.00 MiB     25.00 MiB   predicted / measured 0.800" in lines
     assert "  not measured: too <large>" in lines
     assert "offloaded   1.00 MiB of activations" in lines
