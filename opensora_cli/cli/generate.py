@@ -157,7 +157,7 @@ _OWN_ROWS = {
         short="--preset", is_common=True
     ),
     "--set": options.set_row("Set any setting, as in sampling.flow_shift=3."),
-    "--from": Option(kind=Path, metavar="FILE", help="Make a result again, or continue saved latents.", is_common=True),
+    "--from": Option(kind=Path, metavar="FILE", help="Continue a result or its latents.", is_common=True),
     **dict.fromkeys(_FROM[1:], Option(kind=Path, metavar="FILE", help="Other name of --from.")),
     VERBOSE: Option("", OUTPUT, "Show every stage, and how the video is made on this machine.", "", bool, short="-v"),
     "--list-presets": Option(kind=bool, help="List the presets, as osora presets does."),
