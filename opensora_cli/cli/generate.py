@@ -168,7 +168,7 @@ _OWN_ROWS = {
     "--continue": Option(
         "",
         REFERENCE,
-        "Continue a video at its size and rate: its end is given, and its frames begin the result.",
+        "Continue a video at its size and rate.",
         "FILE",
         Path,
         is_common=True,

@@ -72,7 +72,7 @@ class Flags(TypedDict, total=False):
         Option(
             "condition.references",
             REFERENCE,
-            "Picture or video that the video starts from. Repeatable.",
+            "Picture or video to start from. Repeatable.",
             "FILE",
             is_common=True,
             each="a picture or a video",

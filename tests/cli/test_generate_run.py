@@ -97,10 +97,9 @@ def test_prompts_of_a_file_are_made_and_failed_rows_end_with_5(osora, out, tmp_p
     document = json.loads(stdout)
     assert (code, document["schema"], document["made"], document["kept"]) == (0, "osora.batch/3", 0, 1)
     code, stdout, _ = osora("--prompts", str(prompts), "--dry-run")
-    assert (code, stdout.splitlines()[:2]) == (
-        0,
-        ["rows      1 of 1 shape, and 0 that would be refused", "shape     rows: 1"],
-    )
+    lines = stdout.splitlines()
+    assert (code, lines[0].split(":")[0]) == (0, "Fits")
+    assert {"rows      1 of 1 shape, and 0 that would be refused", "rows      1"} <= set(lines)
 
 
 @pytest.mark.slow

@@ -73,7 +73,6 @@ EARLY = [
         ["generate", "--prompts", "p.txt", "--from-latents", "a.safetensors"],
         "--from-latents has no effect with --prompts",
     ),
-    (2, ["generate", "--prompts", "p.txt", "--dry-run", "--on", "H100"], "--on has no effect with --prompts"),
     (2, ["generate", "--prompts", "p.txt", "--shard", "3/2"], "--shard 3/2 must count from 1/2 to 2/2"),
     (2, ["generate", "--prompts", "p.xlsx"], "--prompts p.xlsx must end in .txt, .csv, .jsonl or .parquet"),
     (2, ["generate", "sea", "--explore", "2"], "--explore has no effect without --explore-steps"),

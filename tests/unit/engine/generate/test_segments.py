@@ -336,7 +336,7 @@ def test_what_cannot_be_continued_is_refused(world, tmp_path, monkeypatch, repor
         write_media([read_video(tmp_path / "two.mp4").frames_THWC[:1]], path, fps=24, format="mp4")
     facts = probe(path) if frames else None
     if name == "varies.mp4":
-        monkeypatch.setattr(references, "probe", lambda path: replace(facts, is_uneven=True))
+        monkeypatch.setattr("opensora_cli.media.read.probe", lambda path: replace(facts, is_uneven=True))
     if name == "large.mp4":
         monkeypatch.setattr(references, "read_private_memory", lambda: PrivateMemory(100_000, 10**9))
     with pytest.raises(MediaError) as raised:
