@@ -187,7 +187,7 @@ PROGRAMS = st.lists(st.sampled_from(_OPERATIONS), max_size=40).map(lambda parts:
 """Pickles that are read to their end more often than random bytes are."""
 
 
-FUZZED = pytest.mark.parametrize("examples", [50, pytest.param(4000, marks=pytest.mark.slow)])
+FUZZED = pytest.mark.parametrize("examples", [20, pytest.param(4000, marks=pytest.mark.slow)])
 """The same files in each run, and thousands of others in the slow tier."""
 
 

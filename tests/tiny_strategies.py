@@ -6,7 +6,6 @@ from unittest.mock import patch
 import torch
 from tiny_transformer import inputs, transformer
 from torch import Tensor
-from wire_formulas import StepSizes
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.bench_comm.counting import counted_bytes
@@ -84,11 +83,6 @@ def micro_batch(model: MMDiT, number: int, *, latent_tokens: int = LATENT_TOKENS
     given = inputs(model, batch=BATCH, tokens=latent_tokens, text=TEXT_TOKENS, seed=number)
     generator = torch.Generator().manual_seed(10_000 + number)
     return given, torch.randn(given["packed_latents_BND"].shape, generator=generator)
-
-
-def step_sizes(model: MMDiT) -> StepSizes:
-    """Return what a micro-batch computes."""
-    return StepSizes(config=model.config, batch=BATCH, text_tokens=TEXT_TOKENS, latent_tokens=LATENT_TOKENS, itemsize=4)
 
 
 @dataclass

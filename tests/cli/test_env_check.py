@@ -135,13 +135,6 @@ def test_export_goes_through_eval(profile: str, form: str, capsys: pytest.Captur
     assert {item["name"]: item["value"] for item in document["variables"]}.items() <= variables.items()
 
 
-def test_profiles_mark_what_is_set(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    _, out, _ = run("--profile", "local", capsys=capsys)
-    assert "  PYTORCH_ALLOC_CONF=expandable_segments:True (is set)" in out.splitlines()
-    assert "  CUDA_DEVICE_ORDER=PCI_BUS_ID" in out.splitlines()
-
-
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=["lines", "json"])
 def test_a_bug_report_hides_secrets(
     form: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -1,12 +1,9 @@
 """Errors become a message and an exit code, also Ctrl-C; a bug keeps its traceback."""
 
-import gc
-import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -99,31 +96,6 @@ def test_an_error_in_place_of_an_interruption_reports_what_is_finished() -> None
     assert (caught.value.message, caught.value.hint) == ("interrupted", "finished: sea.mp4")
 
 
-def test_an_interruption_that_turns_into_another_error(run: Run) -> None:
-    """A compiled module whose import is interrupted complains of itself."""
-
-    def interrupted_import(reporter: Reporter) -> None:
-        with suppress(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-        raise AttributeError("module 'numpy' has no attribute 'multiply'")
-
-    assert run(interrupted_import) == (130, "error: interrupted\n")
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_an_interruption_while_an_error_is_explained_or_help_is_printed(
-    run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*_: object) -> None:
-        signal.raise_signal(signal.SIGINT)
-
-    monkeypatch.setattr(errors, "translate", interrupted)
-    assert run(ValueError("a bug")) == (130, "error: interrupted\n")
-    monkeypatch.setattr("opensora_cli.cli.app.Group.get_help", interrupted)
-    assert main([]) == 130
-    assert capsys.readouterr().err == "error: interrupted\n"
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows sends no signal to a child alone")
 @pytest.mark.parametrize(
     ("first", "number"),
@@ -181,21 +153,6 @@ def test_an_import_holds_back_ctrl_c() -> None:
     assert reached == ["the end"]
 
 
-def test_garbage_is_not_looked_for_in_the_objects_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch", pytest)
-    with importing():  # torch is loaded: new objects may be garbage soon
-        assert gc.isenabled()
-    monkeypatch.delitem(sys.modules, "torch")
-    try:
-        with importing():
-            assert not gc.isenabled()
-            brought: list[object] = [[]]
-        assert gc.isenabled()
-        assert all(each is not brought for each in gc.get_objects())
-    finally:
-        gc.unfreeze()
-
-
 @pytest.mark.parametrize(
     ("name", "value", "text", "shown"),
     [
@@ -223,19 +180,6 @@ def test_a_variable_that_a_library_refuses_is_named(
     assert caught.value.hint == f"unset {name}, or set a value that it accepts"
     with pytest.raises(ValueError, match="a bug"), importing():
         raise ValueError("a bug")
-
-
-def test_torch_s_own_refusal_of_a_variable_is_one_line() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "opensora_cli", "ckpt", "inspect", __file__],
-        env={**os.environ, "TORCH_DISTRIBUTED_DEBUG": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: a library cannot be loaded with TORCH_DISTRIBUTED_DEBUG='1': ")
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """`osora generate`: every option reaches its setting, and what comes back goes to the right stream."""
 
 import json
-from pathlib import Path
 
 import pytest
 from cli.fake_engine import FakeEngine
@@ -57,14 +56,6 @@ def test_a_preset_is_chosen_by_name(engine: FakeEngine) -> None:
     assert settings_of(engine, "sea", "--preset", "high_compression", "--cond", "i2v_tail").picture.first
 
 
-@pytest.mark.parametrize("args", [["--res", "768px"], ["--aspect-ratio", "1:1"]], ids=" ".join)
-def test_of_two_layers_the_upper_one_decides_on_the_size(engine: FakeEngine, tmp_path: Path, args: list[str]) -> None:
-    config = tmp_path / "a.yaml"
-    config.write_text("video:\n  height: 288\n  width: 512\n")
-    video = settings_of(engine, "sea", *RELEASED, "--config", str(config), *args).video
-    assert (video.height, video.width) == (None, None)
-
-
 @pytest.mark.parametrize(
     "prompt",
     ["a 'quoted' \"sea\"", "line\nbreak", "海と雨 🌧️", "word " * 1000, "50% {braces} [brackets] $HOME ;", "-"],
@@ -75,20 +66,6 @@ def test_any_prompt_arrives_as_it_is(engine: FakeEngine, prompt: str) -> None:
 
 def test_prompt_that_looks_like_an_option(engine: FakeEngine) -> None:
     assert settings_of(engine, "--seed", "3", "--", "--a sea--").prompt == "--a sea--"
-
-
-def test_config_and_environment(engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "base.yaml").write_text("sampling:\n  seed: 1\n  num_inference_steps: 2\n  guidance_scale: 3\n")
-    config = tmp_path / "a.yaml"
-    config.write_text("extends: base.yaml\nprompt: from yaml\nsampling:\n  seed: 4\n")
-    monkeypatch.setenv("OSORA_SAMPLING__GUIDANCE_SCALE", "5")
-    monkeypatch.setenv("OSORA_WEIGHTS", "/weights")
-    monkeypatch.setenv("OSORA_OPTIMIZER__LEARNING_RATE", "1")  # of training, which generation leaves alone
-    settings = settings_of(engine, "--config", str(config), "--steps", "6")
-    assert settings.prompt == "from yaml"
-    sampling = settings.sampling
-    assert (sampling.seed, sampling.guidance_scale, sampling.num_inference_steps) == (4, 5.0, 6)
-    assert settings.runtime.weights == "/weights"
 
 
 def test_data_goes_to_stdout_and_notes_to_stderr(engine: FakeEngine, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,22 +74,6 @@ def test_two_processes_make_rows_of_their_own() -> None:
 
 
 @pytest.mark.slow
-def test_ranks_of_torchrun_make_rows_of_their_own() -> None:
-    Path("p.txt").write_text("sea\ndesert\nsnow\n")
-    rows = ["generate", "--prompts", "p.txt", "--device", "cpu", "--num-frames", "1", "--steps", "1", "--threads", "1"]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, "-m", "opensora_cli", *rows, "--out", "two", "--json"], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
-    assert (document["rows"], document["made"]) == (3, 3)
-    assert main([*rows, "--out", "one"]) == 0
-    for path in document["outputs"]:
-        assert (Path("one") / Path(path).name).read_bytes() == Path(path).read_bytes()
-
-
-@pytest.mark.slow
 def test_two_processes_make_the_same_picture_first() -> None:
     small = ["--height", "48", "--width", "32", "--steps", "2", "--t2i2v", "--save-picture"]
     # Two samples, of which the branches of the video's guidance are shared, and the tokens of the picture.
@@ -140,20 +124,6 @@ def test_ranks_get_the_validated_settings_and_the_flags(monkeypatch: pytest.Monk
     assert [*command[:2], command[-1]] == ["generate", "--from", "--json"]
     assert settings["memory"]["offload"] == "blocks"
     assert (settings["prompt"], settings["sampling"]["num_inference_steps"]) == ("raining, sea", 3)
-
-
-@pytest.mark.slow
-def test_the_environment_does_not_overrule_the_command_line() -> None:
-    """Neither what is machine's own, for ranks as for one process."""
-    environment = {**os.environ, "OSORA_WEIGHTS": "/nowhere", "OSORA_MEMORY__OFFLOAD": "none"}
-    flags = ["--steps", "1", "--gpus", "2", "--out", "a.png", "--offload", "blocks", "--weights", "elsewhere"]
-    done = subprocess.run(
-        [sys.executable, "-m", "opensora_cli", *SHORT, *flags], capture_output=True, text=True, env=environment
-    )
-    assert done.returncode == 0, done.stderr
-    settings = json.loads(Path("a.json").read_text())["settings"]
-    assert settings["runtime"]["weights"] == "elsewhere"
-    assert settings["memory"]["offload"] == "blocks"
 
 
 def test_a_result_that_exists_starts_no_ranks(

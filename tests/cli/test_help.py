@@ -1,7 +1,6 @@
 """Help, version and completion: complete, and without anything heavy."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,18 +14,15 @@ from opensora_cli.cli import options
 from opensora_cli.cli.app import _wait_without_spinning, load_commands, main
 from opensora_cli.cli.group import unwrapped
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.core.solvers import Solver
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.listings import NEEDS
-from opensora_cli.settings.data import PreviewSettings
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.flags import FLAGS, option_of
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import read_machine
 from opensora_cli.settings.load import load_preset, read_request
-from opensora_cli.settings.tools import BenchCommSettings
 
 HEAVY = {"torch", "transformers", "av", "numpy", "PIL", "safetensors", "huggingface_hub"}
 
@@ -52,24 +48,6 @@ def test_help_version_and_presets_import_nothing_heavy() -> None:
     every = modules_after(*light, *([*words.split(), "--help"] for words in COMMANDS if words), *lists)
     assert [HEAVY & modules for modules in every] == [set()] * len(every)
     assert [{"pydantic", "opensora_cli.cli.train"} & modules for modules in every[:2]] == [set()] * 2
-
-
-def test_help_does_not_need_docstrings() -> None:
-    """Containers with PYTHONOPTIMIZE=2 have none."""
-    code = (
-        "from opensora_cli.cli.app import load_commands\n"
-        "def show(command):\n"
-        "    print(repr(command.help))\n"
-        "    for child in getattr(command, 'commands', {}).values():\n"
-        "        show(child)\n"
-        "show(load_commands())"
-    )
-    with_docstrings, without = (
-        subprocess.run([sys.executable, *options, "-c", code], capture_output=True, text=True, check=True).stdout
-        for options in ([], ["-OO"])
-    )
-    assert "None" not in with_docstrings.splitlines()
-    assert without == with_docstrings
 
 
 @pytest.mark.slow
@@ -118,13 +96,6 @@ def test_completion_for_a_shell_that_is_not_known_is_no_bug(
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out == f"osora {opensora_cli.__version__}\n"
-
-
-def test_a_shell_is_offered_modes() -> None:
-    words = {"_OSORA_COMPLETE": "complete_bash", "COMP_WORDS": "osora generate --cond i2v", "COMP_CWORD": "3"}
-    command = [sys.executable, "-m", "opensora_cli"]
-    done = subprocess.run(command, env={**os.environ, **words}, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["i2v_head", "i2v_tail", "i2v_loop"]
 
 
 def test_completion_offers_recipes_and_files_of_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,31 +235,7 @@ def test_help_of_generate_has_the_defaults(help_of) -> None:
     assert {"--res", "--fps", "--num-frames", "--guidance-scale", "--fit", "--out", "--offload"} <= shown.keys()
 
 
-@pytest.mark.parametrize(
-    ("words", "settings", "flags"),
-    [
-        ("bench-comm", BenchCommSettings, {"--min-bytes": "min_bytes", "--iters": "iters", "--warmup": "warmup"}),
-        ("data preview", PreviewSettings, {"--count": "count", "--seed": "seed"}),
-    ],
-)
-def test_help_of_others_has_the_defaults(words: str, settings, flags: dict[str, str], help_of) -> None:
-    lines = help_of(words, columns=400)
-    for flag, key in flags.items():
-        [line] = [line for line in lines if flag in line]
-        assert f"Default: {settings.model_fields[key].default}." in line
-
-
 def test_every_out_has_its_short_form() -> None:
     outs = [option for command in COMMANDS.values() for option in command.params if "--out" in option.opts]
     assert len(outs) >= 5
     assert [option for option in outs if "-o" not in option.opts] == []
-
-
-def test_types_of_options_come_from_their_settings() -> None:
-    parameters = {parameter.opts[0]: parameter for parameter in COMMANDS["generate"].params}
-    kinds = {option: parameter.type_descriptor.annotation for option, parameter in parameters.items()}
-    assert [kinds[option] for option in ("--steps", "--guidance-scale", "--memory-limit", "--fast", "--solver")] == [
-        *(int, float, str, bool, Solver)
-    ]
-    scan = {parameter.opts[0]: parameter for parameter in COMMANDS["data scan"].params}
-    assert (scan["dir_"].required, scan["--workers"].required) == (True, False)

@@ -6,12 +6,9 @@ from pathlib import Path
 
 import pytest
 import tiny_training
-import torch
 import yaml
 
 from opensora_cli.cli.app import main
-from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.mem_profile import measured_stages
 from opensora_cli.settings.train import TrainSettings
 
 KINDS_OF_GPUS = {"cudnn", "flash2", "flash3", "xformers"}
@@ -67,20 +64,6 @@ def test_a_training_lists_its_kinds_of_memory(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(torch.__version__ < "2.11", reason="torch 2.10 has no collectives for fake tensors")
-def test_ranks_of_a_training_are_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    settings = tiny_training.mmdit_settings(tmp_path / "run").replace({"optimizer.name": "adamw", "strategy": "zero3"})
-    config = recipe(settings, tmp_path)
-    assert main(["mem-profile", "--config", config, "--gpus", "2", "--quiet", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    [stage] = document["stages"]
-    assert stage["not_measured"] == "this is the first of 2 ranks, and the others do not run"
-    assert stage["predicted_bytes"] == document["rank"]["peak_bytes"]
-    assert main(["mem-profile", "--config", config, "--gpus", "2", "--compare"]) == 2
-    assert "compare measures in one process, and parallel.gpus=2" in capsys.readouterr().err
-
-
-@pytest.mark.slow
 def test_the_largest_batch_of_a_generation(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--adaptive-batch", "--memory-limit", "40MiB", "--json"]) == 0
     batch = json.loads(capsys.readouterr().out)["batch"]
@@ -94,25 +77,6 @@ def test_links_that_lead_nowhere_are_not_replaced(tmp_path: Path, capsys: pytest
     plot.symlink_to(tmp_path / "nothing")
     assert main([*SMALL, "--plot", str(plot)]) == 3
     assert "exists already" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_what_runs_out_of_memory_is_only_predicted(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    measure = measured_stages.measure_stage
-
-    def fails_to_denoise(plan: Plan, name: str, *, runs: int) -> object:
-        if name == "denoise":
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return measure(plan, name, runs=runs)
-
-    monkeypatch.setattr(measured_stages, "measure_stage", fails_to_denoise)
-    assert main([*SMALL, "--json"]) == 0
-    text, denoise, decode = json.loads(capsys.readouterr().out)["stages"]
-    assert denoise["not_measured"] == "there was not enough memory after all"
-    assert denoise["measured_bytes"] is None
-    assert all(stage["measured_bytes"] for stage in (text, decode))
 
 
 @pytest.mark.slow

@@ -11,7 +11,6 @@ from opensora_cli.cli import output
 from opensora_cli.cli.call import Call
 from opensora_cli.core.console import ConsoleReporter
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.progress import SilentReporter
 
 
 class Clock:
@@ -122,15 +121,6 @@ def test_bars_on_a_terminal(text: io.StringIO) -> None:
     assert "denoise: 2 steps, 1.0 s" in shown
 
 
-def test_reporter_suits_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(output.make_reporter(quiet=True), SilentReporter)
-    for is_terminal in (False, True):
-        monkeypatch.setattr("sys.stderr.isatty", lambda is_terminal=is_terminal: is_terminal)
-        reporter = output.make_reporter(quiet=False)
-        assert isinstance(reporter, ConsoleReporter)
-        assert reporter._has_bars is is_terminal
-
-
 def test_the_first_line_on_a_terminal_comes_before_torch(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,13 +133,6 @@ def test_the_first_line_on_a_terminal_comes_before_torch(
             with Call((), {}).loading():
                 pass
         assert capsys.readouterr().err == printed
-
-
-def test_names_that_a_stream_cannot_show_are_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
-    raw = io.BytesIO()
-    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    output.print_lines(["é.mp4"])
-    assert raw.getvalue() == b"\\xe9.mp4\n"
 
 
 def test_no_text_steers_a_terminal(text: io.StringIO, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,11 +105,3 @@ def test_the_launcher_asks_once_for_all_ranks(start: Start, osora: Osora, monkey
     assert isinstance(settings, GenerateSettings)
     assert (settings.prompt, settings.refine.is_on) == ("raining, a grey sea", False)
     assert len(stub.asked) == 1
-
-
-def test_missing_instructions(start: Start, osora: Osora, tmp_path: Path) -> None:
-    stub = start()
-    code, _, stderr = osora("raining, sea", "--refine", "--set", f"refine.instructions={tmp_path}")
-    assert code == 3
-    assert f"{tmp_path}/t2v.txt does not exist" in stderr
-    assert stub.paths == []

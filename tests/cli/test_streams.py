@@ -90,12 +90,6 @@ def test_a_result_that_is_lost_is_reported(tmp_path: Path, args: tuple[str, ...]
     assert "Traceback" not in err
 
 
-@needs_full
-def test_both_streams_that_are_full_leave_the_exit_code(tmp_path: Path) -> None:
-    assert run(tmp_path / "result", ">/dev/full 2>/dev/full") == (3, "", "")
-    assert run(tmp_path / "result", ">&- 2>&-", "generate", "") == (2, "", "")
-
-
 def test_streams_that_the_shell_closed_take_nothing(tmp_path: Path) -> None:
     place = tmp_path / "result"
     code, out, err = run(place, ">&-")
@@ -108,27 +102,6 @@ def test_an_interrupt_that_cannot_be_printed_keeps_its_exit_code(redirection: st
     program = "from opensora_cli.__main__ import _leave; _leave()"
     command = ["bash", "-c", f'"$@" {redirection}', "bash", sys.executable, "-c", program]
     assert subprocess.run(command, check=False, timeout=60).returncode == 130
-
-
-def test_an_interrupt_after_a_line_was_written_writes_it_once() -> None:
-    program = (
-        "import signal, sys\n"
-        "from opensora_cli.cli import output\n"
-        "write = output._Log.write\n"
-        "def interrupted(self, content):\n"
-        "    written = write(self, content)\n"
-        "    output._Log.write = write\n"
-        "    signal.raise_signal(signal.SIGINT)\n"
-        "    return written\n"
-        "output._Log.write = interrupted\n"
-        "output.guard_streams()\n"
-        "try:\n"
-        "    print('one', file=sys.stderr, flush=True)\n"
-        "except KeyboardInterrupt:\n"
-        "    print('two', file=sys.stderr, flush=True)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stderr == "one\ntwo\n"
 
 
 def test_logs_warnings_and_tracebacks_of_libraries_steer_no_terminal_and_show_no_password() -> None:

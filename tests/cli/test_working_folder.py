@@ -7,11 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from opensora_cli.engine.mem_profile import allocator_use
-from opensora_cli.models.registry import DEMO
-from opensora_cli.settings.explain import Given
-from opensora_cli.settings.load import GenerateRequest, load_generate_settings
-
 # As in the script that is installed. Not with `-P`, which processes would inherit.
 SCRIPT = "import sys\nfrom opensora_cli.__main__ import main\nsys.exit(main())\n"
 CPU = ["--device", "cpu"]
@@ -52,16 +47,6 @@ def test_no_code_of_the_working_folder_runs(
     assert not planted.exists(), planted.read_text()
     # env-check judges the machine, too.
     assert done.returncode in ((0, 4) if "env-check" in arguments else (0,)), done.stderr
-
-
-@pytest.mark.slow
-def test_none_runs_where_the_allocator_is_tried(planted: Path) -> None:
-    values = {"prompt": "sea", "runtime.device": "cpu", "video.num_frames": "1"}
-    given = {key: Given(value, "test") for key, value in values.items()}
-    settings = load_generate_settings(GenerateRequest(overrides=given), model=DEMO)
-    # It comes as far as the limit of memory, which a CPU has not.
-    assert "its process failed: " in str(allocator_use._in_a_process(settings, None))
-    assert not planted.exists(), planted.read_text()
 
 
 @pytest.mark.parametrize("arguments", [["generate", "sea", "--dry-run"], ["env-check"]])

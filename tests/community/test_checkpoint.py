@@ -13,18 +13,14 @@ import pytest
 import torch
 from fake_hub import FakeHub, connect
 from hostile_files import little_resident_memory, state_bombs
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import nn
 
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.community import checkpoint
 from opensora_cli.community.checkpoint import (
     CheckpointIO,
-    load_checkpoint,
     load_from_hf_hub,
-    load_master_weights,
-    master_weights_gathering,
     model_gathering,
     model_sharding,
     record_model_param_shape,
@@ -32,7 +28,6 @@ from opensora_cli.community.checkpoint import (
 )
 from opensora_cli.community.training import create_lr_scheduler
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
-from opensora_cli.core.weight_choices import Format, Selection
 
 
 class Sampler:
@@ -54,21 +49,6 @@ def model(seed: int) -> nn.Module:
 def equal(first: nn.Module, second: nn.Module) -> bool:
     others = second.state_dict()
     return all(torch.equal(tensor, others[name]) for name, tensor in first.state_dict().items())
-
-
-def test_weights_are_loaded_with_parts_of_names_changed(tmp_path: Path):
-    state = {name.replace("0.", "x.first.block."): tensor for name, tensor in model(0).state_dict().items()}
-    save_file(state, tmp_path / "a.safetensors")
-    loaded = load_checkpoint(
-        model=model(1),
-        path=str(tmp_path / "a.safetensors"),
-        cache_dir=None,
-        device_map="cpu",
-        cai_model_name="model",
-        strict=True,
-        rename_keys={".first.block": "", "x.": "0."},
-    )
-    assert equal(loaded, model(0))
 
 
 def run(seed: int) -> dict[str, object]:
@@ -113,13 +93,6 @@ class TestCheckpointIO:
             each["lr_scheduler"].step()
         assert other["optimizer"].param_groups[0]["lr"] == saved["optimizer"].param_groups[0]["lr"]
 
-    def test_a_sharded_average_takes_its_shapes_from_the_model(self, tmp_path: Path):
-        saved = run(0)
-        model_sharding(saved["ema"])
-        folder = CheckpointIO().save(None, tmp_path, saved["model"], saved["ema"], async_io=False)
-        shapes = {name: tensor.shape for name, tensor in load_file(f"{folder}/ema.safetensors").items()}
-        assert shapes == {name: tensor.shape for name, tensor in saved["model"].state_dict().items()}
-
     def test_with_lora_the_adapter_is_saved_as_peft_reads_it(self, tmp_path: Path):
         peft = pytest.importorskip("peft")
 
@@ -150,13 +123,6 @@ class TestCheckpointIO:
         assert equal(other["model"], saved["model"])
         assert other["sampler"].position == 3
 
-    def test_loading_is_not_strict_by_default(self, tmp_path: Path):
-        folder = CheckpointIO().save(None, tmp_path, model(0), async_io=False)
-        with pytest.warns(UserWarning, match="unexpected"):
-            CheckpointIO().load(None, folder, nn.Sequential(nn.Linear(4, 3)))
-        with pytest.raises(CheckpointError, match="unexpected"):
-            CheckpointIO().load(None, folder, nn.Sequential(nn.Linear(4, 3)), strict=True)
-
     def test_what_makes_no_sense_here_is_refused(self, tmp_path: Path):
         with pytest.raises(RequestError, match="booster must be None"):
             CheckpointIO().save(tmp_path, model(0))
@@ -166,22 +132,6 @@ class TestCheckpointIO:
             CheckpointIO().save(None, tmp_path, model(0), include_master_weights=True)
         assert "master=" in caught.value.hint
         assert list(tmp_path.iterdir()) == []
-
-    def test_master_weights_may_be_given(self, tmp_path: Path):
-        master = {"0.weight": torch.ones(3, 4)}
-        folder = CheckpointIO().save(
-            None, tmp_path, model(0), include_master_weights=True, master=master, async_io=False
-        )
-        assert torch.equal(load_file(f"{folder}/master.safetensors")["0.weight"], master["0.weight"])
-
-    def test_conversion_reads_the_folder_and_its_hashes(self, tmp_path: Path):
-        saved = run(0)
-        folder = Path(CheckpointIO().save(None, tmp_path, **saved, async_io=False))
-        for select, module in ((Selection.MODEL, saved["model"]), (Selection.EMA, saved["ema"])):
-            opened = open_checkpoint(folder, select=select)
-            assert opened.format is Format.COLOSSALAI
-            assert all(torch.equal(opened.entries[name].read(), each) for name, each in module.state_dict().items())
-        assert wrong_files(folder) == []
 
     def test_states_may_change_while_they_are_written(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         saved, may_write, write = run(3), threading.Event(), checkpoint.write_share
@@ -203,26 +153,12 @@ class TestCheckpointIO:
         assert other["optimizer"].param_groups[0]["params"][0] is other["model"][0].weight
         assert other["sampler"].position == 3
 
-    def test_a_second_save_replaces_the_folder(self, tmp_path: Path):
-        with CheckpointIO() as io:
-            io.save(None, tmp_path, model(0))
-            folder = io.save(None, tmp_path, model(1))
-        found = load_checkpoint(model(2), folder)
-        assert equal(found, model(1))
-
 
 class TestErrors:
     def test_a_state_that_cannot_be_read_again_is_refused_at_once(self, tmp_path: Path):
         with pytest.raises(OutputError, match=r"sampler\.pt cannot be saved: .*numpy"):
             CheckpointIO().save(None, tmp_path, sampler=Sampler(np.arange(3)))
         assert list(tmp_path.iterdir()) == []
-
-    def test_foreign_files_are_kept(self, tmp_path: Path):
-        folder = Path(CheckpointIO().save(None, tmp_path, model(0), async_io=False))
-        (folder / "notes.md").write_text("mine")
-        with pytest.raises(OutputError, match=r"holds more than a checkpoint, which would be lost: notes\.md"):
-            CheckpointIO().save(None, tmp_path, model(0))
-        assert (folder / "notes.md").read_text() == "mine"
 
     @pytest.fixture
     def blocked(self, tmp_path: Path) -> Path:
@@ -291,15 +227,6 @@ def test_pieces_come_together_with_the_buffers():
     assert sharded[0].weight.shape == (12,)
     model_gathering(sharded, shapes, pinned)
     assert all(torch.equal(pinned[name], tensor) for name, tensor in whole.state_dict().items())
-
-
-@pytest.mark.parametrize(
-    ("function", "instead"), [(master_weights_gathering, "master="), (load_master_weights, "--select")]
-)
-def test_master_weights_of_optimizers_are_refused(function, instead):
-    with pytest.raises(RequestError, match="does not exist in osora") as caught:
-        function(None, None, {})
-    assert instead in caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["owner/repo", "owner/repo/a.safetensors"])

@@ -63,14 +63,6 @@ def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[ActivationManager]:
     made.reset()
 
 
-def test_the_buffer_is_counted_in_elements():
-    manager = ActivationManager()
-    assert (manager.enable, manager.buffer, manager.total_size, manager.avail_offset) == (False, None, 0, 0)
-    manager.setup_buffer(100, torch.bfloat16)
-    manager.offload(torch.ones(7, dtype=torch.bfloat16))
-    assert (manager.enable, manager.buffer.numel(), manager.total_size, manager.avail_offset) == (True, 100, 100, 7)
-
-
 @pytest.mark.parametrize("by_handle", [False, True])
 def test_tensors_move_in_place_and_back_in_reverse(by_handle: bool):
     manager = ActivationManager()
@@ -91,16 +83,6 @@ def test_tensors_move_in_place_and_back_in_reverse(by_handle: bool):
         manager.onload(first)
     del handles, handle
     assert manager.avail_offset == 0
-
-
-def test_without_a_buffer_and_for_ignored_tensors_nothing_happens():
-    manager, x = ActivationManager(), torch.ones(3)
-    place = x.data_ptr()
-    assert manager.offload(x) is manager.onload(x) is None
-    manager.setup_buffer(10, torch.float32)
-    manager.add_ignore_tensor(x)
-    assert manager.offload(x) is manager.onload(x) is None
-    assert (x.data_ptr(), manager.avail_offset, manager.is_top_tensor(x)) == (place, 0, False)
 
 
 def test_only_where_memory_is_short_tensors_move():
@@ -146,11 +128,6 @@ def test_checkpoints_offload_their_inputs_once_there_is_a_buffer(
     expected = torch.linspace(-1, 1, 6).requires_grad_()
     (expected.sin() * 2).exp().sum().backward()
     assert_close(x.grad, expected.grad)
-
-
-def test_a_reentrant_checkpoint_refuses_unknown_keywords():
-    with pytest.raises(ValueError, match="factor"):
-        checkpoint(torch.sin, torch.ones(1), use_reentrant=True, factor=2)
 
 
 def test_every_module_learns_how_it_is_checkpointed(manager: ActivationManager):

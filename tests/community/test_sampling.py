@@ -16,13 +16,10 @@ from opensora_cli.community.sampling import (
     add_fps_info_to_text,
     add_motion_score_to_text,
     collect_references_batch,
-    get_image_size,
-    get_names_from_path,
     get_save_path_name,
     prepare_inference_condition,
     process_and_save,
     read_from_path,
-    refine_prompt,
     refine_prompts,
     rescale_image_by_path,
     save_sample,
@@ -109,26 +106,12 @@ def test_a_name_never_leaves_the_folder():
     assert "/" not in get_save_path_name("out", "", prompt_as_path=True, prompt="../" * 90).removeprefix("out/")
 
 
-@pytest.mark.parametrize(("frames", "ending"), [(1, "png"), (5, "mp4")])
-def test_one_frame_is_a_picture(tmp_path: Path, frames: int, ending: str):
-    save_sample(torch.zeros(3, frames, 16, 16), save_path=str(tmp_path / "a.b"), fps=8)
-    assert [path.name for path in tmp_path.iterdir()] == [f"a.b.{ending}"]
-
-
 def test_a_picture_is_rescaled_where_it_is(tmp_path: Path):
     path = save_sample(torch.zeros(3, 1, 20, 60), save_path=tmp_path / "a")
     rescale_image_by_path(path, 32, 16)
     assert (probe(path).width, probe(path).height) == (32, 16)
     with pytest.raises(RequestError, match="must be a PNG"):
         rescale_image_by_path("a.jpg", 32, 16)
-
-
-def test_names_and_sizes():
-    assert get_names_from_path("clips/boat.mp4") == "boat"
-    assert get_image_size("768px", "16:9") == (576, 1024)
-    assert get_image_size("256px", "1:1", training=False) == (256, 256)
-    # Training's table has each size once: the nearest ratio is taken.
-    assert get_image_size("256px", "16:9", training=True) == get_image_size("256px", "16:9")
 
 
 def test_files_are_read_at_a_size(tmp_path: Path):
@@ -168,19 +151,3 @@ class TestPrompts:
         assert [asked["messages"][1]["content"] for asked in server.asked] == ["boat", "car"]
         assert {asked["model"] for asked in server.asked} == {"small"}
         assert server.keys == [f"Bearer {KEY}"] * 2
-
-    def test_the_picture_is_sent_along(self, serving, tmp_path):
-        server = serving("It drives off.")
-        picture = save_sample(torch.zeros(3, 1, 8, 8), save_path=tmp_path / "a")
-        assert refine_prompt("car", type="i2v", image_path=picture) == "It drives off."
-        sent = server.asked[0]["messages"][1]["content"][1]["image_url"]["url"]
-        assert sent.startswith("data:image/jpeg;base64,")
-
-    def test_without_a_server_the_variables_are_named(self, monkeypatch):
-        monkeypatch.delenv("OSORA_REFINE_URL", raising=False)
-        with pytest.raises(RequestError, match="OSORA_REFINE_URL is not set") as caught:
-            refine_prompt("a boat")
-        assert "export OSORA_REFINE_URL=" in caught.value.hint
-        monkeypatch.setenv("OSORA_REFINE_URL", "http://127.0.0.1:1")
-        with pytest.raises(RequestError, match="'t2x' must be one of t2v, t2i, i2v, motion_score"):
-            refine_prompt("a boat", type="t2x")

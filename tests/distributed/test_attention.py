@@ -128,36 +128,6 @@ def test_keys_and_values_are_sent_once_round(pool: Pool) -> None:
         assert len(backward) == 2 * (ranks - 1) + 2 * ranks
 
 
-def _exchanges() -> tuple[list[int], list[int]]:
-    """Return the bytes of each exchange that go to other ranks, forward and backward."""
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    mesh = mesh_of(ulysses=ranks)
-    lengths = SequenceLengths.of_mesh(mesh)
-    lengths.of_ranks = tuple(range(1, 1 + ranks))
-    given = [tensor.requires_grad_() for tensor in random_qkv(5, rank + 1, dtype=torch.bfloat16)[:3]]
-    exchange, sent = dist.all_to_all_single, []
-
-    def watched(received: Any, packed: torch.Tensor, expected: Any, counts: list[int], *, group: Any) -> None:
-        assert packed.numel() == sum(counts)
-        sent.append((sum(counts) - counts[rank]) * packed.itemsize)
-        exchange(received, packed, expected, counts, group=group)
-
-    with patch.object(dist, "all_to_all_single", watched):
-        out = UlyssesAttention(sdpa, mesh.group("ulysses"), lengths)(*given)
-        forward = list(sent)
-        out.sum().backward()
-    return forward, sent[len(forward) :]
-
-
-def test_two_exchanges_send_all_but_the_own_part(pool: Pool) -> None:
-    heads, tokens, entry = (2, 1, 1, 1), (1, 2, 3, 4), 2 * 8 * 2  # of one token and head in bf16: batch 2, 8 wide
-    for rank, (forward, backward) in enumerate(pool(4).run(_exchanges)):
-        out = (sum(heads) - heads[rank]) * tokens[rank] * entry
-        back = heads[rank] * (sum(tokens) - tokens[rank]) * entry
-        assert forward == [3 * out, back]
-        assert backward == [out, 3 * back]
-
-
 def _too_few_heads() -> str:
     mesh = mesh_of(ulysses=dist.get_world_size())
     lengths = SequenceLengths.of_mesh(mesh)

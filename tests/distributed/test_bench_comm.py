@@ -11,10 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from shared_models import divided
-from tiny_transformer import inputs, loss_of, transformer
 from torch import Tensor
-from wire_formulas import StepSizes, step_traffic
 
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.bench_comm import run as bench
@@ -23,15 +20,11 @@ from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.bench_comm.operations import BUILDERS, Place, bus_factor
 from opensora_cli.engine.bench_comm.report import BenchReport
 from opensora_cli.engine.bench_comm.run import affordable_bytes, bench_comm
-from opensora_cli.engine.bench_comm.timing import Repeats
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.all_to_all import TwoStages
 from opensora_cli.parallel.collectives import all_gather, reduce_scatter, reduce_scatter_single
-from opensora_cli.parallel.divided_work import SharedBranches
-from opensora_cli.parallel.mesh import ParallelMesh, stage_groups
-from opensora_cli.parallel.shares import MeshShape
-from opensora_cli.sampling.guidance import Branch
+from opensora_cli.parallel.mesh import stage_groups
 from opensora_cli.settings.enums import Collective, Scaling
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
@@ -94,34 +87,6 @@ def test_every_collective_is_right_and_sends_what_its_bus_bandwidth_counts(pool:
     assert len(answers[0]) == (len(BUILDERS) - (ranks < 4)) * len(SIZES)
 
 
-def _with_a_fault(name: str) -> dict[str, int]:
-    """Break one element of what the last rank gets, and return the wrong elements of each collective."""
-    place = _place()
-    real = getattr(dist, name)
-
-    def faulty(first: Tensor, *args: Any, **kwargs: Any) -> Any:
-        work = real(first, *args, **kwargs)
-        if place.rank == place.ranks - 1:
-            first.view(-1)[-1] += 1
-        return work
-
-    with patch.object(dist, name, faulty):
-        return {
-            collective.value: BUILDERS[collective](place, 256, torch.float32).count_wrong()
-            for collective in (Collective.ALL_REDUCE, Collective.ALL_TO_ALL, Collective.BROADCAST)
-        }
-
-
-@pytest.mark.parametrize(
-    ("name", "collective"),
-    [("all_reduce", "all_reduce"), ("all_to_all_single", "all_to_all"), ("broadcast", "broadcast")],
-)
-def test_a_single_wrong_element_is_found(pool: Pool, name: str, collective: str) -> None:
-    fine, faulty = pool(2).run(_with_a_fault, name)
-    assert set(fine.values()) == {0}
-    assert faulty == {other: int(other == collective) for other in faulty}
-
-
 def _bench_with_a_fault() -> tuple[int, str, str]:
     place, real = _place(), dist.broadcast
 
@@ -147,62 +112,7 @@ def test_every_rank_fails_with_exit_code_4_where_one_has_a_wrong_element(pool: P
 # Bytes on the wire.
 
 
-def _counted_step(shape: MeshShape, tokens: int, text: int) -> tuple[int, int]:
-    model = transformer()
-    mesh = ParallelMesh(shape, device_type="cpu")
-    given = inputs(model, tokens=tokens, text=text)
-    latents = given.pop("packed_latents_BND")
-    whole = divided(model, mesh)
-
-    def velocity(latents_1ND: Tensor, t: float, branches: tuple[Branch, ...], /) -> dict[Branch, Tensor]:
-        return {branch: whole(latents_1ND, **given) for branch in branches}
-
-    guided = SharedBranches(velocity, mesh.group("guidance")) if shape.guidance > 1 else velocity
-    with torch.no_grad(), counted_bytes() as sent:
-        guided(latents, 0.5, tuple(Branch)[:2])
-    return sent.num_bytes, sent.collectives
-
-
 UNEVEN, EVEN = (13, 5), (12, 4)
-STEPS = [
-    (MeshShape(ulysses=2), UNEVEN),
-    (MeshShape(tensor=2, ring=2), UNEVEN),
-    (MeshShape(guidance=2, ulysses=2), EVEN),
-]
-
-
-@pytest.mark.parametrize(("shape", "lengths"), STEPS, ids=lambda value: str(value).removeprefix("MeshShape"))
-def test_bytes_of_a_step_are_those_of_the_formula(pool: Pool, shape: MeshShape, lengths: tuple[int, int]) -> None:
-    tokens, text = lengths
-    model = transformer()
-    sizes = StepSizes(config=model.config, batch=2, text_tokens=text, latent_tokens=tokens, itemsize=4, branches=2)
-    answers = pool(shape.size).run(_counted_step, shape, tokens, text)
-    expected = step_traffic(sizes, shape)
-    assert expected.num_bytes > 0
-    assert sum(sent for sent, _ in answers) == expected.num_bytes
-    assert max(calls for _, calls in answers) == expected.collectives
-
-
-def _counted_backward(shape: MeshShape) -> tuple[int, int]:
-    model = transformer()
-    step = divided(model, ParallelMesh(shape, device_type="cpu"))
-    given = inputs(model)
-    with counted_bytes() as forward:
-        loss = loss_of(step, given)  # type: ignore[arg-type]
-    with counted_bytes() as backward:
-        loss.backward()
-    return forward.num_bytes, backward.num_bytes
-
-
-def test_the_backward_of_an_exchange_sends_as_much_as_its_forward(pool: Pool) -> None:
-    model = transformer()
-    sizes = StepSizes(config=model.config, batch=2, text_tokens=5, latent_tokens=12, itemsize=4)
-    exchanged = step_traffic(sizes, MeshShape(ulysses=2)).num_bytes
-    gathered = 2 * 6 * 16 * 2 * 4
-    answers = pool(2).run(_counted_backward, MeshShape(ulysses=2))
-    assert sum(forward for forward, _ in answers) == exchanged
-    # The gradient of the gathered velocity is cut, not sent.
-    assert sum(backward for _, backward in answers) == exchanged - gathered
 
 
 def _counts_of_other_collectives() -> dict[str, int]:
@@ -305,15 +215,9 @@ def test_the_whole_benchmark(pool: Pool, tmp_path: Path) -> None:
         assert table.rows[0].sent_bytes == 0
         assert table.rows[0].step_s > 0
     sampled, trained = (table.rows[1].sent_bytes for table in report.scaling)
-    sizes = _small_demo()
-    config = mmdit_config(sizes.model)
-    lengths = {"text_tokens": sizes.text.t5_max_length, "latent_tokens": 5 * 4 * 4}
-    assert (
-        sampled
-        == step_traffic(
-            StepSizes(config=config, batch=1, itemsize=4, branches=2, **lengths), MeshShape(ulysses=2)
-        ).num_bytes
-    )
+    # Tokens for heads around each attention, and the gathered velocity, of both branches of guidance.
+    assert sampled == 393_216
+    config = mmdit_config(_small_demo().model)
     with torch.device("meta"):
         weights = sum(weight.numel() for weight in MMDiT(config).parameters())
     # The gradients, in one all-reduce.
@@ -344,14 +248,3 @@ def test_not_even_the_smallest_size(pool: Pool) -> None:
     for code, message in pool(2).run(_too_short_of_memory):
         assert code == 4
         assert message.startswith("min_bytes=128 needs 4 buffers on each rank")
-
-
-def _slow_operation() -> int:
-    settings = BenchCommSettings(max_bytes=8, iters=1000, warmup=1000, collectives=(Collective.BROADCAST,))
-    with patch.object(bench, "Repeats", lambda warmup, iters: Repeats(warmup, iters, 1e-9)):
-        report, _ = _bench(settings)
-    return report.rows[0].repeats
-
-
-def test_slow_links_are_repeated_less(pool: Pool) -> None:
-    assert pool(2).run(_slow_operation) == [1, 1]

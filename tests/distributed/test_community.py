@@ -11,12 +11,10 @@ import torch
 import torch.distributed as dist
 from closeness import assert_close
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from opensora_cli.community import _communication
-from opensora_cli.community.checkpoint import CheckpointIO, load_checkpoint, model_sharding, record_model_param_shape
+from opensora_cli.community.checkpoint import CheckpointIO, model_sharding, record_model_param_shape
 from opensora_cli.community.parallel import (
     CommunicationScheduler,
     RobustCommunication,
@@ -24,21 +22,10 @@ from opensora_cli.community.parallel import (
     _split,
     all_to_all,
     gather_forward_split_backward,
-    get_data_parallel_group,
-    get_sequence_parallel_group,
-    get_tensor_parallel_group,
-    set_data_parallel_group,
-    set_sequence_parallel_group,
-    set_tensor_parallel_group,
     split_forward_gather_backward,
 )
-from opensora_cli.community.training import create_lr_scheduler, setup_device, update_ema
+from opensora_cli.community.training import create_lr_scheduler, update_ema
 from opensora_cli.core.exceptions import HardwareError, OutputError
-from opensora_cli.engine.generate.ranks import Ranks
-from opensora_cli.engine.train.distribution import open_distribution
-from opensora_cli.parallel.mesh import use_mesh
-from opensora_cli.parallel.shares import MeshShape
-from opensora_cli.settings.devices import Strategy, TrainParallelSettings
 
 CPU = torch.device("cpu")
 
@@ -90,28 +77,6 @@ def _gathered_and_split() -> None:
     assert torch.equal(_split(whole(), world(), 1), own(whole(), 1))
     with pytest.raises(ValueError, match="3 along dimension -1"):
         _split(torch.ones(3), world())
-
-
-def _groups() -> None:
-    use_mesh(None)
-    assert get_data_parallel_group() is get_data_parallel_group(get_mixed_dp_pg=True) is world()
-    assert get_sequence_parallel_group() is get_tensor_parallel_group() is None
-    for change, get in (
-        (set_data_parallel_group, get_data_parallel_group),
-        (set_sequence_parallel_group, get_sequence_parallel_group),
-        (set_tensor_parallel_group, get_tensor_parallel_group),
-    ):
-        assert change(world()) is None
-        assert get() is world()
-    # Runs of both kinds make their groups known.
-    use_mesh(None)
-    open_distribution(Strategy.HYBRID, TrainParallelSettings(gpus=2, ulysses_degree=2), device=CPU, dtype=None)
-    assert (get_sequence_parallel_group().size(), get_tensor_parallel_group().size()) == (2, 1)
-    open_distribution(Strategy.DDP, TrainParallelSettings(gpus=2), device=CPU, dtype=None)
-    assert get_sequence_parallel_group().size() == 1
-    Ranks(MeshShape(tensor=2), CPU)
-    assert (get_tensor_parallel_group().size(), get_data_parallel_group().size()) == (2, 1)
-    use_mesh(None)
 
 
 def _scheduled() -> None:
@@ -206,22 +171,7 @@ def _not_saved(folder: str, async_io: bool) -> None:
         io.save(None, blocked, nn.Linear(2, 2), async_io=async_io)
 
 
-def _saved_sharded(folder: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    expected = copy.deepcopy(model.state_dict())
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-    where = CheckpointIO().save(None, folder, model, async_io=False)
-    written = load_checkpoint(nn.Linear(4, 3), where).state_dict()
-    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
-
-
-def _device() -> tuple[str, bool, int]:
-    device, coordinator = setup_device()
-    return device.type, coordinator.is_master(), coordinator.world_size
-
-
-@pytest.mark.parametrize("function", [_exchanged, _gathered_and_split, _groups, _scheduled])
+@pytest.mark.parametrize("function", [_exchanged, _gathered_and_split, _scheduled])
 def test_names_of_parallelism(pool: Callable[[int], Any], function: Callable[[], None]) -> None:
     pool(2).run(function)
 
@@ -244,13 +194,3 @@ def test_one_rank_writes_for_all_and_all_raise_its_errors(
     pool(2).run(_saved, str(tmp_path), async_io)
     pool(2).run(_not_saved, str(tmp_path), async_io)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["epoch1-global_step8", "file"]
-
-
-def test_what_is_sharded_is_saved_whole(pool: Callable[[int], Any], tmp_path: Path) -> None:
-    pool(2).run(_saved_sharded, str(tmp_path))
-
-
-def test_each_rank_has_its_device(pool: Callable[[int], Any]) -> None:
-    if torch.cuda.is_available():
-        pytest.skip("the ranks of tests share no GPU")
-    assert pool(2).run(_device) == [("cpu", True, 2), ("cpu", False, 2)]

@@ -74,13 +74,6 @@ def _special() -> None:
         _compressed(x, 3, 1, wire="fp8")
 
 
-def _types() -> None:
-    x = torch.randn(1, 2, 4, 8, generator=torch.Generator().manual_seed(dist.get_rank())).to(torch.bfloat16)
-    assert torch.equal(_compressed(x, wire="bf16"), all_to_all(x, dist.group.WORLD))
-    for dtype in (torch.bfloat16, torch.float16, torch.float64):
-        assert _compressed(x.to(dtype), wire="fp8").dtype == dtype
-
-
 @pytest.mark.parametrize("wire", ["bf16", "fp8"])
 def test_the_error_is_as_stated(pool: Callable[[int], Any], wire: WireFormat) -> None:
     for forward, backward in pool(_RANKS).run(_errors, wire):
@@ -96,7 +89,3 @@ def test_bytes_on_the_wire(pool: Callable[[int], Any], wire: WireFormat | None, 
 
 def test_what_is_not_finite(pool: Callable[[int], Any]) -> None:
     pool(_RANKS).run(_special)
-
-
-def test_types(pool: Callable[[int], Any]) -> None:
-    pool(_RANKS).run(_types)

@@ -38,12 +38,6 @@ def _save(folder: str) -> None:
     dcp.save({"model": model, "step": 3}, checkpoint_id=folder)
 
 
-def _save_in_two_dimensions(folder: str) -> None:
-    mesh = init_device_mesh("cpu", (2, 2))
-    whole = torch.arange(35.0).view(5, 7)
-    dcp.save({"a": distribute_tensor(whole, mesh, [Shard(0), Shard(1)])}, checkpoint_id=folder)
-
-
 def test_tensors_are_put_together(pool, tmp_path: Path) -> None:
     pool(4).run(_save, str(tmp_path))
     opened = open_dcp(tmp_path)
@@ -53,9 +47,3 @@ def test_tensors_are_put_together(pool, tmp_path: Path) -> None:
         entry = opened.entries[name]
         assert (entry.shape, entry.dtype) == (tuple(tensor.shape), tensor.dtype)
         assert torch.equal(entry.read(), tensor)
-
-
-def test_a_grid(pool, tmp_path: Path) -> None:
-    pool(4).run(_save_in_two_dimensions, str(tmp_path))
-    entry = open_dcp(tmp_path).entries["a"]
-    assert torch.equal(entry.read(), torch.arange(35.0).view(5, 7))

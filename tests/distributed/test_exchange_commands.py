@@ -10,8 +10,6 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-import tiny_frozen
-import tiny_training
 import torch
 import torch.distributed as dist
 from PIL import Image
@@ -131,56 +129,6 @@ def test_two_machines_generate_what_one_rank_does(
     inside = sum(size for of_rank in sent for ranks, size in of_rank.items() if ranks in ("0,1", "2,3"))
     between = sum(size for of_rank in sent for ranks, size in of_rank.items() if ranks in ("0,2", "1,3"))
     assert planned(sidecar) == {"inside": inside, "between": between}
-
-
-def train(processes: Any, folder: Path, *words: str, ranks: int, machines: int = 1) -> tuple[list[int], list[dict]]:
-    """Return what each rank sent in all-to-alls, and the lines of the log."""
-    weights = tiny_frozen.save_frozen_parts(folder / "frozen")
-    settings = tiny_training.mmdit_settings(folder / "run", weights).replace(
-        {"optimizer.name": "adamw", "loop.steps": 2, "loop.micro_batches": 2, "precision.compute": "fp32"}
-    )
-    (folder / "settings.json").write_text(json.dumps(settings.model_dump(mode="json")))
-    sent = run(
-        processes,
-        folder,
-        ["train", "--from", str(folder / "settings.json"), "--quiet", *words],
-        ranks=ranks,
-        machines=machines,
-    )
-    lines = [json.loads(line) for line in (folder / "run" / "log.jsonl").read_text().splitlines()]
-    return [sum(of_rank.values()) for of_rank in sent], lines
-
-
-def hybrid(*settings: str) -> list[str]:
-    given = ["strategy=hybrid", "parallel.gpus=2", "parallel.ulysses_degree=2", *settings]
-    return [word for each in given for word in ("--set", each)]
-
-
-@pytest.mark.slow
-def test_training_with_compressed_exchanges(processes: Any, tmp_path: Path) -> None:
-    whole, lines = train(processes, tmp_path / "a", *hybrid(), ranks=2)
-    half, also = train(processes, tmp_path / "b", *hybrid("parallel.compression=bf16"), ranks=2)
-    assert [2 * sent for sent in half] == whole
-    for ours, theirs in zip(also, lines, strict=True):
-        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-3)
-        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=2e-2)
-
-
-def test_what_cannot_be_is_refused_before_anything_starts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    short = [*SHORT, "--out", str(tmp_path / "a.png"), "--gpus", "2"]
-    for settings, message in (
-        ("all_to_all=hierarchical", "needs parallel.ulysses_degree=2 in equal parts of several ranks"),
-        ("fast_link_ranks=2", "parallel.fast_link_ranks=2 has no effect with parallel.all_to_all=direct"),
-        ("ulysses_chunks=3", "parallel.ulysses_chunks=3 must be at most the heads of a device"),
-    ):
-        assert main([*short, "--set", f"parallel.{settings}"]) == 2
-        assert message in capsys.readouterr().err
-    assert main([*short, "--set", "parallel.ring_degree=2", "--set", "parallel.compression=fp8"]) == 2
-    assert "parallel.compression=fp8 has no effect, since no tokens are exchanged" in capsys.readouterr().err
-    assert main([*short, "--dtype", "bfloat16", "--set", "parallel.compression=bf16"]) == 2
-    assert "has no effect on what is computed in 16 bits: use fp8 or none" in capsys.readouterr().err
-    assert main([*SHORT, "--out", str(tmp_path / "a.png"), "--set", "parallel.watch=true"]) == 2
-    assert "parallel.watch (from --set) was removed" in capsys.readouterr().err
 
 
 def test_the_plan_shows_the_exchange(capsys: pytest.CaptureFixture[str]) -> None:

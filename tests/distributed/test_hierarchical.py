@@ -1,7 +1,6 @@
 """The all-to-all of two machines with two ranks each against the plain one, bit for bit."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -11,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_cli.parallel.all_to_all import TwoStages
-from opensora_cli.parallel.collectives import all_to_all, exchange_directly
-from opensora_cli.parallel.compression import compressed
+from opensora_cli.parallel.collectives import all_to_all
 from opensora_cli.parallel.mesh import stage_groups
 from opensora_cli.parallel.shares import shares
 
@@ -65,22 +63,6 @@ def _messages() -> tuple[list[int], list[int]]:
     ]
 
 
-def _compressed() -> int:
-    assert dist.group.WORLD is not None
-    stages = _two_stages()
-    x = torch.randn(2, 3, 8, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
-    formats = ("bf16", "fp8")
-    for wire in formats:
-        direct = partial(exchange_directly, dist.group.WORLD)
-        by_stages, directly = (partial(compressed, way, wire) for way in (stages, direct))
-        ours = _with_gradient(lambda x, e=by_stages: all_to_all(x, dist.group.WORLD, exchange=e), x)
-        theirs = _with_gradient(lambda x, e=directly: all_to_all(x, dist.group.WORLD, exchange=e), x)
-        assert torch.equal(ours[0], theirs[0])
-        assert torch.equal(ours[1], theirs[1])
-        assert not torch.equal(ours[0], all_to_all(x, dist.group.WORLD))
-    return len(formats)
-
-
 @pytest.mark.parametrize("uneven", [False, True])
 def test_it_is_the_plain_one(pool: Callable[[int], Any], uneven: bool) -> None:
     assert pool(_RANKS).run(_compare, uneven) == [4] * _RANKS
@@ -88,7 +70,3 @@ def test_it_is_the_plain_one(pool: Callable[[int], Any], uneven: bool) -> None:
 
 def test_one_message_goes_inside_and_one_between(pool: Callable[[int], Any]) -> None:
     assert pool(_RANKS).run(_messages) == [([2, 2], [120, 120])] * _RANKS
-
-
-def test_it_can_be_compressed(pool: Callable[[int], Any]) -> None:
-    assert pool(_RANKS).run(_compressed) == [2] * _RANKS

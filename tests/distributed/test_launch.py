@@ -4,7 +4,6 @@ Most ranks here need no torch (`launch_rank.py`), so that many ends can be tried
 """
 
 import dataclasses
-import os
 import signal
 import socket
 import subprocess
@@ -18,7 +17,6 @@ import psutil
 import pytest
 
 from opensora_cli.cli import errors
-from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.threads import RANK_VARIABLE, VARIABLES
 from opensora_cli.engine.launch.failures import RankFailure
 from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch
@@ -92,19 +90,6 @@ def log(folder, rank):
     return (folder / "logs" / f"rank{rank}.log").read_text()
 
 
-def on_a_terminal(folder):
-    import pty
-    import termios
-
-    printed = os.dup(1)
-    screen, terminal = pty.openpty()
-    termios.tcsetwinsize(terminal, (40, 123))
-    for stream in (1, 2):
-        os.dup2(terminal, stream)
-    run(folder, "--act", "terminal")
-    os.write(printed, os.read(screen, 13))
-
-
 class TestDone:
     def test_rank_0_prints_and_the_others_write_to_their_logs(self, tmp_path, capfd):
         run(tmp_path, gpus=3)
@@ -140,10 +125,6 @@ class TestDone:
             "result of rank 1 of 2 on 1",
         ]
 
-    @pytest.mark.slow
-    def test_rank_0_has_the_terminal_of_the_launcher(self, tmp_path, processes):
-        assert processes.program(tmp_path, on_a_terminal, tmp_path).end(60.0)[:2] == (0, "123 columns\n")
-
 
 class TestKilled:
     @pytest.mark.parametrize("stage", ["start", "denoise"])
@@ -153,15 +134,6 @@ class TestKilled:
         assert failure.exit_code == 4
         assert f"log: {tmp_path}/logs/rank1.log" in failure.hint
         assert capfd.readouterr().err == ""
-
-    @pytest.mark.slow
-    def test_while_the_others_wait_in_a_collective(self, tmp_path, capfd):
-        failure = failing(tmp_path, "--gloo", "--rank", "1", "--act", "kill")
-        assert "rank 1" in failure.message
-        assert "SIGKILL" in failure.message
-        printed = capfd.readouterr()
-        # Torch 2.10 reports there that gloo has connected.
-        assert (printed.out, [line for line in printed.err.splitlines() if "[Gloo]" not in line]) == ("", [])
 
     def test_rank_0(self, tmp_path):
         failure = failing(tmp_path, "--rank", "0", "--act", "kill")
@@ -221,11 +193,6 @@ class TestFailing:
         assert "Traceback" not in log(tmp_path, 0)
         assert capfd.readouterr() == ("", "")
 
-    def test_a_bug_of_rank_0_is_in_its_log_alone(self, tmp_path, capfd):
-        failing(tmp_path, "--rank", "0", "--act", "raise")
-        assert "Traceback" in log(tmp_path, 0)
-        assert capfd.readouterr() == ("", "")
-
     def test_an_error_of_all_ranks_is_reported_once(self, tmp_path, capfd):
         failure = failing(tmp_path, "--act", "refuse", gpus=3)
         assert failure.message == "weights.safetensors is truncated"
@@ -242,21 +209,10 @@ class TestFailing:
         )
         assert failure.exit_code == 3
 
-    @pytest.mark.slow
-    def test_error_while_the_others_wait_in_a_collective(self, tmp_path, capfd):
-        failure = failing(tmp_path, "--gloo", "--rank", "1", "--act", "refuse")
-        assert failure.message == "weights.safetensors is truncated"
-        assert capfd.readouterr() == ("", "")
-
     def test_an_exit_without_a_report_shows_the_last_line_of_the_log(self, tmp_path):
         failure = failing(tmp_path, "--rank", "1", "--act", "exit")
         assert failure.message.endswith("ended with exit code 7: no luck")
         assert failure.exit_code == 7
-
-    def test_no_such_command(self, tmp_path):
-        missing = tmp_path / "missing"
-        with pytest.raises(OutputError, match="cannot start rank 0"):
-            launch(request(tmp_path), [], command=(str(missing),), pace=PACE)
 
 
 class TestFrozen:

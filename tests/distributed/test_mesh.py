@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from opensora_cli.core.device import collective_backends
 from opensora_cli.parallel.mesh import (
     ParallelMesh,
     get_data_parallel_group,
@@ -75,11 +74,6 @@ def test_four_ranks(pool: Callable[[int], Any]) -> None:
         assert groups == [[ulysses, ulysses + 2], [2 * ring, 2 * ring + 1], [0, 1, 2, 3], [rank]]
 
 
-def test_axes_that_are_not_adjacent(pool: Callable[[int], Any]) -> None:
-    answers = pool(4).run(_describe, {"replicate": 2, "tensor": 2}, ("replicate", "shard"), ("replicate", "tensor"))
-    assert [groups for _, groups, _ in answers] == [[[rank % 2, rank % 2 + 2], [0, 1, 2, 3]] for rank in range(4)]
-
-
 def test_the_names_of_the_community(pool: Callable[[int], Any]) -> None:
     for rank, groups in enumerate(pool(4).run(_named)):
         column, row = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
@@ -100,8 +94,3 @@ def test_shapes() -> None:
 def test_without_groups() -> None:
     assert get_data_parallel_group() is get_data_parallel_group(get_mixed_dp_pg=True) is None
     assert get_sequence_parallel_group() is get_tensor_parallel_group() is None
-
-
-def test_backends() -> None:
-    assert collective_backends("cpu") == "gloo"
-    assert collective_backends("cuda") == "cpu:gloo,cuda:nccl"

@@ -115,11 +115,6 @@ def _meet_by_file(pipe: Connection, _: int, rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def test_the_folder_of_the_store_is_gone(tmp_path: Path) -> None:
-    with pytest.raises(HardwareError, match="rank 1: the folder of the ranks' store is gone: "):
-        init_with_retry("cpu", host="", port=0, store_file=tmp_path / "gone" / "store", rank=1, world_size=2)
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists threads by name")
 def test_no_thread_of_a_group_outlives_it(processes: Any) -> None:
     """One that frees a tensor while Python ends would abort the process."""

@@ -41,17 +41,6 @@ def test_pieces_come_together_again_on_the_first_rank(pool: Callable[[int], Any]
     assert all(whole == {} for _, whole in answers[1:])
 
 
-def test_one_process_needs_no_group() -> None:
-    _, whole = _shard_and_gather()
-    assert all(torch.equal(whole[name], parameter) for name, parameter in _model().named_parameters())
-
-
-def test_sharding_keeps_what_is_trained() -> None:
-    model = _model()
-    model_sharding(model)
-    assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == {"scalar"}
-
-
 def test_padding_is_removed() -> None:
     assert remove_padding(torch.arange(8), (2, 3)).tolist() == [0, 1, 2, 3, 4, 5]
     assert remove_padding(torch.arange(4), ()).tolist() == [0]

@@ -19,7 +19,6 @@ from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit.blocks import repeated_blocks
-from opensora_cli.parallel.tensor import shard_linears
 
 Pool = Callable[[int], Any]
 
@@ -86,16 +85,6 @@ def _too_many() -> str:
 def test_more_ranks_than_heads_are_refused(pool: Pool) -> None:
     expected = "tensor_parallel_degree=4 is over the 2 parts of img_attn.q_proj"
     assert pool(4).run(_too_many) == [expected] * 4
-
-
-def _other_plan() -> None:
-    plans = repeated_blocks(transformer(hidden=16, heads=2).config)[1].linears
-    with pytest.raises(ValueError, match=r"q_proj has 32 features, not \(16,\)"):
-        shard_linears(transformer().single_blocks[0], plans, Scheme(tensor=2).mesh().group("tensor"))
-
-
-def test_plans_of_other_sizes_are_refused(pool: Pool) -> None:
-    pool(2).run(_other_plan)
 
 
 def _on_meta() -> tuple[int, int]:
@@ -185,14 +174,3 @@ def test_shares_can_be_stored_in_8_bits(pool: Pool) -> None:
     for error, count in pool(2).run(_in_8_bits):
         assert 0 < error < 0.1
         assert count == 2 * (12 + 2) + 3 * (4 + 1)
-
-
-def _after_8_bits() -> None:
-    model = transformer()
-    store_in_fp8(model.single_blocks)
-    with pytest.raises(ValueError, match="q_proj is a Fp8Linear"):
-        shard_transformer(model, Scheme(tensor=2).mesh().group("tensor"))
-
-
-def test_weights_in_8_bits_are_not_divided(pool: Pool) -> None:
-    pool(2).run(_after_8_bits)

@@ -88,9 +88,3 @@ def test_every_strategy_and_stage(
     ranks: int, strategy: dict[str, object], variant: str, tmp_path: Path, pool: Pool
 ) -> None:
     check(pool, settings_of(tmp_path, ranks, strategy, variant))
-
-
-@pytest.mark.slow
-def test_whole_copies_of_an_autoencoder(tmp_path: Path, pool: Pool) -> None:
-    settings = tiny_training.vae_settings(tmp_path)
-    check(pool, settings.replace({"parallel.gpus": 2, "optimizer.name": "adamw"}))

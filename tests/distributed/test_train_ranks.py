@@ -2,9 +2,7 @@
 
 import errno
 import json
-import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from opensora_cli.checkpoint import shared_folder
 from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.cli.app import main
 from opensora_cli.core.exceptions import CheckpointError, OutputError, TrainingError
-from opensora_cli.core.folder_lock import LOCK_FILE, locked_file
 from opensora_cli.engine.train import checkpoints
 from opensora_cli.engine.train.checkpoints import CheckpointWriter, choose_checkpoint
 from opensora_cli.engine.train.distribution import Distribution, open_distribution
@@ -33,7 +30,6 @@ from opensora_cli.settings.train_loop import CheckpointSettings
 
 MICRO_BATCHES = 4
 STEPS = 6
-PLENTY = 2**60
 
 
 def _distribution() -> Distribution:
@@ -198,12 +194,6 @@ def test_a_failed_save_of_one_rank_is_retried_by_all(pool, tmp_path):
     assert wrong_files(tmp_path / "epoch0-global_step3") == []
 
 
-def test_two_failures_in_a_row_of_one_rank_end_all(pool, tmp_path):
-    first, second = pool(2).run(_failing, str(tmp_path), 2)
-    assert first[1] == "it is stuck"
-    assert second[1] == "rank 0: it is stuck"
-
-
 def _full(folder: str, failing: int, function: str) -> str:
     """Save while one rank fails at one part of the work."""
     trainer, real = _trainer(ToyTask()), getattr(shared_folder, function)
@@ -280,39 +270,3 @@ def test_two_ranks_save_on_ctrl_c_and_one_resumes(tmp_path, processes, no_ranks_
     assert [line["step"] for line in _log(run)] == list(range(1, step + 3))
     # The first steps have the same rates, and so the same losses as one process alone.
     assert _log(run)[0] == pytest.approx(_log(whole)[0], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_one_rank_is_resumed_as_two_with_larger_updates(tmp_path, processes, no_ranks_around):
-    run = tmp_path / "run"
-    changes = {"loop.steps": 2, "loop.micro_batches": None, "optimizer.decay_steps": 1}
-    train(_settings(run, **changes))
-
-    def resumed(*flags: str) -> tuple[int, str, str]:
-        ranks = ("--resume", "--gpus", "2", "--device", "cpu")
-        command = _command(_settings(run, **{**changes, "loop.steps": 4}), tmp_path, *ranks, *flags)
-        return processes.program(tmp_path, _osora, command).end(120)
-
-    code, _, err = resumed()
-    assert code == 2, err
-    assert "larger updates from now on: --set loop.micro_batches=2" in err
-    code, _, err = resumed("--set", "loop.micro_batches=2")
-    assert code == 0, err
-    assert "an update has 2 micro-batches from now on, instead of 1" in err
-    (folder,) = run.glob("epoch0-global_step4")
-    assert wrong_files(folder) == []
-    running = json.loads((folder / "running_states.json").read_text())
-    assert running["sampler"] == {"handed_out": 2 * 1 + 2 * 2}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
-def test_a_folder_that_another_run_is_in_is_refused_to_all_ranks(tmp_path, processes, no_ranks_around):
-    run = tmp_path / "run"
-    command = _command(_settings(run), tmp_path, "--gpus", "2", "--device", "cpu")
-    with locked_file(run / LOCK_FILE):
-        code, _, err = processes.program(tmp_path, _osora, command).end(120)
-        assert [each.name for each in run.iterdir()] == [LOCK_FILE]
-    assert code == 3, err
-    assert f"{run} is in use by another run: process {os.getpid()} on " in " ".join(err.split())
-    assert "Traceback" not in err

@@ -117,13 +117,6 @@ def test_ranks_validate_and_sample_as_one_process(pool: Pool, case: Case, frozen
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [ZERO3, TENSOR], ids=str)
-def test_watching_changes_no_loss(pool: Pool, case: Case, frozen: Path, tmp_path: Path) -> None:
-    watched = pool(case.ranks).run(_watched, case, frozen, tmp_path)
-    assert pool(case.ranks).run(_unwatched, case, frozen, tmp_path) == [losses for losses, _ in watched]
-
-
-@pytest.mark.slow
 def test_no_rank_hangs_if_videos_cannot_be_written(pool: Pool, frozen: Path, tmp_path: Path) -> None:
     (tmp_path / "samples").write_text("in the way of the folder")
     losses, _ = _expected(frozen, frozen / "alone")
@@ -133,7 +126,3 @@ def test_no_rank_hangs_if_videos_cannot_be_written(pool: Pool, frozen: Path, tmp
 
 def _one_step(case: Case, weights: Path, output: Path) -> Any:
     return _watched(case, weights, output, steps=1)
-
-
-def _unwatched(case: Case, weights: Path, output: Path) -> list[float]:
-    return _watched(case, weights, output, watches=False)[0]

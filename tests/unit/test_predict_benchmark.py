@@ -16,6 +16,7 @@ TRAINED = re.findall(
 CHEAP = [("256px", "1xH100"), ("256px", "8xH100")]
 
 
+@pytest.mark.slow
 def test_the_efficiencies_are_those_that_measured_times_give() -> None:
     gpu = read_machine("H100").gpu
     measured = predict.measured_times()
@@ -26,6 +27,7 @@ def test_the_efficiencies_are_those_that_measured_times_give() -> None:
     assert "\n".join(predict.measured_table(gpu)) in PAGE
 
 
+@pytest.mark.slow
 def test_published_times_of_the_reference_are_predicted_from_two_of_them() -> None:
     gpu = read_machine("H100").gpu
     errors = predict.errors(predict.fit(predict.FITTED_TO, gpu), predict.FITTED_TO)

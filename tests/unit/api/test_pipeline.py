@@ -1,8 +1,6 @@
 """Videos from Python: the same bits as from the command line, and what is in memory, on disk and in a notebook."""
 
-import hashlib
 import json
-import logging
 import os
 import re
 import subprocess
@@ -197,16 +195,6 @@ def test_progress_is_called_and_what_it_raises_ends_the_call(
     assert evaluations == [(done, 4, "evaluations") for done in range(5)]
 
 
-def test_progress_is_throttled_except_for_the_ends_of_a_stage(
-    new_pipeline: Callable[..., Pipeline], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("opensora_cli.api.pipeline._EVERY_S", 3600.0)
-    seen: list[tuple[str, int, int | None, str]] = []
-    with new_pipeline(progress=seen.append) as pipe:
-        pipe("raining, sea", seed=7)
-    assert [progress[1:3] for progress in seen if progress[0] == "denoise"] == [(0, 4), (4, 4)]
-
-
 def test_a_bar_is_shown_in_terminals_alone(
     new_pipeline: Callable[..., Pipeline], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -254,13 +242,6 @@ def test_errors_have_their_hint_and_speak_of_keywords(new_pipeline: Callable[...
     with pytest.raises(RequestError) as caught:
         new_pipeline()("sea", num_frame=5)  # type: ignore[call-arg]
     assert str(caught.value) == f"{caught.value.message}: {caught.value.hint}"
-
-
-def test_warnings_are_logged(new_pipeline: Callable[..., Pipeline], caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.INFO, logger="opensora_cli"), new_pipeline() as pipe:
-        pipe("snowing, sea", num_frames=1)
-    assert any(record.levelname == "WARNING" and '"snowing"' in record.message for record in caplog.records)
-    assert any(record.levelname == "INFO" and record.message.startswith("threads: 1") for record in caplog.records)
 
 
 def test_what_is_no_option_is_refused_with_the_nearest(new_pipeline: Callable[..., Pipeline]) -> None:
@@ -354,15 +335,3 @@ def test_a_forked_process_is_refused_in_place_of_waiting_for_ever(tmp_path: Path
     )
     refusal = "this process was forked from one that has computed, and cannot compute with 2 threads"
     assert done.stdout.splitlines() == [refusal] * 2, done.stderr
-
-
-@pytest.mark.slow
-def test_the_same_video_from_a_fresh_process(video: Video, tmp_path: Path, world: World) -> None:
-    code = (
-        "import sys, json, hashlib; from opensora_cli import generate\n"
-        "given = json.loads(sys.argv[1])\n"
-        "print(hashlib.sha256(generate('raining, sea', model='demo', **given).frames.tobytes()).hexdigest())"
-    )
-    flags = {"weights": str(world.demo), "steps": 2, "threads": 1, "num_frames": 5, "seed": 7, "set": DEMO_SIZES}
-    done = subprocess.run([sys.executable, "-c", code, json.dumps(flags)], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == hashlib.sha256(video.frames.tobytes()).hexdigest()

@@ -93,17 +93,6 @@ def test_only_floating_point_is_converted(file, weights):
     assert model.inner[1].num_batches_tracked == 7
 
 
-def test_a_module_that_has_weights_already_gets_new_ones(file, weights):
-    assert torch.equal(load(Small(), file).first.weight, weights["first.weight"])
-
-
-def test_progress_counts_the_bytes_of_the_file(file, weights):
-    sizes = []
-    load(on_meta(), file, dtype=torch.bfloat16, advance=sizes.append)
-    assert sum(sizes) == sum(tensor.nbytes for tensor in weights.values())
-    assert len(sizes) == len(weights)
-
-
 def test_what_is_kept_on_the_host_stays_a_map_of_the_file(file, weights):
     model = load(on_meta(), file, device="meta", keep_on_host=["inner.*"])
     assert model.first.weight.is_meta
@@ -121,12 +110,6 @@ def part(tmp_path, weights):
     path = tmp_path / "part.safetensors"
     save_file({key: tensor for key, tensor in weights.items() if not key.startswith("first")}, path)
     return path
-
-
-def test_what_may_be_missing_is_kept_on_the_host_too(part):
-    model = load(on_meta(), part, device="meta", allowed_missing=["first.*"], keep_on_host=["first.weight"])
-    assert torch.equal(model.first.weight, torch.zeros(3, 4))
-    assert model.first.bias.is_meta
 
 
 class TestConversion:
@@ -202,11 +185,6 @@ class TestStrictness:
         assert torch.equal(model.first.weight, torch.zeros(3, 4, dtype=torch.bfloat16))
         assert torch.equal(model.inner[0].weight, weights["inner.0.weight"].bfloat16())
 
-    def test_what_may_be_missing_keeps_weights_that_exist(self, part):
-        model = Small()
-        before = model.first.weight.detach().clone()
-        assert torch.equal(load(model, part, allowed_missing=["first.*"]).first.weight, before)
-
     def test_buffers_that_no_file_can_fill_are_refused(self, file):
         model = on_meta()
         model.register_buffer("table", torch.zeros(3, device="meta"), persistent=False)
@@ -242,15 +220,6 @@ class TestFilesThatChange:
         save_file({name: tensor + 1 for name, tensor in weights.items()}, other)
         other.rename(file)
         assert torch.equal(module.first(torch.ones(1, 4)), expected)
-
-    def test_one_that_is_read_and_not_mapped_may_change(self, tmp_path):
-        file = tmp_path / "linear.safetensors"
-        save_file(nn.Linear(4, 3).state_dict(), file)
-        with torch.device("meta"):
-            module = nn.Linear(4, 3)
-        load(module, file, dtype=torch.float64)
-        file.write_bytes(b"")
-        module(torch.ones(1, 4, dtype=torch.float64))
 
 
 def test_a_broken_file_is_refused_in_one_line(file):

@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tiny_weights import bit_equal, held, read
 
-from opensora_cli.checkpoint.formats.dcp import write_dcp
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.writing import write_shards
-from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.weight_choices import Format, Selection
+from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.weight_choices import Format
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(3)}
 ENTRIES = held(TENSORS)
@@ -44,37 +43,6 @@ def test_an_index_is_opened_with_its_shards(tmp_path):
     assert len(opened.files) == 3
     assert opened.metadata["a"] == "b"
     assert open_checkpoint(tmp_path).files == opened.files
-
-
-def test_shards_may_be_of_any_kind(tmp_path):
-    torch.save({"a": TENSORS["a"]}, tmp_path / "1.safetensors")
-    save_file({"b": TENSORS["b"]}, tmp_path / "2.bin")
-    (tmp_path / "index").write_text('{"weight_map": {"a": "1.safetensors", "b": "2.bin"}}')
-    opened = open_checkpoint(tmp_path / "index")
-    assert opened.format is Format.TORCH_SHARDS
-    assert bit_equal(read(opened.entries), TENSORS)
-
-
-@pytest.mark.parametrize("shard", ["index", "README", "empty"])
-def test_a_shard_that_is_none_is_refused(tmp_path, shard):
-    (tmp_path / "README").write_text("# Weights")
-    (tmp_path / "empty").touch()
-    (tmp_path / "index").write_text(f'{{"weight_map": {{"a": "{shard}"}}}}')
-    assert shard in refused(lambda: open_checkpoint(tmp_path / "index"))
-
-
-def test_the_metadata_file_of_a_folder_stands_for_it(tmp_path):
-    write_dcp(tmp_path, ENTRIES)
-    assert open_checkpoint(tmp_path).format is Format.DCP
-    assert open_checkpoint(tmp_path / ".metadata").path == tmp_path
-
-
-@pytest.mark.parametrize("write", [save_file, torch.save])
-def test_what_has_one_set_of_weights_has_no_average(tmp_path, write):
-    write(TENSORS, tmp_path / "a")
-    assert open_checkpoint(tmp_path / "a", select=Selection.MODEL).selection is None
-    with pytest.raises(RequestError, match="has no ema weights"):
-        open_checkpoint(tmp_path / "a", select=Selection.EMA)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,7 @@
 """Checkpoints in several files: the index says where everything is, and may say nothing else."""
 
-import hashlib
 import json
 import os
-import random
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ from tiny_weights import bit_equal, held, read
 
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.readable import sha256_of
-from opensora_cli.checkpoint.shards import open_shards, read_index, shard_paths
+from opensora_cli.checkpoint.shards import open_shards, read_index
 from opensora_cli.checkpoint.writing import plan_shards, write_shards
 from opensora_cli.core.exceptions import CheckpointError
 
@@ -73,20 +70,6 @@ class TestPlanning:
         ]
         assert list(plan_shards({}, 40).values()) == [{}]
 
-    def test_random_sizes(self):
-        rng = random.Random(0)
-        for _ in range(50):
-            sizes = [rng.randint(0, 30) for _ in range(rng.randint(1, 20))]
-            limit = rng.randint(1, 200)
-            entries = held({str(i): torch.empty(n) for i, n in enumerate(sizes)})
-            shards = list(plan_shards(entries, limit).values())
-            assert [name for shard in shards for name in shard] == [str(index) for index in range(len(sizes))]
-            totals = [sum(entry.nbytes for entry in shard.values()) for shard in shards]
-            assert all(total <= limit or len(shard) == 1 for total, shard in zip(totals, shards, strict=True))
-            # Nothing that would have fitted was put off.
-            first = [next(iter(shard.values())).nbytes for shard in shards]
-            assert all(total + following > limit for total, following in zip(totals, first[1:], strict=False))
-
 
 class TestWriting:
     def test_the_library_reads_the_shards(self, folder, tensors):
@@ -119,32 +102,10 @@ class TestWriting:
         assert files[0].name == INDEX
         assert {file.name for file in files} == set(os.listdir(folder))
 
-    def test_hashes(self, folder, tensors):
-        write(folder, tensors, hash_each=hash_each)
-        index = read_index(folder / INDEX)
-        assert list(index.sha256) == index.shard_names
-        for name, digest in index.sha256.items():
-            assert digest == hashlib.sha256((folder / name).read_bytes()).hexdigest()
-        assert index.total_size == sum(tensor.nbytes for tensor in tensors.values())
-
-    def test_no_tensors(self, folder):
-        write(folder, {})
-        assert open_in(folder)[0] == {}
-
     def test_the_index_comes_last(self, folder, tensors):
         there = []
         write(folder, tensors, advance=lambda _: there.append((folder / INDEX).exists()))
         assert set(there) == {False}
-
-
-def test_hashing_a_file_reports_progress(tmp_path):
-    (tmp_path / "a").write_bytes(os.urandom(3 * 2**20 + 5))
-    advanced = []
-    digest = hashlib.sha256((tmp_path / "a").read_bytes()).hexdigest()
-    assert sha256_of(tmp_path / "a", advance=advanced.append) == digest
-    assert (sum(advanced), len(advanced)) == (3 * 2**20 + 5, 4)
-    with pytest.raises(CheckpointError, match="b does not exist"):
-        sha256_of(tmp_path / "b")
 
 
 class TestIndexAgainstShards:
@@ -165,11 +126,6 @@ class TestIndexAgainstShards:
         put(folder, weight_map, shards)
         assert refusal(folder) == f"{folder}/{message}"
 
-    def test_a_broken_shard(self, folder):
-        put(folder, {"a": "1"}, {"1": "a"})
-        (folder / "1").write_bytes((folder / "1").read_bytes()[:-1])
-        assert "truncated" in refusal(folder)
-
     @pytest.mark.parametrize(
         ("content", "word"),
         [
@@ -188,16 +144,6 @@ class TestIndexAgainstShards:
         (folder / INDEX).write_text(content)
         assert word in refusal(folder)
 
-    def test_a_missing_index(self, folder):
-        assert "does not exist" in refusal(folder)
-        (folder / INDEX).mkdir()
-        assert "is not a file" in refusal(folder)
-
-    def test_strange_totals_and_hashes_are_not_taken(self, folder):
-        put(folder, {"a": "1"}, {"1": "a"}, metadata={"total_size": 8.0, "sha256": ["1"], "origin": "a test"})
-        index = read_index(folder / INDEX)
-        assert (index.total_size, index.sha256, index.metadata) == (None, None, {"origin": "a test"})
-
 
 @pytest.fixture
 def secret(tmp_path):
@@ -215,11 +161,6 @@ class TestOutsideTheFolder:
     def test_names_that_point_there(self, folder, secret, name):
         (folder / "sub").mkdir()
         put(folder, {"a": name}, {})
-        assert "outside its folder" in refusal(folder)
-
-    def test_an_absolute_name_of_a_shard_that_is_there(self, folder):
-        put(folder, {"a": "1"}, {"1": "a"})
-        (folder / INDEX).write_text(json.dumps({"weight_map": {"a": str(folder / "1")}}))
         assert "outside its folder" in refusal(folder)
 
     def test_names_that_no_file_has(self, folder):
@@ -255,11 +196,6 @@ class TestOutsideTheFolder:
         (folder / "1").symlink_to("real")
         assert sorted(open_in(folder)[0]) == ["a", "b"]
 
-    def test_a_folder_that_is_itself_a_link(self, folder, tmp_path):
-        put(folder, {"a": "1"}, {"1": "a"})
-        (tmp_path / "link").symlink_to(folder)
-        assert list(open_in(tmp_path / "link")[0]) == ["a"]
-
 
 class TestHubCache:
     @pytest.fixture
@@ -282,10 +218,6 @@ class TestHubCache:
         assert list(entries) == ["a"]
         assert [file.name for file in files] == [INDEX, "1.safetensors"]
 
-    def test_a_blob_that_is_gone_is_missing(self, repo):
-        (repo / "blobs" / "cafe").unlink()
-        assert "missing: '1.safetensors'" in refusal(repo / "snapshots" / "0123abc")
-
     def test_other_links_are_not(self, repo, secret):
         link = repo / "snapshots" / "0123abc" / "1.safetensors"
         for target in ("../../../secret", "../../blobs/../../secret", "../../refs"):
@@ -297,53 +229,3 @@ class TestHubCache:
         (repo / "blobs" / "cafe").unlink()
         (repo / "blobs" / "cafe").symlink_to(secret)
         assert "is a link out of its folder" in refusal(repo / "snapshots" / "0123abc")
-
-    def test_blobs_beside_another_folder_are_not(self, repo):
-        moved = repo.rename(repo.parent / "other") / "snapshots"
-        assert "is a link" in refusal(moved.rename(moved.parent / "revisions") / "0123abc")
-
-
-HOSTILE_NAMES = [
-    "..",
-    "/",
-    "\\",
-    ".",
-    "etc",
-    "passwd",
-    "secret",
-    "1",
-    "\0",
-    "C:",
-    "~",
-    "雨",
-    "\u202e",
-    "$HOME",
-    "%00",
-    "",
-]
-
-
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_whatever_an_index_names_nothing_outside_of_its_folder_is_opened(folder, secret, count):
-    put(folder, {"a": "1"}, {"1": "a"})
-    rng = random.Random(0)
-    opened: list[Path] = []
-
-    def open_shard(path):
-        opened.append(path)
-        return open_safetensors(path)
-
-    for _ in range(count):
-        separator = rng.choice(["/", "", "\\"])
-        name = separator.join(rng.choice(HOSTILE_NAMES) for _ in range(rng.randint(1, 5)))
-        (folder / INDEX).write_text(json.dumps({"weight_map": {"a": name}}))
-        with suppress(CheckpointError):
-            open_shards(read_index(folder / INDEX), open_shard=open_shard)
-    assert opened  # some of the names are good
-    assert all(path.resolve().is_relative_to(folder.resolve()) for path in opened)
-
-
-def test_paths_of_shards_are_listed_without_opening_them(folder):
-    put(folder, {"a": "1", "b": "1"}, {"1": "ab"})
-    (folder / "1").write_bytes(b"no longer sound")
-    assert shard_paths(read_index(folder / INDEX)) == {"1": folder / "1"}

@@ -35,12 +35,6 @@ class TestRename:
         assert list(renamed) == expected
         assert list(renamed.values()) == list(given.values())
 
-    def test_a_prefix_is_only_at_the_start(self):
-        assert list(rename(entries("a.a.b", "b.a."), ["a.=c."])) == ["c.a.b", "b.a."]
-
-    def test_names_may_swap(self):
-        assert list(rename(entries("a", "b"), ["re:^a$=x", "re:^b$=a", "re:^x$=b"])) == ["b", "a"]
-
     @pytest.mark.parametrize(
         ("rules", "words"),
         [
@@ -79,9 +73,6 @@ class TestSelect:
             select(entries(*NAMES), ["step", "*.9.*"])
         with pytest.raises(RequestError, match="there are none"):
             select({}, ["*"])
-
-    def test_no_pattern_changes_nothing_to_drop(self):
-        assert list(drop(entries(*NAMES), [])) == list(NAMES)
 
 
 def test_cast_leaves_whole_numbers_and_what_fits():

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from opensora_cli.core import compiled_code
-from opensora_cli.core.compiled_code import name_eager_cache, private_folder, use_private_caches
+from opensora_cli.core.compiled_code import name_eager_cache, use_private_caches
 from opensora_cli.core.exceptions import OutputError
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="it has no modes of this kind")
@@ -78,12 +78,6 @@ def test_the_folder_that_another_account_made_in_time_is_refused(cache, tmp_path
     assert list(cache.iterdir()) == []
 
 
-def test_a_file_in_its_place_is_named(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match=r"cannot make the folder of compiled code .*file: "):
-        private_folder(tmp_path / "file", setting=INDUCTOR)
-
-
 def test_without_a_home_it_is_a_private_temporary_folder(tmp_path, monkeypatch):
     def no_home():
         raise RuntimeError("Could not determine home directory.")
@@ -102,12 +96,3 @@ def test_without_a_home_it_is_a_private_temporary_folder(tmp_path, monkeypatch):
         assert variables == {}
     finally:
         compiled_code._temporary_folder.cache_clear()
-
-
-def test_kernels_that_are_compiled_unasked_have_a_folder_in_the_users_cache(cache):
-    variables = {}
-    name_eager_cache(variables)
-    assert variables == {"QUACK_CACHE_DIR": str(cache.parent / "kernels")}
-    chosen = {"QUACK_CACHE_DIR": "/elsewhere"}
-    name_eager_cache(chosen)
-    assert chosen == {"QUACK_CACHE_DIR": "/elsewhere"}

@@ -100,12 +100,6 @@ def test_links(two_gpus, monkeypatch, nvlinked, kind):
     assert nvml.sessions == 0
 
 
-def test_links_without_nvml(two_gpus, monkeypatch):
-    monkeypatch.setattr(device_facts, "_start_nvml", lambda: None)
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda first, second: False)
-    assert device_facts.read_links(device_facts.read_gpus()) == (LinkFacts(0, 1, LinkKind.HOST),)
-
-
 def test_driver(monkeypatch):
     nvml = FakeNvml(set())
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
@@ -120,8 +114,3 @@ def test_a_machine_without_anything(monkeypatch):
     if not torch.cuda.is_available():
         assert device_facts.read_gpus() == ()
         assert device_facts.read_links(()) == ()
-
-
-def test_versions_of_cudnn():
-    assert device_facts._cudnn_version(91300) == "9.13.0"
-    assert device_facts._cudnn_version(8902) == "8.9.2"

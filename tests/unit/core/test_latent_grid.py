@@ -54,11 +54,3 @@ def test_the_longest_clip_is_the_longest_that_comes_back(grid: LatentGrid) -> No
 
     for frames in range(1, 40):
         assert grid.longest_clip(frames) == max(shorter for shorter in range(1, frames + 1) if comes_back(shorter))
-
-
-def test_sizes() -> None:
-    assert DC_AE.latent_size(64, 96) == (2, 3)
-    with pytest.raises(RequestError, match="height=64 and width=40 must be multiples of 32"):
-        DC_AE.latent_size(64, 40)
-    with pytest.raises(RequestError, match="height=0"):
-        DC_AE.latent_size(0, 32)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from opensora_cli.core import left_overs
 from opensora_cli.core.files import atomic_folder, write_bytes_atomic
 from opensora_cli.core.left_overs import is_abandoned, remove_left_by, temporary_folder, temporary_name
 
@@ -95,11 +94,6 @@ def test_a_folder_in_which_something_has_just_changed_is_kept(tmp_path, of_the_d
     assert not is_abandoned(folder)
 
 
-@pytest.mark.parametrize("name", [".osora-0123456789ab.lock", ".osora-video.tmp", "video.tmp", ".saving-1-step_1"])
-def test_other_names_are_none_of_its_business(tmp_path, name):
-    assert not is_abandoned(left(tmp_path / name, age_s=TWO_DAYS))
-
-
 def test_an_old_folder_that_was_renamed_before_a_crash_is_kept(tmp_path, of_the_dead, monkeypatch):
     """Where names cannot be swapped in one step; a kill after the first renaming."""
     monkeypatch.setattr("opensora_cli.core.files._swap_in_one_step", lambda *_: False)
@@ -135,12 +129,6 @@ def test_those_of_processes_that_were_seen_to_end_are_removed_at_once(tmp_path, 
     remove_left_by([pid], tmp_path)
     assert sorted(os.listdir(tmp_path)) == sorted(others)
     remove_left_by([pid], tmp_path / "nowhere")
-
-
-def test_a_folder_is_looked_through_once(tmp_path, monkeypatch):
-    write_bytes_atomic(tmp_path / "a.bin", b"content")
-    monkeypatch.setattr(left_overs.os, "scandir", lambda _: pytest.fail("looked again"))
-    write_bytes_atomic(tmp_path / "b.bin", b"content")
 
 
 def test_a_temporary_folder_goes_and_so_do_those_of_the_dead(tmp_path, of_the_dead, monkeypatch):

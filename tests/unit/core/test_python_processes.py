@@ -2,7 +2,6 @@
 
 import ast
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,13 +9,11 @@ from pathlib import Path
 import pytest
 
 import opensora_cli
-from opensora_cli.core import run_module
 from opensora_cli.core.python_processes import module_command, python_command, safe_environment
 
 PACKAGE = Path(opensora_cli.__file__).parent
 # The second reports what Python this is, and starts nothing.
 MAY_NAME_PYTHON = {"core/python_processes.py", "engine/env_check/machine.py"}
-SHOW = "import sys, copied; print(copied.__file__, sys.argv, sys.path[0], sys.path[-1], sep='|')"
 
 
 def files_that(use):
@@ -98,30 +95,3 @@ def test_workers_of_multiprocessing_import_nothing_from_it(planted, tmp_path_fac
     done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "0\n0\n"), done.stderr
     assert not (planted / "ran").exists()
-
-
-def copy_of_package(folder):
-    (folder / "copied" / "core").mkdir(parents=True)
-    for name in ("__init__.py", "core/__init__.py"):
-        (folder / "copied" / name).touch()
-    shutil.copy(run_module.__file__, folder / "copied" / "core")
-    (folder / "copied" / "tool.py").write_text(SHOW)
-    return [sys.executable, "-P", str(folder / "copied" / "core" / "run_module.py"), "copied.tool"]
-
-
-def test_a_copy_that_only_the_working_folder_has_can_be_run(tmp_path, monkeypatch):
-    command = copy_of_package(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    file, arguments, first, last = run([*command, "-a", "b"]).strip().split("|")
-    assert file == str(tmp_path / "copied" / "__init__.py")
-    assert arguments == str([str(tmp_path / "copied" / "tool.py"), "-a", "b"])
-    assert first != str(tmp_path)
-    assert last == str(tmp_path)
-
-
-def test_the_copy_of_the_process_that_starts_it_is_run_where_another_is_installed(tmp_path):
-    copy_of_package(tmp_path / "installed")
-    (tmp_path / "installed" / "copied" / "tool.py").write_text("raise SystemExit('the installed copy')")
-    command = copy_of_package(tmp_path / "checkout")
-    file, *_ = run(command, PYTHONPATH=str(tmp_path / "installed")).split("|")
-    assert file == str(tmp_path / "checkout" / "copied" / "__init__.py")

@@ -71,12 +71,6 @@ def test_silence_ends_a_rank():
     assert ", in the stage denoise: no progress for " in done.stderr
 
 
-@pytest.mark.slow
-def test_ten_times_a_long_step_is_no_silence():
-    done = run_silent(step_s=20.0, sleep_s=1.2)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "decoded\n", "")
-
-
 WORKING = """
 import threading, time
 from pathlib import Path

@@ -121,9 +121,6 @@ class TestSlurm:
         with pytest.raises(RequestError, match="different numbers of ranks: SLURM_STEP_TASKS_PER_NODE=5,3"):
             find_context({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "5,3"})
 
-    def test_equal_shares(self):
-        assert find_context({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}) == find_context(SLURM)
-
     @pytest.mark.parametrize(
         ("nodelist", "first"),
         [

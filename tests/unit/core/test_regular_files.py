@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from opensora_cli.core.exceptions import OutputError
-from opensora_cli.core.folder_lock import locked_file, remove_unheld_locks
+from opensora_cli.core.folder_lock import locked_file
 from opensora_cli.core.regular_files import open_regular
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has other links, and no pipes in folders")
@@ -137,18 +137,3 @@ def test_a_lock_that_cannot_be_written(call: str, number: int, tmp_path: Path, m
     assert list(tmp_path.iterdir()) == []
     with locked_file(tmp_path / ".lock"):
         pass
-
-
-def test_locks_without_a_holder_are_removed_beside_names_that_are_no_files(kept: Path) -> None:
-    ended = f"process 1 on {os.uname().nodename}\n"
-    kept.write_text(ended)
-    for name, make in (("a", _link), ("b", _pipe), ("d", _hard_link)):
-        make(kept.with_name(f".osora-{name}.lock"))
-    (kept.parent / ".osora-c.lock").write_text(ended)
-    (kept.parent / ".osora-e.lock").write_text(ended)
-    remove_unheld_locks(kept.parent)
-    assert sorted(path.name for path in kept.parent.iterdir()) == [
-        *(f".osora-{name}.lock" for name in ("a", "b", "d")),
-        "kept",
-    ]
-    assert kept.read_text() == ended

@@ -127,16 +127,6 @@ def test_in_the_background_a_request_to_end_waits_for_the_end_of_a_block():
     assert reached == ["the end"]
 
 
-def test_handlers_are_put_back():
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    with deferred_interrupts(lambda: None):
-        assert signal.getsignal(signal.SIGINT) is not before[0]
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-    with pytest.raises(ZeroDivisionError), deferred_interrupts(lambda: None):
-        raise ZeroDivisionError
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
-
-
 def test_what_is_ignored_stays_so():
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -160,16 +150,3 @@ def test_with_nohup_the_end_of_the_terminal_stays_ignored():
             assert is_interrupted()
     finally:
         signal.signal(signal.SIGHUP, before)
-
-
-def test_elsewhere_than_in_the_main_thread_nothing_is_noted():
-    before, found = signal.getsignal(signal.SIGINT), []
-
-    def run() -> None:
-        with deferred_interrupts(lambda: None) as is_interrupted:
-            found.append((signal.getsignal(signal.SIGINT) is before, is_interrupted()))
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    assert found == [(True, False)]

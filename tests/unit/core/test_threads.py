@@ -10,9 +10,7 @@ import torch
 from opensora_cli.core import threads
 from opensora_cli.core.exceptions import OsoraError, RequestError
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.core.section import Section
 from opensora_cli.core.threads import (
-    RANK_VARIABLE,
     VARIABLES,
     Cores,
     ThreadChoice,
@@ -21,14 +19,8 @@ from opensora_cli.core.threads import (
     pick_threads,
     read_quota,
     threads_used,
-    useful_threads,
     variables_of_ranks,
 )
-from opensora_cli.engine.env_check.variables import lint_variables
-from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.layers import read_environment
-from opensora_cli.settings.tools import BenchCommSettings
-from opensora_cli.settings.train import TrainSettings
 
 
 @pytest.mark.parametrize(
@@ -76,16 +68,6 @@ def test_ranks_choose_for_themselves_unless_a_user_has() -> None:
     assert named_threads(variables, asked=None, now=1) is None
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         assert variables_of_ranks({name: "3"}, ranks=2) == {}
-
-
-@pytest.mark.parametrize("schema", [GenerateSettings, TrainSettings, BenchCommSettings])
-def test_the_variable_of_ranks_is_taken_for_no_setting(schema: type[Section]) -> None:
-    assert read_environment(schema, {RANK_VARIABLE: "1"}) == {}
-    assert lint_variables({RANK_VARIABLE: "1"}, None) == []
-
-
-def test_small_layers_have_work_for_one_thread() -> None:
-    assert [useful_threads(values) for values in (1, 2**15, 2**16 - 1, 2**16, 2**20)] == [1, 1, 1, 2, 32]
 
 
 def cgroup(root: Path, lines: str, files: dict[str, str]) -> Path:

@@ -75,14 +75,6 @@ def test_what_lies_under_a_name_of_osora_keeps_what_it_has(name: str, is_pipe: b
     assert os.path.lexists(path) is not name.startswith(".saving")
 
 
-def test_a_linked_folder_is_written_to(tmp_path: Path) -> None:
-    name = "rank0.log"
-    (tmp_path / "real").mkdir()
-    (tmp_path / "linked").symlink_to("real")
-    PLACES[name](tmp_path / "linked")
-    assert [path.name for path in (tmp_path / "real").iterdir()] == [name]
-
-
 def test_a_log_of_training_that_became_a_link_is_kept_back(tmp_path: Path) -> None:
     kept, reporter = tmp_path / "kept", RecordingReporter()
     kept.write_bytes(b"kept")

@@ -7,7 +7,6 @@ import av
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from opensora_cli.core.exceptions import MediaError
 from opensora_cli.media import containers
@@ -79,13 +78,6 @@ def test_a_cut_has_the_frames_that_reading_from_the_start_gives(video: Path) -> 
         assert torch.equal(cut(video, start, 5, interval), every[start : start + 4 * interval + 1 : interval])
 
 
-def test_rates_that_are_no_whole_numbers_are_entered_at_the_right_frame(tmp_path: Path) -> None:
-    path = encode(tmp_path / "a.mp4", codec="libx264", rate=Fraction(30000, 1001))
-    every = read_video(path).frames_THWC
-    for start in range(NUM_FRAMES):
-        assert torch.equal(cut(path, start, 1)[0], every[start]), start
-
-
 @pytest.fixture
 def entered(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each file that was cut could be entered in its middle."""
@@ -113,41 +105,6 @@ def test_frames_that_are_shown_for_unequal_times_are_entered_at_the_right_one(
         assert torch.equal(cut(path, start, 1)[0], every[start]), start
     assert len(entered) == NUM_FRAMES - 1
     assert sum(entered) > 20  # the others are counted from the start
-
-
-def test_mp4_is_entered_by_seeking(tmp_path: Path, entered: list[bool]) -> None:
-    cut(encode(tmp_path / "a.mp4", codec="libx264"), 20, 3)
-    assert entered == [True]
-
-
-def test_what_cannot_be_entered_is_counted_from_the_start(tmp_path: Path) -> None:
-    path = encode(tmp_path / "raw.h264", codec="libx264", format_="h264")
-    every = read_video(path).frames_THWC
-    assert torch.equal(cut(path, 9, 4), every[9:13])
-
-
-@pytest.mark.parametrize("suffix", ["gif", "webp"])
-def test_animated_pictures_are_cut_too(tmp_path: Path, suffix: str) -> None:
-    path = write_media([frames(12)], tmp_path / f"a.{suffix}", fps=10, format=suffix)
-    every = read_video(path).frames_THWC
-    assert torch.equal(cut(path, 3, 3, 2), every[3:8:2])
-    facts = probe(path)
-    assert (facts.num_frames, facts.height, facts.width, facts.fps) == (12, 48, 64, 10)
-
-
-def test_a_picture_is_a_cut_of_one_frame(tmp_path: Path) -> None:
-    path = write_media([frames(1)], tmp_path / "a.png", fps=1, format="png")
-    assert torch.equal(cut(path, 0, 1), frames(1))
-    facts = probe(path)
-    assert (facts.num_frames, facts.height, facts.width, facts.fps) == (1, 48, 64, None)
-    with pytest.raises(MediaError, match="ends after 0 of 1"):
-        cut(path, 1, 1)
-
-
-def test_probing_counts_frames(video: Path) -> None:
-    facts = probe(video)
-    assert (facts.num_frames, facts.height, facts.width) == (NUM_FRAMES, 48, 64)
-    assert facts.fps == pytest.approx(24, rel=1e-3)
 
 
 def test_a_cut_that_is_not_there_is_an_error(video: Path) -> None:
@@ -178,11 +135,3 @@ def test_what_is_no_media_is_messages(tmp_path: Path, content: bytes) -> None:
         probe(path)
     with pytest.raises(MediaError, match=r"a\.mp4"):
         cut(path, 0, 1)
-
-
-def test_a_picture_that_a_camera_turned_is_upright(tmp_path: Path) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    Image.new("RGB", (64, 48)).save(tmp_path / "a.jpg", exif=exif)
-    facts = probe(tmp_path / "a.jpg")
-    assert (facts.height, facts.width) == (64, 48)

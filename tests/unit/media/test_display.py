@@ -18,7 +18,7 @@ from PIL import ExifTags, Image, ImageCms, ImageOps
 from opensora_cli.core.exceptions import MediaError
 from opensora_cli.media import containers
 from opensora_cli.media.hdr import HLG, PQ, to_sdr
-from opensora_cli.media.read import is_picture, probe, read_cut, read_picture, read_video
+from opensora_cli.media.read import probe, read_cut, read_picture, read_video
 from opensora_cli.media.write import write_media
 
 
@@ -81,11 +81,6 @@ class TestShapeOfPixels:
         expected = torch.from_numpy(np.array(Image.fromarray(pattern()).resize(size[::-1]))).float()
         assert (frame.float() - expected).abs().mean() < 3
 
-    def test_absurd_pixels_are_rejected(self, tmp_path: Path) -> None:
-        path = write_tracks(tmp_path / "a.mp4", pattern(), aspect=Fraction(1, 12))
-        with pytest.raises(MediaError, match="its pixels are 1/12 times as wide as high"):
-            read_video(path)
-
     def test_limit_of_pixels_counts_the_stretched_frame(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(containers, "_MOST_PIXELS", 64 * 128)
         assert probe(write_tracks(tmp_path / "a.mp4", pattern(), aspect=Fraction(2))).width == 128
@@ -101,13 +96,6 @@ class TestShapeOfPixels:
         path.write_bytes(with_box(path.read_bytes(), place, aperture))
         assert torch.equal(read_video(path).frames_THWC, whole[:, 4:52, 8:40])
         assert (probe(path).height, probe(path).width) == (48, 32)
-
-    @pytest.mark.parametrize("values", [(99, 1, 48, 1, 0, 1, 0, 1), (32, 0, 48, 1, 0, 1, 0, 1)])
-    def test_clean_aperture_outside_the_frame_is_ignored(self, tmp_path: Path, values: tuple[int, ...]) -> None:
-        path = write_tracks(tmp_path / "a.mp4", pattern())
-        place = [b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stsd", b"avc1"]
-        path.write_bytes(with_box(path.read_bytes(), place, box(b"clap", struct.pack(">8i", *values))))
-        assert read_video(path).frames_THWC.shape == (3, 64, 64, 3)
 
 
 class TestTracks:
@@ -238,10 +226,6 @@ class TestColors:
             stored.save(path, icc_profile=wide, quality=100)
             assert read_picture(path)[4, 4].float().numpy() == pytest.approx([60, 180, 75], abs=4)
 
-    def test_damaged_color_profile_is_ignored(self, tmp_path: Path) -> None:
-        Image.new("RGB", (8, 8), (60, 180, 75)).save(tmp_path / "a.png", icc_profile=wide_profile()[:200])
-        assert read_picture(tmp_path / "a.png")[0, 0].tolist() == [60, 180, 75]
-
     @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "RGB"])
     def test_transparent_parts_are_white(self, tmp_path: Path, mode: str) -> None:
         """The colors under transparency are the rest of an editor's work."""
@@ -251,10 +235,6 @@ class TestColors:
         else:
             Image.new("RGBA", (2, 1), (10, 20, 30, 0)).convert(mode).save(path)
         assert read_picture(path).tolist() == [[[255, 255, 255]] * 2]
-
-    def test_half_transparent_parts_are_mixed_with_white(self, tmp_path: Path) -> None:
-        Image.new("RGBA", (1, 1), (0, 100, 200, 128)).save(tmp_path / "a.png")
-        assert read_picture(tmp_path / "a.png")[0, 0].tolist() == pytest.approx([127, 177, 227], abs=1)
 
 
 def wide_profile() -> bytes:
@@ -288,7 +268,7 @@ def wide_profile() -> bytes:
     return head + b"\0" * 12 + b"acsp" + b"\0" * 28 + white + b"\0" * 48 + body
 
 
-@pytest.mark.parametrize("ending", ["png", "jpg", "tiff", "webp"])
+@pytest.mark.parametrize("ending", ["jpg", "tiff"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_orientation_is_applied_once(tmp_path: Path, ending: str, orientation: int) -> None:
     """Pillow applies the one of TIFF while it decodes."""
@@ -319,31 +299,3 @@ class TestAnimations:
         frames = torch.arange(0, 250, 50, dtype=torch.uint8).view(5, 1, 1, 1).expand(5, 16, 16, 3)
         path = write_media([frames], tmp_path / "a", fps=200, format=format_)
         assert read_video(path).fps == pytest.approx({"gif": 50, "webp": 1000 / 11}[format_])
-
-    def test_default_picture_of_an_apng_is_not_a_frame(self, tmp_path: Path) -> None:
-        first, *others = [Image.new("L", (16, 16), 50 * index) for index in range(4)]
-        first.save(tmp_path / "a.png", save_all=True, append_images=others, default_image=True)
-        clip = read_video(tmp_path / "a.png")
-        assert clip.frames_THWC[:, 0, 0, 0].tolist() == [50, 100, 150]
-        assert probe(tmp_path / "a.png").num_frames == 3
-        assert read_picture(tmp_path / "a.png")[0, 0, 0] == 50
-        first.save(tmp_path / "b.png", save_all=True, append_images=others[:1], default_image=True)
-        assert is_picture(tmp_path / "b.png")
-
-
-def test_uneven_rate_is_noticed(tmp_path: Path) -> None:
-    def write(name: str, times: list[int]) -> Path:
-        with av.open(str(tmp_path / name), "w") as container:
-            track = container.add_stream("libx264", rate=25)
-            track.height = track.width = 32
-            track.pix_fmt = "yuv420p"
-            for time in times:
-                frame = av.VideoFrame.from_ndarray(pattern(32, 32), format="rgb24")
-                frame.pts, frame.time_base = time, Fraction(1, 25)
-                container.mux(track.encode(frame))
-            container.mux(track.encode(None))
-        return tmp_path / name
-
-    assert probe(write("varies.mp4", [*range(25), *range(25, 75, 5)])).is_uneven
-    assert not probe(write("constant.mp4", list(range(30)))).is_uneven
-    assert not probe(write("dropped.mp4", [time for time in range(30) if time != 12])).is_uneven

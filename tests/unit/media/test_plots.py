@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from opensora_cli.core.exceptions import HardwareError, OutputError
+from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.media.plots import new_figure, write_figure
 
 STARTS = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
@@ -23,17 +23,6 @@ def test_equal_data_give_equal_bytes_in_the_format_of_the_ending(tmp_path, forma
     write_line(second)
     assert first.read_bytes() == second.read_bytes()
     assert first.read_bytes().startswith(STARTS[format_])
-
-
-def test_an_existing_file_is_replaced_only_on_request(tmp_path):
-    path = tmp_path / "a.svg"
-    path.write_text("mine")
-    with pytest.raises(OutputError, match="exists already"):
-        write_line(path)
-    assert path.read_text() == "mine"
-    write_line(path, replace=True)
-    assert "bandwidth" in path.read_text()
-    assert [entry.name for entry in tmp_path.iterdir()] == ["a.svg"]
 
 
 def test_a_missing_matplotlib_names_the_line_that_installs_it(monkeypatch):

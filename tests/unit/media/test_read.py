@@ -17,7 +17,7 @@ from hostile_files import animated_gif, cut_in_tenths, picture_bombs
 from PIL import Image
 
 from opensora_cli.core.exceptions import HardwareError, MediaError
-from opensora_cli.media import containers, pictures
+from opensora_cli.media import pictures
 from opensora_cli.media.containers import decode_whole
 from opensora_cli.media.read import is_picture, probe, read_cut, read_picture, read_video
 from opensora_cli.media.write import write_media
@@ -85,11 +85,6 @@ class TestPictures:
         grey.convert(mode).save(path)
         assert read_picture(path).tolist() == [[[255, 255, 255]] * 8] * 8
 
-    def test_sixteen_bits_of_grey_become_eight(self, tmp_path: Path) -> None:
-        ramp = np.array([[0, 257, 32896, 65535]], dtype=np.uint16)
-        Image.fromarray(ramp).save(tmp_path / "a.png")
-        assert read_picture(tmp_path / "a.png")[0, :, 0].tolist() == [0, 1, 128, 255]
-
     def test_sixteen_bits_of_colour_become_eight(self, tmp_path: Path) -> None:
         def chunk(name: bytes, content: bytes) -> bytes:
             return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
@@ -100,10 +95,6 @@ class TestPictures:
         (tmp_path / "a.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header + body)
         assert read_picture(tmp_path / "a.png")[0, 0].tolist() == [255, 128, 0]
 
-    def test_of_an_animation_the_first_frame(self, tmp_path: Path) -> None:
-        path = write_media([numbered(5)[2:]], tmp_path / "a.gif", fps=10, format="gif")
-        assert levels(read_picture(path)[None]) == [2]
-
 
 class TestVideos:
     def test_all_frames_and_the_rate(self, tmp_path: Path) -> None:
@@ -112,12 +103,6 @@ class TestVideos:
         assert clip.frames_THWC.dtype == torch.uint8
         assert clip.fps == 10
 
-    def test_the_first_and_the_last_few(self, tmp_path: Path) -> None:
-        path = write_video(tmp_path / "a.mkv", numbered(12))
-        assert levels(read_video(path, num_frames=5).frames_THWC) == [0, 1, 2, 3, 4]
-        assert levels(read_video(path, num_frames=5, from_end=True).frames_THWC) == [7, 8, 9, 10, 11]
-        assert levels(read_video(path, num_frames=12, from_end=True).frames_THWC) == list(range(12))
-
     @pytest.mark.parametrize("format_", ["gif", "webp"])
     def test_animated_pictures_are_videos(self, tmp_path: Path, format_: str) -> None:
         path = write_media([numbered(12)], tmp_path / "a", fps=12.5, format=format_)
@@ -125,12 +110,6 @@ class TestVideos:
         clip = read_video(path, num_frames=3, from_end=True)
         assert levels(clip.frames_THWC) == [9, 10, 11]
         assert clip.fps == 12.5
-
-    def test_an_animated_png_is_a_video(self, tmp_path: Path) -> None:
-        pictures = [Image.fromarray(frame.numpy()) for frame in numbered(4)]
-        pictures[0].save(tmp_path / "a.png", save_all=True, append_images=pictures[1:], duration=50)
-        assert not is_picture(tmp_path / "a.png")
-        assert levels(read_video(tmp_path / "a.png").frames_THWC) == [0, 1, 2, 3]
 
     def test_another_rate_drops_or_repeats_frames(self, tmp_path: Path) -> None:
         path = write_video(tmp_path / "a.mp4", numbered(12))
@@ -188,51 +167,6 @@ class TestProblems:
                 read(tmp_path / name)
             self.one_line(caught.value, tmp_path / name)
 
-    def test_an_address_is_no_file(self) -> None:
-        for read in (is_picture, read_picture, read_video):
-            with pytest.raises(MediaError, match=r"https://example\.org/a\.png does not exist") as caught:
-                read("https://example.org/a.png")
-            assert caught.value.hint == "osora reads files: download it first"
-
-    def test_garbage_is_called_neither(self, tmp_path: Path) -> None:
-        (tmp_path / "a.png").write_bytes(bytes(range(1, 200)) * 10)
-        with pytest.raises(MediaError, match=r"a\.png cannot be read as a picture or a video: "):
-            read_video(tmp_path / "a.png")
-
-    @pytest.mark.parametrize(
-        ("text", "ending"),
-        [
-            ("A text, and nothing else.\n" * 50, "txt"),
-            ("A text, and nothing else.\n" * 50, "mp4"),
-            ("ffconcat version 1.0\nfile a.mp4\n", "mp4"),
-            ("#EXTM3U\n#EXTINF:1\na.mp4\n", "m3u8"),
-        ],
-    )
-    def test_text_is_no_video_whatever_its_name(self, tmp_path: Path, text: str, ending: str) -> None:
-        write_video(tmp_path / "a.mp4", numbered(3))
-        path = tmp_path / f"text.{ending}"
-        path.write_text(text)
-        assert not is_picture(path)
-        with pytest.raises(MediaError) as caught:
-            read_video(path)
-        self.one_line(caught.value, path)
-
-    def test_a_video_is_no_picture_and_a_picture_no_video(self, tmp_path: Path) -> None:
-        video = write_video(tmp_path / "a.mp4", numbered(3))
-        Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
-        with pytest.raises(MediaError, match="is not a picture"):
-            read_picture(video)
-        with pytest.raises(MediaError, match="is a picture, not a video"):
-            read_video(tmp_path / "a.png")
-
-    def test_a_picture_that_is_garbage_after_its_header(self, tmp_path: Path) -> None:
-        for ending, signature in {"png": b"\x89PNG\r\n\x1a\n", "gif": b"GIF89a", "jpg": b"\xff\xd8\xff\xe0"}.items():
-            path = tmp_path / f"a.{ending}"
-            path.write_bytes(signature + bytes(range(256)) * 4)
-            with pytest.raises(MediaError) as caught:
-                read_picture(path)
-            self.one_line(caught.value, path)
-
     def test_a_picture_of_absurd_size_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = tmp_path / "a.png"
         Image.new("1", (64, 64)).save(path)
@@ -266,17 +200,6 @@ class TestProblems:
         monkeypatch.setattr(pictures, "_MOST_PIXELS", 4 * 32 * 32)
         assert len(read_video(path).frames_THWC) == 4
 
-    def test_a_video_of_gigantic_frames_is_refused(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        path = write_video(tmp_path / "a.mp4", numbered(2))
-        monkeypatch.setattr(containers, "_MOST_PIXELS", 32 * 32 - 1)
-        with pytest.raises(MediaError, match="has frames of 32 x 32 pixels, and at most 1,023 are read"):
-            read_video(path)
-
-    def test_postscript_is_no_picture(self, tmp_path: Path) -> None:
-        Image.new("RGB", (8, 8)).save(tmp_path / "a.eps")
-        with pytest.raises(MediaError, match="is not a picture"):
-            read_picture(tmp_path / "a.eps")
-
     @pytest.mark.parametrize("from_end", [False, True])
     def test_too_short_says_how_many_there_are(self, tmp_path: Path, from_end: bool) -> None:
         path = write_video(tmp_path / "a.mp4", numbered(5))
@@ -299,20 +222,6 @@ class TestProblems:
             container.mux(track.encode(None))
         with pytest.raises(MediaError, match="no picture track"):
             read_video(path)
-
-    def test_a_phone_picture_in_heif(self, tmp_path: Path) -> None:
-        path = tmp_path / "a.heic"
-        path.write_bytes(struct.pack(">I", 24) + b"ftypheic" + bytes(4) + b"mif1heic" + bytes(100))
-        with pytest.raises(MediaError, match="HEIF") as caught:
-            read_video(path)
-        assert "PNG or JPEG" in str(caught.value.hint)
-
-    def test_wrong_arguments_are_mistakes_of_the_caller(self, tmp_path: Path) -> None:
-        path = write_video(tmp_path / "a.mp4", numbered(3))
-        with pytest.raises(ValueError, match="num_frames"):
-            read_video(path, num_frames=0)
-        with pytest.raises(ValueError, match="fps"):
-            read_video(path, fps=0)
 
 
 @pytest.mark.parametrize(
@@ -409,15 +318,3 @@ def test_too_many_open_files_are_not_blamed_on_a_picture_or_a_video(
     monkeypatch.setattr(Image, "open", refuse)
     with pytest.raises(HardwareError, match="png cannot be read: Too many open files"):
         probe(picture)
-
-
-def test_a_damaged_video_that_asks_for_too_much_memory_is_broken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: object, **options: object) -> None:
-        av.error.err_check(-errno.ENOMEM)
-
-    path = write_video(tmp_path / "a.mp4", numbered(3))
-    monkeypatch.setattr(av, "open", refuse)
-    with pytest.raises(MediaError, match="Cannot allocate memory"):
-        probe(path)

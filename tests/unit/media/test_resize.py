@@ -73,12 +73,3 @@ def test_clips_are_resized_bilinearly_without_antialiasing() -> None:
     expected = clip[:, 1::3, 1::3].permute(3, 0, 1, 2).float() / 127.5 - 1
     torch.testing.assert_close(pixels, expected)
     assert not torch.allclose(fit_frames(clip, height=20, width=20, fit="crop", picture=True), pixels, atol=0.1)
-
-
-def test_an_odd_margin_is_halved_as_the_reference_halves_it() -> None:
-    frames = gradient(1, 16, 19)  # margin 3: a picture loses two columns on the left, a clip one
-    as_picture = fit_frames(frames, height=16, width=16, fit="crop", picture=True)
-    as_clip = fit_frames(frames, height=16, width=16, fit="crop", picture=False)
-    source = frames.permute(3, 0, 1, 2).float() / 127.5 - 1
-    torch.testing.assert_close(as_picture, source[..., 2:18])
-    torch.testing.assert_close(as_clip, source[..., 1:17])

@@ -46,20 +46,9 @@ def test_identical_pictures() -> None:
     assert psnr_db(picture, picture) == HIGHEST_PSNR_DB
 
 
-def test_flat_pictures_differ_in_luminance_alone() -> None:
-    dark, light = torch.full((12, 12, 3), 50, dtype=torch.uint8), torch.full((12, 12, 3), 100, dtype=torch.uint8)
-    constant = (0.01 * 255) ** 2
-    assert ssim(dark, light) == pytest.approx((2 * 5000 + constant) / (2500 + 10000 + constant))
-
-
 def test_psnr_of_one_level_everywhere() -> None:
     dark = torch.full((4, 4, 3), 50, dtype=torch.uint8)
     assert psnr_db(dark, dark + 1) == pytest.approx(20 * math.log10(255))
     # uint8 differences must not wrap around.
     assert psnr_db(dark + 1, dark) == psnr_db(dark, dark + 1)
     assert psnr_db(torch.zeros_like(dark), torch.full_like(dark, 255)) == 0
-
-
-def test_pictures_that_are_smaller_than_the_window_have_no_ssim() -> None:
-    with pytest.raises(ValueError, match="at least 11 pixels"):
-        ssim(random_picture(10, 20, seed=0), random_picture(10, 20, seed=1))

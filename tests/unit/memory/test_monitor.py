@@ -5,7 +5,6 @@ from torch import nn
 from opensora_cli.memory.monitor import (
     AccelerationProfiler,
     ModuleTimes,
-    Spread,
     blocks_of,
 )
 
@@ -19,11 +18,6 @@ def test_phases_are_kept_also_when_they_fail():
     assert [phase.name for phase in profiler.phases] == ["load", "run"]
     assert all(phase.seconds >= 0 and phase.peak_allocated_gib is None for phase in profiler.phases)
     assert [line.split(":")[0] for line in profiler.summary()] == ["load", "run"]
-
-
-def test_repeated_measurements_have_mean_and_deviation():
-    assert Spread.of([1.0, 2.0, 6.0]) == Spread(3, 3.0, pytest.approx(7**0.5))
-    assert Spread.of([2.0]) == Spread(1, 2.0, 0.0)
 
 
 def test_every_call_of_a_block_is_timed_while_it_is_watched():

@@ -2,9 +2,7 @@
 
 import gc
 import threading
-import time
 import weakref
-from itertools import pairwise
 
 import late_stream
 import pytest
@@ -18,7 +16,7 @@ from torch import nn
 from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.memory import host_weights, streaming
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.memory.slots import kept_blocks, slot_bytes, streaming_bytes
+from opensora_cli.memory.slots import slot_bytes, streaming_bytes
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit.blocks import modulation_layers, repeated_blocks
 from opensora_cli.models.mmdit.model import KnownInputs, MMDiT
@@ -146,15 +144,6 @@ class TestNumbersAndBytes:
         assert streaming_bytes(sizes, resident=100) == sum(sizes)
         assert streaming_bytes([], resident=2) == 0
 
-    @pytest.mark.parametrize("kept", [5, 54])
-    def test_resident_blocks_are_spread_evenly(self, kept):
-        positions = kept_blocks(57, resident=kept + 2)
-        assert len(positions) == kept
-        # Over the end of a pass the first follows the last.
-        gaps = [second - first for first, second in pairwise([*positions, positions[0] + 57])]
-        assert sum(gaps) == 57
-        assert max(gaps) - min(gaps) <= 1
-
 
 class TestOrder:
     @pytest.mark.parametrize(("resident", "source"), [(1, "mapped"), (2, "pinned"), (3, "mapped"), (4, "pinned")])
@@ -169,28 +158,6 @@ class TestOrder:
                 for index in order:
                     streamed = blocks[index](tokens, vector, rotary)
                     assert torch.equal(streamed, plain[index](tokens, vector, rotary)), index
-
-    def test_skipped_blocks_cost_no_more_copies(self):
-        layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(6)).requires_grad_(False)
-        size = slot_bytes(layers[0])
-        with stream_blocks([layers], device="cpu", resident=2) as figures:
-            assert figures.copied_bytes == 2 * size
-            copies = []
-            for index in (0, 2, 3, 5, 0, 1):
-                layers[index](torch.ones(1, 16))
-                copies.append(figures.copied_bytes / size)
-        # After each call two are loaded. In the end all six of the first pass were copied, and two of the second.
-        assert copies == [3, 5, 6, 8, 9, 10]
-
-    def test_a_block_that_is_used_twice_in_a_pass(self):
-        layer = nn.Linear(4, 4)
-        others = [nn.Linear(4, 4), nn.Linear(4, 4)]
-        stack = nn.ModuleList([layer, others[0], layer, others[1]])
-        x = torch.ones(1, 4)
-        expected = nn.Sequential(*stack)(x)
-        with stream_blocks([stack], device="cpu", resident=2) as figures:
-            assert torch.equal(nn.Sequential(*stack)(x), expected)
-        assert figures.device_bytes == 2 * slot_bytes(layer)
 
 
 class Tied(nn.Module):
@@ -338,27 +305,6 @@ class TestInterruptions:
         assert [memory() for memory in made] == [None] * at_most
         assert caught.value.__traceback__ is not None
 
-    def test_a_slow_reader_is_waited_for(self, model, expected, monkeypatch):
-        copy_piece = host_weights._MappedWeights._copy_piece
-
-        delay = 0.0005
-        begun, ended = [], []
-
-        def slowly(self, *tensors):
-            begun.append(1)
-            time.sleep(delay)
-            copy_piece(self, *tensors)
-            ended.append(1)
-
-        monkeypatch.setattr(host_weights._MappedWeights, "_copy_piece", slowly)
-        with stream_blocks(stacks(model), device="cpu", resident=2, source="mapped"):
-            for seed in (0, 1):
-                assert torch.equal(velocity(model, seed), expected[seed])
-            delay = 0.1
-        # No more is begun when it ends, and what has begun comes to its end.
-        assert len(begun) == len(ended)
-        check_as_before(model)
-
 
 @pytest.mark.parametrize("resident", [1, 3])
 def test_each_copy_is_waited_for_before_its_block_computes(model, expected, monkeypatch, resident):
@@ -383,19 +329,6 @@ class TestModes:
                     assert torch.equal(velocity(model, seed), expected[seed])
             assert torch.equal(velocity(model, 3), expected[3])
             check_as_before(model)
-
-    @pytest.mark.parametrize("source", SOURCES)
-    def test_modes_may_change_between_passes(self, model, expected, source):
-        with torch.enable_grad():
-            recorded = velocity(model, 2)
-        with stream_blocks(stacks(model), device="cpu", resident=3, source=source):
-            with torch.inference_mode():
-                assert torch.equal(velocity(model, 0), expected[0])
-            assert torch.equal(velocity(model, 1), expected[1])
-            with torch.enable_grad():
-                assert torch.equal(velocity(model, 2), recorded)
-            with torch.inference_mode():
-                assert torch.equal(velocity(model, 3), expected[3])
 
     def test_weights_that_want_gradients_are_refused_where_these_are_recorded(self, model, expected):
         model.requires_grad_(True)
@@ -423,14 +356,6 @@ class TestModes:
             stream_blocks(stacks(build()), device="cpu", resident=resident),
         ):
             pytest.fail("not reached")
-
-    def test_sizes_are_known_without_weights(self, model):
-        empty = empty_model()
-        sizes = [slot_bytes(block) for block in blocks_of(empty)]
-        assert sizes == [slot_bytes(block) for block in blocks_of(model)]
-        bare = [sum(weight.nbytes for weight in block.parameters()) for block in blocks_of(model)]
-        counts = [len(list(block.parameters())) for block in blocks_of(model)]
-        assert all(b <= size < b + 512 * n for size, b, n in zip(sizes, bare, counts, strict=True))
 
 
 class TestHostMemory:

@@ -9,11 +9,10 @@ from closeness import assert_close
 from small_hunyuan import SMALL_HUNYUAN
 from torch import nn
 
-from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.estimate.fake_tensors import fake_training_tensors
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.vae import chunked
-from opensora_cli.models.vae.chunked import StoredClip, run_in_chunks
+from opensora_cli.models.vae.chunked import StoredClip
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.tiles import NO_TILING, Tiling
 
@@ -75,12 +74,6 @@ def test_a_clip_is_encoded_in_chunks_to_the_same_latents(num_frames, tiling):
     assert_close(latents, recorded(vae, "encode", pixels, tiling=tiling), tolerance=1e-12)
 
 
-def test_chunks_are_longer_where_frames_are_small():
-    lengths = [chunked.chunk_frames_for((1, 16, size, size), device=CPU) for size in (8, 32, 64, 256)]
-    assert lengths == [128, 8, 4, 4]
-    assert chunked.chunk_frames_for((1, 16, 64, 64), device=ELSEWHERE) is None
-
-
 @pytest.mark.parametrize("name", ["encode", "decode"])
 def test_without_gradients_a_cpu_needs_half_of_the_memory(name):
     vae = small_vae()
@@ -93,16 +86,6 @@ def test_without_gradients_a_cpu_needs_half_of_the_memory(name):
                 getattr(vae, name)(clip)
             peaks.append(counter.peak_bytes)
     assert peaks[1] < 0.6 * peaks[0]
-
-
-def test_bf16_loses_no_more_in_chunks():
-    latents = latents_of(1, 4, 5, 4, 4)
-    exact = small_vae().decode(latents)
-    vae = small_vae(dtype=torch.bfloat16)
-    whole = recorded(vae, "decode", latents.bfloat16()).float()
-    in_chunks = vae.decode(latents.bfloat16(), chunk_frames=2).float()
-    assert in_chunks.isfinite().all()
-    assert 0 < (in_chunks - exact).square().mean() < 1.2 * (whole - exact).square().mean()
 
 
 def test_a_norm_of_chunks_is_that_of_the_clip():
@@ -118,32 +101,6 @@ def test_a_norm_of_chunks_is_that_of_the_clip():
         assert_close(normed.double(), norm.double()(clip.double()), tolerance=1e-4)
     assert torch.equal(torch.cat(list(stored.drain()), dim=2), clip)
     assert not list(stored.drain())
-
-
-def test_no_gradient_is_recorded_in_chunks():
-    vae = small_vae().requires_grad_(True)
-    assert vae.decode(latents_of(1, 4, 2, 2, 2)).requires_grad
-    assert not vae.decode(latents_of(1, 4, 2, 2, 2), chunk_frames=1).requires_grad
-
-
-def test_a_chunk_has_a_frame():
-    with pytest.raises(RequestError, match="chunk_frames=0 must be at least 1"):
-        small_vae().decode_pieces(latents_of(1, 4, 2, 2, 2), chunk_frames=0)
-
-
-def test_a_layer_that_has_no_chunked_form_is_refused():
-    decoder = small_vae().decoder
-    with pytest.raises(TypeError, match="Conv3d is no layer of the autoencoder"):
-        run_in_chunks(
-            latents_of(1, 4, 2, 2, 2),
-            conv_in=decoder.conv_in,
-            layers=[nn.Conv3d(16, 16, 1)],
-            norm_out=decoder.conv_norm_out,
-            conv_out=decoder.conv_out,
-            chunk_frames=1,
-            store=CPU,
-            canvas=CPU,
-        )
 
 
 # --- pieces and canvas -----------------------------------------------------------------------------------------------
@@ -189,11 +146,6 @@ def test_with_a_store_only_some_frames_are_on_the_device():
     # Latents, keys and values, at the lowest resolution, are all that a longer clip adds.
     assert long < 1.2 * short
     assert long < peak_bytes((6, 8, 8)) / 5
-
-
-def test_chunks_that_wait_on_the_device_save_most_of_the_way():
-    # What is left are two clips between layers.
-    assert peak_bytes((6, 8, 8), chunk_frames=2) < 0.5 * peak_bytes((6, 8, 8))
 
 
 @pytest.mark.slow

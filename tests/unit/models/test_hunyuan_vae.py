@@ -167,17 +167,6 @@ def test_encode_scales_the_mode_or_a_seeded_sample_of_the_posterior():
     assert torch.equal(sample, again)
 
 
-def test_log_variances_are_bounded():
-    vae = small_vae()
-    nn.init.constant_(vae.quant_conv.bias, 1000.0)
-    with torch.no_grad():
-        _, high = vae.encode_moments(random_clip(1, 3, 1, 8, 8))
-        nn.init.constant_(vae.quant_conv.bias, -1000.0)
-        _, low = vae.encode_moments(random_clip(1, 3, 1, 8, 8))
-    assert (high == 20).all()
-    assert (low == -30).all()
-
-
 # --- speed ---------------------------------------------------------------------------------------------------------
 
 

@@ -41,13 +41,6 @@ def test_the_weight_itself_and_the_input_stay():
     assert torch.equal(features, before[1])
 
 
-def test_an_update_of_nothing_changes_no_bit():
-    low_rank, features = layer(), draw(4, 5, seed=5)
-    low_rank.lora_b.zero_()
-    assert torch.equal(low_rank(features), low_rank.base(features))
-    assert torch.equal(low_rank.weight, low_rank.base.weight)
-
-
 def test_beside_a_weight_in_8_bits_it_is_not_rounded():
     block = nn.ModuleDict({"proj": layer()})
     features = draw(4, 5, seed=5)

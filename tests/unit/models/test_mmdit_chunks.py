@@ -7,10 +7,8 @@ from tiny_transformer import assert_same, gradients, inputs, transformer
 from torch import nn
 
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.models.attention.math import math
 from opensora_cli.models.attention.sdpa import sdpa
-from opensora_cli.models.mmdit.chunks import joined, over_tokens, spans
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
 
@@ -110,51 +108,6 @@ def test_a_shard_with_fewer_heads_runs_in_chunks():
         whole = block(tokens, vector, rotary)
         block.chunk_tokens = 4
         assert_close(block(tokens, vector, rotary), whole)
-
-
-def test_weights_in_8_bits_run_in_chunks():
-    model = transformer()
-    for block in (*model.double_blocks, *model.single_blocks):
-        store_in_fp8(block)
-    given = inputs(model)
-    with torch.no_grad():
-        whole = run(model, given)
-        model.set_sequence_chunk(4)
-        assert_close(run(model, given), whole)
-
-
-@pytest.mark.parametrize("tokens", [0, -1])
-def test_a_chunk_holds_a_token(tokens):
-    with pytest.raises(ValueError, match=f"tokens={tokens} must be at least 1"):
-        transformer().set_sequence_chunk(tokens)
-
-
-def test_spans_cut_without_a_gap():
-    assert list(spans(7, 3)) == [slice(0, 3), slice(3, 6), slice(6, 7)]
-    assert list(spans(7, None)) == list(spans(7, 9)) == [slice(0, 7)]
-
-
-def test_pieces_are_written_before_the_next_is_computed():
-    alive = []
-
-    def double(chunk):
-        alive.append(counter.live_bytes)
-        return chunk * 2
-
-    whole = torch.arange(800.0).view(1, 100, 8)
-    with torch.no_grad(), TensorBytes() as counter:
-        result = over_tokens(double, whole, size=10)
-    assert torch.equal(result, whole * 2)
-    # The result and, until it is written, one chunk.
-    assert alive == [0] + [result.nbytes] * 9
-    assert counter.peak_bytes == result.nbytes + result.nbytes // 10
-
-
-def test_joining_records_gradients():
-    parts = [torch.ones(1, length, requires_grad=True) for length in (2, 3)]
-    (whole,) = joined(((part,) for part in parts), length=5, dim=1)
-    (whole * torch.arange(5.0)).sum().backward()
-    assert [part.grad.tolist() for part in parts] == [[[0.0, 1.0]], [[2.0, 3.0, 4.0]]]
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Convolutions without gradients: which kernels they are, and when those of an upsampling are folded."""
 
-import copy
-import pickle
 from unittest import mock
 
 import pytest
@@ -14,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opensora_cli.models.vae import resample
 from opensora_cli.models.vae.dc_ae_blocks import ClipConv3d
 from opensora_cli.models.vae.hunyuan_blocks import CausalConv3d, Upsample
-from opensora_cli.models.vae.resample import lay_out_kernels, onednn_conv3d, replicate_pad, runs_in_onednn
+from opensora_cli.models.vae.resample import onednn_conv3d, replicate_pad
 
 
 @pytest.fixture
@@ -48,15 +46,6 @@ def test_kernels_of_frozen_weights_are_folded_once(folds):
     assert folds.call_count == 1
 
 
-def test_so_are_those_of_weights_that_are_loaded_for_inference(folds):
-    with torch.inference_mode():
-        layer, clip = frozen_upsample(), clip_of(1, 4, 3, 4, 4)
-        assert layer.conv.conv.weight.is_inference()
-        for _ in range(3):
-            assert_close(layer(clip), expected(layer, clip), tolerance=1e-5)
-    assert folds.call_count == 1
-
-
 CHANGES = {
     "in place": lambda layer: layer.conv.conv.weight.mul_(2),
     "the bias in place": lambda layer: layer.conv.conv.bias.add_(1),
@@ -83,36 +72,6 @@ def test_kernels_are_folded_again_where_weights_change(folds, change):
     assert_close(after, expected(layer, clip), tolerance=1e-5)
 
 
-def test_kernels_have_the_dtype_of_the_weights(folds):
-    layer, clip = frozen_upsample(), clip_of(1, 4, 3, 4, 4)
-    layer(clip)
-    layer.double()
-    assert_close(layer(clip.double()), expected(layer, clip.double()), tolerance=1e-12)
-    assert folds.call_count == 2
-
-
-def test_kernels_of_trained_weights_are_not_kept(folds):
-    layer, clip = frozen_upsample().requires_grad_(True), clip_of(1, 4, 3, 4, 4)
-    layer(clip).sum().backward()
-    assert layer.conv.conv.weight.grad is not None
-    with torch.no_grad():
-        layer(clip)
-    assert folds.call_count == 2
-    assert layer.conv.conv not in resample._FOLDED
-
-
-def test_kept_kernels_are_no_part_of_the_module():
-    layer = frozen_upsample()
-    keys = set(layer.state_dict())
-    layer(clip_of(1, 4, 3, 4, 4))
-    assert set(layer.state_dict()) == keys
-    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
-        assert copied.conv.conv not in resample._FOLDED
-    count = len(resample._FOLDED)
-    del layer, copied
-    assert len(resample._FOLDED) < count
-
-
 @pytest.mark.parametrize("stride", [(1, 1, 1), (2, 2, 2), (1, 2, 2)])
 def test_onednn_convolves_alike(stride):
     torch.manual_seed(0)
@@ -125,26 +84,6 @@ def test_onednn_convolves_alike(stride):
     wanted = functional.conv3d(padded.double(), conv.conv.weight.double(), conv.conv.bias.double(), stride)
     assert_close(actual.double(), wanted, tolerance=1e-5)
     assert_close(onednn_conv3d(padded, conv.conv.weight, conv.conv.bias, stride), actual)
-
-
-def test_torch_chooses_where_gradients_or_other_dtypes_are():
-    clip, weight = clip_of(1, 4, 3, 4, 4), clip_of(4, 4, 3, 3, 3)
-    assert runs_in_onednn(clip, weight)
-    assert not runs_in_onednn(clip, nn.Parameter(weight))
-    assert not runs_in_onednn(clip.double(), weight.double())
-    assert not runs_in_onednn(clip.to("meta"), weight.to("meta"))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert not runs_in_onednn(clip, weight)
-    with torch.backends.mkldnn.flags(enabled=False):
-        assert not runs_in_onednn(clip, weight)
-
-
-def test_kernels_lie_as_clips_do_and_stay_what_they_were():
-    conv = CausalConv3d(4, 8)
-    expected = conv.conv.weight.clone()
-    lay_out_kernels(conv, torch.device("cpu"))
-    assert conv.conv.weight.is_contiguous(memory_format=torch.channels_last_3d)
-    assert torch.equal(conv.conv.weight, expected)
 
 
 @pytest.mark.parametrize("memory_format", [torch.channels_last_3d, torch.contiguous_format], ids=str)
@@ -198,11 +137,3 @@ def test_few_large_frames_are_trained_in_float32_where_bfloat16_would_break_the_
         assert out.dtype is torch.bfloat16
         if dtype is torch.float32:
             assert torch.equal(out, layer(clip).bfloat16())
-
-
-def test_nothing_is_wider_where_no_gradient_is_recorded():
-    layer, clip = CausalConv3d(2, 2), clip_of(1, 2, 1, 96, 96)
-    with mock.patch.object(torch.cpu, "_is_amx_tile_supported", return_value=True), Convolved() as convolved:
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            layer(clip)
-        assert convolved.dtypes == {torch.bfloat16}

@@ -78,15 +78,6 @@ def tile_shapes(*shape, tiling, config=CAUSAL):
     return shapes
 
 
-def test_tiles_start_at_every_stride():
-    assert tile_shapes(1, 16, 28, tiling=SPACE) == [(1, h, w) for h in (16, 4) for w in (16, 16, 4)]
-    assert tile_shapes(33, 8, 8, tiling=TIME) == [(17, 8, 8), (17, 8, 8), (9, 8, 8)]
-    # The reference cuts a clip that its first tile, one frame longer than sample_tsize, already covers.
-    assert tile_shapes(17, 8, 8, tiling=TIME) == [(17, 8, 8), (5, 8, 8)]
-    # A last tile that adds nothing is not computed.
-    assert tile_shapes(25, 8, 8, tiling=TIME) == [(17, 8, 8), (13, 8, 8)]
-
-
 @pytest.mark.parametrize(
     ("shape", "tiling"), [((5, 16, 16), BOTH), ((33, 16, 16), SPACE), ((5, 40, 40), TIME), ((33, 40, 40), Tiling())]
 )
@@ -113,9 +104,3 @@ def test_blend_fades_linearly_from_the_tile_before(dim):
     before, after = torch.full((1, 1, 6, 6, 6), 8.0), torch.zeros(1, 1, 6, 6, 6)
     line = blend(before, after, length=4, dim=dim).movedim(dim, -1)
     assert torch.equal(line, torch.tensor([8.0, 6.0, 4.0, 2.0, 0.0, 0.0]).expand_as(line))
-
-
-def test_blend_uses_the_end_of_the_tile_before_and_no_more_than_both_have():
-    before, after = torch.arange(6.0).view(1, 1, 6, 1, 1), torch.full((1, 1, 2, 1, 1), 9.0)
-    assert blend(before, after, length=4, dim=2).flatten().tolist() == [4.0, 7.0]
-    assert blend(before, after[:, :, :0], length=4, dim=2).shape[2] == 0

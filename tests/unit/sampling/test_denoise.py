@@ -90,23 +90,6 @@ def test_guidance_pushes_away_from_the_negative_prompt():
     assert_close(result, torch.full_like(noise, -(1.0 + 4.0 * 1.0 + 5.0 * 1.0)))
 
 
-def test_latents_keep_their_dtype_between_steps():
-    seen = []
-
-    def velocity(latents, _t, branches):
-        seen.append(latents.dtype)
-        return {branch: latents.float() for branch in branches}
-
-    result = _run(velocity, _random(0, torch.bfloat16), steps=3)
-    assert {*seen, result.dtype} == {torch.bfloat16}
-
-
-def test_the_noise_is_left_as_it_was():
-    noise = _random(0)
-    _run(lambda latents, _t, branches: dict.fromkeys(branches, latents), noise, steps=3)
-    assert torch.equal(noise, _random(0))
-
-
 def _sines():
     """Return a velocity that keeps what a step cache is to use again."""
     kept = {}
@@ -185,9 +168,3 @@ def test_ab2_follows_a_velocity_that_is_linear_in_time_exactly_branch_by_branch(
     assert {len(branches_needed(each)) for each in scales} == {1, 2}
     result = denoise(velocity, noise, timesteps=timesteps, scales=scales, solver=Solver.AB2)
     assert_close(result, torch.full_like(noise, expected))
-
-
-def test_a_run_needs_a_step_and_scales_for_each():
-    for times, scales in (([1.0], ()), ([1.0, 0.0], (UNGUIDED,) * 2)):
-        with pytest.raises(ValueError, match="sampling needs a step, and scales for each"):
-            denoise(lambda latents, _t, branches: {}, _random(0), timesteps=times, scales=scales)

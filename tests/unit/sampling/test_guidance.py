@@ -10,7 +10,6 @@ from closeness import assert_close
 from opensora_cli.core.conditions import CONDITION_MODES, condition_mode
 from opensora_cli.core.solvers import Solver
 from opensora_cli.sampling.guidance import (
-    NO_GUIDANCE,
     UNGUIDED,
     Branch,
     Guidance,
@@ -70,17 +69,6 @@ def test_outside_of_the_interval_nothing_guides():
     assert scales[2:7] == _all_scales(replace(guidance, interval=(0.0, 1.0)), I2V, steps=8)[2:7]
 
 
-def test_evaluations_without_oscillation():
-    steady = Guidance(text_oscillation=False, image_oscillation=False, temporal_image_scaling=False)
-    assert count_evaluations(_all_scales(steady, T2V)) == 100
-    assert count_evaluations(_all_scales(steady, I2V)) == 150
-
-
-def test_evaluations_without_guidance():
-    for mode in CONDITION_MODES.values():
-        assert count_evaluations(_all_scales(NO_GUIDANCE, mode, steps=7)) == 7
-
-
 COND, UNCOND, UNCOND2 = Branch.COND, Branch.UNCOND, Branch.UNCOND2
 
 
@@ -134,17 +122,6 @@ def test_every_needed_branch_changes_the_result():
             assert torch.equal(changed, before) == (branch not in branches_needed(scales)), (text, image, branch)
 
 
-def test_guidance_keeps_the_dtype_of_the_model():
-    velocities = _velocities(frames=3, dtype=torch.bfloat16)
-    for scales in (GuidanceScales(7.5, (3.0,)), GuidanceScales(7.5, (1.0, 2.0, 3.0))):
-        assert combine_branches(velocities, scales).dtype is torch.bfloat16
-
-
-def test_scales_for_frames_need_tokens_of_frames():
-    with pytest.raises(ValueError, match="12 tokens do not divide into 5 latent frames"):
-        combine_branches(_velocities(frames=3), GuidanceScales(7.5, (1.0, 1.5, 2.0, 2.5, 3.0)))
-
-
 def test_oscillation_starts_at_step_ten_and_spares_even_steps():
     assert [oscillating_scale(7.5, step) for step in range(8, 14)] == [7.5, 7.5, 7.5, 1.0, 7.5, 1.0]
 
@@ -186,16 +163,6 @@ def test_image_guidance_grows_along_the_clip_and_fades_over_the_run():
     assert _scales(25, PRESET, I2V).image == (1.0,)
     assert _scales(24, PRESET, I2V).image[-1] == pytest.approx(3.0 - 2.0 * 24 / 50)
     assert _scales(48, PRESET, I2V).image == pytest.approx([1.0, 1.02, 1.04, 1.06, 1.08])
-
-
-def test_image_guidance_is_even_where_no_picture_is_given():
-    assert _scales(0, PRESET, V2V).image == (3.0,)
-    assert _scales(0, PRESET, T2V).image == (1.0,)
-
-
-def test_image_guidance_of_one_or_less_is_not_scaled():
-    assert _scales(0, Guidance(image_guidance_scale=1.0), I2V).image == (1.0,)
-    assert _scales(0, Guidance(image_guidance_scale=0.5), I2V).image == (0.5,)
 
 
 def test_what_the_branches_see():

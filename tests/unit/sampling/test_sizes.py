@@ -13,11 +13,6 @@ from opensora_cli.sampling.sizes import (
 )
 
 
-def test_resolutions_beyond_the_table():
-    assert image_size("64px", "1:1") == (64, 64)
-    assert image_size("128px", "1:1") == (128, 128)
-
-
 @pytest.mark.parametrize("resolution", RESOLUTIONS)
 @pytest.mark.parametrize("multiple", [16, 32])
 def test_sizes_are_multiples_near_the_number_of_pixels(resolution, multiple):
@@ -30,14 +25,6 @@ def test_sizes_are_multiples_near_the_number_of_pixels(resolution, multiple):
         if ratio in training:
             trained = training[ratio][0] * training[ratio][1]
             assert abs(trained - num_pixels(resolution)) <= abs(height * width - num_pixels(resolution))
-
-
-def test_training_has_no_size_twice():
-    sizes = training_sizes("256px")
-    assert len(set(sizes.values())) == len(sizes)
-    # 1.85:1 would be the size of 16:9 again.
-    assert "1.85:1" not in sizes
-    assert inference_sizes("256px")["1.85:1"] == inference_sizes("256px")["16:9"]
 
 
 @pytest.mark.parametrize(("resolution", "nearest"), [("256", "256px"), ("768P", "768px"), ("720", "720p")])

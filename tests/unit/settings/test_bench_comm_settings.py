@@ -27,13 +27,9 @@ def test_defaults_are_8_bytes_to_1_gib_on_gpus() -> None:
     ("values", "message"),
     [
         ({"min_bytes": "1KiB", "max_bytes": "8"}, "min_bytes=1024 is over max_bytes=8"),
-        ({"min_bytes": "eight"}, "min_bytes='eight' is not a size"),
-        ({"max_bytes": "0"}, "max_bytes=0 must be over 0"),
         ({"max_bytes": "3TiB"}, "max_bytes="),
-        ({"iters": 0}, "iters=0 must be at least 1"),
         ({"warmup": 1}, "warmup=1 must be at least 2"),
         ({"parallel__gpus": 1}, "gpus=1 must be at least 2"),
-        ({"parallel__devices": "3"}, "gpus=1 must be at least 2"),
         ({"parallel__gpus": 4, "parallel__ulysses_degree": 2}, "parallel.ulysses_degree has no effect here"),
         ({"plot": "links.html"}, "plot=links.html must end in .png, .svg or .pdf"),
         ({"collectives": "all_reduse"}, "did you mean all_reduce"),

@@ -28,11 +28,6 @@ def test_a_try_is_a_name_or_settings_whose_values_may_be_lists() -> None:
     }
 
 
-def test_exact_is_no_change_and_nothing_is_the_standard_set() -> None:
-    assert read_tries(["exact"]) == {}
-    assert read_tries([]) is None
-
-
 def test_the_standard_set_has_fewer_steps_of_the_same_kind_and_fits_the_presets() -> None:
     assert STANDARD["euler-15"]["sampling.solver"] == "euler"
     for changes in STANDARD.values():
@@ -70,36 +65,6 @@ def test_fast_stands_for_what_it_does_beside_this_run() -> None:
     heun = exact.replace({"sampling.solver": "heun"})
     assert tried_settings(heun, STANDARD["fast"]).sampling.solver == "ab2"
     assert tried_settings(exact, {"sampling.solver": "ab2"}) == exact.replace({"sampling.solver": "ab2"})
-
-
-@pytest.mark.parametrize("value", ["true", "false"])
-def test_a_fast_exact_run_cannot_change_fast(value: str) -> None:
-    exact = load_preset("demo", prompt="sea").replace({"sampling.fast": True})
-    with pytest.raises(RequestError, match=r"--try a: sampling\.fast has no effect, because the exact run is fast"):
-        tried_settings(exact, {"sampling.fast": value}, name="a")
-
-
-def test_changes_of_a_fast_exact_run_keep_its_other_settings() -> None:
-    exact = load_preset("demo", prompt="sea").replace({"sampling.fast": True, "sampling.num_inference_steps": 20})
-    changes = {"sampling.solver": "euler", "sampling.step_cache": 0.3}
-    assert tried_settings(exact, changes) == exact.replace(changes)
-    assert tried_settings(exact, changes).sampling.num_inference_steps == 20
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        (
-            {"sampling.fast": True, "sampling.timesteps": "1,0.5,0"},
-            r"sampling\.timesteps has 3 times, .*: give --steps 2, too \(from --try a\)",
-        ),
-        ({"precision.tf32": True, "memory.offload": "x"}, r"memory\.offload=x must be one of .* \(from --try a\)"),
-        ({"refine.tries": 2}, r"refine\.tries=2 \(from --try a\) has no effect without --refine"),
-    ],
-)
-def test_a_try_that_breaks_a_rule_or_has_no_effect(changes: dict[str, object], problem: str) -> None:
-    with pytest.raises(RequestError, match=problem):
-        tried_settings(load_preset("demo", prompt="sea"), changes, name="a")
 
 
 def test_a_request_without_a_prompt_gets_one_and_names_no_file() -> None:

@@ -32,26 +32,14 @@ def test_the_target_names_the_format(target: str, expected: str) -> None:
     assert convert(target).resolved_format == expected
 
 
-def test_a_name_without_ending_takes_any_format() -> None:
-    assert convert("x", format="torch").resolved_format == "torch"
-    assert convert("x", format="dcp").resolved_format == "dcp"
-    assert convert("x.ckpt", format="torch").resolved_format == "torch"
-    assert convert("epoch1.final/", format="colossalai").resolved_format == "colossalai"
-
-
 @pytest.mark.parametrize(
     ("target", "values", "message"),
     [
         ("x.pt", {"format": "safetensors"}, "must agree with the ending of target=x.pt, which is that of torch"),
         ("x.safetensors", {"format": "safetensors-shards"}, "must agree with the ending"),
         ("x.pt", {"shard_size": "4GB"}, "has no effect on format=torch: use one of safetensors-shards, torch-shards"),
-        ("x", {"shard_size": "4XB"}, "shard_size='4XB' is not a size such as 4GB or 4096MiB (from --shard_size)"),
         ("x", {"shard_size": "1" + "0" * 400}, "shard_size='10000000000000000000'... is larger than any file (from --"),
-        ("x", {"shard_size": "0"}, "shard_size=0 must be over 0"),
-        ("x", {"dtype": "fp8"}, "dtype=fp8 must be one of fp32, bf16, fp16, fp8_e4m3"),
         ("x", {"qkv": "fussed"}, "did you mean fused?"),
-        ("x", {"format": "training"}, "format=training must be one of safetensors,"),
-        ("", {}, "target='' must not be empty"),
         ("x.ckpt", {}, "target=x.ckpt has an ending, .ckpt, that names no format: add --format"),
         ("x.safetensors.index.json", {}, "has an ending, .json, that names no format: add --format"),
         ("x.p\u0442", {}, "that names no format"),
@@ -69,12 +57,6 @@ def test_options_are_what_the_result_depends_on() -> None:
     assert settings.options == {}
     changed = convert("x", select="ema", rename=["a=b", "re:c,d=e"], dtype="bf16")
     assert changed.options == {"select": "ema", "rename": ["a=b", "re:c,d=e"], "dtype": "bf16"}
-
-
-@pytest.mark.parametrize("sha256", ["", "12", "g" * 64, "a" * 63])
-def test_what_is_no_hash(sha256: str) -> None:
-    with pytest.raises(RequestError, match="must be 64 hexadecimal digits"):
-        validate(VerifySettings, {"path": Given("x", "PATH"), "sha256": Given(sha256 or "0", "--sha256")})
 
 
 def test_a_hash_needs_the_data() -> None:

@@ -50,12 +50,6 @@ def test_several_files_are_a_text_or_a_list(files: object) -> None:
     assert given_flags({"ref": files}) == {"condition.references": Given("a.png;b.png", "ref")}
 
 
-@pytest.mark.parametrize("files", ["", " ;", ["a.png", ""]])
-def test_an_empty_file_is_refused(files: object) -> None:
-    with pytest.raises(RequestError, match=r"^ref is empty: name a picture or a video, or drop ref$"):
-        given_flags({"ref": files})
-
-
 @pytest.mark.parametrize(
     ("name", "hint"),
     [

@@ -39,7 +39,6 @@ def test_settings_survive_json() -> None:
             "video.num_frames=130 must be a multiple of 4, plus 1, and at most 129 with the open-sora-v2 model: "
             "use 129",
         ),
-        ({"video.num_frames": 100}, "use 101"),
         ({"video.causal_lengths": True}, "has no effect with vae.kind=hunyuan, which is causal: drop it"),
         (
             {"video.extend": 1, "video.num_frames": 1},
@@ -49,11 +48,6 @@ def test_settings_survive_json() -> None:
             {"video.extend": 2, "video.num_frames": 33},
             "video.num_frames=33 leaves nothing to make, since video.extend=2 gives 9 latent frames: use at least 37",
         ),
-        (
-            {"video.extend": 2, "model.cond_embed": False},
-            "video.extend=2 needs a model that takes references (model.cond_embed=true): drop --extend",
-        ),
-        ({"prompts_at": ("2s=snow",)}, "prompts_at=2s=snow has no effect without video.extend: give --extend, too"),
         *[
             ({"video.extend": 2, "prompts_at": (text,)}, f"prompts_at={text} must be a time in seconds and a prompt")
             for text in ("2=snow", "2s=", "2s= ", "-1s=snow", "nans=snow", "infs=snow", "=snow", "snow", "2 3s=snow")
@@ -62,7 +56,6 @@ def test_settings_survive_json() -> None:
             {"video.extend": 2, "prompts_at": ("9s=snow", "6s=sea")},
             "prompts_at=6s=sea must come after 9s: give them in the order of their times",
         ),
-        ({"video.extend": 2, "prompts_at": ("6s=snow", "6s=sea")}, "prompts_at=6s=sea must come after 6s"),
         (
             {"video.extend": 2, "prompts_at": ("0s=snow",)},
             "prompt=raining, sea and prompts_at=0s=snow are both of the beginning: drop one of them",
@@ -79,32 +72,16 @@ def test_settings_survive_json() -> None:
         ),
         ({"draft.strength": 0.5}, "draft.strength=0.5 has no effect without draft.resolution: give --draft-res, too"),
         (
-            {"draft.resolution": "64px"},
-            "draft.resolution=64px is not a size of the open-sora-v2 model: use 256px or 768px",
-        ),
-        (
             {"draft.resolution": "256px", "sampling.num_inference_steps": 1},
             "draft.resolution=256px leaves nothing to sampling.num_inference_steps=1: use 2 or more",
         ),
-        (
-            {"video.resolution": "512px"},
-            "video.resolution=512px is not a size of the open-sora-v2 model: use 256px or 768px",
-        ),
-        ({"video.resolution": "big"}, "video.resolution=big must be a pixel count, as in 256px or 720p"),
         (
             {"video.resolution": "256"},
             "video.resolution=256 must be a pixel count, as in 256px or 720p: did you mean 256px?",
         ),
         ({"video.height": 256}, "video.height=256 must come with video.width"),
-        ({"video.height": 100, "video.width": 256}, "video.height=100 must be a multiple of 16: use 96 or 112"),
         ({"video.height": 256, "video.width": 8}, "video.width=8 must be a multiple of 16: use 16"),
-        ({"sampling.num_inference_steps": "many"}, "sampling.num_inference_steps=many must be a whole number"),
-        ({"sampling.guidance_scale": "nan"}, "sampling.guidance_scale=nan must be a finite number"),
         ({"sampling.guidance_scale": -1}, "sampling.guidance_scale=-1 must be at least 0"),
-        ({"sampling.seed": 2**80}, f"must be at most {2**62}"),
-        ({"draft": {"resolution": "256px", "strength": 0}}, "draft.strength=0 must be over 0"),
-        ({"draft": {"resolution": "256px", "strength": 1}}, "draft.strength=1 must be under 1"),
-        ({"prompt_suffix.motion_score": "fast"}, "prompt_suffix.motion_score=fast must be a whole number"),
         (
             {"sampling.seed": 2**62, "sampling.num_samples": 3},
             f"must leave room for the seeds of sampling.num_samples=3: use at most {2**62 - 2}",
@@ -124,15 +101,12 @@ def test_settings_survive_json() -> None:
             {"sampling.step_cache": 0.2, "sampling.solver": "heun"},
             "sampling.step_cache=0.2 does not go with sampling.solver=heun: use ab2",
         ),
-        ({"sampling.text_oscillation": "maybe"}, "sampling.text_oscillation=maybe must be true or false"),
         ({"runtime.device": "gpu"}, "runtime.device=gpu must be auto, cpu, cuda or cuda:N"),
         (
             {"precision.tf32": "true", "runtime.device": "cpu"},
             "precision.tf32=true has no effect with runtime.device=cpu: use none",
         ),
-        ({"runtime.dtype": "float8"}, "runtime.dtype=float8 must be one of auto, float32, bfloat16, float16"),
         ({"runtime.model_choice": "demo"}, "model.name=open-sora-v2 must be runtime.model_choice=demo"),
-        ({"condition.mode": "i2v-head"}, "v2v_tail_easy: did you mean i2v_head?"),
         (
             {"condition.mode": "t2v", "condition.references": "a.png"},
             "condition.mode=t2v takes no reference, and 1 file is given: drop --cond or --ref",
@@ -143,17 +117,9 @@ def test_settings_survive_json() -> None:
             "condition.mode=i2v_tail takes 1 reference, and 2 files are given: drop some",
         ),
         (
-            {"condition.mode": "i2v_loop", "condition.references": "a;b;c"},
-            "condition.mode=i2v_loop takes 1 or 2 references, and 3 files are given",
-        ),
-        (
             {"condition.mode": "v2v_head", "condition.references": "a.mp4", "video.num_frames": 33},
             "video.num_frames=33 leaves nothing to make, since condition.mode=v2v_head gives 9 latent frames: "
             "use at least 37",
-        ),
-        (
-            {"condition.mode": "i2v_head", "condition.references": "a.png", "video.num_frames": 1},
-            "gives 1 latent frames: use at least 5",
         ),
         (
             {"condition.mode": "i2v_head", "condition.references": "a.png", "model.cond_embed": False},
@@ -163,20 +129,13 @@ def test_settings_survive_json() -> None:
             {"output.path": "a.mp4", "output.format": "gif"},
             "output.format=gif must agree with the ending of output.path=a.mp4: drop one of them",
         ),
-        ({"output.path": "a.avi"}, "output.path=a.avi must end in .mp4, .gif, .webp or .png to be a file"),
-        ({"output.path": ""}, "output.path='' must not be empty"),
         (
             {"model.in_channels": 32},
             "model.in_channels=32 must be the autoencoder's latent channels (16) x model.patch_size=2 squared",
         ),
-        ({"model.name": "auto"}, "model.name=auto must be one of demo, open-sora-v2, open-sora-v2-dc-ae, flux1-dev"),
         ({"model.num_heads": 7}, "model.num_heads=7 must divide model.hidden_size=3072"),
         ({"model.axes_dim": "16,56,57"}, "model.axes_dim=16,56,57 must be three even numbers"),
-        ({"model.axes_dim": "64,64"}, "that add up to 128"),
-        ({"model.axes_dim": "a,b"}, "model.axes_dim=a must be a whole number"),
         ({"vae.norm_num_groups": 48}, "vae.norm_num_groups=48 must divide every width"),
-        ({"model.deph": 1}, "model.deph is not a setting"),
-        ({"sampling": 1}, "sampling is a section"),
     ],
 )
 def test_broken_rule_of_the_released_model(changes: dict[str, object], message: str) -> None:

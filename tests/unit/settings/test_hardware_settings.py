@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from opensora_cli.core.exceptions import FileProblem, OsoraError
+from opensora_cli.core.exceptions import OsoraError
 from opensora_cli.engine.train.metrics import peak_tflops
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.hardware import find_gpu, read_machine
@@ -107,14 +107,9 @@ def test_the_nearest_name_is_named(given: str, meant: str) -> None:
     ("change", "says"),
     [
         ("memory: -3", "memory='-3' is not a size such as 4GB"),
-        ("memory: 0", "memory=0 must be over 0"),
         ("reserved: 99GiB", "must be under memory="),
         ("bf16_tflops: 0", "bf16_tflops=0 must be at least 1e-06"),
-        ("bf16_tflops: inf", "bf16_tflops=inf must be a finite number"),
-        ("product_efficiency: 1.5", "product_efficiency=1.5 must be at most 1"),
-        ("gpus_per_node: none", "gpus_per_node"),
         ("memory_rate: {attainable_gb_per_s: 2000}", "attainable_gb_per_s=2000 must be at most peak_gb_per_s=1008"),
-        ("host_link: fast", "host_link"),
         ("gpu_memory: 24GiB", "gpu_memory (from rig.yaml) is not a setting"),
     ],
 )
@@ -144,14 +139,6 @@ def test_every_figure_must_be_given(change: dict[str, object], missing: str, tmp
         read_machine(str(path))
     assert (raised.value.exit_code, raised.value.message) == (2, f"{path} must give {missing}")
     assert raised.value.hint == "`extends: hardware/H100` takes from that GPU what the file does not give"
-
-
-@pytest.mark.parametrize("text", ["[1, 2]", "a: [", "\x00"])
-def test_a_file_that_is_no_yaml_is_refused(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "rig.yaml"
-    path.write_text(text)
-    with pytest.raises(FileProblem):
-        read_machine(str(path))
 
 
 def test_more_than_is_named_is_refused() -> None:

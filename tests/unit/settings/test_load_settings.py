@@ -58,14 +58,6 @@ def test_precedence(tmp_path: Path) -> None:
     assert seed(environment=environment, saved=saved, sampling__seed=4) == 4
 
 
-def test_files_are_read_and_settings_validated_once(tmp_path: Path) -> None:
-    asked = request("sampling:\n  seed: 1\n", folder=tmp_path)
-    (tmp_path / "a.yaml").unlink()
-    settings = loaded(asked)
-    assert settings.sampling.seed == 1
-    assert loaded(asked) is settings
-
-
 def test_machine_settings_come_from_shell_and_config_beside_a_sidecar(tmp_path: Path) -> None:
     values = {"prompt": "x", "runtime": {"weights": "/old", "device": "cpu", "dtype": "float16"}}
     asked = request(
@@ -92,19 +84,6 @@ def test_config_that_describes_a_video_is_refused_beside_a_sidecar(tmp_path: Pat
     asked = request("sampling:\n  seed: 1\n", folder=tmp_path, saved=saved)
     with pytest.raises(RequestError, match=r"--config .*a\.yaml cannot go with s\.json.* have sampling\.seed"):
         loaded(asked)
-
-
-@pytest.mark.parametrize(
-    ("model", "typed", "expected"),
-    [
-        (DEMO, {}, "128px"),
-        (OPEN_SORA_V2, {}, "256px"),
-        (OPEN_SORA_V2, {"video__resolution": "768px"}, "768px"),
-    ],
-)
-def test_preset_of_a_model_and_resolution(model: str, typed: dict[str, object], expected: str) -> None:
-    settings = loaded(request(**typed), model)  # type: ignore[arg-type]
-    assert (settings.model.name, settings.video.resolution) == (model, expected)
 
 
 @pytest.mark.parametrize(
@@ -164,19 +143,6 @@ def test_model_of_a_request(choice: str | None, name: str | None, expected: str)
     given = {"runtime__model_choice": choice, "model__name": name}
     typed = {key: value for key, value in given.items() if value}
     assert request(**typed).model == expected  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("typed", "message"),
-    [
-        ({"runtime__model_choice": "dem"}, r"runtime\.model_choice=dem must be one of .* did you mean demo\?"),
-        ({"model__name": "dem"}, r"model\.name=dem must be one of demo, open-sora-v2"),
-        ({"runtime__model_choice": "demo", "model__name": "open-sora-v2"}, r"must be runtime\.model_choice=demo"),
-    ],
-)
-def test_wrong_models(typed: dict[str, object], message: str) -> None:
-    with pytest.raises(RequestError, match=message):
-        loaded(request(**typed))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("schema", SIDECAR_SCHEMAS)

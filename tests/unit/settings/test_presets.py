@@ -1,16 +1,12 @@
 """The preset files, and where they are found."""
 
-from pathlib import Path
-
 import pytest
 
-import opensora_cli
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.models.registry import ARCHITECTURES, DEMO
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.files import list_presets, preset_path, presets_folder, read_settings_file
+from opensora_cli.settings.files import list_presets, preset_path, read_settings_file
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.generate_sections import PictureSettings
 from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, load_generate_settings, load_preset, usual_settings
 
 PRESETS = list_presets("generate")
@@ -30,13 +26,6 @@ def test_released_presets_differ_only_in_resolution() -> None:
     assert small.replace({"video.resolution": "768px"}) == large
 
 
-def test_presets_with_a_picture_first_differ_in_nothing_else() -> None:
-    for name in ("256px", "768px"):
-        with_picture = load_preset(f"t2i2v_{name}", prompt="x")
-        assert with_picture.picture == PictureSettings(first=True)
-        assert with_picture.replace({"picture.first": False}) == load_preset(name, prompt="x")
-
-
 @pytest.mark.parametrize("model", ARCHITECTURES)
 @pytest.mark.parametrize("resolution", [None, "512px", "demo"])
 def test_unknown_resolution_starts_from_the_first_preset_of_a_model(model: str, resolution: str | None) -> None:
@@ -51,16 +40,6 @@ def test_unknown_resolution_starts_from_the_first_preset_of_a_model(model: str, 
     else:
         with pytest.raises(RequestError, match=f"{resolution} (is not a size of the {model} model|must be a pixel)"):
             load_generate_settings(GenerateRequest(overrides=overrides), model=model)
-
-
-def test_packaged_presets_win_over_those_of_a_checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    package = tmp_path / "opensora_cli"
-    (tmp_path / "configs").mkdir()
-    package.mkdir()
-    monkeypatch.setattr(opensora_cli, "__file__", str(package / "__init__.py"))
-    assert presets_folder() == tmp_path / "configs"
-    (package / "configs").mkdir()
-    assert presets_folder() == package / "configs"
 
 
 def test_settings_have_a_description_for_every_key() -> None:

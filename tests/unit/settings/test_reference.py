@@ -8,12 +8,10 @@ import tiny_training
 
 from opensora_cli.cli.app import main
 from opensora_cli.core.exceptions import FileProblem
-from opensora_cli.models.registry import OPEN_SORA_V2
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import read_settings_file
-from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_preset, read_request
-from opensora_cli.settings.tools import profiled_settings
-from opensora_cli.settings.train import TrainSettings, load_train_settings
+from opensora_cli.settings.load import load_generate_settings, load_preset, read_request
+from opensora_cli.settings.train import load_train_settings
 from opensora_cli.settings.vae import ReconstructSettings, load_vae_settings
 
 SAMPLING = """save_dir = "made"; seed = 42; batch_size = 1; dtype = "bf16"; cond_type = "t2v"
@@ -70,16 +68,6 @@ ema_decay = None; num_workers = 5; prefetch_factor = 4; dtype = "bf16"; grad_che
 plugin = "zero2"; plugin_config = dict(reduce_bucket_size_in_m=128)
 seed = 7; outputs = "out"; log_every = 11; ckpt_every = 12; keep_n_latest = 13
 """
-TRAINING_CHANGED = """_base_ = ["train.py"]
-bucket_config = {"_delete_": True, "256px": {33: (0.25, 2)}}
-model = dict(cond_embed=True)
-condition_config = dict(t2v=1, i2v_head=5)
-optim = dict(lr=5e-5)
-grad_ckpt_buffer_size = 2 * 1024**3
-plugin = "hybrid"
-plugin_config = dict(_delete_=True, tp_size=2, pp_size=1, sp_size=4, zero_stage=2,
-                     sequence_parallelism_mode="ring_attn")
-"""
 TRAINING_OF_AUTOENCODER = """model = dict(type='dc_ae', model_name='dc-ae-f32t4c128', from_scratch=True,
              from_pretrained=None)
 bucket_config = {'256px_ar1:1': {32: (1.0, 1)}}
@@ -106,7 +94,6 @@ FILES = {
     "t2i2v_768px.py": "_base_ = ['768px.py', 'plugins/t2i2v.py']\n",
     "high_compression.py": HIGH_COMPRESSION,
     "train.py": TRAINING,
-    "changed.py": TRAINING_CHANGED,
     "train_vae.py": TRAINING_OF_AUTOENCODER,
     "vae.py": AUTOENCODER,
 }
@@ -226,34 +213,12 @@ def test_every_value_of_sampling_has_its_place(folder: Path, text: str, expected
     assert set(left) <= set(LISTED)
 
 
-def test_settings_of_the_reference_that_a_file_does_not_name(folder: Path) -> None:
-    path = folder / "bare.py"
-    path.write_text("sampling_option = dict(resolution='256px', aspect_ratio='1:1', num_frames=5)\nmodel = dict()\n")
-    settings, left = generation(path)
-    expected = "video.fps=16 prompt_suffix.motion_score=None model.cond_embed=False picture.first=False"
-    assert wrong(settings, expected) == []
-    assert left == ["model"]
-
-
 def test_names_without_a_place_are_listed_once_and_whole_sections_by_their_name(folder: Path) -> None:
     text = "lora_config = dict(r=8, alpha=8)\nsampling_option = dict(height=288)\noffload_model = True\nbatch_size = 2"
     assert generation(own(folder, text))[1] == [
         *("seed", "batch_size", "sampling_option.height", *LISTED[1:]),
         "lora_config",
     ]
-
-
-def test_a_picture_first(folder: Path) -> None:
-    text = (
-        "img_resolution = '1024px'\nimg_flux_ae = dict(ch=64)\n"
-        "img_flux = dict(depth=2, from_pretrained='/elsewhere/flux.safetensors')\n"
-    )
-    settings, _ = generation(own(folder, text, base="t2i2v_768px.py"))
-    expected = "resolution=1024px model.depth=2 vae.flux_ae.ch=64 files.transformer=/elsewhere/flux.safetensors"
-    assert wrong(settings.picture, expected) == []
-    settings, left = generation(own(folder, "use_t2i2v = False", base="t2i2v_768px.py"))
-    assert not settings.picture.first
-    assert left == [*LISTED_SPLIT, "img_flux", "img_flux_ae"]
 
 
 def test_everything_of_training_that_has_a_place(folder: Path) -> None:
@@ -275,14 +240,6 @@ def test_everything_of_training_that_has_a_place(folder: Path) -> None:
     assert settings.train_mmdit.mode_weights.by_mode() == {"t2v": 1}
     names = ["dataset.vmaf", "model.strict_load", "model.fused_qkv", "model.grad_ckpt_settings", "is_causal_vae"]
     assert left == [*names, "t5.shardformer", "load", "plugin_config"]
-
-
-def test_a_file_of_training_changes_its_base(folder: Path) -> None:
-    settings, left = training(folder / "changed.py")
-    assert wrong(settings, "model.cond_embed=True optimizer.learning_rate=5e-05 optimizer.eps=1e-15 strategy=ddp") == []
-    assert settings.data.buckets == {"256px": {33: (0.25, 2)}}
-    assert settings.train_mmdit.mode_weights.by_mode() == {"t2v": 1, "i2v_head": 5}
-    assert {"plugin", "plugin_config", "grad_ckpt_buffer_size"} <= set(left)
 
 
 def test_the_training_of_an_autoencoder(folder: Path) -> None:
@@ -336,11 +293,6 @@ def test_autoencoders(folder: Path, model: str, expected: str, names: list[str])
     assert left == ["seed", "dataset", *names]
 
 
-def test_the_autoencoder_that_a_training_makes(folder: Path) -> None:
-    settings, _ = reconstruction(own(folder, "outputs = 'runs/x'", base="train_vae.py"))
-    assert wrong(settings, "vae.kind=dc_ae runtime.weights=runs/x weights.file=vae.safetensors") == []
-
-
 def test_files_for_another_command(folder: Path) -> None:
     with pytest.raises(FileProblem, match=r"train\.py is not for sampling") as caught:
         read_request(config=folder / "train.py", environment={})
@@ -350,37 +302,6 @@ def test_files_for_another_command(folder: Path) -> None:
     assert "osora generate --config" in str(caught.value.hint)
     with pytest.raises(FileProblem, match=r"256px\.py is not for an autoencoder"):
         reconstruction(folder / "256px.py")
-
-
-def test_a_file_is_profiled_as_the_command_that_it_is_for(folder: Path) -> None:
-    lines: list[str] = []
-    table = ("data.table=clips.csv",)
-    path = folder / "train.py"
-    profiled = profiled_settings(path, assignments=table, device=None, environment={}, report=lines.append)
-    assert isinstance(profiled, TrainSettings)
-    assert "dataset.vmaf" in listed(path, lines)
-    profiled = profiled_settings(folder / "768px.py", assignments=(), device=None, environment={})
-    assert isinstance(profiled, GenerateRequest)
-    assert listed(folder / "768px.py", list(profiled.notes)) == LISTED_SPLIT
-    assert load_generate_settings(profiled, model=OPEN_SORA_V2).video.resolution == "768px"
-
-
-@pytest.mark.parametrize(
-    ("command", "base", "line", "code", "message"),
-    [
-        ("generate sea", "256px.py", "model = dict(from_pretrained=3)", 2, "files.transformer=3 must be text"),
-        ("generate sea", "256px.py", "ae = dict(type=['dc_ae'])", 3, "ae.type=['dc_ae'] is no autoencoder"),
-        ("generate sea", "256px.py", "ae = dict(type='magvit')", 3, "ae.type='magvit' is no autoencoder that osora"),
-        ("train", "train.py", "ae = dict(from_pretrained=3)", 2, "train_mmdit.files.vae=3 must be text"),
-    ],
-)
-def test_a_wrong_value_is_named(
-    folder: Path, capsys: pytest.CaptureFixture[str], command: str, base: str, line: str, code: int, message: str
-) -> None:
-    config = own(folder, line, base=base)
-    table = ["--set", "data.table=clips.csv"] if command == "train" else []
-    assert main([*command.split(), "--config", str(config), *table, "--dry-run"]) == code
-    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -442,18 +363,6 @@ def test_code_is_refused_where_it_would_be_carried_over(folder: Path) -> None:
     with pytest.raises(FileProblem, match=r"own\.py: sampling_option\.num_steps is not a plain value") as caught:
         generation(own(folder, "sampling_option = dict(num_steps=2 * 8)"))
     assert "write the value itself" in str(caught.value.hint)
-
-
-@pytest.mark.parametrize(
-    ("line", "name"),
-    [
-        ("bucket_config = {size: {1: (1.0, 4)} for size in SIZES}", "bucket_config"),
-        ("bucket_config = {'256px': {1: (1.0, 4)}, '768px': rows(4)}", r"bucket_config\.768px"),
-    ],
-)
-def test_buckets_that_are_code_are_refused(folder: Path, line: str, name: str) -> None:
-    with pytest.raises(FileProblem, match=rf"own\.py: {name} is not a plain value"):
-        training(own(folder, line, base="train.py"))
 
 
 def test_a_file_changes_its_bases_in_their_order(tmp_path: Path) -> None:

@@ -5,18 +5,11 @@ import pytest
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.layers import all_keys, collect_overrides, read_environment, read_sections
+from opensora_cli.settings.layers import collect_overrides, read_environment, read_sections
 
 
 def texts(layer: dict[str, Given]) -> dict[str, object]:
     return {key: at.value for key, at in layer.items()}
-
-
-def test_keys_are_dotted_and_have_no_sections_among_them() -> None:
-    keys = list(all_keys(GenerateSettings))
-    assert {"prompt", "model.depth", "runtime.weights"} <= set(keys)
-    assert "model" not in keys
-    assert len(keys) == len(set(keys))
 
 
 def test_sections_become_dotted_keys() -> None:
@@ -99,8 +92,3 @@ def test_wrong_assignments(assignment: str, message: str, hint: str) -> None:
         collect_overrides(GenerateSettings, {"sampling.seed": Given(3, "--seed")}, [assignment])
     assert caught.value.message == message
     assert hint in (caught.value.hint or "")
-
-
-def test_assignment_that_repeats_a_flag_is_no_contradiction() -> None:
-    layer = collect_overrides(GenerateSettings, {"sampling.seed": Given(3, "--seed")}, ["sampling.seed=3"])
-    assert texts(layer) == {"sampling.seed": "3"}

@@ -110,21 +110,6 @@ def test_micro_batches_are_a_multiple_of_the_data_parallel_ranks() -> None:
     ]
 
 
-def test_what_goes_with_ddp() -> None:
-    given = {"optimizer": {"name": "muon"}, "compile": True}
-    assert _problems("ddp", {"gpus": 2}, **given) == []
-
-
-def test_a_strategy_is_described() -> None:
-    four = TrainParallelSettings(gpus=4, dp_replicate_degree=2)
-    described = four.describe(Strategy.ZERO1)
-    assert described.startswith("4, zero1 (replicate 2 x shard 2): FSDP2 without resharding after forward;")
-    assert "each micro-batch" in four.describe(Strategy.ZERO2)
-    assert "with resharding" in four.describe(Strategy.ZERO3)
-    assert "ulysses 2" in TrainParallelSettings(gpus=4, ulysses_degree=2).describe(Strategy.HYBRID)
-    assert TrainParallelSettings().describe(Strategy.DDP) == "1"
-
-
 @pytest.mark.parametrize(
     ("parallel", "inner"),
     [

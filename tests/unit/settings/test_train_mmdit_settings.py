@@ -65,9 +65,3 @@ def test_some_clip_must_leave_something_to_learn(mode, sections, longest, shorte
     assert problem.startswith(f"the longest clip has {longest} frame")
     assert f"at least {shortest}," in problem
     assert problems("t2v", mode, longest=shortest, **sections) == []
-
-
-def test_a_length_that_the_autoencoder_cannot_encode_is_one_problem():
-    assert problems("t2v", "i2v_head", longest=7) == [
-        "data.buckets: clips of 7 frames do not suit vae.kind: use 5 or 9 frames"
-    ]

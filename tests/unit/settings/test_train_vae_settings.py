@@ -14,19 +14,6 @@ def settings(kind, **objective):
 
 
 @pytest.mark.parametrize(
-    ("kind", "objective"),
-    [
-        ("hunyuan", {"kl_weight": 1e-6}),
-        ("flux_ae", {"kl_weight": 1e-6, "single_frame_share": 0.5}),
-        ("dc_ae", {"perceptual_weight": 0.5, "perceptual_files": "vgg16.pth,vgg.pth"}),
-        ("dc_ae", {"discriminator": {"weight": 0.05, "start_step": 7}}),
-    ],
-)
-def test_valid_objectives(kind, objective):
-    assert settings(kind, **objective).train_vae.model_fields_set == objective.keys()
-
-
-@pytest.mark.parametrize(
     ("kind", "objective", "message"),
     [
         ("dc_ae", {"kl_weight": 0.1}, "train_vae.kl_weight=0.1 has no effect with vae.kind=dc_ae.*: use 0"),

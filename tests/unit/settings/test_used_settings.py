@@ -36,11 +36,6 @@ def test_tables_name_settings_that_exist(schema: type[Section]) -> None:
     ("settings", "without", "there"),
     [
         (
-            made(video__extend=1),
-            "condition.references condition.easy_latent_frames sampling.temporal_image_scaling",
-            "video.extend condition.video_latent_frames sampling.image_guidance_scale",
-        ),
-        (
             made(),
             "video.extend parallel loras compile from_latents output.overwrite vae.dc_ae vae.flux_ae vae.sample_tsize "
             "video.causal_lengths condition.references condition.fit condition.video_latent_frames "
@@ -62,11 +57,6 @@ def test_tables_name_settings_that_exist(schema: type[Section]) -> None:
             "condition.video_latent_frames sampling.image_oscillation vae.sample_tsize",
         ),
         (
-            made(condition__mode="v2v_tail_easy", condition__references=("a.mp4",), vae__spatial_tiling=False),
-            "condition.video_latent_frames vae.sample_size vae.tile_overlap_factor",
-            "condition.easy_latent_frames",
-        ),
-        (
             made(model__guidance_embed=True, loras=("a",)),
             "sampling.guidance_scale sampling.text_oscillation sampling.mean_guidance_of",
             "sampling.embedded_guidance loras",
@@ -77,24 +67,9 @@ def test_tables_name_settings_that_exist(schema: type[Section]) -> None:
             "vae.kind vae.dc_ae.spatial_tile_size vae.dc_ae.scaling_factor video.causal_lengths",
         ),
         (
-            made("t2i2v_256px", condition__mode="i2v_head"),
-            "vae.dc_ae",
-            "picture.first picture.model.depth sampling.embedded_guidance condition.fit",
-        ),
-        (
-            made("demo", condition__mode="i2v_head", picture__first=True),
-            "picture.model picture.vae picture.files sampling.embedded_guidance vae.tile_overlap_factor",
-            "picture.own_model picture.resolution prompt_suffix.motion_score",
-        ),
-        (
             made("flux1_dev"),
             "negative_prompt sampling.guidance_scale vae.scale_factor vae.flux_ae.tile_size vae.dc_ae",
             "vae.flux_ae.scale_factor sampling.embedded_guidance video.aspect_ratio",
-        ),
-        (
-            made(sampling__fast=True, sampling__mean_guidance_of=50),
-            "sampling.fast sampling.solver",
-            "sampling.mean_guidance_of",
         ),
     ],
 )

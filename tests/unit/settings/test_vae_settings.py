@@ -6,15 +6,12 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from opensora_cli.core.exceptions import FileProblem, RequestError
-from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.enums import VAEKind
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.train import TrainSettings, load_train_settings
+from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.vae import ReconstructSettings, load_vae_settings
 
 
@@ -27,13 +24,6 @@ def load(
         config=None if config is None else Path(config),
         overrides={"files": Given(("a.mp4",), "FILE"), **overrides},
         environment=environment or {},
-    )
-
-
-def test_without_a_kind_it_is_the_causal_one() -> None:
-    assert VAESettings(latent_channels=8).kind is VAEKind.HUNYUAN
-    assert VAESettings(latent_channels=8).grid == LatentGrid(
-        latent_channels=8, time_compression_ratio=4, spatial_compression_ratio=8, is_causal=True
     )
 
 
@@ -61,12 +51,6 @@ def test_no_video_is_generated_with_the_autoencoder_of_pictures() -> None:
         GenerateSettings(prompt="x", vae=VAESettings(kind=VAEKind.FLUX_AE))
 
 
-@pytest.mark.parametrize("kind", VAEKind)
-def test_what_is_written_can_be_read_again(kind: VAEKind) -> None:
-    settings = VAESettings(kind=kind, spatial_tiling=False, temporal_tiling=True)
-    assert VAESettings.model_validate(settings.model_dump(mode="json")) == settings
-
-
 @pytest.mark.parametrize(
     ("name", "kind", "parameters"),
     [
@@ -91,14 +75,6 @@ def test_the_demo_is_the_default_and_not_looked_for_among_released_weights() -> 
     assert load(None, environment=environment, runtime__weights="mine").runtime.weights == "mine"
 
 
-def test_the_autoencoder_of_a_training_can_be_taken(tmp_path: Path) -> None:
-    recipe = tmp_path / "mine.yaml"
-    recipe.write_text("target: vae\noutput: runs/mine\nvae:\n  kind: flux_ae\nloop:\n  steps: 3\n", encoding="utf-8")
-    settings = load(recipe)
-    assert settings.vae.kind is VAEKind.FLUX_AE
-    assert (settings.runtime.weights, settings.weights.file) == ("runs/mine", "vae.safetensors")
-
-
 def test_the_autoencoder_that_a_run_trained_can_be_taken(tmp_path: Path) -> None:
     vae = {"kind": "dc_ae", "dc_ae": {"scaling_factor": 0.5}}
     data = {"buckets": {"256px": {16: (1.0, 1)}}}
@@ -107,29 +83,3 @@ def test_the_autoencoder_that_a_run_trained_can_be_taken(tmp_path: Path) -> None
     settings = load(tmp_path / "settings.json")
     assert settings.vae == trained.vae
     assert settings.runtime.weights == "runs/mine"
-
-
-@pytest.mark.parametrize("name", [name for name in list_presets("train") if "vae" in name])
-def test_the_autoencoder_of_a_packaged_recipe_can_be_taken(name: str) -> None:
-    recipe = load_train_settings(config=Path(name), overrides={}, environment={})
-    settings = load(name)
-    assert (settings.vae, settings.runtime.weights) == (recipe.vae, recipe.output)
-
-
-def test_a_file_can_name_a_model(tmp_path: Path) -> None:
-    (tmp_path / "mine.yaml").write_text("model: {name: open-sora-v2}\nvae: {sample_size: 128}\n", encoding="utf-8")
-    assert load(tmp_path / "mine.yaml") == load("hunyuan", vae__sample_size="128")
-    (tmp_path / "wrong.yaml").write_text("model: {name: open-sora-v3}\n", encoding="utf-8")
-    with pytest.raises(
-        RequestError, match=r"open-sora-v3.* \(from .*wrong\.yaml\) must be the name of one of demo, open-sora-v2"
-    ):
-        load(tmp_path / "wrong.yaml")
-
-
-def test_unknown_names_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"preset 'dcae' is not one of dc_ae, demo, .*, flux_ae, .*, hunyuan"):
-        load("dcae")
-    with pytest.raises(FileProblem, match=r"gone\.yaml"):
-        load(tmp_path / "gone.yaml")
-    with pytest.raises(RequestError, match=r"runtime\.device=gpu must be auto, cpu, cuda or cuda:N"):
-        load("demo", runtime__device="gpu")

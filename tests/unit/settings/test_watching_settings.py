@@ -36,19 +36,6 @@ def test_refused(changes: dict[str, object], message: str) -> None:
         mmdit_settings(OUTPUT).replace(changes)
 
 
-def test_without_every_nothing_is_asked_of_the_rest() -> None:
-    settings = mmdit_settings(OUTPUT).replace({"samples.height": 36, "validation.table": "others.csv"})
-    assert settings.samples.every is None
-    assert settings.validation.every is None
-
-
-def test_held_out_clips_have_the_shapes_of_the_others() -> None:
-    table = mmdit_settings(OUTPUT).replace({**TABLE, "validation.every": 1, "validation.table": "others.csv"})
-    data = table.held_out.data
-    assert (data.table, data.workers, data.buckets) == ("others.csv", 0, table.data.buckets)
-    assert table.held_out.loop.seed == table.validation.seed
-
-
 def test_from_the_command_line() -> None:
     def load(recipe: str, **overrides: str) -> TrainSettings:
         given = {key.replace("__", "."): Given(value, "--set") for key, value in overrides.items()}

@@ -84,16 +84,6 @@ class TestReading:
         with pytest.raises(RequestError, match="has no master weights"):
             open_dcp(tmp_path, select=Selection.MASTER)
 
-    def test_names_with_dots_are_no_nesting(self, tmp_path):
-        dcp.save({"model.a": torch.ones(1), "model.b": torch.ones(1)}, checkpoint_id=tmp_path)
-        assert list(open_dcp(tmp_path).entries) == ["model.a", "model.b"]
-
-    def test_one_file_for_each_tensor(self, tmp_path):
-        writer = dcp.FileSystemWriter(tmp_path, single_file_per_rank=False)
-        dcp.save(tensors(), storage_writer=writer)
-        assert len(open_dcp(tmp_path).files) == len(tensors()) + 1
-        assert bit_equal(opened(tmp_path), tensors())
-
 
 class TestWriting:
     def test_torch_reads_it(self, folder):
@@ -126,9 +116,6 @@ def change(folder, do):
 
 
 class TestBrokenFolders:
-    def test_no_metadata(self, tmp_path):
-        assert "lacks .metadata" in refused(lambda: open_dcp(tmp_path))
-
     def test_data_that_is_cut_short_or_gone(self, folder):
         with (folder / DATA).open("r+b") as file:
             file.truncate((folder / DATA).stat().st_size - 1)
@@ -191,16 +178,6 @@ class TestBrokenFolders:
             folder, lambda found: [setattr(i, "transform_descriptors", ["zstd"]) for i in found.storage_data.values()]
         )
         assert "transformed" in refused(lambda: open_dcp(folder))
-
-    @pytest.mark.parametrize("content", [{"a": 1}, None, described.Metadata(None), described.BytesStorageMetadata()])
-    def test_metadata_of_something_else(self, folder, content):
-        (folder / DCP_METADATA).write_bytes(pickle.dumps(content))
-        refused(lambda: open_dcp(folder))
-
-    @pytest.mark.parametrize("keys", [(), ("a", ("b",)), "text", [1], 3])
-    def test_nesting_that_cannot_be(self, folder, keys):
-        change(folder, lambda metadata: setattr(metadata, "planner_data", {"long": keys}))
-        assert "without a name" in refused(lambda: open_dcp(folder))
 
     @pytest.mark.parametrize("keys", [("half",), ("half", "a")])
     def test_two_tensors_of_one_name(self, folder, keys):

@@ -77,10 +77,6 @@ class TestReading:
         assert list(entries) == ["early", "none", "late"]
         assert [entry.read().tolist() for entry in entries.values()] == [[1], [], [2]]
 
-    def test_no_tensors_at_all(self, tmp_path):
-        save_file({}, tmp_path / "a")
-        assert open_safetensors(tmp_path / "a") == ({}, {})
-
 
 class TestWriting:
     def test_the_library_reads_it(self, tmp_path, tensors):
@@ -99,11 +95,6 @@ class TestWriting:
         # Every tensor starts at a multiple of its element.
         for entry in entries.values():
             assert entry.extent.offset % entry.dtype.itemsize == 0
-
-    def test_tensors_of_one_dtype_keep_their_order(self, tmp_path):
-        names = [f"{index}.{random.Random(index).random()}" for index in range(20)]
-        write_safetensors(tmp_path / "a", held({name: torch.ones(2) for name in names}), metadata={})
-        assert list(open_safetensors(tmp_path / "a")[0]) == names
 
     def test_a_given_format_is_kept_and_undecodable_text_is_escaped(self, tmp_path):
         write_safetensors(tmp_path / "a", {}, metadata={"format": "flax", "command": "caf\udce9"})
@@ -189,14 +180,6 @@ def test_what_is_not_read_again_is_not_written(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_what_is_no_file(tmp_path):
-    assert "does not exist" in refusal(tmp_path / "none")
-    assert "is not a file" in refusal(tmp_path)
-    os.mkfifo(tmp_path / "pipe")
-    assert "is not a file" in refusal(tmp_path / "pipe")
-    assert "cannot be read" in refusal(tmp_path / ("n" * 300))
-
-
 def sound_file(rng):
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for index in range(rng.randint(1, 4)):
@@ -263,7 +246,7 @@ CONTENTS = st.one_of(
 )
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [100, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_mutated_files_are_refused_or_right(tmp_path, count):
     rng = random.Random(0)
     passed = sum(check_content(tmp_path / "a", mutated(rng)) for _ in range(count))

@@ -31,8 +31,3 @@ def test_nothing_becomes_negative() -> None:
     steep = fit_latency_bandwidth([1.0, 2.0, 4.0], [1.0, 4.0, 16.0])
     assert steep.latency_s == 0
     assert steep.seconds_per_byte > 0
-
-
-def test_one_size_is_all_latency() -> None:
-    fit = fit_latency_bandwidth([64.0, 64.0], [2.0, 2.0])
-    assert (fit.latency_s, fit.seconds_per_byte) == (2.0, 0.0)

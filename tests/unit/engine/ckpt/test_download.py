@@ -12,8 +12,8 @@ from typing import Any
 
 import huggingface_hub
 import pytest
-from fake_hub import TOKEN, FakeHub, FakeRepo, connect, serving
-from hostile_files import HUB_ANSWERS, HUB_NAMES, NO_OBJECTS
+from fake_hub import FakeHub, FakeRepo, connect, serving
+from hostile_files import HUB_ANSWERS, NO_OBJECTS
 from huggingface_hub import close_session
 from tiny_world import RecordingReporter
 
@@ -84,14 +84,6 @@ class Stopping(SilentReporter):
             raise KeyboardInterrupt
 
 
-def test_the_fake_hub_serves_the_client_of_the_hub(hub: FakeHub, tmp_path: Path) -> None:
-    for file, content in ((BIG, CONTENT), (f"{T5}/config.json", b"{}")):
-        path = huggingface_hub.hf_hub_download(MAIN, file, local_dir=tmp_path)
-        assert Path(path).read_bytes() == content
-    folder = huggingface_hub.snapshot_download(MAIN, local_dir=tmp_path / "all")
-    assert files_in(Path(folder)) == set(hub.repos[MAIN].files)
-
-
 def test_generating_finds_what_was_downloaded(hub: FakeHub, tmp_path: Path) -> None:
     result = download(settings(tmp_path))
 
@@ -143,16 +135,6 @@ def test_other_files_are_not_lost(content: bytes, hub: FakeHub, tmp_path: Path) 
     assert (tmp_path / BIG).read_bytes() == CONTENT
 
 
-def test_a_changed_file_is_noticed_although_it_was_downloaded(hub: FakeHub, tmp_path: Path) -> None:
-    download(settings(tmp_path))
-    changed = bytes(1) + CONTENT[1:]
-    record = next((tmp_path / ".cache").rglob(f"{BIG}.metadata"))
-    record.write_text("\n".join([*record.read_text().split()[:2], "0"]))
-    (tmp_path / BIG).write_bytes(changed)
-    with pytest.raises(OutputError, match="other files"):
-        download(settings(tmp_path))
-
-
 def test_broken_connections_are_retried(hub: FakeHub, tmp_path: Path) -> None:
     hub.breaks[BIG] = [100_000, 50_000, 0, 0]
     hub.statuses[BIG] = [503, 429]
@@ -162,14 +144,6 @@ def test_broken_connections_are_retried(hub: FakeHub, tmp_path: Path) -> None:
     assert starts[0] == 0
     assert starts[-1] >= 100_000
     assert starts == sorted(starts)
-
-
-def test_a_connection_that_keeps_breaking_ends_it_and_keeps_what_came(hub: FakeHub, tmp_path: Path) -> None:
-    hub.breaks[BIG] = [200_000, *[0] * 9]
-    with pytest.raises(CheckpointError, match=rf"{MAIN}: .*, 5 times") as caught:
-        download(settings(tmp_path))
-    assert "kB are kept: the same command continues" in str(caught.value.hint)
-    assert not (tmp_path / BIG).exists()
 
 
 @pytest.mark.parametrize("knows_ranges", [True, False])
@@ -244,12 +218,6 @@ def test_names_that_lead_elsewhere_are_ignored(hub: FakeHub, tmp_path: Path) -> 
     download(settings(tmp_path / "to"))
     assert files_in(tmp_path / "to") == WANTED
     assert list(tmp_path.iterdir()) == [tmp_path / "to"]
-
-
-def test_names_that_no_file_should_have_are_ignored(hub: FakeHub, tmp_path: Path) -> None:
-    hub.repos[MAIN].files |= {f"{T5}/{name}.json": b"{}" for name in HUB_NAMES}
-    download(settings(tmp_path))
-    assert files_in(tmp_path) == WANTED
 
 
 @pytest.mark.parametrize("change", [pytest.param(change, id=name) for name, change in HUB_ANSWERS.items()])
@@ -365,14 +333,6 @@ def test_the_password_of_an_endpoint_is_not_shown(
     assert "word" not in f"{caught.value.message} {caught.value.hint}"
 
 
-def test_a_bug_of_ours_is_not_blamed_on_the_hub(hub: FakeHub) -> None:
-    def wanted(name: str) -> bool:
-        raise TypeError("a bug")
-
-    with pytest.raises(TypeError, match="a bug"):
-        hub_module.read_repo(MAIN, wanted=wanted)
-
-
 @pytest.mark.parametrize(
     "location",
     ["file:///etc/passwd", "http://127.0.0.1:1/x", "http://[", "/" + "x" * 100_000, "", "\x7f", "gopher://x/"],
@@ -385,26 +345,6 @@ def test_a_redirection_that_leads_nowhere_leaves_nothing(hub: FakeHub, tmp_path:
     assert caught.value.message.isprintable()
     assert len(caught.value.message) < 600
     assert files_in(tmp_path) <= WANTED - {BIG}
-
-
-def test_a_retry_is_announced(hub: FakeHub, tmp_path: Path) -> None:
-    hub.breaks[BIG] = [100_000, 0]
-    reporter = RecordingReporter()
-    download(settings(tmp_path), reporter=reporter)
-    assert [warning.rpartition(": ")[2] for warning in reporter.warnings] == [
-        "trying again, 2 of 5",
-        "trying again, 3 of 5",
-    ]
-
-
-def test_flux_has_its_own_names_here(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
-    files = {"flux1-dev.safetensors": b"flux", "ae.safetensors": b"ae", "vae/config.json": b"no"}
-    hub.repos[FLUX] = FakeRepo(files, licence="other", gated=True)
-    download(settings(tmp_path, preset="flux1-dev"))
-    assert (tmp_path / "flux1-dev-ae.safetensors").read_bytes() == b"ae"
-    assert files_in(tmp_path) == {"flux1-dev.safetensors", "flux1-dev-ae.safetensors", *TEXT_FILES} - SUPERFLUOUS
-    assert hub.tokens_at_storage == []
 
 
 @pytest.mark.parametrize(
@@ -438,27 +378,11 @@ def test_a_hub_that_lacks_what_is_needed_is_refused(hub: FakeHub, tmp_path: Path
         plan_download(settings(tmp_path))
 
 
-def test_invalid_hashes_are_refused(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fake_hub._git_hash", lambda content: "../../../evil")
-    with pytest.raises(CheckpointError, match=r"no valid size and hash of "):
-        download(settings(tmp_path))
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_failed_connection_names_the_endpoint(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(CheckpointError, match=f"{MAIN}: the connection to http://127.0.0.1:9 broke") as caught:
         plan_download(settings(tmp_path))
     assert "HF_ENDPOINT" in str(caught.value.hint)
-
-
-def test_offline_missing_files_are_listed(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    (tmp_path / BIG).write_bytes(CONTENT)
-    lacking = f"lacks hunyuan_vae.safetensors, {T5}/config.json, {CLIP}/config.json"
-    with pytest.raises(CheckpointError, match=f"offline.*{lacking}"):
-        download(settings(tmp_path))
-    assert hub.requests == []
 
 
 def test_offline_a_complete_download_is_checked(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

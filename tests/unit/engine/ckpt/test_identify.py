@@ -4,7 +4,6 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.weight_choices import QKV
 from opensora_cli.engine.ckpt.identify import Identity, check, identify, read_released, released_names
 from opensora_cli.engine.components.weights import packaged_demo
@@ -114,21 +113,3 @@ def test_unknown(shapes):
 )
 def test_strange_shapes_break_nothing(shapes):
     assert identify(shapes) == Identity(name=None, title="MMDiT", prefix="")
-
-
-def test_problems_are_listed_by_kind():
-    shapes = dict(read_released("flux1-dev").shapes)
-    for key in ("img_in.bias", "txt_in.bias", "time_in.in_layer.bias", "final_layer.linear.bias"):
-        del shapes[key]
-    shapes["cond_in.weight"] = (3072, 68)
-    shapes["img_in.weight"] = (3072, 128)
-    assert check(shapes, read_released("flux1-dev")) == [
-        "4 missing (img_in.bias, time_in.in_layer.bias, txt_in.bias and 1 more)",
-        "1 unexpected (cond_in.weight)",
-        "1 of another shape (img_in.weight: file [3072, 128], model [3072, 64])",
-    ]
-
-
-def test_unknown_preset():
-    with pytest.raises(RequestError, match="preset=flux is not one of dc-ae, flux1-dev, flux1-dev-ae, hunyuan-vae"):
-        read_released("flux")

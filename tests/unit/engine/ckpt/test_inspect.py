@@ -6,9 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tiny_weights import write_holes
-from tiny_world import RecordingReporter
 
-from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.ckpt.identify import read_released
 from opensora_cli.engine.ckpt.inspect import Inspection, inspect
 from opensora_cli.settings.ckpt import InspectSettings
@@ -33,40 +32,6 @@ def test_the_released_model_without_reading_it(tmp_path: Path) -> None:
     assert document["metadata"] == {"note": "hello"}
     first = {"name": "img_in.weight", "dtype": "bfloat16", "shape": [3072, 64], "bytes": 393216}
     assert document["tensors"][0] == {**first, "statistics": None}
-
-
-def test_lines_are_a_table_and_a_summary(tmp_path: Path) -> None:
-    path = tmp_path / "weights.safetensors"
-    metadata = {"note": "two\nlines\x1b[31m"}
-    write_holes(path, read_released("hunyuan-vae").shapes, dtype="BF16", metadata=metadata)
-    lines = look(path).lines()
-    table, summary = lines[: lines.index("")], lines[lines.index("") + 1 :]
-    assert len(table) == 248
-    assert " ".join(table[0].split()) == "encoder.conv_in.conv.weight bfloat16 [128, 3, 3, 3, 3] 20.7 kB"
-    assert summary[0] == "format      safetensors, 1 file"
-    assert "tensors     248" in summary
-    assert r"metadata    note: 'two\nlines\x1b[31m'" in summary
-
-
-def test_adapters_are_described_in_one_line(tmp_path: Path) -> None:
-    factors = {"lora_unet_x.lora_down.weight": torch.ones(4, 5), "lora_unet_x.lora_up.weight": torch.ones(6, 4)}
-    save_file(factors, tmp_path / "style.safetensors")
-    found = look(tmp_path / "style.safetensors")
-    assert "model       LoRA in the style of kohya, rank 4 in 1 layers" in found.lines()
-    assert found.to_json()["model"] is None
-
-
-def test_patterns_select_tensors(tmp_path: Path) -> None:
-    path = tmp_path / "weights.safetensors"
-    write_holes(path, read_released("hunyuan-vae").shapes)
-    found = look(path, only=["decoder.conv_out.*"])
-    assert [tensor["name"] for tensor in found.to_json()["tensors"]] == [
-        "decoder.conv_out.conv.weight",
-        "decoder.conv_out.conv.bias",
-    ]
-    assert found.to_json()["model"] == "hunyuan-vae"  # goes by all of them
-    with pytest.raises(RequestError, match=r"only='nothing\*' matches no tensor"):
-        look(path, only=["nothing*"])
 
 
 def test_statistics_name_what_is_broken(tmp_path: Path) -> None:
@@ -102,19 +67,3 @@ def test_selections_of_trainings_are_listed(tmp_path: Path) -> None:
         assert look(path).to_json()["selection"] == "model"
     with pytest.raises(RequestError, match="has no master weights"):
         look(tmp_path, select="master")
-
-
-def test_empty_and_missing_paths(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nothing does not exist"):
-        look(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match=str(tmp_path)):
-        look(tmp_path)
-
-
-def test_a_single_shard_is_warned_about(tmp_path: Path) -> None:
-    shard = tmp_path / "model-00001-of-00004.safetensors"
-    save_file({"a": torch.ones(1)}, shard)
-    reporter = RecordingReporter()
-    found = inspect(InspectSettings(path=str(shard)), reporter=reporter)
-    assert "format      safetensors, shard 1 of 4, 1 file" in found.lines()
-    assert reporter.warnings == [f"{shard} is shard 1 of 4: a part of a checkpoint"]

@@ -19,7 +19,6 @@ from opensora_cli.engine.encode.clip_cache import (
     ClipCache,
     is_cache_of,
     key_of,
-    threads_of,
     write_header,
 )
 from opensora_cli.engine.encode.encoders import EmptyPrompt
@@ -104,14 +103,6 @@ def test_more_of_a_clip_may_come_later(folder):
     assert all(torch.equal(tensor, clip[name]) for name, tensor in cache.clip(REQUEST).tensors.items())
 
 
-def test_writing_the_same_again_changes_nothing(folder):
-    fill(folder, range(2))
-    before = {path: path.read_bytes() for path in folder.iterdir()}
-    fill(folder, range(2))
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
-    assert len(before) == 2
-
-
 def test_a_clip_of_a_replaced_file_replaces_the_first(folder):
     first, second = (10, 5), (10, 3)
     references, others = ["head1"], ["latents", "prompt_embeds", "pooled_prompt_embeds"]
@@ -152,16 +143,6 @@ def test_caches_of_earlier_versions_are_read(folder):
     assert torch.equal(cache.clip(REQUEST).latents(), encoded(0)["latents"])
 
 
-def test_a_cache_without_clips_can_be_replaced(folder):
-    assert not is_cache_of(folder, {**IDENTITY, "autoencoder": "b"})
-    late = CacheWriter(folder)
-    late.add(other(0), encoded(0))
-    write_header(folder, {**IDENTITY, "autoencoder": "b"}, EMPTY)
-    with pytest.raises(FileProblem, match=r"another run has begun its own cache in .*cache$"):
-        late.flush()
-    assert [path.name for path in folder.iterdir()] == [HEADER_FILE]
-
-
 def test_a_cache_of_another_identity_is_refused(folder, tmp_path):
     assert is_cache_of(folder, dict(reversed(IDENTITY.items())))
     assert not is_cache_of(tmp_path / "none", IDENTITY)
@@ -174,11 +155,6 @@ def test_a_cache_of_another_identity_is_refused(folder, tmp_path):
     assert "train_mmdit.cache=FOLDER" in error.value.hint
     with pytest.raises(FileProblem, match=r"differs in: T5, autoencoder, fit$"):
         is_cache_of(folder, {"autoencoder": "b", "T5": "u", "fit": "crop"})
-
-
-def test_the_number_of_threads_is_recorded(folder, tmp_path):
-    assert threads_of(folder) == torch.get_num_threads()
-    assert threads_of(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize("kept", [0, 5, 100, -1])

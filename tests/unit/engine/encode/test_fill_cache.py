@@ -18,7 +18,7 @@ from opensora_cli.checkpoint import lazy
 from opensora_cli.core import files as core_files
 from opensora_cli.core import threads
 from opensora_cli.core.conditions import CONDITION_MODES
-from opensora_cli.core.exceptions import BatchError, FileProblem, MediaError, RequestError
+from opensora_cli.core.exceptions import BatchError, FileProblem, MediaError
 from opensora_cli.core.threads import Cores, ThreadChoice
 from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.configs import mmdit_config
@@ -155,46 +155,6 @@ def test_training_on_the_cache_is_bitwise_identical_to_training_on_the_clips(fil
     assert len(set(cached)) == 4
 
 
-def test_it_is_identical_on_a_table_of_pictures_and_videos_and_after_a_move(weights, tmp_path):
-    (tmp_path / "data").mkdir()
-    table = tiny_clips.clip_table(tmp_path / "data", clips=4, pictures=3, num_frames=13)
-    changes = {"data.table": str(table), "data.buckets": {"64px": {1: (1.0, 2), 13: (1.0, 2)}}}
-    kinds = [settings_of(weights, cache, **changes) for cache in (None, tmp_path / "cache")]
-    fresh, cached = (losses(settings, micro_batches=4) for settings in kinds)
-    assert fresh == cached
-    moved = Path(shutil.copytree(tmp_path / "data", tmp_path / "moved")) / table.name
-    assert losses(kinds[0].replace({"data.table": str(moved)}), micro_batches=4) == fresh
-    assert len(set(cached)) == 4
-    requests = all_requests(kinds[1])
-    cache = prepared(kinds[1])
-    assert sorted(request.num_frames for request in requests) == [1] * 3 + [13] * 4
-    names = {request.num_frames: set(cache.clip(request).tensors) for request in requests}
-    assert names[1] == {"latents", "prompt_embeds", "pooled_prompt_embeds"}
-    assert names[13] == names[1] | {"head1", "tail1", "head5", "tail5", "head9", "tail9"}
-
-
-@pytest.mark.slow
-def test_an_interrupted_filling_keeps_finished_clips(weights, tmp_path, monkeypatch):
-    settings, left = settings_of(weights, tmp_path / "cache"), [3]
-    read = TableSource.read
-
-    def interrupted(self, request):
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        return read(self, request)
-
-    monkeypatch.setattr(TableSource, "read", interrupted)
-    with pytest.raises(KeyboardInterrupt, match="continue with the same command"):
-        cache_clips(settings)
-    left[0] = 1
-    with pytest.raises(KeyboardInterrupt, match="continue with the same command"):
-        prepared(settings)
-    left[0] = 100
-    report = cache_clips(settings)
-    assert (report.clips, report.encoded) == (6, 2)
-
-
 def test_it_continues_with_its_first_number_of_threads_unless_one_is_named(filled, monkeypatch):
     begun_with = torch.get_num_threads()
     more = ThreadChoice(count=begun_with + 1, reason="of an idle machine", is_free=True)
@@ -291,24 +251,6 @@ def test_a_cache_of_other_weights_is_refused(filled, weights, tmp_path):
         prepared(settings_of(other, tmp_path / "cache"))
 
 
-def test_a_table_that_cannot_be_read_leaves_no_cache(weights, tmp_path):
-    (tmp_path / "clips.csv").write_text("path,text\na.mp4,a boat\n")
-    settings = settings_of(weights, tmp_path / "cache", **{"data.table": str(tmp_path / "clips.csv")})
-    reporter = tiny_world.RecordingReporter()
-    with pytest.raises(FileProblem, match="num_frames"):
-        cache_clips(settings, reporter=reporter)
-    assert reporter.stages == []
-    assert [path.name for path in tmp_path.iterdir()] == ["clips.csv"]
-
-
-def test_a_cache_without_clips_can_be_begun_with_other_settings(weights, tmp_path, monkeypatch):
-    settings = settings_of(weights, tmp_path / "cache", clips=2)
-    with monkeypatch.context() as patch:
-        patch.setattr(TableSource, "read", mock.Mock(side_effect=MediaError("gone")))
-        assert len(cache_clips(settings).failed) == 2
-    assert cache_clips(settings.replace({"train_mmdit.add_fps": False})).encoded == 2
-
-
 def test_another_mode_adds_only_its_references(weights, filled_once, tmp_path, monkeypatch):
     all_modes = settings_of(weights, tmp_path / "cache")
     few = all_modes.replace({f"train_mmdit.mode_weights.{mode}": 0 for mode in CONDITION_MODES if mode != "t2v"})
@@ -335,12 +277,6 @@ def test_training_reads_no_frozen_weights(filled, tmp_path, monkeypatch):
     assert isinstance(cache, ClipCache)
     assert (tmp_path / "cache" / HEADER_FILE).exists()
     build_mmdit_task(filled, MMDiT(mmdit_config(filled.model)), device=CPU, clips=cache)
-
-
-def test_a_text_encoder_of_another_width_is_refused(weights):
-    settings = settings_of(weights, None, **{"model.context_in_dim": 24})
-    with pytest.raises(RequestError, match=r"model\.context_in_dim=24 must be the width of T5: use 16"):
-        build_mmdit_task(settings, MMDiT(mmdit_config(settings.model)), device=CPU)
 
 
 class Ended(BaseException):

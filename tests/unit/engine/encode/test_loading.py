@@ -2,26 +2,23 @@
 
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny_training
 import torch
-from tiny_clips import FPS, clip_table, frame_number, write_clip, write_rows
+from tiny_clips import FPS, clip_table, frame_number
 from tiny_source import Colors
 
 from opensora_cli.core.conditions import CONDITION_MODES
-from opensora_cli.core.exceptions import CheckpointError, FileProblem, HardwareError, MediaError, RequestError
+from opensora_cli.core.exceptions import CheckpointError, FileProblem, HardwareError, MediaError
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.data.batches import ClipBatch, ClipRequest, Replacement
-from opensora_cli.data.loading import ReplacementWarnings
+from opensora_cli.data.batches import ClipBatch, ClipRequest
 from opensora_cli.data.source import ClipSource
-from opensora_cli.engine.encode.datasets import make_buckets, open_table
+from opensora_cli.engine.encode.datasets import open_table
 from opensora_cli.engine.encode.fill_cache import _files
 from opensora_cli.engine.encode.loading import open_batches
-from opensora_cli.settings.data import BucketSettings
 from opensora_cli.settings.train import TrainSettings
 
 BUCKETS = {"64px": {1: (1.0, 2), 5: (1.0, 3)}}
@@ -109,18 +106,6 @@ def test_clips_begin_anywhere_and_their_frames_follow_each_other(table: Path) ->
     assert set(starts) == {*range(9)}
 
 
-def test_fast_videos_lose_frames(tmp_path: Path) -> None:
-    for index in range(3):
-        write_clip(tmp_path / f"{index}.mp4", num_frames=15, fps=60)
-    rows = [[f"{index}.mp4", "", 15, 64, 64, 60.0] for index in range(3)]
-    (batch,) = take(settings(write_rows(tmp_path / "table.csv", rows)), 1)
-    assert batch.fps == (20.0,) * 3
-    assert batch.pixels_BTHWC is not None
-    for clip_THWC in batch.pixels_BTHWC:
-        numbers = [frame_number(frame) for frame in clip_THWC]
-        assert numbers == [numbers[0] + 3 * step for step in range(5)]
-
-
 @pytest.mark.parametrize(("workers", "updates"), [(0, 2), (2, 5)])
 def test_a_resumed_run_reads_the_same(table: Path, workers: int, updates: int) -> None:
     chosen = in_pairs(settings(table, workers=workers))
@@ -163,32 +148,6 @@ def test_a_broken_sample_is_replaced_by_the_next_and_warned_of_once(broken_table
     assert "clip_3.mp4" in warned.texts[0]
     again = take(data.replace({"data.workers": 0}), 10)
     assert [described(batch) for batch in again] == [described(batch) for batch in batches]
-
-
-def test_the_first_twenty_broken_samples_are_warned_of(table: Path) -> None:
-    (batch,) = take(settings(table, buckets={"64px": {1: (1.0, 2)}}), 1)
-    missing = [Replacement(path=f"{n}.mp4", reason=f"{n}.mp4 is empty", by="good.mp4") for n in range(30)]
-    warned = Warnings()
-    warnings = ReplacementWarnings(warned, where=" in validation")
-    for one in (*missing[:20], *missing):
-        warnings.warn(replace(batch, replaced=(one,)))
-    assert warned.texts[:20] == [f"{n}.mp4 is empty: good.mp4 takes its place in validation" for n in range(20)]
-    assert len(warned.texts) == 21
-    assert warned.texts[20].startswith("more samples cannot be read in validation")
-
-
-def test_unused_rows_are_warned_of(table: Path) -> None:
-    warned = Warnings()
-    wrong = table.with_name("wrong.csv")
-    wrong.write_text(table.read_text() + "wrong.mp4,text,none,64,64,24\n")
-    take(settings(wrong, buckets={"64px": {1: (1.0, 2), 5: (1.0, 7), 9: (0.0, 1)}}), 1, reporter=warned)
-    assert len(warned.texts) == 3
-    assert "bad rows skipped: 1;" in warned.texts[0]
-    assert (
-        "rows unused: 6 of 10, their buckets have probability 0 (clip_0.mp4: 64x64, 13 frames at 24 fps);"
-        in warned.texts[1]
-    )
-    assert warned.texts[2].startswith("data.buckets.64px.5 is empty")
 
 
 def test_without_a_readable_sample_the_file_is_named(broken_table: Path) -> None:
@@ -270,18 +229,6 @@ def test_clips_of_a_source_of_ones_own(workers: int) -> None:
     for batch in batches:
         assert batch.pixels_BTHWC is not None
         assert [f"color:{level // 10}" for level in batch.pixels_BTHWC[:, 0, 0, 0, 0].tolist()] == list(batch.paths)
-
-
-def test_buckets_too_small_for_the_model() -> None:
-    with pytest.raises(RequestError, match=r"data\.buckets\.30px is too small for frames in multiples of 32"):
-        make_buckets({"30px": {1: BucketSettings(1.0, 1)}}, fps_max=24.0, multiple=32)
-
-
-def test_parquet_without_pyarrow_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pyarrow.parquet", None)
-    with pytest.raises(HardwareError) as caught:
-        take(settings(tmp_path / "table.parquet"), 1)
-    assert caught.value.hint == "in osora's checkout: pip install -c constraints.txt '.[train]'"
 
 
 def test_a_pipe_in_place_of_an_autoencoder_is_refused(tmp_path: Path) -> None:

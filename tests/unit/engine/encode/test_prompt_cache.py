@@ -52,12 +52,6 @@ def test_another_run_reads_the_same_bits(folder, reporter, dtype):
     assert same(TextEmbeds(tensors["prompt_embeds"], tensors["pooled_prompt_embeds"]), given)
 
 
-def test_without_a_folder_nothing_is_kept(reporter):
-    cache = PromptCache(None)
-    cache.keep("sea", embeds(), limit=LIMIT, reporter=reporter)
-    assert (cache.folder, cache.has("sea"), reporter.warnings) == (None, False, [])
-
-
 def cut(path):
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -130,12 +124,6 @@ def test_a_run_that_fills_the_folder_stops_writing(folder, reporter):
     assert [cache.has(str(index)) for index in range(10)] == [True] * 4 + [False] * 6
     assert not cache.is_writable
     assert reporter.warnings == []
-
-
-def test_an_entry_larger_than_the_limit_is_not_kept(folder, reporter):
-    cache = PromptCache(folder)
-    cache.keep("sea", embeds(), limit=100, reporter=reporter)
-    assert not cache.has("sea")
 
 
 @pytest.mark.parametrize("place", ["file", "above"])

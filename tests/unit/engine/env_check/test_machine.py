@@ -1,18 +1,13 @@
 """Findings about machines that are made up."""
 
-import re
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from opensora_cli.core.attention_kinds import ATTENTION_KINDS
-from opensora_cli.core.device_facts import DriverFacts, GpuFacts, LinkFacts, LinkKind, TorchFacts
-from opensora_cli.core.progress import SilentReporter
+from opensora_cli.core.device_facts import DriverFacts, GpuFacts, TorchFacts
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.env_check import host
-from opensora_cli.engine.env_check.check import Checks
 from opensora_cli.engine.env_check.host import (
     HostFacts,
     WeightFacts,
@@ -35,14 +30,11 @@ from opensora_cli.engine.env_check.machine import (
     check_python,
     check_torch,
     is_supported,
-    shadowing_libraries,
     unmet_requirements,
 )
-from opensora_cli.engine.env_check.report import EnvReport, PresetNeeds, Severity, run_check
+from opensora_cli.engine.env_check.report import EnvReport, PresetNeeds, Severity
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
-from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.settings.files import list_presets
-from opensora_cli.settings.tools import EnvCheckSettings
 
 GIB = 2**30
 TORCH = TorchFacts(
@@ -60,7 +52,6 @@ SERVER_GPUS = tuple(
     GpuFacts(index=index, name="NVIDIA H100", capability=(9, 0), total_bytes=80 * GIB, free_bytes=79 * GIB)
     for index in range(8)
 )
-NVLINKS = tuple(LinkFacts(a, b, LinkKind.NVLINK) for a in range(8) for b in range(a + 1, 8))
 HOST = HostFacts(cores=16, total_bytes=64 * GIB, available_bytes=60 * GIB, shared_memory_bytes=32 * GIB)
 NO_CUDA = replace(TORCH, cuda_available=False)
 OLD_DRIVER = replace(DRIVER, version="550.54.15")
@@ -119,27 +110,10 @@ def test_a_desktop_has_only_ok_and_notes():
     assert set(severities(findings)) == {OK, NOTE}
 
 
-def test_a_server_has_only_ok():
-    findings = [*check_gpus(TORCH, SERVER_GPUS), *check_links(NVLINKS)]
-    assert severities(findings) == [OK] * 9
-    assert findings[-1].message == "NVLink between all 28 pairs"
-    assert set(severities(check_libraries(TORCH, SERVER_GPUS))) == {OK}
-
-
 def test_other_accelerators_are_marked_as_untested():
     findings = list(check_gpus(replace(CPU_TORCH, untested=("xpu",)), []))
     assert severities(findings) == [NOTE, NOTE]
     assert "--device xpu" in findings[-1].message
-
-
-def test_a_cpu_machine_has_only_ok_and_notes():
-    findings = [
-        *check_torch(CPU_TORCH, DriverFacts()),
-        *check_gpus(CPU_TORCH, []),
-        *check_libraries(CPU_TORCH, []),
-        *check_precision(CPU_TORCH, []),
-    ]
-    assert set(severities(findings)) == {OK, NOTE}
 
 
 @pytest.mark.parametrize(
@@ -195,27 +169,6 @@ def test_kernels_run_on_gpus_of_their_architecture(capability, architectures, su
     assert is_supported(capability, architectures) is supported
 
 
-def test_links_of_several_kinds():
-    links = [
-        LinkFacts(0, 1, LinkKind.NVLINK),
-        LinkFacts(0, 2, LinkKind.PEER),
-        LinkFacts(1, 2, LinkKind.HOST),
-    ]
-    findings = list(check_links(links))
-    assert [finding.message for finding in findings] == [
-        "NVLink between 0-1",
-        "PCI, card to card between 0-2",
-        "no direct link between GPUs 1-2",
-    ]
-    assert findings[-1].severity is WARNING
-
-
-def test_a_library_without_x264_is_a_problem(monkeypatch):
-    monkeypatch.setattr("av.codecs_available", set())
-    (finding,) = check_encoder()
-    assert (finding.severity, "--format webp" in finding.fix) == (PROBLEM, True)
-
-
 def test_attention_backends_that_auto_uses_that_work_and_that_are_missing(monkeypatch):
     def library(version, install):
         return SimpleNamespace(library=SimpleNamespace(version=lambda: version, install=install), needs_gpu=True)
@@ -243,13 +196,6 @@ def test_attention_backends_that_auto_uses_that_work_and_that_are_missing(monkey
     ]
 
 
-def test_nothing_is_advised_for_a_cpu():
-    assert ATTENTION_KINDS
-    (finding, *installed) = check_attention()
-    assert finding.message.startswith("auto takes sdpa on ")
-    assert all(each.fix is None for each in installed)
-
-
 def test_requirements_that_are_missing_or_too_old(monkeypatch):
     requires = ["torch>=2.10", "numpy>=99", "no-such-package>=1", "peft; extra == 'train'"]
     monkeypatch.setattr("importlib.metadata.requires", lambda name: requires)
@@ -266,24 +212,6 @@ def test_weights_go_to_the_folder_that_the_environment_names(tmp_path):
     assert weights.free_disk_bytes > 0
     assert preset_here("768px", {"OSORA_RUNTIME__WEIGHTS": "/w", "OSORA_WEIGHTS": ""}).runtime.weights == "/w"
     assert preset_here("768px", {}).runtime.weights is None
-
-
-def test_libraries_that_hide_those_of_torch_are_found(tmp_path):
-    (tmp_path / "libcudnn.so.8").touch()
-    (tmp_path / "libz.so").touch()
-    environment = {"LD_LIBRARY_PATH": f"{tmp_path}::{tmp_path / 'gone'}"}
-    assert shadowing_libraries(environment, own=Path("/elsewhere")) == (str(tmp_path / "libcudnn.so.8"),)
-    assert shadowing_libraries(environment, own=tmp_path) == ()
-
-
-def test_the_table_rounds_needs_up():
-    head, row = report(NEEDS).lines()[1:3]
-    assert head.split() == ["preset", "video", "device", "needs", "free", "fits", "offload", "weights"]
-    assert re.split(r" {2,}", row) == [
-        *("256px", "336x192, 129 frames", "cuda:0 bfloat16", "11.01 GiB (denoise)", "23.0 GiB", "yes", "blocks"),
-        "missing",
-    ]
-    assert report().lines() == ["", "all fine"]
 
 
 @pytest.mark.parametrize(("num_gpus", "planned"), [(0, ["demo"]), (1, list_presets("generate"))])
@@ -306,34 +234,3 @@ def test_presets_of_the_released_model_are_planned_where_there_is_a_gpu(num_gpus
     assert [note.message.partition(" not planned")[0] for note in notes] == (
         [] if num_gpus else [", ".join(name for name in list_presets("generate") if name != "demo")]
     )
-
-
-def test_presets_that_cannot_be_planned_are_tried_once():
-    tried = []
-
-    def fail(settings):
-        tried.append(settings)
-        raise RuntimeError("no plan")
-
-    checks = Checks({}, EnvCheckSettings(all_reduce=False), fail, SilentReporter())
-    (finding,) = run_check("presets", checks.by_name()["presets"])
-    assert (finding.severity, checks.presets, len(tried)) == (UNKNOWN, (), 1)
-
-
-@pytest.mark.slow
-def test_the_demo_here(monkeypatch):
-    monkeypatch.setattr("opensora_cli.engine.env_check.host.list_presets", lambda kind: ["demo"])
-    (demo,) = read_presets({}, make_plan)
-    assert demo.has_weights
-    assert demo.fits
-    assert demo.needed_bytes > 10 * 2**20
-
-
-def test_a_check_that_raises_is_a_finding():
-    def check():
-        raise RuntimeError("NVML\nis broken " + "x" * 1000)
-
-    (finding,) = run_check("links", check)
-    assert (finding.check, finding.severity) == ("links", UNKNOWN)
-    assert finding.message.startswith("could not be checked: NVML is broken")
-    assert len(finding.message) < 400

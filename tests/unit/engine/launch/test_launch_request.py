@@ -1,7 +1,6 @@
 """Requests that contradict themselves, or ask for more than there is, are refused before anything starts."""
 
 import os
-import stat
 import sys
 import tempfile
 from pathlib import Path
@@ -121,15 +120,6 @@ class TestLogFolder:
                 secrets = [write_settings(folder, {"prompt": "a secret"}), private / "store"]
                 secrets[1].write_text("keys")
                 assert denied_to_others(open_to_all, *secrets) == [False, True, True]
-
-    def test_a_generous_umask_opens_nothing(self):
-        before = os.umask(0)
-        try:
-            with log_folder("generate") as folder:
-                settings = write_settings(folder, {"prompt": "a secret"})
-                assert [stat.S_IMODE(path.stat().st_mode) for path in (folder, settings)] == [0o700, 0o600]
-        finally:
-            os.umask(before)
 
     def test_results_beside_the_temporary_file_of_a_killed_run_stay(self, tmp_path):
         results = tmp_path / "osora-results"

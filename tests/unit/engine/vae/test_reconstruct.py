@@ -13,15 +13,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from opensora_cli.core import files as core_files
-from opensora_cli.core.exceptions import BatchError, CheckpointError, MediaError, OutputError
+from opensora_cli.core.exceptions import BatchError, CheckpointError, OutputError
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.vae import reconstruct as vae_reconstruct
-from opensora_cli.engine.vae.early import refuse_early
 from opensora_cli.engine.vae.reconstruct import Failed, Reconstructed, reconstruct, windows
 from opensora_cli.media.read import read_picture, read_video
 from opensora_cli.media.similarity import psnr_db, ssim
 from opensora_cli.media.write import write_media
-from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.explain import Given
@@ -114,25 +112,6 @@ def test_windows_are_whole_and_bring_every_frame_once(count: int, expected: list
     assert found == expected
 
 
-def test_windows_are_read_one_at_a_time() -> None:
-    taken = []
-
-    def numbered() -> Any:
-        for index in range(100):
-            taken.append(index)
-            yield torch.zeros(1, 1, 3, dtype=torch.uint8)
-
-    stream = windows(numbered(), 8)
-    next(stream)
-    next(stream)
-    assert len(taken) == 16
-
-
-def test_frames_that_change_their_size_are_refused() -> None:
-    with pytest.raises(MediaError, match="frames change their size"):
-        list(windows(iter([torch.zeros(2, 2, 3), torch.zeros(2, 3, 3)]), 4))
-
-
 class Dimmed:
     """Stands in for an autoencoder: gives back what it gets, a tenth darker."""
 
@@ -194,12 +173,6 @@ def test_the_sidecar_says_how_it_was_made(tmp_path: Path) -> None:
     assert {"versions", "device", "dtype", "weights", "timings_s"} <= sidecar.keys()
 
 
-def test_no_sidecar_where_none_is_wanted(tmp_path: Path) -> None:
-    settings = demo_settings(tmp_path, [write_picture(tmp_path / "a.png")])
-    reconstruct(settings.replace({"output.metadata": False}))
-    assert [path.name for path in (tmp_path / "out").iterdir()] == ["a_reconstructed.png"]
-
-
 @pytest.mark.parametrize(
     ("kind", "count", "expected", "temporal_tiling"),
     [
@@ -219,27 +192,6 @@ def test_every_kind_gives_back_what_it_can(
     row = reconstruct_one(settings)
     assert row.num_frames == len(row.frame_psnr_db) == len(row.frame_ssim) == expected
     assert read_video(row.output).frames_THWC.shape == (expected, 24, 40, 3)
-
-
-def test_no_more_than_a_clip_is_encoded_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths: list[int] = []
-    load = vae_reconstruct.load_autoencoder
-
-    def watched(*args: Any, **options: Any) -> Autoencoder:
-        vae = load(*args, **options)
-        encode = vae.encode
-
-        def counted(pixels_BCTHW: Tensor, **more: Any) -> Tensor:
-            lengths.append(pixels_BCTHW.shape[2])
-            return encode(pixels_BCTHW, **more)
-
-        monkeypatch.setattr(vae, "encode", counted)
-        return vae
-
-    monkeypatch.setattr(vae_reconstruct, "load_autoencoder", watched)
-    video = write_video(tmp_path / "a.mp4", 30)
-    reconstruct(tiny_settings(tmp_path, "hunyuan", [video], **{"clip.num_frames": 12}))
-    assert lengths == [9, 9, 9, 9]
 
 
 def test_files_that_fail_do_not_stop_the_others(tmp_path: Path) -> None:
@@ -266,12 +218,6 @@ def test_files_that_fail_do_not_stop_the_others(tmp_path: Path) -> None:
         "good_reconstructed.png",
         "good_reconstructed.png.json",
     }
-
-
-def test_a_batch_without_a_result_has_no_means(tmp_path: Path) -> None:
-    result = reconstruct(demo_settings(tmp_path, [str(tmp_path / "gone.mp4")]))
-    assert result.to_json()["mean_psnr_db"] is None
-    assert len(result.lines()) == 1
 
 
 def test_one_file_out_of_memory_is_one_that_failed_and_a_bug_is_not(
@@ -332,46 +278,11 @@ def test_a_full_disk_leaves_no_result_without_its_sidecar_and_the_old_ones_whole
     assert killing.tree(folder) == (before if overwrite else {})
 
 
-def test_a_sidecar_without_its_result_is_replaced_without_a_flag(tmp_path: Path) -> None:
-    """A kill may leave one; any other file of this name is refused, early."""
-    settings = demo_settings(tmp_path, [write_picture(tmp_path / "a.png")])
-    result, sidecar = (tmp_path / "out" / f"a_reconstructed.png{ending}" for ending in ("", ".json"))
-    reconstruct(settings)
-    result.unlink()
-    reconstruct(settings)
-    assert json.loads(sidecar.read_text(encoding="utf-8"))["bytes"] == result.stat().st_size
-    result.unlink()
-    sidecar.write_text("mine", encoding="utf-8")
-    with pytest.raises(OutputError, match=r"a_reconstructed\.png\.json exists already"):
-        refuse_early(settings)
-    reconstruct(settings.replace({"output.metadata": False}))
-    assert sidecar.read_text(encoding="utf-8") == "mine"
-
-
-def test_existing_results_are_kept(tmp_path: Path) -> None:
-    settings = demo_settings(tmp_path, [write_picture(tmp_path / "a.png")])
-    reconstruct(settings)
-    before = (tmp_path / "out" / "a_reconstructed.png").read_bytes()
-    with pytest.raises(OutputError, match=r"a_reconstructed\.png exists already") as caught:
-        reconstruct(settings)
-    assert caught.value.hint == "use --overwrite, or another --out"
-    reconstruct(settings.replace({"output.overwrite": True}))
-    assert (tmp_path / "out" / "a_reconstructed.png").read_bytes() == before
-
-
 def test_a_result_never_takes_the_place_of_a_source(tmp_path: Path) -> None:
     files = [write_picture(tmp_path / "a.png"), write_picture(tmp_path / "a_reconstructed.png")]
     settings = demo_settings(tmp_path, files).replace({"output.folder": str(tmp_path), "output.overwrite": True})
     with pytest.raises(OutputError, match="is one of the files to be reconstructed"):
         reconstruct(settings)
-
-
-def test_files_of_one_name_are_numbered(tmp_path: Path) -> None:
-    (tmp_path / "other").mkdir()
-    files = [write_picture(folder / "a.png") for folder in (tmp_path, tmp_path / "other")]
-    result = reconstruct(demo_settings(tmp_path, files))
-    names = [row.output.name for row in result.files if isinstance(row, Reconstructed)]
-    assert names == ["a_reconstructed.png", "a_reconstructed_2.png"]
 
 
 @pytest.mark.parametrize(
@@ -388,10 +299,3 @@ def test_missing_weights_say_how_to_get_them(tmp_path: Path, kind: str, repo: st
     with pytest.raises(CheckpointError, match=r"gone\.safetensors") as caught:
         reconstruct(settings)
     assert caught.value.hint == (hint and hint.format(folder=tmp_path / "weights"))
-
-
-def test_weights_of_another_kind_are_refused(tmp_path: Path) -> None:
-    tiny_settings(tmp_path, "dc_ae", ["a.png"])
-    where = {"runtime.weights": str(tmp_path / "weights"), "output.folder": str(tmp_path / "out")}
-    with pytest.raises(CheckpointError, match=r"vae\.safetensors"):
-        reconstruct(ReconstructSettings(files=("a.png",), vae={"kind": "flux_ae", **TINY["flux_ae"]}).replace(where))
