@@ -1,11 +1,9 @@
 """`osora data` and `osora train --check-data`: output, exit codes and schemas."""
 
 import json
-import warnings
 from pathlib import Path
 
 import pytest
-from PIL import ExifTags, Image
 from tiny_clips import write_clip, write_rows
 
 from opensora_cli.cli.app import main
@@ -51,22 +49,6 @@ def test_broken_files_end_with_5_after_the_result(folder: Path, capsys: pytest.C
     document = json.loads(out)
     assert (document["schema"], document["rows"], len(document["broken"])) == ("osora.data-scan/3", 4, 1)
     assert "1 file cannot be read" in err
-
-
-def test_a_picture_with_broken_exif_data_is_scanned_in_silence(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    exif = Image.Exif()
-    exif[ExifTags.Base.ImageDescription] = "longer than what is stored of it"
-    Image.new("RGB", (64, 64)).save(tmp_path / "a.jpg", exif=exif.tobytes()[:30])
-    with pytest.warns(UserWarning, match="EXIF"):
-        Image.open(tmp_path / "a.jpg").close()
-    with warnings.catch_warnings(record=True) as raw:
-        warnings.simplefilter("always")
-        code, out, err = run(capsys, "data", "scan", tmp_path)
-    assert (code, raw) == (0, [])
-    assert "0 videos, 1 picture" in out
-    assert "PIL" not in err
 
 
 def test_shard_and_preview(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,6 @@
 """`osora generate` from the command line to the file: exit codes, what goes where, and Ctrl-C."""
 
 import gc
-import hashlib
 import json
 import os
 import re
@@ -116,21 +115,6 @@ def test_two_processes_at_once_make_every_prompt_of_a_file_once(world, out, tmp_
     names = {f"{name}_seed42.mp4" for name in ("sea", "river", "desert", "forest")}
     assert {path.name for path in out.glob("*.mp4")} == names
     assert all({Path(path).name for path in document["outputs"]} == names for document in documents)
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
-def test_a_lock_that_is_a_link_is_refused_and_nothing_is_written_through_it(osora, out, tmp_path):
-    kept = tmp_path / "kept"
-    kept.write_bytes(b"kept\n" * 2000)
-    out.mkdir()
-    lock = out / f".osora-{hashlib.sha256(b'x').hexdigest()[:16]}.lock"
-    lock.symlink_to(kept)
-    code, stdout, stderr = osora("x", "--out", str(out / "x.mp4"))
-    assert (code, stdout) == (3, "")
-    assert f"error: cannot write the lock file {lock}: it is a link\n" in stderr
-    assert "move it away, or choose another folder" in stderr
-    assert kept.read_bytes() == b"kept\n" * 2000
-    assert list(out.iterdir()) == [lock]
 
 
 @pytest.mark.usefixtures("every_stage_takes_time")

@@ -87,28 +87,26 @@ def states_of_killed(work: Path, new: str, *, folder: bool, over_old: bool) -> l
     return found
 
 
-@pytest.mark.parametrize(
-    ("kind", "before", "new", "order"),
-    [
-        ("file", "nothing", "new", ["nothing", "new sidecar", "new"]),
-        ("folder", "old", "newer", ["old", "newer media", "newer"]),
-        # The old sidecar gives the size of the new media, and loses it first.
-        ("file", "old", "new", ["old", "old media", "new media", "new"]),
-    ],
-)
-def test_a_kill_at_any_step_leaves_media_that_are_whole_or_none(
-    tmp_path: Path, kind: str, before: str, new: str, order: list[str]
-) -> None:
+KILLS = {
+    ("file", "nothing", "new"): ["nothing", "new sidecar", "new"],
+    ("folder", "old", "newer"): ["old", "newer media", "newer"],
+    # The old sidecar gives the size of the new media, and loses it first.
+    ("file", "old", "new"): ["old", "old media", "new media", "new"],
+}
+"""Kind, what is there before, and what is written -> the states that kills leave, in their order."""
+
+
+def test_a_kill_at_any_step_leaves_media_that_are_whole_or_none(tmp_path: Path) -> None:
     tests = Path(__file__).parents[2]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
     # In a process of its own: it forks, and counts what it writes.
-    command = [sys.executable, __file__, str(tmp_path / "work"), kind, before, new]
+    command = [sys.executable, __file__, str(tmp_path / "work")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert len(found) > 10
-    assert found == sorted(found, key=order.index)
-    assert set(found) == set(order)
+    for found, order in zip(json.loads(done.stdout), KILLS.values(), strict=True):
+        assert len(found) > 10
+        assert found == sorted(found, key=order.index)
+        assert set(found) == set(order)
 
 
 def no_space(*_: object, **__: object) -> None:
@@ -292,6 +290,8 @@ def test_only_a_sidecar_of_ours_is_in_nobodys_way(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     os.fsync = lambda _: None  # a killed process loses nothing that it wrote: why wait
-    kind, before, new = sys.argv[2:]
-    states = states_of_killed(Path(sys.argv[1]), new, folder=kind == "folder", over_old=before == "old")
+    work = Path(sys.argv[1])
+    states = [
+        states_of_killed(work, new, folder=kind == "folder", over_old=before == "old") for kind, before, new in KILLS
+    ]
     print(json.dumps(states))

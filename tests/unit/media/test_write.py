@@ -24,9 +24,7 @@ TAGS = {"prompt": 'Ein "Boot"; = 海\nnew line \\ 🌊', "seed": "42", "software
 ANIMATED = [MediaFormat.MP4, MediaFormat.GIF, MediaFormat.WEBP]
 
 
-@pytest.mark.parametrize(
-    ("format_", "fps"), [("mp4", 23.976), ("mp4", 30), ("gif", 24), ("gif", 23.976), ("webp", 12), ("webp", 23.976)]
-)
+@pytest.mark.parametrize(("format_", "fps"), [("mp4", 23.976), ("gif", 24), ("webp", 23.976)])
 def test_the_number_of_frames_their_size_and_the_length_are_those_given(
     tmp_path: Path, moving_frames: torch.Tensor, format_: str, fps: float
 ) -> None:
@@ -204,10 +202,8 @@ def test_a_piece_is_written_and_forgotten_before_the_next_is_asked_for(
     ("format_", "error"),
     [
         ("mp4", OSError(errno.EIO, "cannot read")),
-        ("mp4", av.error.InvalidDataError(1, "broken")),
         ("mp4", KeyboardInterrupt()),
         ("gif", ValueError("a bug")),
-        ("webp", OSError(errno.EIO, "cannot read")),
         ("png", av.error.InvalidDataError(1, "broken")),
     ],
     ids=repr,

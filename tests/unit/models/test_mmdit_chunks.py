@@ -7,7 +7,6 @@ from tiny_transformer import assert_same, gradients, inputs, transformer
 from torch import nn
 
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.attention.math import math
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
@@ -144,15 +143,3 @@ def test_blocks_of_the_released_model_at_768px_hold_little_more_than_five_sequen
     # The stream of tokens, q, k, v and what attention returns take 0.44 GiB each: that much is needed in any case.
     least = 5 * (RELEASED_TOKENS + 512) * 3072 * 2 / GIB
     assert least < peak_gib(depth=1, depth_single_blocks=1, chunk=chunk) < least + most
-
-
-def test_the_reference_attention_takes_some_queries_at_a_time(monkeypatch):
-    q, k, v = torch.randn(3, 2, 4, 50, 8, generator=torch.Generator().manual_seed(0))
-    whole = math(q.requires_grad_(), k, v)
-    assert whole.requires_grad
-    matrix_bytes = 2 * 4 * 50 * 50 * 4
-    monkeypatch.setattr("opensora_cli.models.attention.math._LARGEST_MATRIX", 2 * 4 * 50 * 3)
-    with torch.no_grad(), TensorBytes() as counter:
-        blockwise = math(q, k, v)
-    assert_close(blockwise, whole)
-    assert counter.peak_bytes < 2 * blockwise.nbytes + 4 * matrix_bytes * 3 / 50

@@ -47,9 +47,3 @@ def test_transformers_is_asked_where_it_may_add_something(tmp_path, change):
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | change))
     assert Tokenizer.of_one_file(tmp_path) is None
-
-
-def test_other_files_are_read_by_transformers(tmp_path):
-    shutil.copytree(packaged_demo() / "t5", tmp_path, dirs_exist_ok=True)
-    (tmp_path / "special_tokens_map.json").write_text("{}")
-    assert Tokenizer.of_one_file(tmp_path) is None

@@ -173,13 +173,6 @@ def test_a_broken_file_is_named(folder, name, kept):
     assert "delete it" in error.value.hint
 
 
-def test_a_pipe_in_place_of_a_file_is_refused(folder):
-    (folder / HEADER_FILE).unlink()
-    os.mkfifo(folder / HEADER_FILE)
-    with pytest.raises(CheckpointError, match="is not a file: it is a pipe"):
-        is_cache_of(folder, IDENTITY)
-
-
 NO_CLIPS = [b'{"a": 3}', b'{"a": {}}', b'{"a": [[]]}', b'{"a": null}', b'{"a": {"names": 3, "file": null}}']
 
 

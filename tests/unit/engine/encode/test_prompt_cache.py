@@ -115,17 +115,6 @@ def test_the_least_recently_used_entry_is_removed(folder, reporter):
     assert {path.stem for path in folder.iterdir()} == {"a", "c", "d"}
 
 
-def test_a_run_that_fills_the_folder_stops_writing(folder, reporter):
-    limit = 4 * (embeds().nbytes + 512)
-    cache = PromptCache(folder)
-    for index in range(10):
-        cache.keep(str(index), embeds(), limit=limit, reporter=reporter)
-    assert sum(path.stat().st_size for path in folder.iterdir()) <= limit
-    assert [cache.has(str(index)) for index in range(10)] == [True] * 4 + [False] * 6
-    assert not cache.is_writable
-    assert reporter.warnings == []
-
-
 @pytest.mark.parametrize("place", ["file", "above"])
 def test_a_folder_that_is_a_file_is_one_warning(folder, reporter, place):
     folder.parent.mkdir()
@@ -153,17 +142,3 @@ def test_a_full_disk_is_one_warning(folder, reporter, monkeypatch):
     [warning] = reporter.warnings
     assert "No space left on device" in warning
     assert list(folder.iterdir()) == []
-
-
-def test_an_entry_that_another_process_removes_is_not_broken(folder, reporter, monkeypatch):
-    cache = PromptCache(folder)
-    cache.keep("sea", embeds(), limit=LIMIT, reporter=reporter)
-    opened = prompt_cache.safe_open
-
-    def removed(path, **options):
-        path.unlink()
-        return opened(path, **options)
-
-    monkeypatch.setattr(prompt_cache, "safe_open", removed)
-    assert cache.read("sea", reporter) is None
-    assert reporter.warnings == []

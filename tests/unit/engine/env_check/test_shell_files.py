@@ -87,13 +87,3 @@ def test_missing_binary_and_large_files_are_refused(tmp_path):
     ):
         with pytest.raises(FileProblem, match=message):
             lint_file(path)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["export A='never ends", 'A="', "A=$(", "A=${", "\\", "A=\\", "cat <<EOF\nA=1", "{", "}", ")", "((", "<<", "A=`"],
-)
-def test_torn_texts_are_read_to_their_end(lint, text):
-    for tail in ("", "\n", "\nB=1\n"):
-        assert lint("env.sh", f"export {text}{tail}")
-        assert lint("Dockerfile", f"FROM x\nENV {text}{tail}")

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
-from opensora_cli.core.files import atomic_path
-from opensora_cli.core.left_overs import is_abandoned, temporary_folder
+from opensora_cli.core.left_overs import temporary_folder
 from opensora_cli.engine.launch.failures import RankFailure
 from opensora_cli.engine.launch.launcher import LaunchRequest, log_folder, write_settings
 from opensora_cli.settings.devices import ParallelSettings
@@ -120,22 +119,6 @@ class TestLogFolder:
                 secrets = [write_settings(folder, {"prompt": "a secret"}), private / "store"]
                 secrets[1].write_text("keys")
                 assert denied_to_others(open_to_all, *secrets) == [False, True, True]
-
-    def test_results_beside_the_temporary_file_of_a_killed_run_stay(self, tmp_path):
-        results = tmp_path / "osora-results"
-        results.mkdir()
-        (results / "video.mp4").write_bytes(b"video")
-        if not (child := os.fork()):
-            with atomic_path(results / "next.mp4") as temporary:
-                temporary.write_bytes(b"half")
-                os._exit(9)
-        os.waitpid(child, 0)
-        [left] = results.glob(".osora-*.tmp")
-        os.utime(left, (0, 0))
-        assert is_abandoned(left)
-        with log_folder("train"):
-            pass
-        assert (results / "video.mp4").read_bytes() == b"video"
 
     def test_one_that_a_message_names_stays(self, tmp_path):
         folders = []

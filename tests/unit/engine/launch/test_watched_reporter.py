@@ -50,13 +50,3 @@ def test_reading_has_no_limit(beats):
     with WatchedReporter(SilentReporter()).stage("load", total=10, unit=BYTES) as progress:
         progress.advance(5)
     assert beats == [("load", None, False), ("load", None, False)]
-
-
-def test_everything_is_handed_on(beats):
-    recorder = Recorder()
-    reporter = WatchedReporter(recorder)
-    reporter.note("a")
-    reporter.warn("b")
-    with reporter.stage("decode") as progress:
-        progress.advance(3)
-    assert recorder.lines == ["a", "warning: b", 3]

@@ -1,6 +1,5 @@
 """`osora vae stats`: equal to torch's mean and deviation of all latents, on files of every sort."""
 
-import os
 from pathlib import Path
 
 import pytest
@@ -99,25 +98,6 @@ def test_files_that_cannot_be_read_are_listed_and_do_not_count(tmp_path: Path) -
     good.raise_for_problems()
     nothing = latent_statistics(settings_of([str(tmp_path / "bad.mp4")]))
     assert (nothing.channels, nothing.mean, nothing.settings) == ((), None, {})
-
-
-def test_a_closed_folder_is_listed_and_counts_as_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "closed").mkdir()
-    for name in ("a.png", "b.png"):
-        write_media([noise(1, 16, 16, seed=3)], tmp_path / name, fps=1, format="png")
-    scandir = os.scandir
-
-    def refusing(place: str) -> object:
-        if Path(place).name == "closed":
-            raise PermissionError(13, "Permission denied", str(place))
-        return scandir(place)
-
-    monkeypatch.setattr(os, "scandir", refusing)
-    reporter = RecordingReporter()
-    found = latent_statistics(settings_of([str(tmp_path)]), reporter=reporter)
-    reason = f"{tmp_path / 'closed'} cannot be read: Permission denied"
-    assert (found.files, [failed.error for failed in found.failed]) == (2, [reason])
-    assert reporter.warnings == [reason]
 
 
 def test_moments_are_exact_far_from_zero_and_in_pieces_of_any_size() -> None:
