@@ -33,11 +33,11 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from opensora_cli.checkpoint.formats.safetensors import place_tensors
 from opensora_cli.checkpoint.lazy import LazyTensor
+from opensora_cli.core.device import GIB
 from opensora_cli.core.exceptions import OsoraError
 from opensora_cli.core.files import require_space
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import transformer_on_meta
-from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.components.on_meta import on_meta
 from opensora_cli.media.write import write_media
 from opensora_cli.models.text.clip import ClipTextModel

@@ -23,8 +23,9 @@ from gpu_bench import Bench, Row
 from gpu_parts import attention, denoising, evaluation, rates, settings
 from gpu_stages import collectives, convolutions, decoding, limits, streaming, text, training
 
+from opensora_cli.core.device import release_memory
 from opensora_cli.core.files import write_json_atomic
-from opensora_cli.engine.components.hardware import release_memory, versions
+from opensora_cli.engine.components.hardware import versions
 
 SCHEMA = "osora.bench.gpu/1"
 _MOST_TRACE = 2000

@@ -10,8 +10,8 @@ from typing import Any, Self
 
 import torch
 
+from opensora_cli.core.device import GIB, release_memory
 from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.engine.components.hardware import GIB, release_memory
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.estimate.generation_work import evaluation_work
 from opensora_cli.engine.generate import loading

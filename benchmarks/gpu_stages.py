@@ -13,17 +13,18 @@ from gpu_bench import ONE_BRANCH, Bench, Row, tried
 from torch.nn import functional
 
 from opensora_cli.core.conditions import CONDITION_MODES
+from opensora_cli.core.device import GIB
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.encode.encoders import EmptyPrompt
 from opensora_cli.engine.estimate.generation_work import evaluation_work
 from opensora_cli.engine.mem_profile.measured_stages import measure_stage
-from opensora_cli.engine.train.activations import largest_batch_shape, plan_activations, saved_activations
+from opensora_cli.engine.train.activations import largest_batch_shape, plan_activations
+from opensora_cli.engine.train.build import largest_batches
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives.flow_matching import MMDiTTask
-from opensora_cli.engine.train.stand_ins import largest_batches
+from opensora_cli.engine.train.parallelize import checkpoint_blocks
 from opensora_cli.engine.train.trainer import Clock, Trainer
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.explain import Given
@@ -198,9 +199,9 @@ def _trained(bench: Bench, changes: Mapping[str, str]) -> Row:
         clock=Clock(),
         reporter=SilentReporter(),
     )
-    with saved_activations(module, plan_activations(chosen)):
-        seconds = bench.seconds(trainer.do_step, repeats=_STEPS)
-        peak = bench.peak_gib()
+    checkpoint_blocks(module, plan_activations(chosen))
+    seconds = bench.seconds(trainer.do_step, repeats=_STEPS)
+    peak = bench.peak_gib()
     shape = largest_batch_shape(chosen)
     height, width = chosen.vae.grid.latent_size(shape.height, shape.width)
     tokens = chosen.vae.grid.latent_frames(shape.num_frames) * height * width // chosen.model.patch_size**2

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.encode.clips import CachedClip
 from opensora_cli.engine.encode.encoders import EmptyPrompt
-from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids
 from opensora_cli.sampling.schedule import flow_shift_for
 from opensora_cli.settings.train import TrainSettings
@@ -69,7 +69,7 @@ class PlainLoop:
         self._empty_LC = empty.prompt_embeds_LC.to(device).float()
         self._empty_V = empty.pooled_prompt_embeds_V.to(device).float()
         self._settings = settings
-        self._dtype = DTYPES[settings.precision.compute]
+        self._dtype = torch_dtype(settings.precision.compute)
         self._device = device
         self._steps = 0
         torch.manual_seed(0)

@@ -15,9 +15,9 @@ from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+from opensora_cli.core.device import GIB
 from opensora_cli.core.formatting import duration
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.components.hardware import GIB
 from opensora_cli.engine.estimate.predicted_time import TRAFFIC, PredictedTime, Seconds, added, times, total
 from opensora_cli.engine.generate.plan import Plan, alone
 from opensora_cli.engine.generate.planning import make_plan

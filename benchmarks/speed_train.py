@@ -52,9 +52,7 @@ def measure_train(options: argparse.Namespace) -> Iterator[Row]:
 
 
 @contextmanager
-def _watched(
-    batch_size: int, changes: Mapping[str, str]
-) -> Iterator[tuple[Trainer[ClipBatch], list[ClipBatch], EmptyPrompt]]:
+def _watched(batch_size: int, changes: Mapping[str, str]) -> Iterator[tuple[Trainer, list[ClipBatch], EmptyPrompt]]:
     """Yield a trainer with all features, its micro-batches, and the empty prompt."""
     settings = _settings(batch_size, changes)
     batches, empty = _encoded(batch_size)

@@ -34,13 +34,12 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.encode.clips import CachedClip, FreshClip, encode_for_cache
 from opensora_cli.engine.encode.encoders import EmptyPrompt, load_encoders
-from opensora_cli.engine.encode.loading import ClipBatches
+from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.activations import largest_batch_shape
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.metrics import Metrics
-from opensora_cli.engine.train.objectives.task import BatchSource
-from opensora_cli.engine.train.trainer import Clock, Trainer
+from opensora_cli.engine.train.trainer import BatchSource, Clock, Trainer
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.train import TrainSettings, load_train_settings
@@ -131,8 +130,8 @@ def encoded_batches(settings: TrainSettings, device: torch.device) -> tuple[list
 
 
 def make_trainer(
-    settings: TrainSettings, batches: BatchSource[ClipBatch], device: torch.device, *, metrics: Metrics | None = None
-) -> Trainer[ClipBatch]:
+    settings: TrainSettings, batches: BatchSource, device: torch.device, *, metrics: Metrics | None = None
+) -> Trainer:
     """Return the trainer of `osora train`; without `metrics`, nothing is recorded."""
     distribution, reporter = Distribution(device), SilentReporter()
     return Trainer(
@@ -215,10 +214,10 @@ def measure_data(
         "data.table": str(write_clips(folder)),
     }
     settings = demo_settings(batch_size=batch_size, compute="bf16" if device.type == "cuda" else "fp32", changes=files)
-    alone = ClipBatches(settings, data_rank=0, data_ranks=1, reporter=SilentReporter())
+    alone = open_batches(settings, data_rank=0, data_ranks=1, reporter=SilentReporter())
     reading = median(_seconds(alone.next, 1, torch.device("cpu"))[0] for _ in range(4))
     settings = settings.replace({"data.workers": workers})
-    batches = ClipBatches(settings, data_rank=0, data_ranks=1, reporter=SilentReporter())
+    batches = open_batches(settings, data_rank=0, data_ranks=1, reporter=SilentReporter())
     try:
         trainer = make_trainer(settings, batches, device)
         for _ in range(2):

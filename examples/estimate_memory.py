@@ -4,7 +4,8 @@ import sys
 
 import torch
 
-from opensora_cli.engine.components.hardware import GIB, Hardware
+from opensora_cli.core.device import GIB
+from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.settings.load import load_preset
 

@@ -11,10 +11,14 @@ from opensora_cli.settings.train import load_train_settings
 
 
 def main(folder: str, steps: str = "60") -> None:
-    found = scan(ScanSettings(folder=folder))
+    found = scan(ScanSettings(folder=folder, overwrite=True))
     print(f"{found.table}: {found.videos} videos, {found.pictures} pictures")
     # The recipe computes in bfloat16, which is slow on CPUs without instructions for it.
-    float32 = {"precision.compute": "fp32", "train_mmdit.frozen_dtype": "float32"}
+    float32 = {
+        "precision.compute": "fp32",
+        "train_mmdit.frozen_dtype": "float32",
+        "train_mmdit.attention": "sdpa",
+    }
     changes = {"data.table": str(found.table), "loop.steps": steps, **float32}
     settings = load_train_settings(
         config=Path("demo_lora"),

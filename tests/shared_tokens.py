@@ -11,9 +11,9 @@ from torch import Tensor
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.attention.sdpa import sdpa
-from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
+from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.sequence import sequence_attention
-from opensora_cli.parallel.shares import SequenceLengths, span
+from opensora_cli.parallel.shares import MeshShape, SequenceLengths, span
 
 
 def mesh_of(*, ring: int = 1, ulysses: int = 1, tensor: int = 1, device_type: str = "cpu") -> ParallelMesh:

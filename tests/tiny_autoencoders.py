@@ -6,13 +6,12 @@ import torch
 from torch import Tensor
 
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.data.batches import ClipBatch
+from opensora_cli.data.batches import ClipBatch, SampledBatches, SampleRng
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives.discriminator import PatchAdversary
 from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance
 from opensora_cli.engine.train.objectives.reconstruction import VAETask
-from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
 from opensora_cli.engine.train.trainer import Clock, Trainer
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
@@ -113,7 +112,7 @@ def clip_batch(number: int, *, num_frames: int, count: int = 2, size: int = 16) 
     )
 
 
-def mixed_batches(kind: str, *, rank: int = 0, ranks: int = 1) -> SampledBatches[ClipBatch]:
+def mixed_batches(kind: str, *, rank: int = 0, ranks: int = 1) -> SampledBatches:
     """Return endless micro-batches for that kind of autoencoder: two of clips, one of pictures, and so on."""
 
     def draw(_: SampleRng, number: int) -> ClipBatch:
@@ -124,13 +123,13 @@ def mixed_batches(kind: str, *, rank: int = 0, ranks: int = 1) -> SampledBatches
 
 def vae_trainer(
     task: VAETask,
-    batches: SampledBatches[ClipBatch],
+    batches: SampledBatches,
     *,
     steps: int,
     micro_batches: int = 1,
     optimizer: OptimizerSettings = OPTIMIZER,
     distribution: Distribution | None = None,
-) -> Trainer[ClipBatch]:
+) -> Trainer:
     """Return what trains the task in float32 with AdamW."""
     device = torch.device("cpu")
     return Trainer(

@@ -1,7 +1,6 @@
 """A small transformer trained by each strategy: a plain loop over a distribution, and what it holds and sends."""
 
 from dataclasses import dataclass, field
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -10,12 +9,9 @@ from torch import Tensor
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.bench_comm.counting import counted_bytes
-from opensora_cli.engine.encode.loading import ClipBatches
+from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.build import build_task
-from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.parallelize import local
-from opensora_cli.engine.train.precision import autocast
-from opensora_cli.engine.train.ranks import open_distribution
+from opensora_cli.engine.train.distribution import Distribution, local, open_distribution
 from opensora_cli.engine.train.trainer import Clock, Trainer
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.devices import Strategy, TrainParallelSettings
@@ -62,12 +58,12 @@ class Case:
         )
 
 
-def open_trainer(settings: TrainSettings, distribution: Distribution) -> Trainer[Any]:
+def open_trainer(settings: TrainSettings, distribution: Distribution) -> Trainer:
     """Return the trainer of a run, as `osora train` builds it."""
     reporter = SilentReporter()
     return Trainer(
         build_task(settings, distribution=distribution, reporter=reporter),
-        ClipBatches(settings, data_rank=distribution.data_rank, data_ranks=distribution.data_ranks, reporter=reporter),
+        open_batches(settings, data_rank=distribution.data_rank, data_ranks=distribution.data_ranks, reporter=reporter),
         loop=settings.loop,
         optimizer=settings.optimizer,
         compute=settings.precision.compute,
@@ -119,7 +115,7 @@ class Run:
             given = {name: value.to(self.distribution.device) for name, value in given.items()}
             latents = given.pop("packed_latents_BND")
             with self.distribution.accumulating(last=number == own[-1]):
-                with autocast(self.compute, self.distribution.device):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.compute is Compute.BF16):
                     loss = (self.forward(latents, **given).float() - target.to(latents.device)).square().mean()
                 (loss / len(own)).backward()
             loss_of_rank += loss.item() / len(own)

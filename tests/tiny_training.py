@@ -4,6 +4,7 @@ import signal
 from pathlib import Path
 
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.engine.train.rank_memory import RankMemory
 from opensora_cli.settings.train import TrainSettings
 
 WIDTH = 16
@@ -103,3 +104,9 @@ class StopAfter(SilentReporter):
         self._left -= amount
         if self._left == 0:
             signal.raise_signal(signal.SIGINT)
+
+
+def rank_memory(num_bytes: int = 0) -> RankMemory:
+    """Return the estimate of a rank, which takes seconds to make, with the same size of every kind."""
+    kinds = ("weights", "gradients", "moments", "ema", "frozen", "activations", "buffers", "peak", "device_peak")
+    return RankMemory(mapped_bytes=0, **{f"{kind}_bytes": num_bytes for kind in kinds})

@@ -3,15 +3,14 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.data.batches import SampledBatches, SampleRng
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
-from opensora_cli.engine.train.trainer import Clock, StepReport, Trainer
+from opensora_cli.engine.train.trainer import Clock, StepReport, Task, Trainer
 from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
 
 ADAMW = OptimizerSettings(warmup_steps=2, decay_steps=2)
@@ -63,7 +62,7 @@ class ToyAdversary:
         return self.forward(self._task.answer).square().mean(), {"opposed": 1.0}
 
 
-class ToyTask:
+class ToyTask(Task):
     """Learns the sum of its inputs, with a new phase at step 2.
 
     Args:
@@ -72,9 +71,7 @@ class ToyTask:
     """
 
     def __init__(self, *, not_finite: tuple[int, ...] = (), steep: tuple[int, ...] = ()) -> None:
-        self.module = ToyModule()
-        self.forward: Any = self.module
-        self.adversary: ToyAdversary | None = None
+        super().__init__(ToyModule())
         self.asked: list[int] = []
         self.sampled: list[float] = []
         self.step = -1
@@ -104,9 +101,6 @@ class ToyTask:
 
     def tokens(self, batch: ToyBatch) -> int:
         return 10 * len(batch.x_BC)
-
-    def samples(self, batch: ToyBatch) -> int:
-        return len(batch.x_BC)
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         torch.save(dict(weights), folder / "exported.pt")
@@ -139,7 +133,7 @@ def toy_trainer(
     reporter: SilentReporter | None = None,
     on_step: Callable[[StepReport], object] = lambda report: None,
     **loop: object,
-) -> Trainer[ToyBatch]:
+) -> Trainer:
     """Return a trainer of the toy, for six steps unless `loop` says otherwise."""
     settings = LoopSettings.model_validate({"steps": 6, "ema_decay": 0.9, **loop})
     distribution = distribution or Distribution(torch.device("cpu"))

@@ -29,9 +29,9 @@ from demo_world.scenes import (
     render_scene,
     sample_scene,
 )
+from opensora_cli.core.device import multiplies_bf16
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.files import atomic_path
-from opensora_cli.engine.train.precision import multiplies_bf16
 
 Clips = NDArray[np.uint8]
 """(N, T, H, W, 3), RGB."""

@@ -24,6 +24,7 @@ from opensora_cli.core.exceptions import OsoraError, RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter, StageProgress
 from opensora_cli.engine.generate import run as engine
 from opensora_cli.engine.generate.models import LoadedModels
+from opensora_cli.engine.show import continued
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.flags import FLAGS, Flags, given_flags
 from opensora_cli.settings.generate import GenerateSettings
@@ -36,7 +37,7 @@ _NOT_IN_A_CALL = (
     ("model", "is chosen once for all calls", "make a Pipeline(model) for each"),
     ("save_picture", "keeps a picture beside the file of its video", "make it with num_frames=1, and give it with ref"),
     ("num_samples", "is 1 in Python", "call once for each seed: sample i takes seed + i"),
-    ("resume", "continues a run of the command line", "use osora generate --resume FILE"),
+    ("resume", "continues a run of the command line", "use osora generate --from FILE"),
     ("save_state_every", "is for runs of the command line", "use osora generate --save-state-every N"),
     ("preview_every", "is for runs of the command line", "use osora generate --preview-every N"),
 )
@@ -118,7 +119,8 @@ class Pipeline(AbstractContextManager["Pipeline"]):
 
         Args:
             prompt: description of the video; settings may have it already.
-            from_: sidecar of an earlier video, to make it again. Weights and adapters must be given again.
+            from_: result, sidecar or finished latents of an earlier run, to make its video again. Weights and adapters
+                must be given again.
             set: settings by key, for settings without an option.
             flags: the other options.
 
@@ -132,9 +134,8 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         """
         with _python_errors():
             given = self._layer(flags, set) | ({} if prompt is None else {"prompt": Given(prompt, "prompt")})
-            request = generate_request(
-                given, below=self._given, sidecar=None if from_ is None else Path(from_), config=self._config
-            )
+            sidecar = None if from_ is None else continued(Path(from_), given)
+            request = generate_request(given, below=self._given, sidecar=sidecar, config=self._config)
             with self._turn:
                 return Video(*engine.hold_from_request(request, self._models, reporter=self._reporter))
 

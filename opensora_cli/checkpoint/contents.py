@@ -1,11 +1,12 @@
-"""Record of an opened checkpoint."""
+"""Record of an opened checkpoint, and the choice of one of its sets of weights."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.weight_choices import Format, Selection
 
 if TYPE_CHECKING:  # it needs torch, whose import would delay the refusal of a wrong request
@@ -32,6 +33,18 @@ def shard_of(name: str) -> tuple[str, int, int] | None:
     if match is None or int(match[3]) < 2:
         return None
     return f"{match[1]}{match[4]}.index.json", int(match[2]), int(match[3])
+
+
+def choose(select: Selection | None, selections: Sequence[Selection], *, path: Path) -> Selection | None:
+    """Return the selected weights, or the first ones; None if there is no choice.
+
+    Raises:
+        RequestError: the selected weights are missing.
+    """
+    if select is not None and select not in (selections or (Selection.MODEL,)):
+        there = ", ".join(selections) or "only one set of weights"
+        raise RequestError(f"{path} has no {select} weights: it has {there}", hint="choose with --select")
+    return (select or selections[0]) if selections else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.checkpoint.contents import Checkpoint
-from opensora_cli.checkpoint.fp8 import dequantize
+from opensora_cli.checkpoint.fp8 import FP8_DTYPES, dequantize
 from opensora_cli.checkpoint.lazy import Extent, LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.dtypes import ROTARY_METADATA
@@ -51,7 +51,7 @@ def plan_tensors(
 
     `dtype` and `convert` are its arguments. Raises CheckpointError for a file that is missing or broken.
     """
-    tensors = OpenTensors(dequantize(_without_wrappers(open_checkpoint(Path(path)).entries), dtype), meta=True)
+    tensors = OpenTensors(_weights(open_checkpoint(Path(path)), dtype), meta=True)
     return tuple(
         PlannedTensor(key, tensor.numel(), tensor.dtype, tensors.is_view(tensor))
         for key, tensor in (convert or _as_is)(tensors)
@@ -187,7 +187,7 @@ def fill_module(
             f"{checkpoint.path} has interleaved rotary pairs, which its names don't imply",
             hint="osora ckpt convert --rotary half converts them to the order that models expect",
         )
-    entries = dequantize(_without_wrappers(checkpoint.entries), torch.get_default_dtype())
+    entries = _weights(checkpoint, torch.get_default_dtype())
     expected = module.state_dict()
     shapes = {key: tuple(entry.shape) for key, entry in entries.items()}
     problems = differences(shapes, {key: tuple(tensor.shape) for key, tensor in expected.items()})
@@ -221,7 +221,7 @@ def _read(
     tensors of a module follow one another.
     """
     expected = module.state_dict()
-    entries = dequantize(_without_wrappers(open_checkpoint(Path(path)).entries), dtype)
+    entries = _weights(open_checkpoint(Path(path)), dtype)
     if in_order:
         entries = dict(sorted(entries.items(), key=lambda named: _NUMBER.sub(_padded, named[0])))
     read = convert or _as_is
@@ -236,6 +236,13 @@ def _read(
         raise CheckpointError(f"{path} does not fit the model: {'; '.join(problems)}")
     mapped = OpenTensors(entries)
     return read(mapped), {key: tensor for key, tensor in expected.items() if key not in found}, mapped
+
+
+def _weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Mapping[str, LazyTensor]:
+    """Return the weights without prefixes of wrappers; 8-bit weights are multiplied by their scales, in `dtype`."""
+    entries = _without_wrappers(checkpoint.entries)
+    has_8_bits = any(entry.dtype in FP8_DTYPES for entry in entries.values())
+    return dequantize(entries, dtype) if has_8_bits else entries
 
 
 def _without_wrappers(entries: Mapping[str, LazyTensor]) -> Mapping[str, LazyTensor]:

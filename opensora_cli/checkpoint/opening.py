@@ -5,7 +5,15 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from opensora_cli.checkpoint.contents import DCP_METADATA, DCP_SUFFIX, PICKLE_MAGIC, TORCH_MAGIC, Checkpoint, shard_of
+from opensora_cli.checkpoint.contents import (
+    DCP_METADATA,
+    DCP_SUFFIX,
+    PICKLE_MAGIC,
+    TORCH_MAGIC,
+    Checkpoint,
+    choose,
+    shard_of,
+)
 from opensora_cli.checkpoint.formats.colossal import (
     SETTINGS_FILE,
     all_epoch_folders,
@@ -16,8 +24,6 @@ from opensora_cli.checkpoint.formats.colossal import (
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.readable import reading, reading_file, refuse_outside, visible_files
-from opensora_cli.checkpoint.shards import open_shards, read_index
-from opensora_cli.checkpoint.state_dicts import choose
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.weight_choices import Format, Selection
@@ -112,6 +118,8 @@ def _open_file(path: Path, select: Selection | None) -> Checkpoint:
     if kind is not Format.SAFETENSORS_SHARDS:
         entries, metadata = _open_shard(path)
         return Checkpoint(format=Format.SAFETENSORS, path=path, entries=entries, metadata=metadata, files=(path,))
+    from opensora_cli.checkpoint.shards import open_shards, read_index
+
     index = read_index(path)
     entries, metadata, files = open_shards(index, open_shard=_open_shard)
     is_torch = any(_sniff(shard) is Format.TORCH for shard in files[1:])

@@ -1,11 +1,12 @@
 """Search for the weights in the nested dictionaries that a training saved, which hold more than weights."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.checkpoint.contents import choose
+from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.strict_json import shown
 from opensora_cli.core.weight_choices import Selection
 
@@ -62,18 +63,6 @@ def find_weights(tree: Any, leaf: type[LeafT], *, path: Path, select: Selection 
     if not leaves and chosen != {}:
         raise CheckpointError(f"{path} holds no tensors")
     return Weights(leaves, selection, selections, _scalars(tree))
-
-
-def choose(select: Selection | None, selections: Sequence[Selection], *, path: Path) -> Selection | None:
-    """Return the selected weights, or the first ones; None if there is no choice.
-
-    Raises:
-        RequestError: the selected weights are missing.
-    """
-    if select is not None and select not in (selections or (Selection.MODEL,)):
-        there = ", ".join(selections) or "only one set of weights"
-        raise RequestError(f"{path} has no {select} weights: it has {there}", hint="choose with --select")
-    return (select or selections[0]) if selections else None
 
 
 # A file can replace the methods of a dictionary by attributes, so methods are taken from the class.

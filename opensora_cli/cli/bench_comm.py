@@ -68,7 +68,7 @@ _ROWS = {
     "--scaling": Option("scaling", help="Also time steps of sampling and training at 1, 2, 4 .. ranks."),
     "--gpus": Option("parallel.gpus", MACHINE, "GPUs, or processes on a CPU.", default="all GPUs, or 2 processes"),
     "--devices": options.DEVICES,
-    "--device": Option("device", MACHINE, "auto is cuda if there are GPUs."),
+    "--device": Option("device", MACHINE, "auto means GPUs if there are any.", "DEVICE"),
     "--min-bytes": Option("min_bytes", _SIZES, "Smallest size.", "SIZE"),
     "--max-bytes": Option("max_bytes", _SIZES, "Largest size.", "SIZE", default="1GiB on GPUs, 4MiB on CPUs"),
     "--iters": Option("iters", _SIZES),

@@ -7,21 +7,20 @@ from opensora_cli.api.request import generate_request
 from opensora_cli.cli import generate
 from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import make_command
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.ranks import find_context
 from opensora_cli.settings.bench_generate import (
-    BenchGenerateSettings,
     benched_request,
     read_tries,
     refuse_unfit,
     tried_settings,
 )
-from opensora_cli.settings.explain import Given
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.layers import Layer, validate
+from opensora_cli.settings.layers import Layer
 
 _COMPARED = "Compared settings"
-_OWN = ("--repeats", "--plot", "--overwrite")
+_MOST_REPEATS = 1000
 
 
 def bench_generate(given: Layer, call: Call) -> None:
@@ -34,15 +33,16 @@ def bench_generate(given: Layer, call: Call) -> None:
 
       osora bench-generate
 
-      osora bench-generate "raining, sea" --try euler-15 --try ab2-15 --plot a.png
+      osora bench-generate "raining, sea" --try euler-15 --try ab2-15
 
       osora bench-generate --try sampling.guidance_interval=0.2,0.9
     """
     from opensora_cli.engine.generate.request import refuse_early, resolve
 
     tries = read_tries(call.value("--try", list) or [])
-    own = {label.removeprefix("--"): Given(call.given[label], label) for label in _OWN if label in call.given}
-    settings = validate(BenchGenerateSettings, own)
+    repeats = call.value("--repeats", int)
+    if repeats is not None and not 1 <= repeats <= _MOST_REPEATS:
+        raise RequestError(f"--repeats {repeats} must be from 1 to {_MOST_REPEATS}")
     sidecar = call.value("--from", Path)
     request = benched_request(
         generate_request(given, assignments=call.assignments, sidecar=sidecar, config=call.config)
@@ -57,8 +57,8 @@ def bench_generate(given: Layer, call: Call) -> None:
     with call.loading():
         from opensora_cli.engine.bench_generate.run import bench_generate as compare
 
-    flags = call.again("--try", *_OWN)
-    report = compare(exact, tries, options=settings, reporter=call.reporter, context=context, rank_flags=flags)
+    flags = call.again("--try", "--repeats")
+    report = compare(exact, tries, repeats=repeats or 1, reporter=call.reporter, context=context, rank_flags=flags)
     call.show(report, context=context)
 
 
@@ -77,8 +77,6 @@ _ROWS = {
         default="the standard set",
     ),
     "--repeats": Option("", _COMPARED, "Timed runs of each setting, for mean and deviation.", "N", int, default="1"),
-    "--plot": Option("", _COMPARED, "Write a chart of PSNR over evaluations: .png, .svg or .pdf.", "FILE", str),
-    "--overwrite": Option(panel=_COMPARED, kind=bool, help="Replace an existing chart."),
     **{label: generate.ROWS[label]._replace(is_common=False) for label in _SHARED},
 }
 COMMAND = make_command("bench-generate", bench_generate, _ROWS, settings=GenerateSettings, layered=True, on_ranks=True)

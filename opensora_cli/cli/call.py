@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+VERBOSE = "--verbose"
 _LIBRARY_PREFIXES = ("TORCH", "PYTORCH", "HF_", "HUGGINGFACE_", "TRANSFORMERS_")
 """Prefixes of the variables that libraries read while they are imported."""
 
@@ -36,6 +37,8 @@ class Call:
     """Values of the given options and arguments by their typed form, `--steps` or `PROMPT`."""
     on_ranks: bool = False
     """Whether the ranks of a job run the command together."""
+    is_brief: bool = False
+    """Whether details are shown with --verbose alone."""
 
     def value(self, label: str, kind: type[T]) -> T | None:
         """Return the value of an option without a setting; None if it was not given."""
@@ -62,7 +65,8 @@ class Call:
     def reporter(self) -> Reporter:
         """Shows progress and messages. Of ranks that run the command together only the first does."""
         context = output.rank_context() if self.on_ranks else None
-        return output.make_reporter(quiet="--quiet" in self.given or not (context is None or context.is_main))
+        is_quiet = "--quiet" in self.given or not (context is None or context.is_main)
+        return output.make_reporter(quiet=is_quiet, is_brief=self.is_brief and VERBOSE not in self.given)
 
     @contextmanager
     def loading(self) -> Iterator[None]:
@@ -85,9 +89,9 @@ class Call:
         result.raise_for_problems()
 
     def again(self, *labels: str) -> list[str]:
-        """Return the options of `labels`, --json and --quiet that were given, as words of a rank's command line."""
+        """Return the given options of `labels` and those of printing, as words of a rank's command line."""
         words: list[str] = []
-        for label in (*labels, "--json", "--quiet"):
+        for label in (*labels, "--json", "--quiet", VERBOSE):
             match self.given.get(label):
                 case None:
                     continue

@@ -12,7 +12,7 @@ import typer
 from pydantic import BeforeValidator
 from typer.core import TyperCommand
 
-from opensora_cli.cli.call import Call
+from opensora_cli.cli.call import VERBOSE, Call
 from opensora_cli.cli.errors import interruptible
 from opensora_cli.cli.group import HELP, hide_types, unwrapped
 from opensora_cli.cli.options import PRINTED
@@ -111,7 +111,7 @@ def make_command(
             words = (*ctx.command_path.split()[1:], *ctx.meta[_WORDS])
             run(
                 layer if layered or settings is None else validate(settings, layer),
-                Call(words, given, on_ranks=on_ranks),
+                Call(words, given, on_ranks=on_ranks, is_brief=VERBOSE in rows),
             )
 
     context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)

@@ -5,7 +5,7 @@ from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import make_command
 from opensora_cli.cli.group import make_group
 from opensora_cli.core.files import require_there
-from opensora_cli.engine.data.early import refuse_early
+from opensora_cli.engine.encode.inputs import require_cache_inputs
 from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettings, ShardSettings
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.flags import Option
@@ -18,8 +18,8 @@ _TABLE = Option("table")
 def scan(settings: ScanSettings, call: Call) -> None:
     """Make the table that training reads, of a folder and all folders in it.
 
-    The caption of clip.mp4 is in clip.txt, or in clip.json under text, caption or prompt. A second scan reads only new,
-    changed and broken files. Broken files are listed and skipped, and the exit code is 5.
+    The caption of clip.mp4 is in clip.txt, or in clip.json under text, caption or prompt. Broken files are listed and
+    skipped, and the exit code is 5.
 
     Examples:
 
@@ -85,7 +85,7 @@ def cache(given: Layer, call: Call) -> None:
       osora data cache --config stage1 --table clips.csv -o clips_cache
     """
     settings = train.load_settings(given, call)
-    refuse_early(settings)
+    require_cache_inputs(settings)
     with call.loading():
         from opensora_cli.engine.data.cache import cache_clips
 

@@ -1,37 +1,29 @@
 """`osora generate`: from a prompt to a video."""
 
 import os
-import shlex
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from opensora_cli.api.request import generate_request
 from opensora_cli.cli import options
-from opensora_cli.cli.call import Call
+from opensora_cli.cli.call import VERBOSE, Call
 from opensora_cli.cli.command import make_command
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.formatting import duration
 from opensora_cli.core.ranks import RankContext, find_context
 from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.flags import FLAGS, MACHINE, OUTPUT, PROMPT, REFERENCE, SAMPLING, VIDEO, Option, option_of
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.load import GenerateRequest, load_preset
+from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, load_preset
 
+_FROM = ("--from", "--resume", "--from-latents")
 _PANELS = ("", PROMPT, VIDEO, REFERENCE, SAMPLING, MACHINE, OUTPUT)
-_TAKEN_BY = {
-    **dict.fromkeys((".csv", ".jsonl", ".parquet", ".txt"), "--prompts"),
-    **dict.fromkeys((".yaml", ".yml", ".py"), "--config"),
-    ".json": "--from",
-    ".latents.safetensors": "--from",
-    ".safetensors": "--lora",
-}
-"""Options for files, by the ending of their names; those with another ending are pictures and videos."""
-_NO_FILES = ("", ".md", ".tsv")
-"""Endings of files that no option takes."""
 
 
 def generate(given: dict[str, Given], call: Call) -> None:
@@ -43,6 +35,8 @@ def generate(given: dict[str, Given], call: Call) -> None:
 
       osora generate "the boat turns around" --ref boat.png --out boat.mp4
 
+      osora generate "the boat turns around" --continue boat.mp4
+
       osora generate --from samples/raining-sea_seed42.mp4 --seed 7
     """
     if "--list-presets" in call.given:
@@ -50,21 +44,18 @@ def generate(given: dict[str, Given], call: Call) -> None:
 
         call.show(describe_presets())
         return
-    prompts = {label: call.value(label, str) for label in ("PROMPT", "--prompt-text") if label in call.given}
-    if len(prompts) > 1:
-        raise RequestError(f"the prompt is given twice: drop {prompts['PROMPT']!r}, or --prompt-text")
-    if (prompt := prompts.get("PROMPT")) is not None:
-        _refuse_path(prompt)
-    for label, text in prompts.items():
-        given["prompt"] = Given(text, label)
     sidecar = None
-    if (file := call.value("--from", Path)) is not None:
+    file = next((call.value(label, Path) for label in _FROM if label in call.given), None)
+    if file is not None:
         from opensora_cli.engine.show import continued
 
         sidecar = continued(file, given)
         if sidecar is None and not {"resume", "from_latents"} & given.keys():
             call.reporter.note(f"{file} has no sidecar: it gives its prompt and seed alone")
     _refuse_combinations(call, given)
+    if (clip := call.value("--continue", Path)) is not None:
+        given["condition.references"] = Given(str(clip), "--continue")
+        given["condition.continued"] = Given(0, "--continue")
     if "--explore" in call.given:
         given["output.explore"] = Given(True, "--explore")
         given["sampling.num_samples"] = Given(call.given["--explore"], "--explore")
@@ -72,6 +63,8 @@ def generate(given: dict[str, Given], call: Call) -> None:
     request = generate_request(
         given, assignments=call.assignments, sidecar=sidecar, config=call.config, on=call.value("--on", str)
     )
+    if request.on is not None and request.find("prompt") is None:
+        request = replace(request, overrides={**request.overrides, "prompt": Given(ANY_PROMPT, "--on")})
     context, dry_run = find_context(os.environ), "--dry-run" in call.given
     result: Document | None
     if (table := call.value("--prompts", Path)) is not None:
@@ -92,30 +85,12 @@ def generate(given: dict[str, Given], call: Call) -> None:
             with call.loading():
                 from opensora_cli.engine.generate import run
 
-            result = run.generate(settings, reporter=call.reporter, context=context, rank_flags=call.again())
+            started = time.monotonic()
+            made = result = run.generate(settings, reporter=call.reporter, context=context, rank_flags=call.again())
+            for video in () if made is None else made.videos:
+                if not video.made_before:
+                    call.reporter.note(f"saved {video.path} ({duration(time.monotonic() - started)})")
         call.show(result, context=context)
-
-
-def _refuse_path(prompt: str) -> None:
-    """Refuse a file or folder as the prompt, and name the option that takes it.
-
-    A plain word is a prompt, even if a folder has that name: only a text with a separator, or `.` or `..`, is a path.
-    """
-    path, quoted = Path(prompt), shlex.quote(prompt)
-    try:
-        is_folder = path.is_dir() and (prompt in (".", "..") or "/" in prompt or os.sep in prompt)
-        if not is_folder and not path.is_file():
-            return
-    except (OSError, ValueError):  # too long for a name, or a null in it
-        return
-    option = next((option for ending, option in _TAKEN_BY.items() if prompt.lower().endswith(ending)), "--ref")
-    hint = f"give the file with {option} {quoted}"
-    if is_folder or path.suffix.lower() in _NO_FILES:
-        hint = "give the words themselves, in quotes"
-    raise RequestError(
-        f"{prompt} is a {'folder' if is_folder else 'file'}, and no prompt",
-        hint=f"{hint}; --prompt-text {quoted} insists",
-    )
 
 
 def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:
@@ -124,13 +99,14 @@ def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:
     call.require("--dry-run", beside="--on")
     call.require("--explore-steps", beside="--explore")
     call.require("--explore", beside="--explore-steps")
-    latents = {key: given[key].source for key in ("from_latents", "resume") if key in given}
+    latents = _FROM if {"from_latents", "resume"} & given.keys() else ()
     for option, others in (
         ("--explore", ("--prompts", "--stop-at", "--num-samples")),
-        ("--prompts", ("PROMPT", "--prompt-text", "--on")),
+        ("--prompts", ("PROMPT",)),
+        ("--continue", ("--ref", "--t2i2v", "--width", "--height", "--res", "--aspect-ratio", "--fps", "--ref-fps")),
     ):
         if option in call.given:
-            call.refuse((*others, *latents.values()), beside=option)
+            call.refuse((*others, *latents), beside=option)
 
 
 def _make_rows(
@@ -182,18 +158,27 @@ _OWN_ROWS = {
     ),
     "--set": options.set_row("Set any setting, as in sampling.flow_shift=3."),
     "--from": Option(kind=Path, metavar="FILE", help="Continue a result or its latents.", is_common=True),
+    **dict.fromkeys(_FROM[1:], Option(kind=Path, metavar="FILE", help="Other name of --from.")),
+    VERBOSE: Option("", OUTPUT, "Show every stage, and how the video is made on this machine.", "", bool, short="-v"),
     "--list-presets": Option(kind=bool, help="List the presets, as osora presets does."),
     "--dry-run": Option(kind=bool, help="Print the plan and whether it fits.", is_common=True),
     "--on": options.ON,
-    "--prompt-text": Option(panel=PROMPT, kind=str, metavar="TEXT", help="Prompt that is the name of a file."),
     "--prompts": Option("", PROMPT, "Make each row of a .txt, .csv, .jsonl or .parquet.", "FILE", Path, is_common=True),
     "--shard": Option("", PROMPT, "Make every N-th row of --prompts, from number I on.", "I/N", str),
+    "--continue": Option(
+        "",
+        REFERENCE,
+        "Continue a video at its size and rate.",
+        "FILE",
+        Path,
+        is_common=True,
+    ),
     "--explore": Option("", SAMPLING, "Start K seeds and write a sheet of previews; --from finishes one.", "K", int),
     "--explore-steps": Option(panel=SAMPLING, kind=int, metavar="N", help="Steps of each seed of --explore."),
 }
-_ALL_ROWS = {**_OWN_ROWS, **{option_of(name): row for name, row in FLAGS.items()}}
+_ALL_ROWS = {**_OWN_ROWS, **{option_of(name): row for name, row in FLAGS.items() if row.key != "from_latents"}}
 ROWS = {
-    "PROMPT": Option(help="What the video shows."),
+    "PROMPT": Option("prompt", help="What the video shows."),
     **{label: row for panel in _PANELS for label, row in _ALL_ROWS.items() if row.panel == panel},
 }
 COMMAND = make_command(

@@ -5,7 +5,9 @@ import os
 from opensora_cli.cli import options
 from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import make_command
+from opensora_cli.core import device_names
 from opensora_cli.settings.flags import Option
+from opensora_cli.settings.hardware import read_machine
 from opensora_cli.settings.tools import MemProfileSettings, profiled_settings
 
 _FILES = "Files"
@@ -24,20 +26,25 @@ def mem_profile(settings: MemProfileSettings, call: Call) -> None:
 
       osora mem-profile --config 768px --json
 
-      osora mem-profile --config stage1 --gpus 8
+      osora mem-profile --config stage1 --on 8xH100
     """
+    name = call.value("--on", str)
+    machine = None if name is None else read_machine(name)
+    if machine is not None:
+        call.refuse(("--device", "--compare", "--adaptive-batch", "--snapshot"), beside="--on, which measures nothing")
     what = profiled_settings(
         call.config,
         assignments=call.assignments,
         device=call.value("--device", str),
         gpus=call.value("--gpus", int),
+        on=machine,
         environment=os.environ,
         report=call.reporter.note,
     )
     with call.loading():
         from opensora_cli.engine.mem_profile.profile import mem_profile as profile
 
-    call.show(profile(what, settings, reporter=call.reporter))
+    call.show(profile(what, settings, reporter=call.reporter, on=machine))
 
 
 _ROWS = {
@@ -48,8 +55,9 @@ _ROWS = {
         "generate",
     ),
     "--set": options.set_row("Any setting of what is profiled."),
-    "--device": Option(kind=str, metavar="DEVICE", help="auto, cpu, cuda or cuda:N.", default="auto"),
+    "--device": Option(kind=str, metavar="DEVICE", help=device_names.HELP, default="auto"),
     "--gpus": Option(kind=int, metavar="N", help="Predict for each of N devices of any machine; measure nothing."),
+    "--on": options.ON._replace(help="Predict for other GPUs, as in 8xH100 or 12GiB; measure nothing."),
     "--compare": Option("compare", help="Measure techniques that save memory, one by one, and attention backends."),
     "--runs": Option("runs", help="Timed runs after the measured one, by stage and block; 0 for none.", kind=int),
     "--adaptive-batch": Option("adaptive_batch"),

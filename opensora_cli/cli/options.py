@@ -8,13 +8,13 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from opensora_cli.core import device_names
 from opensora_cli.settings.flags import MACHINE, OUTPUT, Option
 
 _SETTINGS_FILES = (".json", ".py", ".yaml", ".yml")
 
 RENAMED = {
     "save_dir": "--out",
-    "prompt": "--prompt-text",
     "cond_type": "--cond",
     "offload_model": "--offload",
     "resolution": "--res",
@@ -30,8 +30,12 @@ RENAMED = {
 }
 """Options that have another name in the reference implementation's scripts, by the last part of that name."""
 
-REPLACED = {"--profile": "osora bench-generate", "--profile-runs": "osora bench-generate --repeats N"}
-"""Options of earlier versions, and the command that took their place."""
+REPLACED = {
+    "--profile": "osora bench-generate",
+    "--profile-runs": "osora bench-generate --repeats N",
+    **dict.fromkeys(("--prompt", "--prompt-text"), 'the text alone, as in osora generate "raining, sea"'),
+}
+"""Options of earlier versions and of the reference, and what took their place."""
 
 
 def completed_settings(*kinds: str) -> Callable[[str], list[str]]:
@@ -62,7 +66,7 @@ def set_row(about: str) -> Option:
 def device_rows(prefix: str = "") -> dict[str, Option]:
     """Return the rows of device and threads, whose keys begin with `prefix`."""
     return {
-        "--device": Option(f"{prefix}device", MACHINE, "auto, cpu, cuda or cuda:N.", "DEVICE"),
+        "--device": Option(f"{prefix}device", MACHINE, device_names.HELP, "DEVICE"),
         "--threads": Option(f"{prefix}threads", MACHINE, "CPU threads.", "N", default="by work and cores"),
     }
 
@@ -73,7 +77,5 @@ PRINTED = {
 }
 """Options of printing, which every command has."""
 
-ON = Option(
-    kind=str, metavar="NxGPU|FILE", help="With --dry-run: plan for other GPUs, as in 8xH100, and predict the time."
-)
+ON = Option(kind=str, metavar="NxGPU|SIZE|FILE", help="With --dry-run: plan for other GPUs, as in 8xH100 or 12GiB.")
 DEVICES = Option("parallel.devices", MACHINE, "GPUs to use, as in 0,2.", "LIST", str, default="the first ones")

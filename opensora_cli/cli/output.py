@@ -40,14 +40,14 @@ def rank_context() -> RankContext | None:
         return None
 
 
-def make_reporter(*, quiet: bool) -> Reporter:
+def make_reporter(*, quiet: bool, is_brief: bool = False) -> Reporter:
     """Return a reporter with bars on a terminal, and with a few plain lines elsewhere; a silent one if `quiet`."""
     # Python has no stderr if the shell closed it (2>&-).
     if quiet or sys.stderr is None:
         return SilentReporter()
     from opensora_cli.core.console import ConsoleReporter
 
-    return ConsoleReporter(has_bars=sys.stderr.isatty())
+    return ConsoleReporter(has_bars=sys.stderr.isatty(), is_brief=is_brief)
 
 
 def print_result(result: "Document", *, as_json: bool) -> None:

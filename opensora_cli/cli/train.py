@@ -10,7 +10,7 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.ranks import find_context
 from opensora_cli.engine.encode.inputs import require_tables
 from opensora_cli.engine.listings import describe_recipes
-from opensora_cli.engine.train.early import Resume, refuse_early, warn_of_missing_inputs
+from opensora_cli.engine.train.early import Resume, check_output, refuse_early, warn_of_missing_inputs
 from opensora_cli.settings.flags import MACHINE, Option
 from opensora_cli.settings.hardware import PlannedMachine, read_machine
 from opensora_cli.settings.layers import Layer, collect_overrides
@@ -24,9 +24,9 @@ def train(given: Layer, call: Call) -> None:
 
     Examples:
 
-      osora train --config configs/train/demo_lora.yaml
+      osora train --config demo_lora
 
-      osora train --config configs/train/demo_lora.yaml --resume
+      osora train --config demo_lora --resume
 
       osora train --list
 
@@ -97,7 +97,9 @@ def _run(given: Layer, call: Call) -> None:
     settings = load_settings(given, call, machine=machine)
     resumes = "--resume" in call.given or folder is not None
     resume = Resume(folder=folder, allow_older=allow_older) if resumes else None
-    if not dry_run:
+    if dry_run:
+        check_output(settings, resume=resume, overwrite=overwrite)
+    else:
         refuse_early(settings, resume=resume, overwrite=overwrite)
     context = find_context(os.environ)
     with call.loading():

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opensora_cli.core.device import synchronize
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.parallel.collectives import (
     Group,
@@ -36,10 +37,10 @@ class BandwidthMonitor:
     @contextmanager
     def measure(self, group: dist.ProcessGroup, nbytes: int, *, device: torch.device) -> Iterator[None]:
         """Measure the context as one collective of `group` that moves `nbytes` of this rank."""
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         yield
-        _synchronize(device)
+        synchronize(device)
         self.record(group, nbytes, time.perf_counter() - start)
 
     def record(self, group: dist.ProcessGroup, nbytes: int, seconds: float) -> None:
@@ -212,8 +213,3 @@ def _result(tensor: Tensor, comm_type: str, group: Group) -> tuple[torch.Size, i
             raise ValueError(f"{shape[_SCATTER]} along dimension {_SCATTER} are not {ranks} equal shares")
         shape[_SCATTER] //= ranks
     return torch.Size(shape), gather, ranks
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -2,66 +2,78 @@
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from opensora_cli.core.private_memory import read_private_memory
+from opensora_cli.core.device import (
+    free_and_total_bytes,
+    has_gpu,
+    has_peaks,
+    peak_allocated_bytes,
+    pick_device,
+    reset_peaks,
+)
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.memory import activations, checkpointing
-from opensora_cli.memory.activations import OffloadedActivation
-from opensora_cli.memory.checkpointing import GradCheckpoint
-from opensora_cli.memory.checkpointing import auto_grad_checkpoint as auto_grad_checkpoint
+from opensora_cli.memory import checkpointing
+from opensora_cli.memory.checkpointing import GradCheckpoint, run_checkpointed
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.streaming import stream_model
 
 
-class ActivationManager(activations.ActivationManager):
+class ActivationManager:
     """Stack of tensors in host memory. Without a buffer, `offload`, `onload` and `offloading` have no effect."""
 
     # Whether there is a buffer, its number of elements, and the flat buffer.
     enable, total_size = False, 0
     buffer: Tensor | None = None
 
-    def setup_buffer(self, numel: int, dtype: torch.dtype, *, device: str = "cpu") -> None:
-        """Allocate a buffer of `numel` elements, which replaces an earlier one."""
-        super().setup_buffer(numel, dtype, device=device)
-        assert self._stack is not None
-        self.enable, self.buffer, self.total_size = True, self._stack.elements, numel
+    def __init__(self) -> None:
+        self._slots: list[_Slot] = []
+        self._moved: list[tuple[Tensor, _Slot]] = []
+        self._ignored: Any = WeakTensorKeyDictionary()
+
+    def setup_buffer(self, numel: int, dtype: torch.dtype) -> None:
+        """Allocate a buffer of `numel` elements, which replaces an earlier one. Raises RuntimeError if that is used."""
+        if self.avail_offset:
+            raise RuntimeError("the activation buffer is in use: call setup_buffer after backward, or reset() before")
+        self.buffer = torch.empty(numel, dtype=dtype, pin_memory=has_gpu())
+        self.enable, self.total_size = True, numel
 
     @property
     def avail_offset(self) -> int:
         """Number of used elements of the buffer."""
-        return self._stack.used if self._stack else 0
+        while self._slots and self._slots[-1].is_free:
+            self._slots.pop()
+        return self._slots[-1].stop if self._slots else 0
 
-    def offload(self, x: Tensor) -> OffloadedActivation | None:  # type: ignore[override]
-        """Move the data of `x` to the buffer, in place. `onload` of `x` or of the returned handle moves it back."""
+    def offload(self, x: Tensor) -> Tensor | None:
+        """Move the data of `x` to the buffer, in place, and return `x`. `onload` moves it back.
+        Raises RuntimeError if the buffer is full or has another dtype.
+        """
         if not self.enable or x in self._ignored:
             return None
-        handle = super().offload(x)
-        if x.is_cuda:
-            torch.cuda.synchronize(x.device)
-        x.data = x.data if handle.host is None else handle.host
-        self._moved.append((x, handle))
-        return handle
+        slot = self._slot(x) if self._moves(x) else _Slot(self.avail_offset, x.detach())
+        x.data, self._moved = slot.host, [*self._moved, (x, slot)]
+        return x
 
-    def onload(self, x: Tensor | OffloadedActivation) -> Tensor | None:  # type: ignore[override]
+    def onload(self, x: Tensor) -> Tensor | None:
         """Move the last offloaded tensor back, and return it. Raises AssertionError for any other tensor."""
-        if not self.enable or (isinstance(x, Tensor) and x in self._ignored):
+        if not self.enable or x in self._ignored:
             return None
-        if not self._moved or not any(x is each for each in self._moved[-1]):
+        if not self.is_top_tensor(x):
             raise AssertionError("wrong order: onload first what was offloaded last")
-        tensor, handle = self._moved[-1]
-        tensor.data = super().onload(handle)
-        self._moved.pop()
-        return tensor
+        _, slot = self._moved.pop()
+        x.data, slot.is_free = slot.fetch(), True
+        return x
 
     def is_top_tensor(self, x: Tensor) -> bool:
         """Return whether `x` was offloaded last."""
@@ -71,40 +83,69 @@ class ActivationManager(activations.ActivationManager):
         """Never offload `x`."""
         self._ignored[x] = True
 
-    @contextmanager
-    def offloading(self) -> Iterator[None]:
-        """Offload the tensors that autograd saves inside the block."""
-        if self.enable:
-            with super().offloading():
-                yield
-        else:
-            yield
+    def offloading(self) -> AbstractContextManager[object]:
+        """Return a context that offloads the tensors that autograd saves inside it, except those of other dtypes."""
+        if not self.enable:
+            return nullcontext()
+        return saved_tensors_hooks(self._pack, lambda saved: saved.slot.fetch() if isinstance(saved, _Saved) else saved)
 
     def reset(self) -> None:
         """Release all space. The data of offloaded tensors is lost."""
         self._moved.clear()
-        super().reset()
+        self._slots.clear()
 
-    @cached_property
-    def _moved(self) -> list[tuple[Tensor, OffloadedActivation]]:
-        return []
+    def _moves(self, x: Tensor) -> bool:
+        return True
 
-    @cached_property
-    def _ignored(self) -> Any:
-        return WeakTensorKeyDictionary()
+    def _pack(self, x: Tensor) -> "Tensor | _Saved":
+        assert self.buffer is not None
+        is_weight = isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
+        return x if is_weight or x.dtype != self.buffer.dtype or not self._moves(x) else _Saved(self._slot(x))
+
+    @torch.no_grad()
+    def _slot(self, x: Tensor) -> "_Slot":
+        assert self.buffer is not None
+        start, stop = self.avail_offset, self.avail_offset + x.numel()
+        if stop > self.total_size or x.dtype != self.buffer.dtype:
+            raise RuntimeError(
+                f"the activation buffer has {self.total_size - start} elements of {self.buffer.dtype} left, and "
+                f"{x.numel()} of {x.dtype} are needed: call setup_buffer with more, or with this dtype"
+            )
+        strides = torch.empty_like(x, device="meta").stride()
+        slot = _Slot(stop, self.buffer[start:stop].as_strided(x.shape, strides), x.device)
+        slot.host.copy_(x)
+        self._slots.append(slot)
+        return slot
+
+
+class _Slot:
+    """Part of the buffer that ends before the element `stop`."""
+
+    def __init__(self, stop: int, host: Tensor, device: torch.device | None = None) -> None:
+        self.stop, self.host, self.is_free = stop, host, False
+        self._device = device
+
+    def fetch(self) -> Tensor:
+        """Return the tensor on its device; a tensor without a device was not moved."""
+        if self._device is None:
+            return self.host
+        return torch.empty_like(self.host, device=self._device).copy_(self.host)
+
+
+class _Saved:
+    """Object that autograd holds instead of a saved tensor. The slot is released with it."""
+
+    def __init__(self, slot: _Slot) -> None:
+        self.slot = slot
+
+    def __del__(self) -> None:
+        self.slot.is_free = True
 
 
 def _used_and_total(device: torch.device) -> tuple[int, int]:
-    """Return the used and the total bytes of a device, or on a CPU of the memory that this process can have.
-
-    The reserve of torch's allocator on CUDA counts as free, because new tensors use it.
-    """
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        reserve = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return total - free - reserve, total
-    memory = read_private_memory()
-    return memory.total_bytes - memory.free_bytes, memory.total_bytes
+    """Return the used and the total bytes of a device, or on a CPU of the memory that this process can have."""
+    free, total = free_and_total_bytes(device)
+    return total - free, total
 
 
 class DynamicActivationManager(ActivationManager):
@@ -133,16 +174,14 @@ class DynamicActivationManager(ActivationManager):
         return {
             "peak_memory": self._peak,
             "allocation_history": list(self._history),
-            "buffer_utilization": self.used_bytes / max(self.buffer_bytes, 1),
+            "buffer_utilization": self.avail_offset / max(self.total_size, 1),
         }
 
-    def _stays(self, x: Tensor) -> bool:
-        if super()._stays(x):
-            return True
+    def _moves(self, x: Tensor) -> bool:
         used, total = self._read_memory(x.device)
         self._history.append(used)
         self._peak = max(self._peak, used)
-        return used <= self.threshold * total
+        return used > self.threshold * total
 
 
 GLOBAL_ACTIVATION_MANAGER = ActivationManager()
@@ -172,16 +211,55 @@ def set_grad_checkpoint(model: nn.Module, use_fp32_attention: bool = False, gc_s
     """Checkpoint the blocks of a model, with their inputs offloaded; a second call replaces the first.
 
     Every module gets the attributes `grad_checkpointing`, `fp32_attention` and `grad_checkpointing_step`. Only blocks
-    of this package compute attention in fp32 by themselves; other modules have to read the attribute.
+    of this package compute attention in fp32 by themselves; other modules have to read the attribute. `gc_step` is the
+    number of blocks per checkpoint in a sequence that `auto_grad_checkpoint` runs.
     """
+    if gc_step < 1:
+        raise ValueError(f"gc_step={gc_step} must be at least 1")
     if model in _checkpointed:
         _checkpointed.pop(model).remove()
-    wrappable = any(callable(vars(module).get("attention")) for module in model.modules())
-    _checkpointed[model] = checkpointing.set_grad_checkpoint(
-        model, use_fp32_attention and wrappable, gc_step, activations=GLOBAL_ACTIVATION_MANAGER
-    )
+    done = _checkpointed[model] = checkpointing.set_grad_checkpoint(model, activations=GLOBAL_ACTIVATION_MANAGER)
     for module in model.modules():
+        if use_fp32_attention and callable(attention := vars(module).get("attention")):
+            done.replace(module, "attention", partial(_attention_in_fp32, attention))
         vars(module).update(grad_checkpointing=True, fp32_attention=use_fp32_attention, grad_checkpointing_step=gc_step)
+
+
+def auto_grad_checkpoint(module: nn.Module | Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
+    """Call a module, or modules one after the other, with the checkpoints that `set_grad_checkpoint` has set.
+
+    In a sequence, the results of a block replace the first arguments of the next one; other arguments stay. So
+    `auto_grad_checkpoint(model.double_blocks, latents, text, vector, rotary)` runs the whole stack. Every block gets
+    `kwargs`.
+    """
+    blocks = list(module) if isinstance(module, nn.ModuleList | nn.Sequential | Sequence) else [module]
+    is_on = bool(blocks) and getattr(blocks[0], "grad_checkpointing", False)
+    count = int(getattr(blocks[0], "grad_checkpointing_step", 1)) if is_on else max(len(blocks), 1)
+    outputs: Any = args[0] if len(args) == 1 else args
+    for start in range(0, len(blocks), count):
+        run = partial(_run_chain, blocks[start : start + count])
+        offload = GLOBAL_ACTIVATION_MANAGER
+        outputs = run_checkpointed(run, args, kwargs, activations=offload) if is_on else run(*args, **kwargs)
+        args = _next_arguments(args, outputs)
+    return outputs
+
+
+def _run_chain(blocks: Sequence[nn.Module], /, *args: Any, **kwargs: Any) -> Any:
+    outputs = None
+    for block in blocks:
+        outputs = block(*args, **kwargs)
+        args = _next_arguments(args, outputs)
+    return outputs
+
+
+def _next_arguments(args: tuple[Any, ...], outputs: Any) -> tuple[Any, ...]:
+    replaced = outputs if isinstance(outputs, tuple) else (outputs,)
+    return (*replaced, *args[len(replaced) :])
+
+
+def _attention_in_fp32(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:
+    with torch.autocast(q.device.type, enabled=False):
+        return attention(q.float(), k.float(), v.float()).to(v.dtype)
 
 
 @torch.no_grad()
@@ -192,7 +270,7 @@ def memory_offloading_inference(
 
     Blocks are the modules in `ModuleList`s and `Sequential`s. The model is on the CPU afterwards.
     """
-    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    chosen = pick_device("auto") if device is None else torch.device(device)
     with stream_model(model, device=chosen, resident=resident):
         output = model(tree_map_only(Tensor, lambda tensor: tensor.to(chosen), input_data))
     return tree_map_only(Tensor, lambda tensor: tensor.cpu(), output)
@@ -211,10 +289,10 @@ def adaptive_batch_size(model: nn.Module, input_shape: Sequence[int], max_memory
     @torch.no_grad()
     def peak_of(size: int) -> int:
         inputs = torch.zeros(size, *input_shape, dtype=weight.dtype, device=weight.device)
-        if weight.is_cuda:
-            torch.cuda.reset_peak_memory_stats(weight.device)
+        if has_peaks(weight.device):
+            reset_peaks(weight.device)
             model(inputs)
-            return torch.cuda.max_memory_allocated(weight.device)
+            return peak_allocated_bytes(weight.device)
         with TensorBytes(limit=limit) as counter:
             counter.add(model)
             model(inputs)

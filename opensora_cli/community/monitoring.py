@@ -1,5 +1,6 @@
 """Functions for monitoring: memory, sizes, times."""
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,13 +8,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from opensora_cli.core.device import (
+    allocated_bytes,
+    current_gpu,
+    has_gpu,
+    peak_allocated_bytes,
+    peak_reserved_bytes,
+    reserved_bytes,
+)
 from opensora_cli.engine.train.metrics import require_tensorboard
 from opensora_cli.memory import monitor
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.monitor import GIB
-from opensora_cli.memory.monitor import log_cuda_max_memory as log_cuda_max_memory
-from opensora_cli.memory.monitor import log_cuda_memory as log_cuda_memory
-from opensora_cli.memory.monitor import log_model_params as log_model_params
+
+_logger = logging.getLogger(__name__)
 
 
 def get_model_numel(model: nn.Module) -> tuple[int, int]:
@@ -66,13 +74,43 @@ class AccelerationProfiler(monitor.AccelerationProfiler):
 
 def monitor_gpu_memory() -> dict[str, float] | None:
     """Print and return the `allocated`, `reserved` and `max_allocated` GiB; None without a GPU."""
-    if not torch.cuda.is_available():
+    if not has_gpu():
         print("GPU memory: there is no CUDA device")
         return None
-    counts = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), torch.cuda.max_memory_allocated()
-    figures = dict(zip(("allocated", "reserved", "max_allocated"), (count / GIB for count in counts), strict=True))
+    read = {"allocated": allocated_bytes, "reserved": reserved_bytes, "max_allocated": peak_allocated_bytes}
+    figures = {name: count(current_gpu()) / GIB for name, count in read.items()}
     print("GPU memory: " + ", ".join(f"{name} {gib:.2f} GiB" for name, gib in figures.items()))
     return figures
+
+
+def log_cuda_memory(stage: str | None = None) -> None:
+    """Log the CUDA memory that is in use and reserved at a stage; without CUDA, log that there is no device."""
+    _log_memory("CUDA memory", stage, allocated_bytes, reserved_bytes)
+
+
+def log_cuda_max_memory(stage: str | None = None) -> None:
+    """Log the peak of CUDA memory that was in use and reserved, like `log_cuda_memory`."""
+    _log_memory("most CUDA memory", stage, peak_allocated_bytes, peak_reserved_bytes)
+
+
+def _log_memory(
+    what: str, stage: str | None, allocated: Callable[[torch.device], int], reserved: Callable[[torch.device], int]
+) -> None:
+    what = what if stage is None else f"{what} at {stage}"
+    if has_gpu():
+        device = current_gpu()
+        _logger.info(f"{what}: {allocated(device) / GIB:.3f} GiB in use, {reserved(device) / GIB:.3f} GiB reserved")
+    else:
+        _logger.info(f"{what}: there is no CUDA device")
+
+
+def log_model_params(model: nn.Module) -> None:
+    """Log the number of parameters of a model, of trained ones, and their bytes. Shared parameters count once."""
+    weights = list(model.parameters())
+    total = sum(weight.numel() for weight in weights)
+    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
+    gib = sum(weight.nbytes for weight in weights) / GIB
+    _logger.info(f"{type(model).__name__}: {total:,} parameters, {trained:,} of them trained, {gib:.3f} GiB")
 
 
 @torch.no_grad()

@@ -14,14 +14,15 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from opensora_cli.checkpoint.sharding import own_piece
 from opensora_cli.core.conditions import ConditionMode, ReferencePart
+from opensora_cli.core.device import use_device
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.ranks import find_context
-from opensora_cli.engine.encode.clip_conditions import condition_clip, cut_part, sample_mode
+from opensora_cli.engine.encode.clips import condition_clip, cut_part, sample_mode
 from opensora_cli.engine.launch.rank import device_type, log_wait, rank_device
-from opensora_cli.engine.train.optimizer import Schedule, build_optimizers, warmup_share
+from opensora_cli.engine.train.objectives import flow_matching as flow
+from opensora_cli.engine.train.optimizer import build_optimizers, rate_factor, warmup_share
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.parallel.rendezvous import init_with_retry
-from opensora_cli.sampling import flow
 from opensora_cli.settings.train_loop import OptimizerSettings, ScheduleName
 
 
@@ -44,8 +45,7 @@ def setup_device() -> tuple[torch.device, Coordinator]:
     """
     kind, context = device_type("auto"), find_context(os.environ)
     device = torch.device(kind) if context is None else rank_device(context, kind)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    use_device(device)
     if context is not None and not dist.is_initialized():
         init_with_retry(
             kind,
@@ -252,15 +252,9 @@ class _CosineWarmupLR(LRScheduler):
 
     def get_lr(self) -> list[float | torch.Tensor]:
         """Return the rates of the coming step."""
-        schedule = Schedule(
-            shape=ScheduleName.COSINE,
-            steps=self.total_steps,
-            warmup_steps=self.warmup_steps,
-            decay_steps=max(self.total_steps - self.warmup_steps, 0),
-            initial=0.0,
-            final=0.0,
-        )
-        return [full * schedule.factor(self.last_epoch) for full in self.base_lrs]
+        settings = OptimizerSettings(schedule=ScheduleName.COSINE, warmup_steps=self.warmup_steps)
+        factor = rate_factor(settings, self.last_epoch, steps=self.total_steps)
+        return [full * factor for full in self.base_lrs]
 
 
 def create_lr_scheduler(

@@ -41,7 +41,7 @@ class AttentionKind:
     """Whether it returns the log-sum-exp of scores; ring attention merges parts with it."""
     half_only: bool = False
     """Whether it computes in float16 and bfloat16 only."""
-    needs_cuda: bool = False
+    needs_gpu: bool = False
     """Whether its kernels run on CUDA devices only."""
     is_fused: bool = True
     """Whether its memory grows with tokens and not with pairs of tokens."""
@@ -51,17 +51,17 @@ class AttentionKind:
 
 ATTENTION_KINDS = {
     "sdpa": AttentionKind(description="torch's fused kernels; torch picks one by device and size"),
-    "cudnn": AttentionKind(description="cuDNN's kernels, called through torch", half_only=True, needs_cuda=True),
+    "cudnn": AttentionKind(description="cuDNN's kernels, called through torch", half_only=True, needs_gpu=True),
     "flash2": AttentionKind(
         description="FlashAttention 2, from the package flash-attn",
         half_only=True,
-        needs_cuda=True,
+        needs_gpu=True,
         library=Library("flash_attn", "flash-attn", "pip install flash-attn --no-build-isolation"),
     ),
     "flash3": AttentionKind(
         description="FlashAttention 3, for Hopper GPUs",
         half_only=True,
-        needs_cuda=True,
+        needs_gpu=True,
         # It has no release of its own yet.
         library=Library(
             "flash_attn_interface",
@@ -72,7 +72,7 @@ ATTENTION_KINDS = {
     ),
     "xformers": AttentionKind(
         description="memory-efficient attention, from the package xformers",
-        needs_cuda=True,
+        needs_gpu=True,
         library=Library("xformers", "xformers", "pip install xformers==0.0.35 'torch==2.10.*'"),
     ),
     "math": AttentionKind(

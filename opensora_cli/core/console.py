@@ -24,27 +24,35 @@ from opensora_cli.core.progress import BYTES, StageProgress
 
 NO_TIME = duration(0)
 """Duration of stages that leave no line."""
+_DETAILS = ("attention", "devices", "exchange", "memory", "picture", "prompts", "threads", "weights")
+"""First words of notes about how a request is made on this machine."""
 _WHOLE_STAGE = float("inf")
 """Seconds over which rich measures the speed: a step may take longer than its default of 30."""
 
 
 class ConsoleReporter:
-    """Shows messages, and a line for each finished stage; bars of running stages, or else a line every few seconds."""
+    """Shows messages, and a line for each finished stage; bars of running stages, or else a line every few seconds.
+
+    If `is_brief`, notes about the machine and lines of finished stages are left to `--verbose`.
+    """
 
     def __init__(
         self,
         console: Console | None = None,
         *,
         has_bars: bool,
+        is_brief: bool = False,
         every_s: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console = console or Console(stderr=True, highlight=False)
-        self._has_bars, self._every_s, self._clock = has_bars, every_s, clock
+        self._has_bars, self._is_brief, self._every_s, self._clock = has_bars, is_brief, every_s, clock
         self._progress: _Bars | None = None
 
     def note(self, text: str) -> None:
         """Print one line, above the bars."""
+        if self._is_brief and text.partition(":")[0] in _DETAILS:
+            return
         self._console.print(Text(escaped(text)), soft_wrap=True)
 
     def warn(self, text: str) -> None:
@@ -71,7 +79,7 @@ class ConsoleReporter:
                 if self._has_bars:
                     progress.stop()
         elapsed_s = task.elapsed or 0.0
-        if duration(elapsed_s) != NO_TIME:
+        if not self._is_brief and duration(elapsed_s) != NO_TIME:
             counted = task.total is not None and task.total > 1
             done = f"{_amount(task.completed, unit)}, " if counted else ""
             self.note(f"{name}: {done}{duration(elapsed_s)}")

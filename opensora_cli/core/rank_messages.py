@@ -1,5 +1,6 @@
 """Messages between ranks as JSON, so that received data is never executed.
 
+
 `torch.distributed` sends objects as pickles: anyone with access to the port of a run could send a malicious one.
 """
 
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from opensora_cli.core.device import current_gpu
 
 Json = Any
 """JSON value: None, boolean, number, text, list, or mapping with text keys."""
@@ -61,7 +64,7 @@ def _device(group: dist.ProcessGroup | None) -> torch.device:
     """Return the device for messages of the group: the CPU unless its only backend is for GPUs."""
     if "gloo" in dist.get_backend_config(group):
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
+    return current_gpu()
 
 
 def _encoded(value: Json, device: torch.device) -> Tensor:

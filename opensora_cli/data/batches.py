@@ -1,19 +1,23 @@
-"""Micro-batches of training: their samples, their order, and the clips that are read for them."""
+"""Micro-batches of training: their samples, their order, their clips and their random states."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.random import Generator
 from numpy.typing import NDArray
 from torch import Tensor
 
+from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.data.buckets import Buckets, Samples
 
 _SUBSTITUTES = 3
 
-# Independent random streams of one seed; 0 and 1 are for noise and clips.
+# Independent random streams of one seed.
+_LOSS = 0
+_DATA = 1
 _BUCKETS = 2
 _ORDER = 3
 _STARTS = 4
@@ -162,3 +166,61 @@ class ClipBatch:
     """Cached values computed from the clips, one for each clip."""
     replaced: tuple[Replacement, ...] = ()
     """Samples of the micro-batch that could not be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRng:
+    """Random state of one micro-batch, for arrays and for tensors on the host."""
+
+    numpy: Generator
+    torch: torch.Generator
+
+    @classmethod
+    def of(cls, seed: int, number: int) -> "SampleRng":
+        """Return the state for the loss of a micro-batch: noise, time, condition mode, dropout.
+
+        It depends only on the seed and on the micro-batch's number in the whole run, not on the number of ranks or on
+        interruptions.
+        """
+        return cls._of(seed, number, _LOSS)
+
+    @classmethod
+    def of_data(cls, seed: int, number: int) -> "SampleRng":
+        """Return the state for the contents of a micro-batch, which depends on the same values as in `of`."""
+        return cls._of(seed, number, _DATA)
+
+    @classmethod
+    def _of(cls, seed: int, number: int, stream: int) -> "SampleRng":
+        rng = np.random.default_rng((seed, number, stream))
+        return cls(rng, torch.Generator().manual_seed(int(rng.integers(2**31))))
+
+
+class SampledBatches:
+    """Endless micro-batches, in one epoch, from `make(random state, number)`; they depend on the seed and number only.
+
+    `rank` and `ranks` count data-parallel ranks.
+    """
+
+    epoch = 0
+
+    def __init__(self, make: Callable[[SampleRng, int], Any], *, seed: int, rank: int = 0, ranks: int = 1) -> None:
+        self._make = make
+        self._seed = seed
+        self._rank, self._ranks = rank, ranks
+        self._handed_out = 0
+
+    def next(self) -> Any:
+        number = self._handed_out + self._rank
+        self._handed_out += self._ranks
+        return self._make(SampleRng.of_data(self._seed, number), number)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"handed_out": self._handed_out}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        handed_out = state_dict.get("handed_out")
+        if not isinstance(handed_out, int) or state_dict.keys() != {"handed_out"}:
+            raise CheckpointError(
+                "the checkpoint's place in the data is of another dataset", hint="use the `data` that it was trained on"
+            )
+        self._handed_out = handed_out

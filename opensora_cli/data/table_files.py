@@ -6,7 +6,7 @@ import importlib
 import io
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -114,16 +114,9 @@ def _rows_of(path: Path, kind: str, columns: Sequence[str] | None = None) -> Ite
     yield from rows
 
 
-def write_table(
-    path: Path,
-    columns: Sequence[str],
-    rows: Iterable[Sequence[object]],
-    *,
-    on_written: Callable[[Path], None] = lambda temporary: None,
-) -> None:
+def write_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Write a table, whole or not at all. None becomes an empty cell. `check_table_name` describes the names.
-
-    `on_written` is called with the temporary file before it gets its final name. Raises OutputError on failure.
+    Raises OutputError on failure.
     """
     kind = check_table_name(path)
     with atomic_path(path) as temporary:
@@ -143,7 +136,6 @@ def write_table(
                     hint=f"rename the file, or write a {CSV} table",
                 ) from error
             pyarrow.parquet.write_table(content, temporary)
-        on_written(temporary)
 
 
 def split_table(path: Path, targets: Sequence[Path]) -> list[int]:

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import Field
 
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import FileProblem, RequestError
+from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.core.formatting import duration, plain
 from opensora_cli.core.reading import read_json_object, reading
 from opensora_cli.core.strict_json import parse_object
@@ -85,13 +85,9 @@ def continued(path: Path, given: dict[str, Given]) -> Path | None:
     Without one, what the file records is added to `given`: the setting that continues saved latents, or the prompt and
     seed of a result, unless they are given.
 
-    Raises:
-        RequestError: saved latents are given twice.
-        FileProblem: a result has no sidecar, and no prompt in itself.
+    Raises FileProblem if a result has no sidecar, and no prompt in itself.
     """
     if path.name.endswith(_WEIGHTS_ENDING):
-        if twice := next((key for key in ("resume", "from_latents") if key in given), None):
-            raise RequestError(f"--from {path} and {given[twice].source} both name latents: drop one of them")
         metadata = read_header(path) or {}
         given["resume" if STEPS_KEY in metadata else "from_latents"] = Given(str(path), "--from")
         return None

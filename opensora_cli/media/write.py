@@ -14,9 +14,9 @@ from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTr
 
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.media_choices import MediaFormat
-from opensora_cli.media.containers import EXACT_COLORS
+from opensora_cli.media.conventions import EXACT_COLORS
+from opensora_cli.media.encode import gif_bytes, png_bytes, save_png, webp_bytes
 from opensora_cli.media.files import media_path
-from opensora_cli.media.pictures import gif_bytes, png_bytes, save_png, webp_bytes
 from opensora_cli.media.results import Describe, Extra, published
 
 

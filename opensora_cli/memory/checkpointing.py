@@ -8,19 +8,14 @@ works inside DDP and FSDP2, in any order of wrapping.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Protocol, Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-
-if TYPE_CHECKING:
-    from opensora_cli.memory.activations import ActivationManager
 
 RECOMPUTING = "_recomputing"
 """Optional attribute of a module: function that returns the context for recomputing its checkpoint in backward."""
@@ -31,18 +26,16 @@ _ATTENTION = [
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
 """Operations whose results selective checkpointing saves: attention takes most operations per byte of its result."""
-# Attribute of a checkpointed module with its `_Policy`.
-_POLICY = "_grad_checkpoint"
+_OURS = "checkpoints"
+"""Attribute of a function that checkpoints a module."""
 _inside_checkpoint: ContextVar[bool] = ContextVar("inside_checkpoint", default=False)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Policy:
-    """Options of checkpointing for a module."""
+class Offload(Protocol):
+    """Storage for the inputs of checkpoints, such as `HostActivations`."""
 
-    gc_step: int
-    activations: "ActivationManager | None"
-    keep_attention: bool
+    def offloading(self) -> AbstractContextManager[object]:
+        """Return a context that keeps the tensors that autograd saves inside it."""
 
 
 class GradCheckpoint:
@@ -75,153 +68,92 @@ class GradCheckpoint:
 
 def set_grad_checkpoint(
     model: nn.Module,
-    use_fp32_attention: bool = False,
-    gc_step: int = 1,
     *,
     depth: Mapping[str, int | None] | None = None,
     others: Sequence[str] = (),
-    activations: "ActivationManager | None" = None,
+    activations: Offload | None = None,
     keep_attention: bool = False,
 ) -> GradCheckpoint:
-    """Checkpoint the blocks of a model, that is, the modules in its `ModuleList`s.
+    """Checkpoint the blocks of a model, that is, the modules in its `ModuleList`s, and the modules at `others`.
 
-    Other modules of the model are checkpointed in calls through `auto_grad_checkpoint`. Checkpoints do not nest, and
-    without gradients there are none. Offloading with `activations` needs its buffer before the first forward pass.
+    Checkpoints do not nest, and without gradients there are none.
 
     Args:
-        use_fp32_attention: call the `attention` function of the checkpointed blocks in fp32 with autocast off, and cast
-            its result back to the dtype of the values. A function that casts its arguments itself still does so.
-        gc_step: number of blocks per checkpoint in a sequence that `auto_grad_checkpoint` runs. Blocks that a model
-            calls one by one have a checkpoint each.
         depth: path of a `ModuleList` -> number of blocks to checkpoint, from the first. None, or no entry, means all.
             The last blocks are the best to skip: backward frees their activations before it recomputes the others.
+        activations: storage for the inputs of checkpoints. None keeps them on their device.
         keep_attention: save the results of torch's own attention instead of recomputing them (selective checkpointing).
 
     Raises:
-        ValueError: gc_step is under 1, a path does not exist, a depth is not possible, no attention can be wrapped, or
-            the model is already checkpointed.
+        ValueError: A path does not exist, a depth is not possible, or the model is already checkpointed.
     """
-    if gc_step < 1:
-        raise ValueError(f"gc_step={gc_step} must be at least 1")
-    wrapped, left_out = _choose(model, depth or {}, others)
-    policy = _Policy(gc_step, activations, keep_attention)
-    done = GradCheckpoint(wrapped)
-    attentions = 0
-    for path, module in model.named_modules():
-        if any(_is_at_or_below(path, place) for place in left_out):
-            continue
-        if _POLICY in vars(module) or (path in wrapped and "forward" in vars(module)):
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # Look up forward in the class: the copy of a module calls its own forward, and FSDP2 may change the class.
+        return run_checkpointed(
+            partial(type(self).forward, self),
+            args,
+            kwargs,
+            activations=activations,
+            keep_attention=keep_attention,
+            recomputing=vars(self).get(RECOMPUTING),
+        )
+
+    vars(forward)[_OURS] = True
+    done = GradCheckpoint(_choose(model, depth or {}, others))
+    for path in done.paths:
+        module = model.get_submodule(path)
+        if "forward" in vars(module):
             done.remove()
-            raise ValueError(f"{path or type(module).__name__} is wrapped already: undo that first, with remove()")
-        # A module that contains blocks is no block itself.
-        if path in wrapped or not any(_is_at_or_below(block, path) for block in wrapped):
-            done.replace(module, _POLICY, policy)
-        if path in wrapped:
-            done.replace(module, "forward", MethodType(_checkpointed_forward, module))
-        if use_fp32_attention and callable(vars(module).get("attention")):
-            done.replace(module, "attention", _Float32Attention(vars(module)["attention"]))
-            attentions += 1
-    if use_fp32_attention and not attentions:
-        done.remove()
-        raise ValueError("use_fp32_attention: no checkpointed block has an attribute `attention` that is a function")
+            raise ValueError(f"{path} is wrapped already: undo that first, with remove()")
+        done.replace(module, "forward", MethodType(forward, module))
     return done
-
-
-def auto_grad_checkpoint(module: nn.Module | Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
-    """Call a module, or modules one after the other, with the checkpoints that `set_grad_checkpoint` has set.
-
-    In a sequence, the results of a block replace the first arguments of the next one; other arguments stay. So
-    `auto_grad_checkpoint(model.double_blocks, latents, text, vector, rotary)` runs the whole stack. Every block gets
-    `kwargs`.
-    """
-    if isinstance(module, nn.ModuleList | nn.Sequential | Sequence):
-        return _run_sequence(list(module), args, kwargs)
-    policy = _policy_of(module)
-    if policy is None or "forward" in vars(module):
-        return module(*args, **kwargs)
-    return _run(module, policy, args, kwargs)
 
 
 def is_checkpointed(module: nn.Module) -> bool:
     """Return whether direct calls of a module are checkpointed."""
-    return _POLICY in vars(module) and "forward" in vars(module)
+    forward = vars(module).get("forward")
+    return isinstance(forward, MethodType) and _OURS in vars(forward.__func__)
 
 
-def _choose(model: nn.Module, depth: Mapping[str, int | None], others: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the paths of the modules to wrap, and the paths of the skipped blocks."""
+def _choose(model: nn.Module, depth: Mapping[str, int | None], others: Sequence[str]) -> list[str]:
+    """Return the paths of the modules to wrap."""
     stacks: dict[str, list[str]] = {}
     for path, module in model.named_modules():
         # A stack within a block belongs to the block.
-        if isinstance(module, nn.ModuleList) and not any(
-            _is_at_or_below(path, b) for bs in stacks.values() for b in bs
-        ):
+        is_inside = any(path.startswith(f"{block}.") for blocks in stacks.values() for block in blocks)
+        if isinstance(module, nn.ModuleList) and not is_inside:
             stacks[path] = [f"{path}.{name}" if path else name for name, _ in module.named_children()]
-    wrapped, left_out = [], []
+    unknown = [path for path in depth if path not in stacks]
+    unknown += [path for path in others if path not in dict(model.named_modules())]
+    if unknown:
+        raise ValueError(f"{type(model).__name__} has no {', '.join(unknown)}; its stacks are {', '.join(stacks)}")
+    wrapped = []
     for path, blocks in stacks.items():
         count = depth.get(path)
         if count is not None and not 0 <= count <= len(blocks):
             raise ValueError(f"depth of {path!r} is {count}: use 0 to {len(blocks)}")
         wrapped += blocks[:count]
-        left_out += blocks[len(blocks) if count is None else count :]
-    unknown = [path for path in depth if path not in stacks]
-    unknown += [path for path in others if path not in dict(model.named_modules())]
-    if unknown:
-        raise ValueError(f"{type(model).__name__} has no {', '.join(unknown)}; its stacks are {', '.join(stacks)}")
-    return wrapped + list(others), left_out
+    return wrapped + list(others)
 
 
-def _is_at_or_below(path: str, place: str) -> bool:
-    return path == place or not place or path.startswith(f"{place}.")
-
-
-def _checkpointed_forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    # Look up forward in the class: the copy of a module calls its own forward, and FSDP2 may change the class.
-    forward, recomputing = partial(type(self).forward, self), vars(self).get(RECOMPUTING)
-    return _run(forward, vars(self)[_POLICY], args, kwargs, recomputing=recomputing)
-
-
-def _run_sequence(blocks: Sequence[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    outputs: Any = args[0] if len(args) == 1 else args
-    for policy, alike in groupby(blocks, key=_policy_of):
-        stack = list(alike)
-        step = policy.gc_step if policy else len(stack)
-        for start in range(0, len(stack), step):
-            run = partial(_run_chain, stack[start : start + step])
-            outputs = _run(run, policy, args, kwargs) if policy else run(*args, **kwargs)
-            args = _next_arguments(args, outputs)
-    return outputs
-
-
-def _policy_of(module: nn.Module) -> _Policy | None:
-    return vars(module).get(_POLICY)
-
-
-def _run_chain(blocks: Sequence[nn.Module], /, *args: Any, **kwargs: Any) -> Any:
-    outputs = None
-    for block in blocks:
-        outputs = block(*args, **kwargs)
-        args = _next_arguments(args, outputs)
-    return outputs
-
-
-def _next_arguments(args: tuple[Any, ...], outputs: Any) -> tuple[Any, ...]:
-    replaced = outputs if isinstance(outputs, tuple) else (outputs,)
-    return (*replaced, *args[len(replaced) :])
-
-
-def _run(
+def run_checkpointed(
     function: Callable[..., Any],
-    policy: _Policy,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
     *,
+    activations: Offload | None = None,
+    keep_attention: bool = False,
     recomputing: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Any:
-    """Call a function inside a checkpoint, unless it is already in one."""
+    """Call a function inside a checkpoint, unless it is already in one.
+
+    `recomputing` returns the context for its recomputation in backward; see `set_grad_checkpoint` for the others.
+    """
     if _inside_checkpoint.get() or not torch.is_grad_enabled():
         return function(*args, **kwargs)
     # Autograd saves only tensors that are arguments themselves, and the rotary tables are in a tuple.
-    leaves, structure = tree_flatten((args, kwargs))
+    leaves, structure = tree_flatten((tuple(args), dict(kwargs)))
 
     def run(*leaves: Any) -> Any:
         args, kwargs = tree_unflatten(list(leaves), structure)
@@ -233,11 +165,11 @@ def _run(
 
     def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         first, second = nullcontext(), nullcontext()
-        if policy.keep_attention:
+        if keep_attention:
             first, second = create_selective_checkpoint_contexts(_ATTENTION)  # type: ignore[no-untyped-call]
         return first, second if recomputing is None else _within(recomputing, second)
 
-    with nullcontext() if policy.activations is None else policy.activations.offloading():
+    with nullcontext() if activations is None else activations.offloading():
         return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
 
 
@@ -247,14 +179,3 @@ def _within(outer: Callable[[], AbstractContextManager[None]], inner: AbstractCo
         stack.enter_context(outer())
         stack.enter_context(inner)
         yield
-
-
-class _Float32Attention:
-    """Attention that computes in fp32 for arguments of any dtype."""
-
-    def __init__(self, attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
-        self._attention = attention
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:
-        with torch.autocast(q.device.type, enabled=False):
-            return self._attention(q.float(), k.float(), v.float()).to(v.dtype)

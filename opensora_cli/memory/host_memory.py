@@ -10,17 +10,26 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from types import TracebackType
-from typing import IO, Any
+from typing import IO
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opensora_cli.core.device import (
+    current_stream,
+    has_streams,
+    in_stream,
+    lock_pages,
+    new_stream,
+    sleeping_event,
+    synchronize,
+    unlock_pages,
+)
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
 
-_PORTABLE = 1  # cudaHostRegisterPortable: valid for every device
 _SEGMENT_BYTES = 256 * 2**20
 """Size of one shared file, whose memory is freed when no tensor in it is in use."""
 _ALIGNMENT = 512
@@ -38,15 +47,13 @@ def page_aligned(nbytes: int) -> Tensor:
 class PageLock:
     """Lock on the pages of memory from `page_aligned` until `release`. The memory must live as long.
 
-    A CUDA context is created only on the device that copies. Raises HardwareError if the system refuses the lock.
+    `device` is the GPU that copies. Raises HardwareError if the system refuses the lock.
     """
 
     def __init__(self, memory: Tensor, device: torch.device) -> None:
         self._memory: Tensor | None = memory
         self._device = device
-        with torch.cuda.device(device):
-            failed = int(_cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
-        if failed:
+        if not lock_pages(memory, device):
             self._memory = None
             raise HardwareError(
                 f"{memory.nbytes} bytes of memory cannot be page-locked",
@@ -57,51 +64,38 @@ class PageLock:
         """Unlock the pages after the device is done with them. A second call has no effect."""
         if self._memory is not None:
             memory, self._memory = self._memory, None
-            with torch.cuda.device(self._device):
-                torch.cuda.synchronize()
-                _cudart().cudaHostUnregister(memory.data_ptr())
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+            unlock_pages(memory, self._device)
 
 
 class SideStream:
-    """CUDA stream for copies. On the CPU, where calls are synchronous, it does nothing."""
+    """Stream for copies. On a device without streams, where calls are synchronous, it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream: torch.cuda.Stream | None = None
-        if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = new_stream(device) if has_streams(device) else None
 
-    def mark(self) -> torch.cuda.Event | None:
+    def mark(self) -> torch.Event | None:
         """Return an event after all work queued on the current stream."""
-        if self._stream is None:
-            return None
-        # A wait for a blocking event sleeps instead of polling.
-        mark = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        mark.record(torch.cuda.current_stream(self._stream.device))
-        return mark
+        return None if self._stream is None else sleeping_event(self._stream.device)
 
-    def wait(self, mark: torch.cuda.Event | None) -> None:
+    def wait(self, mark: torch.Event | None) -> None:
         """Make work that is queued from now on wait for a mark; the caller does not wait."""
         if self._stream is not None and mark is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(mark)
+            current_stream(self._stream.device).wait_event(mark)
 
     @contextmanager
-    def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
+    def after(self, mark: torch.Event | None) -> Iterator[None]:
         """Make this the current stream of the thread after a mark of another stream."""
         if self._stream is None:
             yield
             return
-        with torch.cuda.stream(self._stream):
+        with in_stream(self._stream):
             self.wait(mark)
             yield
 
     def synchronize(self) -> None:
         """Wait until the device has done all queued work on all streams."""
         if self._stream is not None:
-            torch.cuda.synchronize(self._stream.device)
+            synchronize(self._stream.device)
 
 
 class SharedCopies:

@@ -12,7 +12,9 @@ from typing import Literal, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from opensora_cli.core.device import is_gpu
 from opensora_cli.memory.host_memory import PageLock, SideStream, page_aligned
+from opensora_cli.memory.slots import aligned
 
 HostSource = Literal["pinned", "mapped"]
 """Source of the copies. pinned: one page-locked copy of the weights; mapped: the original weights, as in a file."""
@@ -21,9 +23,6 @@ T = TypeVar("T")
 
 STAGING_BYTES = 32 * 2**20
 """Size of each of the two staging buffers for mapped weights: a copy takes much longer than its launch."""
-
-ALIGNMENT = 512
-"""Alignment of weights in bytes. It is that of torch's CUDA tensors, so that the same kernels are chosen."""
 
 
 class BlockWeights:
@@ -96,16 +95,6 @@ class BlockWeights:
         self._users = users
 
 
-def aligned(nbytes: int) -> int:
-    """Return the aligned number of bytes of a weight in a run."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def slot_bytes(block: nn.Module) -> int:
-    """Return the number of bytes for a block's weights in one run of memory. The block may be on the meta device."""
-    return BlockWeights(block).nbytes
-
-
 def _give(weight: nn.Parameter, users: Sequence[tuple[nn.Module, str]]) -> None:
     for module, name in users:
         module._parameters[name] = weight
@@ -162,7 +151,7 @@ class _LockedMemory:
     def allocate(self, nbytes: int) -> Tensor:
         """Return (nbytes,) uint8 that begins at a page."""
         memory = page_aligned(nbytes)
-        if self._device.type == "cuda" and nbytes:
+        if is_gpu(self._device) and nbytes:
             self._locks.append(PageLock(memory, self._device))
         self.nbytes += -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         return memory
@@ -212,7 +201,7 @@ class _MappedWeights:
         staged = (weight.nbytes for block in blocks if not block.casts for weight in block.host)
         largest = max(staged, default=0)
         self._buffers = [memory.allocate(min(largest, STAGING_BYTES)) for _ in range(2)]
-        self._fetched: list[torch.cuda.Event | None] = [None, None]
+        self._fetched: list[torch.Event | None] = [None, None]
         self._turns = cycle(range(2))
         self.nbytes = memory.nbytes
         self._stopped = threading.Event()

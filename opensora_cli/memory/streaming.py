@@ -13,9 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from opensora_cli.memory.checkpointing import RECOMPUTING, is_checkpointed
 from opensora_cli.memory.host_memory import SideStream
 from opensora_cli.memory.host_weights import BlockWeights, HostSource, HostWeights, open_host_weights
-
-_SLOTS = 2
-"""Number of slots: one for the block that computes, and one for the next."""
+from opensora_cli.memory.slots import SLOTS, kept_blocks
 
 
 @dataclass(slots=True)
@@ -98,7 +96,7 @@ def stream_blocks(
             runs.append(_run(blocks[index].nbytes, device))
             streamer.keep(blocks[index], runs[-1])
         if streamed:
-            for _ in range(min(resident, _SLOTS)):
+            for _ in range(min(resident, SLOTS)):
                 runs.append(_run(max(block.nbytes for block in streamed), device))
             streamer.rotate(streamed, runs[len(kept) :])
         figures.device_bytes = sum(run.nbytes for run in runs)
@@ -131,29 +129,6 @@ def stream_model(model: nn.Module, *, device: torch.device | str, resident: int)
         model.cpu()
 
 
-def streaming_bytes(block_bytes: Sequence[int], *, resident: int) -> int:
-    """Return the bytes that `stream_blocks` holds on the device for weights, from the blocks' `slot_bytes` in order.
-
-    Raises ValueError if `resident` is not positive.
-    """
-    kept = kept_blocks(len(block_bytes), resident=resident)
-    streamed = [size for index, size in enumerate(block_bytes) if index not in kept]
-    return sum(block_bytes[index] for index in kept) + min(resident, _SLOTS) * max(streamed, default=0)
-
-
-def kept_blocks(count: int, *, resident: int) -> list[int]:
-    """Return the indexes of the blocks, among `count`, that `stream_blocks` keeps on the device.
-
-    Raises ValueError if `resident` is not positive.
-    """
-    if resident < 1:
-        raise ValueError(f"resident={resident} is not positive: a block must be on the device to compute")
-    if resident >= count:
-        return list(range(count))
-    kept = max(0, resident - _SLOTS)
-    return [(2 * index + 1) * count // (2 * kept) for index in range(kept)]
-
-
 @dataclass(slots=True)
 class _Slot:
     """Device memory for one block at a time."""
@@ -161,7 +136,7 @@ class _Slot:
     run: Tensor
     number: int | None = None
     """Index of the block that is in the slot or being copied there. None means an empty slot."""
-    copied: Future[torch.cuda.Event | None] | None = None
+    copied: Future[torch.Event | None] | None = None
 
 
 class _Streamer:
@@ -292,7 +267,7 @@ class _Streamer:
         slot.number = number
         self._figures.copied_bytes += self._ring[number].nbytes
 
-    def _copy(self, number: int, run: Tensor, free: torch.cuda.Event | None) -> torch.cuda.Event | None:
+    def _copy(self, number: int, run: Tensor, free: torch.Event | None) -> torch.Event | None:
         with torch.inference_mode(False), torch.no_grad(), self._side.after(free):
             self._host.copy_to(number, run)
             return self._side.mark()

@@ -1,4 +1,4 @@
-"""All-to-all in two stages, inside machines and between them, and the plan of an exchange."""
+"""All-to-all in two stages, inside machines and between them."""
 
 from dataclasses import dataclass
 
@@ -6,37 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_cli.parallel.collectives import Parts, exchange_flat
-from opensora_cli.parallel.compression import WireFormat, wire_parts
+from opensora_cli.parallel.collectives import exchange_flat
 from opensora_cli.parallel.mesh import ParallelMesh
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExchangePlan:
-    """Plan for exchanging tokens for heads between the ranks of a group."""
-
-    inner: int = 1
-    """Number of consecutive ranks with fast links. Over 1, exchanges have two stages: inside and between them."""
-    wire: WireFormat | None = None
-    """Format that elements are rounded to for the exchange. None means no rounding."""
-    chunks: int = 1
-    """Number of groups of heads. Each is exchanged while attention of the previous group is computed."""
-
-    def stage_bytes(self, parts: Parts, itemsize: int) -> dict[str, int]:
-        """Return the bytes that all ranks send in one exchange: in total, or inside and between groups of `inner`.
-
-        `itemsize` is that of the tensor, in bytes. Raises ValueError like `wire_parts`.
-        """
-        parts = wire_parts(parts, self.wire)
-        itemsize = {None: itemsize, "bf16": 2, "fp8": 1}[self.wire]
-        ranks = range(len(parts.sources))
-        pairs = [(source, target, itemsize * parts.length(source, target)) for source in ranks for target in ranks]
-        if self.inner == 1:
-            return {"sent": sum(size for source, target, size in pairs if source != target)}
-        return {
-            "inside": sum(size for source, target, size in pairs if (source - target) % self.inner),
-            "between": sum(size for source, target, size in pairs if source // self.inner != target // self.inner),
-        }
+from opensora_cli.parallel.shares import ExchangePlan, Parts
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,13 @@ lengths. A tensor that contradicts its sizes raises ValueError.
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from opensora_cli.parallel.shares import Parts
 
 # Renamed in torch 2.13; earlier versions have only the older names.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -25,31 +27,6 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 Group = dist.ProcessGroup | None
 Sizes = tuple[int, ...]
 GradScale = Literal["up", "down"] | None
-
-
-class Parts(NamedTuple):
-    """Lengths of an all-to-all: rank s sends rank t `unit * sources[s] * targets[t]` elements.
-
-    The parts of a rank are in one flat tensor, in the order of ranks, before and after.
-    """
-
-    unit: int
-    sources: Sizes
-    targets: Sizes
-    row: int | None
-    """Number of elements along the last dimension, which parts keep whole. None means that parts divide it."""
-
-    def length(self, source: int, target: int) -> int:
-        """Return the number of elements that one rank sends another."""
-        return self.unit * self.sources[source] * self.targets[target]
-
-    def sent(self, rank: int) -> list[int]:
-        """Return the number of elements that `rank` sends each rank."""
-        return [self.length(rank, target) for target in range(len(self.targets))]
-
-    def received(self, rank: int) -> list[int]:
-        """Return the number of elements that `rank` receives from each rank."""
-        return [self.length(source, rank) for source in range(len(self.sources))]
 
 
 Exchange = Callable[[Tensor, Parts], Tensor]

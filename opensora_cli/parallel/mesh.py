@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from math import prod
 
 import torch
@@ -12,47 +12,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from opensora_cli.core.exceptions import HardwareError
-
-AXES = ("replicate", "shard", "guidance", "ring", "ulysses", "tensor")
-"""Axes, outermost first. Ranks of `tensor` exchange the most, so that they are adjacent and on the same machine."""
+from opensora_cli.parallel.shares import AXES, MeshShape
 
 _JOINT_AXES = (("replicate", "shard"), ("ring", "ulysses"))
 """Pairs of axes whose ranks also form a group: data-parallel and sequence-parallel axes."""
-
-
-@dataclass(frozen=True, slots=True)
-class MeshShape:
-    """Number of ranks along each axis of a mesh, at least 1."""
-
-    replicate: int = 1
-    """Data-parallel copies of the weights."""
-    shard: int = 1
-    """Data-parallel ranks that divide the weights of a copy."""
-    guidance: int = 1
-    """Ranks that divide the branches of classifier-free guidance."""
-    ring: int = 1
-    """Ranks of ring attention."""
-    ulysses: int = 1
-    """Ranks of Ulysses attention."""
-    tensor: int = 1
-    """Ranks that divide the heads and features of each block."""
-
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        if min(astuple(self)) < 1:
-            raise ValueError(f"every axis has at least one rank: {self}")
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return prod(astuple(self))
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """Return the coordinate of a rank along each axis, from 0; the last axis varies fastest."""
-        found = {}
-        for axis in reversed(AXES):
-            rank, found[axis] = divmod(rank, getattr(self, axis))
-        return found
 
 
 class ParallelMesh:
@@ -129,15 +92,6 @@ def _own_group(groups: list[list[int]]) -> dist.ProcessGroup:
             own = group
     assert own is not None
     return own
-
-
-def backend_of(device_type: str) -> str:
-    """Return the backend for `dist.init_process_group`: gloo for CPUs, and additionally NCCL for GPUs.
-
-    With both, each collective uses the backend for the device of its tensor, so that small messages of the host need
-    no GPU.
-    """
-    return "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
 
 
 def new_group(ranks: Sequence[int]) -> dist.ProcessGroup:

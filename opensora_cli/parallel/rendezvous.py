@@ -11,9 +11,10 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not marked so
 
+from opensora_cli.core.device import collective_backends
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.formatting import first_few
-from opensora_cli.parallel.mesh import backend_of, libraries_on_stderr
+from opensora_cli.parallel.mesh import libraries_on_stderr
 
 _LONGEST_PAUSE_S = 5.0
 _RETRY_HINT = "see what became of the other ranks, and start the run again"
@@ -66,7 +67,7 @@ def init_with_retry(
             # gloo's threads alive, and a thread that frees a tensor while Python ends aborts the process.
             importlib.import_module("torch.distributed.nn.functional")
             dist.init_process_group(
-                backend_of(device_type), store=store, rank=rank, world_size=world_size, timeout=limit
+                collective_backends(device_type), store=store, rank=rank, world_size=world_size, timeout=limit
             )
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from opensora_cli.core.attention import AttentionFn
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.parallel.all_to_all import ExchangePlan, TwoStages
+from opensora_cli.parallel.all_to_all import TwoStages
 from opensora_cli.parallel.collectives import Cut, Exchange, Layout, as_bytes, exchange_all, exchange_directly
-from opensora_cli.parallel.compression import compressed, to_wire, unpacked, wire_parts
-from opensora_cli.parallel.shares import SequenceLengths, shares
+from opensora_cli.parallel.compression import compressed, to_wire, unpacked
+from opensora_cli.parallel.shares import ExchangePlan, SequenceLengths, shares
 
 
 class UlyssesAttention:
@@ -100,7 +100,7 @@ class _Running:
         self, layout: Layout, tensors: tuple[Tensor, ...], group: dist.ProcessGroup, plan: ExchangePlan
     ) -> None:
         self._layout, self._wire, self._dtype = layout, plan.wire, tensors[0].dtype
-        parts, rank = wire_parts(layout.parts, plan.wire), dist.get_rank(group)
+        parts, rank = layout.parts.on_wire(plan.wire), dist.get_rank(group)
         sent = layout.pack(tensors)
         # The sent tensor must stay alive until the end of the exchange.
         self._sent = sent if plan.wire is None else to_wire(sent, layout.parts, plan.wire)

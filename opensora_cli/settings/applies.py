@@ -69,7 +69,7 @@ def _vae(place: str) -> tuple[Applies, ...]:
 VAE = _vae("vae")
 
 _RECORDED_IF_CHANGED = (
-    "video.extend prompts_at condition.seamless loras compile precision.linear "
+    "video.extend prompts_at condition.seamless condition.continued loras compile precision.linear "
     "sampling.stop_at sampling.step_cache sampling.solver sampling.timesteps sampling.mean_guidance_of "
     "sampling.guidance_interval memory.resident_blocks memory.limit memory.host_weights runtime.weights "
     "runtime.threads"
@@ -83,7 +83,7 @@ _SAMPLED_WITH = (
 
 GENERATE = (
     _typed(
-        _SAMPLED_WITH, lambda s: s.from_latents is None, "with --from-latents, whose latents are made already: drop it"
+        _SAMPLED_WITH, lambda s: s.from_latents is None, "on finished latents, which are only decoded: drop it"
     )._replace(is_recorded=True),
     *PARALLEL,
     *VAE,
@@ -248,11 +248,6 @@ TRAIN = (
         "memory.checkpoint_double_blocks memory.checkpoint_single_blocks",
         lambda s: s.memory.checkpointing != "none",
         "with memory.checkpointing=none: use full, selective or offload",
-    ),
-    Applies(
-        "memory.activation_buffer",
-        lambda s: s.memory.checkpointing == "offload",
-        "with memory.checkpointing={s.memory.checkpointing}: use offload",
     ),
     Applies(
         "memory.resident_blocks memory.host_weights",

@@ -4,10 +4,10 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.section import PlotFile, Section, changed, shown
+from opensora_cli.core.section import changed, shown
 from opensora_cli.settings.applies import SAME_FOR_ALL_RUNS, refuse_without_effect
 from opensora_cli.settings.explain import Given, explain, nearest
 from opensora_cli.settings.generate import GenerateSettings
@@ -38,14 +38,6 @@ STANDARD: Mapping[str, Changes] = {
     "fast": {"sampling.fast": True},
 }
 """Settings that are compared if no `--try` is given."""
-
-
-class BenchGenerateSettings(Section):
-    """Repeats and chart of a comparison."""
-
-    repeats: int = Field(default=1, ge=1, le=1000, description="Timed runs of each setting.")
-    plot: PlotFile | None = Field(default=None, description="Chart file: .png, .svg or .pdf.")
-    overwrite: bool = Field(default=False, description="Replace an existing chart.")
 
 
 def read_tries(texts: Sequence[str]) -> Tries:

@@ -121,7 +121,7 @@ class ScanSettings(Section):
         default=None, ge=1, le=1024, description="Files that are read at a time. None: one for each core."
     )
     deep: bool = Field(default=False, description="Decode every frame to find damage inside files.")
-    overwrite: bool = Field(default=False, description="Read every file again, and replace a table of another origin.")
+    overwrite: bool = Field(default=False, description="Replace an existing table.")
 
 
 class ShardSettings(Section):

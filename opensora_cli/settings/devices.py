@@ -7,6 +7,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, PositiveInt
 
+from opensora_cli.core import device_names
 from opensora_cli.core.section import ByteSize, Section, matching
 from opensora_cli.models.registry import ARCHITECTURES, AUTO, ModelChoice
 from opensora_cli.settings.enums import AllToAll, AttentionChoice, Compression, DType, HostWeights, OffloadMode
@@ -22,7 +23,9 @@ _Device = Annotated[int, Field(ge=0, le=1023)]
 INNER_DEGREES = ("ulysses_degree", "ring_degree", "tensor_parallel_degree")
 """Degrees of devices that share a sample."""
 
-DeviceName = Annotated[str, matching(r"auto|cpu|cuda(:\d+)?", "must be auto, cpu, cuda or cuda:N, as in cuda:1")]
+DeviceName = Annotated[str, matching(device_names.PATTERN, device_names.RULE)]
+DeviceKind = Annotated[str, matching(device_names.KIND_PATTERN, device_names.KIND_RULE)]
+"""Type of the devices of all ranks."""
 
 
 class DeviceSettings(Section):
@@ -245,8 +248,8 @@ class PlacementSettings(Section):
     weights: str | None = Field(
         default=None, description="Folder with the weights. None: OSORA_WEIGHTS, ./ckpts or the Hugging Face cache."
     )
-    device: DeviceName = Field(default="auto", description="auto, cpu, cuda or cuda:N.")
-    dtype: DType = Field(default=DType.AUTO, description="auto means bfloat16 on CUDA and float32 on a CPU.")
+    device: DeviceName = Field(default="auto", description=device_names.HELP)
+    dtype: DType = Field(default=DType.AUTO, description="auto means bfloat16 on GPUs and float32 on a CPU.")
     threads: Threads | None = Field(
         default=None, description="CPU threads. None: OMP_NUM_THREADS, or by work and cores."
     )

@@ -47,7 +47,7 @@ class ReferenceRate(StrEnum):
 
 
 class DType(StrEnum):
-    """Floating point type of models. `auto` means bfloat16 on CUDA and float32 on a CPU."""
+    """Floating point type of models. `auto` means bfloat16 on GPUs and float32 on a CPU."""
 
     AUTO = "auto"
     FLOAT32 = "float32"
@@ -149,11 +149,3 @@ class Scaling(StrEnum):
 
     STRONG = "strong"
     WEAK = "weak"
-
-
-class BenchDevice(StrEnum):
-    """Device of the ranks of `osora bench-comm`. `auto` means cuda if there are GPUs."""
-
-    AUTO = "auto"
-    CPU = "cpu"
-    CUDA = "cuda"

@@ -72,7 +72,7 @@ class Flags(TypedDict, total=False):
         Option(
             "condition.references",
             REFERENCE,
-            "Picture or video that the video starts from. Repeatable.",
+            "Picture or video to start from. Repeatable.",
             "FILE",
             is_common=True,
             each="a picture or a video",
@@ -143,7 +143,6 @@ class Flags(TypedDict, total=False):
 FLAGS: Mapping[str, Option] = {
     "model": Option("runtime.model_choice", MACHINE, metavar="NAME", is_common=True),
     "num_samples": Option("sampling.num_samples", SAMPLING),
-    "resume": Option("resume", metavar="FILE"),
     "save_state_every": Option("output.save_state_every", OUTPUT),
     "preview_every": Option("output.preview_every", OUTPUT),
     "save_picture": Option("picture.save", OUTPUT),

@@ -8,6 +8,7 @@ from itertools import pairwise
 
 from pydantic import Field, model_validator
 
+from opensora_cli.core import device_names
 from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.conditions import CONDITION_MODES, CONTINUING, ConditionMode, Source
 from opensora_cli.core.media_choices import MediaFormat
@@ -123,7 +124,16 @@ class GenerateSettings(Section):
     def num_frames(self) -> int:
         """Frames of the result, with all segments."""
         clip = self.video.num_frames
-        return clip - self.condition.seamless + self.video.extend * (clip - self.overlap)
+        kept = max(0, (self.condition.continued or 0) - self.given_frames)
+        return kept + clip - self.condition.seamless + self.video.extend * (clip - self.overlap)
+
+    @property
+    def given_frames(self) -> int:
+        """Frames that a reference gives at the head in the condition mode."""
+        grid, mode = self.vae.grid, CONDITION_MODES[self.condition.mode or CONTINUING.name]
+        return self.condition.lengths.pixel_frames(
+            mode, causal=grid.is_causal, temporal_compression=grid.time_compression_ratio
+        )
 
     @property
     def size_multiple(self) -> int:
@@ -234,6 +244,16 @@ def _sampling_problems(settings: GenerateSettings) -> Iterator[str]:
 
 def _condition_problems(settings: GenerateSettings) -> Iterator[str]:
     condition, video = settings.condition, settings.video
+    if condition.continued is not None:
+        modes = [mode.name for mode in CONDITION_MODES.values() if mode.source is Source.VIDEO and mode.at_head]
+        if condition.mode not in (None, *modes):
+            yield f"condition.mode={condition.mode} does not continue a video: use {either(modes)}"
+        if condition.seamless or settings.draft.resolution is not None:
+            named = "condition.seamless=true" if condition.seamless else f"draft.resolution={settings.draft.resolution}"
+            yield f"condition.continued does not go with {named}: drop one of them"
+        if len(condition.references) != 1:
+            given = _files(len(condition.references))
+            yield f"condition.continued needs 1 reference, and {given} given: use --continue"
     if condition.mode is not None:
         mode, references = CONDITION_MODES[condition.mode], len(condition.references)
         named = f"condition.mode={mode.name}"
@@ -326,7 +346,7 @@ def _draft_problems(settings: GenerateSettings) -> Iterator[str]:
 
 def _parallel_problems(settings: GenerateSettings) -> Iterator[str]:
     parallel, heads, device = settings.parallel, settings.model.num_heads, settings.runtime.device
-    if parallel.world_size > 1 and device.startswith("cuda:"):
+    if parallel.world_size > 1 and device_names.has_index(device):
         yield f"runtime.device={device} is one GPU, and parallel.gpus asks for more: use --devices"
     tensor = parallel.tensor_parallel_degree or 1
     if settings.compile and tensor > 1:

@@ -113,7 +113,7 @@ class VideoSettings(Section):
     aspect_ratio: AspectRatio = Field(default=AspectRatio.WIDE_16_9, description="Width to height.")
     height: _Pixels | None = Field(default=None, description="Height in pixels, instead of resolution. Needs width.")
     width: _Pixels | None = Field(default=None, description="Width in pixels, instead of resolution. Needs height.")
-    num_frames: _Frames = Field(default=129, description="Number of frames; 1 makes a picture.")
+    num_frames: _Frames = Field(default=129, description="Frames; 1: a picture.")
     fps: int = Field(default=24, ge=1, le=240, description="Frames per second.")
     resolutions: tuple[str, ...] = Field(
         default=("256px", "768px"), min_length=1, description="Resolutions of the model."
@@ -162,6 +162,12 @@ class ConditionSettings(Section):
     # File names may have commas.
     references: Annotated[tuple[str, ...], SplitAt(";")] = Field(
         default=(), description="Pictures or videos, separated by ;."
+    )
+    continued: int | None = Field(
+        default=None,
+        ge=0,
+        le=1_000_000,
+        description="Frames of the reference that begin the result, set by --continue; 0: all, counted before the run.",
     )
     fit: Fit = Field(default=Fit.CROP, description="How a reference of another shape is fitted to the video.")
     ref_fps: ReferenceRate = Field(

@@ -25,6 +25,10 @@ AUTOENCODER_EFFICIENCY = 0.149
 768px on an H100 (`benchmarks/predict.py`), and assumed for other GPUs."""
 
 _GIVEN = re.compile(r"(?:(?P<count>\d*)x)?(?P<name>.*)", re.DOTALL)
+_SIZE = re.compile(r"[0-9.]+ ?[MG]i?B", re.IGNORECASE)
+_NOT_IN_NAMES = re.compile(r"nvidia|geforce|rtx|[\s_-]", re.IGNORECASE)
+_STAND_IN = "4090"
+"""GPU whose machine a GPU that is named by its memory has."""
 _MAX_DEVICES = 1024
 _KIND = "hardware"
 
@@ -53,7 +57,7 @@ class GpuSettings(Section):
     """GPU model and its machine."""
 
     name: FileName = Field(description="Name for --on.")
-    cuda_name: FileName = Field(description="Name in CUDA.")
+    device_name: FileName = Field(description="Name that torch reports.")
     memory: ByteSize = Field(description="Memory of one GPU.")
     reserved: ByteSize = Field(default=2**30, description="Memory that weights and tensors cannot use.")
     bf16_tflops: _Figure = Field(description="Peak of dense bfloat16 products with fp32 sums, in 1e12 a second.")
@@ -91,6 +95,8 @@ class PlannedMachine:
     """Number of GPUs. None means as many as the settings ask for."""
     given: str
     """Name that was given, as in `8xH100`."""
+    has_speed: bool = True
+    """Whether the speed of the GPUs is known; that of a GPU that is named by its memory is not."""
 
     def counts(self, given: Collection[str]) -> dict[str, Given]:
         """Return the numbers of devices and machines as settings, unless keys in `given` set them."""
@@ -114,7 +120,7 @@ class PlannedMachine:
 
 
 def read_machine(text: str) -> PlannedMachine:
-    """Return the machine of `--on`: `H100`, `8xH100`, or a YAML file as in `rig.yaml` or `2xrig.yaml`."""
+    """Return the machine of `--on`: `H100`, `8xH100`, `12GiB`, or a YAML file as in `rig.yaml` or `2xrig.yaml`."""
     # The name of a file may have an x.
     if Path(text).is_file():
         return PlannedMachine(gpu=_read_gpu(text), count=None, given=text)
@@ -122,10 +128,10 @@ def read_machine(text: str) -> PlannedMachine:
     assert match is not None
     count, name = match["count"], match["name"].strip()
     if not name or count == "":
-        raise RequestError(f"--on {text} must be NAME, NxNAME or a YAML file, as in 8xH100")
-    gpu = _read_gpu(name)
+        raise RequestError(f"--on {text} must be NAME, NxNAME, SIZE or a YAML file, as in 8xH100 or 12GiB")
+    gpu, has_speed = _read_gpu(name), _SIZE.fullmatch(name) is None
     if count is None:
-        return PlannedMachine(gpu=gpu, count=None, given=text)
+        return PlannedMachine(gpu=gpu, count=None, given=text, has_speed=has_speed)
     number = int(count) if len(count) < 9 else _MAX_DEVICES + 1
     if not 1 <= number <= _MAX_DEVICES:
         raise RequestError(f"--on {text} must name 1 to {_MAX_DEVICES} devices")
@@ -135,20 +141,36 @@ def read_machine(text: str) -> PlannedMachine:
             f"--on {text} fills no whole machines of gpus_per_node={gpu.gpus_per_node}: "
             f"use {below} or {below + gpu.gpus_per_node}"
         )
-    return PlannedMachine(gpu=gpu, count=number, given=text)
+    return PlannedMachine(gpu=gpu, count=number, given=text, has_speed=has_speed)
+
+
+def find_gpu(device_name: str) -> GpuSettings | None:
+    """Return the figures of a GPU by its name in CUDA; None for a GPU that osora does not know."""
+    return next((gpu for gpu in map(_read_gpu, list_presets(_KIND)) if gpu.device_name == device_name), None)
+
+
+def _plain(name: str) -> str:
+    """Return the name of a GPU in the form that names are compared in: `4060ti` for `GeForce RTX 4060 Ti`."""
+    return _NOT_IN_NAMES.sub("", name).lower()
 
 
 def _read_gpu(name: str) -> GpuSettings:
-    known = {each.lower(): each for each in list_presets(_KIND)}
-    if name.lower() in known and not Path(name).is_file():
-        path = presets_folder() / _KIND / f"{known[name.lower()]}.yaml"
-    elif Path(name).suffix.lower() in (".yaml", ".yml") or Path(name).is_file():
+    known = {_plain(each): each for each in list_presets(_KIND)}
+    own = Path(name).is_file()
+    by_size = _SIZE.fullmatch(name) is not None and not own
+    if by_size:
+        path = presets_folder() / _KIND / f"{_STAND_IN}.yaml"
+    elif _plain(name) in known and not own:
+        path = presets_folder() / _KIND / f"{known[_plain(name)]}.yaml"
+    elif Path(name).suffix.lower() in (".yaml", ".yml") or own:
         path = Path(name)
     else:
-        # `A100` is part of a name, and `RTX4090` contains one.
-        parts = [each for low, each in known.items() if low.startswith(name.lower()) or name.lower().endswith(low)]
-        close = parts[0] if parts else nearest(name, known.values(), cutoff=0.5)
-        hint = f"did you mean {close}?" if close else "or name a YAML file of your own, as configs/hardware/ has them"
+        # `A100` and `4060 Ti` are parts of names.
+        parts = [each for plain, each in known.items() if _plain(name) and _plain(name) in plain]
+        close = " or ".join(parts) or nearest(name, known.values(), cutoff=0.5)
+        hint = (
+            f"did you mean {close}?" if close else "give its memory, as in 12GiB, or a YAML file like configs/hardware/"
+        )
         raise RequestError(f"hardware {name!r} is not one of {', '.join(sorted(known.values()))}", hint=hint)
     given = read_sections(GpuSettings, read_settings_file(path), source=str(path))
     fields = GpuSettings.model_fields
@@ -158,4 +180,13 @@ def _read_gpu(name: str) -> GpuSettings:
             f"{path} must give {first_few(missing)}",
             hint=f"`{EXTENDS}: {_KIND}/H100` takes from that GPU what the file does not give",
         )
+    if by_size:
+        values = {
+            "name": name,
+            "device_name": f"a GPU with {name}",
+            "memory": name,
+            "fp8_tflops": None,
+            "int8_tops": None,
+        }
+        given = {**given, **{key: Given(value, f"--on {name}") for key, value in values.items()}}
     return validate(GpuSettings, given)

@@ -143,6 +143,7 @@ _REMOVED = {
     "precision.fp8_linears": "drop it: matrices are multiplied in precision.compute",
     "precision.initial_loss_scale": "drop it: precision.compute=bf16 needs no loss scale",
     "precision.loss_scale_window": "drop it: precision.compute=bf16 needs no loss scale",
+    "memory.activation_buffer": "drop it: memory.checkpointing=offload takes the host memory that it needs",
     "memory.activation_offload": "use memory.checkpointing=offload",
     "memory.offload_above": "use memory.checkpointing=offload, which keeps all inputs of blocks on the host",
     **dict.fromkeys(_OF_THE_DEMO, MOVED_TO_DEMO),

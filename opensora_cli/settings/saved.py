@@ -28,7 +28,7 @@ prompt prompts_at negative_prompt prompt_suffix.motion_score prompt_suffix.add_f
 video.resolution video.aspect_ratio video.height video.width video.num_frames video.fps video.resolutions
 video.aspect_ratios video.max_frames video.extend video.causal_lengths draft.resolution draft.strength
 condition.mode condition.references condition.fit condition.ref_fps condition.video_latent_frames
-condition.seamless condition.easy_latent_frames
+condition.seamless condition.continued condition.easy_latent_frames
 picture.first picture.save picture.resolution picture.own_model
 sampling.num_inference_steps sampling.solver sampling.fast sampling.timesteps sampling.stop_at
 sampling.guidance_scale sampling.image_guidance_scale sampling.text_oscillation sampling.image_oscillation

@@ -11,11 +11,12 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.section import Applies, ByteSize, FileName, PlotFile, Section
 from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.applies import PARALLEL
-from opensora_cli.settings.devices import ParallelSettings
-from opensora_cli.settings.enums import BenchDevice, Collective, Scaling
+from opensora_cli.settings.devices import DeviceKind, ParallelSettings
+from opensora_cli.settings.enums import Collective, Scaling
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import open_config
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.layers import collect_overrides
 from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, read_request
 from opensora_cli.settings.train import TrainSettings, load_train_settings
@@ -32,7 +33,9 @@ class BenchCommSettings(Section):
     parallel: ParallelSettings = Field(
         default=ParallelSettings(), description="Ranks. The default is one for each GPU, or two on CPUs."
     )
-    device: BenchDevice = Field(default=BenchDevice.AUTO, description="auto, cpu or cuda. auto means GPUs if present.")
+    device: DeviceKind = Field(
+        default="auto", description="auto, cpu or a type of accelerator. auto means GPUs if present."
+    )
     min_bytes: _BenchBytes = Field(default=8, description="Smallest size, as in 8 or 1KiB.")
     max_bytes: _BenchBytes | None = Field(default=None, description="Largest size. None: 1 GiB on GPUs, 4 MiB on CPUs.")
     iters: int = Field(default=20, ge=1, le=100_000, description="Timed repeats of each size.")
@@ -97,6 +100,7 @@ def profiled_settings(
     device: str | None,
     environment: Mapping[str, str],
     gpus: int | None = None,
+    on: PlannedMachine | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> GenerateRequest | TrainSettings:
     """Return the request to generate, or the settings of a training run, to profile.
@@ -106,6 +110,8 @@ def profiled_settings(
     names in a `.py` recipe that are not carried over. A request has such a line in its `notes`.
     """
     shared = {} if gpus is None else {"parallel.gpus": Given(gpus, "--gpus")}
+    if on is not None:
+        shared = {**on.counts(shared), **shared}
     file = None if config is None else open_config(config, "train", "generate")
     if file is not None and file.is_for_training:
         if device not in (None, "auto", "cpu"):
@@ -115,6 +121,6 @@ def profiled_settings(
     flags = {} if device is None else {"runtime.device": Given(device, "--device")}
     overrides = collect_overrides(GenerateSettings, {**flags, **shared}, assignments)
     overrides.setdefault("prompt", Given(ANY_PROMPT, "mem-profile"))
-    if file is None:
+    if file is None and on is None:
         overrides.setdefault("runtime.model_choice", Given(DEMO, "mem-profile"))
-    return read_request(overrides=overrides, config=file, environment=environment, others=(TrainSettings,))
+    return read_request(overrides=overrides, config=file, environment=environment, others=(TrainSettings,), on=on)

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from pydantic import Field, field_validator
 
+from opensora_cli.core import device_names
 from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem, RequestError
@@ -57,7 +58,7 @@ class TrainSettings(Section):
     output: FileName = Field(default="runs/train", description="Folder of checkpoints, logs and exported weights.")
     init: FileName | None = Field(default=None, description="First weights, or demo. None means random weights.")
     weights: tuple[str, ...] = Field(default=(), description="Folders with the frozen parts, or demo.")
-    device: DeviceName = Field(default="auto", description="auto, cpu, cuda or cuda:N. auto prefers cuda.")
+    device: DeviceName = Field(default="auto", description=device_names.HELP)
     threads: Threads | None = Field(default=None, description="CPU threads. None means by work and cores.")
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
@@ -82,7 +83,7 @@ class TrainSettings(Section):
     def device_name(self) -> str:
         """Device of a process that trains alone, in the form of `device`."""
         devices = self.parallel.devices
-        return f"cuda:{devices[0]}" if devices and self.device != "cpu" else self.device
+        return device_names.indexed(devices[0]) if devices and self.device != "cpu" else self.device
 
     @property
     def held_out(self) -> "TrainSettings":
@@ -235,8 +236,9 @@ _CONFLICTS = (
 
 def _device_problems(settings: TrainSettings) -> Iterator[str]:
     parallel, device, strategy = settings.parallel, settings.device, settings.strategy
-    if parallel.world_size > 1 and device.startswith("cuda:"):
-        yield f"device={device} is one GPU, and there are {parallel.world_size} ranks: use cuda, or parallel.devices"
+    if parallel.world_size > 1 and device_names.has_index(device):
+        kind = device_names.type_of(device)
+        yield f"device={device} is one GPU, and there are {parallel.world_size} ranks: use {kind}, or parallel.devices"
     if parallel.compression is Compression.FP8:
         yield "parallel.compression=fp8 would round gradients by up to 1/16, which is for generation: use bf16 or none"
     before = [*_degree_problems(settings)]

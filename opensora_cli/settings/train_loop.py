@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from pydantic import Field, PositiveInt, field_validator
 
-from opensora_cli.core.section import ByteSize, Count, CountOrZero, FileName, Section, Share
+from opensora_cli.core.section import Count, CountOrZero, FileName, Section, Share
 from opensora_cli.settings.components import Tf32Settings
 from opensora_cli.settings.devices import Blocks
 from opensora_cli.settings.enums import HostWeights
@@ -132,7 +132,6 @@ class TrainMemorySettings(Section):
     checkpoint_single_blocks: int | None = Field(
         default=None, ge=0, le=10_000, description="First single-stream blocks to recompute. None: all."
     )
-    activation_buffer: ByteSize | None = Field(default=None, description="Host buffer for activations, as in 8GiB.")
     offload: WeightOffload = Field(default=WeightOffload.NONE, description="Frozen weights that are kept on the host.")
     resident_blocks: Blocks | None = Field(default=None, description="Offloaded blocks on the device. None means 2.")
     host_weights: HostWeights | None = Field(default=None, description="Location of offloaded blocks. None: by memory.")

@@ -62,7 +62,7 @@ class MMDiTTrainSettings(Section):
     )
     sigma_min: float = Field(default=1e-5, ge=0, lt=1, description="Noise that remains at time 0.")
     attention: AttentionChoice = Field(default=AttentionChoice.AUTO, description="Attention backend. auto: by device.")
-    frozen_dtype: DType = Field(default=DType.AUTO, description="Type of frozen parts. auto: bfloat16 on CUDA.")
+    frozen_dtype: DType = Field(default=DType.AUTO, description="Type of frozen parts. auto: bfloat16 on GPUs.")
     files: FrozenFileSettings = FrozenFileSettings()
     cache: str | None = Field(
         default=None,

@@ -22,7 +22,7 @@ class WatchingSettings(Section):
     exact_timers: bool = Field(
         default=False, description="Synchronize with the GPU for exact timings, which is slower."
     )
-    nvtx: bool = Field(default=False, description="Mark the parts of each step for Nsight Systems. Needs CUDA.")
+    nvtx: bool = Field(default=False, description="Mark the parts of each step for Nsight Systems. Needs a GPU.")
     peak_tflops: float | None = Field(
         default=None, gt=0, le=10**9, description="Peak of a GPU in 1e12 operations a second, for the MFU."
     )

@@ -23,6 +23,7 @@ class FakeResult(Document):
 
     settings: GenerateSettings
     shortage: Any = Field(default=None, exclude=True)
+    videos: tuple[Any, ...] = Field(default=(), exclude=True)
 
     def lines(self) -> list[str]:
         return ["samples/原野.mp4"]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from opensora_cli.cli.app import main
-from opensora_cli.core import gpus
-from opensora_cli.core.gpus import DriverFacts
+from opensora_cli.core import device_facts
+from opensora_cli.core.device_facts import DriverFacts
 from opensora_cli.core.redaction import is_relevant
 from opensora_cli.engine.env_check import host, machine
 
@@ -160,7 +160,7 @@ def test_a_check_that_breaks_hides_no_other(
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("NVML: driver/library version mismatch")
 
-    for module in (host, machine, gpus):
+    for module in (host, machine, device_facts):
         for name in vars(module):
             is_reader = name.startswith("read_") or name in ("unmet_requirements", "pick_hardware")
             if is_reader and name != "read_torch":
@@ -181,16 +181,16 @@ def test_a_cpu_build_beside_a_gpu_is_a_problem(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.version.cuda", None)
-    monkeypatch.setattr(gpus, "_start_nvml", lambda: None)
+    monkeypatch.setattr(device_facts, "_start_nvml", lambda: None)
     smi = Path("nvidia-smi")
     smi.write_text(f"#!{sys.executable}\nprint('580.95.05, NVIDIA H100 80GB HBM3')\n", encoding="utf-8")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(Path.cwd()), prepend=os.pathsep)
-    assert gpus.read_driver() == DriverFacts(version="580.95.05", gpus=("NVIDIA H100 80GB HBM3",))
+    assert device_facts.read_driver() == DriverFacts(version="580.95.05", gpus=("NVIDIA H100 80GB HBM3",))
     code, out, _ = run("--no-all-reduce", "-q", capsys=capsys)
     assert code == 4
     assert "is a build for the CPU, and here is NVIDIA H100 80GB HBM3" in out
     smi.write_text(f"#!{sys.executable}\nraise SystemExit('Driver/library version mismatch')\n", encoding="utf-8")
-    assert gpus.read_driver() == DriverFacts(failure="Driver/library version mismatch")
+    assert device_facts.read_driver() == DriverFacts(failure="Driver/library version mismatch")
     smi.write_text(f"#!{sys.executable}\nraise SystemExit('No devices were found')\n", encoding="utf-8")
-    assert gpus.read_driver() == DriverFacts()
+    assert device_facts.read_driver() == DriverFacts()

@@ -1,7 +1,6 @@
 """`osora generate`: every option reaches its setting, and what comes back goes to the right stream."""
 
 import json
-from pathlib import Path
 
 import pytest
 from cli.fake_engine import FakeEngine
@@ -55,57 +54,6 @@ def test_a_preset_is_chosen_by_name(engine: FakeEngine) -> None:
         # In place of the picture that the preset makes first.
         assert not settings_of(engine, "sea", "--preset", "high_compression", *given).picture.first
     assert settings_of(engine, "sea", "--preset", "high_compression", "--cond", "i2v_tail").picture.first
-
-
-@pytest.mark.parametrize(
-    ("name", "hint"),
-    [
-        ("boat.png", "--ref boat.png"),
-        ("a clip.mp4", "--ref 'a clip.mp4'"),
-        ("mine.yaml", "--config mine.yaml"),
-        ("256px.py", "--config 256px.py"),
-        ("sea_seed42.mp4.json", "--from sea_seed42.mp4.json"),
-        ("sea_seed42.latents.safetensors", "--from sea_seed42.latents.safetensors"),
-        ("style.safetensors", "--lora style.safetensors"),
-        ("clips.csv", "give the file with --prompts clips.csv"),
-        ("sea", "give the words themselves, in quotes"),
-    ],
-)
-def test_a_file_is_not_a_prompt(
-    engine: FakeEngine,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    hint: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert settings_of(engine, name).prompt == name  # there is no such file
-    (tmp_path / name).write_text("any")
-    capsys.readouterr()
-    assert main(["generate", name]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith(f"error: {name} is a file, and no prompt\n")
-    assert hint in captured.err
-    assert settings_of(engine, "--prompt-text", name).prompt == name
-
-
-def test_a_folder_is_no_prompt_where_it_is_named_as_a_path(
-    engine: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A word stays a prompt, whatever folder has its name; a separator makes it a path, if there is such a folder."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "sea" / "deep").mkdir(parents=True)
-    for prompt in ("sea", "a sea/lake", "sea and a boat"):
-        assert settings_of(engine, prompt).prompt == prompt
-    capsys.readouterr()
-    for name in ("sea/", "sea/deep", "./sea", ".", "..", str(tmp_path)):
-        assert main(["generate", name]) == 2
-        err = capsys.readouterr().err
-        assert err.startswith(f"error: {name} is a folder, and no prompt\n")
-        assert f"give the words themselves, in quotes; --prompt-text {name} insists" in err
-        assert settings_of(engine, "--prompt-text", name).prompt == name
 
 
 @pytest.mark.parametrize(

@@ -85,20 +85,20 @@ def osora(world, out, capsys):
 
 def test_prompts_of_a_file_are_made_and_failed_rows_end_with_5(osora, out, tmp_path):
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "raining, sea", "seed": 3}\n{"prompt": "desert", "seed": "x"}\n')
+    prompts.write_text('{"prompt": "raining, sea", "seed": 3}\n{"prompt": "desert", "seed": "x", "name": "dunes"}\n')
     code, stdout, stderr = osora("--prompts", str(prompts))
+    assert stderr.index("warning: row 2: sampling.seed=x") < stderr.index("error: 1 of 2 rows failed")
     assert (code, stdout) == (5, f"{out / 'raining-sea_seed3.mp4'}\n")
     assert "error: 1 of 2 rows failed\nerror: row 2: sampling.seed=x must be a whole number" in stderr
     assert "--json lists all, and the same command tries these again" in stderr
     prompts.write_text(prompts.read_text().splitlines()[0])
     code, stdout, _ = osora("--prompts", str(prompts), "--json")
     document = json.loads(stdout)
-    assert (code, document["schema"], document["made"], document["kept"]) == (0, "osora.batch/2", 0, 1)
+    assert (code, document["schema"], document["made"], document["kept"]) == (0, "osora.batch/3", 0, 1)
     code, stdout, _ = osora("--prompts", str(prompts), "--dry-run")
-    assert (code, stdout.splitlines()[:2]) == (
-        0,
-        ["rows      1 of 1 shape, and 0 that would be refused", "shape     rows: 1"],
-    )
+    lines = stdout.splitlines()
+    assert (code, lines[0].split(":")[0]) == (0, "Fits")
+    assert {"rows      1 of 1 shape, and 0 that would be refused", "rows      1"} <= set(lines)
 
 
 @pytest.mark.slow
@@ -119,7 +119,7 @@ def test_two_processes_at_once_make_every_prompt_of_a_file_once(world, out, tmp_
 
 @pytest.mark.usefixtures("every_stage_takes_time")
 def test_a_video_is_written_and_its_path_printed(osora, out):
-    code, stdout, stderr = osora("raining, sea", "--seed", "3", "--threads", "3")
+    code, stdout, stderr = osora("raining, sea", "--seed", "3", "--threads", "3", "--verbose")
     assert code == 0
     assert "threads: 3 (as set)\n" in stderr
     sidecar = json.loads((out / "raining-sea_seed3.mp4.json").read_text())
@@ -131,6 +131,9 @@ def test_a_video_is_written_and_its_path_printed(osora, out):
     assert len(read_video(out / "raining-sea_seed3.mp4").frames_THWC) == 9
     for stage in ("load", "text", "denoise", "decode", "save"):
         assert f"{stage}: " in stderr
+    code, _, stderr = osora("raining, sea", "--seed", "4")
+    assert code == 0
+    assert re.fullmatch(rf"saved {out}/raining-sea_seed4.mp4 \(\d+\.\d s\)\n", stderr)
 
 
 def test_json_goes_back_in(world, osora, out, tmp_path, capsys):
@@ -158,7 +161,7 @@ def test_json_goes_back_in(world, osora, out, tmp_path, capsys):
 def test_dry_run_prints_the_plan_and_writes_nothing(osora, out):
     code, stdout, _ = osora("raining, sea", "--dry-run", "--json", "--steps", "50")
     plan = json.loads(stdout)
-    assert (code, plan["schema"], plan["model_evaluations"]) == (0, "osora.plan/4", 80)
+    assert (code, plan["schema"], plan["model_evaluations"]) == (0, "osora.plan/5", 80)
     assert not out.exists()
     assert plan["outputs"] == [
         {"path": f"{out}/raining-sea_seed42.mp4", "sidecar": f"{out}/raining-sea_seed42.mp4.json", "made_before": False}
@@ -184,11 +187,44 @@ def test_adapters_are_listed_used_and_used_again(world, osora, out, tmp_path, ca
     assert (tmp_path / "plain.mp4").read_bytes() != video.read_bytes()
 
 
+@pytest.mark.slow
+def test_dry_run_of_the_released_preset_without_weights(tmp_path, capsys, monkeypatch):
+    free = torch.iinfo(torch.int64).max
+    monkeypatch.setattr("opensora_cli.engine.generate.planning.pick_hardware", _hardware_with(free))
+    command = ["generate", "sea", "--model", "open-sora-v2", "--weights", str(tmp_path)]
+    command += ["--res", "256px", "--dry-run"]
+    assert app.main(command) == 0
+    assert "missing   hunyuan_vae.safetensors" in capsys.readouterr().out
+    monkeypatch.setattr("opensora_cli.engine.generate.planning.pick_hardware", _hardware_with(2**30))
+    assert app.main(command) == 4
+    printed = capsys.readouterr()
+    assert printed.out.startswith("Does not fit: ")
+    assert "1.00 GiB free" in printed.err
+
+
+def _hardware_with(free_bytes):
+    from opensora_cli.engine.components.hardware import Hardware
+
+    cpu = Hardware(torch.device("cpu"), "a machine", torch.float32, free_bytes, free_bytes)
+    return lambda device, dtype: cpu
+
+
 def test_reference_and_inferred_mode(osora, world):
     code, _, stderr = osora("a boat", "--ref", str(world.picture), "--fit", "pad")
     assert code == 0
     assert "condition: i2v_head" in stderr
     assert "dB PSNR" in stderr
+
+
+def test_a_clip_is_continued(osora, world, out, capsys):
+    words = arguments(world, out, "a boat", "--continue", str(world.video))
+    assert app.main([word.replace("num_frames=9", "num_frames=37") for word in words]) == 0
+    stdout = capsys.readouterr().out
+    video = json.loads(Path(f"{stdout.strip()}.json").read_text())
+    assert video["settings"]["condition"]["continued"] > 0
+    assert len(read_video(stdout.strip()).frames_THWC) == video["num_frames"]
+    assert osora("a boat", "--continue", str(world.video), "--fps", "12")[0] == 2
+    assert osora("a boat", "--continue", str(world.picture))[0] == 3
 
 
 def test_the_steps_of_a_first_session_follow_one_another(world, osora, out, capsys):
@@ -270,10 +306,10 @@ def test_ctrl_c_while_denoising(world, osora, out, monkeypatch, capsys):
     assert (shown["kind"], shown["prompt"], shown["seed"]) == ("state", "sea", 42)
     assert (code, stdout) == (130, "")
     [command] = re.findall(r"go on with: osora (.*)", stderr)
-    assert command == f"generate --resume {state} --weights {world.released}"
+    assert command == f"generate --from {state} --weights {world.released}"
     monkeypatch.setattr(denoising, "denoise", denoise)
     # --from finds out what the file is.
-    assert app.main([*shlex.split(command.replace("--resume", "--from")), "--json"]) == 0
+    assert app.main([*shlex.split(command), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["outputs"][0]["path"] == str(out / "sea_seed42.mp4")
     assert document["model_evaluations"] == 2

@@ -28,7 +28,7 @@ def test_a_generation_is_predicted_within_10_percent_of_what_is_measured(
     args = [*SMALL, "--runs", "2", "--json", "--plot", str(plot), "--snapshot", str(snapshot)]
     assert main(args) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["schema"] == "osora.mem-profile/2"
+    assert document["schema"] == "osora.mem-profile/3"
     assert [stage["name"] for stage in document["stages"]] == ["text", "denoise", "decode"]
     for stage in document["stages"]:
         assert stage["predicted_bytes"] == pytest.approx(stage["measured_bytes"], rel=0.1)

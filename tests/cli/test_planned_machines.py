@@ -8,8 +8,10 @@ import tiny_training
 import torch
 import yaml
 from small_stages import small_stages
+from tiny_training import rank_memory
 
 from opensora_cli.cli.app import main
+from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.engine.train import plan as train_plan
 from opensora_cli.engine.train.rank_memory import RankMemory
 from opensora_cli.settings.train import TrainSettings
@@ -46,6 +48,8 @@ def test_a_video_is_planned_for_what_is_named(capsys: pytest.CaptureFixture[str]
     assert job["mesh"]["ulysses"] == 8
     predicted = document["predicted"]
     assert (predicted["predicted"], predicted["hardware"]) == (True, "8xH100")
+    assert document["verdict"].startswith("Fits: 0.0 of 78.6 GiB GPU memory, 31.7 GiB host memory, about ")
+    assert document["host"] == {"pinned_bytes": 0, "page_cache_bytes": pytest.approx(31.7 * GIB, rel=0.01)}
     assert predicted["seconds"] == pytest.approx(sum(predicted["parts_s"].values()))
     assert {"matrix products", "attention", "memory traffic", "collectives", "host copies"} <= set(predicted["parts_s"])
     assert main([*GENERATE, "--dry-run", "--on", "8xH100", "--gpus", "2"]) == 0
@@ -59,7 +63,7 @@ def test_a_video_is_planned_for_what_is_named(capsys: pytest.CaptureFixture[str]
 def test_what_does_not_fit_there_ends_with_4(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*GENERATE, "--dry-run", "--on", "H100", "--memory-limit", "1"]) == 4
     out, err = capsys.readouterr()
-    assert "does not fit" in out
+    assert out.startswith("Does not fit: 0.0 of 0.0 GiB GPU memory, ")
     assert "cuda (NVIDIA H100 80GB HBM3) memory.limit allows" in err
 
 
@@ -78,11 +82,6 @@ def test_who_asks_for_gpus_that_are_not_here_is_led_to_the_dry_run(
     assert "--on" not in capsys.readouterr().err
 
 
-def rank_memory(num_bytes: int) -> RankMemory:
-    kinds = ("weights", "gradients", "moments", "ema", "frozen", "activations", "buffers", "peak", "device_peak")
-    return RankMemory(**{f"{kind}_bytes": num_bytes for kind in kinds})
-
-
 def test_a_training_is_planned_for_what_is_named(
     recipe: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -96,7 +95,7 @@ def test_a_training_is_planned_for_what_is_named(
     sharded = [*recipe, "--set", "strategy=zero2", "--dry-run"]
     assert main([*sharded, "--on", "16xH100", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert (document["schema"], document["ranks"], document["fits"]) == ("osora.train-plan/4", 16, True)
+    assert (document["schema"], document["ranks"], document["fits"]) == ("osora.train-plan/5", 16, True)
     assert document["settings"]["parallel"]["nnodes"] == 2
     assert document["predicted"]["hardware"] == "16xH100"
     assert document["predicted"]["stages_s"]["forward and backward"] > 0
@@ -104,6 +103,59 @@ def test_a_training_is_planned_for_what_is_named(
     assert kinds == [("cuda", "bfloat16")]
     assert main([*sharded, "--on", "2x4090"]) == 4
     out, err = capsys.readouterr()
-    assert "peak        30.00 GiB of 22.99 GiB free: does not fit\n" in out
+    assert out.startswith("Does not fit: 30.0 of 23.0 GiB GPU memory, 0.0 GiB host memory, about ")
     assert "a step of 2 micro-batches, each 2 clips of 13 frames, 48x24 on 2x4090, not measured" in out
-    assert "a rank needs 30.00 GiB, and a GPU has 22.99 GiB free" in err
+    assert "a rank does not fit in memory (30.0 of 23.0 GiB GPU memory, " in err
+
+
+def test_a_training_whose_time_is_not_predicted_has_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = tiny_training.vae_settings(tmp_path / "run")
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings.model_dump(mode="json")))
+    monkeypatch.setattr(train_plan, "estimate_rank", lambda settings, *, reporter: rank_memory(GIB))
+    recipe = ["train", "--config", str(tmp_path / "tiny.yaml"), "--device", "auto", "--dry-run"]
+    assert main([*recipe, "--on", "H100"]) == 0
+    assert capsys.readouterr().out.startswith("Fits: 1.0 of 78.6 GiB GPU memory, 0.0 GiB host memory\n")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_training_on_a_cpu_has_a_verdict(
+    recipe: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = read_private_memory().free_bytes
+    for needed, code, says in ((GIB // 2, 0, "Fits: 0.5 of "), (2 * free, 4, "Does not fit: ")):
+        monkeypatch.setattr(train_plan, "estimate_rank", lambda *_, needed=needed, **__: rank_memory(needed))
+        assert main([*recipe, "--dry-run"]) == code
+        out, err = capsys.readouterr()
+        assert out.startswith(says)
+        assert out.splitlines()[0].endswith(" GiB host memory")
+        assert ("a rank does not fit in memory" in err) is (code == 4)
+
+
+@pytest.mark.usefixtures("_small_stages")
+def test_needs_no_prompt_and_takes_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    table = tmp_path / "prompts.csv"
+    table.write_text("prompt,num_frames\nsea,129\nforest,129\nmoon,65\n")
+    verdicts = []
+    for words in ([], ["--prompts", str(table)]):
+        assert main(["generate", *words, "--res", "256px", "--dry-run", "--on", "12GiB"]) == 0
+        out = capsys.readouterr().out
+        assert "on cuda (a GPU with 12GiB), bfloat16\n" in out
+        verdicts.append(out.splitlines()[0])
+    assert verdicts[0] == verdicts[1] == "Fits: 0.0 of 11.0 GiB GPU memory, 31.7 GiB host memory"
+    assert "\nrows      3 of 2 shapes, and 0 that would be refused\n" in out
+
+
+@pytest.mark.usefixtures("_small_stages")
+def test_commands_agree_on_the_same_request(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*GENERATE, "--dry-run", "--on", "2x4090", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert main(["mem-profile", "--config", "256px", "--on", "2x4090", "--json"]) == 0
+    profile = json.loads(capsys.readouterr().out)
+    assert {key: profile[key] for key in ("verdict", "fits", "host")} == {
+        key: plan[key] for key in ("verdict", "fits", "host")
+    }
+    assert (profile["device_name"], profile["allocator"]) == (plan["device_name"], None)
+    assert main(["mem-profile", "--on", "4090", "--compare"]) == 2
+    assert "--compare has no effect with --on" in capsys.readouterr().err

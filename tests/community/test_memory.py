@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from closeness import assert_close
+from tiny_transformer import inputs, loss_of, transformer
 from torch import Tensor, nn
 
 from opensora_cli.community import memory
@@ -18,6 +19,7 @@ from opensora_cli.community.memory import (
     memory_offloading_inference,
     set_grad_checkpoint,
 )
+from opensora_cli.models.attention.sdpa import sdpa
 
 
 class Block(nn.Module):
@@ -138,8 +140,75 @@ def test_every_module_learns_how_it_is_checkpointed(manager: ActivationManager):
     assert all(torch.equal(*pair) for pair in zip(gradients(model), expected, strict=True))
     manager.setup_buffer(10_000, torch.float32)
     assert all(torch.equal(*pair) for pair in zip(gradients(model), expected, strict=True))
+    loss = model(torch.linspace(-1, 1, 40).view(2, 5, 4)).sum()
     # The inputs of the first two blocks, which share a checkpoint, and of the third.
-    assert manager.peak_bytes == 2 * 4 * (2 * 5 * 8)
+    assert manager.avail_offset == 2 * (2 * 5 * 8)
+    del loss
+
+
+class Noisy(nn.Module):
+    """A block with dropout, which returns two streams and takes a condition by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout, self.calls = nn.Linear(6, 6), nn.Dropout(0.5), 0
+
+    def forward(self, x: Tensor, y: Tensor, shift: Tensor, *, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        self.calls += 1
+        x = x + self.dropout(self.linear(y).tanh()) * tables[0] + shift
+        return x, y + tables[1] * x
+
+
+@pytest.mark.parametrize("gc_step", [1, 2, 9])
+def test_a_sequence_has_a_checkpoint_for_every_few_blocks(manager: ActivationManager, gc_step: int):
+    torch.manual_seed(0)
+    model, x = nn.ModuleList(Noisy() for _ in range(5)), torch.randn(3, 6)
+
+    def step() -> list[Tensor]:
+        torch.manual_seed(5)
+        first, second = auto_grad_checkpoint(model, x, x, torch.ones(1), tables=(torch.ones(6), torch.ones(6)))
+        return list(torch.autograd.grad((first * second).sum(), list(model.parameters())))
+
+    expected = step()
+    set_grad_checkpoint(model, gc_step=gc_step)
+    assert all(torch.equal(*pair) for pair in zip(step(), expected, strict=True))
+    assert [block.calls for block in model] == [3] * 5
+    with pytest.raises(ValueError, match="gc_step=0 must be at least 1"):
+        set_grad_checkpoint(model, gc_step=0)
+
+
+def test_one_module_is_checkpointed_by_its_call(manager: ActivationManager):
+    torch.manual_seed(0)
+    block, x = Noisy(), torch.randn(2, 6)
+
+    def gradient() -> Tensor:
+        torch.manual_seed(1)
+        first, second = auto_grad_checkpoint(block, x, x, torch.ones(1), tables=(torch.ones(6), torch.ones(6)))
+        return torch.autograd.grad((first * second).sum(), block.linear.weight)[0]
+
+    plain = gradient()
+    set_grad_checkpoint(block)
+    assert torch.equal(gradient(), plain)
+    assert block.calls == 3
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_attention_of_our_blocks_is_in_fp32(manager: ActivationManager, autocast: bool):
+    seen: list[torch.dtype] = []
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, /) -> Tensor:
+        seen.append((q @ k.mT).dtype)
+        return sdpa(q, k, v)
+
+    model = transformer(attention=attention)
+    model = model if autocast else model.to(torch.bfloat16)
+    for use_fp32, expected in ((False, torch.bfloat16), (True, torch.float32)):
+        set_grad_checkpoint(model, use_fp32_attention=use_fp32)
+        seen.clear()
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            loss_of(model, inputs(model)).backward()
+        # Computed again in the same precision.
+        assert seen == [expected] * 10
 
 
 def test_blocks_are_streamed_and_the_output_is_on_the_cpu():

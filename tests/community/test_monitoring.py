@@ -15,17 +15,30 @@ from opensora_cli.community.monitoring import (
     log_cuda_max_memory,
     log_cuda_memory,
     log_model_params,
+    monitor_gpu_memory,
     profile_model_performance,
 )
 
 
-def test_what_is_logged_names_its_stage(caplog: pytest.LogCaptureFixture):
+@pytest.mark.skipif(torch.cuda.is_available(), reason="reports what there is without CUDA")
+def test_memory_is_logged_with_its_stage(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.INFO)
     log_cuda_memory("diffusion")
-    log_cuda_max_memory("diffusion")
-    log_model_params(nn.Linear(4, 2))
-    assert ["diffusion" in message for message in caplog.messages] == [True, True, False]
-    assert caplog.messages[2].startswith("Linear: 10 parameters")
+    log_cuda_max_memory()
+    assert caplog.messages == [
+        "CUDA memory at diffusion: there is no CUDA device",
+        "most CUDA memory: there is no CUDA device",
+    ]
+    assert monitor_gpu_memory() is None
+
+
+def test_shared_parameters_are_logged_once(caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO)
+    model = nn.Sequential(nn.Linear(10, 10, bias=False), nn.Linear(10, 10, bias=False))
+    model[1].weight = model[0].weight
+    model.append(nn.Linear(10, 5, bias=False).requires_grad_(False))
+    log_model_params(model)
+    assert caplog.messages == ["Sequential: 150 parameters, 100 of them trained, 0.000 GiB"]
 
 
 def test_parameters_are_counted():

@@ -24,7 +24,7 @@ from opensora_cli.community.training import (
 )
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.autoencoders import new_autoencoder
-from opensora_cli.engine.train.optimizer import Schedule
+from opensora_cli.engine.train.optimizer import rate_factor
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.train_loop import OptimizerSettings
 
@@ -163,8 +163,8 @@ class TestCreateOptimizer:
 
 
 def factors(steps: int, **settings: object) -> list[float]:
-    schedule = Schedule.of(OptimizerSettings(learning_rate=1.0, **settings), steps=steps)
-    return [schedule.factor(update) for update in range(steps + 1)]
+    chosen = OptimizerSettings(learning_rate=1.0, **settings)
+    return [rate_factor(chosen, update, steps=steps) for update in range(steps + 1)]
 
 
 def rates(scheduler: torch.optim.lr_scheduler.LRScheduler, steps: int) -> list[float]:

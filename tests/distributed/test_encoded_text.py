@@ -19,7 +19,7 @@ from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.text import text_embeds
-from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.parallel.shares import MeshShape
 from opensora_cli.settings.generate import GenerateSettings
 
 Pool = Callable[[int], Any]

@@ -157,7 +157,7 @@ def test_in_each_stage(stage, rank, event, tmp_path, picture, whole, processes, 
         assert cause is not None or "nothing was finished yet: run it again" in err
         return
     assert "nothing was finished" not in err
-    assert [shlex.split(line) for line in advice] == [["generate", "--from-latents", str(latents), *flags]]
+    assert [shlex.split(line) for line in advice] == [["generate", "--from", str(latents), *flags]]
     assert files(out) == [latents.name]
     assert main(shlex.split(advice[0])) == 0
     assert videos(out) == {name: whole[name] for name in ("raining-sea_seed7.mp4",)}
@@ -201,10 +201,10 @@ def test_what_is_stopped_in_the_middle_of_denoising_goes_on(ranks, tmp_path, pro
     code, _, err = processes.program(tmp_path, osora, [*short, "--gpus", "2", "--out", str(out)]).end(LIMIT_S)
     assert code == 130, err
     [state] = out.iterdir()
-    assert f"go on with: osora generate --resume {state} --device cpu\n" in err
+    assert f"go on with: osora generate --from {state} --device cpu\n" in err
 
     (tmp_path / "acting" / "sitecustomize.py").unlink()
-    resumed = ["generate", "--resume", str(state), "--device", "cpu", "--gpus", str(ranks)]
+    resumed = ["generate", "--from", str(state), "--device", "cpu", "--gpus", str(ranks)]
     code, printed, err = processes.program(tmp_path, osora, resumed).end(LIMIT_S)
     assert code == 0, err
     assert f"{state}, after step 2\n" in err
@@ -214,3 +214,22 @@ def test_what_is_stopped_in_the_middle_of_denoising_goes_on(ranks, tmp_path, pro
     made, expected = (read_video(path).frames_THWC.float() for path in (video, whole))
     assert (made - expected).square().mean() < 1
     assert files(out) == [video.name, f"{video.name}.json"]
+
+
+def test_ranks_explore_seeds_of_which_one_goes_on(tmp_path, processes, temporary):
+    short = ["generate", "raining, sea", "--num-frames", "9", "--steps", "4", "--device", "cpu", "--threads", "1"]
+    short += ["--gpus", "2", "--out"]
+    whole, out = tmp_path / "whole.mp4", tmp_path / "out"
+    assert processes.program(tmp_path, osora, [*short, str(whole), "--seed", "43"]).end(LIMIT_S)[0] == 0
+    explore = [*short, str(out), "--explore", "2", "--explore-steps", "2"]
+    code, printed, err = processes.program(tmp_path, osora, explore).end(LIMIT_S)
+    assert code == 0, err
+    name = "raining-sea_seed"
+    kept = [f"{name}{seed}{end}" for seed in (42, 43) for end in (".latents.safetensors", ".preview.gif")]
+    assert files(out) == sorted([f"{name}42.explore.png", *kept])
+    state = out / f"{name}43.latents.safetensors"
+    assert f"osora generate --from {state} --device cpu  # seed 43" in printed.splitlines()
+    resumed = ["generate", "--from", str(state), "--device", "cpu", "--gpus", "2", "--preview-every", "1"]
+    code, printed, err = processes.program(tmp_path, osora, resumed).end(LIMIT_S)
+    assert code == 0, err
+    assert (out / f"{name}43.mp4").read_bytes() == whole.read_bytes()

@@ -12,7 +12,7 @@ from opensora_cli.models.vae.dc_ae import DCAE
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.tiles import Tiling
 from opensora_cli.parallel.divided_work import SharedBranches, SharedDecoder
-from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.parallel.shares import MeshShape
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.settings.devices import MemorySettings
 

@@ -10,11 +10,12 @@ import tiny_training
 import torch
 from tiny_world import RecordingReporter
 
-from opensora_cli.engine.encode.loading import ClipBatches
+from opensora_cli.data.batches import SampleRng
+from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.build import build_task, open_clips_cache
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.objectives.task import SampleRng
-from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
+from opensora_cli.parallel.mesh import ParallelMesh
+from opensora_cli.parallel.shares import MeshShape
 
 _CLIPS = 8
 _MICRO_BATCHES = 4
@@ -31,7 +32,7 @@ def _losses(ranks: int, weights: Path, cache: Path | None) -> tuple[int, bool, d
         distribution = Distribution(device, ParallelMesh(MeshShape(replicate=ranks), device_type="cpu"))
     clips = open_clips_cache(settings, distribution=distribution, reporter=reporter)
     task = build_task(settings, distribution=distribution, clips=clips, reporter=reporter)
-    batches = ClipBatches(
+    batches = open_batches(
         settings,
         data_rank=distribution.data_rank,
         data_ranks=distribution.data_ranks,

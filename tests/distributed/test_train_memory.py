@@ -9,9 +9,9 @@ import tiny_training
 import torch
 
 from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.engine.train.distribution import distribution_of
 from opensora_cli.engine.train.estimate import measure_training
 from opensora_cli.engine.train.rank_memory import RankMemory, estimate_rank
-from opensora_cli.engine.train.ranks import gathered_dtype, open_distribution
 from opensora_cli.settings.train import TrainSettings
 
 Pool = Callable[[int], Any]
@@ -50,7 +50,7 @@ CASES: list[tuple[int, dict[str, object], str]] = [
     (4, {**HYBRID, **TENSOR, **ULYSSES}, "plain"),
     (4, {**HYBRID, **ULYSSES, **RING}, "checkpointed"),
 ]
-_MOST = [name for name in RankMemory.model_fields if name not in ("peak_bytes", "device_peak_bytes")]
+_MOST = [name for name in RankMemory.model_fields if name not in ("peak_bytes", "device_peak_bytes", "mapped_bytes")]
 
 
 def settings_of(folder: Path, ranks: int, strategy: dict[str, object], variant: str) -> TrainSettings:
@@ -61,15 +61,8 @@ def settings_of(folder: Path, ranks: int, strategy: dict[str, object], variant: 
 
 def measured(settings: TrainSettings) -> RankMemory:
     """Run on every rank: return what it held."""
-    device = torch.device("cpu")
-    distribution = open_distribution(
-        settings.strategy,
-        settings.parallel,
-        device=device,
-        dtype=gathered_dtype(settings),
-        offload_states=settings.optimizer.offload_states,
-    )
-    return RankMemory.of(measure_training(settings, distribution=distribution))
+    distribution = distribution_of(settings, device=torch.device("cpu"))
+    return RankMemory.of(measure_training(settings, distribution=distribution), settings)
 
 
 def check(pool: Pool, settings: TrainSettings) -> None:

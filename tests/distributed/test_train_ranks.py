@@ -18,10 +18,9 @@ from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.cli.app import main
 from opensora_cli.core.exceptions import CheckpointError, OutputError, TrainingError
 from opensora_cli.engine.train import checkpoints
-from opensora_cli.engine.train.checkpoints import CheckpointWriter
-from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.ranks import open_distribution
-from opensora_cli.engine.train.resuming import Resume, choose_checkpoint
+from opensora_cli.engine.train.checkpoints import CheckpointWriter, choose_checkpoint
+from opensora_cli.engine.train.distribution import Distribution, open_distribution
+from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.state import restore
 from opensora_cli.engine.train.trainer import Trainer
@@ -41,7 +40,7 @@ def _distribution() -> Distribution:
     return open_distribution(Strategy.DDP, parallel, device=device, dtype=None)
 
 
-def _trainer(task: ToyTask, reporter: Listener | None = None, **loop: object) -> Trainer[Any]:
+def _trainer(task: ToyTask, reporter: Listener | None = None, **loop: object) -> Trainer:
     return toy_trainer(
         task,
         optimizer=ADAMW,
@@ -51,7 +50,7 @@ def _trainer(task: ToyTask, reporter: Listener | None = None, **loop: object) ->
     )
 
 
-def _weights(trainer: Trainer[Any]) -> dict[str, list[float]]:
+def _weights(trainer: Trainer) -> dict[str, list[float]]:
     return {name: weight.flatten().tolist() for name, weight in trainer.task.module.named_parameters()}
 
 

@@ -12,9 +12,9 @@ from tiny_strategies import Case, micro_batch, tiny_transformer
 from torch import Tensor
 
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.data.batches import SampledBatches, SampleRng
 from opensora_cli.engine.train.checkpoints import CheckpointWriter
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
 from opensora_cli.engine.train.state import restore
 from opensora_cli.engine.train.trainer import Clock, Trainer
 from opensora_cli.settings.train_loop import CheckpointSettings, Compute, LoopSettings, OptimizerSettings
@@ -62,9 +62,6 @@ class _Task:
     def tokens(self, batch: _Batch) -> int:
         return 1
 
-    def samples(self, batch: _Batch) -> int:
-        return 1
-
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         pass
 
@@ -73,7 +70,7 @@ def _draw(rng: SampleRng, number: int) -> _Batch:
     return _Batch(number)
 
 
-def _trainer(distribution: Distribution) -> Trainer[_Batch]:
+def _trainer(distribution: Distribution) -> Trainer:
     return Trainer(
         _Task(distribution),
         SampledBatches(_draw, seed=0, rank=distribution.data_rank, ranks=distribution.data_ranks),
@@ -86,11 +83,11 @@ def _trainer(distribution: Distribution) -> Trainer[_Batch]:
     )
 
 
-def _steps(trainer: Trainer[_Batch], count: int) -> list[float]:
+def _steps(trainer: Trainer, count: int) -> list[float]:
     return [trainer.do_step().figures["loss"] for _ in range(count)]
 
 
-def _averages(trainer: Trainer[_Batch]) -> dict[str, Tensor]:
+def _averages(trainer: Trainer) -> dict[str, Tensor]:
     distribution = trainer.distribution
     assert trainer.ema is not None
     return {

@@ -10,7 +10,8 @@ from tiny_autoencoders import UNCLIPPED, mixed_batches, vae_task, vae_trainer
 from torch import Tensor
 
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.parallel.mesh import MeshShape, ParallelMesh
+from opensora_cli.parallel.mesh import ParallelMesh
+from opensora_cli.parallel.shares import MeshShape
 
 _STEPS = 3
 # With the usual eps, AdamW's first steps would turn the sign of even the smallest gradient into a full step.

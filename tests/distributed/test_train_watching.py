@@ -13,9 +13,9 @@ from tiny_strategies import Case, open_trainer
 from toy_training import ToyTask, draw, toy_trainer
 
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.evaluate import HeldOutLoss, open_samples, open_validation
-from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.media.read import read_video
 from opensora_cli.settings.watching import ValidationSettings
 

@@ -11,10 +11,9 @@ from shared_tokens import mesh_of, random_qkv
 
 from opensora_cli.engine.components.parallelize import AttentionSizes
 from opensora_cli.models.attention.sdpa import sdpa
-from opensora_cli.parallel.all_to_all import ExchangePlan, open_stages
-from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.parallel.all_to_all import open_stages
 from opensora_cli.parallel.sequence import sequence_attention
-from opensora_cli.parallel.shares import SequenceLengths, shares, span
+from opensora_cli.parallel.shares import ExchangePlan, MeshShape, SequenceLengths, shares, span
 
 HEADS, VIDEO, TEXT = 8, 13, 5
 TWO_MACHINES = ExchangePlan(inner=2)

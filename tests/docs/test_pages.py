@@ -18,6 +18,7 @@ from opensora_cli.cli.app import load_commands, main
 from opensora_cli.cli.errors import reference_option
 from opensora_cli.core.documents import Document
 from opensora_cli.engine.train import plan as train_plan
+from opensora_cli.engine.train.rank_memory import RankMemory
 
 PAGES_BY_NAME = {str(page.relative_to(ROOT)): page for page in PAGES}
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
@@ -27,6 +28,7 @@ OSORA = load_commands()
 # Commands with a plan that loads no weights; the options of all others are parsed.
 PLANNED = {"generate", "train"}
 # These options print something and end.
+NO_MEMORY = RankMemory(**dict.fromkeys(RankMemory.model_fields, 0))
 PRINTING = {"--list", "--version", "--help", "-h", "--list-presets", "--check-data", "--new"}
 
 
@@ -98,7 +100,7 @@ def test_a_command_is_understood_and_planned(
 ) -> None:
     # Estimates take most of the time and have tests of their own.
     monkeypatch.setattr("opensora_cli.engine.generate.plan.estimate_generation", small_stages)
-    monkeypatch.setattr(train_plan, "estimate_rank", lambda settings, *, reporter: None)
+    monkeypatch.setattr(train_plan, "estimate_rank", lambda settings, *, reporter: NO_MEMORY)
     monkeypatch.setattr(train_plan, "plan_activations", lambda settings: None)
     monkeypatch.setattr(train_plan, "count_parameters", lambda settings: 1)
     monkeypatch.chdir(_sandbox(tmp_path))

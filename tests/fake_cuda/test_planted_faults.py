@@ -23,7 +23,7 @@ from fake_cuda.weights import full_size_settings
 from opensora_cli.engine.generate import denoise as generate_denoise
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel import divided_work, sequence
-from opensora_cli.parallel.collectives import Parts
+from opensora_cli.parallel.shares import Parts
 from opensora_cli.sampling import denoise as sampling_denoise
 
 SMALL = {

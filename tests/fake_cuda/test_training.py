@@ -5,7 +5,6 @@ from fake_cuda.checks import collective_faults, faults, memory_faults
 from fake_cuda.collectives import World
 from fake_cuda.guard import why_no_backward
 from fake_cuda.log import MAIN, Synchronized
-from fake_cuda.storages import Storages
 from fake_cuda.training import MAY_WAIT, STEP, recipe, rehearse, with_weights
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
@@ -68,6 +67,7 @@ def test_a_step_of_an_adapter_beside_streamed_blocks(tmp_path):
                 "model__depth_single_blocks": 4,
             },
         ),
+        (129, {"memory__host_weights": "pinned", "memory__checkpointing": "offload", **FEW}),
     ],
 )
 def test_an_adapter_of_the_11b_model_in_16_gib(tmp_path, frames, changes):
@@ -155,12 +155,6 @@ FAULTS = {
         "stage1",
         {**CACHED, "parallel__gpus": 2, "strategy": "zero3"},
         (FSDPParamGroup, "_wait_all_gather_streams_on_event", lambda self, event: None),
-        "memory is freed that",
-    ),
-    "offloaded activations are not kept until they are copied": (
-        "stage1",
-        {**CACHED, "memory__checkpointing": "offload"},
-        (Storages, "lend", lambda self, tensor, queue: None),
         "memory is freed that",
     ),
     "a loss is read in the middle of a step": (

@@ -29,9 +29,8 @@ from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, vae
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, frozen_dtype
 from opensora_cli.engine.estimate.fake_tensors import Repeated, give_fake_weights
-from opensora_cli.engine.train import build, estimate, ranks, stand_ins, transformer
-from opensora_cli.engine.train import distribution as alone
-from opensora_cli.engine.train.activations import plan_activations, saved_activations
+from opensora_cli.engine.train import build, estimate, transformer
+from opensora_cli.engine.train import distribution as ranks
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.fake_ranks import FakeDistribution
 from opensora_cli.engine.train.frozen_weights import plan_frozen_weights, streamed_weights
@@ -92,10 +91,10 @@ def rehearse(
         with rehearsal(world, gpu=gpu) as first, ranks.joined_ranks(settings, first.context):
             pass
     with _disable_current_modes():
-        activations, frozen = plan_activations(settings), plan_frozen_weights(settings)
+        frozen = plan_frozen_weights(settings)
     with rehearsal(world, rank, gpu=gpu) as turn, ExitStack() as stack:
         stack.enter_context(accelerator(turn.queues))
-        stack.enter_context(mock.patch.object(alone, "moved", partial(moved, leaves_frozen=True)))
+        stack.enter_context(mock.patch.object(ranks, "moved", partial(moved, leaves_frozen=True)))
         # One fake mode does not serve several threads.
         stack.enter_context(mock.patch.object(mmdit, "ThreadPoolExecutor", return_value=None))
         rehearsed = partial(ranks.distribution_of, kind=_Rehearsed)
@@ -108,7 +107,7 @@ def rehearse(
         estimate._make_moments(trainer)
         module = trainer.task.module
         stack.enter_context(streamed_weights(module, frozen, settings, device=turn.device, reporter=reporter))
-        with saved_activations(module, activations), reporter.stage(STEP):
+        with reporter.stage(STEP):
             trainer.step = find_objective(settings).measured_steps(settings)[-1]
             trainer.do_step()
             reporter.advance()
@@ -154,7 +153,7 @@ def _encoders(settings: TrainSettings, *, device: torch.device) -> Encoders:
     dtype, empty = frozen_dtype(settings.train_mmdit, device), partial(torch.zeros, device=device)
     with _disable_current_modes(), torch.device("meta"):
         vae = autoencoder_on_meta(settings.vae)
-        texts = stand_ins._text_encoders(settings)
+        texts = build._text_encoders(settings)
     frozen = nn.ModuleList([vae, *texts]).requires_grad_(False).eval()
     give_fake_weights(frozen, device=device, dtype=dtype)
     vae.encoder = Repeated(vae.encoder)

@@ -1,6 +1,6 @@
 """One training step of flow matching against the reference: times, noisy latents, target and loss."""
 
-from opensora_cli.sampling.flow import flow_target, get_batch_loss, noisy_latents, shifted_time
+from opensora_cli.engine.train.objectives.flow_matching import flow_target, get_batch_loss, noisy_latents, shifted_time
 from opensora_cli.sampling.schedule import flow_shift_for
 
 

@@ -1,4 +1,4 @@
-"""Activation checkpointing and offload on a CUDA device: pinned memory, copies on streams, and equal gradients."""
+"""Activation checkpointing and offload on a CUDA device: pinned copies, and equal gradients."""
 
 import gc
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from tiny_transformer import OUTSIDE_BLOCKS, assert_same, gradients, inputs, los
 from torch import Tensor, nn
 
 from opensora_cli.community.memory import DynamicActivationManager
-from opensora_cli.memory.activations import ActivationManager
+from opensora_cli.memory.activations import HostActivations
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.models.attention.math import math
 
@@ -33,12 +33,6 @@ def model_and_inputs(dtype: torch.dtype) -> tuple[nn.Module, dict[str, Tensor]]:
     return model, on_cuda(inputs(model, tokens=1500, text=100))
 
 
-def manager(dtype: torch.dtype, made: ActivationManager | None = None) -> ActivationManager:
-    made = made or ActivationManager()
-    made.setup_buffer(2 * 10**7, dtype)
-    return made
-
-
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_are_those_of_plain_training(dtype: torch.dtype, autocast: bool) -> None:
@@ -46,17 +40,16 @@ def test_gradients_are_those_of_plain_training(dtype: torch.dtype, autocast: boo
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
         expected = gradients(model, arguments)
         assert_same(gradients(model, arguments), expected)
-        held = manager(dtype)
+        copies: list[Tensor] = []
+        held = HostActivations(on_copy=copies.append)
         with set_grad_checkpoint(model, others=OUTSIDE_BLOCKS, activations=held):
             # Again and again, with the memory of the device handed from hand to hand.
             for _ in range(5):
                 assert_same(gradients(model, arguments), expected)
                 scribble = torch.full((10**7,), float("nan"), device="cuda")
                 del scribble
-    assert held._stack is not None
-    assert held._stack._lock is not None
-    assert held.copied_to_device == held.copied_to_host > 0
-    assert (held.used_bytes, held.outside_bytes) == (0, 0)
+    assert copies
+    assert all(copy.is_pinned() for copy in copies)
 
 
 def test_dropout_is_repeated() -> None:
@@ -71,7 +64,7 @@ def test_dropout_is_repeated() -> None:
         return list(torch.autograd.grad(y.square().sum(), list(blocks.parameters())))
 
     expected = step()
-    with set_grad_checkpoint(blocks, activations=manager(torch.float32)):
+    with set_grad_checkpoint(blocks, activations=HostActivations()):
         assert all(torch.equal(*pair) for pair in zip(step(), expected, strict=True))
 
 
@@ -82,7 +75,7 @@ def test_on_a_stream_of_its_own() -> None:
     stream.wait_stream(torch.cuda.current_stream())
     with (
         torch.cuda.stream(stream),
-        set_grad_checkpoint(model, others=OUTSIDE_BLOCKS, activations=manager(torch.float32)),
+        set_grad_checkpoint(model, others=OUTSIDE_BLOCKS, activations=HostActivations()),
     ):
         found = gradients(model, arguments)
     torch.cuda.current_stream().wait_stream(stream)
@@ -107,25 +100,10 @@ def test_bytes_held_on_the_device() -> None:
     plain = held_bytes()
     with set_grad_checkpoint(model, others=OUTSIDE_BLOCKS):
         checkpointed = held_bytes()
-    held = manager(torch.float32)
-    with set_grad_checkpoint(model, others=OUTSIDE_BLOCKS, activations=held):
+    with set_grad_checkpoint(model, others=OUTSIDE_BLOCKS, activations=HostActivations()):
         outside = held_bytes()
     assert checkpointed <= 0.3 * plain
-    assert held.peak_bytes >= 0.95 * (held.peak_bytes + outside)
-
-
-def test_an_error_on_the_way_leaves_the_buffer_sound() -> None:
-    model, arguments = model_and_inputs(torch.float32)
-    expected = gradients(model, arguments)
-    held = manager(torch.float32)
-    with set_grad_checkpoint(model, activations=held):
-        handle = model.single_blocks[2].q_proj.weight.register_hook(lambda _: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            gradients(model, arguments)
-        handle.remove()
-        held.reset()
-        assert held.used_bytes == 0
-        assert_same(gradients(model, arguments), expected)
+    assert outside <= 0.1 * checkpointed
 
 
 def test_dynamic() -> None:
@@ -135,8 +113,10 @@ def test_dynamic() -> None:
     assert torch.cuda.memory_allocated() <= used < total
     for threshold, moved in ((0.0, True), (1.0, False)):
         held = DynamicActivationManager(threshold)
-        manager(torch.float32, held)
+        held.setup_buffer(2 * 10**7, torch.float32)
         with set_grad_checkpoint(model, activations=held):
+            loss = loss_of(model, arguments)
+            assert (held.avail_offset > 0) is moved
+            del loss
             assert_same(gradients(model, arguments), expected)
-        assert (held.copied_to_host > 0) is moved
         assert 0 < held.memory_profiling()["peak_memory"] < total

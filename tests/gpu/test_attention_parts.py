@@ -13,10 +13,10 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from opensora_cli.core.attention import PartKernel, accumulation_dtype
+from opensora_cli.core.device import collective_backends
 from opensora_cli.models.attention import sdpa as kernels
 from opensora_cli.models.attention.math import MATH_PARTS
 from opensora_cli.models.attention.sdpa import part_kernel
-from opensora_cli.parallel.mesh import backend_of
 from opensora_cli.parallel.ring import merge
 from opensora_cli.parallel.shares import shares
 
@@ -105,7 +105,7 @@ if __name__ == "__main__":
     _, _place, _ring, _ulysses, _rank = sys.argv
     torch.cuda.set_device(int(_rank))
     dist.init_process_group(
-        backend_of("cuda"), init_method=_place, rank=int(_rank), world_size=int(_ring) * int(_ulysses)
+        collective_backends("cuda"), init_method=_place, rank=int(_rank), world_size=int(_ring) * int(_ulysses)
     )
     _compare(int(_ring), int(_ulysses))
     dist.destroy_process_group()

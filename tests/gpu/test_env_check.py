@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from opensora_cli.core import gpus
+from opensora_cli.core import device_facts
 from opensora_cli.engine.env_check.all_reduce import check_all_reduce
 from opensora_cli.engine.env_check.check import env_check
 from opensora_cli.engine.env_check.report import Severity
@@ -13,18 +13,18 @@ from opensora_cli.settings.tools import EnvCheckSettings
 
 
 def test_facts_of_the_gpus():
-    found = gpus.read_gpus()
+    found = device_facts.read_gpus()
     assert len(found) == torch.cuda.device_count()
     assert all(0 < gpu.free_bytes <= gpu.total_bytes for gpu in found)
-    assert len(gpus.read_links(found)) == len(found) * (len(found) - 1) // 2
-    facts = gpus.read_torch()
+    assert len(device_facts.read_links(found)) == len(found) * (len(found) - 1) // 2
+    facts = device_facts.read_torch()
     assert facts.cuda_available
     assert facts.architectures
     assert facts.cudnn
 
 
 def test_the_driver_is_found():
-    driver = gpus.read_driver()
+    driver = device_facts.read_driver()
     assert driver.failure is None
     assert driver.major is None or driver.major >= 450
 

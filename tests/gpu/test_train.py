@@ -8,7 +8,7 @@ import tiny_training
 import torch
 
 from opensora_cli.checkpoint.shared_folder import wrong_files
-from opensora_cli.engine.train.resuming import Resume
+from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.settings.train import TrainSettings
 

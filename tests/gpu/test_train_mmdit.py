@@ -8,13 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.conditions import ReferenceLengths, condition_mode
-from opensora_cli.data.batches import ClipBatch
+from opensora_cli.data.batches import ClipBatch, SampleRng
 from opensora_cli.engine.components.autoencoders import new_autoencoder
-from opensora_cli.engine.encode.clip_conditions import encoded_parts
-from opensora_cli.engine.encode.clips import CachedClip, FreshClip, encode_for_cache, part_name, training_caption
+from opensora_cli.engine.encode.clips import (
+    CachedClip,
+    FreshClip,
+    encode_for_cache,
+    encoded_parts,
+    part_name,
+    training_caption,
+)
 from opensora_cli.engine.encode.encoders import Encoders
 from opensora_cli.engine.train.objectives.flow_matching import MMDiTTask
-from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.train_objectives import MMDiTTrainSettings

@@ -9,9 +9,9 @@ import torch.distributed as dist
 from rank_processes import run_as_ranks
 from tiny_strategies import Case, Run, tiny_transformer
 
+from opensora_cli.core.device import collective_backends
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.parallel.mesh import backend_of
 
 STEPS = 10
 _MICRO_BATCHES = 4
@@ -52,7 +52,7 @@ def _compare(meeting_place: str, rank: int) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     expected = _of_one_process(device)
-    dist.init_process_group(backend_of("cuda"), init_method=meeting_place, rank=rank, world_size=2)
+    dist.init_process_group(collective_backends("cuda"), init_method=meeting_place, rank=rank, world_size=2)
     for case in CASES:
         run = Run(case.open(device=str(device)), tiny_transformer(mlp_ratio=_ALIGNED), _MICRO_BATCHES)
         run.step(STEPS)

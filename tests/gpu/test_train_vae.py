@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 from tiny_autoencoders import NUM_FRAMES, clip_batch, mixed_batches, vae_task, vae_trainer
 
+from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.engine.train.run import train
 
 DISCRIMINATOR = {"weight": 0.05, "width": 8, "layers": 2}

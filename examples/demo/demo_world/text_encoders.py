@@ -6,10 +6,9 @@ colour, direction and speed. For what a caption leaves out, the encoders learn i
 They are then frozen: T5's token embeddings and CLIP's pooled one condition the video transformer.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,10 +20,11 @@ from demo_world.captions import known_words, sample_caption, vocabulary
 from demo_world.scenes import Colour, Direction, Place, Scene, Shape, Speed, Time, Weather, sample_scene
 from demo_world.settings import TextEncoderSettings
 from opensora_cli.checkpoint.writing import write_weights
+from opensora_cli.core.device import queued_copy
 from opensora_cli.core.files import atomic_folder, write_json_atomic
-from opensora_cli.core.transfers import queued_copy
-from opensora_cli.engine.train.ema import module_state
-from opensora_cli.engine.train.objectives.task import SampleRng
+from opensora_cli.data.batches import SampleRng
+from opensora_cli.engine.train.optimizer import module_state
+from opensora_cli.engine.train.trainer import Task
 from opensora_cli.models.text.clip import ClipTextModel
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import T5Model
@@ -147,21 +147,15 @@ def sample_captions(rng: SampleRng, number: int, *, batch_size: int) -> CaptionB
     return CaptionBatch(number=number, captions=captions, answers_BQ=torch.tensor([answers(scene) for scene in scenes]))
 
 
-class TextTask:
+class TextTask(Task):
     """Cross-entropy of every question, summed over both encoders."""
-
-    adversary = None
 
     def __init__(self, settings: TextEncoderSettings) -> None:
         self._t5 = Reading(build_vocabulary(start=False), settings.t5_max_length)
         self._clip = Reading(build_vocabulary(start=True), settings.clip_max_length)
         self._t5_config, self._clip_config = _t5_config(settings, self._t5), _clip_config(settings, self._clip)
         self._encoders = TextEncoders(settings, t5_config=self._t5_config, clip_config=self._clip_config)
-        self.module: nn.Module = self._encoders
-        self.forward: Callable[..., Any] = self._encoders
-
-    def begin_step(self, step: int) -> None:
-        """Do nothing: there is one phase."""
+        super().__init__(self._encoders)
 
     def loss(self, batch: CaptionBatch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a batch of captions, and how many questions were answered as the scene has it."""
@@ -180,9 +174,6 @@ class TextTask:
     def tokens(self, batch: CaptionBatch) -> int:
         """Return how many tokens both encoders read."""
         return len(batch.captions) * (self._t5.max_length + self._clip.max_length)
-
-    def samples(self, batch: CaptionBatch) -> int:
-        return len(batch.captions)
 
     @torch.no_grad()
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:

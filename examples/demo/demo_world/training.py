@@ -21,11 +21,11 @@ from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import find_context
 from opensora_cli.core.threads import pick_threads, threads_used
+from opensora_cli.data.batches import SampledBatches
 from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import LOG_FILE, Resume
 from opensora_cli.engine.train.objectives.base import VAE_FILE
-from opensora_cli.engine.train.objectives.task import SampledBatches
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.state import whole_weights
 from opensora_cli.engine.train.trainer import Clock, Trainer

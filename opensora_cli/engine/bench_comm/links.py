@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from opensora_cli.core.device_facts import LinkKind
 from opensora_cli.core.documents import Document
-from opensora_cli.core.gpus import LinkKind
 from opensora_cli.settings.enums import Collective
 
 JUDGED_FROM_BYTES = 16 * 2**20

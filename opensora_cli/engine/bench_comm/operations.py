@@ -19,14 +19,14 @@ import torch.distributed as dist
 from opensora_cli.parallel.all_to_all import TwoStages
 from opensora_cli.parallel.collectives import (
     Exchange,
-    Parts,
     all_gather_single,
     exchange_directly,
     gather_forward_split_backward,
     reduce_scatter_single,
     split_forward_gather_backward,
 )
-from opensora_cli.parallel.compression import WireFormat, compressed, to_wire, unpacked
+from opensora_cli.parallel.compression import compressed, to_wire, unpacked
+from opensora_cli.parallel.shares import Parts, WireFormat
 from opensora_cli.settings.enums import Collective
 
 _PERIOD = 31

@@ -7,9 +7,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from opensora_cli.core.device import device_count, free_and_total_bytes, is_accelerator
+from opensora_cli.core.device_names import GPU
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.files import require_writable
-from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.bench_comm.counting import counted_bytes
@@ -24,7 +25,7 @@ from opensora_cli.engine.launch.rank import WatchedReporter, device_type, joined
 from opensora_cli.media.plots import new_figure
 from opensora_cli.parallel.all_to_all import TwoStages
 from opensora_cli.parallel.mesh import stage_groups
-from opensora_cli.settings.enums import BenchDevice, Collective
+from opensora_cli.settings.enums import Collective
 from opensora_cli.settings.tools import BenchCommSettings
 
 Show = Callable[[Sequence[str]], None]
@@ -42,11 +43,11 @@ _SCALING_STEPS = 20
 def ranks_to_start(settings: BenchCommSettings, *, log_dir: Path) -> LaunchRequest:
     """Return the ranks to start on this machine. Raises HardwareError if none are given and there is one GPU."""
     parallel, device = settings.parallel, settings.device
-    if device is BenchDevice.AUTO and (parallel.gpus or parallel.devices):
-        device = BenchDevice.CUDA
+    if device == "auto" and (parallel.gpus or parallel.devices):
+        device = GPU
     kind = device_type(device)
     if parallel.gpus is None and parallel.devices is None:
-        gpus = torch.cuda.device_count() if kind == "cuda" else _RANKS_ON_CPU
+        gpus = device_count(kind) if kind != "cpu" else _RANKS_ON_CPU
         if gpus == 1:
             raise HardwareError(
                 "this machine has one GPU, and one rank has no peer",
@@ -173,7 +174,7 @@ class _Bench:
 
     def measure_all(self) -> tuple[list[Row], list[str]]:
         """Return all rows, and notes on sizes that were left out."""
-        asked = self.settings.largest_bytes(on_gpu=self.place.device.type == "cuda")
+        asked = self.settings.largest_bytes(on_gpu=is_accelerator(self.place.device))
         largest = min(asked, affordable_bytes(self.place))
         sizes = doubling_sizes(self.settings.min_bytes, largest)
         if not sizes:
@@ -249,11 +250,8 @@ def _place(
 
 def affordable_bytes(place: Place) -> int:
     """Return the largest size for which all ranks have memory, the same on all of them."""
-    if place.device.type == "cuda":
-        free, sharing = torch.cuda.mem_get_info(place.device)[0], 1
-    else:
-        # Ranks of one host share it; here all are counted, since more hosts have more.
-        free, sharing = read_private_memory().free_bytes, place.ranks
+    # Ranks of one host share its memory; here all are counted, since more hosts have more.
+    free, sharing = free_and_total_bytes(place.device)[0], 1 if is_accelerator(place.device) else place.ranks
     own = int((free * _USABLE / sharing - _HEADROOM) / BUFFERS)
     least = torch.tensor([own], dtype=torch.int64, device=place.device)
     dist.all_reduce(least, dist.ReduceOp.MIN, group=place.group)

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 
 from opensora_cli.core.attention import AttentionFn
+from opensora_cli.core.device import timed
 from opensora_cli.core.documents import Document
 from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.bench_comm.timing import meet
 from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.engine.components.hardware import timed
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.mmdit.model import MMDiT
@@ -21,7 +21,6 @@ from opensora_cli.parallel.sequence import SequenceParallel
 from opensora_cli.parallel.shares import SequenceLengths, shares
 from opensora_cli.parallel.ulysses import UlyssesAttention
 from opensora_cli.sampling.denoise import euler_step
-from opensora_cli.sampling.flow import get_batch_loss
 from opensora_cli.sampling.packing import position_ids
 from opensora_cli.settings.enums import Scaling
 from opensora_cli.settings.load import load_preset
@@ -178,7 +177,7 @@ def training_step(
     target = torch.zeros_like(latents)
 
     def step() -> None:
-        loss = get_batch_loss(model(latents, **others), target)
+        loss = torch.nn.functional.mse_loss(model(latents, **others).float(), target.float())
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]

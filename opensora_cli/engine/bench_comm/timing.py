@@ -8,8 +8,8 @@ from itertools import pairwise
 import torch
 import torch.distributed as dist
 
+from opensora_cli.core.device import has_streams, seconds_between, synchronize, timed, timing_event
 from opensora_cli.core.documents import Document
-from opensora_cli.engine.components.hardware import timed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ def measure(
         run()
     meet(device, group)
     iters = min(repeats.iters, affordable)
-    own = _on_cuda(run, iters, device) if device.type == "cuda" else _on_cpu(run, iters)
+    own = _by_events(run, iters, device) if has_streams(device) else _by_clock(run, iters)
     seconds = torch.tensor(own, dtype=torch.float64, device=device)
     dist.all_reduce(seconds, group=group)
     return Times.of((seconds / group.size()).tolist()), iters
@@ -82,11 +82,10 @@ def meet(device: torch.device, group: dist.ProcessGroup) -> None:
     value = torch.zeros(1, device=device)
     dist.all_reduce(value, group=group)
     value.item()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
 
 
-def _on_cpu(run: Callable[[], object], iters: int) -> list[float]:
+def _by_clock(run: Callable[[], object], iters: int) -> list[float]:
     marks = [time.perf_counter()]
     for _ in range(iters):
         run()
@@ -94,15 +93,14 @@ def _on_cpu(run: Callable[[], object], iters: int) -> list[float]:
     return [end - begin for begin, end in pairwise(marks)]
 
 
-def _on_cuda(run: Callable[[], object], iters: int, device: torch.device) -> list[float]:
+def _by_events(run: Callable[[], object], iters: int, device: torch.device) -> list[float]:
     # Events, not the clock: waiting for the device between repeats would add the latency of its launch to each.
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(iters + 1)]  # type: ignore[no-untyped-call]
-    marks[0].record()
-    for mark in marks[1:]:
+    marks = [timing_event(device)]
+    for _ in range(iters):
         run()
-        mark.record()
-    torch.cuda.synchronize(device)
-    return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(marks)]
+        marks.append(timing_event(device))
+    synchronize(device)
+    return [seconds_between(begin, end) for begin, end in pairwise(marks)]
 
 
 class LatencyBandwidth(Document):

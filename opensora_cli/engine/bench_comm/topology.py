@@ -12,8 +12,10 @@ import torch
 import torch.distributed as dist
 
 import opensora_cli
+from opensora_cli.core.device import capability, collective_backends, current_gpu, device_name, is_gpu
+from opensora_cli.core.device_facts import LinkFacts, LinkKind, nvml_gpu, read_gpus, read_links, read_torch
+from opensora_cli.core.device_names import GPU, indexed
 from opensora_cli.core.documents import Document
-from opensora_cli.core.gpus import LinkFacts, LinkKind, nvml_gpu, read_gpus, read_links, read_torch
 from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
 from opensora_cli.core.redaction import shown_variables
 from opensora_cli.engine.bench_comm.links import (
@@ -93,7 +95,6 @@ def gather_header(group: dist.ProcessGroup, device: torch.device, *, environment
     """Return the header, the same on all ranks."""
     reports = all_gather_json(_this_rank(group, device).to_json(), group)
     hosts = join_hosts([HostLinks.model_validate(report) for report in reports])
-    is_gpu = device.type == "cuda"
     kinds = [link.kind for host in hosts for link in host.links]
     ports = [port for host in hosts for port in host.ports]
     slowest = min(
@@ -101,13 +102,13 @@ def gather_header(group: dist.ProcessGroup, device: torch.device, *, environment
         key=lambda expected: expected.gb_per_s if expected else 0.0,
     )
     header = Header(
-        backend="nccl" if is_gpu else "gloo",
+        backend=collective_backends(device.type).rpartition(":")[2],
         versions=_versions(),
         ranks=group.size(),
         hosts=hosts,
         environment=_shown(environment),
-        inside=expectation_inside(kinds, ports) if is_gpu else None,
-        between=slowest if is_gpu and len(hosts) > 1 else None,
+        inside=expectation_inside(kinds, ports) if is_gpu(device) else None,
+        between=slowest if is_gpu(device) and len(hosts) > 1 else None,
     )
     # Variables may differ between machines: those of the first rank are shown.
     return Header.model_validate(broadcast_json(header.to_json(), group))
@@ -146,14 +147,14 @@ def _this_rank(group: dist.ProcessGroup, device: torch.device) -> HostLinks:
     rank = (dist.get_rank(group),)
     name = socket.gethostname()
     network = read_network()
-    if device.type != "cuda":
+    if not is_gpu(device):
         processor = platform.processor() or platform.machine()
         return HostLinks(name=name, ranks=rank, devices=(f"cpu {processor}",), network=network)
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = current_gpu().index if device.index is None else device.index
     return HostLinks(
         name=name,
         ranks=rank,
-        devices=(f"cuda:{index} {torch.cuda.get_device_name(index)}",),
+        devices=(f"{indexed(index)} {device_name(device)}",),
         cards=(index,),
         links=read_links(read_gpus()),
         ports=(_port(index),),
@@ -163,7 +164,7 @@ def _this_rank(group: dist.ProcessGroup, device: torch.device) -> HostLinks:
 
 def _port(index: int) -> PortFacts:
     """Return the ports of a GPU; without NVML its capability alone is known."""
-    facts = PortFacts(capability=torch.cuda.get_device_capability(index))
+    facts = PortFacts(capability=capability(torch.device(GPU, index)))
     with nvml_gpu(index) as gpu:
         if gpu is None:
             return facts
@@ -211,6 +212,4 @@ def _text(path: Path) -> str:
 def _versions() -> dict[str, str]:
     facts = read_torch()
     found = {"osora": opensora_cli.__version__, "torch": facts.version, "python": platform.python_version()}
-    if facts.cuda_available:
-        found |= {name: version for name, version in (("CUDA", facts.cuda), ("NCCL", facts.nccl)) if version}
-    return found
+    return found | facts.library_versions()

@@ -1,10 +1,9 @@
-"""Result of `bench-generate`: a document, a table and a chart."""
+"""Result of `bench-generate`: a document and a table."""
 
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 from opensora_cli.core.documents import Document
-from opensora_cli.media.plots import new_figure, write_figure
 from opensora_cli.memory.monitor import Spread
 
 _SMALL_ERROR = 1e-3
@@ -76,28 +75,6 @@ class BenchGenerateReport(Document):
             *self._table(),
             *(f"skipped     {name}: {why}" for name, why in self.skipped.items()),
         ]
-
-    def write_plot(self, path: str, *, replace: bool) -> None:
-        """Write a chart of PSNR over evaluations, with a vertical line at the exact run.
-
-        Raises OutputError if the file cannot be written, or exists and must not be replaced.
-        """
-        figure = new_figure()
-        axes = figure.subplots()
-        exact, *tried = self.settings
-        axes.axvline(exact.evaluations, linestyle="--", color="gray", label="exact")
-        for row in tried:
-            if row.psnr_db is not None:
-                # matplotlib reads a formula between dollar signs, and hides names that begin with an underscore.
-                label = f"{row.name} ({row.speedup:.2f} times as fast)".replace("$", r"\$").lstrip("_")
-                axes.plot([row.evaluations], [row.psnr_db], marker="o", linestyle="none", label=label)
-        axes.set_title(f"{self.of}: PSNR to the exact run", parse_math=False)
-        axes.set_xlabel("evaluations of the model")
-        axes.set_ylabel("PSNR to the exact run (dB)")
-        axes.set_xlim(left=0)
-        axes.grid(visible=True, alpha=0.3)
-        figure.legend(loc="outside lower center")
-        write_figure(figure, path, replace=replace)
 
     def _table(self) -> list[str]:
         stages = list(dict.fromkeys(name for row in self.settings for name in row.stages_s if not is_loading(name)))

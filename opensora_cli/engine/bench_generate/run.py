@@ -5,18 +5,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from statistics import fmean
 
 import torch
 
+from opensora_cli.core.device import peak_memory_gib, start_peak_memory
 from opensora_cli.core.exceptions import OsoraError
-from opensora_cli.core.files import require_writable
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.bench_generate.report import BenchedSetting, BenchGenerateReport, RunTime, is_loading
-from opensora_cli.engine.components.hardware import peak_memory_gib, start_peak_memory
 from opensora_cli.engine.generate import ranks as generate_ranks
 from opensora_cli.engine.generate.decode import HeldVideo, hold
 from opensora_cli.engine.generate.events import Events
@@ -29,12 +27,10 @@ from opensora_cli.engine.generate.references import Reference, references_of
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.run import plan_here
 from opensora_cli.engine.generate.sample import Sample
-from opensora_cli.media.plots import new_figure
 from opensora_cli.media.similarity import SSIM_WINDOW, psnr_db, ssim
 from opensora_cli.settings.bench_generate import (
     EXACT,
     STANDARD,
-    BenchGenerateSettings,
     Tries,
     tried_settings,
 )
@@ -54,7 +50,7 @@ def bench_generate(
     settings: GenerateSettings,
     tries: Tries,
     *,
-    options: BenchGenerateSettings,
+    repeats: int,
     reporter: Reporter,
     context: RankContext | None = None,
     rank_flags: Sequence[str] = (),
@@ -67,13 +63,10 @@ def bench_generate(
     Args:
         tries: changed settings by name. None means the standard set, without settings that the request does not allow
             or that need no fewer evaluations.
-        options: number of timed runs of each row, and a file for a chart.
+        repeats: number of timed runs of each row.
         context: set in one of several ranks, which all call this; only rank 0 gets a report.
         rank_flags: options of the command line for ranks that are started here.
     """
-    if options.plot is not None:  # report a missing library, or a file with this name, before the work
-        new_figure()
-        require_writable(Path(options.plot), overwrite=options.overwrite)
     if context is None and settings.parallel.world_size > 1:
         generate_ranks.require_devices(settings)
         generate_ranks.start_ranks(refined(settings, reporter=reporter), "bench-generate", rank_flags)
@@ -94,23 +87,20 @@ def bench_generate(
         is_main = context is None or context.is_main
         if is_main:
             runner.references = references_of(exact, reporter)
-        _run_all(rows, options.repeats, runner)
+        _run_all(rows, repeats, runner)
     if not is_main:
         return None
-    report = BenchGenerateReport(
+    return BenchGenerateReport(
         of=exact.summary,
         prompt=exact.settings.prompt,
         seed=exact.settings.sampling.seed,
         device=str(exact.hardware.device),
         device_name=exact.hardware.device_name,
         ranks=exact.mesh.size,
-        repeats=options.repeats,
+        repeats=repeats,
         settings=tuple(row.document(rows[0]) for row in rows),
         skipped=skipped,
     )
-    if options.plot is not None:
-        report.write_plot(options.plot, replace=options.overwrite)
-    return report
 
 
 @dataclass(slots=True)

@@ -13,10 +13,10 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.backends import cuda
 
 from opensora_cli.core.attention import AttentionBackend
 from opensora_cli.core.attention_kinds import ATTENTION_KINDS
+from opensora_cli.core.device import capability, has_flash_kernels, has_gpu, is_gpu
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.models.attention import attention_backend
@@ -66,13 +66,13 @@ def choose_attention(
     Raises HardwareError if the library of the backend is not installed, or the backend does not work on the device.
     """
     # A plan can be for a device that this machine does not have.
-    tries_device = tries_device and (use.device.type != "cuda" or torch.cuda.is_available())
+    tries_device = tries_device and (not is_gpu(use.device) or has_gpu())
     if choice is AttentionChoice.AUTO:
         return _first_usable(use, setting=setting, tries_device=tries_device)
     problem = why_unusable(choice, use) if tries_device else _why_unavailable(choice, use)
     if problem is not None:
         library, hint = ATTENTION_KINDS[choice].library, "use auto, sdpa or math"
-        if library is not None and library.version() is None and use.device.type == "cuda":
+        if library is not None and library.version() is None and is_gpu(use.device):
             hint = library.install
         raise HardwareError(f"{setting}={choice} does not work here: {problem}", hint=hint)
     return AttentionPlan(backend=choice.value, reason="as set")
@@ -89,16 +89,16 @@ def attention_order(device: torch.device) -> tuple[str, ...]:
     - A torch without flash kernels, as some builds for Windows are, tries `flash2` and `xformers` before `sdpa`.
       The newest xformers, 0.0.35, has kernels for torch 2.10 with CUDA 12.8 only.
     """
-    if device.type != "cuda":
+    if not is_gpu(device):
         return ("sdpa",)
-    for_hopper = ("flash3",) if torch.cuda.get_device_capability(device)[0] == _HOPPER else ()
-    for_builds = () if cuda.is_flash_attention_available() else ("flash2", "xformers")
+    for_hopper = ("flash3",) if capability(device)[0] == _HOPPER else ()
+    for_builds = () if has_flash_kernels() else ("flash2", "xformers")
     return (*for_hopper, *for_builds, "sdpa")
 
 
 def _first_usable(use: AttentionUse, *, setting: str, tries_device: bool) -> AttentionPlan:
     if not tries_device:
-        reason = _reason("sdpa", use) if use.device.type != "cuda" else "unless the device has a faster one"
+        reason = _reason("sdpa", use) if not is_gpu(use.device) else "unless the device has a faster one"
         return AttentionPlan(backend="sdpa", reason=f"auto: {reason}")
     problems: list[str] = []
     for name in attention_order(use.device):
@@ -113,7 +113,7 @@ def _first_usable(use: AttentionUse, *, setting: str, tries_device: bool) -> Att
 
 
 def _reason(name: str, use: AttentionUse) -> str:
-    if use.device.type != "cuda":
+    if not is_gpu(use.device):
         return "torch's fused kernels; the others need a GPU"
     if name == "sdpa":
         return "torch picks cuDNN's, flash or memory-efficient kernels by device and size"
@@ -141,7 +141,7 @@ def _why_unavailable(name: str, use: AttentionUse) -> str | None:
     kind = ATTENTION_KINDS.get(name)
     if kind is None:
         return f"{name} is not a backend"
-    if kind.needs_cuda and use.device.type != "cuda":
+    if kind.needs_gpu and not is_gpu(use.device):
         return f"{name} runs on CUDA devices only, and this is {use.device}"
     if kind.library is not None and kind.library.version() is None:
         return f"{kind.library.distribution} is not installed"

@@ -1,28 +1,18 @@
-"""Devices of this machine: the choice of a device, its memory, peak memory, TF32, and out-of-memory errors."""
+"""Hardware of a run: its device, memory and precision, and out-of-memory errors."""
 
-import gc
 import platform
-import re
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 
 import opensora_cli
+from opensora_cli.core.device import device_name, free_and_total_bytes, pick_device
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.reading import is_lack_of_memory
-
-GIB = 2**30
-_TF32_FROM = (8, 0)
-_FORGET_PEAK = Path("/proc/self/clear_refs")
-"""Linux: writing 5 resets the peak of the process to its current memory."""
 
 # Messages of CUDA when it loads a kernel or locks memory, and of its libraries.
 _NO_DEVICE_MEMORY = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
@@ -68,156 +58,15 @@ class Hardware:
 def pick_hardware(device: str, dtype: str) -> Hardware:
     """Return the device and dtype that `runtime.device` and `runtime.dtype` mean on this machine.
 
-    The device `auto` is CUDA if there is a GPU, else the CPU; the dtype `auto` is bfloat16 on CUDA, float32 on a CPU.
-    Raises HardwareError if there is no such device.
+    The device `auto` is a GPU if there is one, else the CPU; the dtype `auto` is bfloat16 on accelerators, float32 on a
+    CPU. Raises HardwareError if there is no such device.
     """
-    chosen = _device(device)
-    is_cuda = chosen.type == "cuda"
+    chosen = pick_device(device)
+    is_cpu = chosen.type == "cpu"
     if dtype == "auto":
-        dtype = "bfloat16" if is_cuda else "float32"
-    if is_cuda:
-        free, total = torch.cuda.mem_get_info(chosen)
-        # Memory that the allocator caches after earlier work is free for the next.
-        free += torch.cuda.memory_reserved(chosen) - torch.cuda.memory_allocated(chosen)
-        name = torch.cuda.get_device_name(chosen)
-    else:
-        memory = read_private_memory()
-        free, total = memory.free_bytes, memory.total_bytes
-        name = platform.processor() or platform.machine() or "CPU"
-    return Hardware(chosen, name, torch_dtype(dtype), free, total)
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-    if name == "cpu":
-        return torch.device("cpu")
-    match = re.fullmatch(r"cuda(?::(\d+))?", name)
-    if match is None:
-        raise HardwareError(f"device={name} is not a device: use auto, cpu, cuda or cuda:N")
-    if not torch.cuda.is_available():
-        if torch.version.cuda:
-            cause, hint = "no usable NVIDIA GPU was found", "use --device cpu, or fix the driver"
-        else:
-            cause = f"this is a torch without CUDA ({torch.__version__})"
-            hint = "use --device cpu, or install a torch with CUDA"
-        raise HardwareError(f"device={name} is not there: {cause}", hint=hint)
-    index, count = int(match[1] or 0), torch.cuda.device_count()
-    if index >= count:
-        raise HardwareError(
-            f"device={name} is not there: this machine has {', '.join(f'cuda:{i}' for i in range(count))}"
-        )
-    return torch.device("cuda", index)
-
-
-@contextmanager
-def limited_memory(device: torch.device, limit: int | None) -> Iterator[None]:
-    """Limit this process to `limit` bytes of a CUDA device inside the block; a CPU has no limit."""
-    if limit is None or device.type != "cuda":
-        yield
-        return
-    total = torch.cuda.get_device_properties(device).total_memory
-    before = torch.cuda.get_per_process_memory_fraction(device)
-    torch.cuda.set_per_process_memory_fraction(min(limit / total, 1.0), device)
-    try:
-        yield
-    finally:
-        torch.cuda.set_per_process_memory_fraction(before, device)
-
-
-@contextmanager
-def tf32_products(allowed: bool | None, device: torch.device, *, note: Callable[[str], None]) -> Iterator[None]:
-    """Allow or forbid TF32 in float32 matmuls and convolutions inside the block; None changes nothing.
-
-    A CPU has no TF32: `note` gets a line that the setting has no effect. The end of the block restores the switches.
-    """
-    if allowed is not None and device.type != "cuda":
-        note(f"precision.tf32={str(allowed).lower()} has no effect on the device {device}")
-    if allowed is None or device.type != "cuda":
-        yield
-        return
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    switches = (matmul, cudnn.conv, cudnn.rnn)  # type: ignore[attr-defined]  # made at run time
-    before = [switch.fp32_precision for switch in switches]
-
-    def allow(products: bool, convolutions: bool) -> None:
-        # Not through `fp32_precision`: after that torch 2.13 refuses to read these two, and torch.compile reads them.
-        matmul.allow_tf32, cudnn.allow_tf32 = products, convolutions
-
-    allow(allowed, allowed)
-    try:
-        yield
-    finally:
-        allow(before[0] == "tf32", before[1] == "tf32")
-        for switch, precision in zip(switches, before, strict=True):
-            switch.fp32_precision = precision
-
-
-def tf32_in_use(device: torch.device) -> dict[str, bool] | None:
-    """Return whether float32 matmuls and convolutions use TF32 now, or None on a device without TF32."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _TF32_FROM:
-        return None
-    convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]  # made at run time
-    kinds = {"products": torch.backends.cuda.matmul, "convolutions": convolutions}
-    return {name: kind.fp32_precision == "tf32" for name, kind in kinds.items()}
-
-
-def start_peak_memory(device: torch.device) -> bool:
-    """Reset the peak that `peak_memory_gib` returns; return False if only the peak since process start is known.
-
-    On a CPU this needs Linux.
-    """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return True
-    try:
-        _FORGET_PEAK.write_text("5")
-    except OSError:
-        return False
-    return True
-
-
-def peak_memory_gib(device: torch.device) -> dict[str, float]:
-    """Return the peak of memory since `start_peak_memory`, or else since process start, under its name.
-
-    The name is `peak_allocated_gib` on CUDA. On a CPU it is `peak_resident_gib`, of the whole process, with mapped
-    files of weights.
-    """
-    if device.type == "cuda":
-        return {"peak_allocated_gib": round(torch.cuda.max_memory_allocated(device) / GIB, 3)}
-    return {"peak_resident_gib": round(peak_resident_bytes() / GIB, 3)}
-
-
-def timed(run: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds until `run` has returned and the device has finished its work."""
-    start = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
-
-
-def peak_resident_bytes() -> int:
-    """Return the peak of resident memory of this process, with mapped files; see `peak_memory_gib`."""
-    if sys.platform == "win32":
-        return int(psutil.Process().memory_info().peak_wset)
-    if sys.platform == "linux":
-        # getrusage starts with the peak of the process that this one was forked from.
-        peak = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-        if peak is not None:
-            return int(peak[1]) * 1024
-    import resource
-
-    # Kilobytes on Linux, bytes on macOS.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def release_memory(device: torch.device) -> None:
-    """Free unreferenced memory for the next stage."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+        dtype = "float32" if is_cpu else "bfloat16"
+    name = platform.processor() or platform.machine() or "CPU" if is_cpu else device_name(chosen)
+    return Hardware(chosen, name, torch_dtype(dtype), *free_and_total_bytes(chosen))
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -1,14 +1,12 @@
-"""Matmuls in 8 bits in the transformer's linear layers on a GPU: check that they work, use them, report the error."""
+"""Matmuls in 8 bits in the transformer's linear layers on a GPU: check that they work, and use them."""
 
-from collections.abc import Sequence
 from functools import lru_cache
-from math import sqrt
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from opensora_cli.core.documents import Document
+from opensora_cli.core.device import capability, device_name, has_gpu
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.models.linears import LowRankLinear
@@ -28,37 +26,6 @@ _TOLERANCE = 0.02
 _USE_EXACT = "use --set precision.linear=exact"
 
 
-class LinearProductsReport(Document):
-    """Layers that multiply in 8 bits, and the error of their products."""
-
-    kind: LinearProducts
-    layers: int
-    relative_error: float
-    """Root mean square over all layers of the error relative to the result, for normally distributed inputs."""
-    largest_relative_error: float
-    """Error of the layer `largest_at`."""
-    largest_at: str
-
-    @classmethod
-    def of(cls, kind: LinearProducts, errors: "Sequence[ProductError]") -> Self:
-        """Return the report for the errors of all replaced layers, at least one."""
-        worst = max(errors, key=lambda error: error.relative_error)
-        return cls(
-            kind=kind,
-            layers=len(errors),
-            relative_error=sqrt(sum(error.relative_error**2 for error in errors) / len(errors)),
-            largest_relative_error=worst.relative_error,
-            largest_at=worst.path,
-        )
-
-    def line(self) -> str:
-        """Return the report as a line of text."""
-        return (
-            f"{self.layers} linear layers multiply in {self.kind}: sampled products are off by "
-            f"{self.relative_error:.2%}, those of {self.largest_at} by {self.largest_relative_error:.2%}"
-        )
-
-
 def require_products(
     kind: LinearProducts,
     config: MMDiTConfig,
@@ -72,8 +39,6 @@ def require_products(
 
     `tensor` ranks share each block. `tries_device` says whether this process may use the device.
     """
-    if kind is LinearProducts.EXACT:
-        return
     if not any(stack.count for stack in repeated_blocks(config)):
         raise RequestError(f"precision.linear={kind} has no effect on a model without blocks: leave it out")
     if device.type == "cpu":
@@ -81,13 +46,13 @@ def require_products(
     _require_sizes(kind, config, tensor)
     if kind is LinearProducts.FP8 and dtype is not torch.bfloat16:
         raise RequestError("precision.linear=fp8 gives bfloat16: use it with --set runtime.dtype=bfloat16")
-    if not torch.cuda.is_available():
+    if not has_gpu():
         return
-    found, needed = torch.cuda.get_device_capability(device), _NEEDED[kind]
+    found, needed = capability(device), _NEEDED[kind]
     if found < needed:
         raise HardwareError(
             f"precision.linear={kind} needs compute capability {needed[0]}.{needed[1]}, and "
-            f"{torch.cuda.get_device_name(device)} has {found[0]}.{found[1]}",
+            f"{device_name(device)} has {found[0]}.{found[1]}",
             hint="use --set precision.linear=int8" if found >= _NEEDED[LinearProducts.INT8] else _USE_EXACT,
         )
     if tries_device and (problem := _why_unusable(kind, device, dtype)) is not None:

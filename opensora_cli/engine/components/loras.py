@@ -8,17 +8,20 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from opensora_cli.checkpoint.lazy import rounded
-from opensora_cli.checkpoint.lora import LowRank, described_scales
 from opensora_cli.core.formatting import format_bytes
 from opensora_cli.models.linears import LowRankLinear, Split
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.model import MMDiT
+
+if TYPE_CHECKING:
+    from opensora_cli.checkpoint.lora import LowRank
 
 _IN_BLOCK = re.compile(r"(?P<stack>\w+_blocks)\.(?P<index>\d+)\.(?P<linear>.+)")
 
@@ -34,7 +37,7 @@ class Lora:
     scale: float
     sha256: str
     """SHA-256 of the lines that `sha256sum` prints for its files, PEFT's configuration first."""
-    updates: Mapping[str, tuple[LowRank, ...]]
+    updates: Mapping[str, tuple["LowRank", ...]]
     """Updates by the path of the linear layer."""
 
     @property
@@ -44,6 +47,8 @@ class Lora:
 
     def line(self) -> str:
         """Return the adapter as a line of text."""
+        from opensora_cli.checkpoint.lora import described_scales
+
         rank = " to ".join(str(rank) for rank in dict.fromkeys((self.ranks[0], self.ranks[-1])))
         size = sum(part.nbytes for updates in self.updates.values() for each in updates for part in (each.a, each.b))
         scales = described_scales(each for updates in self.updates.values() for each in updates)
@@ -51,7 +56,7 @@ class Lora:
         return f"{self.path} x {self.scale:g}: {layers}, {scales}, {format_bytes(size)}"
 
 
-def _rank(updates: Iterable[LowRank]) -> int:
+def _rank(updates: "Iterable[LowRank]") -> int:
     return sum(update.a.shape[0] for update in updates)
 
 

@@ -17,11 +17,7 @@ from opensora_cli.models.mmdit.blocks import RepeatedBlocks, repeated_blocks
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.encoders import T5Encoder
 from opensora_cli.models.text.t5 import keep_heads, t5_linears
-from opensora_cli.parallel.all_to_all import ExchangePlan
-from opensora_cli.parallel.collectives import Parts
-from opensora_cli.parallel.compression import WireFormat
-from opensora_cli.parallel.mesh import MeshShape
-from opensora_cli.parallel.shares import shares, span
+from opensora_cli.parallel.shares import ExchangePlan, MeshShape, Parts, WireFormat, shares, span
 from opensora_cli.sampling.guidance import Branch, GuidanceScales, branches_needed, busiest
 from opensora_cli.settings.devices import ExchangeSettings, ParallelSettings
 from opensora_cli.settings.enums import AllToAll, Compression

@@ -252,9 +252,9 @@ def choose_model(
         reasons.append("the CPU was asked for")
     elif found.complete or "torch" in sys.modules:
         with nullcontext() if "torch" in sys.modules else loading():
-            import torch
+            from opensora_cli.core.device import has_gpu
 
-        if not torch.cuda.is_available():
+        if not has_gpu():
             reasons.append("there is no CUDA device")
     if reasons:
         return DEMO, " and ".join(reasons)

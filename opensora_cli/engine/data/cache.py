@@ -8,9 +8,9 @@ from opensora_cli.core.exceptions import BatchError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.threads import ThreadChoice, pick_threads, threads_used
 from opensora_cli.engine.components.hardware import pick_hardware
-from opensora_cli.engine.data.early import refuse_early
 from opensora_cli.engine.encode.clip_cache import ClipCache, threads_of
 from opensora_cli.engine.encode.fill_cache import FailedClip, fill_cache
+from opensora_cli.engine.encode.inputs import require_cache_inputs
 from opensora_cli.settings.train import TrainSettings
 
 
@@ -56,7 +56,7 @@ def cache_clips(settings: TrainSettings, *, reporter: Reporter | None = None) ->
         HardwareError: the device is missing, or the adapter that the cache is for needs PEFT.
         KeyboardInterrupt: its argument says how to continue.
     """
-    refuse_early(settings)
+    require_cache_inputs(settings)
     if settings.lora.is_on:
         # Otherwise training would fail after everything was encoded.
         require_peft()

@@ -61,12 +61,14 @@ class Suggestion:
 
 
 def write_recipe(folder: str, base: Path, *, reporter: Reporter | None = None) -> NewRecipe:
-    """Scan a folder, and write `FOLDER.yaml` beside it: the recipe `base` with buckets for all clips of the folder.
+    """Write `FOLDER.yaml` beside a folder: the recipe `base` with buckets for all clips of the folder.
+
+    The folder is scanned, unless its table exists.
 
     Raises:
         RequestError: the base is a file of the reference implementation.
         FileProblem: the folder is missing, or holds nothing for training.
-        OutputError: the recipe exists, the table is not the unchanged result of a scan, or a file cannot be written.
+        OutputError: the recipe exists, or a file cannot be written.
     """
     recipe = Path(f"{os.path.abspath(folder)}.yaml")
     if os.path.lexists(recipe):
@@ -77,18 +79,22 @@ def write_recipe(folder: str, base: Path, *, reporter: Reporter | None = None) -
         raise RequestError(f"--new takes a recipe of osora as --config, and {base} is a file of the reference")
     settings = load_train_settings(config=base, overrides={}, environment={})
     reporter = reporter or SilentReporter()
-    scanned = scan(ScanSettings(folder=folder), reporter=reporter)
-    suggestion = suggest_buckets(read_table(scanned.table).samples, settings)
+    table, broken = Path(f"{os.path.abspath(folder)}.csv"), tuple[BrokenFile, ...]()
+    if os.path.lexists(table):
+        reporter.note(f"{_shown(table)} is used as it is: osora data scan {folder} --overwrite reads the folder again")
+    else:
+        broken = scan(ScanSettings(folder=folder), reporter=reporter).broken
+    suggestion = suggest_buckets(read_table(table).samples, settings)
     if not suggestion.buckets:
         raise FileProblem(f"{folder} has nothing large and long enough to train on", hint="give larger or longer clips")
     name = Path(os.path.abspath(folder)).name
-    text = _recipe_text(settings, suggestion, base=base, name=name, table=scanned.table, recipe=recipe)
+    text = _recipe_text(settings, suggestion, base=base, name=name, table=table, recipe=recipe)
     with atomic_path(recipe, replace=False) as temporary:
         temporary.write_text(text, encoding="utf-8")
         # Checked before the rename, because a base may have settings that contradict a table.
         written = load_train_settings(config=temporary, overrides={}, environment={})
         data = check_data(written, reporter=reporter)
-    return NewRecipe(recipe=_shown(recipe), table=scanned.table, data=data, broken=scanned.broken)
+    return NewRecipe(recipe=_shown(recipe), table=table, data=data, broken=broken)
 
 
 def suggest_buckets(samples: Samples, settings: TrainSettings) -> Suggestion:

@@ -5,7 +5,6 @@ import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import asdict
 from pathlib import Path
 
 from opensora_cli.core.documents import Document
@@ -17,7 +16,7 @@ from opensora_cli.core.reading import read_text, reading
 from opensora_cli.core.strict_json import is_unicode
 from opensora_cli.data.table import COLUMNS
 from opensora_cli.data.table_files import check_table_name, split_table, write_table
-from opensora_cli.engine.data.journal import Finding, ScanJournal
+from opensora_cli.media.containers import MediaFacts
 from opensora_cli.media.read import media_files, probe
 from opensora_cli.settings.data import ScanSettings, ShardSettings
 
@@ -41,15 +40,13 @@ class BrokenFile(Document):
 class ScanResult(Document):
     """Result of a scan."""
 
-    SCHEMA = "osora.data-scan/2"
+    SCHEMA = "osora.data-scan/3"
 
     table: Path
     rows: int
     videos: int
     pictures: int
     without_caption: int
-    read: int
-    """Files that were read or tried; the other files had not changed since an earlier scan."""
     broken: tuple[BrokenFile, ...]
     other_files: dict[str, int]
     """Number of files that are neither pictures, videos nor their captions, by ending."""
@@ -60,10 +57,8 @@ class ScanResult(Document):
 
     def lines(self) -> list[str]:
         """Return the result for people."""
-        known = self.rows + len(self.broken) - self.read
         return [
             f"table     {self.table}: {self.videos:,} videos, {self.pictures:,} pictures",
-            f"files     {self.read:,} read, {known:,} known from before",
             *([f"caption   {self.without_caption:,} without one"] if self.without_caption else []),
             *(
                 [f"uneven    {_names(self.uneven)}: the frame rate varies, training ignores that"]
@@ -104,17 +99,14 @@ def _counts(endings: Mapping[str, int]) -> str:
 
 
 def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanResult:
-    """Write the table of a folder.
+    """Write the table of a folder, at the end of the scan.
 
-    Findings are appended to a journal beside the table. After an interruption, or when files were added or changed, the
-    next scan reads only the missing and changed files, and retries unreadable ones. A deep scan also reads files that
-    were not decoded completely before. Captions are read every time. Files whose names begin with a dot are ignored.
+    A deep scan decodes every frame. Files whose names begin with a dot are ignored.
 
     Raises:
         FileProblem: the folder is missing, or has neither pictures nor videos.
-        OutputError: the table is not the unchanged result of a scan, cannot be written, or another process writes it.
+        OutputError: the table exists and is not to be replaced, cannot be written, or another process writes it.
         HardwareError: the table is parquet, and pyarrow is not installed.
-        KeyboardInterrupt: its argument says how to continue.
     """
     folder = Path(settings.folder)
     table = Path(settings.table or f"{os.path.abspath(folder)}.csv")
@@ -122,29 +114,49 @@ def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanRes
     require_there(str(folder))
     problem, hint = f"another run writes {table}", "wait until it ends, or use another --out"
     with sole_run(lock_beside(table, table.name), problem=problem, hint=hint):
+        if os.path.lexists(table) and not settings.overwrite:
+            raise OutputError(
+                f"{table} exists already",
+                hint="scan with --overwrite, which also drops what you changed in it, or with another --out",
+            )
         return _scan(folder, table, settings, reporter=reporter or SilentReporter())
 
 
 def _scan(folder: Path, table: Path, settings: ScanSettings, *, reporter: Reporter) -> ScanResult:
-    journal = ScanJournal(table)
-    if settings.overwrite:
-        journal.discard()
-    journal.read()
-    if os.path.lexists(table) and not settings.overwrite and not journal.is_of_table():
-        raise OutputError(
-            f"{table} exists already, and is not as osora data scan left it",
-            hint="keep what you changed under another name, and scan with --overwrite or another --out",
-        )
     closed: list[BrokenFile] = []
     files, others = media_files(
         folder, unread=lambda place, reason: closed.append(BrokenFile(path=str(place), reason=reason))
     )
-    found, read = _find(files, journal, settings, reporter=reporter)
-    rows, broken = _rows(found)
-    write_table(table, COLUMNS, rows, on_written=journal.expect)
-    findings = [each for each in found if isinstance(each, Finding)]
-    journal.finish(findings)
-    own = {file.with_suffix(ending) for file in files for ending in _CAPTION_ENDINGS} | {table.absolute(), journal.path}
+    found: dict[Path, tuple[MediaFacts, str] | BrokenFile] = {}
+    with (
+        reporter.stage("read", total=len(files), unit="files") as progress,
+        ThreadPoolExecutor(settings.workers or os.cpu_count() or 1) as pool,
+    ):
+        futures = {pool.submit(_look_into, file, deep=settings.deep): file for file in files}
+        try:
+            for done in as_completed(futures):
+                found[futures[done]] = done.result()
+                progress.advance()
+        except KeyboardInterrupt as interrupt:
+            pool.shutdown(cancel_futures=True)
+            raise KeyboardInterrupt("no table is written: scan again") from interrupt
+    rows: list[tuple[object, ...]] = []
+    uneven, broken = list[Path](), list[BrokenFile]()
+    for file in files:
+        each = found[file]
+        if isinstance(each, BrokenFile):
+            broken.append(each)
+            continue
+        facts, caption = each
+        height, width = facts.height, facts.width
+        fps = None if facts.fps is None else round(facts.fps, 6)
+        rows.append(
+            (str(file), caption, facts.num_frames, height, width, round(height / width, 6), height * width, fps)
+        )
+        if facts.is_uneven:
+            uneven.append(file)
+    write_table(table, COLUMNS, rows)
+    own = {file.with_suffix(ending) for file in files for ending in _CAPTION_ENDINGS} | {table.absolute()}
     pictures = sum(row[-1] is None for row in rows)
     return ScanResult(
         table=table,
@@ -152,84 +164,20 @@ def _scan(folder: Path, table: Path, settings: ScanSettings, *, reporter: Report
         videos=len(rows) - pictures,
         pictures=pictures,
         without_caption=sum(not row[1] for row in rows),
-        read=read,
         broken=tuple(broken),
         closed_folders=tuple(closed),
-        uneven=tuple(Path(each.path) for each in findings if each.is_uneven),
+        uneven=tuple(uneven),
         other_files=Counter(file.suffix.lower() for file in others if file not in own),
     )
 
 
-def _find(
-    files: list[Path], journal: ScanJournal, settings: ScanSettings, *, reporter: Reporter
-) -> tuple[list[Finding | BrokenFile], int]:
-    """Return the finding or error of each file, in order, and the number of files that had to be read."""
-    found: dict[Path, Finding | BrokenFile] = {}
-    unread: list[Path] = []
-    for file in files:
-        known = _known(file, journal)
-        if known is None or (settings.deep and not known.deep):
-            unread.append(file)
-        else:
-            found[file] = known
-    count = settings.workers or os.cpu_count() or 1
-    with (
-        journal.appending() as lines,
-        reporter.stage("read", total=len(unread), unit="files") as progress,
-        ThreadPoolExecutor(count) as pool,
-    ):
-        futures = {pool.submit(_look_into, file, deep=settings.deep): file for file in unread}
-        try:
-            for done in as_completed(futures):
-                each = found[futures[done]] = done.result()
-                if isinstance(each, Finding):
-                    lines.write(each.to_line())
-                progress.advance()
-        except KeyboardInterrupt as interrupt:
-            pool.shutdown(cancel_futures=True)
-            noted = sum(isinstance(each, Finding) for each in found.values())
-            raise KeyboardInterrupt(
-                f"{noted} of {len(files)} files are noted: the same command goes on from there"
-            ) from interrupt
-    return [found[file] for file in files], len(unread)
-
-
-def _known(file: Path, journal: ScanJournal) -> Finding | None:
-    try:
-        status = file.stat()
-    except OSError:
-        return None
-    return journal.find(str(file), size=status.st_size, mtime_ns=status.st_mtime_ns)
-
-
-def _look_into(file: Path, *, deep: bool) -> Finding | BrokenFile:
+def _look_into(file: Path, *, deep: bool) -> tuple[MediaFacts, str] | BrokenFile:
+    """Return the properties and the caption of a file."""
     try:
         with reading(file):
-            # The time before reading: a file that changes during the scan is read again by the next scan.
-            status = file.stat()
-            facts = asdict(probe(file, deep=deep))
-            return Finding(path=str(file), size=status.st_size, mtime_ns=status.st_mtime_ns, deep=deep, **facts)
+            return probe(file, deep=deep), read_caption(file)
     except OsoraError as error:
         return BrokenFile(path=str(file), reason=error.message)
-
-
-def _rows(found: list[Finding | BrokenFile]) -> tuple[list[tuple[object, ...]], list[BrokenFile]]:
-    rows: list[tuple[object, ...]] = []
-    broken: list[BrokenFile] = []
-    for each in found:
-        if isinstance(each, BrokenFile):
-            broken.append(each)
-            continue
-        try:
-            caption = read_caption(Path(each.path))
-        except FileProblem as error:
-            broken.append(BrokenFile(path=each.path, reason=error.message))
-            continue
-        height, width = each.height, each.width
-        fps = None if each.fps is None else round(each.fps, 6)
-        shape = round(height / width, 6)
-        rows.append((each.path, caption, each.num_frames, height, width, shape, height * width, fps))
-    return rows, broken
 
 
 def read_caption(path: Path) -> str:

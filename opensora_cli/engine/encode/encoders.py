@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from opensora_cli.core.device import is_accelerator, queued_copy
 from opensora_cli.core.dtypes import torch_dtype
-from opensora_cli.core.transfers import queued_copy
 from opensora_cli.engine.components.autoencoders import load_autoencoder, vae_tiling
 from opensora_cli.engine.components.text_encoders import (
     cast_later,
@@ -117,4 +117,4 @@ def frozen_dtype(settings: MMDiTTrainSettings, device: torch.device) -> torch.dt
     """Return the dtype of the frozen parts."""
     if settings.frozen_dtype is not DType.AUTO:
         return torch_dtype(settings.frozen_dtype)
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if is_accelerator(device) else torch.float32

@@ -15,8 +15,15 @@ from opensora_cli.core.progress import BYTES, Reporter
 from opensora_cli.core.reading import require_file
 from opensora_cli.data.source import ClipSource
 from opensora_cli.engine.encode.clip_cache import CacheWriter, ClipCache, file_state, is_cache_of, write_header
-from opensora_cli.engine.encode.clip_conditions import encoded_parts, fitting_modes
-from opensora_cli.engine.encode.clips import ALWAYS_CACHED, FreshClip, encode_for_cache, part_name, training_caption
+from opensora_cli.engine.encode.clips import (
+    ALWAYS_CACHED,
+    FreshClip,
+    encode_for_cache,
+    encoded_parts,
+    fitting_modes,
+    part_name,
+    training_caption,
+)
 from opensora_cli.engine.encode.datasets import open_table
 from opensora_cli.engine.encode.encoders import frozen_dtype, load_encoders
 from opensora_cli.engine.encode.inputs import require_frozen_parts

@@ -48,3 +48,19 @@ def require_tables(settings: TrainSettings, *, has_source: bool = False) -> None
         raise RequestError(NO_TABLE, hint=TABLE_HINT)
     validated = settings.validation.table if settings.validation.every is not None else None
     require_there(*(table for table in (settings.data.table, validated) if table is not None))
+
+
+def require_cache_inputs(settings: TrainSettings) -> None:
+    """Refuse training that needs no cache, or lacks the input of a cache.
+
+    Raises:
+        RequestError: the trained model is not the transformer, or no cache is named.
+        FileProblem: the table is missing.
+        CheckpointError: frozen parts are missing.
+    """
+    if not settings.trains_transformer:
+        raise RequestError(f"target={settings.target} learns from pixels alone: only mmdit has a use for a cache")
+    if settings.train_mmdit.cache is None:
+        raise RequestError("train_mmdit.cache is not set", hint="name a folder: --set train_mmdit.cache=FOLDER")
+    require_tables(settings)
+    require_frozen_parts(settings)

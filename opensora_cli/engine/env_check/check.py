@@ -11,8 +11,8 @@ from typing import TypeVar
 import torch
 
 import opensora_cli
-from opensora_cli.core import gpus
-from opensora_cli.core.gpus import DriverFacts, GpuFacts, LinkFacts, LinkKind, TorchFacts
+from opensora_cli.core import device_facts
+from opensora_cli.core.device_facts import DriverFacts, GpuFacts, LinkFacts, LinkKind, TorchFacts
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.redaction import Redactor, is_relevant, shown_variables
 from opensora_cli.engine.env_check import host, machine
@@ -91,19 +91,19 @@ class Checks:
 
     @cached_property
     def _torch(self) -> TorchFacts:
-        return gpus.read_torch()
+        return device_facts.read_torch()
 
     @cached_property
     def _driver(self) -> DriverFacts:
-        return gpus.read_driver()
+        return device_facts.read_driver()
 
     @cached_property
     def _gpus(self) -> tuple[GpuFacts, ...]:
-        return gpus.read_gpus()
+        return device_facts.read_gpus()
 
     @cached_property
     def _links(self) -> tuple[LinkFacts, ...]:
-        return gpus.read_links(self._gpus)
+        return device_facts.read_links(self._gpus)
 
     @cached_property
     def _host(self) -> HostFacts:

@@ -11,11 +11,12 @@ from typing import Protocol
 import psutil  # type: ignore[import-untyped]  # it ships none
 
 from opensora_cli.core.attention_kinds import ATTENTION_KINDS
+from opensora_cli.core.device import GIB
 from opensora_cli.core.files import nearest_existing
 from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.engine.components.attention import AttentionUse, attention_order, choose_attention, why_unusable
 from opensora_cli.engine.components.configs import count_parameters
-from opensora_cli.engine.components.hardware import GIB, Hardware, pick_hardware
+from opensora_cli.engine.components.hardware import Hardware, pick_hardware
 from opensora_cli.engine.components.weights import DEFAULT_FOLDER, WeightFiles, find_weights
 from opensora_cli.engine.env_check.report import Finding, PresetNeeds, note, ok, problem, warning
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
@@ -218,7 +219,7 @@ def check_attention() -> Iterator[Finding]:
     yield ok(f"auto takes {chosen.backend} on {use.device}: {chosen.reason.removeprefix('auto: ')}")
     for name, kind in ATTENTION_KINDS.items():
         library = kind.library
-        if library is None and not (kind.needs_cuda and use.device.type == "cuda"):
+        if library is None and not (kind.needs_gpu and use.device.type == "cuda"):
             continue
         version = library and library.version()
         named = f"{name} {version}" if version else name

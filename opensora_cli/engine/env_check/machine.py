@@ -8,8 +8,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from opensora_cli.core.gpus import DriverFacts, GpuFacts, LinkFacts, LinkKind, TorchFacts
-from opensora_cli.engine.components.hardware import GIB
+from opensora_cli.core.device import GIB
+from opensora_cli.core.device_facts import DriverFacts, GpuFacts, LinkFacts, LinkKind, TorchFacts
 from opensora_cli.engine.env_check.report import Finding, note, ok, problem, warning
 
 _PYTHONS = ((3, 11), (3, 13))
@@ -112,6 +112,8 @@ def check_gpus(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Finding]
     """Judge each GPU."""
     if not gpus:
         yield note("none that torch can use")
+    for kind in torch.untested:
+        yield note(f"osora accepts --device {kind}, for an accelerator of this machine, and is not tested on it")
     for gpu in gpus:
         size = f"{gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free"
         label = f"cuda:{gpu.index} {gpu.name}, {size}"

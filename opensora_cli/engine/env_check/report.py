@@ -7,10 +7,10 @@ from typing import ClassVar, Self
 
 from pydantic import Field
 
+from opensora_cli.core.device import GIB
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError, OsoraError
 from opensora_cli.core.redaction import Redactor
-from opensora_cli.engine.components.hardware import GIB
 
 
 class Severity(StrEnum):

@@ -49,8 +49,7 @@ from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.vae.autoencoder import COLORS, Autoencoder
 from opensora_cli.models.vae.tiles import Tiling
-from opensora_cli.parallel.all_to_all import ExchangePlan
-from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.parallel.shares import ExchangePlan, MeshShape
 from opensora_cli.sampling.conditioning import prepare_inference_condition
 from opensora_cli.sampling.denoise import VelocityFn, denoise
 from opensora_cli.sampling.guidance import Branch, GuidanceScales, branches_needed

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import torch
 
+from opensora_cli.core.device_names import GPU
 from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
 from opensora_cli.engine.estimate.fake_tensors import HOST, Repeated, fake_device, fake_module
@@ -13,8 +14,7 @@ from opensora_cli.engine.estimate.transformer import FakeSequenceParallel, fake_
 from opensora_cli.engine.estimate.work import Work, WorkCounter
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
-from opensora_cli.parallel.all_to_all import ExchangePlan
-from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.parallel.shares import ExchangePlan, MeshShape
 from opensora_cli.settings.components import VAESettings
 
 _ALONE, _DIRECT = MeshShape(), ExchangePlan()
@@ -35,7 +35,7 @@ def evaluation_work(
 
     def work(depth: int, depth_single_blocks: int) -> Work:
         changed = config.replace({"depth": depth, "depth_single_blocks": depth_single_blocks})
-        with fake_device("cuda") as device:
+        with fake_device(GPU) as device:
             empty = partial(torch.empty, dtype=dtype, device=device)
             transformer = fake_transformer(
                 changed, device=device, dtype=dtype, mesh=mesh, exchange=exchange, linear=linear
@@ -64,7 +64,7 @@ def evaluation_work(
 @lru_cache(maxsize=64)
 def decoding_work(settings: VAESettings, latent_shape: tuple[int, int, int, int], dtype: torch.dtype) -> Work:
     """Return the work of decoding the latents (C, T, H, W) of one clip, in the tiles of the settings."""
-    with fake_device("cuda") as device:
+    with fake_device(GPU) as device:
         vae = fake_module(lambda: new_autoencoder(settings), device=device, dtype=dtype)
         counter = WorkCounter()
         vae.decoder = cast(Any, Repeated(vae.decoder, work=counter))
@@ -78,7 +78,7 @@ def decoding_work(settings: VAESettings, latent_shape: tuple[int, int, int, int]
 @lru_cache(maxsize=64)
 def encoding_work(settings: VAESettings, num_frames: int, height: int, width: int, dtype: torch.dtype) -> Work:
     """Return the work of encoding one clip."""
-    with fake_device("cuda") as device:
+    with fake_device(GPU) as device:
         vae = fake_module(lambda: new_autoencoder(settings), device=device, dtype=dtype)
         counter = WorkCounter()
         vae.encoder = cast(Any, Repeated(vae.encoder, work=counter))

@@ -11,8 +11,7 @@ from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.fake_tensors import Need
 from opensora_cli.engine.estimate.file_bytes import FileWeights
 from opensora_cli.engine.estimate.offload import TEXT, StageMemory
-from opensora_cli.memory.host_weights import aligned
-from opensora_cli.memory.streaming import streaming_bytes
+from opensora_cli.memory.slots import aligned, streaming_bytes
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import t5_linears
 

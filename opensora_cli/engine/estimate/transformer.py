@@ -12,14 +12,12 @@ from opensora_cli.core.attention import AttentionBackend, AttentionFn, accumulat
 from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.configs import one_block_of_each, with_depth
-from opensora_cli.engine.components.linear_products import use_in_block
 from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras, in_first_block
 from opensora_cli.engine.components.parallelize import largest_share
 from opensora_cli.engine.estimate.fake_tensors import fake_module
 from opensora_cli.engine.estimate.file_bytes import FileWeights
 from opensora_cli.engine.estimate.offload import OffloadPlan
-from opensora_cli.memory.host_weights import aligned, slot_bytes
-from opensora_cli.memory.streaming import kept_blocks, streaming_bytes
+from opensora_cli.memory.slots import aligned, kept_blocks, slot_bytes, streaming_bytes
 from opensora_cli.models.attention.math import MATH_PARTS
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.linears import Split
@@ -33,11 +31,7 @@ from opensora_cli.models.mmdit.blocks import (
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layers import modulation_width
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.all_to_all import ExchangePlan
-from opensora_cli.parallel.collectives import Parts
-from opensora_cli.parallel.compression import compressed
-from opensora_cli.parallel.mesh import MeshShape
-from opensora_cli.parallel.shares import shares
+from opensora_cli.parallel.shares import ExchangePlan, MeshShape, Parts, shares
 from opensora_cli.settings.enums import OffloadMode
 
 
@@ -208,6 +202,8 @@ def fake_transformer(
 
     transformer = fake_module(make, device=device, dtype=dtype)
     if linear is not LinearProducts.EXACT:
+        from opensora_cli.engine.components.linear_products import use_in_block
+
         for stack in repeated_blocks(transformer.config):
             for block in transformer.get_submodule(stack.module_path).children():
                 use_in_block(block, stack, linear)
@@ -336,6 +332,8 @@ def _for_heads(
 
 
 def _exchanged(exchange: ExchangePlan, tensors: list[Tensor], shape: tuple[int, ...]) -> list[Tensor]:
+    from opensora_cli.parallel.compression import compressed
+
     sent = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
     # One rank represents all senders.
     parts = Parts(len(tensors) * prod(shape), (1,), (1,), shape[-1])

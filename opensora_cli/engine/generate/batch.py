@@ -48,13 +48,15 @@ class FailedRow(Document):
     row: int
     """Number of the row, from 1."""
     prompt: str
+    name: str | None = None
+    """Name of the result in the table; None without one."""
     error: str
 
 
 class BatchResult(Document):
     """Results of a run over many prompts."""
 
-    SCHEMA = "osora.batch/2"
+    SCHEMA = "osora.batch/3"
 
     rows: int
     """Number of requested rows, of the shard if there is one."""
@@ -185,13 +187,17 @@ class _OwnRows:
         self._made = 0
 
     def first_settings(self) -> GenerateSettings | None:
-        """Return the settings of the first valid row; None if there is none."""
+        """Return the settings of the first valid row, with a warning for each wrong row; None if all are wrong."""
+        first, wrong = None, list[FailedRow]()
         for row in self._rows:
             try:
-                return settings_of(row, self._request, SilentReporter())
-            except OsoraError:
-                continue
-        return None
+                settings = settings_of(row, self._request, SilentReporter())
+                first = first or settings
+            except OsoraError as error:
+                wrong.append(failed_row(row, error))
+        for line in failed_lines(wrong) if first is not None else ():
+            self._reporter.warn(f"{line}; the others are made")
+        return first
 
     def raise_common_error(self) -> None:
         """Raise the error that all rows share: an error of the request."""
@@ -302,4 +308,4 @@ def refuse_one_file(request: GenerateRequest) -> None:
 
 def failed_row(row: Row, error: OsoraError) -> FailedRow:
     """Return the document of a row that failed."""
-    return FailedRow(row=row.number, prompt=row.prompt, error=error.message)
+    return FailedRow(row=row.number, prompt=row.prompt, name=row.name, error=error.message)

@@ -19,6 +19,7 @@ from opensora_cli.engine.components.weights import Component, require_weights_of
 from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.estimate.predicted_time import PredictedTime
+from opensora_cli.engine.estimate.verdict import HostMemory
 from opensora_cli.engine.generate.batch import (
     FailedRow,
     RowReporter,
@@ -30,7 +31,7 @@ from opensora_cli.engine.generate.batch import (
 from opensora_cli.engine.generate.outputs import SampleFiles, check_outputs, sample_files, sheet_path
 from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain, gib_or_less
 from opensora_cli.engine.generate.planning import CACHED_TEXT_LINE, make_chain, note_ignored_offload, require_fit
-from opensora_cli.engine.generate.predicted import predict_time
+from opensora_cli.engine.generate.predicted import predict_known_time
 from opensora_cli.engine.generate.previews import known_map
 from opensora_cli.engine.generate.prompts import Row, Shard
 from opensora_cli.engine.generate.ranks import hardware_of_ranks, planned_hardware
@@ -39,7 +40,7 @@ from opensora_cli.engine.generate.refinement import note_plan
 from opensora_cli.engine.generate.request import picture_settings
 from opensora_cli.engine.generate.sidecar import choose_outputs, picture_files
 from opensora_cli.engine.generate.text import warn_about_planned_prompts, without_cached_text
-from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.parallel.shares import MeshShape
 from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import PlannedMachine
@@ -155,8 +156,10 @@ class PlannedFile(Document):
 class PlanDocument(Document):
     """Plan of a generation, with its jobs, memory and files."""
 
-    SCHEMA = "osora.plan/4"
+    SCHEMA = "osora.plan/5"
 
+    verdict: str
+    """Whether the request fits, its memory, and its predicted time."""
     device: str
     device_name: str
     dtype: str
@@ -173,13 +176,14 @@ class PlanDocument(Document):
     """Usable memory: the free memory, or `memory.limit`; None if it is not known."""
     fits: bool | None
     """Whether all stages fit in memory; None if the usable memory is not known."""
+    host: HostMemory
     outputs: tuple[PlannedFile, ...]
     pictures: tuple[PlannedFile, ...]
     """Files of the pictures that are made first and kept."""
     sheet: Path | None
     """Sheet with a preview of each explored seed; None without `--explore`."""
     predicted: PredictedTime | None
-    """Predicted time on the GPUs of `--on`; None without it."""
+    """Predicted time on the GPUs; None if their speed is not known, and on a CPU."""
     settings: GenerateSettings
     chain: InstanceOf[Chain] = Field(exclude=True, repr=False)
 
@@ -187,8 +191,9 @@ class PlanDocument(Document):
     def of(cls, chain: Chain, files: Sequence[SampleFiles] = (), *, predicted: PredictedTime | None = None) -> Self:
         """Return the document of a request that writes these files."""
         plan, hardware = chain.video, chain.video.hardware
-        is_known = hardware.memory_is_known or plan.settings.memory.limit is not None
+        usable = chain.usable_bytes
         return cls(
+            verdict=chain.verdict(None if predicted is None else predicted.seconds),
             device=str(hardware.device),
             device_name=hardware.device_name,
             dtype=hardware.dtype_name,
@@ -197,8 +202,9 @@ class PlanDocument(Document):
             jobs=chain.jobs,  # type: ignore[arg-type]  # pydantic reads the attributes of each job
             peak_bytes=chain.peak_bytes,
             free_bytes=hardware.free_bytes if hardware.memory_is_known else None,
-            budget_bytes=plan.budget_bytes if is_known else None,
-            fits=chain.fits if is_known else None,
+            budget_bytes=usable,
+            fits=None if usable is None else chain.fits,
+            host=chain.host,
             outputs=tuple(map(PlannedFile.of, files)),
             pictures=tuple(map(PlannedFile.of, picture_files(chain, files) if plan.settings.picture.save else ())),
             sheet=sheet_path(files[0].target) if plan.settings.output.explore and files else None,
@@ -238,9 +244,9 @@ class PlanDocument(Document):
             if settings.compile and not plan.decodes_only
             else None,
             "offload": "; ".join(self._offloaded()) or "none",
-            "peak": f"{gib_or_less(chain.peak_bytes)}{self._budget()}",
+            "host": self.host.line() if plan.hardware.device.type != "cpu" else None,
         }
-        found = [f"{name:<10}{text}" for name, text in facts.items() if text]
+        found = [self.verdict, *(f"{name:<10}{text}" for name, text in facts.items() if text)]
         found += [] if self.predicted is None else self.predicted.lines()
         found += [f"weights   {component}: {path}" for component, path in plan.weight_paths.items()]
         found += [f"lora      {lora.line()}" for lora in plan.loras]
@@ -259,12 +265,6 @@ class PlanDocument(Document):
             yield "modulation on the host, computed before the first step"
         yield from plan.offload.lines()
 
-    def _budget(self) -> str:
-        if self.budget_bytes is None:
-            return " a device, whose memory is not known here"
-        kind = "allowed" if self.budget_bytes < self.chain.video.hardware.free_bytes else "free"
-        return f" of {gib_or_less(self.budget_bytes)} {kind}: {'fits' if self.fits else 'does not fit'}"
-
     def raise_for_problems(self) -> None:
         """Raise HardwareError if a stage needs more memory than may be used."""
         require_fit(self.chain)
@@ -281,7 +281,7 @@ class PlannedShape(Document):
 class BatchPlan(Document):
     """Plan of a run over many prompts."""
 
-    SCHEMA = "osora.batch-plan/2"
+    SCHEMA = "osora.batch-plan/3"
 
     rows: int
     failed: tuple[FailedRow, ...]
@@ -289,11 +289,12 @@ class BatchPlan(Document):
     shapes: tuple[PlannedShape, ...]
 
     def lines(self) -> list[str]:
-        """Return the plan as lines of text."""
+        """Return the plan as lines of text, that of the largest shape first."""
         shapes = "1 shape" if len(self.shapes) == 1 else f"{len(self.shapes)} shapes"
         head = f"rows      {self.rows} of {shapes}, and {len(self.failed)} that would be refused"
-        plans = (line for shape in self.shapes for line in (f"shape     rows: {shape.rows}", *shape.plan.lines()))
-        return [head, *failed_lines(self.failed), *plans]
+        largest_first = sorted(self.shapes, key=lambda shape: -shape.plan.peak_bytes)
+        plans = (line for shape in largest_first for line in (*shape.plan.lines(), f"rows      {shape.rows}", ""))
+        return [*plans, head, *failed_lines(self.failed)]
 
     def raise_for_problems(self) -> None:
         """Raise HardwareError if a stage of a shape needs more memory than may be used."""
@@ -310,16 +311,7 @@ def plan_generation(
 ) -> PlanDocument:
     """Return the plan of a request, after the checks that need neither weights nor enough memory."""
     note_plan(settings, reporter)
-    hardware, parallel = None, settings.parallel
-    if on is not None:
-        device = settings.runtime.device
-        on.require(device=device, ranks=parallel.world_size, ranks_per_node=parallel.ranks_per_node)
-        hardware = hardware_of_ranks(settings, gpu=on.gpu)
-    else:
-        for part in filter(None, (picture_settings(settings), settings)):
-            warn_of_missing(partial(require_weights_of, part), reporter)
-        hardware = planned_hardware(settings, reporter) if context is None else None
-    chain = make_chain(with_mode(settings, reporter), hardware=hardware, tries_device=hardware is None)
+    chain = chain_to_plan(settings, reporter=reporter, on=on, context=context)
     if chain.video.hardware.is_here:
         chain = without_cached_text(chain, PromptCache.of_user())
     plan, files = chain.video, _planned_files(chain, reporter)
@@ -330,7 +322,27 @@ def plan_generation(
     note_ignored_offload(plan, reporter)
     if settings.output.makes_previews and plan.weights.complete:
         known_map(plan, reporter)
-    return PlanDocument.of(chain, files, predicted=None if on is None else predict_time(chain, on.gpu))
+    return PlanDocument.of(chain, files, predicted=predict_known_time(chain, on))
+
+
+def chain_to_plan(
+    settings: GenerateSettings,
+    *,
+    reporter: Reporter,
+    on: PlannedMachine | None = None,
+    context: RankContext | None = None,
+) -> Chain:
+    """Return the jobs of a request that will not run, on this machine or `on` another one."""
+    hardware, parallel = None, settings.parallel
+    if on is not None:
+        device = settings.runtime.device
+        on.require(device=device, ranks=parallel.world_size, ranks_per_node=parallel.ranks_per_node)
+        hardware = hardware_of_ranks(settings, gpu=on.gpu)
+    else:
+        for part in filter(None, (picture_settings(settings), settings)):
+            warn_of_missing(partial(require_weights_of, part), reporter)
+        hardware = planned_hardware(settings, reporter) if context is None else None
+    return make_chain(with_mode(settings, reporter), hardware=hardware, tries_device=hardware is None)
 
 
 def _planned_files(chain: Chain, reporter: Reporter) -> Sequence[SampleFiles]:
@@ -367,7 +379,7 @@ def plan_rows(request: GenerateRequest, rows: Sequence[Row], *, shard: Shard, re
             settings = settings_of(row, request, shown)
             shape = settings.model_dump_json(exclude=_OF_A_ROW)
             if shape not in plans:
-                plans[shape] = plan_generation(settings, reporter=shown)
+                plans[shape] = plan_generation(settings, reporter=shown, on=request.on)
             counts[shape] += 1
         except OsoraError as error:
             failed.append(failed_row(row, error))

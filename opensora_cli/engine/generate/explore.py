@@ -10,9 +10,6 @@ from opensora_cli.core.exceptions import MediaError, OutputError
 from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.generate.outputs import SampleFiles, preview_path, sheet_path
-from opensora_cli.media.read import read_video
-from opensora_cli.media.sheets import contact_sheet, film_strip
-from opensora_cli.media.write import write_media
 
 
 class ExploredSeed(Document):
@@ -56,6 +53,10 @@ def explored_seed(sample: SampleFiles) -> ExploredSeed:
 
 def write_sheet(files: Sequence[SampleFiles], reporter: Reporter) -> Path | None:
     """Write the sheet with the last preview of each explored seed; return None, with a warning, if that fails."""
+    from opensora_cli.media.read import read_video
+    from opensora_cli.media.sheets import contact_sheet, film_strip
+    from opensora_cli.media.write import write_media
+
     cells = []
     for sample in files:
         try:

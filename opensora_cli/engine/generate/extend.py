@@ -7,12 +7,14 @@ four each. Latents that were given without encoding came back worse: on the demo
 
 import torch
 
-from opensora_cli.engine.components.hardware import peak_memory_gib
+from opensora_cli.core.device import peak_memory_gib
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
 from opensora_cli.engine.generate.decode import Clip, Figures, HeldVideo, SegmentFigures
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.outputs import SampleFiles
-from opensora_cli.engine.generate.plan import Chain
+from opensora_cli.engine.generate.plan import Chain, Plan
+from opensora_cli.media.read import read_video
+from opensora_cli.media.resize import fit_frames, to_uint8
 
 _LUMA = torch.tensor([0.299, 0.587, 0.114]).double()
 
@@ -20,10 +22,11 @@ _LUMA = torch.tensor([0.299, 0.587, 0.114]).double()
 class ExtendedVideo:
     """Sample with joined segments."""
 
-    def __init__(self, chain: Chain, files: SampleFiles, events: Events) -> None:
+    def __init__(self, chain: Chain, files: SampleFiles, events: Events, kept_THWC: torch.Tensor | None = None) -> None:
+        """`kept_THWC` are the frames of the clip that the video continues, from `continued_clip`."""
         self._chain, self._files, self._events = chain, files, events
         self._latents: tuple[torch.Tensor, ...] = ()
-        self._own_THWC: list[torch.Tensor] = []
+        self._own_THWC: list[torch.Tensor] = [] if kept_THWC is None else [kept_THWC]
         self._segments: list[SegmentFigures] = []
 
     def add(self, segment: HeldVideo, *, seed: int) -> None:
@@ -31,8 +34,9 @@ class ExtendedVideo:
         frames_THWC, figures = segment.frames_THWC, segment.figures
         shift = 0.0
         if self._own_THWC:
-            overlap = self._chain.settings.overlap
-            frames_THWC, shift = follow(self.last_frames(), frames_THWC[:overlap], frames_THWC[overlap:])
+            settings = self._chain.settings
+            overlap = settings.overlap if self._segments else settings.given_frames
+            frames_THWC, shift = follow(self.last_frames(overlap), frames_THWC[:overlap], frames_THWC[overlap:])
         psnr_db = figures.given_frames_psnr_db
         self._segments.append(
             SegmentFigures(
@@ -49,9 +53,9 @@ class ExtendedVideo:
         self._own_THWC.append(frames_THWC)
         self._latents += segment.latents
 
-    def last_frames(self) -> torch.Tensor:
+    def last_frames(self, overlap: int) -> torch.Tensor:
         """Return the last frames (overlap, H, W, 3), which the next segment is given."""
-        overlap, last_THWC = self._chain.settings.overlap, self._own_THWC[-1]
+        last_THWC = self._own_THWC[-1]
         for own_THWC in reversed(self._own_THWC[:-1]):
             if len(last_THWC) >= overlap:
                 break
@@ -84,6 +88,21 @@ class ExtendedVideo:
             figures=figures,
             events=self._events,
         )
+
+
+def continued_clip(plan: Plan) -> torch.Tensor | None:
+    """Return the clip that the first segment continues, uint8 in the size of the video; None without one."""
+    condition = plan.settings.condition
+    if condition.continued is None:
+        return None
+    frames_THWC = read_video(condition.references[0], num_frames=condition.continued).frames_THWC
+    if frames_THWC.shape[1:3] == (plan.height, plan.width):
+        return frames_THWC
+    fitted = (
+        fit_frames(frame_HWC[None], height=plan.height, width=plan.width, fit=condition.fit, picture=False)
+        for frame_HWC in frames_THWC
+    )
+    return torch.cat([to_uint8(frame_C1HW) for frame_C1HW in fitted])
 
 
 def follow(kept_THWC: torch.Tensor, remade_THWC: torch.Tensor, new_THWC: torch.Tensor) -> tuple[torch.Tensor, float]:

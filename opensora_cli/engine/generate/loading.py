@@ -18,14 +18,10 @@ from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.weight_choices import Rotary
 from opensora_cli.engine.components import text_encoders
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
-from opensora_cli.engine.components.linear_products import use_in_block
-from opensora_cli.engine.components.loras import add_loras
 from opensora_cli.engine.components.parallelize import shard_block, shard_t5
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.memory.host_memory import SharedCopies
-from opensora_cli.memory.streaming import StreamingFigures, stream_blocks
 from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.mmdit.blocks import modulation_layers, repeated_blocks
 from opensora_cli.models.mmdit.layout import converter, find_rotary
@@ -35,6 +31,7 @@ from opensora_cli.settings.enums import HostWeights, OffloadMode
 
 if TYPE_CHECKING:
     from opensora_cli.memory.eight_bit_products import ProductError
+    from opensora_cli.memory.streaming import StreamingFigures
 
 
 def load_t5(plan: Plan, *, group: dist.ProcessGroup | None = None) -> T5Encoder:
@@ -101,13 +98,19 @@ def load_transformer(
     transformer.requires_grad_(False).eval()
 
     with ExitStack() as ends:
-        copies = None if machine_group is None else ends.enter_context(SharedCopies(machine_group))
+        hold: Callable[[torch.Tensor], torch.Tensor] | None = None
+        if machine_group is not None:
+            from opensora_cli.memory.host_memory import SharedCopies
+
+            hold = ends.enter_context(SharedCopies(machine_group)).hold
 
         def finish_block(path: str) -> None:
             block = transformer.get_submodule(path)
             if group is not None:
                 shard_block(block, blocks[path], group)
             if offload.linear is not LinearProducts.EXACT:
+                from opensora_cli.engine.components.linear_products import use_in_block
+
                 for error in use_in_block(block, blocks[path], offload.linear):
                     if measured is not None:
                         measured(replace(error, path=f"{path}.{error.path}"))
@@ -118,10 +121,10 @@ def load_transformer(
             if not streams and plan.hardware.device.type != "cpu":
                 move_except(host_modulation(transformer, offload), block, plan.hardware.device)
             # Ranks of a tensor-parallel group have different weights, and share no copies.
-            if copies is not None and group is None:
+            if hold is not None and group is None:
                 for weight in block.parameters():
                     if weight.device.type == "cpu" and weight.dtype in (torch.float8_e4m3fn, torch.int8):
-                        weight.data = copies.hold(weight.data)
+                        weight.data = hold(weight.data)
 
         load_into_module(
             transformer,
@@ -134,10 +137,13 @@ def load_transformer(
             # One block at a time: the host never holds more than one that has not been changed yet.
             blocks=list(blocks) if changes else (),
             finish_block=finish_block if changes else None,
-            hold=None if copies is None else copies.hold,
+            hold=hold,
             advance=advance,
         )
-    add_loras(transformer, plan.loras, dtype=plan.hardware.dtype, group=group)
+    if plan.loras:
+        from opensora_cli.engine.components.loras import add_loras
+
+        add_loras(transformer, plan.loras, dtype=plan.hardware.dtype, group=group)
     prepare(transformer, plan)
     return transformer
 
@@ -151,11 +157,13 @@ def prepare(transformer: MMDiT, plan: Plan) -> None:
 
 def streamed_blocks(
     plan: Plan, transformer: MMDiT, *, source: HostWeights | None = None
-) -> AbstractContextManager[StreamingFigures]:
+) -> "AbstractContextManager[StreamingFigures]":
     """Return a context that copies the offloaded blocks of a transformer to the device while they are needed.
 
     The rest of the transformer stays on the device. `source` is the place of the blocks; None means the planned one.
     """
+    from opensora_cli.memory.streaming import stream_blocks
+
     stacks = [stack.module_path for stack in repeated_blocks(transformer.config)]
     return stream_blocks(
         [cast(nn.ModuleList, transformer.get_submodule(path)) for path in stacks],

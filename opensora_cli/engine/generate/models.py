@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self, TypeVar, cast
 import torch
 
 from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.core.device import release_memory
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.progress import BYTES
@@ -15,8 +16,7 @@ from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.engine.components import text_encoders
 from opensora_cli.engine.components.autoencoders import load_autoencoder
 from opensora_cli.engine.components.compiled import compile_blocks
-from opensora_cli.engine.components.hardware import OutOfMemoryError, release_memory
-from opensora_cli.engine.components.linear_products import LinearProductsReport
+from opensora_cli.engine.components.hardware import OutOfMemoryError
 from opensora_cli.engine.components.weights import Component, stamp_of
 from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.estimate.offload import (
@@ -26,7 +26,7 @@ from opensora_cli.engine.estimate.offload import (
     TRANSFORMER,
     keep_models,
 )
-from opensora_cli.engine.generate.events import Events
+from opensora_cli.engine.generate.events import Events, LinearProductsReport
 from opensora_cli.engine.generate.loading import load_t5, load_transformer, prepare, prompt_readers, streamed_blocks
 from opensora_cli.engine.generate.plan import Plan, gib_or_less
 from opensora_cli.engine.generate.process import ALONE, OneProcess

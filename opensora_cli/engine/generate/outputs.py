@@ -80,9 +80,8 @@ class SampleFiles:
     def command(self, latents: Path, *, is_begun: bool) -> str:
         """Return the command that continues from saved latents, with the flags that no file brings."""
         usual = usual_settings(self.settings.model.name)
-        option = "--resume" if is_begun else "--from-latents"
         flags = flags_again(self.settings, usual, decodes=not is_begun)
-        return " ".join(["osora generate", option, shlex.quote(str(latents)), *flags])
+        return " ".join(["osora generate --from", shlex.quote(str(latents)), *flags])
 
 
 def num_samples(settings: GenerateSettings) -> int:
@@ -210,10 +209,9 @@ def _usable(sample: SampleFiles, *, has_one_name: bool) -> SampleFiles | None:
         return replace(sample, saved=sample.latents, saved_steps=steps)
     if has_one_name:
         refuse_existing(sample.media, sample.sidecar)
-        option = "--from-latents" if steps is None else "--resume"
         raise OutputError(
             f"{sample.latents} is there from a run that did not finish",
-            hint=f"go on with osora generate {option} {shlex.quote(str(sample.latents))}, or start again with "
+            hint=f"go on with osora generate --from {shlex.quote(str(sample.latents))}, or start again with "
             "--overwrite",
         )
     return None

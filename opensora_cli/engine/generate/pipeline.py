@@ -7,10 +7,10 @@ from typing import TypeVar
 
 import torch
 
+from opensora_cli.core.device import limited_memory, start_peak_memory, tf32_products
 from opensora_cli.core.media_choices import Fit
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.threads import threads_used
-from opensora_cli.engine.components.hardware import limited_memory, start_peak_memory, tf32_products
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate.decode import Clip, decode_samples, hold, write_video
 from opensora_cli.engine.generate.denoise import denoise_samples, save_state
@@ -22,7 +22,6 @@ from opensora_cli.engine.generate.sample import Sample, unfinished
 from opensora_cli.engine.generate.saved_latents import segment_path
 from opensora_cli.engine.generate.sidecar import picture_files
 from opensora_cli.engine.generate.text import text_embeds
-from opensora_cli.media.read import read_picture
 from opensora_cli.media.resize import fit_frames
 
 V = TypeVar("V")
@@ -72,7 +71,8 @@ def make(
         embeds = text_embeds(chain.video, models, events)
         _make_pictures(chain, missing, models, events)
         _make_drafts(chain, [sample for sample in missing if sample.begun is None], embeds, models, events)
-    if len(chain.segments) == 1 or finish is None:
+    continues = len(chain.segments) > 1 or chain.settings.condition.continued is not None
+    if not continues or finish is None:
         denoise_samples(samples, embeds, models, events)
         return () if finish is None else decode_samples(samples, models, events, finish=finish)
     videos = []
@@ -91,6 +91,8 @@ def _make_pictures(chain: Chain, samples: Sequence[Sample], models: LoadedModels
     plan = chain.find(PICTURE)
     if plan is None:
         return
+    from opensora_cli.media.read import read_picture
+
     keeps = chain.settings.picture.save and events.keeps_results
     files = picture_files(chain, [sample.files for sample in samples])
     made_before = models.ranks.same([keeps and picture.made_before for picture in files])
@@ -155,12 +157,14 @@ def _make_segments(
     events: Events,
 ) -> Clip:
     """Make an extended video, segment by segment. Each segment gets the last frames of the one before."""
-    from opensora_cli.engine.generate.extend import ExtendedVideo
+    from opensora_cli.engine.generate.extend import ExtendedVideo, continued_clip
 
     plans, files = chain.segments, sample.files
-    video, given = ExtendedVideo(chain, files, events), sample.references
+    kept_THWC = continued_clip(plans[0]) if models.ranks.is_main else None
+    video, given = ExtendedVideo(chain, files, events, kept_THWC), sample.references
     for number, plan in enumerate(plans):
-        events.reporter.note(f"segment {number + 1} of {len(plans)}, seed {files.seed}")
+        if len(plans) > 1:
+            events.reporter.note(f"segment {number + 1} of {len(plans)}, seed {files.seed}")
         saved = sample.saved[number : number + 1]
         of_segment = replace(
             files,
@@ -177,7 +181,7 @@ def _make_segments(
         denoise_samples([segment], embeds[number : number + 1], models, events)
         for held in decode_samples([segment], models, events, finish=hold):
             video.add(held, seed=of_segment.noise_seed)
-            given = references_to(plans[-1], video.last_frames())
+            given = references_to(plans[-1], video.last_frames(chain.settings.overlap))
         if models.ranks.count > 1:
             models.release()  # as in `_make_pictures`
     return video.clip()

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths
+from opensora_cli.core.device import GIB
 from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.autoencoders import decodes_in_chunks
 from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.engine.components.hardware import GIB, Hardware
+from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.loras import Lora, lora_ranks
 from opensora_cli.engine.components.parallelize import AttentionSizes, PlannedExchange
 from opensora_cli.engine.components.weights import Component, WeightFiles, needed_components
@@ -21,6 +22,7 @@ from opensora_cli.engine.estimate.file_bytes import FileWeights, can_be_cast_lat
 from opensora_cli.engine.estimate.generation import GenerationSizes, computes_modulation_first, estimate_generation
 from opensora_cli.engine.estimate.offload import (
     CHUNK_TOKENS,
+    DECODE,
     TEXT,
     Offloadable,
     OffloadPlan,
@@ -28,9 +30,10 @@ from opensora_cli.engine.estimate.offload import (
     choose_offload,
     stronger_offload,
 )
+from opensora_cli.engine.estimate.transformer import streamed_bytes
+from opensora_cli.engine.estimate.verdict import HostMemory, verdict_line
 from opensora_cli.engine.generate.outputs import num_samples
-from opensora_cli.parallel.all_to_all import ExchangePlan
-from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.parallel.shares import ExchangePlan, MeshShape
 from opensora_cli.sampling.denoise import last_times
 from opensora_cli.sampling.guidance import (
     Branch,
@@ -241,6 +244,22 @@ class Plan:
         return self.peak_bytes <= self.budget_bytes
 
     @property
+    def host(self) -> HostMemory:
+        """Host memory of a machine whose ranks run the job, in addition to that of their devices."""
+        offload, dtype, ranks = self.offload, self.hardware.dtype, self.settings.parallel.ranks_per_node
+        if self.hardware.device.type == "cpu":
+            return HostMemory(pinned_bytes=0, page_cache_bytes=sum(stage.mapped_bytes for stage in self.stages))
+        weights = sum(count * dtype.itemsize for name, count in self.parameters.items() if name in self.components)
+        pinned = 0
+        if not self.decodes_only and offload.host_weights is HostWeights.PINNED:
+            pinned = streamed_bytes(mmdit_config(self.settings.model), dtype, offload, tensor=self.mesh.tensor)
+        if offload.store_on_host:
+            on_device = self._estimate(replace(offload, store_on_host=False))
+            sizes = [{each.name: each.activation_bytes for each in stages} for stages in (on_device, self.stages)]
+            pinned = max(pinned, sizes[0][DECODE] - sizes[1][DECODE])
+        return HostMemory(pinned_bytes=ranks * pinned, page_cache_bytes=weights)
+
+    @property
     def encodes_text(self) -> bool:
         """Whether a stage encodes prompts; False if the cache has all prompts."""
         return any(stage.name == TEXT for stage in self.stages)
@@ -400,6 +419,28 @@ class Chain:
     def fits(self) -> bool:
         """Whether every stage fits in memory."""
         return self.peak_bytes <= self.video.budget_bytes
+
+    @property
+    def host(self) -> HostMemory:
+        """Host memory of a machine: that of the job that needs the most."""
+        return max((plan.host for _, plan in self.jobs), key=lambda host: host.pinned_bytes + host.page_cache_bytes)
+
+    @property
+    def usable_bytes(self) -> int | None:
+        """Usable memory of the device: the free memory, or `memory.limit`; None if it is not known."""
+        is_known = self.video.hardware.memory_is_known or self.settings.memory.limit is not None
+        return self.video.budget_bytes if is_known else None
+
+    def verdict(self, seconds: float | None) -> str:
+        """Return the verdict of the request, with its predicted time if that is known."""
+        return verdict_line(
+            needed=self.peak_bytes,
+            usable=self.usable_bytes,
+            fits=self.fits,
+            on_gpu=self.video.hardware.device.type != "cpu",
+            host=self.host,
+            seconds=seconds,
+        )
 
     def change(self, change: Callable[[Plan], Plan], *, only: str | None = None) -> "Chain":
         """Return the chain with every plan changed, or `only` the plans of one role."""

@@ -9,14 +9,16 @@ import torch
 
 from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.conditions import CONTINUING, condition_mode
+from opensora_cli.core.device import is_accelerator
+from opensora_cli.core.device_names import indexed
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
+from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.attention import AttentionUse, choose_attention
 from opensora_cli.engine.components.autoencoders import require_same_scale
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config
 from opensora_cli.engine.components.hardware import Hardware, pick_hardware
-from opensora_cli.engine.components.linear_products import require_products
 from opensora_cli.engine.components.loras import Lora
 from opensora_cli.engine.components.parallelize import choose_mesh, describe_mesh, plan_exchange, require_branches
 from opensora_cli.engine.components.weights import Component, find_weights
@@ -30,8 +32,7 @@ from opensora_cli.engine.generate.request import (
     size_of_picture,
     start_step,
 )
-from opensora_cli.parallel.all_to_all import ExchangePlan
-from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.parallel.shares import ExchangePlan, MeshShape
 from opensora_cli.sampling.guidance import NO_GUIDANCE, Guidance, guidance_scales
 from opensora_cli.sampling.schedule import flow_timesteps, latent_size
 from opensora_cli.sampling.sizes import image_size
@@ -45,6 +46,7 @@ _CONTINUATION: Mapping[str, object] = {
     "prompts_at": (),
     "condition.mode": "t2v",
     "condition.references": (),
+    "condition.continued": None,
     "picture.first": False,
     "picture.save": False,
 }
@@ -132,14 +134,17 @@ def make_plan(
             raise RequestError(problem)
         use = attention_use(settings, hardware, mesh)
         attention = choose_attention(choice, use, setting=setting, tries_device=tries_device)
-        require_products(
-            settings.precision.linear,
-            mmdit_config(model),
-            device=hardware.device,
-            dtype=hardware.dtype,
-            tensor=mesh.tensor,
-            tries_device=tries_device,
-        )
+        if settings.precision.linear is not LinearProducts.EXACT:
+            from opensora_cli.engine.components.linear_products import require_products
+
+            require_products(
+                settings.precision.linear,
+                mmdit_config(model),
+                device=hardware.device,
+                dtype=hardware.dtype,
+                tensor=mesh.tensor,
+                tries_device=tries_device,
+            )
 
     parameters, files = count_parameters(settings, weights), None
     if hardware.device.type == "cpu":
@@ -219,9 +224,9 @@ def rank_hardware(settings: GenerateSettings, *, device: str | None = None) -> H
     """
     parallel = settings.parallel
     if device is None and parallel.devices is not None and parallel.world_size == 1:
-        device = f"cuda:{parallel.devices[0]}"
+        device = indexed(parallel.devices[0])
     hardware = pick_hardware(device or settings.runtime.device, settings.runtime.dtype)
-    if hardware.device.type == "cuda":
+    if is_accelerator(hardware.device):
         return hardware
     return replace(hardware, free_bytes=hardware.free_bytes // parallel.ranks_per_node)
 

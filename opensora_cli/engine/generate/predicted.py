@@ -7,6 +7,7 @@ additional time counts.
 
 from dataclasses import replace
 
+from opensora_cli.core.device import is_gpu
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.engine.components.autoencoders import count_decoder_tiles
@@ -38,7 +39,7 @@ from opensora_cli.engine.generate.plan import SEGMENT, VIDEO, Chain, Plan
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.shares import shares
 from opensora_cli.settings.enums import HostWeights
-from opensora_cli.settings.hardware import GpuSettings
+from opensora_cli.settings.hardware import GpuSettings, PlannedMachine, find_gpu
 
 LOAD = "load"
 
@@ -69,6 +70,15 @@ def predict_time(chain: Chain, gpu: GpuSettings) -> PredictedTime:
         of="for 1 sample" if samples == 1 else f"for {samples} samples",
         left_out="reading files, writing the video",
     )
+
+
+def predict_known_time(chain: Chain, machine: PlannedMachine | None) -> PredictedTime | None:
+    """Return the predicted time on `machine`, or on this machine; None on a CPU, and if the GPU's speed is unknown."""
+    if machine is not None:
+        return predict_time(chain, machine.gpu) if machine.has_speed else None
+    hardware = chain.video.hardware
+    gpu = find_gpu(hardware.device_name) if is_gpu(hardware.device) else None
+    return None if gpu is None else predict_time(chain, gpu)
 
 
 def loading(plan: Plan, gpu: GpuSettings) -> Seconds:

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from opensora_cli.core.device import has_gpu, use_device
+from opensora_cli.core.device_names import GPU, type_of_ranks
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import Reporter
@@ -27,7 +29,6 @@ from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder, write_settings
 from opensora_cli.engine.launch.rank import (
-    DeviceType,
     WatchedReporter,
     agreed,
     device_type,
@@ -37,11 +38,11 @@ from opensora_cli.engine.launch.rank import (
 )
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.all_to_all import ExchangePlan, open_stages
+from opensora_cli.parallel.all_to_all import open_stages
 from opensora_cli.parallel.divided_work import SharedBranches
-from opensora_cli.parallel.mesh import MeshShape, ParallelMesh, new_group, use_mesh
+from opensora_cli.parallel.mesh import ParallelMesh, new_group, use_mesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
-from opensora_cli.parallel.shares import SequenceLengths
+from opensora_cli.parallel.shares import ExchangePlan, MeshShape, SequenceLengths
 from opensora_cli.sampling.denoise import VelocityFn
 from opensora_cli.settings.enums import DType
 from opensora_cli.settings.generate import GenerateSettings
@@ -146,12 +147,10 @@ def require_devices(settings: GenerateSettings) -> None:
 
 
 def _launch_request(settings: GenerateSettings, log_dir: Path) -> LaunchRequest:
-    # Numbered devices are GPUs: processes on a CPU are started only if the CPU is asked for.
-    kind: DeviceType = "cpu" if settings.runtime.device == "cpu" else "cuda"
     return LaunchRequest.of(
         settings.parallel,
         gpus=settings.parallel.ranks_per_node,
-        device_type=kind,
+        device_type=type_of_ranks(settings.runtime.device),
         log_dir=log_dir,
         output_dir=sample_files(settings, 0).media.parent,
     )
@@ -163,20 +162,20 @@ def planned_hardware(settings: GenerateSettings, reporter: Reporter) -> Hardware
         if settings.parallel.world_size > 1:
             require_devices(settings)
     except HardwareError as error:
-        has_gpu = torch.cuda.is_available()
-        planned = "the GPU of this machine" if has_gpu else "CUDA GPUs, whose free memory is not known"
+        is_here = has_gpu()
+        planned = "the GPU of this machine" if is_here else "CUDA GPUs, whose free memory is not known"
         reporter.warn(f"this machine could not run it: {error.message}; planned on {planned}")
-        return None if has_gpu else hardware_of_ranks(settings)
+        return None if is_here else hardware_of_ranks(settings)
     return None
 
 
 def hardware_of_ranks(settings: GenerateSettings, *, gpu: GpuSettings | None = None) -> Hardware:
     """Return the kind of device of the ranks, without asking a device; `gpu` describes a GPU of another machine."""
-    kind = "cpu" if settings.runtime.device == "cpu" else "cuda"
+    kind = type_of_ranks(settings.runtime.device)
     auto = "float32" if kind == "cpu" else "bfloat16"
     dtype = torch_dtype(auto if settings.runtime.dtype is DType.AUTO else settings.runtime.dtype)
     if gpu is not None:
-        return Hardware(torch.device("cuda"), gpu.cuda_name, dtype, gpu.free_bytes, gpu.memory, gpu.host_memory)
+        return Hardware(torch.device(GPU), gpu.device_name, dtype, gpu.free_bytes, gpu.memory, gpu.host_memory)
     return Hardware(torch.device(kind), kind, dtype, free_bytes=UNKNOWN_BYTES, total_bytes=UNKNOWN_BYTES)
 
 
@@ -215,8 +214,7 @@ def device_for_rows(settings: GenerateSettings, context: RankContext) -> str:
     """Return the device for a rank's own rows, and make it the current device."""
     settings = settings_of_ranks(settings, context)
     device = rank_device(context, device_type(settings.runtime.device))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    use_device(device)
     return str(device)
 
 

@@ -1,7 +1,8 @@
 """Reference pictures and videos: choose the condition mode, read, encode, and compare with the result."""
 
 import math
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import torch
 from pydantic import ValidationError
 
 from opensora_cli.core.conditions import (
+    CONTINUING,
     RELEASED_LENGTHS,
+    T2V,
     ConditionMode,
     ReferenceLengths,
     longest_mode,
@@ -17,7 +20,9 @@ from opensora_cli.core.conditions import (
     suggested_mode,
 )
 from opensora_cli.core.exceptions import MediaError, RequestError, TooShortError
+from opensora_cli.core.formatting import format_bytes
 from opensora_cli.core.media_choices import Fit
+from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.estimate.offload import ENCODE
@@ -25,17 +30,18 @@ from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.request import PICTURE_MODE
-from opensora_cli.media.read import is_picture, read_picture, read_video
 from opensora_cli.media.resize import fit_frames, to_uint8
 from opensora_cli.media.similarity import HIGHEST_PSNR_DB
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.models.vae.tiles import NO_TILING, Tiling
+from opensora_cli.sampling.sizes import num_pixels
 from opensora_cli.settings.enums import ReferenceRate
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
 
 LOW_PSNR_DB = 24.0
 """PSNR below which given frames look different. The demo's autoencoder reconstructs its own scenes at 29 dB."""
+_MOST_FPS = 240
 _SAME_RATE = 0.05
 """Relative difference of frame rates, such as 23.976 and 24, that nobody sees."""
 
@@ -51,13 +57,22 @@ class Reference:
 
 
 def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
-    """Return `settings` with a condition mode, which the references suggest if none is set."""
+    """Return `settings` with a condition mode, which the references suggest if none is set.
+
+    A clip to continue is counted, and brings its size and rate.
+    """
+    if settings.condition.continued == 0:
+        settings = _as_continued(settings, reporter)
     if settings.condition.mode is not None:
         return settings
     references = settings.condition.references
     if settings.picture.first and settings.from_latents is None:
         name = PICTURE_MODE
+    elif not references:
+        name = T2V.name
     else:
+        from opensora_cli.media.read import is_picture, read_video
+
         for path in references:
             if not is_picture(path):
                 read_video(path, num_frames=1)
@@ -71,17 +86,63 @@ def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSetting
     if references:
         given = "reference" if len(references) == 1 else f"{len(references)} references"
         reporter.note(f"condition: {name}, which suits the {given} given")
+    return _replaced(settings, {"condition.mode": name})
+
+
+def _replaced(settings: GenerateSettings, changes: Mapping[str, object]) -> GenerateSettings:
     try:
-        return settings.replace({"condition.mode": name})
+        return settings.replace(changes)
     except ValidationError as error:
         raise RequestError("\n".join(explain(error))) from error
 
 
+def _as_continued(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
+    """Return settings with the size, rate and number of frames of the clip that is continued.
+
+    Raises MediaError if it is missing, broken, a picture or too short, or if its rate varies.
+    """
+    from opensora_cli.media.read import probe
+
+    [path], video, multiple = settings.condition.references, settings.video, settings.size_multiple
+    facts, mode = probe(path), settings.condition.mode or CONTINUING.name
+    if facts.fps is None:
+        raise MediaError(f"{path} is a picture, and --continue needs a video", hint=f"--ref {path} starts from it")
+    if facts.num_frames < settings.given_frames:
+        frames = "1 frame" if facts.num_frames == 1 else f"{facts.num_frames} frames"
+        hint = "give a longer video; --ref with --cond i2v_head starts from a single frame"
+        raise MediaError(f"{path} has {frames}, and {mode} needs {settings.given_frames}", hint=hint)
+    if facts.is_uneven:
+        hint = f"make its rate constant: ffmpeg -i {shlex.quote(str(path))} -r 24 even.mp4"
+        raise MediaError(f"{path} has frames of uneven length, and the result has one rate", hint=hint)
+    most = max(num_pixels(name) for name in video.resolutions)
+    scale = min(1.0, math.sqrt(most / (facts.height * facts.width)))
+    # The largest size within the limit: rounding up could exceed it.
+    height, width = (max(1, int(side * scale) // multiple) * multiple for side in (facts.height, facts.width))
+    fps = min(max(round(facts.fps), 1), _MOST_FPS)
+    needed, free = facts.num_frames * height * width * 3, read_private_memory().free_bytes
+    if needed > free // 2:
+        hint = f"continue its end alone: ffmpeg -sseof -10 -i {shlex.quote(str(path))} end.mp4"
+        raise MediaError(
+            f"{path} is too large: its {facts.num_frames:,} frames take {format_bytes(needed)} of memory, and "
+            f"{format_bytes(free)} are free",
+            hint=hint,
+        )
+    if (width, height) != (facts.width, facts.height):
+        reporter.note(
+            f"continue: {facts.width}x{facts.height} becomes {width}x{height}, a size of the {settings.model.name} "
+            f"model (condition.fit={settings.condition.fit})"
+        )
+    if abs(fps - facts.fps) > 1e-3:
+        reporter.note(f"continue: {facts.fps:g} frames a second become {fps}")
+    size = {"video.height": height, "video.width": width, "video.fps": fps}
+    return _replaced(settings, {"condition.mode": mode, "condition.continued": facts.num_frames, **size})
+
+
 def references_of(plan: Plan, reporter: Reporter) -> list[Reference]:
     """Return the references of a plan from its files."""
-    if plan.decodes_only or plan.settings.picture.first:
-        return []
     condition = plan.settings.condition
+    if plan.decodes_only or plan.settings.picture.first or not condition.references:
+        return []
     return read_references(
         condition.references,
         plan.mode,
@@ -91,6 +152,7 @@ def references_of(plan: Plan, reporter: Reporter) -> list[Reference]:
         causal=plan.settings.vae.grid.is_causal,
         temporal_compression=plan.settings.vae.grid.time_compression_ratio,
         lengths=plan.lengths,
+        continues=condition.continued is not None,
         fps=plan.settings.video.fps,
         resample=condition.ref_fps is ReferenceRate.MATCH,
         reporter=reporter,
@@ -107,6 +169,7 @@ def read_references(
     causal: bool = True,
     temporal_compression: int = 4,
     lengths: ReferenceLengths = RELEASED_LENGTHS,
+    continues: bool = False,
     fps: float | None = None,
     resample: bool = False,
     reporter: Reporter | None = None,
@@ -120,8 +183,11 @@ def read_references(
         causal: Whether the autoencoder encodes the first frame alone.
         temporal_compression: Frames per latent frame.
         lengths: Latent frames given by the video modes.
+        continues: Whether the head is the end of the file.
         fps: Frames per second of the video.
     """
+    from opensora_cli.media.read import is_picture, read_picture, read_video
+
     parts = reference_parts(mode, causal=causal, temporal_compression=temporal_compression, lengths=lengths)
     references: list[Reference] = []
     single_frames: dict[str | Path, list[str]] = {}
@@ -132,7 +198,7 @@ def read_references(
         else:
             rate = fps if resample and not mode.gives_pictures else None
             try:
-                clip = read_video(path, num_frames=part.num_frames, from_end=part.from_end, fps=rate)
+                clip = read_video(path, num_frames=part.num_frames, from_end=part.from_end or continues, fps=rate)
             except TooShortError as error:
                 other = longest_mode(
                     mode.position,
@@ -149,7 +215,7 @@ def read_references(
             frames_THWC = clip.frames_THWC
             if mode.gives_pictures:
                 single_frames.setdefault(path, []).append("last" if part.from_end else "first")
-            elif fps and reporter and abs(clip.fps / fps - 1) > _SAME_RATE:
+            elif fps and reporter and not continues and abs(clip.fps / fps - 1) > _SAME_RATE:
                 reporter.warn(
                     f"{path} has {clip.fps:g} frames a second and the video {fps:g}: what it shows will move at "
                     f"{fps / clip.fps:.0%} of its speed; --ref-fps match resamples it"

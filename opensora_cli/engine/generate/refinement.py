@@ -157,7 +157,7 @@ def refine(
 
 def _jpeg_of(path: str | Path) -> bytes:
     """Return the first frame of a picture or video as a small JPEG file."""
-    from opensora_cli.media.pictures import jpeg_bytes
+    from opensora_cli.media.encode import jpeg_bytes
     from opensora_cli.media.read import is_picture, read_picture, read_video
 
     frame_HWC = read_picture(path) if is_picture(path) else read_video(path, num_frames=1).frames_THWC[0]

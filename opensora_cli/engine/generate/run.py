@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import Field
 
+from opensora_cli.core.device import peak_memory_gib
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.folder_lock import remove_left
@@ -15,10 +16,8 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.attention import AttentionPlan, keep_attention
-from opensora_cli.engine.components.hardware import peak_memory_gib
-from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.generate.decode import GeneratedVideo, HeldVideo, hold, report_given_frames, save
-from opensora_cli.engine.generate.events import Events
+from opensora_cli.engine.generate.events import Events, LinearProductsReport
 from opensora_cli.engine.generate.explore import ExploredSeed, explored_seed, is_explored, write_sheet
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import Claims, SampleFiles, check_outputs, last_frame_path, sample_files
@@ -313,7 +312,7 @@ def hold_from_request(
     """Resolve the settings of a request; return its first sample in memory, and its `request_hashes` at that time."""
     settings = resolve(request, reporter=reporter)
     if settings.resume is not None:
-        raise RequestError("resume goes on with a run that writes files", hint="use osora generate --resume FILE")
+        raise RequestError("resume goes on with a run that writes files", hint="use osora generate --from FILE")
     if settings.output.explore:
         raise RequestError("output.explore leaves files and no video", hint="use osora generate --explore K")
     chain = plan_here(settings.replace({"picture.save": False}), models, reporter=reporter)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LATENTS_SCHEMA = "osora.latents/1"
 LATENTS_ENDING = ".latents.safetensors"
-LATENTS_HINT = "--from-latents and --resume take the .latents.safetensors file of an unfinished run"
+LATENTS_HINT = "--from takes the .latents.safetensors file of an unfinished run"
 REQUEST_KEY = "request_sha256"
 """Key of sidecars and saved latents for the hash of their request."""
 STEPS_KEY = "steps_done"

@@ -10,10 +10,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from opensora_cli.core.device import tf32_in_use
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.media_choices import MediaFormat
-from opensora_cli.engine.components.hardware import tf32_in_use, versions
+from opensora_cli.engine.components.hardware import versions
 from opensora_cli.engine.components.weights import stamp_of
 from opensora_cli.engine.generate.outputs import (
     Claims,
@@ -89,7 +90,7 @@ def _saved_request(settings: GenerateSettings, latents: str) -> str | None:
     if saved.steps is not None:
         raise RequestError(
             f"{latents} was saved after step {saved.steps} of {settings.sampling.num_inference_steps}",
-            hint=f"go on with osora generate --resume {shlex.quote(latents)}",
+            hint=f"go on with osora generate --from {shlex.quote(latents)}",
         )
 
     def deciding(settings: GenerateSettings) -> dict[str, Any]:

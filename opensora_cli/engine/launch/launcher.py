@@ -29,6 +29,8 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 
+from opensora_cli.core.device import device_count, device_name
+from opensora_cli.core.device_names import GPU
 from opensora_cli.core.exceptions import HardwareError, OutputError, RequestError
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.folder_lock import remove_unheld_locks
@@ -41,7 +43,6 @@ from opensora_cli.core.threads import variables_of_ranks
 from opensora_cli.engine.launch import failures
 from opensora_cli.engine.launch.failures import Cause, RankFailure
 from opensora_cli.engine.launch.process import RankProcess
-from opensora_cli.engine.launch.rank import DeviceType
 from opensora_cli.settings.devices import DeviceSettings
 
 COMMAND = tuple(module_command("opensora_cli"))
@@ -61,7 +62,7 @@ class LaunchRequest:
     """
 
     gpus: int
-    device_type: DeviceType
+    device_type: str
     log_dir: Path
     devices: tuple[int, ...] | None = None
     output_dir: Path | None = None
@@ -72,7 +73,7 @@ class LaunchRequest:
         parallel: DeviceSettings,
         *,
         gpus: int,
-        device_type: DeviceType,
+        device_type: str,
         log_dir: Path,
         output_dir: Path | None = None,
     ) -> "LaunchRequest":
@@ -94,8 +95,8 @@ class LaunchRequest:
         if self.devices is not None and self.device_type == "cpu":
             listed = ",".join(map(str, self.devices))
             raise RequestError(f"devices={listed} picks GPUs, and the device is cpu: drop one of them")
-        if self.device_type == "cuda":
-            _require_gpus(self.gpus, self.devices)
+        if self.device_type != "cpu":
+            _require_devices(self.device_type, self.gpus, self.devices)
         if sys.platform == "win32":
             raise HardwareError("several ranks can be started on Linux and macOS only")
 
@@ -108,17 +109,18 @@ class LaunchRequest:
         return ",".join(names[index].strip() for index in self.devices)
 
 
-def _require_gpus(gpus: int, devices: tuple[int, ...] | None) -> None:
-    count = torch.cuda.device_count()
+def _require_devices(kind: str, gpus: int, devices: tuple[int, ...] | None) -> None:
+    count = device_count(kind)
     if count == 0:
-        raise HardwareError(f"gpus={gpus}, and this machine has no usable NVIDIA GPU", hint="use --device cpu")
-    names = [f"cuda:{index} ({torch.cuda.get_device_name(index)})" for index in range(count)]
+        vendor = "NVIDIA GPU" if kind == GPU else f"{kind} device"
+        raise HardwareError(f"gpus={gpus}, and this machine has no usable {vendor}", hint="use --device cpu")
+    names = [f"{kind}:{index} ({device_name(torch.device(kind, index))})" for index in range(count)]
     there = f"this machine has {count}: {', '.join(names)}"
     if gpus > count:
         raise HardwareError(f"gpus={gpus}, and {there}", hint=f"use --gpus {count}")
     absent = [index for index in devices or () if index >= count]
     if absent:
-        raise HardwareError(f"devices={','.join(map(str, devices or ()))}: there is no cuda:{absent[0]}, and {there}")
+        raise HardwareError(f"devices={','.join(map(str, devices or ()))}: there is no {kind}:{absent[0]}, and {there}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +251,7 @@ class _Run:
             log = request.log_dir / f"rank{number}.log"
             try:
                 with held_back():  # so that every started rank is recorded
-                    on_gpu, now = request.device_type == "cuda", self._time.look()
+                    on_gpu, now = request.device_type != "cpu", self._time.look()
                     self._ranks.append(RankProcess(number, command, environment, log, on_gpu=on_gpu, now=now))
             except OSError as error:
                 raise OutputError(f"cannot start rank {number} with the log {log}: {error.strerror}") from error

@@ -5,12 +5,14 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Literal, Protocol, Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.nn.modules.module import register_module_forward_hook
 
+from opensora_cli.core.device import device_count, has_gpu, use_device
+from opensora_cli.core.device_names import GPU, type_of
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.formatting import escaped
 from opensora_cli.core.progress import BYTES, Reporter, StageProgress
@@ -21,8 +23,6 @@ from opensora_cli.core.section import Section
 from opensora_cli.parallel.mesh import use_mesh
 from opensora_cli.parallel.rendezvous import init_with_retry
 from opensora_cli.settings.devices import DeviceSettings
-
-DeviceType = Literal["cpu", "cuda"]
 
 
 class _Settings(Protocol):
@@ -40,11 +40,11 @@ M = TypeVar("M", bound=Section)
 TIMEOUT_S = 600.0
 
 
-def device_type(device: str) -> DeviceType:
-    """Return the device type of ranks for the setting `device`: `auto`, `cpu`, `cuda` or `cuda:0`."""
+def device_type(device: str) -> str:
+    """Return the device type of ranks for the setting `device`, which may have an index."""
     if device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return "cpu" if device == "cpu" else "cuda"
+        return GPU if has_gpu() else "cpu"
+    return type_of(device)
 
 
 def rank_counts(context: RankContext) -> dict[str, object]:
@@ -67,17 +67,17 @@ def settings_of_ranks(settings: S, context: RankContext) -> S:
     return settings
 
 
-def rank_device(context: RankContext, device_type: DeviceType) -> torch.device:
+def rank_device(context: RankContext, device_type: str) -> torch.device:
     """Return the device of a rank: the GPU with its local number, or the only GPU that it sees.
     Raises HardwareError if it sees fewer GPUs.
     """
     if device_type == "cpu":
         return torch.device("cpu")
-    count = torch.cuda.device_count()
+    count = device_count(device_type)
     if context.local_rank < count:
-        return torch.device("cuda", context.local_rank)
+        return torch.device(device_type, context.local_rank)
     if count == 1:  # as Slurm assigns them with --gpus-per-task=1
-        return torch.device("cuda", 0)
+        return torch.device(device_type, 0)
     raise HardwareError(
         f"rank {context.rank} is number {context.local_rank} on {socket.gethostname()}, which has {count} usable GPUs",
         hint="start no more ranks on a machine than it has GPUs",
@@ -85,7 +85,7 @@ def rank_device(context: RankContext, device_type: DeviceType) -> torch.device:
 
 
 @contextmanager
-def joined(context: RankContext, *, device_type: DeviceType, timeout_s: float = TIMEOUT_S) -> Iterator[torch.device]:
+def joined(context: RankContext, *, device_type: str, timeout_s: float = TIMEOUT_S) -> Iterator[torch.device]:
     """Join the other ranks, yield the device of this rank, and leave the group at the end of the block.
 
     If the block fails, the rank does not leave: its process must report the cause first, and then end. Leaving would
@@ -95,8 +95,7 @@ def joined(context: RankContext, *, device_type: DeviceType, timeout_s: float = 
     limits, see `rank_link.beat`. Raises HardwareError if the GPU is missing, or not all ranks joined in time.
     """
     device = rank_device(context, device_type)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    use_device(device)
     beat("join")
     init_with_retry(
         device_type,

@@ -9,8 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-import torch
-
+from opensora_cli.core.device import free_and_total_bytes, is_gpu, limited_memory, peak_reserved_bytes
 from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate.plan import Plan
@@ -42,7 +41,7 @@ def allocator_use(measured: Sequence[Measured]) -> Allocator | None:
 
 def allocator_techniques(plan: Plan) -> list[Technique]:
     """Return the effect of each setting on the reserved memory and the time of denoising."""
-    if plan.hardware.device.type != "cuda":
+    if not is_gpu(plan.hardware.device):
         reason = "not measured: torch's allocator has no settings on a CPU"
         return [Technique(name=f"allocator: {choice}", reason=reason) for choice in CHOICES]
     base = _in_a_process(plan.settings, None)
@@ -85,9 +84,9 @@ def _main() -> None:
     plan = make_plan(GenerateSettings.model_validate_json(sys.stdin.read()))
     device = plan.hardware.device
     # The allocator ignores `garbage_collection_threshold` without a limit, so the limit is the whole GPU.
-    torch.cuda.set_per_process_memory_fraction(1.0, device)
-    seconds = time_stage(plan, DENOISE)
-    print(json.dumps({"reserved_bytes": torch.cuda.max_memory_reserved(device), "seconds": seconds}))
+    with limited_memory(device, free_and_total_bytes(device)[1]):
+        seconds = time_stage(plan, DENOISE)
+    print(json.dumps({"reserved_bytes": peak_reserved_bytes(device), "seconds": seconds}))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import torch
 
+from opensora_cli.core.device import is_accelerator, release_memory
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.configs import count_parameters
-from opensora_cli.engine.components.hardware import Hardware, release_memory
+from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.mem_profile.measure import peak_bytes, unless_out_of_memory, why_not_measured
@@ -129,7 +130,7 @@ def generation_batch(plan: Plan, *, limit: int | None, reporter: Reporter) -> La
 
 def _usable_bytes(hardware: Hardware, limit: int | None) -> int:
     """Return the limit of a batch in bytes. On a CPU it is below the free memory, since workspaces are not counted."""
-    usable = hardware.free_bytes if hardware.device.type == "cuda" else hardware.free_bytes * 4 // 5
+    usable = hardware.free_bytes if is_accelerator(hardware.device) else hardware.free_bytes * 4 // 5
     return usable if limit is None else min(usable, limit)
 
 

@@ -8,9 +8,10 @@ import torch
 
 from opensora_cli.core.attention import ComparedKernel
 from opensora_cli.core.attention_kinds import ATTENTION_KINDS
+from opensora_cli.core.device import release_memory
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.attention import AttentionUse, why_unusable
-from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory, release_memory
+from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory
 from opensora_cli.engine.estimate.generation import computes_modulation_first
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, OffloadPlan
 from opensora_cli.engine.generate.plan import Plan
@@ -92,13 +93,13 @@ def _training_rows(plain: TrainSettings, hardware: Hardware) -> Rows:
 
 
 _Cost = tuple[int, float]
-"""Bytes outside the host buffer, and seconds of a step."""
+"""Bytes without offloaded activations, and seconds of a step."""
 
 
 def _training_cost(settings: TrainSettings) -> tuple[_Cost, _Cost]:
     """Return the cost of a step, with its peak and with the bytes held for backward, without weights and states."""
     memory, seconds = measure_training(settings), min(time_training(settings)[0])
-    return (memory.peak_bytes - memory.buffer_bytes, seconds), (memory.held_for_backward - memory.buffer_bytes, seconds)
+    return (memory.device_peak_bytes, seconds), (memory.held_for_backward, seconds)
 
 
 def _generation_rows(plan: Plan) -> Rows:
@@ -189,7 +190,7 @@ def attention_costs(
     with reporter.stage("attention", total=len(kernels) * len(lengths), unit="runs") as progress:
         for name, kind, kernel in kernels:
             # CUDA kernels may be missing or unsuitable. For torch's own kernels, running them shows this.
-            problem = why_unusable(name, use) if ATTENTION_KINDS[name].needs_cuda else None
+            problem = why_unusable(name, use) if ATTENTION_KINDS[name].needs_gpu else None
             for tokens in lengths:
                 shape = 1, model.num_heads, tokens, head_dim
                 missing = None if problem is None else AttentionCost(kind=kind, tokens=tokens, reason=problem)

@@ -5,8 +5,9 @@ from typing import TypeVar
 
 import torch
 
+from opensora_cli.core.device import allocated_bytes, has_peaks, peak_allocated_bytes, reset_peaks, timed
 from opensora_cli.core.private_memory import read_private_memory
-from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory, timed
+from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory
 from opensora_cli.engine.mem_profile.report import mib
 from opensora_cli.memory.counting import TensorBytes
 
@@ -23,6 +24,8 @@ def why_not_measured(needed: int, hardware: Hardware, *, weights: int = 0) -> st
 
     `weights` are the bytes of all weights that the host holds for streaming; 0 means no streaming.
     """
+    if not hardware.is_here or not hardware.memory_is_known:
+        return f"{hardware.device_name} is not in this machine"
     if needed > hardware.free_bytes:
         return f"it needs {mib(needed)}, and {mib(hardware.free_bytes)} are free"
     if hardware.device.type == "cpu":
@@ -53,11 +56,11 @@ def peak_bytes(run: Callable[[], object], *, device: torch.device, limit: int | 
 
     Raises MemoryError if more than `limit` bytes are counted on a CPU.
     """
-    if device.type == "cuda":
-        before = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
+    if has_peaks(device):
+        before = allocated_bytes(device)
+        reset_peaks(device)
         timed(run, device)
-        return torch.cuda.max_memory_allocated(device) - before
+        return peak_allocated_bytes(device) - before
     with TensorBytes(limit=limit) as counter:
         run()
     return counter.peak_bytes

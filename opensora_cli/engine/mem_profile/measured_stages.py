@@ -10,11 +10,19 @@ import torch
 from torch import nn
 
 from opensora_cli.core.conditions import reference_parts
+from opensora_cli.core.device import (
+    allocated_bytes,
+    has_peaks,
+    peak_allocated_bytes,
+    peak_reserved_bytes,
+    release_memory,
+    start_peak_memory,
+    timed,
+)
 from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, vae_tiling
 from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta
-from opensora_cli.engine.components.hardware import release_memory, start_peak_memory, timed
 from opensora_cli.engine.components.linear_products import use_in_block
 from opensora_cli.engine.components.loras import add_fake_loras, lora_ranks
 from opensora_cli.engine.components.text_encoders import STREAMED_LAYERS
@@ -141,8 +149,7 @@ def measure_stage(plan: Plan, name: str, *, runs: int = 0) -> Measured:
     `runs` more runs are timed without counting.
     """
     device = plan.hardware.device
-    is_cuda = device.type == "cuda"
-    before = torch.cuda.memory_allocated(device) if is_cuda else 0
+    before = allocated_bytes(device) if has_peaks(device) else 0
     with torch.inference_mode(), ExitStack() as stack:
         with TensorBytes(device_type=device.type) as counter, ExitStack() as watched:
             models, run = _STAGES[name](plan, stack)
@@ -154,8 +161,8 @@ def measure_stage(plan: Plan, name: str, *, runs: int = 0) -> Measured:
             timed(run, device)
             counter.mark("done")
         peak, allocated, reserved = counter.peak_bytes, 0, 0
-        if is_cuda:
-            allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        if has_peaks(device):
+            allocated, reserved = peak_allocated_bytes(device), peak_reserved_bytes(device)
             peak = allocated - before
         parameters = {
             f"{title}.{path}": (weight.numel(), weight.nbytes, 0, 0)

@@ -3,14 +3,15 @@
 from contextlib import ExitStack
 from pathlib import Path
 
+from opensora_cli.core.device_names import GPU
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.files import require_writable
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.hardware import Hardware, out_of_memory_reported, pick_hardware
-from opensora_cli.engine.components.weights import require_weights_of, warn_of_missing
-from opensora_cli.engine.generate.planning import make_plan
-from opensora_cli.engine.generate.references import with_mode
+from opensora_cli.engine.generate.dry_run import chain_to_plan
+from opensora_cli.engine.generate.plan import VIDEO
+from opensora_cli.engine.generate.predicted import predict_known_time
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.mem_profile.allocator_use import allocator_use
 from opensora_cli.engine.mem_profile.batch import generation_batch, training_batch
@@ -19,7 +20,6 @@ from opensora_cli.engine.mem_profile.compare import attention_costs, compare_gen
 from opensora_cli.engine.mem_profile.measure import why_not_measured
 from opensora_cli.engine.mem_profile.measured_stages import profile_generation
 from opensora_cli.engine.mem_profile.report import (
-    BufferUse,
     MemProfile,
     Part,
     StageProfile,
@@ -39,11 +39,13 @@ from opensora_cli.engine.train.estimate import (
 )
 from opensora_cli.engine.train.fake_ranks import BUFFERS
 from opensora_cli.engine.train.objectives.base import find_objective
+from opensora_cli.engine.train.plan import judge, settings_on
 from opensora_cli.engine.train.rank_memory import RankMemory
 from opensora_cli.media.plots import new_figure, write_figure
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.monitor import Spread
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.load import GenerateRequest
 from opensora_cli.settings.tools import MemProfileSettings
 from opensora_cli.settings.train import TrainSettings
@@ -56,8 +58,9 @@ def mem_profile(
     settings: MemProfileSettings,
     *,
     reporter: Reporter | None = None,
+    on: PlannedMachine | None = None,
 ) -> MemProfile:
-    """Profile a generation or a training; no weights are needed.
+    """Profile a generation or a training; no weights are needed. On GPUs of another machine, `on`, all is predicted.
 
     Raises:
         RequestError: the request contradicts itself.
@@ -76,34 +79,38 @@ def mem_profile(
         hint="profile fewer frames or a smaller batch with --set, or close what else uses the device"
     ):
         if isinstance(what, TrainSettings):
-            profile = _of_training(what, settings, reporter)
+            profile = _of_training(what, settings, reporter, on)
         else:
-            profile = _of_generation(what, settings, reporter)
+            profile = _of_generation(what, settings, reporter, on)
     if settings.plot is not None:
         write_figure(profile_figure(profile), settings.plot, replace=settings.overwrite)
     return profile
 
 
-def _of_generation(what: GenerateSettings, settings: MemProfileSettings, reporter: Reporter) -> MemProfile:
-    warn_of_missing(lambda: require_weights_of(what), reporter)
-    plan = make_plan(with_mode(what, reporter))
-    if plan.settings.picture.first:
-        reporter.note("the picture that is made first is no part of this profile")
-    hardware = plan.hardware
+def _of_generation(
+    what: GenerateSettings, settings: MemProfileSettings, reporter: Reporter, on: PlannedMachine | None
+) -> MemProfile:
+    chain = chain_to_plan(what, reporter=reporter, on=on)
+    plan, hardware = chain.video, chain.video.hardware
+    if others := ", ".join(dict.fromkeys(role for role, _ in chain.jobs if role != VIDEO)):
+        reporter.note(f"the verdict includes {others}, which is no part of the stages")
     with ExitStack() as stack:
         if settings.snapshot is not None:
             stack.enter_context(recorded_history(hardware.device))
         stages, measured = profile_generation(plan, runs=settings.runs, reporter=reporter)
         _write_snapshot(settings, [result.counter for result in measured], hardware)
     model = plan.settings.model
+    predicted = predict_known_time(chain, on)
     profile = MemProfile(
+        verdict=chain.verdict(None if predicted is None else predicted.seconds),
+        fits=None if chain.usable_bytes is None else chain.fits,
+        host=chain.host,
         of=f"generating with {model.name}, {plan.width}x{plan.height}, {plan.settings.video.num_frames} frames",
         device=str(hardware.device),
         device_name=hardware.device_name,
         how=_how(hardware, "two sampling steps", measured=bool(measured)),
         stages=stages,
         parameters={str(name): count for name, count in count_parameters(plan.settings, plan.weights).items()},
-        buffer=None,
         allocator=allocator_use(measured),
         notes=tuple(f"offload: {line}" for line in plan.offload.lines()),
         files=_files(settings),
@@ -118,26 +125,35 @@ def _of_generation(what: GenerateSettings, settings: MemProfileSettings, reporte
     return profile
 
 
-def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Reporter) -> MemProfile:
+def _of_training(
+    what: TrainSettings, settings: MemProfileSettings, reporter: Reporter, on: PlannedMachine | None
+) -> MemProfile:
+    if on is not None:
+        what = settings_on(what, on)
     ranks = what.parallel.world_size
-    warn_of_missing_inputs(what, reporter)
+    if on is None:
+        warn_of_missing_inputs(what, reporter)
     for name, is_on in (("compare", settings.compare), ("adaptive_batch", settings.adaptive_batch)):
         if is_on and ranks > 1:
             raise RequestError(f"{name} measures in one process, and parallel.gpus={ranks}: drop one of them")
     hardware, steps = pick_hardware("cpu", "auto"), len(find_objective(what).measured_steps(what))
     batch_size = largest_batch_shape(what).batch_size
-    stage, memory, buffer = _profile_training(what, hardware, runs=settings.runs, reporter=reporter)
+    stage, predicted, memory = _profile_training(what, hardware, on, runs=settings.runs, reporter=reporter)
+    judged = judge(what, RankMemory.of(predicted, what), machine=on)
     _write_snapshot(settings, [memory.counter], hardware)
     profile = MemProfile(
+        verdict=judged.verdict,
+        fits=judged.fits,
+        host=judged.host,
         of=f"training {what.target}, batch {batch_size}{_shared(what)}",
-        device=str(hardware.device),
-        device_name=hardware.device_name,
+        device=str(hardware.device) if on is None else GPU,
+        device_name=hardware.device_name if on is None else on.gpu.device_name,
         how=_how(hardware, f"{steps} steps", measured=stage.measured_bytes is not None),
         stages=(stage,),
         parameters={str(what.target): count_trained(what)},
-        buffer=buffer,
+        offloaded_bytes=memory.offloaded_bytes,
         allocator=None,
-        rank=RankMemory.of(memory) if ranks > 1 else None,
+        rank=RankMemory.of(memory, what) if ranks > 1 else None,
         files=_files(settings),
     )
     if settings.compare:
@@ -153,9 +169,10 @@ def _of_training(what: TrainSettings, settings: MemProfileSettings, reporter: Re
 
 
 def _profile_training(
-    settings: TrainSettings, hardware: Hardware, *, runs: int, reporter: Reporter
-) -> tuple[StageProfile, TrainingMemory, BufferUse | None]:
-    """Return the profile of a step, timed in `runs` runs, the measurements behind it, and the use of the buffer.
+    settings: TrainSettings, hardware: Hardware, on: PlannedMachine | None, *, runs: int, reporter: Reporter
+) -> tuple[StageProfile, TrainingMemory, TrainingMemory]:
+    """Return the profile of a step, timed in `runs` runs, its predicted memory, and the memory that is shown: measured
+    if possible.
 
     A step that would not fit, or would take too long, is only predicted.
     """
@@ -163,10 +180,12 @@ def _profile_training(
         predicted = estimate_training(settings)
         progress.advance()
     reason = why_not_measured(predicted.peak_bytes, hardware)
-    if settings.parallel.world_size > 1:
+    if on is not None:
+        reason = f"{on.given} is not in this machine"
+    elif settings.parallel.world_size > 1:
         reason = f"this is the first of {settings.parallel.world_size} ranks, and the others do not run"
     if reason is not None:
-        return _training_stage(predicted, None, reason), predicted, _buffer(predicted)
+        return _training_stage(predicted, None, reason), predicted, predicted
     with reporter.stage("measure", total=1, unit="step") as progress:
         measured = measure_training(settings)
         progress.advance()
@@ -175,7 +194,7 @@ def _profile_training(
         seconds, blocks = time_training(settings, runs=runs)
         spreads = {stage.name: Spread.of(seconds), **blocks}
         stage = stage.model_copy(update={"times": tuple(TimedPart.of(*item) for item in spreads.items())})
-    return stage, measured, _buffer(measured)
+    return stage, predicted, measured
 
 
 def _training_stage(predicted: TrainingMemory, measured: TrainingMemory | None, reason: str | None) -> StageProfile:
@@ -204,12 +223,6 @@ def _training_stage(predicted: TrainingMemory, measured: TrainingMemory | None, 
 def _shared(settings: TrainSettings) -> str:
     described = settings.parallel.describe(settings.strategy)
     return f", devices {described}" if settings.parallel.world_size > 1 else ""
-
-
-def _buffer(memory: TrainingMemory) -> BufferUse | None:
-    if not memory.buffer_bytes:
-        return None
-    return BufferUse(size_bytes=memory.buffer_bytes, used_bytes=memory.buffer_used_bytes)
 
 
 def _how(hardware: Hardware, steps: str, *, measured: bool) -> str:

@@ -5,6 +5,7 @@ from itertools import pairwise, takewhile
 from typing import ClassVar
 
 from opensora_cli.core.documents import Document
+from opensora_cli.engine.estimate.verdict import HostMemory
 from opensora_cli.engine.train.rank_memory import RankMemory
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.monitor import Spread
@@ -193,18 +194,17 @@ class Allocator(Document):
     advice: str
 
 
-class BufferUse(Document):
-    """Use of the buffer for offloaded activations."""
-
-    size_bytes: int
-    used_bytes: int
-
-
 class MemProfile(Document):
-    """Whole memory profile: a document of the schema `osora.mem-profile/2`."""
+    """Whole memory profile: a document of the schema `osora.mem-profile/3`."""
 
-    SCHEMA: ClassVar[str | None] = "osora.mem-profile/2"
+    SCHEMA: ClassVar[str | None] = "osora.mem-profile/3"
 
+    verdict: str
+    """Whether the run fits, its memory, and its predicted time, as `--dry-run` says it."""
+    fits: bool | None
+    """Whether the run fits in memory. None means unknown."""
+    host: HostMemory | None
+    """Host memory of a machine."""
     of: str
     device: str
     device_name: str
@@ -213,8 +213,8 @@ class MemProfile(Document):
     stages: tuple[StageProfile, ...]
     parameters: dict[str, int]
     """Component -> number of parameters."""
-    buffer: BufferUse | None
-    """Buffer use; None means that nothing is offloaded."""
+    offloaded_bytes: int = 0
+    """Peak of the activations that a training step offloads."""
     allocator: Allocator | None
     """Allocator use; None on a CPU, and if nothing was measured."""
     notes: tuple[str, ...] = ()
@@ -235,6 +235,7 @@ class MemProfile(Document):
         """Return the profile for people."""
         counts = ", ".join(f"{name} {count:,}" for name, count in self.parameters.items())
         found = [
+            self.verdict,
             f"profile     {self.of} on {self.device} ({self.device_name})",
             f"measured    {self.how}",
             f"parameters  {counts}",
@@ -243,7 +244,11 @@ class MemProfile(Document):
             found += ["", *stage.lines()]
         if self.rank is not None:
             found += ["", *self.rank.lines()]
-        found += ["", f"highest     {self.worst.name}", f"buffer      {_buffer_line(self.buffer)}"]
+        found += ["", f"highest     {self.worst.name}"]
+        if self.offloaded_bytes:
+            found.append(f"offloaded   {mib(self.offloaded_bytes)} of activations")
+        if self.device != "cpu" and self.host is not None:
+            found.append(f"host        {self.host.line()}")
         found.append(f"allocator   {self._allocator_line()}")
         found += [f"note        {note}" for note in self.notes]
         if self.techniques:
@@ -331,12 +336,6 @@ def attention_lines(costs: Sequence[AttentionCost]) -> list[str]:
                 f"  {cost.kind:24}{cost.tokens:>10,}{mib(cost.memory_bytes):>16}{cost.seconds * 1e3:>11.1f} ms"
             )
     return found
-
-
-def _buffer_line(buffer: BufferUse | None) -> str:
-    if buffer is None:
-        return "none: no activations are offloaded"
-    return f"{mib(buffer.used_bytes)} of {mib(buffer.size_bytes)} used"
 
 
 def _batch_lines(batch: LargestBatch) -> list[str]:

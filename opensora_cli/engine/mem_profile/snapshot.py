@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from opensora_cli.core.device import is_gpu, record_allocations, recorded_allocations
 from opensora_cli.core.files import atomic_path
 from opensora_cli.memory.counting import TensorBytes
 
@@ -19,24 +20,24 @@ _OUTSIDE = "outside of modules"
 @contextmanager
 def recorded_history(device: torch.device) -> Iterator[None]:
     """Have the CUDA allocator record every allocation inside the block; no effect on a CPU."""
-    if device.type != "cuda":
+    if not is_gpu(device):
         yield
         return
     # C++ frames would make the file many times as large, and slow down every allocation.
-    torch.cuda.memory._record_memory_history(max_entries=_MOST_EVENTS, stacks="python", clear_history=True)
+    record_allocations(max_entries=_MOST_EVENTS, stacks="python", clear_history=True)
     try:
         yield
     finally:
-        torch.cuda.memory._record_memory_history(enabled=None)
+        record_allocations(enabled=None)
 
 
 def write_snapshot(path: Path, counters: Sequence[TensorBytes], *, device: torch.device, replace: bool) -> None:
     """Write the allocator's history on CUDA, or the counted tensors on a CPU, in the same format.
     Raises OutputError if the file cannot be written.
     """
-    if device.type == "cuda":
+    if is_gpu(device):
         # The history must still be recording, so this is called inside `recorded_history`.
-        history: dict[str, Any] = torch.cuda.memory._snapshot(device)
+        history: dict[str, Any] = recorded_allocations(device)
     else:
         history = counted_history(counters)
     with atomic_path(path, replace=replace) as temporary:

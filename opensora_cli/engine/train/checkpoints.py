@@ -1,4 +1,4 @@
-"""Saving the checkpoints of a run in the background, and removing old ones."""
+"""Checkpoints in the folder of a run: the one to resume from, saving in the background, and removing old ones."""
 
 import math
 import secrets
@@ -7,33 +7,111 @@ from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from opensora_cli.checkpoint.background import BackgroundJob
-from opensora_cli.checkpoint.formats.colossal import RUNNING_STATES_SCHEMA, checkpoint_folder_name, epoch_folders
+from opensora_cli.checkpoint.formats.colossal import (
+    RUNNING_STATES_SCHEMA,
+    SETTINGS_FILE,
+    all_epoch_folders,
+    checkpoint_folder_name,
+    epoch_folders,
+)
 from opensora_cli.checkpoint.shared_folder import (
     Share,
     on_all,
     remove_checkpoint,
+    remove_unfinished,
     temporary_folder,
     write_share,
+    wrong_files,
 )
-from opensora_cli.core.exceptions import FileProblem, OutputError, TrainingError
+from opensora_cli.core.device import current_gpu, is_gpu, synchronize
+from opensora_cli.core.exceptions import CheckpointError, FileProblem, OutputError, TrainingError
+from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.core.rank_messages import broadcast_json
+from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
 from opensora_cli.engine.components.attention import AttentionPlan
+from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.early import Resume, checkpoints_to_try
+from opensora_cli.engine.train.metrics import remove_records, truncate_records
 from opensora_cli.engine.train.state import read_running_states, tensors_of
 from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import CheckpointSettings
 
 VALIDATION_LOSS, TRAINING_LOSS = "validation loss", "mean training loss"
 """Scores that compare checkpoints."""
 
 _LONGEST = timedelta(days=7)
+_ASIDE = "aside-"
+
+
+def choose_checkpoint(output: Path, resume: Resume, *, distribution: Distribution, reporter: Reporter) -> Path:
+    """Return the checkpoint to resume from. The ranks together compare its files with their hashes.
+
+    Raises CheckpointError if there is none, or if it is broken.
+    """
+    folders = checkpoints_to_try(output, resume)
+    for number, folder in enumerate(folders):
+        problems = wrong_files(folder, share=(distribution.rank, distribution.ranks))
+        if distribution.ranks > 1:
+            problems = sorted({problem for each in all_gather_json(problems) for problem in each})
+        if not problems:
+            return folder
+        older = all_epoch_folders(output)
+        older = older[older.index(folder) + 1 :] if folder in older else []
+        if number == len(folders) - 1:
+            hint = None if resume.folder is not None else "start again with --overwrite in place of --resume"
+            if older and not resume.allow_older:
+                way = "--allow-older resumes from" if resume.folder is None else "use the one before: --resume-from"
+                hint = f"{way} {older[0]}"
+            raise CheckpointError("\n".join([f"{folder} is broken:", *problems]), hint=hint)
+        reporter.warn(f"{folder} is broken: {'; '.join(problems)}")
+    raise AssertionError("there is at least one folder")
+
+
+def prepare_output(
+    output: Path, settings: TrainSettings, folder: Path | None, *, step: int, overwrite: bool, reporter: Reporter
+) -> None:
+    """Remove or rename files in the run's folder that do not belong to a run from `step` on; write its settings.
+
+    `folder` is the checkpoint that the run resumes from. Raises FileProblem if this is not possible.
+    """
+    remove_unfinished(output)
+    if folder is not None:
+        set_aside_newer(output, folder, reporter=reporter)
+        truncate_records(output, step=step)
+        # An earlier run may have ended before it removed old checkpoints.
+        remove_old(output, settings.checkpoints)
+    elif overwrite:
+        for each in all_epoch_folders(output) if output.is_dir() else ():
+            remove_checkpoint(each)
+        remove_records(output)
+    write_json_atomic(output / SETTINGS_FILE, settings.model_dump(mode="json"))
+
+
+def set_aside_newer(output: Path, folder: Path, *, reporter: Reporter) -> None:
+    """Rename the checkpoints that are newer than `folder` because the resumed run will write its own.
+
+    Raises OutputError if this is not possible.
+    """
+    folders = all_epoch_folders(output)
+    newer = folders[: folders.index(folder)] if folder in folders else folders
+    for each in newer:
+        aside = each.with_name(f"{_ASIDE}{each.name}")
+        try:
+            number = 1
+            while aside.exists():
+                number += 1
+                aside = each.with_name(f"{_ASIDE}{number}-{each.name}")
+            each.rename(aside)
+        except OSError as error:
+            raise OutputError(f"cannot rename {each}: {error.strerror or error}") from error
+        reporter.note(f"{each.name} is renamed to {aside}")
 
 
 class CheckpointWriter:
@@ -72,7 +150,7 @@ class CheckpointWriter:
 
     def save(
         self,
-        trainer: Trainer[Any],
+        trainer: Trainer,
         *,
         validation_loss: float | None = None,
         done: Sequence[str] = (),
@@ -138,7 +216,7 @@ class CheckpointWriter:
             raise error
         self._had_failed = error is not None
 
-    def _copy(self, trainer: Trainer[Any]) -> dict[str, dict[str, Tensor]]:
+    def _copy(self, trainer: Trainer) -> dict[str, dict[str, Tensor]]:
         """Copy this rank's tensors to the host, into the buffers of the last copy if they fit."""
         bytes_of = [0] * trainer.distribution.ranks
         buffers: dict[tuple[str, str], Tensor] = {}
@@ -152,11 +230,11 @@ class CheckpointWriter:
                 name = part.file, part.key
                 buffer = self._buffers.get(name)
                 if buffer is None or buffer.shape != whole.shape or buffer.dtype != whole.dtype:
-                    buffer = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=whole.is_cuda)
-                kept = buffers[name] = buffer.copy_(whole, non_blocking=whole.is_cuda)
+                    buffer = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=is_gpu(whole.device))
+                kept = buffers[name] = buffer.copy_(whole, non_blocking=is_gpu(whole.device))
             copied.setdefault(part.file, {})[part.key] = kept
         if any(buffer.is_pinned() for buffer in buffers.values()):
-            torch.cuda.synchronize()
+            synchronize(current_gpu())
         self._buffers = buffers
         return copied
 
@@ -188,7 +266,7 @@ def _best(folders: list[Path]) -> Path | None:
     return min((folder for folder in reversed(scores) if scores[folder][0] == kind), key=lambda each: scores[each][1])
 
 
-def _running_states(trainer: Trainer[Any], validation_loss: float | None, done: Sequence[str]) -> dict[str, object]:
+def _running_states(trainer: Trainer, validation_loss: float | None, done: Sequence[str]) -> dict[str, object]:
     score = validation_loss if validation_loss is not None else fmean(trainer.losses or [math.nan])
     scored: dict[str, object] = {}
     if math.isfinite(score):

@@ -1,4 +1,4 @@
-"""Distribution of work and weights between the ranks of a training run."""
+"""Ranks of a training run: starting and joining them, and their shares of work and weights."""
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -8,23 +8,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from opensora_cli.core.device_names import type_of_ranks
+from opensora_cli.core.dtypes import torch_dtype
+from opensora_cli.core.ranks import RankContext
+from opensora_cli.engine.components.hardware import pick_hardware
+from opensora_cli.engine.components.parallelize import plan_exchange
+from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch, log_folder, write_settings
+from opensora_cli.engine.launch.rank import agreed, device_type, joined, settings_of_ranks
+from opensora_cli.engine.train.activations import ActivationPlan
 from opensora_cli.engine.train.parallelize import (
     WEIGHT_AXES,
     RankLinks,
     Sharded,
     WeightLayout,
-    local,
     parallelize,
     row_sizes,
 )
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.all_to_all import ExchangePlan
 from opensora_cli.parallel.collectives import all_gather
-from opensora_cli.parallel.mesh import ParallelMesh
-from opensora_cli.parallel.shares import span
-from opensora_cli.settings.devices import Strategy
+from opensora_cli.parallel.mesh import ParallelMesh, use_mesh
+from opensora_cli.parallel.shares import ExchangePlan, MeshShape, span
+from opensora_cli.settings.devices import Strategy, TrainParallelSettings
+from opensora_cli.settings.train import TrainSettings
 
 
 class Distribution:
@@ -74,34 +82,44 @@ class Distribution:
         """Whether this process reports and writes for all ranks."""
         return self.rank == 0
 
-    def shard(self, module: nn.Module) -> Callable[..., Tensor]:
+    def shard(
+        self,
+        module: nn.Module,
+        *,
+        activations: ActivationPlan | None = None,
+        compiles: bool = False,
+        warn: Callable[[str], None] = lambda line: None,
+    ) -> Callable[..., Tensor]:
         """Reduce a module to this rank's part, in place and on its device; return the function to call instead of it.
 
-        Raises ValueError if weights are divided and the module is not the only transformer, and RequestError if there
-        are more tensor-parallel ranks than heads.
+        The blocks of a transformer are checkpointed and compiled as `parallelize` describes. Raises ValueError if
+        weights are divided and the module is not the only transformer, and RequestError if there are more
+        tensor-parallel ranks than heads.
         """
-        if self.mesh is None:
-            return moved(module, self.device)
-        if not self.divides:
-            return self.replicate(module)
-        assert self._links is not None
-        if not isinstance(module, MMDiT) or self._sharded is not None:
+        if self.divides and (not isinstance(module, MMDiT) or self._sharded is not None):
             raise ValueError(f"weights of one MMDiT are divided, not of a {type(module).__name__} or a second one")
-        self._sharded = parallelize(
-            module,
-            self._links,
-            device=self.device,
-            strategy=self._strategy,
-            dtype=self._dtype,
-            offload_states=self._offload_states,
-        )
-        return self._sharded.forward
+        if isinstance(module, MMDiT):
+            sharded = parallelize(
+                module,
+                self._links,
+                device=self.device,
+                strategy=self._strategy,
+                dtype=self._dtype,
+                activations=activations,
+                compiles=compiles,
+                warn=warn,
+                offload_states=self._offload_states,
+            )
+            if self.divides:
+                self._sharded = sharded
+                return sharded.forward
+        return moved(module, self.device) if self.mesh is None else self.replicate(module)
 
     def replicate(self, module: nn.Module) -> Callable[..., Tensor]:
         """Wrap a whole copy of a module so that its gradients are averaged during the backward pass (DDP).
 
-        Every call must use every trained weight. FSDP2 with shards of size 1 would hold a second copy of the weights,
-        and Muon needs whole matrices.
+        Every call must use every trained weight. FSDP2 with shards of size 1 gives the same gradients, but it holds a
+        second copy of the weights, and rejects weights in the channels-last format of autoencoders.
         """
         assert self.mesh is not None
         # The warning is about 1x1x1 kernels, whose strides along single taps have no meaning.
@@ -242,9 +260,109 @@ class Distribution:
                 gradient.copy_(summed.view_as(gradient))
 
 
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor as a plain tensor in the same memory; a plain tensor is returned itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def moved(module: nn.Module, device: torch.device) -> nn.Module:
     """Move trained weights and buffers to a device. Frozen weights may stay in host memory."""
     trained = (weight for weight in module.parameters() if weight.requires_grad)
     for tensor in (*trained, *module.buffers()):
         tensor.data = tensor.data.to(device)
     return module
+
+
+# An interrupted rank finishes its step and a checkpoint first.
+_SAVING_S = 1800.0
+
+
+def start_ranks(settings: TrainSettings, *, flags: Sequence[str] = ()) -> None:
+    """Train in one process per rank, and return when all are done. The first rank prints.
+
+    The ranks read the settings from a file, and get `flags` on the command line. Raises the errors of `launch`.
+    """
+    with log_folder("train") as log_dir:
+        parallel = settings.parallel
+        kind = type_of_ranks(settings.device)
+        request = LaunchRequest.of(parallel, gpus=parallel.ranks_per_node, device_type=kind, log_dir=log_dir)
+        saved = write_settings(log_dir, settings.model_dump(mode="json"))
+        launch(request, ["train", "--from", str(saved), *flags], pace=Pace(finish_s=_SAVING_S))
+
+
+@contextmanager
+def joined_ranks(settings: TrainSettings, context: RankContext) -> Iterator[tuple[TrainSettings, Distribution]]:
+    """Join the other ranks, and yield rank 0's settings and the distribution of work.
+
+    Settings without a number of ranks get the number of `context`.
+    Raises RequestError if the settings need another number of ranks, and HardwareError if the device is missing, or
+    the ranks cannot connect.
+    """
+    settings = settings_of_ranks(settings, context)
+    with joined(context, device_type=device_type(settings.device)) as device:
+        settings = agreed(settings)
+        yield settings, distribution_of(settings, device=device)
+
+
+def training_exchange(settings: TrainSettings) -> ExchangePlan:
+    """Return the plan for exchanging tokens for heads between the ranks of a run.
+    Raises RequestError if a setting has no effect between these ranks, or is impossible.
+    """
+    return plan_exchange(
+        settings.parallel,
+        mesh_shape(settings.strategy, settings.parallel),
+        num_heads=settings.model.num_heads,
+        itemsize=torch_dtype(settings.precision.compute).itemsize,
+    )
+
+
+def training_device(settings: TrainSettings) -> torch.device:
+    """Return the device of a process that trains alone. Raises HardwareError if the device is missing."""
+    return pick_hardware(settings.device_name, "float32").device
+
+
+def mesh_shape(strategy: Strategy, parallel: TrainParallelSettings) -> MeshShape:
+    """Return the mesh of valid settings."""
+    return MeshShape(**parallel.axes(strategy))
+
+
+def distribution_of(
+    settings: TrainSettings, *, device: torch.device, kind: type[Distribution] = Distribution
+) -> Distribution:
+    """Return the distribution of a run. All ranks call this after `dist.init_process_group`.
+
+    Raises RequestError if a setting of the exchange has no effect between these ranks, or is impossible.
+    """
+    dtype = torch_dtype(settings.precision.compute)
+    return open_distribution(
+        settings.strategy,
+        settings.parallel,
+        device=device,
+        dtype=None if dtype is torch.float32 else dtype,
+        exchange=training_exchange(settings),
+        offload_states=settings.optimizer.offload_states,
+        kind=kind,
+    )
+
+
+def open_distribution(
+    strategy: Strategy,
+    parallel: TrainParallelSettings,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    exchange: ExchangePlan | None = None,
+    offload_states: bool = False,
+    kind: type[Distribution] = Distribution,
+) -> Distribution:
+    """Return the distribution of this run's work. All ranks call this after `dist.init_process_group`.
+
+    A single process needs no group, and ignores the strategy. `parallel` must be valid for the strategy. The other
+    arguments are those of `Distribution`.
+    """
+    shape = mesh_shape(strategy, parallel)
+    if shape.size == 1:
+        return Distribution(device)
+    mesh = ParallelMesh(shape, device_type=device.type)
+    use_mesh(mesh)
+    return kind(device, mesh, strategy=strategy, dtype=dtype, exchange=exchange, offload_states=offload_states)

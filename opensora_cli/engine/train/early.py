@@ -43,7 +43,7 @@ def checkpoints_to_try(output: Path, resume: Resume) -> list[Path]:
 
 
 def refuse_early(settings: TrainSettings, *, resume: Resume | None, overwrite: bool, has_source: bool = False) -> None:
-    """Check a run as far as that is possible without torch; the run repeats these checks.
+    """Check a run as far as that is possible without torch.
 
     With a source of its own, a run needs no table.
 

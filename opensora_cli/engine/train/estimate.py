@@ -12,17 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.encode.encoders import frozen_dtype
 from opensora_cli.engine.estimate.fake_tensors import fake_training_tensors, give_fake_weights
 from opensora_cli.engine.estimate.generation import encoding_need
 from opensora_cli.engine.launch.rank import device_type
-from opensora_cli.engine.train.activations import (
-    ActivationPlan,
-    largest_batch_shape,
-    plan_activations,
-    saved_activations,
-)
-from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.activations import ActivationPlan, largest_batch_shape, plan_activations
+from opensora_cli.engine.train.build import fresh_task, largest_batches
+from opensora_cli.engine.train.distribution import Distribution, local
 from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS, ExchangeOwners, FakeDistribution, fake_rank
 from opensora_cli.engine.train.few_blocks import FewBlocks, with_few_blocks
 from opensora_cli.engine.train.frozen_weights import (
@@ -34,12 +31,9 @@ from opensora_cli.engine.train.frozen_weights import (
     waiting_weights,
 )
 from opensora_cli.engine.train.objectives.base import find_objective
-from opensora_cli.engine.train.objectives.task import SampleRng, Task
 from opensora_cli.engine.train.optimizer import kept_tensors
-from opensora_cli.engine.train.parallelize import local
-from opensora_cli.engine.train.stand_ins import fresh_task, largest_batches
-from opensora_cli.engine.train.trainer import Clock, Trainer
-from opensora_cli.memory.activations import ActivationManager
+from opensora_cli.engine.train.parallelize import checkpoint_blocks
+from opensora_cli.engine.train.trainer import Clock, Task, Trainer
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.monitor import ModuleTimes, Spread, blocks_of
@@ -49,7 +43,7 @@ from opensora_cli.settings.train import TrainSettings
 
 WEIGHTS, AVERAGE, OPTIMIZER, FROZEN = "weights", "average", "optimizer", "frozen parts"
 OFFLOADED = "offloaded"
-"""Buffer of offloaded activations in host memory."""
+"""Offloaded activations in host memory."""
 ACTIVATIONS = "activations"
 """All other tensors: activations saved for the backward pass, and temporary results."""
 _KEPT = (WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER, FROZEN)
@@ -74,11 +68,9 @@ class TrainingMemory:
     """Name -> number of parameters, and bytes of weight, gradient and optimizer state. A block that represents others
     includes theirs."""
     held_for_backward: int
-    """Bytes of activations at the end of the last step's forward pass."""
-    buffer_bytes: int
-    """Size of the buffer of offloaded activations, a part of `BUFFERS`."""
-    buffer_used_bytes: int
-    """Peak use of the buffer of offloaded activations."""
+    """Bytes of activations at the end of the last step's forward pass, without offloaded ones."""
+    offloaded_bytes: int
+    """Peak of offloaded activations, a part of `BUFFERS`."""
     counter: TensorBytes
     """Timeline of all tensors."""
 
@@ -164,10 +156,8 @@ def time_training(settings: TrainSettings, *, runs: int = 2) -> tuple[list[float
     device = torch.device("cpu")
     trainer, blocks = _trainer(settings, task, Distribution(device)), ModuleTimes(device)
     times = []
-    with (
-        _streamed(settings, plan_frozen_weights(settings), task),
-        saved_activations(task.module, plan_activations(settings)),
-    ):
+    checkpoint_blocks(task.module, plan_activations(settings))
+    with _streamed(settings, plan_frozen_weights(settings), task):
         trainer.do_step()
         with blocks.watch(blocks_of(task.module, "model")):
             for _ in range(runs):
@@ -181,7 +171,7 @@ def _steps(
     settings: TrainSettings,
     plan: ActivationPlan | None,
     weights: FrozenWeights | None,
-    task: Task[Any],
+    task: Task,
     frozen: list[nn.Module],
     *,
     distribution: Distribution,
@@ -201,7 +191,8 @@ def _steps(
         if task.adversary is not None:
             task.adversary.forward = distribution.shard(task.adversary.module)
     counter = TensorBytes(limit=limit, follow_sizes=distribution.divides)
-    trainer = _trainer(settings, _MarkingTask(task, counter), distribution)
+    _mark_forward(task, counter)
+    trainer = _trainer(settings, task, distribution)
     steps = find_objective(settings).measured_steps(settings)
     if is_fake and settings.trains_transformer:
         _make_moments(trainer)
@@ -221,25 +212,24 @@ def _steps(
         for module in frozen:
             counter.add(module, FROZEN)
         few_blocks = FewBlocks(counter, task.module, times or {}, partial(_kept_all_the_time, trainer))
-        with saved_activations(task.module, plan) as manager, counter.watch(task.module, "model"), few_blocks.watch():
-            if manager is not None:
-                counter.add(manager.buffers(), OFFLOADED)
+        checkpoint_blocks(task.module, plan, on_copy=partial(counter.add, owner=OFFLOADED))
+        with counter.watch(task.module, "model"), few_blocks.watch():
             for step in steps:
                 trainer.step = step
                 trainer.do_step()
                 counter.add(_gradients(trainer), GRADIENTS)
                 counter.add(_kept(trainer), OPTIMIZER)
     counted = few_blocks.counted() if times else counter
-    return _memory(settings, counted, trainer, plan, manager, times=times or {})
+    return _memory(settings, counted, trainer, times=times or {})
 
 
 def _streamed(
-    settings: TrainSettings, plan: FrozenWeights | None, task: Task[Any]
+    settings: TrainSettings, plan: FrozenWeights | None, task: Task
 ) -> AbstractContextManager[Sequence[Tensor]]:
     return streamed_weights(task.module, plan, settings, device=torch.device("cpu"), reporter=SilentReporter())
 
 
-def _trainer(settings: TrainSettings, task: Task[Any], distribution: Distribution) -> Trainer[Any]:
+def _trainer(settings: TrainSettings, task: Task, distribution: Distribution) -> Trainer:
     data_ranks = settings.parallel.data_ranks(settings.strategy)
     on_a_rank = min((settings.loop.micro_batches or data_ranks) // data_ranks, _MICRO_BATCHES)
     return Trainer(
@@ -258,16 +248,14 @@ def _trainer(settings: TrainSettings, task: Task[Any], distribution: Distributio
 def _memory(
     settings: TrainSettings,
     counter: TensorBytes,
-    trainer: Trainer[Any],
-    plan: ActivationPlan | None,
-    manager: ActivationManager | None,
+    trainer: Trainer,
     *,
     times: Mapping[str, int],
 ) -> TrainingMemory:
     owners = counter.peak_by_owner()
     kept = {name: owners.pop(name, 0) for name in _KEPT}
     buffers = owners.pop(BUFFERS, 0) + owners.pop(OFFLOADED, 0)
-    before_backward = counter.owners_at(counter.marks[-1])
+    before_backward, others = counter.owners_at(counter.marks[-1]), {*kept, BUFFERS, OFFLOADED}
     # Sharded gradients are on the host, too. They count, as do gradients of a block that are being copied.
     on_host = {OFFLOADED, *([WEIGHTS, AVERAGE, OPTIMIZER] if settings.optimizer.offload_states else [])}
     return TrainingMemory(
@@ -281,50 +269,40 @@ def _memory(
         device_peak_bytes=counter.most_of(lambda owner: owner not in on_host),
         activations_by_module={name: size for name, size in owners.items() if name},
         by_weight=_by_weight(trainer, times),
-        held_for_backward=sum(size for name, size in before_backward.items() if name not in (*kept, BUFFERS)),
-        buffer_bytes=0 if plan is None or manager is None else plan.buffer_bytes,
-        buffer_used_bytes=0 if plan is None or manager is None else plan.needed_bytes if times else manager.peak_bytes,
+        held_for_backward=sum(size for name, size in before_backward.items() if name not in others),
+        offloaded_bytes=counter.most_of(OFFLOADED.__eq__),
         counter=counter,
     )
 
 
-class _MarkingTask:
-    """Task that marks the end of each forward pass on the timeline."""
+def _mark_forward(task: Task, counter: TensorBytes) -> None:
+    """Let a task mark the end of each forward pass on the timeline."""
+    plain = task.loss
 
-    def __init__(self, task: Task[Any], counter: TensorBytes) -> None:
-        self.module: nn.Module = task.module
-        self.forward = task.forward
-        self.adversary = task.adversary
-        self.begin_step = task.begin_step
-        self.export = task.export
-        self.tokens = task.tokens
-        self.samples = task.samples
-        self._task = task
-        self._counter = counter
-
-    def loss(self, batch: Any, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the task's loss."""
+    def loss(batch: Any, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
         # Gradients of the previous micro-batches.
-        self._counter.add([weight.grad for weight in self.module.parameters() if weight.grad is not None], GRADIENTS)
-        loss = self._task.loss(batch, rng)
-        self._counter.mark("forward")
-        return loss
+        counter.add([weight.grad for weight in task.module.parameters() if weight.grad is not None], GRADIENTS)
+        found = plain(batch, rng)
+        counter.mark("forward")
+        return found
+
+    task.loss = loss  # type: ignore[method-assign]
 
 
-def _trained(task: Task[Any]) -> list[nn.Module]:
+def _trained(task: Task) -> list[nn.Module]:
     return [task.module, *([] if task.adversary is None else [task.adversary.module])]
 
 
-def _kept(trainer: Trainer[Any]) -> list[Tensor]:
+def _kept(trainer: Trainer) -> list[Tensor]:
     return [tensor for optimizer in _optimizers(trainer) for _, tensor in kept_tensors(optimizer)]
 
 
-def _gradients(trainer: Trainer[Any]) -> list[Tensor]:
+def _gradients(trainer: Trainer) -> list[Tensor]:
     weights = (weight for module in _trained(trainer.task) for weight in module.parameters())
     return [weight.grad for weight in weights if weight.grad is not None]
 
 
-def _make_moments(trainer: Trainer[Any]) -> None:
+def _make_moments(trainer: Trainer) -> None:
     for learner in trainer.learners.values():
         for weight in learner.module.parameters():
             weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
@@ -332,11 +310,11 @@ def _make_moments(trainer: Trainer[Any]) -> None:
         learner.zero_grad()
 
 
-def _optimizers(trainer: Trainer[Any]) -> list[torch.optim.Optimizer]:
+def _optimizers(trainer: Trainer) -> list[torch.optim.Optimizer]:
     return [optimizer for learner in trainer.learners.values() for optimizer in learner.optimizers]
 
 
-def _kept_all_the_time(trainer: Trainer[Any], block: str) -> Iterator[Tensor]:
+def _kept_all_the_time(trainer: Trainer, block: str) -> Iterator[Tensor]:
     """Yield the weights of a block, and their persistent tensors: averages, optimizer state and buckets."""
     module = trainer.task.module.get_submodule(block)
     yield from module.buffers()
@@ -349,7 +327,7 @@ def _kept_all_the_time(trainer: Trainer[Any], block: str) -> Iterator[Tensor]:
         yield from (piece for weight, piece in trainer.distribution.buckets.items() if id(weight) in weights)
 
 
-def _by_weight(trainer: Trainer[Any], times: Mapping[str, int]) -> dict[str, tuple[int, int, int, int]]:
+def _by_weight(trainer: Trainer, times: Mapping[str, int]) -> dict[str, tuple[int, int, int, int]]:
     kept: dict[int, int] = {}
     for optimizer in _optimizers(trainer):
         for weight, tensor in kept_tensors(optimizer):

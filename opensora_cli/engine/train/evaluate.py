@@ -4,31 +4,31 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 import opensora_cli
 from opensora_cli.core.conditions import T2V
+from opensora_cli.core.device import random_state_kept, release_memory
 from opensora_cli.core.exceptions import FileProblem, OutputError
 from opensora_cli.core.files import remove
 from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_link import beat
+from opensora_cli.data.batches import SampleRng
+from opensora_cli.data.loading import ClipLoader, ReadingNotes, ReplacementWarnings
 from opensora_cli.data.source import ClipSource
 from opensora_cli.engine.components.autoencoders import vae_tiling
-from opensora_cli.engine.components.hardware import release_memory
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.encode.clips import training_caption
 from opensora_cli.engine.encode.datasets import open_table
 from opensora_cli.engine.encode.encoders import load_encoders
-from opensora_cli.engine.encode.loading import ClipLoader, ReadingNotes, ReplacementWarnings
 from opensora_cli.engine.train.build import open_clips_cache
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import SAMPLES_FOLDER
-from opensora_cli.engine.train.objectives.task import Batch, SampleRng
-from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.engine.train.trainer import Batch, Trainer
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
@@ -49,12 +49,12 @@ class Event(Protocol):
     def is_due(self, step: int) -> bool:
         """Return whether it is due after `step` steps."""
 
-    def run(self, step: int, trainer: Trainer[Any]) -> Mapping[str, float]:
+    def run(self, step: int, trainer: Trainer) -> Mapping[str, float]:
         """Evaluate, and return figures for the log. All ranks must call this."""
 
 
 @contextmanager
-def evaluating(trainer: Trainer[Any]) -> Iterator[None]:
+def evaluating(trainer: Trainer) -> Iterator[None]:
     """Put the module into evaluation mode inside the block: averaged weights, no dropout, no gradients.
 
     Modes of modules and torch's global generators are restored at the end.
@@ -64,7 +64,7 @@ def evaluating(trainer: Trainer[Any]) -> Iterator[None]:
     trainer.task.module.eval()
     try:
         with (
-            torch.random.fork_rng(devices=[device] if device.type == "cuda" else []),
+            random_state_kept(device),
             trainer.averaged(),
             trainer.distribution.evaluating(),
             torch.no_grad(),
@@ -96,7 +96,7 @@ class HeldOutLoss:
         every = self._settings.every
         return every is not None and (step % every == 0 or step == self._last_step)
 
-    def run(self, step: int, trainer: Trainer[Any]) -> Mapping[str, float]:
+    def run(self, step: int, trainer: Trainer) -> Mapping[str, float]:
         """Return `loss` and the task's other figures, the same on all ranks. All ranks must call this.
 
         Raises OsoraError if a clip cannot be read.
@@ -112,7 +112,7 @@ class HeldOutLoss:
                 batch = self._read(min(index, self._count - 1))
                 # The same state for every batch, so that the noise of a clip depends only on its path.
                 loss, figures = trainer.task.loss(batch, SampleRng.of(self._settings.seed, 0))
-                weight = trainer.task.samples(batch) if index < self._count else 0
+                weight = len(batch.paths) if index < self._count else 0
                 samples += weight
                 for name, value in {"loss": loss, **figures}.items():
                     sums[name] = sums.get(name, 0.0) + (weight * float(value) if weight else 0.0)
@@ -178,7 +178,7 @@ class SampleVideos:
         every = self._settings.samples.every
         return every is not None and step > 0 and (step % every == 0 or step == self._settings.loop.steps)
 
-    def run(self, step: int, trainer: Trainer[Any]) -> Mapping[str, float]:
+    def run(self, step: int, trainer: Trainer) -> Mapping[str, float]:
         """Write the videos `step{n}/0.mp4`, `1.mp4` and so on. All ranks must call this.
 
         A video that cannot be written, for example on a full disk, causes a warning.
@@ -204,7 +204,7 @@ class SampleVideos:
                 release_memory(device)
         return {}
 
-    def _latents(self, index: int, trainer: Trainer[Any], device: torch.device) -> Tensor:
+    def _latents(self, index: int, trainer: Trainer, device: torch.device) -> Tensor:
         settings = self._settings
         chosen, model, grid = settings.samples, settings.model, settings.vae.grid
         # The checked settings have all three sizes.

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.ranks import distribution_of
+from opensora_cli.engine.train.distribution import Distribution, distribution_of
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.parallel.mesh import use_mesh
 from opensora_cli.settings.train import TrainSettings

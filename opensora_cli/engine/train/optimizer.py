@@ -1,13 +1,14 @@
-"""Optimizers: AdamW, and Muon for convolutions, with their learning rate schedules."""
+"""Updates of the weights: AdamW, Muon for convolutions, learning rate schedules, and averages of the weights."""
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.engine.train.precision import multiplies_bf16
+from opensora_cli.core.device import multiplies_bf16
+from opensora_cli.engine.train.distribution import Distribution, local
 from opensora_cli.settings.train_loop import OptimizerName, OptimizerSettings, ScheduleName
 
 _MOMENTUM = 0.95
@@ -137,49 +138,23 @@ def kept_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Paramete
             yield from ((weight, value) for value in state.values() if isinstance(value, Tensor))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """Linear warm-up, plateau and decay, as shares of the full rate.
+def rate_factor(settings: OptimizerSettings, update: int, *, steps: int) -> float:
+    """Return the share of the full rate, 0 to 1, after `update` of `steps` updates, including skipped ones.
 
-    A schedule has no state: the share depends only on the number of the update. A resumed run may change the schedule.
+    The schedule is a linear warm-up, a plateau and a decay, whose first update has the full rate. It has no state, so
+    that a resumed run may change it.
     """
-
-    shape: ScheduleName
-    """Shape of the decay."""
-    steps: int
-    """Number of updates."""
-    warmup_steps: int
-    """First updates, with less than the full rate."""
-    decay_steps: int
-    """Last updates. The first of them has the full rate."""
-    initial: float
-    """Share of the full rate at the start of the warm-up; 0 to 1."""
-    final: float
-    """Share of the full rate one update after the last; 0 to 1."""
-
-    @classmethod
-    def of(cls, settings: OptimizerSettings, *, steps: int) -> "Schedule":
-        """Return the schedule of a run of `steps` updates."""
-        cosine = settings.schedule is ScheduleName.COSINE
-        return cls(
-            shape=settings.schedule,
-            steps=steps,
-            warmup_steps=settings.warmup_steps,
-            decay_steps=max(steps - settings.warmup_steps, 0) if cosine else settings.decay_steps,
-            initial=settings.initial_learning_rate / settings.learning_rate,
-            final=settings.final_learning_rate / settings.learning_rate,
-        )
-
-    def factor(self, update: int) -> float:
-        """Return the share of the full rate, 0 to 1, after `update` updates, including skipped ones."""
-        up = _between(self.initial, warmup_share(update, self.warmup_steps))
-        left = max(self.steps - update, 0)
-        if left >= self.decay_steps:
-            return up
-        share = left / self.decay_steps
-        if self.shape is ScheduleName.COSINE:
-            share = (1 - math.cos(math.pi * share)) / 2
-        return min(up, _between(self.final, share))
+    is_cosine = settings.schedule is ScheduleName.COSINE
+    lowest, last = (
+        rate / settings.learning_rate for rate in (settings.initial_learning_rate, settings.final_learning_rate)
+    )
+    up = _between(lowest, warmup_share(update, settings.warmup_steps))
+    decay_steps = max(steps - settings.warmup_steps, 0) if is_cosine else settings.decay_steps
+    left = max(steps - update, 0)
+    if left >= decay_steps:
+        return up
+    share = left / decay_steps
+    return min(up, _between(last, (1 - math.cos(math.pi * share)) / 2 if is_cosine else share))
 
 
 def warmup_share(update: int, warmup_steps: int) -> float:
@@ -189,3 +164,113 @@ def warmup_share(update: int, warmup_steps: int) -> float:
 
 def _between(lowest: float, share: float) -> float:
     return lowest + (1 - lowest) * share
+
+
+class Learner:
+    """Sharded module with its optimizers and their schedule."""
+
+    def __init__(
+        self, module: nn.Module, settings: OptimizerSettings, *, steps: int, distribution: Distribution
+    ) -> None:
+        self.module = module
+        self.optimizers: list[torch.optim.Optimizer] = build_optimizers(module, settings)
+        self._settings, self._steps = settings, steps
+        self._distribution = distribution
+
+    @property
+    def learning_rate(self) -> float:
+        """Learning rate of the last update in the first group of weights."""
+        return float(self.optimizers[0].param_groups[0]["lr"])
+
+    def trained(self) -> Iterator[tuple[str, nn.Parameter, torch.optim.Optimizer]]:
+        """Yield the name, weight and optimizer of each trained parameter, in the order of the module."""
+        groups = ((group, optimizer) for optimizer in self.optimizers for group in optimizer.param_groups)
+        owners = {id(weight): optimizer for group, optimizer in groups for weight in group["params"]}
+        for name, weight in self.module.named_parameters():
+            if id(weight) in owners:
+                yield name, weight, owners[id(weight)]
+
+    def zero_grad(self) -> None:
+        """Drop the gradients of the last update."""
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+    def clip(self) -> Tensor:
+        """Clip the gradients, and return their norm over all ranks before clipping."""
+        return self._distribution.clip_grad_norm(self.module, self._settings.max_grad_norm)
+
+    def set_rates(self, step: int) -> None:
+        """Set the learning rates for the update after `step` updates."""
+        set_rates(self.optimizers, rate_factor(self._settings, step, steps=self._steps))
+
+    def update(self) -> None:
+        """Update the weights."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+@torch.no_grad()
+def update_ema(ema_model: nn.Module | Mapping[str, Tensor], model: nn.Module, *, decay: float) -> None:
+    """Update the averaged weights in place: ema = decay * ema + (1 - decay) * weight.
+
+    `decay` is 0 to 1. `ema_model` is a module of the same structure, or the result of `averaged_copy`. A weight that a
+    model uses in two places counts once. If weights are sharded, each rank updates its parts.
+    """
+    averaged = module_state(ema_model) if isinstance(ema_model, nn.Module) else ema_model
+    current = module_state(model)
+    names = [name for name, average in averaged.items() if average.is_floating_point()]
+    ours = [local(averaged[name]) for name in names]
+    theirs = [local(current[name]).to(averaged[name].dtype) for name in names]
+    torch._foreach_lerp_(ours, theirs, 1.0 - decay)
+
+
+def warmed_up(decay: float, step: int) -> float:
+    """Return the decay at a step. Early steps average over fewer weights, to forget the initial ones."""
+    return min(decay, (1 + step) / (10 + step))
+
+
+@torch.no_grad()
+def averaged_copy(model: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
+    """Return a copy of the weights to start an average from, by name, sharded like the model.
+
+    `trained_only` skips frozen weights and buffers.
+    """
+    state = module_state(model, trained_only=trained_only)
+    return {name: value.clone() for name, value in state.items() if value.is_floating_point()}
+
+
+@contextmanager
+def swapped_in(averaged: Mapping[str, Tensor], model: nn.Module) -> Iterator[None]:
+    """Swap the averaged weights into the model inside the block.
+
+    Both are exchanged in place, so that optimizers and wrappers keep the same tensors.
+    """
+    _exchange(averaged, model)
+    try:
+        yield
+    finally:
+        _exchange(averaged, model)
+
+
+def module_state(module: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
+    """Return parameters and persistent buffers by name; a tensor in two places of the module appears once.
+
+    `trained_only` skips frozen weights and buffers.
+    """
+    state: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in module.state_dict(keep_vars=True).items():
+        if id(value) not in seen and (value.requires_grad or not trained_only):
+            seen.add(id(value))
+            state[name] = value.detach()
+    return state
+
+
+@torch.no_grad()
+def _exchange(averaged: Mapping[str, Tensor], model: nn.Module) -> None:
+    state = module_state(model)
+    for name, average in averaged.items():
+        ours, theirs = local(average), local(state[name])
+        held = theirs.clone()
+        theirs.copy_(ours)
+        ours.copy_(held)

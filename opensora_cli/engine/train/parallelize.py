@@ -1,4 +1,4 @@
-"""Parallel training of the transformer: tensor parallel, sequence parallel, and FSDP2 (Zhao et al. 2023).
+"""Recipe of a transformer in training: tensor and sequence parallel, checkpointing, compile, FSDP2 (Zhao et al. 2023).
 
 A rank holds a share of the features of each weight, and some rows of that share.
 """
@@ -19,18 +19,23 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor
 
+from opensora_cli.core.device import is_accelerator
+from opensora_cli.engine.components.compiled import compile_blocks
+from opensora_cli.engine.train.activations import ActivationPlan
+from opensora_cli.memory.activations import HostActivations
+from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.models.linears import Split
-from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, repeated_blocks
+from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER, SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.all_to_all import ExchangePlan, TwoStages, open_stages
+from opensora_cli.parallel.all_to_all import TwoStages, open_stages
 from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
-from opensora_cli.parallel.shares import SequenceLengths
+from opensora_cli.parallel.shares import ExchangePlan, SequenceLengths
 from opensora_cli.parallel.tensor import FeatureCut, shard_linears
 from opensora_cli.settings.devices import Strategy
+from opensora_cli.settings.train_loop import Checkpointing
 
 WEIGHT_AXES = ("shard", "ring", "ulysses")
 """Axes that divide rows of weights between their ranks. Gradients of ranks that share tokens are also summed."""
@@ -66,56 +71,73 @@ class RankLinks:
 
 def parallelize(
     transformer: MMDiT,
-    links: RankLinks,
+    links: RankLinks | None,
     *,
     device: torch.device,
     strategy: Strategy,
     dtype: torch.dtype | None,
+    activations: ActivationPlan | None = None,
+    compiles: bool = False,
+    warn: Callable[[str], None] = lambda line: None,
     offload_states: bool = False,
 ) -> "Sharded":
     """Reduce a transformer to this rank's part, in place. Call `Sharded.forward` instead of it.
 
-    Blocks may be compiled before, and checkpointed before or after. A transformer on the meta device gets memory only
-    for its part. Raises RequestError if there are more tensor-parallel ranks than heads.
+    A transformer on the meta device gets memory only for its part. Raises RequestError if there are more
+    tensor-parallel ranks than heads.
 
     Args:
+        links: groups of the ranks that divide the weights. None means that this process has all of them.
         dtype: dtype of gathered weights and compute; gradients are summed in fp32. None means that of the weights.
+        activations: activation checkpointing of the blocks. None means no checkpoints.
+        compiles: whether the blocks are compiled; `warn` is called for blocks that cannot be compiled.
         offload_states: keep weights, gradients and moments in host memory; blocks are copied to the device.
     """
-    mesh = links.mesh
     forward: Callable[..., Tensor] = transformer
 
     # Tensor parallel: each rank has some heads and features of every block.
-    layouts = cut_features(transformer, mesh.group("tensor"))
+    layouts = {} if links is None else cut_features(transformer, links.mesh.group("tensor"))
 
     # Sequence parallel: each rank has some tokens of every clip.
-    if mesh.shape.ring * mesh.shape.ulysses > 1:
-        lengths = SequenceLengths.of_mesh(mesh)
+    if links is not None and links.mesh.shape.ring * links.mesh.shape.ulysses > 1:
+        lengths = SequenceLengths.of_mesh(links.mesh)
         transformer.set_attention(
-            sequence_attention(transformer.attention, mesh, lengths, plan=links.exchange, stages=links.stages)
+            sequence_attention(transformer.attention, links.mesh, lengths, plan=links.exchange, stages=links.stages)
         )
         forward = SequenceParallel(
             transformer,
-            mesh.group("ring", "ulysses"),
+            links.mesh.group("ring", "ulysses"),
             lengths,
             sequence_inputs=SEQUENCE_INPUTS,
             text_sequence_inputs=TEXT_SEQUENCE_INPUTS,
         )
 
+    # Activation checkpointing: backward recomputes blocks from their inputs.
+    checkpoint_blocks(transformer, activations)
+
+    # Compile: one graph for each kind of block.
+    if compiles:
+        compile_blocks(transformer, warn=warn)
+
     # FSDP2: each rank has some rows of every weight. ZeRO-3 frees a block's weights after its forward pass, ZeRO-1 and
     # ZeRO-2 keep them until the last backward pass of an update.
+    if links is None:
+        return Sharded(forward, (), layouts, ())
+    mesh = links.mesh
     # The model casts its inputs itself, and the rotary tables of its blocks must stay in fp32.
     precision = MixedPrecisionPolicy(
         param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32, cast_forward_inputs=False
     )
-    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if offload_states else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=is_accelerator(device)) if offload_states else OffloadPolicy()
+    # FSDP2 hooks into the gradient of the result, and warns if the result is a view.
+    transformer.register_forward_hook(_in_memory_of_its_own)
+    stacks = [transformer.get_submodule(stack.module_path) for stack in repeated_blocks(transformer.config)]
     groups: list[FSDPModule] = []
-
-    def shard(module: nn.Module, *, reshard_after_forward: bool) -> None:
+    for module in (*(block for stack in stacks for block in stack.children()), transformer):
         group = fully_shard(
             module,
             mesh=links.fsdp,
-            reshard_after_forward=reshard_after_forward,
+            reshard_after_forward=strategy.gathers_twice and module is not transformer,
             mp_policy=precision,
             offload_policy=offload,
         )
@@ -126,18 +148,30 @@ def parallelize(
         if mesh.group(*WEIGHT_AXES).size() > 1:
             group.set_gradient_divide_factor(float(mesh.shape.replicate * mesh.shape.shard))
         groups.append(group)
-
-    # FSDP2 hooks into the gradient of the result, and warns if the result is a view.
-    transformer.register_forward_hook(_in_memory_of_its_own)
-    for stack in repeated_blocks(transformer.config):
-        for block in transformer.get_submodule(stack.module_path).children():
-            shard(block, reshard_after_forward=strategy.gathers_twice)
-    shard(transformer, reshard_after_forward=False)
     if any(parameter.is_meta for parameter in transformer.parameters()):
         transformer.to_empty(device=torch.device("cpu") if offload_states else device)
 
     norms = [transformer.get_parameter(name) for name in norms_of_heads(transformer.config)]
     return Sharded(forward, groups, layouts, norms if mesh.shape.tensor > 1 else [])
+
+
+def checkpoint_blocks(
+    transformer: nn.Module,
+    plan: ActivationPlan | None,
+    *,
+    on_copy: Callable[[Tensor], object] = lambda copy: None,
+) -> None:
+    """Checkpoint the blocks of a transformer as planned. `on_copy` is called with each activation on the host."""
+    if plan is None:
+        return
+    is_offloaded = plan.checkpointing is Checkpointing.OFFLOAD
+    set_grad_checkpoint(
+        transformer,
+        depth=plan.checkpointed_blocks,
+        others=(OUTPUT_LAYER,),
+        activations=HostActivations(on_copy=on_copy) if is_offloaded else None,
+        keep_attention=plan.checkpointing is Checkpointing.SELECTIVE,
+    )
 
 
 class WeightLayout(NamedTuple):
@@ -160,11 +194,6 @@ class Sharded(NamedTuple):
     """Layout of each parameter, by its name in the sharded module."""
     norms: Sequence[nn.Parameter]
     """Weights whose gradients on a tensor-parallel rank come from its own heads only."""
-
-
-def local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor as a plain tensor in the same memory; a plain tensor is returned itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def row_sizes(rows: int, ranks: int) -> tuple[int, ...]:

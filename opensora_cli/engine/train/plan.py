@@ -1,34 +1,40 @@
 """Plan of a training run, before anything is built."""
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from pydantic import Field
 
 from opensora_cli.checkpoint.formats.peft import require_peft
+from opensora_cli.core.device import has_gpu
+from opensora_cli.core.device_names import GPU, type_of_ranks
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.formatting import first_few
+from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.configs import transformer_on_meta
-from opensora_cli.engine.components.hardware import GIB
+from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.components.parallelize import describe_exchange
 from opensora_cli.engine.estimate.predicted_time import PredictedTime
+from opensora_cli.engine.estimate.verdict import HostMemory, verdict_line
+from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.activations import ActivationPlan, layer_values, plan_activations
 from opensora_cli.engine.train.build import count_parameters
-from opensora_cli.engine.train.early import Resume, check_output, checkpoints_to_try, require_first_adapter
+from opensora_cli.engine.train.distribution import mesh_shape, training_device, training_exchange
+from opensora_cli.engine.train.early import Resume, checkpoints_to_try
 from opensora_cli.engine.train.frozen_weights import FrozenWeights, plan_frozen_weights
 from opensora_cli.engine.train.lora import open_first_adapter
 from opensora_cli.engine.train.metrics import require_tensorboard
 from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.predicted import predict_step
 from opensora_cli.engine.train.rank_memory import RankMemory, estimate_rank
-from opensora_cli.engine.train.ranks import mesh_shape, training_device, training_exchange
 from opensora_cli.engine.train.transformer import plan_attention
 from opensora_cli.settings.enums import DType, HostWeights
-from opensora_cli.settings.hardware import PlannedMachine
+from opensora_cli.settings.hardware import PlannedMachine, find_gpu
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import WeightOffload
 
@@ -36,8 +42,10 @@ from opensora_cli.settings.train_loop import WeightOffload
 class TrainPlan(Document):
     """Plan of a training run: all decisions before it begins."""
 
-    SCHEMA = "osora.train-plan/4"
+    SCHEMA = "osora.train-plan/5"
 
+    verdict: str | None = None
+    """Whether a rank fits, its memory, and the predicted time of all steps. None means not estimated."""
     target: str
     parameters: int
     """Number of trained parameters."""
@@ -63,12 +71,14 @@ class TrainPlan(Document):
     """Memory of a rank; None if it was not estimated."""
     attention: AttentionPlan | None
     """Attention backend of the transformer. None means that another part is trained."""
+    host: HostMemory | None = None
+    """Host memory of a machine. None means not estimated."""
     free_bytes: int | None = None
-    """Free memory of a GPU that `--on` plans for. None means no planned GPU."""
+    """Free memory for a rank, on its GPU or on the CPU. None means unknown."""
     fits: bool | None = None
     """Whether a rank fits in the free memory. None means unknown."""
     predicted: PredictedTime | None = None
-    """Predicted seconds of a step on the planned GPUs. None means no prediction."""
+    """Predicted seconds of a step. None means no prediction: on a CPU, and if the GPUs' speed is not known."""
     settings: TrainSettings
     resume_from: Resume | None = Field(exclude=True)
     """Checkpoint to resume from. None means that the run starts at step 0."""
@@ -87,6 +97,7 @@ class TrainPlan(Document):
         if self.resume_from is not None:
             start = f", resumed from {checkpoints_to_try(self.output, self.resume_from)[0]}"
         return [
+            *([self.verdict] if self.verdict else []),
             f"target      {self.target}",
             f"parameters  {self.parameters:,}",
             f"steps       {self.steps}, {_examples(settings)} each{start}",
@@ -101,31 +112,18 @@ class TrainPlan(Document):
             *(f"weights     {path}" for path in self.weights.values()),
             *(f"missing     {name}" for name in self.missing_weights),
             *(["", *self.memory.lines()] if self.memory else []),
-            *([self._fit_line()] if self.fits is not None else []),
+            *([f"host        {self.host.line()}"] if self.host and self.host.pinned_bytes else []),
             *(self.predicted.lines() if self.predicted is not None else []),
-            *([f"predicted   no time: that of a step of {self.target} is not predicted"] if self._has_no_time else []),
         ]
 
-    @property
-    def _has_no_time(self) -> bool:
-        return self.free_bytes is not None and self.predicted is None
-
-    def _fit_line(self) -> str:
-        assert self.memory is not None
-        most, free = self.memory.device_peak_bytes, self.free_bytes or 0
-        return (
-            f"peak        {most / GIB:.2f} GiB of {free / GIB:.2f} GiB free: {'fits' if self.fits else 'does not fit'}"
-        )
-
     def raise_for_problems(self) -> None:
-        """Raise HardwareError if a rank needs more memory than a planned GPU has."""
-        if self.fits is not False or self.free_bytes is None or self.memory is None:
-            return
-        raise HardwareError(
-            f"a rank needs {self.memory.device_peak_bytes / GIB:.2f} GiB, and a GPU has "
-            f"{self.free_bytes / GIB:.2f} GiB free",
-            hint="more devices share more, smaller batches (data.buckets) and an adapter (lora.rank) need less",
-        )
+        """Raise HardwareError if a rank needs more memory than is free."""
+        if self.fits is False:
+            assert self.verdict is not None
+            raise HardwareError(
+                f"a rank does not fit in memory ({self.verdict.partition(': ')[2]})",
+                hint="more devices share more, smaller batches (data.buckets) and an adapter (lora.rank) need less",
+            )
 
 
 def plan_training(
@@ -135,22 +133,18 @@ def plan_training(
     overwrite: bool = False,
     machine: PlannedMachine | None = None,
 ) -> TrainPlan:
-    """Return the plan for `train`, after the checks that need neither weights nor data.
+    """Return the plan for `train`, after the checks that need torch, and neither weights nor data.
 
     `machine` describes GPUs to plan for, which need not be in this machine.
 
     Raises:
-        RequestError: `resume` and `overwrite` or sizes contradict each other, a buffer is too small, or `lora`
-            describes another adapter than its `init`.
-        CheckpointError: There is no checkpoint to resume from, or the first adapter is missing or broken.
-        OutputError: The folder holds an earlier run, and neither `resume` nor `overwrite` is given.
+        RequestError: Sizes contradict each other, or `lora` describes another adapter than its `init`.
+        CheckpointError: The first adapter is missing or broken.
         HardwareError: A library is missing, or the device lacks a requested feature.
     """
-    check_output(settings, resume=resume, overwrite=overwrite)
     if machine is not None:
-        settings = _on_machine(settings, machine)
+        settings = settings_on(settings, machine)
     exchange, shape = training_exchange(settings), mesh_shape(settings.strategy, settings.parallel)
-    require_first_adapter(settings)
     if settings.lora.is_on:
         require_peft()
         if settings.lora.init is not None:
@@ -188,25 +182,57 @@ def plan_training(
 
 
 def with_memory(plan: TrainPlan, *, reporter: Reporter, machine: PlannedMachine | None = None) -> TrainPlan:
-    """Return the plan with the memory of a rank, or warn why it is not estimated.
+    """Return the plan with the memory of a rank and the verdict, or warn why memory is not estimated.
 
-    With `machine`, the plan also has the time of a step, and whether the ranks fit in its GPUs. Raises the errors of
-    `estimate_rank` other than HardwareError.
+    The verdict is about the GPUs of `machine`, or else about this machine. Raises the errors of `estimate_rank` other
+    than HardwareError.
     """
-    found: dict[str, object] = {}
     try:
         memory = estimate_rank(plan.settings, reporter=reporter)
-        found["memory"] = memory
-        if machine is not None:
-            found["fits"] = memory.device_peak_bytes <= machine.gpu.free_bytes
     except HardwareError as error:
         reporter.warn(error.message)
-    if machine is not None:
-        found |= {"free_bytes": machine.gpu.free_bytes, "predicted": predict_step(plan.settings, machine.gpu)}
-    return plan.model_copy(update=found)
+        return plan
+    return plan.model_copy(update={"memory": memory, **judge(plan.settings, memory, machine=machine)._asdict()})
 
 
-def _on_machine(settings: TrainSettings, machine: PlannedMachine) -> TrainSettings:
+class Judged(NamedTuple):
+    """Fields of a plan that follow from the memory of a rank."""
+
+    verdict: str
+    host: HostMemory
+    free_bytes: int | None
+    fits: bool | None
+    predicted: PredictedTime | None
+
+
+def judge(settings: TrainSettings, memory: RankMemory, *, machine: PlannedMachine | None = None) -> Judged:
+    """Return whether a rank fits on `machine`, or on this machine, and the time of a step."""
+    on_gpu, ranks = machine is not None or device_type(settings.device_name) != "cpu", settings.parallel.ranks_per_node
+    weights, free, gpu = plan_frozen_weights(settings), None, None
+    if not on_gpu:
+        needed, free = memory.peak_bytes - memory.mapped_bytes, read_private_memory().free_bytes // ranks
+        host = HostMemory(pinned_bytes=0, page_cache_bytes=memory.mapped_bytes)
+    else:
+        waiting = 0 if weights is None else weights.host_bytes
+        is_mapped = weights is not None and weights.host_weights is HostWeights.MAPPED
+        needed, offloaded = memory.device_peak_bytes, memory.peak_bytes - memory.device_peak_bytes
+        host = HostMemory(
+            pinned_bytes=ranks * (offloaded + (0 if is_mapped else waiting)),
+            page_cache_bytes=memory.mapped_bytes + (waiting if is_mapped else 0),
+        )
+        if machine is not None:
+            free, gpu = machine.gpu.free_bytes, machine.gpu if machine.has_speed else None
+        elif has_gpu():
+            hardware = pick_hardware(settings.device_name, "float32")
+            free, gpu = hardware.free_bytes, find_gpu(hardware.device_name)
+    predicted = None if gpu is None else predict_step(settings, gpu)
+    fits = None if free is None else needed <= free
+    seconds = None if predicted is None else settings.loop.steps * predicted.seconds
+    verdict = verdict_line(needed=needed, usable=free, fits=fits, on_gpu=on_gpu, host=host, seconds=seconds)
+    return Judged(verdict, host, free, fits, predicted)
+
+
+def settings_on(settings: TrainSettings, machine: PlannedMachine) -> TrainSettings:
     """Return the settings of a run on `machine`; some depend on its device and its host memory.
 
     Raises RequestError if they ask for other devices, and HardwareError if its GPUs lack a feature.
@@ -215,7 +241,7 @@ def _on_machine(settings: TrainSettings, machine: PlannedMachine) -> TrainSettin
     machine.require(device=settings.device, ranks=parallel.world_size, ranks_per_node=parallel.ranks_per_node)
     chosen, memory = settings.train_mmdit.frozen_dtype, settings.memory
     there = settings.replace(
-        {"device": "cuda", "train_mmdit.frozen_dtype": DType.BFLOAT16 if chosen is DType.AUTO else chosen}
+        {"device": GPU, "train_mmdit.frozen_dtype": DType.BFLOAT16 if chosen is DType.AUTO else chosen}
     )
     if memory.offload is WeightOffload.NONE or memory.host_weights is not None:
         return there
@@ -229,7 +255,7 @@ def _attention(settings: TrainSettings, machine: PlannedMachine | None) -> Atten
     if machine is None and settings.parallel.world_size == 1:
         return plan_attention(settings, device=training_device(settings))
     # Each of several ranks checks its own device.
-    device = torch.device("cpu" if settings.device == "cpu" and machine is None else "cuda")
+    device = torch.device(type_of_ranks(settings.device) if machine is None else GPU)
     return plan_attention(settings, device=device, tries_device=False)
 
 

@@ -2,8 +2,8 @@
 
 A backward pass has twice the matmuls and traffic of its forward pass (with frozen weights, the same number of matmuls).
 It has two and a half times the attention, whose scores flash attention computes again (Dao et al. 2022, arXiv
-2205.14135). Gathered weights, reduced gradients, and copies from page-locked host memory overlap with the computation:
-the longer time counts.
+2205.14135). Gathered weights, reduced gradients, and copies of weights from page-locked host memory overlap with the
+computation: the longer time counts.
 """
 
 from dataclasses import replace
@@ -11,6 +11,8 @@ from math import prod
 
 import torch
 
+from opensora_cli.core.device_names import GPU
+from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.parallelize import AttentionSizes
 from opensora_cli.engine.encode.encoders import frozen_dtype
@@ -36,12 +38,11 @@ from opensora_cli.engine.estimate.predicted_time import (
 from opensora_cli.engine.estimate.work import Work
 from opensora_cli.engine.train.activations import ActivationPlan, largest_batch_shape, plan_activations
 from opensora_cli.engine.train.build import count_parameters
+from opensora_cli.engine.train.distribution import mesh_shape, training_exchange
 from opensora_cli.engine.train.frozen_weights import plan_frozen_weights
-from opensora_cli.engine.train.precision import DTYPES
-from opensora_cli.engine.train.ranks import mesh_shape, training_exchange
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
-from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.parallel.shares import MeshShape
 from opensora_cli.settings.devices import Strategy
 from opensora_cli.settings.enums import HostWeights
 from opensora_cli.settings.hardware import GpuSettings
@@ -89,7 +90,7 @@ def predict_step(settings: TrainSettings, gpu: GpuSettings) -> PredictedTime | N
 
 def _passes(settings: TrainSettings, gpu: GpuSettings, plan: ActivationPlan | None) -> Seconds:
     """Return the seconds of a forward and a backward pass of a rank, including recomputation."""
-    config, dtype = mmdit_config(settings.model), DTYPES[settings.precision.compute]
+    config, dtype = mmdit_config(settings.model), torch_dtype(settings.precision.compute)
     forward = _forward(settings, config)
     products = 1 if settings.lora.is_on else 2
     backward = Work(
@@ -116,9 +117,8 @@ def _passes(settings: TrainSettings, gpu: GpuSettings, plan: ActivationPlan | No
         waited = exchanged.seconds(attention=seconds[ATTENTION], keys_and_values=keys_and_values)
         found = added(found, seconds, {COLLECTIVES: waited})
     computed, weights = total(found), plan_frozen_weights(settings)
-    if plan is not None and plan.needed_bytes:
-        there_and_back = copied(gpu, 2 * plan.needed_bytes, pinned=True)
-        found = added(found, {COPIES: max(0.0, there_and_back - computed)})
+    if plan is not None and plan.host_bytes:
+        found = added(found, {COPIES: copied(gpu, 2 * plan.host_bytes, pinned=True)})
     if weights is not None and weights.fp8_storage:
         # Weights are dequantized in each forward pass of a block, and reused in its backward pass.
         dequantized = (1 + computes_again) * _DEQUANTIZED_BYTES * _all_numbers(settings)
@@ -132,7 +132,7 @@ def _passes(settings: TrainSettings, gpu: GpuSettings, plan: ActivationPlan | No
 
 
 def _forward(settings: TrainSettings, config: MMDiTConfig) -> Work:
-    shape, dtype = largest_batch_shape(settings), DTYPES[settings.precision.compute]
+    shape, dtype = largest_batch_shape(settings), torch_dtype(settings.precision.compute)
     tokens, captions = prod(shape.token_grid(settings)), settings.text.t5_max_length
     work = evaluation_work(config, tokens, captions, dtype, _of_clip(settings), training_exchange(settings))
     return work * shape.batch_size
@@ -151,7 +151,7 @@ def _exchanged(settings: TrainSettings, gpu: GpuSettings, config: MMDiTConfig) -
         head_dim=config.head_dim,
         video_tokens=shape.batch_size * prod(shape.token_grid(settings)),
         text_tokens=shape.batch_size * settings.text.t5_max_length,
-        itemsize=DTYPES[settings.precision.compute].itemsize,
+        itemsize=torch_dtype(settings.precision.compute).itemsize,
     )
     return Exchanged(
         config=config,
@@ -171,7 +171,7 @@ def _sharing(settings: TrainSettings, gpu: GpuSettings, *, computed: float, roun
     held = _all_numbers(settings) / mesh.tensor if settings.lora.is_on else trained
     sharing = mesh.shard * mesh.ring * mesh.ulysses if strategy.shards else 1
     gathers, scatters = _exchanges(strategy, rounds)
-    gathered = gathers * held * DTYPES[settings.precision.compute].itemsize
+    gathered = gathers * held * torch_dtype(settings.precision.compute).itemsize
     scattered = scatters * trained * _FP32
     # Copies of the weights then sum their gradients.
     summed = 2 * (mesh.replicate - 1) / mesh.replicate * scattered / sharing
@@ -185,7 +185,7 @@ def _encoding(settings: TrainSettings, gpu: GpuSettings) -> Seconds:
     """Return how long a rank encodes the clips and captions of a micro-batch; empty with a cache."""
     if settings.train_mmdit.cache is not None:
         return {}
-    shape, dtype = largest_batch_shape(settings), frozen_dtype(settings.train_mmdit, torch.device("cuda"))
+    shape, dtype = largest_batch_shape(settings), frozen_dtype(settings.train_mmdit, torch.device(GPU))
     parts, files, lengths = find_frozen_parts(settings), settings.train_mmdit.files, settings.text
     of_clip = encoding_work(settings.vae, shape.num_frames, shape.height, shape.width, dtype)
     of_captions = text_work(

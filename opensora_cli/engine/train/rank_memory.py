@@ -52,9 +52,11 @@ class RankMemory(Document):
     """Peak on a CPU, where offloaded memory also counts."""
     device_peak_bytes: int
     """Peak on a GPU, without offloaded weights, averages, moments and activations."""
+    mapped_bytes: int
+    """Frozen weights, which a CPU maps from their files; a part of `peak_bytes`."""
 
     @classmethod
-    def of(cls, memory: TrainingMemory) -> "RankMemory":
+    def of(cls, memory: TrainingMemory, settings: TrainSettings) -> "RankMemory":
         """Return the document of an estimate or a measurement."""
         most = memory.most
         return cls(
@@ -67,6 +69,7 @@ class RankMemory(Document):
             buffers_bytes=most[BUFFERS],
             peak_bytes=memory.peak_bytes,
             device_peak_bytes=memory.device_peak_bytes,
+            mapped_bytes=_mapped_bytes(memory, settings),
         )
 
     def lines(self) -> list[str]:
@@ -89,6 +92,11 @@ class RankMemory(Document):
         ]
 
 
+def _mapped_bytes(memory: TrainingMemory, settings: TrainSettings) -> int:
+    """Return the bytes of frozen weights, which a CPU may map from their files."""
+    return memory.at_peak[FROZEN] + (memory.at_peak[WEIGHTS] if settings.lora.is_on else 0)
+
+
 def estimate_rank(settings: TrainSettings, *, reporter: Reporter | None = None) -> RankMemory:
     """Return the memory of the first rank.
 
@@ -96,7 +104,7 @@ def estimate_rank(settings: TrainSettings, *, reporter: Reporter | None = None) 
     that is a rank itself.
     """
     with (reporter or SilentReporter()).stage("estimate memory"):
-        return RankMemory.of(estimate_training(settings))
+        return RankMemory.of(estimate_training(settings), settings)
 
 
 def refuse_lack_of_memory(settings: TrainSettings, *, rank: int, reporter: Reporter) -> None:
@@ -118,9 +126,7 @@ def refuse_lack_of_memory(settings: TrainSettings, *, rank: int, reporter: Repor
     except HardwareError as error:
         reporter.warn(error.message)
         return
-    # Frozen weights may be mapped from their files.
-    mapped = memory.at_peak[FROZEN] + (memory.at_peak[WEIGHTS] if settings.lora.is_on else 0)
-    if (needed := memory.peak_bytes - mapped) > free:
+    if (needed := memory.peak_bytes - _mapped_bytes(memory, settings)) > free:
         raise OutOfMemoryError(
             f"a step needs {format_bytes(needed)} of memory on each rank, and {format_bytes(free)} are free",
             hint="take smaller batches (data.buckets), or memory.checkpointing=full; --dry-run "

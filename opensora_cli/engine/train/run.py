@@ -3,11 +3,10 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from opensora_cli.checkpoint.formats.colossal import all_epoch_folders
+from opensora_cli.core.device import multiplies_bf16, random_state_kept, tf32_products
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import OutputError, RequestError, TrainingError
 from opensora_cli.core.folder_lock import LOCK_FILE, sole_run
@@ -19,13 +18,12 @@ from opensora_cli.core.signals import deferred_interrupts
 from opensora_cli.core.threads import threads_used
 from opensora_cli.data.source import ClipSource
 from opensora_cli.engine.components.attention import AttentionPlan
-from opensora_cli.engine.components.hardware import OutOfMemoryError, out_of_memory_reported, tf32_products
-from opensora_cli.engine.encode.loading import ClipBatches
+from opensora_cli.engine.components.hardware import OutOfMemoryError, out_of_memory_reported
+from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.launch.rank import WatchedReporter, settings_of_ranks
-from opensora_cli.engine.train.activations import saved_activations
 from opensora_cli.engine.train.build import build_task, open_clips_cache, refuse_before_ranks
-from opensora_cli.engine.train.checkpoints import CheckpointWriter
-from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.checkpoints import CheckpointWriter, choose_checkpoint, prepare_output
+from opensora_cli.engine.train.distribution import Distribution, joined_ranks, start_ranks, training_device
 from opensora_cli.engine.train.early import Resume, refuse_early
 from opensora_cli.engine.train.evaluate import Event, open_samples, open_validation
 from opensora_cli.engine.train.frozen_weights import streamed_weights
@@ -33,16 +31,14 @@ from opensora_cli.engine.train.metrics import Metrics
 from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.objectives.flow_matching import TokenWeights
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
-from opensora_cli.engine.train.precision import multiplies_bf16
 from opensora_cli.engine.train.rank_memory import refuse_lack_of_memory
-from opensora_cli.engine.train.ranks import joined_ranks, start_ranks, training_device
-from opensora_cli.engine.train.resuming import (
-    choose_checkpoint,
-    prepare_output,
+from opensora_cli.engine.train.state import (
+    read_running_states,
+    restore,
+    whole_weights,
     with_recorded_micro_batches,
     with_recorded_threads,
 )
-from opensora_cli.engine.train.state import restore, whole_weights
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.transformer import plan_attention
 from opensora_cli.settings.train import TrainSettings
@@ -198,13 +194,14 @@ class _Run:
             self._lock_output(stack)
             if plan.resume_from is not None:
                 folder = choose_checkpoint(self._output, plan.resume_from, distribution=distribution, reporter=reporter)
+                recorded = read_running_states(folder)
                 self._settings = with_recorded_micro_batches(
-                    self._settings, folder, data_ranks=distribution.data_ranks, reporter=reporter
+                    self._settings, recorded.micro_batches, data_ranks=distribution.data_ranks, reporter=reporter
                 )
-                threads = with_recorded_threads(threads, folder, reporter=reporter)
+                threads = with_recorded_threads(threads, recorded.threads, reporter=reporter)
             stack.enter_context(threads_used(threads, reporter))
             # Steps seed torch's global generator, whose state is the caller's.
-            stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+            stack.enter_context(random_state_kept(device))
             stack.enter_context(tf32_products(self._settings.precision.tf32, device, note=reporter.note))
             self._attention = plan_attention(self._settings, device=device)
             # Open these first: encoders are freed before the model is loaded, and broken tables are found early.
@@ -221,14 +218,20 @@ class _Run:
                 self._resume(trainer, folder)
             first_step = trainer.step
             if distribution.is_main:
-                prepare_output(plan, self._settings, folder, step=first_step, reporter=reporter)
+                prepare_output(
+                    self._output,
+                    self._settings,
+                    folder,
+                    step=first_step,
+                    overwrite=plan.overwrite,
+                    reporter=reporter,
+                )
             distribution.barrier()
             # Only after the copy of the average, which needs no activations.
             module = trainer.task.module
             stack.enter_context(
                 streamed_weights(module, plan.frozen_weights, self._settings, device=device, reporter=reporter)
             )
-            stack.enter_context(saved_activations(module, plan.activations))
             stack.enter_context(self._writer)
             self._report_start(first_step)
             self._metrics.start(first_step)
@@ -280,13 +283,13 @@ class _Run:
         if refusal is not None:
             raise OutputError(refusal[0], hint=refusal[1])
 
-    def _build(self, stack: ExitStack) -> Trainer[Any]:
+    def _build(self, stack: ExitStack) -> Trainer:
         settings, distribution, reporter = self._settings, self._distribution, self._reporter
         clips = open_clips_cache(settings, distribution=distribution, reporter=reporter, source=self._given.source)
         task = build_task(
             settings, distribution=distribution, clips=clips, token_weights=self._given.token_weights, reporter=reporter
         )
-        batches = ClipBatches(
+        batches = open_batches(
             settings,
             data_rank=distribution.data_rank,
             data_ranks=distribution.data_ranks,
@@ -309,7 +312,7 @@ class _Run:
             trained_only=settings.lora.is_on,
         )
 
-    def _resume(self, trainer: Trainer[Any], folder: Path) -> None:
+    def _resume(self, trainer: Trainer, folder: Path) -> None:
         running = restore(trainer, folder)
         steps = self._settings.loop.steps
         if trainer.step > steps:
@@ -343,7 +346,7 @@ class _Run:
             )
 
     def _do_steps(
-        self, trainer: Trainer[Any], events: Mapping[str, Event | None], is_interrupted: Callable[[], bool]
+        self, trainer: Trainer, events: Mapping[str, Event | None], is_interrupted: Callable[[], bool]
     ) -> None:
         steps, every = self._settings.loop.steps, self._settings.checkpoints.every
         with self._reporter.stage("train", total=steps, unit="steps") as progress:
@@ -366,7 +369,7 @@ class _Run:
                 progress.advance()
                 self._writer.warn_of_failure()
 
-    def _stop_if_interrupted(self, trainer: Trainer[Any], is_interrupted: Callable[[], bool]) -> None:
+    def _stop_if_interrupted(self, trainer: Trainer, is_interrupted: Callable[[], bool]) -> None:
         # There is nothing to save before the first step.
         if trainer.step and self._distribution.any(is_interrupted()):
             self._save(trainer)
@@ -376,7 +379,7 @@ class _Run:
                 f"step {trainer.step} of {steps} is saved in {self._output}: continue with --resume"
             )
 
-    def _hold(self, name: str, event: Event, trainer: Trainer[Any]) -> None:
+    def _hold(self, name: str, event: Event, trainer: Trainer) -> None:
         """Validate, or make samples."""
         with self._metrics.clock.part(name):
             figures = event.run(trainer.step, trainer)
@@ -387,7 +390,7 @@ class _Run:
             self._saved_step = None
             self._metrics.on_validation(trainer.step, figures)
 
-    def _save(self, trainer: Trainer[Any]) -> None:
+    def _save(self, trainer: Trainer) -> None:
         """Save a checkpoint, unless this step is already saved."""
         beat("checkpoint")
         if self._saved_step != trainer.step:

@@ -17,30 +17,25 @@ from opensora_cli.checkpoint.formats.colossal import (
     read_running_document,
 )
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
-from opensora_cli.checkpoint.formats.torch import load_torch
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few, plain
-from opensora_cli.core.reading import read_json_object
+from opensora_cli.core.progress import Reporter
+from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.core.weight_choices import Selection
 from opensora_cli.engine.components.hardware import is_out_of_memory
-from opensora_cli.engine.train.ema import module_state
-from opensora_cli.engine.train.optimizer import state_names
-from opensora_cli.engine.train.parallelize import local
-from opensora_cli.engine.train.trainer import Learner, Trainer
+from opensora_cli.engine.train.distribution import local
+from opensora_cli.engine.train.optimizer import Learner, module_state, state_names
+from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.settings.train import TrainSettings
 
 ADVERSARY_FILE = "adversary.safetensors"
 _MOMENTS_FILES = {
     "model": f"{OPTIMIZER_FOLDER}/moments.safetensors",
     "adversary": f"{OPTIMIZER_FOLDER}/adversary_moments.safetensors",
 }
-_UPDATES_FILE = f"{OPTIMIZER_FOLDER}/updates.json"
-"""File with the number of updates of each parameter in checkpoints of earlier versions."""
-_SAMPLER_FILE = "sampler.pt"
-"""File with the position in the data in checkpoints of earlier versions."""
 
-_MAX_SAMPLER_BYTES = 2**20
 _MAX_COUNT = 2**31
 _MAX_THREADS = 1024  # limit of the settings
 _BROKEN = (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError)
@@ -68,7 +63,7 @@ class RunningStates(BaseModel):
     attention: PastAttention = PastAttention()
     score: Annotated[float, Field(allow_inf_nan=False)] | None = None
     score_of: str | None = None
-    sampler: dict[str, Any] | None = None
+    sampler: dict[str, Any]
 
 
 def read_running_states(folder: Path) -> RunningStates:
@@ -81,6 +76,46 @@ def read_running_states(folder: Path) -> RunningStates:
         key = ".".join(map(str, first["loc"]))
         problem = f"{plain(key)}: {plain(first['msg'])}"
         raise CheckpointError(f"{folder / RUNNING_STATES_FILE} is broken: {problem}") from None
+
+
+def with_recorded_threads(threads: ThreadChoice, recorded: int | None, *, reporter: Reporter) -> ThreadChoice:
+    """Return the number of threads of the checkpoint's run because sums depend on it, unless a user chose a number."""
+    if recorded is None or recorded == threads.count:
+        return threads
+    if threads.is_free:
+        return ThreadChoice(count=recorded, reason="as the run began, for the same sums")
+    reporter.warn(
+        f"the run had {recorded} threads, and from now on {threads.line()}: results match up to rounding; "
+        f"with --threads {recorded} they are bitwise identical"
+    )
+    return threads
+
+
+def with_recorded_micro_batches(
+    settings: TrainSettings, recorded: int | None, *, data_ranks: int, reporter: Reporter
+) -> TrainSettings:
+    """Return the settings with the number of micro-batches of the checkpoint's run, unless the settings name another.
+
+    Raises RequestError if the ranks cannot share that number.
+    """
+    chosen = settings.loop.micro_batches
+    if recorded is None:
+        return settings
+    if chosen is not None:
+        if chosen != recorded:
+            reporter.warn(f"an update has {chosen} micro-batches from now on, instead of {recorded}")
+        return settings
+    if recorded % data_ranks:
+        least = -(-recorded // data_ranks) * data_ranks
+        raise RequestError(
+            f"the run began with loop.micro_batches={recorded}, which {data_ranks} data-parallel ranks cannot share",
+            hint=f"use a number of ranks that divides {recorded}, or larger updates from now on: "
+            f"--set loop.micro_batches={least}",
+        )
+    if recorded == data_ranks:
+        return settings
+    reporter.warn(f"loop.micro_batches={recorded}, as the run began, not {data_ranks}")
+    return settings.replace({"loop.micro_batches": recorded})
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +132,7 @@ class StatePart:
     """Part of this rank, which training changes."""
 
 
-def tensors_of(trainer: Trainer[Any]) -> Iterator[StatePart]:
+def tensors_of(trainer: Trainer) -> Iterator[StatePart]:
     """Yield all tensors of a run, in the same order on all ranks."""
     whole_name = trainer.distribution.whole_name
     for name, tensor in module_state(trainer.task.module, trained_only=trainer.trained_only).items():
@@ -114,7 +149,7 @@ def tensors_of(trainer: Trainer[Any]) -> Iterator[StatePart]:
                     yield StatePart(file, f"{kind}.{whole_name(name)}", "" if kind == "step" else name, value)
 
 
-def whole_weights(trainer: Trainer[Any]) -> dict[str, Tensor]:
+def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
     """Return the averaged, or else current, whole weights on the host of the main rank. All ranks must call this."""
     distribution, weights = trainer.distribution, trainer.ema
     if weights is None:
@@ -127,7 +162,7 @@ def whole_weights(trainer: Trainer[Any]) -> dict[str, Tensor]:
     return whole
 
 
-def restore(trainer: Trainer[Any], folder: Path) -> RunningStates:
+def restore(trainer: Trainer, folder: Path) -> RunningStates:
     """Restore a run from a complete checkpoint, in place, and return its record.
 
     Each rank reads its own part. Learning rates and other settings of this run stay. Raises CheckpointError if the
@@ -137,11 +172,8 @@ def restore(trainer: Trainer[Any], folder: Path) -> RunningStates:
         running = read_running_states(folder)
         _restore_weights(trainer, folder)
         for name, learner in trainer.learners.items():
-            _restore_moments(trainer, learner, _open_moments(folder, name))
-        sampler = running.sampler
-        if sampler is None:
-            sampler = load_torch(folder / _SAMPLER_FILE, max_bytes=_MAX_SAMPLER_BYTES)
-        trainer.batches.load_state_dict(sampler)
+            _restore_moments(trainer, learner, _open_tensors(folder / _MOMENTS_FILES[name]))
+        trainer.batches.load_state_dict(running.sampler)
         trainer.skipped_in_a_row = running.skipped_in_a_row
         trainer.step = running.global_step
     except _BROKEN as error:
@@ -155,7 +187,7 @@ def restore(trainer: Trainer[Any], folder: Path) -> RunningStates:
 
 
 @torch.no_grad()
-def _restore_weights(trainer: Trainer[Any], folder: Path) -> None:
+def _restore_weights(trainer: Trainer, folder: Path) -> None:
     stored: dict[str, Mapping[str, LazyTensor]] = {
         MODEL_FOLDER: open_checkpoint(folder, select=Selection.MODEL).entries,
         **{name: _open_tensors(folder / name) for name in (EMA_FILE, ADVERSARY_FILE)},
@@ -177,7 +209,7 @@ def _restore_weights(trainer: Trainer[Any], folder: Path) -> None:
 
 
 @torch.no_grad()
-def _restore_moments(trainer: Trainer[Any], learner: Learner, stored: Mapping[str, LazyTensor]) -> None:
+def _restore_moments(trainer: Trainer, learner: Learner, stored: Mapping[str, LazyTensor]) -> None:
     """Restore the state of optimizers. Raises CheckpointError if weights are not those of this run."""
     left, distribution = dict(stored), trainer.distribution
     for parameter, weight, optimizer in learner.trained():
@@ -201,22 +233,6 @@ def _restore_moments(trainer: Trainer[Any], learner: Learner, stored: Mapping[st
             local(optimizer.state[weight][name]).copy_(own)
     if left:
         raise CheckpointError(f"the checkpoint has {min(left)}, which this run does not have")
-
-
-def _open_moments(folder: Path, learner: str) -> dict[str, LazyTensor]:
-    """Return the state of a learner's optimizers by names such as `exp_avg.WEIGHT`."""
-    entries = dict(_open_tensors(folder / _MOMENTS_FILES[learner]))
-    if (folder / _UPDATES_FILE).exists():
-        counts = read_json_object(folder / _UPDATES_FILE, problem=CheckpointError).get(learner, {})
-        if not isinstance(counts, dict) or not all(
-            type(count) is int and 0 <= count <= _MAX_COUNT for count in counts.values()
-        ):
-            raise CheckpointError(f"{folder / _UPDATES_FILE} is broken: it holds no counts of updates")
-        for name, count in counts.items():
-            # Muon does not count its updates.
-            if f"momentum_buffer.{name}" not in entries:
-                entries[f"step.{name}"] = LazyTensor.of(torch.tensor(float(count)))
-    return entries
 
 
 def _open_tensors(path: Path) -> Mapping[str, LazyTensor]:

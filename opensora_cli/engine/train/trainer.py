@@ -1,26 +1,26 @@
-"""Training loop of all objectives."""
+"""Trainer of all objectives, and its interface to them."""
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Generic
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import TrainingError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_messages import all_gather_json
-from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.ema import averaged_copy, module_state, swapped_in, update_ema, warmed_up
-from opensora_cli.engine.train.objectives.task import BatchSource, BatchT, SampleRng, Task
-from opensora_cli.engine.train.optimizer import Schedule, build_optimizers, set_rates
-from opensora_cli.engine.train.parallelize import local
-from opensora_cli.engine.train.precision import autocast
+from opensora_cli.data.batches import SampleRng
+from opensora_cli.engine.train.distribution import Distribution, local
+from opensora_cli.engine.train.optimizer import Learner, averaged_copy, module_state, swapped_in, update_ema, warmed_up
 from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
 
 PARTS = ("data", "forward", "backward", "exchange", "optimizer", "checkpoint", "validation", "samples")
@@ -28,6 +28,91 @@ PARTS = ("data", "forward", "backward", "exchange", "optimizer", "checkpoint", "
 _MAX_SKIPPED_IN_A_ROW = 5
 _LOSS_OF = {"model": "loss", "adversary": "adversary_loss"}
 _NORM_OF = {"model": "grad_norm", "adversary": "adversary_grad_norm"}
+
+
+class Batch(Protocol):
+    """Micro-batch."""
+
+    @property
+    def number(self) -> int:
+        """Number of the micro-batch in the whole run, over all ranks and epochs, from 0."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Names of the samples, for the log of skipped steps."""
+
+
+class BatchSource(Protocol):
+    """Source of this rank's micro-batches. With R data-parallel ranks, rank r gets r, r+R, r+2R and so on."""
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the latest micro-batch, or of the first one before any, from 0."""
+
+    def next(self) -> Any:
+        """Return this rank's next `Batch`. The source never ends."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the data, without prefetched micro-batches, as plain values and tensors.
+
+        Call this between updates, when all ranks have had equally many. The result is the same for any number of ranks.
+        """
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a result of `state_dict`. Raises CheckpointError if the state belongs to other data."""
+
+
+class Adversary(Protocol):
+    """Module that is trained against the task's module, such as a discriminator."""
+
+    forward: Callable[..., Any]
+    """Function to call instead of `module`, as `Task.forward`."""
+
+    @property
+    def module(self) -> nn.Module:
+        """Module that is updated and saved."""
+
+    @property
+    def optimizer(self) -> OptimizerSettings:
+        """Settings of the module's optimizer."""
+
+    def loss(self) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """Return the loss on the latest results of the task's `loss`, and detached figures for the log.
+
+        None means that no rank trains the adversary in this step.
+        """
+
+
+class Task(ABC):
+    """Training task: a module with its loss and export."""
+
+    module: nn.Module
+    """Module that is updated, averaged and saved. It may be sharded in place before training."""
+    forward: Callable[..., Any]
+    """Function that `loss` calls instead of `module`: the module itself, or later its parallel wrapper."""
+    adversary: Adversary | None = None
+    """Adversary with a separate optimizer, or None."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = self.forward = module
+
+    def begin_step(self, step: int) -> None:  # noqa: B027  # most tasks have one phase
+        """Begin a new phase of training if one starts after `step` updates. A resumed run repeats the call."""
+
+    @abstractmethod
+    def loss(self, batch: Any, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the mean loss over the samples of a micro-batch, and this rank's detached figures for the log."""
+
+    @abstractmethod
+    def tokens(self, batch: Any) -> int:
+        """Return the number of tokens (of captions or packed latents) of the micro-batch."""
+
+    @abstractmethod
+    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Write weights for generation to the run's folder. Only the main rank calls this.
+
+        `weights` are whole, on the host, by the names of the module's state: the average, or else the current weights.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,50 +177,6 @@ class Clock:
         return seconds
 
 
-class Learner:
-    """Sharded module with its optimizers and their schedule."""
-
-    def __init__(
-        self, module: nn.Module, settings: OptimizerSettings, *, steps: int, distribution: Distribution
-    ) -> None:
-        self.module = module
-        self.optimizers: list[torch.optim.Optimizer] = build_optimizers(module, settings)
-        self._schedule = Schedule.of(settings, steps=steps)
-        self._max_grad_norm = settings.max_grad_norm
-        self._distribution = distribution
-
-    @property
-    def learning_rate(self) -> float:
-        """Learning rate of the last update in the first group of weights."""
-        return float(self.optimizers[0].param_groups[0]["lr"])
-
-    def trained(self) -> Iterator[tuple[str, nn.Parameter, torch.optim.Optimizer]]:
-        """Yield the name, weight and optimizer of each trained parameter, in the order of the module."""
-        groups = ((group, optimizer) for optimizer in self.optimizers for group in optimizer.param_groups)
-        owners = {id(weight): optimizer for group, optimizer in groups for weight in group["params"]}
-        for name, weight in self.module.named_parameters():
-            if id(weight) in owners:
-                yield name, weight, owners[id(weight)]
-
-    def zero_grad(self) -> None:
-        """Drop the gradients of the last update."""
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-
-    def clip(self) -> Tensor:
-        """Clip the gradients, and return their norm over all ranks before clipping."""
-        return self._distribution.clip_grad_norm(self.module, self._max_grad_norm)
-
-    def set_rates(self, step: int) -> None:
-        """Set the learning rates for the update after `step` updates."""
-        set_rates(self.optimizers, self._schedule.factor(step))
-
-    def update(self) -> None:
-        """Update the weights."""
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Done:
     """Micro-batch whose gradients are added, or queued on the device."""
@@ -157,7 +198,7 @@ class _Done:
         return {**figures, **losses}, [] if is_finite else list(self.paths or [self.name])
 
 
-class Trainer(Generic[BatchT]):
+class Trainer:
     """Trainer that does the steps of a run. It neither reads nor writes files.
 
     An update has M micro-batches, which the data-parallel ranks share evenly. Its gradient is the mean over all of
@@ -169,8 +210,8 @@ class Trainer(Generic[BatchT]):
 
     def __init__(
         self,
-        task: Task[BatchT],
-        batches: BatchSource[BatchT],
+        task: Task,
+        batches: BatchSource,
         *,
         loop: LoopSettings,
         optimizer: OptimizerSettings,
@@ -210,7 +251,8 @@ class Trainer(Generic[BatchT]):
 
     def autocast(self) -> torch.autocast:
         """Return the autocast context for forward passes."""
-        return autocast(self._compute, self.distribution.device)
+        is_on = self._compute is not Compute.FP32
+        return torch.autocast(self.distribution.device.type, dtype=torch_dtype(self._compute), enabled=is_on)
 
     def do_step(self) -> StepReport:
         """Do one step, and return its report, which `on_step` also receives.
@@ -268,7 +310,7 @@ class Trainer(Generic[BatchT]):
             done.append(
                 _Done(
                     paths=batch.paths,
-                    samples=self.task.samples(batch),
+                    samples=len(batch.paths),
                     tokens=self.task.tokens(batch),
                     losses=losses,
                     figures=figures,
@@ -277,7 +319,7 @@ class Trainer(Generic[BatchT]):
             )
         return done
 
-    def _backward(self, batch: BatchT, *, share: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    def _backward(self, batch: Any, *, share: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Add the gradients of a micro-batch; return the loss of each learner, and figures for the log."""
         rng = SampleRng.of(self._loop.seed, batch.number)
         # The seed makes dropout inside modules the same for a micro-batch on any rank, at any time.

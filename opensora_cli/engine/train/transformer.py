@@ -8,16 +8,13 @@ from torch import Tensor, nn
 
 from opensora_cli.checkpoint.load import read_weights
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.core.progress import Reporter
+from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.weight_choices import Rotary
 from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
-from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.configs import transformer_on_meta
-from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.distribution import Distribution, local
 from opensora_cli.engine.train.lora import add_lora, first_adapter, open_first_adapter, read_adapter
 from opensora_cli.engine.train.objectives.base import find_objective
-from opensora_cli.engine.train.parallelize import local
-from opensora_cli.engine.train.precision import DTYPES
 from opensora_cli.memory.fp8_storage import Fp8Linear
 from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.mmdit.blocks import repeated_blocks
@@ -40,7 +37,7 @@ def plan_attention(settings: TrainSettings, *, device: torch.device, tries_devic
         return None
     use = AttentionUse(
         device=device,
-        dtype=DTYPES[settings.precision.compute],
+        dtype=torch_dtype(settings.precision.compute),
         head_dim=settings.model.hidden_size // settings.model.num_heads,
         gradients=True,
         in_parts=(settings.parallel.ring_degree or 1) > 1,
@@ -50,8 +47,8 @@ def plan_attention(settings: TrainSettings, *, device: torch.device, tries_devic
     )
 
 
-def build_transformer(settings: TrainSettings, *, distribution: Distribution, reporter: Reporter) -> MMDiT:
-    """Return the transformer with its attention, compiled if set.
+def build_transformer(settings: TrainSettings, *, distribution: Distribution) -> MMDiT:
+    """Return the transformer with its attention.
 
     It has its first weights, or is on the meta device if `distribution` divides it: whole weights on every rank would
     exceed the host's memory. Raises the errors of `new_transformer` and `plan_attention`.
@@ -61,8 +58,6 @@ def build_transformer(settings: TrainSettings, *, distribution: Distribution, re
     plan = plan_attention(settings, device=device)
     assert plan is not None
     transformer.set_attention(attention_backend(plan.backend))
-    if settings.compile:
-        compile_blocks(transformer, warn=reporter.warn)
     return transformer
 
 

@@ -14,18 +14,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from opensora_cli.core.device import peak_memory_gib
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, MediaError, OsoraError, OutputError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.threads import pick_threads, threads_used
 from opensora_cli.engine.components.autoencoders import load_autoencoder, vae_tiling
-from opensora_cli.engine.components.hardware import (
-    Hardware,
-    is_out_of_memory,
-    peak_memory_gib,
-    pick_hardware,
-    versions,
-)
+from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory, pick_hardware, versions
 from opensora_cli.engine.vae.early import ENDINGS, find_weights, result_stems
 from opensora_cli.media.containers import MediaFacts
 from opensora_cli.media.read import probe, read_cut

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opensora_cli.core.attention import AttentionFn
+from opensora_cli.core.device import is_accelerator
 from opensora_cli.models.linears import features_of
 from opensora_cli.models.mmdit.chunks import cut, joined, over_tokens, spans
 from opensora_cli.models.mmdit.config import MMDiTConfig
@@ -71,9 +72,8 @@ class ChunkModulation(NamedTuple):
 
 def modulated_norm(x_BND: Tensor, *, shift: Tensor, scale: Tensor) -> Tensor:
     """Return LayerNorm(x)·(1 + scale) + shift, in the dtype of x; the norm has no weights."""
-    device_type = x_BND.device.type
-    # On CUDA, but not on a CPU, autocast would return twice the bytes, in fp32, in which kernels sum anyway.
-    plain = torch.autocast(device_type, enabled=False) if device_type == "cuda" else nullcontext()
+    # On a GPU, but not on a CPU, autocast would return twice the bytes, in fp32, in which kernels sum anyway.
+    plain = torch.autocast(x_BND.device.type, enabled=False) if is_accelerator(x_BND.device) else nullcontext()
     with plain:
         normed_BND = functional.layer_norm(x_BND, x_BND.shape[-1:], eps=NORM_EPS)
     return torch.addcmul(shift, normed_BND, 1 + scale)

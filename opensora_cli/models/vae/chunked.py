@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from opensora_cli.core.device import is_gpu
 from opensora_cli.models.vae.hunyuan_blocks import CausalConv3d, Downsample, FrameCausalAttention, ResnetBlock, Upsample
 from opensora_cli.models.vae.resample import CarriedFrames
 from opensora_cli.models.vae.tiling import joined_in_time
@@ -113,7 +114,7 @@ def _moved(chunk_BCTHW: Tensor, device: torch.device) -> Tensor:
         return chunk_BCTHW
     # One stream writes and reads the store, so no copy needs a wait. The allocator of page-locked memory reuses it only
     # after the copies are done.
-    pinned = chunk_BCTHW.is_cuda and device.type == "cpu"
+    pinned = is_gpu(chunk_BCTHW.device) and device.type == "cpu"
     return torch.empty_like(chunk_BCTHW, device=device, pin_memory=pinned).copy_(chunk_BCTHW, non_blocking=True)
 
 

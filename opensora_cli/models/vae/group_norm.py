@@ -11,7 +11,7 @@ class GroupNorm(nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalized activations in their own dtype and shape."""
-        # On CUDA, but not on a CPU, autocast would return twice the bytes, in fp32.
+        # On a GPU, but not on a CPU, autocast would return twice the bytes, in fp32.
         weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
         with without_autocast(input.device):
             return functional.group_norm(input, self.num_groups, weight, bias, self.eps)

@@ -18,9 +18,9 @@ import torch
 
 from opensora_cli.core.exceptions import HardwareError, MediaError
 from opensora_cli.core.signals import END_REQUESTS
-from opensora_cli.data import batch_stream
-from opensora_cli.data.batch_stream import BatchStream
+from opensora_cli.data import loading
 from opensora_cli.data.batches import EpochPlan, MicroBatch
+from opensora_cli.data.loading import BatchStream
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
@@ -278,11 +278,11 @@ def test_a_batch_that_does_not_fit_into_shared_memory_is_an_error_and_no_wait(mo
         raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
 
     asked = MicroBatch(number=0, epoch=0, position=0, bucket=0, samples=(0,), substitutes=())
-    loading = batch_stream._Loading(_Big())
+    reading = loading._Loading(_Big())
     monkeypatch.setattr(torch.Tensor, "share_memory_", full)
-    assert isinstance(loading[asked][1], dict)  # this process hands nothing over
-    monkeypatch.setattr(batch_stream, "get_worker_info", object)
-    error = loading[asked][1]
+    assert isinstance(reading[asked][1], dict)  # this process hands nothing over
+    monkeypatch.setattr(loading, "get_worker_info", object)
+    error = reading[asked][1]
     assert isinstance(error, HardwareError)
     assert error.message.startswith("/dev/shm has no room for what the processes that read clips hand over: unable to")
     assert "--set data.workers=0" in str(error.hint)
@@ -290,5 +290,5 @@ def test_a_batch_that_does_not_fit_into_shared_memory_is_an_error_and_no_wait(mo
 
 def test_workers_share_every_tensor_of_a_batch() -> None:
     tensors = [torch.zeros(8), torch.ones(3), torch.arange(4)]
-    batch_stream._share_tensors({"pixels": tensors[:2], "nested": (tensors[2], "text")})
+    loading._share_tensors({"pixels": tensors[:2], "nested": (tensors[2], "text")})
     assert all(tensor.is_shared() for tensor in tensors)

@@ -16,15 +16,14 @@ from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.shared_folder import recorded_hashes
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.reading import read_json_object
-from opensora_cli.data.batch_stream import BatchStream
 from opensora_cli.data.batches import ClipRequest, EpochPlan
+from opensora_cli.data.loading import BatchStream
 from opensora_cli.engine.ckpt.hub_records import HubFile, HubRepo, read_listing
-from opensora_cli.engine.data.journal import Finding, ScanJournal
 from opensora_cli.engine.encode.clip_cache import ClipCache, is_cache_of, threads_of
 from opensora_cli.engine.generate.previews import PreviewMap, read_map
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.train.metrics import truncate_records
-from opensora_cli.engine.train.resuming import read_running_states
+from opensora_cli.engine.train.state import read_running_states
 from opensora_cli.media.results import read_sidecar as read_described
 from opensora_cli.models.registry import OPEN_SORA_V2
 from opensora_cli.models.text.files import missing_files
@@ -101,12 +100,6 @@ def _read_cache(path: Path) -> None:
     is_cache_of(path.parent, CLIPS)
 
 
-def _read_journal(path: Path) -> None:
-    journal = ScanJournal(path.with_name(path.name.removesuffix(".scan.jsonl")))
-    journal.read()
-    journal.find("a.mp4", size=1, mtime_ns=2)
-
-
 def _open_index(path: Path) -> None:
     missing_files(path.parent, vocabularies=[["config.json"]])
     open_checkpoint(path.parent)
@@ -143,7 +136,6 @@ RUNNING = {
     "sampler": {"handed_out": 1},
     "sha256": {"model/a.safetensors": HASH},
 }
-FINDING = Finding(path="a.mp4", size=1, mtime_ns=2, num_frames=1, height=8, width=8, fps=1.0, is_uneven=False)
 SIDECAR = {
     "schema": SIDECAR_SCHEMA,
     "file": "a.png",
@@ -173,8 +165,6 @@ KINDS = {
         "a.latents.safetensors",
         _write_latents,
     ),
-    "journal": Kind(json.loads(FINDING.to_line()), _read_journal, "clips.csv.scan.jsonl"),
-    "hash of a table": Kind({"table_sha256": HASH}, _read_journal, "clips.csv.scan.jsonl"),
     "index of shards": Kind(
         {"metadata": {"total_size": 1, "sha256": {"a.safetensors": HASH}}, "weight_map": {"a": "a.safetensors"}},
         _open_index,
@@ -205,7 +195,7 @@ KINDS = {
 }  # fmt: skip
 
 
-_IGNORED = ("log", "journal", "hash of a table", "listing of the Hub", "preview map")
+_IGNORED = ("log", "listing of the Hub", "preview map")
 """Lines and caches that are made again where they are wrong."""
 
 

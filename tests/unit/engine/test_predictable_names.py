@@ -15,7 +15,6 @@ from opensora_cli.core.rank_link import linked
 from opensora_cli.core.ranks import find_context
 from opensora_cli.engine.ckpt.hub import fetch, part_of
 from opensora_cli.engine.ckpt.hub_records import HubFile, read_listing, recorded_digest
-from opensora_cli.engine.data.journal import ScanJournal
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch
 from opensora_cli.engine.train.evaluate import remove_later_samples
 from opensora_cli.engine.train.metrics import JsonLog
@@ -23,13 +22,6 @@ from opensora_cli.engine.train.metrics import JsonLog
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has other links, and no pipes in folders")
 
 _FILE = HubFile(repo="a/b", commit="0" * 40, name="x", size=3, digest="0" * 64)
-
-
-def _journal(folder: Path) -> None:
-    journal = ScanJournal(folder / "clips.csv")
-    journal.read()
-    with journal.appending() as lines:
-        lines.write("{}\n")
 
 
 def _rank_log(folder: Path) -> None:
@@ -60,7 +52,6 @@ def _checkpoint_file(folder: Path) -> None:
 
 
 PLACES = {
-    "clips.csv.scan.jsonl": _journal,
     "rank0.log": _rank_log,
     "rank0.log of itself": _log_of_this_rank,
     part_of(_FILE, Path("x")).name: _part,

@@ -14,7 +14,7 @@ import torch
 
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.media_choices import MediaFormat
-from opensora_cli.media import pictures, write
+from opensora_cli.media import encode, write
 from opensora_cli.media.files import media_path
 from opensora_cli.media.read import read_picture, read_video
 from opensora_cli.media.tags import read_tags
@@ -163,7 +163,7 @@ def test_pieces_make_the_same_file_as_the_whole(
 
 @pytest.mark.parametrize(
     ("format_", "module", "function"),
-    [("mp4", write, "_yuv_frame"), ("webp", pictures, "_webp_still"), ("png", write, "save_png")],
+    [("mp4", write, "_yuv_frame"), ("webp", encode, "_webp_still"), ("png", write, "save_png")],
 )
 def test_a_piece_is_written_and_forgotten_before_the_next_is_asked_for(
     tmp_path: Path,

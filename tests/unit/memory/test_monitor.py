@@ -1,5 +1,3 @@
-import logging
-
 import pytest
 import torch
 from torch import nn
@@ -8,22 +6,7 @@ from opensora_cli.memory.monitor import (
     AccelerationProfiler,
     ModuleTimes,
     blocks_of,
-    log_cuda_max_memory,
-    log_cuda_memory,
 )
-
-without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="says what there is without CUDA")
-
-
-@without_cuda
-def test_without_cuda_no_memory_is_logged(caplog: pytest.LogCaptureFixture):
-    caplog.set_level(logging.INFO)
-    log_cuda_memory("the start")
-    log_cuda_max_memory()
-    assert caplog.messages == [
-        "CUDA memory at the start: there is no CUDA device",
-        "most CUDA memory: there is no CUDA device",
-    ]
 
 
 def test_phases_are_kept_also_when_they_fail():

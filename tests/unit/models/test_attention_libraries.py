@@ -130,4 +130,4 @@ def test_every_backend_has_a_row_and_a_choice():
         backend = attention_backend(name)
         assert backend.name == name
         assert (backend.part_kernel is not None) is kind.in_parts
-        assert bool(backend.compared) is (kind.needs_cuda or name == "sdpa")
+        assert bool(backend.compared) is (kind.needs_gpu or name == "sdpa")

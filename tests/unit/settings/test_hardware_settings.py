@@ -6,16 +6,16 @@ import pytest
 import yaml
 
 from opensora_cli.core.exceptions import OsoraError
-from opensora_cli.engine.train.flops import peak_tflops
+from opensora_cli.engine.train.metrics import peak_tflops
 from opensora_cli.settings.files import list_presets
-from opensora_cli.settings.hardware import read_machine
+from opensora_cli.settings.hardware import find_gpu, read_machine
 
 
 @pytest.mark.parametrize("name", list_presets("hardware"))
 def test_a_file_has_its_name_and_the_peak_that_training_compares_with(name: str) -> None:
     gpu = read_machine(name).gpu
     assert gpu.name == name
-    assert gpu.bf16_tflops == peak_tflops(gpu.cuda_name)
+    assert gpu.bf16_tflops == peak_tflops(gpu.device_name)
     assert gpu.reserved < gpu.memory
 
 
@@ -27,6 +27,9 @@ def test_a_file_has_its_name_and_the_peak_that_training_compares_with(name: str)
         ("64xh200", "H200", 64, 8, 8),
         ("2x4090", "4090", 2, 2, 1),
         ("1xA100-40GB", "A100-40GB", 1, 1, 1),
+        ("RTX 4060 Ti 16GB", "4060Ti-16GB", None, None, None),
+        ("2xNVIDIA GeForce RTX 5070 Ti", "5070Ti", 2, 2, 1),
+        ("rtx pro 6000 blackwell", "RTX-PRO-6000-Blackwell", None, None, None),
     ],
 )
 def test_names_and_numbers(given: str, name: str, count: int | None, gpus: int | None, machines: int | None) -> None:
@@ -35,6 +38,18 @@ def test_names_and_numbers(given: str, name: str, count: int | None, gpus: int |
     counts = {key: value.value for key, value in machine.counts(()).items()}
     assert counts == ({} if count is None else {"parallel.gpus": gpus, "parallel.nnodes": machines})
     assert machine.counts({"parallel.gpus"}) == {}
+
+
+@pytest.mark.parametrize(("given", "size", "count"), [("12GiB", 12 * 2**30, None), ("2x8gb", 8 * 10**9, 2)])
+def test_a_gpu_may_be_named_by_its_memory(given: str, size: int, count: int | None) -> None:
+    machine = read_machine(given)
+    assert (machine.gpu.memory, machine.count, machine.has_speed) == (size, count, False)
+    assert read_machine("4090").has_speed
+
+
+def test_a_gpu_is_found_by_its_name_in_cuda() -> None:
+    assert find_gpu("NVIDIA GeForce RTX 5080") == read_machine("5080").gpu
+    assert find_gpu("a GPU of tomorrow") is None
 
 
 def test_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,10 +67,16 @@ def test_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     ("given", "code", "says"),
     [
-        ("H10O", 2, "hardware 'H10O' is not one of 3090, 4090"),
+        ("H10O", 2, "hardware 'H10O' is not one of 3060, 3090, "),
+        ("0xH100", 2, "--on 0xH100 must name 1 to 1024 devices"),
         ("99999999999xH100", 2, "must name 1 to 1024 devices"),
         ("12xH100", 2, "--on 12xH100 fills no whole machines of gpus_per_node=8: use 8 or 16"),
-        ("8x", 2, "--on 8x must be NAME, NxNAME or a YAML file"),
+        ("8x", 2, "--on 8x must be NAME, NxNAME, SIZE or a YAML file"),
+        ("0.5GiB", 2, "reserved=1073741824 must be under memory=536870912"),
+        ("1..2GB", 2, "memory='1..2GB' is not a size such as 4GB or 4096MiB (from --on 1..2GB)"),
+        ("xH100", 2, "--on xH100 must be NAME, NxNAME, SIZE or a YAML file"),
+        ("", 2, "must be NAME, NxNAME, SIZE or a YAML file"),
+        ("-1xH100", 2, "hardware '-1xH100' is not one of"),
         ("missing.yaml", 3, "missing.yaml"),
     ],
 )
@@ -64,6 +85,22 @@ def test_what_makes_no_sense_is_refused(given: str, code: int, says: str) -> Non
         read_machine(given)
     assert raised.value.exit_code == code
     assert says in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("H10O", "H100"),
+        ("A100", "A100-40GB or A100-80GB"),
+        ("4060 Ti", "4060Ti-16GB"),
+        ("RTX 6000", "RTX-6000-Ada or RTX-PRO-6000-Blackwell"),
+        ("a100-80g", "A100-80GB"),
+    ],
+)
+def test_the_nearest_name_is_named(given: str, meant: str) -> None:
+    with pytest.raises(OsoraError) as raised:
+        read_machine(given)
+    assert raised.value.hint == f"did you mean {meant}?"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +126,7 @@ def test_nonsense_in_a_file_is_refused(change: str, says: str, tmp_path: Path, m
 @pytest.mark.parametrize(
     ("change", "missing"),
     [
-        ({"cuda_name": None}, "cuda_name"),
+        ({"device_name": None}, "device_name"),
         ({"memory_rate": None}, "memory_rate.peak_gb_per_s, memory_rate.attainable_gb_per_s"),
         ({"gpu_link": {"peak_gb_per_s": 32}}, "gpu_link.attainable_gb_per_s"),
     ],

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_training
 
 from opensora_cli.cli.app import main
 from opensora_cli.core.exceptions import FileProblem
@@ -331,7 +332,9 @@ def test_the_commands_list_what_is_left(
     assert "parallel.ring_degree=3 must divide the 5 devices" in error
     assert [line for line in error.splitlines() if f"256px.py: not carried over: {', '.join(LISTED)}" in line] != []
 
-    monkeypatch.setattr("opensora_cli.engine.train.plan.estimate_rank", lambda settings, *, reporter: None)
+    monkeypatch.setattr(
+        "opensora_cli.engine.train.plan.estimate_rank", lambda settings, *, reporter: tiny_training.rank_memory()
+    )
     command = ["train", "--config", str(folder / "train.py"), "--dry-run", "--device", "cpu"]
     assert main(command) == 2
     assert "names no table of clips" in capsys.readouterr().err

@@ -163,11 +163,6 @@ class TestFindRecipe:
         ("demo_lora", {"precision__compute": "fp16"}, "precision.compute=fp16 is not supported: use bf16"),
         (
             "demo_lora",
-            {"memory__checkpointing": "true", "memory__activation_buffer": "1GiB"},
-            "memory.activation_buffer=1073741824 has no effect with memory.checkpointing=full: use offload",
-        ),
-        (
-            "demo_lora",
             {"memory__checkpointing": "true", "memory__checkpoint_single_blocks": "9"},
             "memory.checkpoint_single_blocks=9 must be at most the model's: use 0 to 8",
         ),

@@ -7,7 +7,7 @@ which objective a run has.
 from abc import ABC, abstractmethod
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.weights import packaged_demo
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from opensora_cli.engine.train.activations import BatchShape
     from opensora_cli.engine.train.distribution import Distribution
     from opensora_cli.engine.train.objectives.flow_matching import TokenWeights
-    from opensora_cli.engine.train.objectives.task import Task
+    from opensora_cli.engine.train.trainer import Task
 
 VAE_FILE = "vae.safetensors"
 TRANSFORMER_FILE = "transformer.safetensors"
@@ -59,19 +59,15 @@ class Objective(ABC):
         """Raise CheckpointError if frozen weights are missing; the message names all of them and how to get them."""
 
     @abstractmethod
-    def positions(self, settings: TrainSettings, shape: "BatchShape") -> int:
-        """Return the number of positions in a micro-batch of this shape, in proportion to its memory."""
-
-    @abstractmethod
-    def width(self, settings: TrainSettings) -> int:
-        """Return the number of values in a layer for each position."""
+    def layer_values(self, settings: TrainSettings, shape: "BatchShape") -> int:
+        """Return the number of values in a layer of a micro-batch of this shape, in proportion to its memory."""
 
     def measured_steps(self, settings: TrainSettings) -> tuple[int, ...]:
         """Return the steps with the memory of all others: the first allocates the optimizers' moments."""
         return (0, 1)
 
     @abstractmethod
-    def stand_in(self, settings: TrainSettings) -> "tuple[Task[Any], list[nn.Module]]":
+    def stand_in(self, settings: TrainSettings) -> "tuple[Task, list[nn.Module]]":
         """Return the task with random weights and its frozen parts, without any file, to measure or estimate a step."""
 
     @abstractmethod
@@ -90,40 +86,8 @@ class Objective(ABC):
         clips: "ClipCache | None",
         token_weights: "TokenWeights | None",
         reporter: Reporter,
-    ) -> "Task[Any]":
+    ) -> "Task":
         """Return the task with its first weights, or with a module on the meta device if `distribution` divides it.
 
         Weights without a file are random from torch's global generator.
         """
-
-
-class TransformerObjective(Objective):
-    """Objective that trains the transformer, or an adapter for it, on encoded clips and captions."""
-
-    weights_file = TRANSFORMER_FILE
-
-    def exports(self, settings: TrainSettings) -> tuple[str, ...]:
-        return (LORA_FOLDER,) if settings.lora.is_on else (self.weights_file,)
-
-    def frozen_parts(self, settings: TrainSettings) -> dict[str, Path | None]:
-        return inputs.find_frozen_parts(settings)
-
-    def require_frozen(self, settings: TrainSettings) -> None:
-        inputs.require_frozen_parts(settings)
-
-    def positions(self, settings: TrainSettings, shape: "BatchShape") -> int:
-        frames, rows, columns = shape.token_grid(settings)
-        return shape.batch_size * (frames * rows * columns + settings.text.t5_max_length)
-
-    def width(self, settings: TrainSettings) -> int:
-        return settings.model.hidden_size
-
-    def stand_in(self, settings: TrainSettings) -> "tuple[Task[Any], list[nn.Module]]":
-        from opensora_cli.engine.train.stand_ins import transformer_task
-
-        return transformer_task(settings)
-
-    def outline(self, settings: TrainSettings) -> "nn.Module":
-        from opensora_cli.engine.train.transformer import empty_transformer
-
-        return empty_transformer(settings)

@@ -1,4 +1,8 @@
-"""Training the video transformer: flow matching in all condition modes, with dropout of captions."""
+"""Training the video transformer: flow matching in all condition modes, with dropout of captions.
+
+Rectified flow (Liu et al. 2022) with logistic-normal time (Esser et al. 2024): x0 is data and x1 noise, as packed
+latents (B,N,D); time runs from 1 (noise) to 0 (data).
+"""
 
 import hashlib
 import os
@@ -7,27 +11,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opensora_cli.checkpoint.writing import write_weights
+from opensora_cli.core.device import is_accelerator, is_gpu, queued_copy
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.latent_grid import LatentGrid
-from opensora_cli.core.transfers import queued_copy
-from opensora_cli.data.batches import ClipBatch
+from opensora_cli.data.batches import ClipBatch, SampleRng
 from opensora_cli.engine.components.autoencoders import scale_metadata
 from opensora_cli.engine.encode.clip_cache import ClipCache
-from opensora_cli.engine.encode.clip_conditions import condition_clip, sample_mode
-from opensora_cli.engine.encode.clips import EncodedClip, FreshClip, training_caption
+from opensora_cli.engine.encode.clips import EncodedClip, FreshClip, condition_clip, sample_mode, training_caption
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, load_encoders
 from opensora_cli.engine.train.lora import save_lora
 from opensora_cli.engine.train.objectives.base import LORA_FOLDER, TRANSFORMER_FILE
-from opensora_cli.engine.train.objectives.task import SampleRng
+from opensora_cli.engine.train.trainer import Task
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.sampling.flow import flow_target, get_batch_loss, noisy_latents, shifted_time
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids
 from opensora_cli.sampling.schedule import flow_shift_for
 from opensora_cli.settings.components import VAESettings
@@ -53,7 +54,7 @@ def export_transformer(weights: Mapping[str, Tensor], folder: Path, *, vae: VAES
     write_weights(folder / TRANSFORMER_FILE, weights, dtype=torch.float16, metadata=metadata)
 
 
-class MMDiTTask:
+class MMDiTTask(Task):
     """Training task with the mean squared error of the velocity (rectified flow); each clip has its own condition mode.
 
     Samples of a clip (mode, dropped captions, timestep, noise) depend on the micro-batch's random state and on the
@@ -67,7 +68,7 @@ class MMDiTTask:
         token_weights: function for the weights of tokens in the loss. None means equal weights.
     """
 
-    adversary = None
+    module: MMDiT
 
     def __init__(
         self,
@@ -82,23 +83,19 @@ class MMDiTTask:
         folders: Sequence[Path] = (),
         token_weights: TokenWeights | None = None,
     ) -> None:
-        self.module = module
-        self.forward: Callable[..., Any] = module
+        super().__init__(module)
         self._config = module.config
         self._settings = settings
         self._grid = grid
         self._empty_prompt = empty_prompt
         self._encoders = encoders
         self._device = torch.device(device)
-        self._drawing = ThreadPoolExecutor(_THREADS, "noise") if self._device.type == "cuda" else None
+        self._drawing = ThreadPoolExecutor(_THREADS, "noise") if is_accelerator(self._device) else None
         self._export = export
         self._weights = settings.mode_weights.by_mode()
         self._lengths = settings.lengths
         self._token_weights = token_weights
         self._folders = [os.path.join(folder, "") for folder in folders]
-
-    def begin_step(self, step: int) -> None:
-        """Do nothing because there is one phase."""
 
     def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean loss over the clips of a micro-batch, which have the same size, and no figures."""
@@ -151,9 +148,6 @@ class MMDiTTask:
             count, (frames, height, width) = len(clips), clips[0].latents().shape[1:]
         return int(count * frames * height * width // self._config.patch_size**2)
 
-    def samples(self, batch: ClipBatch) -> int:
-        return len(batch.paths)
-
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write the transformer, or the adapter if only an adapter is trained."""
         self._export(weights, folder)
@@ -173,7 +167,7 @@ class MMDiTTask:
 
     def _noise(self, shape: Sequence[int], states: Sequence[SampleRng]) -> Tensor:
         """Draw the noise of each clip on the host, so that it is the same for every device."""
-        noise_BCTHW = torch.empty(shape, pin_memory=self._device.type == "cuda")
+        noise_BCTHW = torch.empty(shape, pin_memory=is_gpu(self._device))
         # A small model on a GPU would wait longer for noise than it computes. With a model on the CPU, no core is free.
         each = self._drawing.map if self._drawing else map
         list(each(lambda noise_CTHW, rng: noise_CTHW.normal_(generator=rng.torch), noise_BCTHW, states))
@@ -208,6 +202,58 @@ class MMDiTTask:
     def _placed(self, tensor: Tensor) -> Tensor:
         # Copy before the cast, which doubles the bytes.
         return queued_copy(tensor, self._device).float()
+
+
+def shifted_time(normal_B: Tensor, *, shift: float) -> Tensor:
+    """Return times in (0, 1) from normal samples: t = a·s / (1 + (a-1)·s) with s = sigmoid(normal) and a = `shift`.
+
+    A shift over 1 moves times towards noise; see `schedule.flow_shift_for`.
+    """
+    share_B = torch.sigmoid(normal_B)
+    return shift * share_B / (1.0 + (shift - 1.0) * share_B)
+
+
+def noisy_latents(data_BND: Tensor, noise_BND: Tensor, t_B: Tensor, *, sigma_min: float = 1e-5) -> Tensor:
+    """Return x_t = (1-t)·x0 + (1-(1-s)(1-t))·x1 with s = `sigma_min`, the remaining noise at t = 0."""
+    t_B11 = t_B.view(-1, *[1] * (data_BND.ndim - 1))
+    return (1.0 - t_B11) * data_BND + (1.0 - (1.0 - sigma_min) * (1.0 - t_B11)) * noise_BND
+
+
+def flow_target(data_BND: Tensor, noise_BND: Tensor, *, sigma_min: float = 1e-5) -> Tensor:
+    """Return the target velocity, the derivative of x_t by t: (1-s)·x1 - x0."""
+    return (1.0 - sigma_min) * noise_BND - data_BND
+
+
+def get_batch_loss(velocity_BND: Tensor, target_BND: Tensor, masks_BTHW: Tensor | None = None) -> Tensor:
+    """Return the mean squared error over samples, tokens and channels of packed latents, in fp32.
+
+    `masks_BTHW` is 1 where latents are given. A given first or last frame does not count, unless frames between them
+    are also given. Every sample has the same weight for any number of remaining frames. A sample without remaining
+    frames counts as zero.
+    Raises ValueError if tokens do not divide into the frames of the masks, or if masks have an axis of channels, as
+    from `prepare_inference_condition`: use `masks[:, 0]`.
+    """
+    if masks_BTHW is None:
+        return nn.functional.mse_loss(velocity_BND.float(), target_BND.float())
+    if masks_BTHW.ndim != 4:
+        raise ValueError(f"masks of shape {tuple(masks_BTHW.shape)} are not (batch, frames, height, width)")
+    batch, frames = masks_BTHW.shape[:2]
+    if velocity_BND.shape[0] != batch or velocity_BND.shape[1] % frames:
+        raise ValueError(f"{tuple(velocity_BND.shape)} tokens are not {batch} samples of {frames} frames")
+    squares_BND = (velocity_BND.float() - target_BND.float()).square()
+    error_BT = squares_BND.reshape(batch, frames, -1).mean(dim=2)
+    kept_BT = _learned_frames(masks_BTHW).to(error_BT)
+    return ((error_BT * kept_BT).sum(dim=1) / kept_BT.sum(dim=1).clamp(min=1.0)).mean()
+
+
+def _learned_frames(masks_BTHW: Tensor) -> Tensor:
+    """Return (B,T), False for given first and last frames of samples without given frames between them."""
+    given_BT = masks_BTHW.flatten(2).amax(dim=2) > 0
+    only_ends_B1 = ~given_BT[:, 1:-1].any(dim=1, keepdim=True)
+    learned_BT = torch.ones_like(given_BT)
+    learned_BT[:, :1] = ~(given_BT[:, :1] & only_ends_B1)
+    learned_BT[:, -1:] &= ~(given_BT[:, -1:] & only_ends_B1)
+    return learned_BT
 
 
 def weighted_loss(velocity_BND: Tensor, target_BND: Tensor, weights_BN: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.load import differences
 from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.core.device import queued_copy
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.core.transfers import queued_copy
 
 # Widths of VGG16's convolutions by stage; the resolution halves between stages.
 _STAGES = ((64, 64), (128, 128), (256, 256, 256), (512, 512, 512), (512, 512, 512))

@@ -1,35 +1,29 @@
 """Training task of autoencoders: reconstruction, KL divergence, a perceptual term, and a discriminator."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from opensora_cli.checkpoint.writing import write_weights
+from opensora_cli.core.device import queued_copy
 from opensora_cli.core.progress import Reporter
-from opensora_cli.core.transfers import queued_copy
-from opensora_cli.data.batches import ClipBatch
+from opensora_cli.data.batches import ClipBatch, SampleRng
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.train.objectives.base import VAE_FILE
 from opensora_cli.engine.train.objectives.discriminator import PatchAdversary
 from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance, load_perceptual_distance
-from opensora_cli.engine.train.objectives.task import SampleRng
-from opensora_cli.engine.train.objectives.vae_losses import (
-    adaptive_weight,
-    gradient_error,
-    gradient_norm,
-    kl_divergence,
-    psnr,
-    reconstruction_error,
-    with_gradient,
-)
+from opensora_cli.engine.train.trainer import Task
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_objectives import VAETrainSettings
 
+_PIXEL_RANGE = 2.0  # from -1 to 1
+_EPS = 1e-4
+_MAX_WEIGHT = 1e4
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -102,13 +96,16 @@ def cut_squares(frames_BTHWC: Tensor, size: int, rng: np.random.Generator) -> Te
     )
 
 
-class VAETask:
+class VAETask(Task):
     """Training task that reconstructs clips and pictures.
 
     The loss is |error| + a·error² + b·|error of gradients| + c·LPIPS + d·KL + e·w·(-logit), all means. The logit is
     that of the discriminator, and w balances gradients (see `adaptive_weight`). `steps` is the length of the run, whose
     last steps may use whole frames.
     """
+
+    module: Autoencoder
+    adversary: PatchAdversary | None
 
     def __init__(
         self,
@@ -119,8 +116,7 @@ class VAETask:
         perceptual: PerceptualDistance | None = None,
         adversary: PatchAdversary | None = None,
     ) -> None:
-        self.module = autoencoder
-        self.forward: Callable[..., Any] = self.module
+        super().__init__(autoencoder)
         self.adversary = adversary
         self._settings = settings
         self._perceptual = perceptual
@@ -157,9 +153,6 @@ class VAETask:
         grid = self.module.grid
         rows, columns = grid.latent_size(height, width)
         return count * grid.latent_frames(frames) * rows * columns
-
-    def samples(self, batch: ClipBatch) -> int:
-        return len(batch.paths)
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write `vae.safetensors`, in half precision if the settings ask for it."""
@@ -213,3 +206,61 @@ def _frames(batch: ClipBatch) -> Tensor:
     if batch.pixels_BTHWC is None:
         raise ValueError("autoencoders learn from pixels, and the batch has none")
     return batch.pixels_BTHWC
+
+
+def reconstruction_error(decoded: Tensor, pixels: Tensor, *, squared_weight: float) -> tuple[Tensor, Tensor]:
+    """Return the mean absolute error plus `squared_weight` times the squared error, and the squared error alone."""
+    squared = nn.functional.mse_loss(decoded, pixels)
+    return nn.functional.l1_loss(decoded, pixels) + squared_weight * squared, squared
+
+
+def gradient_error(decoded_BCTHW: Tensor, pixels_BCTHW: Tensor) -> Tensor:
+    """Return the mean absolute error of differences between adjacent pixels, horizontal plus vertical.
+
+    A blurred edge has a small error in its pixels and a large one in its gradients (Mathieu et al. 2016,
+    https://arxiv.org/abs/1511.05440, with absolute gradients).
+    """
+    error_BCTHW = decoded_BCTHW - pixels_BCTHW
+    return error_BCTHW.diff(dim=-1).abs().mean() + error_BCTHW.diff(dim=-2).abs().mean()
+
+
+def psnr(squared_error: Tensor) -> Tensor:
+    """Return the peak signal-to-noise ratio, in dB, of pixels in [-1,1] with this mean squared error."""
+    return -10.0 * torch.log10(squared_error / _PIXEL_RANGE**2)
+
+
+def kl_divergence(mean: Tensor, logvar: Tensor) -> Tensor:
+    """Return the KL divergence from normal distributions to the standard one, in nats, as the mean over all values.
+
+    KL(N(m, s²) || N(0, 1)) = (m² + s² - 1 - log s²) / 2 (Kingma & Welling 2014, appendix B); `logvar` is log s².
+    """
+    return 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar).mean()
+
+
+def gradient_norm(output: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
+    """Return the norm of a loss's gradient by a weight, in fp32, from its gradient by an output of the layer.
+
+    It accumulates no gradient, and keeps the graph.
+    """
+    (by_weight,) = torch.autograd.grad(output, weight, gradient, retain_graph=True)
+    norm: Tensor = torch.linalg.vector_norm(by_weight.float())
+    return norm
+
+
+def adaptive_weight(reconstruction_norm: Tensor, adversarial_norm: Tensor) -> Tensor:
+    """Return the weight that gives the adversarial term the same gradient norm at the last layer as the reconstruction.
+
+    It is |g_rec| / (|g_adv| + 1e-4), at most 1e4 (Esser et al. 2021, "Taming transformers",
+    https://arxiv.org/abs/2012.09841, equation 7).
+    """
+    return (reconstruction_norm / (adversarial_norm + _EPS)).clamp(max=_MAX_WEIGHT)
+
+
+def with_gradient(output: Tensor, *, value: Tensor, gradient: Tensor) -> Tensor:
+    """Return the scalar loss `value` as a function of `output` with the known `gradient`.
+
+    So the backward pass of a loss on decoded pixels continues through the decoder after the loss's own activations are
+    freed.
+    """
+    linear = (output * gradient.detach()).sum()
+    return value.detach() + (linear - linear.detach())

@@ -1,7 +1,7 @@
 """Objective `vae`: reconstruction of clips by an autoencoder."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import Reporter, SilentReporter
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from opensora_cli.engine.train.activations import BatchShape
     from opensora_cli.engine.train.distribution import Distribution
     from opensora_cli.engine.train.objectives.flow_matching import TokenWeights
-    from opensora_cli.engine.train.objectives.task import Task
+    from opensora_cli.engine.train.trainer import Task
 
 
 class Reconstruction(Objective):
@@ -31,11 +31,8 @@ class Reconstruction(Objective):
         if missing := [name for name, path in self.frozen_parts(settings).items() if path is None]:
             raise CheckpointError(f"train_vae.perceptual_files: {', '.join(missing)} does not exist")
 
-    def positions(self, settings: TrainSettings, shape: "BatchShape") -> int:
-        return shape.batch_size * shape.num_frames * shape.height * shape.width
-
-    def width(self, settings: TrainSettings) -> int:
-        return settings.vae.sizes.pixel_width
+    def layer_values(self, settings: TrainSettings, shape: "BatchShape") -> int:
+        return shape.batch_size * shape.num_frames * shape.height * shape.width * settings.vae.sizes.pixel_width
 
     def measured_steps(self, settings: TrainSettings) -> tuple[int, ...]:
         chosen = settings.train_vae
@@ -44,7 +41,7 @@ class Reconstruction(Objective):
         last_phase = max(opposed_from, whole_from)
         return (0, 0, last_phase) if last_phase else (0, 1)
 
-    def stand_in(self, settings: TrainSettings) -> "tuple[Task[Any], list[nn.Module]]":
+    def stand_in(self, settings: TrainSettings) -> "tuple[Task, list[nn.Module]]":
         import torch
 
         from opensora_cli.engine.train.objectives.reconstruction import build_vae_task
@@ -69,7 +66,7 @@ class Reconstruction(Objective):
         clips: "ClipCache | None",
         token_weights: "TokenWeights | None",
         reporter: Reporter,
-    ) -> "Task[Any]":
+    ) -> "Task":
         from opensora_cli.checkpoint.load import fill_module
         from opensora_cli.checkpoint.opening import open_checkpoint
         from opensora_cli.engine.train.objectives.reconstruction import build_vae_task

@@ -2,7 +2,7 @@
 
 import pytest
 
-from opensora_cli.core.gpus import LinkKind
+from opensora_cli.core.device_facts import LinkKind
 from opensora_cli.engine.bench_comm.links import (
     Expectation,
     Judgement,

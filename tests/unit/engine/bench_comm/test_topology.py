@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from opensora_cli.core.gpus import LinkFacts, LinkKind
+from opensora_cli.core.device_facts import LinkFacts, LinkKind
 from opensora_cli.engine.bench_comm import topology
 from opensora_cli.engine.bench_comm.links import NetworkPort
 from opensora_cli.engine.bench_comm.topology import HostLinks, join_hosts, read_network

@@ -1,8 +1,5 @@
 """The table of a comparison, and its document."""
 
-from pathlib import Path
-from xml.etree import ElementTree
-
 from opensora_cli.engine.bench_generate.report import BenchedSetting, BenchGenerateReport, RunTime
 
 
@@ -53,14 +50,6 @@ def test_repeated_runs_show_their_deviation_and_small_errors_their_digits() -> N
     line = report(row("exact", latents_error=1.5e-6), repeats=2).lines()[2]
     assert line.split()[1:3] == ["0.25", "±0.12"]
     assert line.endswith("1.5e-06")
-
-
-def test_the_chart_has_every_setting_at_its_evaluations(tmp_path: Path) -> None:
-    path = tmp_path / "a.svg"
-    report(row("exact"), TRIED, row("x=$1$", psnr_db=99.0)).write_plot(str(path), replace=False)
-    text = "".join(ElementTree.parse(path).getroot().itertext())
-    assert "ab2-15 (1.50 times as fast)" in text
-    assert "x=$1$ (1.00 times as fast)" in text
 
 
 def test_times_have_the_deviation_of_a_sample() -> None:

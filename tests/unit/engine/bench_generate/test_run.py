@@ -19,7 +19,7 @@ from opensora_cli.engine.bench_generate.run import bench_generate, likeness
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_picture
 from opensora_cli.media.similarity import HIGHEST_PSNR_DB, psnr_db, ssim
-from opensora_cli.settings.bench_generate import BenchGenerateSettings, read_tries
+from opensora_cli.settings.bench_generate import read_tries
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
@@ -34,8 +34,7 @@ def elsewhere(tmp_path, monkeypatch):
 
 
 def compared(settings, *tries, reporter=None, repeats=1):
-    options = BenchGenerateSettings(repeats=repeats)
-    return bench_generate(settings, read_tries(tries), options=options, reporter=reporter or RecordingReporter())
+    return bench_generate(settings, read_tries(tries), repeats=repeats, reporter=reporter or RecordingReporter())
 
 
 def video(latents, frames_THWC):

@@ -22,7 +22,7 @@ from opensora_cli.engine.estimate.fake_tensors import fake_device
 from opensora_cli.engine.estimate.transformer import fake_attention
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention import attention_backend
-from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.parallel.shares import MeshShape
 from opensora_cli.settings.enums import AttentionChoice
 
 CPU = AttentionUse(device=torch.device("cpu"), dtype=torch.bfloat16, head_dim=16)
@@ -41,7 +41,7 @@ def _tried_again():
 def on_cpu(monkeypatch):
     """Let the kernels of libraries be tried on the CPU, where their stand-ins compute."""
     for name, kind in ATTENTION_KINDS.items():
-        monkeypatch.setitem(ATTENTION_KINDS, name, replace(kind, needs_cuda=False))
+        monkeypatch.setitem(ATTENTION_KINDS, name, replace(kind, needs_gpu=False))
 
 
 def choose(name, use=CPU, **options):

@@ -4,7 +4,7 @@ import pytest
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.parallelize import choose_mesh, describe_mesh
-from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.parallel.shares import MeshShape
 from opensora_cli.settings.load import load_preset
 
 

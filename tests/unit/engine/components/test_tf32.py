@@ -6,8 +6,8 @@ from contextlib import suppress
 import pytest
 import torch
 
-from opensora_cli.core.gpus import GpuFacts, TorchFacts
-from opensora_cli.engine.components.hardware import tf32_in_use, tf32_products
+from opensora_cli.core.device import tf32_in_use, tf32_products
+from opensora_cli.core.device_facts import GpuFacts, TorchFacts
 from opensora_cli.engine.env_check.machine import check_precision
 
 # Its switches work without a GPU.

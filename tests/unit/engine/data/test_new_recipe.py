@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_training
 from tiny_clips import write_clip, write_rows
 
 from opensora_cli.cli.app import main
@@ -58,7 +59,7 @@ def test_the_recipe_of_a_mixed_folder_takes_in_every_clip(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # It takes seconds, and has tests of its own.
-    monkeypatch.setattr(train_plan, "estimate_rank", lambda settings, *, reporter: None)
+    monkeypatch.setattr(train_plan, "estimate_rank", lambda settings, *, reporter: tiny_training.rank_memory())
     assert main(["train", "--new", folder.name, "--quiet"]) == 0
     out = capsys.readouterr().out
     recipe = Path(f"{folder.name}.yaml")
@@ -128,6 +129,9 @@ def test_what_fits_no_bucket_is_counted_in_the_recipe(tmp_path: Path, monkeypatc
         write_recipe("clips", Path("demo_lora"))
     write_clip(tmp_path / "clips" / "b.mp4", num_frames=9)
     (tmp_path / "clips" / "c.mp4").write_bytes(b"nothing")
+    with pytest.raises(FileProblem, match="clips has nothing large and long enough"):
+        write_recipe("clips", Path("demo_lora"))  # from the table of the first scan
+    (tmp_path / "clips.csv").unlink()
     result = write_recipe("clips", Path("demo_lora"))
     assert "c.mp4" in result.broken[0].reason
     assert any(line.startswith("broken ") for line in result.lines())

@@ -1,8 +1,6 @@
 """From folders to tables, parts and contact sheets."""
 
-import errno
 import json
-import os
 import random
 import re
 from fractions import Fraction
@@ -17,7 +15,6 @@ from hostile_files import CAPTIONS
 from PIL import Image
 from tiny_clips import write_clip, write_rows
 
-from opensora_cli.core import files
 from opensora_cli.core.exceptions import BatchError, FileProblem, OutputError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.table import COLUMNS, read_table
@@ -25,7 +22,6 @@ from opensora_cli.data.table_files import read_columns
 from opensora_cli.engine.data import scan as scan_module
 from opensora_cli.engine.data.preview import preview
 from opensora_cli.engine.data.scan import ScanResult, scan, shard
-from opensora_cli.media.containers import MediaFacts
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettings, ShardSettings
 
@@ -63,13 +59,11 @@ def test_two_scans_to_one_table_leave_one_whole_and_one_refused(folder: Path, mo
     monkeypatch.setattr(scan_module, "write_table", meanwhile)
     assert run(folder).rows == 4
     assert refused == [False, True]
-    monkeypatch.undo()
-    assert run(folder).read == 0
 
 
 def test_a_folder_becomes_a_table(folder: Path) -> None:
     result = run(folder)
-    assert (result.table, result.videos, result.pictures, result.read) == (folder.with_suffix(".csv"), 3, 1, 4)
+    assert (result.table, result.videos, result.pictures) == (folder.with_suffix(".csv"), 3, 1)
     assert (result.without_caption, result.broken) == (1, ())
     columns = read_columns(result.table, COLUMNS)
     names = ["a.png", "b.mp4", "more/c.mp4", "more/d.mp4"]
@@ -100,35 +94,7 @@ def test_parquet_has_the_same(folder: Path) -> None:
     assert columns["fps"] == [None, 24.0, 30.0, 24.0]
 
 
-@pytest.fixture
-def probed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the files that are read."""
-    names: list[str] = []
-    probe = scan_module.probe
-    monkeypatch.setattr(scan_module, "probe", lambda file, *, deep: names.append(file.name) or probe(file, deep=deep))
-    return names
-
-
-def test_a_second_scan_reads_only_what_is_new_or_changed(folder: Path, probed: list[str]) -> None:
-    first = run(folder)
-    content = first.table.read_bytes()
-    probed.clear()
-    second = run(folder)
-    assert (probed, second.read) == ([], 0)
-    assert first.table.read_bytes() == content
-    write_clip(folder / "b.mp4", num_frames=9)
-    write_clip(folder / "new.mp4", num_frames=2)
-    (folder / "more" / "c.mp4").unlink()
-    (folder / "a.json").write_text(json.dumps("another caption"))
-    third = run(folder)
-    assert sorted(probed) == ["b.mp4", "new.mp4"]
-    columns = read_columns(third.table, ["path", "text", "num_frames"])
-    assert [Path(path).name for path in columns["path"]] == ["a.png", "b.mp4", "new.mp4", "d.mp4"]
-    assert columns["num_frames"] == ["1", "9", "2", "3"]
-    assert columns["text"][0] == "another caption"
-
-
-def test_a_deep_scan_finds_damage_in_the_middle_and_reads_what_was_not_decoded(tmp_path: Path) -> None:
+def test_a_deep_scan_finds_damage_in_the_middle(tmp_path: Path) -> None:
     folder = tmp_path / "clips"
     folder.mkdir()
     write_clip(folder / "whole.mp4", num_frames=9)
@@ -140,40 +106,12 @@ def test_a_deep_scan_finds_damage_in_the_middle_and_reads_what_was_not_decoded(t
     content[middle : middle + 3000] = random.Random(0).randbytes(3000)
     damaged.write_bytes(content)
     shallow = run(folder)
-    assert (shallow.videos, shallow.read, shallow.broken) == (2, 2, ())
-    deep = run(folder, deep=True)
-    assert (deep.videos, deep.read) == (1, 2)
+    assert (shallow.videos, shallow.broken) == (2, ())
+    deep = run(folder, deep=True, overwrite=True)
+    assert deep.videos == 1
     (broken,) = deep.broken
     assert broken.path == str(damaged)
     assert re.search(r"damaged\.mp4 is damaged: frame \d+ of 40 cannot be decoded", broken.reason)
-    # What was decoded whole is known; what is damaged is tried again.
-    assert run(folder, deep=True).read == 1
-
-
-def test_what_could_not_be_read_is_tried_again_though_it_has_not_changed(
-    folder: Path, probed: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    probe = scan_module.probe
-
-    def hiccup(file: Path, *, deep: bool) -> MediaFacts:
-        if file.name == "b.mp4":
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-        return probe(file, deep=deep)
-
-    monkeypatch.setattr(scan_module, "probe", hiccup)
-    failed = run(folder)
-    reason = f"{folder / 'b.mp4'} cannot be read: Permission denied"
-    assert [file.reason for file in failed.broken] == [reason]
-    monkeypatch.setattr(scan_module, "probe", probe)
-    probed.clear()
-    # As scans of earlier versions noted it.
-    status = (folder / "b.mp4").stat()
-    known = {"path": str(folder / "b.mp4"), "size": status.st_size, "mtime_ns": status.st_mtime_ns, "error": reason}
-    with folder.with_suffix(".csv.scan.jsonl").open("a") as journal:
-        journal.write(json.dumps(known) + "\n")
-    again = run(folder)
-    assert (probed, again.read, again.broken) == (["b.mp4"], 1, ())
-    assert "1 read, 3 known from before" in again.lines()[1]
 
 
 def test_broken_files_are_listed_and_left_out_until_they_are_fixed(folder: Path) -> None:
@@ -192,8 +130,8 @@ def test_broken_files_are_listed_and_left_out_until_they_are_fixed(folder: Path)
     write_clip(folder / "broken.mp4", num_frames=4)
     (folder / "b.txt").unlink()
     (folder / "a.json").unlink()
-    again = run(folder)
-    assert (again.broken, again.read, again.videos, again.pictures) == ((), 1, 4, 1)
+    again = run(folder, overwrite=True)
+    assert (again.broken, again.videos, again.pictures) == ((), 4, 1)
     again.raise_for_problems()
 
 
@@ -219,29 +157,6 @@ def test_a_caption_that_cannot_be_used_is_listed_and_the_others_are_in_the_table
         result.raise_for_problems()
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"[" * 100_000,
-        b'["table_sha256"]',
-        b'{"path": ["a"], "size": 1, "mtime_ns": 1, "num_frames": 1, "height": 1, "width": 1, "fps": 1}',
-        b'{"path": "PATH", "size": SIZE, "mtime_ns": TIME, "num_frames": 1, "height": "8", "width": [], "fps": null}',
-        b'{"path": "PATH", "size": SIZE, "mtime_ns": TIME, "num_frames": 1, "height": 0, "width": 0, "fps": null}',
-    ],
-)
-def test_a_journal_of_nonsense_is_read_as_none(tmp_path: Path, line: bytes) -> None:
-    folder = tmp_path / "clips"
-    folder.mkdir()
-    write_clip(folder / "a.png", num_frames=1, height=8, width=8)
-    status = (folder / "a.png").stat()
-    for name, value in (("PATH", folder / "a.png"), ("SIZE", status.st_size), ("TIME", status.st_mtime_ns)):
-        line = line.replace(name.encode(), str(value).encode())
-    (tmp_path / "clips.csv.scan.jsonl").write_bytes(line + b"\n")
-    result = run(folder)
-    assert (result.read, result.rows) == (1, 1)
-    assert read_table(result.table).samples.height.tolist() == [8]
-
-
 class Interrupting(SilentReporter):
     """Presses Ctrl-C after so many files."""
 
@@ -254,52 +169,21 @@ class Interrupting(SilentReporter):
             raise KeyboardInterrupt
 
 
-def test_an_interrupted_scan_goes_on_where_it_was(folder: Path) -> None:
-    settings = ScanSettings(folder=str(folder), workers=1)
-    with pytest.raises(KeyboardInterrupt, match="2 of 4 files are noted"):
-        scan(settings, reporter=Interrupting(2))
+def test_an_interrupted_scan_writes_nothing(folder: Path) -> None:
+    with pytest.raises(KeyboardInterrupt, match="no table is written: scan again"):
+        scan(ScanSettings(folder=str(folder), workers=1), reporter=Interrupting(2))
     assert not folder.with_suffix(".csv").exists()
-    journal = folder.with_suffix(".csv.scan.jsonl")
-    journal.write_text(journal.read_text() + '{"path": "half a li')  # a crash
-    result = run(folder)
-    assert result.read == 2
-    assert len(read_table(result.table)) == 4
+    assert len(read_table(run(folder).table)) == 4
 
 
-@pytest.mark.parametrize("named", [0, 1], ids=["before the table has its name", "before the journal has its own"])
-def test_a_scan_that_is_ended_beside_its_table_goes_on(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, named: int
-) -> None:
-    table = run(folder).table
-    old = table.read_bytes()
-    (folder / "e.png").write_bytes((folder / "a.png").read_bytes())
-    journal = folder.with_suffix(".csv.scan.jsonl")
-    journal.write_text(journal.read_text() + '{"path": "half a li')  # an earlier crash
-    real, calls = files.take_name, iter(range(9))
-
-    def ended(*given: Any, **options: Any) -> None:
-        if next(calls) == named:
-            raise KeyboardInterrupt
-        real(*given, **options)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(files, "take_name", ended)
-        with pytest.raises(KeyboardInterrupt):
-            run(folder)
-    assert (table.read_bytes() == old) == (named == 0)
-    assert all(json.loads(line) for line in journal.read_text().splitlines())
-    assert len(read_table(run(folder).table)) == 5
-
-
-def test_a_table_that_was_changed_by_hand_is_kept(folder: Path, probed: list[str]) -> None:
+def test_a_table_is_replaced_only_on_request(folder: Path) -> None:
     table = run(folder).table
     table.write_text(table.read_text().replace("from JSON", "a better caption"))
-    with pytest.raises(OutputError, match="exists already, and is not as osora data scan left it"):
+    with pytest.raises(OutputError, match="exists already"):
         run(folder)
     assert "a better caption" in table.read_text()
-    probed.clear()
-    assert run(folder, overwrite=True).read == 4
-    assert len(probed) == 4
+    (folder / "more" / "c.mp4").unlink()
+    assert run(folder, overwrite=True).rows == 3
     assert "from JSON" in table.read_text()
 
 
@@ -314,17 +198,17 @@ def test_the_result_as_json_and_as_lines(folder: Path) -> None:
     (folder / "broken.mp4").write_bytes(b"nothing")
     result = run(folder)
     document = result.to_json()
-    assert document["schema"] == "osora.data-scan/2"
-    assert (document["rows"], document["read"]) == (4, 5)
+    assert document["schema"] == "osora.data-scan/3"
+    assert document["rows"] == 4
     assert [entry["path"] for entry in json.loads(json.dumps(document))["broken"]] == [str(folder / "broken.mp4")]
-    assert [line.split()[0] for line in result.lines()] == ["table", "files", "caption", "skipped", "broken"]
+    assert [line.split()[0] for line in result.lines()] == ["table", "caption", "skipped", "broken"]
 
 
 def test_files_of_other_kinds_are_counted(folder: Path) -> None:
     for name in ("e.psd", "more/f.PSD", "metadata.jsonl", "README", "lost.txt"):
         (folder / name).write_text("x")
     run(folder, table=str(folder / "table.csv"))
-    result = run(folder, table=str(folder / "table.csv"))
+    result = run(folder, table=str(folder / "table.csv"), overwrite=True)
     assert result.other_files == {".psd": 2, ".md": 1, ".jsonl": 1, "": 1, ".txt": 1}
     assert "skipped   2 .psd, 1 " in "\n".join(result.lines())
 
@@ -367,9 +251,8 @@ def test_videos_of_varying_rate_are_named(folder: Path) -> None:
             frame.pts, frame.time_base = time, Fraction(1, 25)
             container.mux(track.encode(frame))
         container.mux(track.encode(None))
-    for _ in range(2):  # The second scan has it from the journal.
-        result = run(folder)
-        assert result.uneven == (folder / "varies.mp4",)
+    result = run(folder)
+    assert result.uneven == (folder / "varies.mp4",)
     assert "uneven    varies.mp4: the frame rate varies" in "\n".join(result.lines())
 
 

@@ -5,7 +5,7 @@ import pytest
 
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.encode.clip_conditions import (
+from opensora_cli.engine.encode.clips import (
     encoded_parts,
     fitting_modes,
     sample_mode,

@@ -20,6 +20,7 @@ from opensora_cli.core import threads
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import BatchError, FileProblem, MediaError
 from opensora_cli.core.threads import Cores, ThreadChoice
+from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.data import cache as cache_module
 from opensora_cli.engine.data.cache import cache_clips
@@ -29,10 +30,9 @@ from opensora_cli.engine.encode.clips import ALWAYS_CACHED
 from opensora_cli.engine.encode.datasets import TableSource, open_table
 from opensora_cli.engine.encode.encoders import Encoders
 from opensora_cli.engine.encode.fill_cache import prepare_cache
-from opensora_cli.engine.encode.loading import ClipBatches
+from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.objectives import flow_matching as mmdit
 from opensora_cli.engine.train.objectives.flow_matching import build_mmdit_task
-from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.media.write import write_media
 from opensora_cli.models.mmdit.model import MMDiT
 
@@ -135,7 +135,7 @@ def losses(settings, *, micro_batches):
     nn.init.normal_(module.final_layer.linear.weight)
     nn.init.normal_(module.cond_in.weight)
     task = build_mmdit_task(settings, module, device=CPU, clips=cache)
-    batches = ClipBatches(
+    batches = open_batches(
         settings,
         data_rank=0,
         data_ranks=1,

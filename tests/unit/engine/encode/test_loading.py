@@ -18,7 +18,7 @@ from opensora_cli.data.batches import ClipBatch, ClipRequest
 from opensora_cli.data.source import ClipSource
 from opensora_cli.engine.encode.datasets import open_table
 from opensora_cli.engine.encode.fill_cache import _files
-from opensora_cli.engine.encode.loading import ClipBatches
+from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.settings.train import TrainSettings
 
 BUCKETS = {"64px": {1: (1.0, 2), 5: (1.0, 3)}}
@@ -65,7 +65,7 @@ def take(
     source: ClipSource | None = None,
 ) -> list[ClipBatch]:
     reporter = reporter or Warnings()
-    batches = ClipBatches(settings, data_rank=rank, data_ranks=ranks, reporter=reporter, load=load, source=source)
+    batches = open_batches(settings, data_rank=rank, data_ranks=ranks, reporter=reporter, load=load, source=source)
     try:
         return [batches.next() for _ in range(count)]
     finally:
@@ -110,11 +110,11 @@ def test_clips_begin_anywhere_and_their_frames_follow_each_other(table: Path) ->
 def test_a_resumed_run_reads_the_same(table: Path, workers: int, updates: int) -> None:
     chosen = in_pairs(settings(table, workers=workers))
     straight = [described(batch) for batch in take(in_pairs(settings(table)), 12)]
-    first = ClipBatches(chosen, data_rank=0, data_ranks=1, reporter=SilentReporter())
+    first = open_batches(chosen, data_rank=0, data_ranks=1, reporter=SilentReporter())
     before = [described(first.next()) for _ in range(2 * updates)]
     state = first.state_dict()
     first.close()
-    second = ClipBatches(chosen, data_rank=0, data_ranks=1, reporter=SilentReporter())
+    second = open_batches(chosen, data_rank=0, data_ranks=1, reporter=SilentReporter())
     second.load_state_dict(state)
     after = [described(second.next()) for _ in range(12 - 2 * updates)]
     second.close()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from opensora_cli.core.gpus import DriverFacts, GpuFacts, TorchFacts
+from opensora_cli.core.device_facts import DriverFacts, GpuFacts, TorchFacts
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.env_check import host
 from opensora_cli.engine.env_check.host import (
@@ -110,6 +110,12 @@ def test_a_desktop_has_only_ok_and_notes():
     assert set(severities(findings)) == {OK, NOTE}
 
 
+def test_other_accelerators_are_marked_as_untested():
+    findings = list(check_gpus(replace(CPU_TORCH, untested=("xpu",)), []))
+    assert severities(findings) == [NOTE, NOTE]
+    assert "--device xpu" in findings[-1].message
+
+
 @pytest.mark.parametrize(
     ("findings", "severity", "message", "fix"),
     [
@@ -165,10 +171,10 @@ def test_kernels_run_on_gpus_of_their_architecture(capability, architectures, su
 
 def test_attention_backends_that_auto_uses_that_work_and_that_are_missing(monkeypatch):
     def library(version, install):
-        return SimpleNamespace(library=SimpleNamespace(version=lambda: version, install=install), needs_cuda=True)
+        return SimpleNamespace(library=SimpleNamespace(version=lambda: version, install=install), needs_gpu=True)
 
     kinds = {
-        "cudnn": SimpleNamespace(library=None, needs_cuda=True),
+        "cudnn": SimpleNamespace(library=None, needs_gpu=True),
         "flash2": library(None, "pip install flash-attn"),
         "flash3": library(None, "build it"),
         "xformers": library("0.0.35", "pip install"),

@@ -16,7 +16,7 @@ from opensora_cli.engine.estimate.predicted_time import (
 )
 from opensora_cli.engine.estimate.work import Work
 from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.parallel.mesh import MeshShape
+from opensora_cli.parallel.shares import MeshShape
 from opensora_cli.settings.hardware import read_machine
 
 H100 = read_machine("H100").gpu.replace({"product_efficiency": 0.5, "attention_efficiency": 0.25})

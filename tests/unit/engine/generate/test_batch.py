@@ -139,7 +139,7 @@ def test_many_rows_are_planned_once_for_each_shape(tmp_path, asked, reporter, mo
     result = plan_rows(asked(), read_prompts(path), shard=Shard.of("2/4"), reporter=reporter)
     assert len(planned) == 1  # odd seeds alone
     assert [(shape.rows, shape.plan.jobs[0].num_frames) for shape in result.shapes] == [(100, 17)]
-    assert result.lines()[0] == "rows      100 of 1 shape, and 0 that would be refused"
+    assert result.lines()[-1] == "rows      100 of 1 shape, and 0 that would be refused"
 
 
 def test_a_plan_says_that_the_server_for_prompts_is_missing(asked, rows_of, reporter, monkeypatch):

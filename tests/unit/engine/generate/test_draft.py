@@ -154,6 +154,6 @@ def test_the_demo_keeps_what_its_draft_shows_the_more_the_lower_the_strength():
 def test_what_is_stopped_goes_on_without_its_draft(world, tmp_path, monkeypatch):
     settings = demo_settings(world, tmp_path / "out", **{**DRAFT, "draft__strength": "0.9"})
     whole = generate(settings.replace({"output.path": str(tmp_path / "whole")})).videos[0].path.read_bytes()
-    assert "--resume" in stopped(settings, STEPS + 1)
+    assert "--from" in stopped(settings, STEPS + 1)
     monkeypatch.setattr(pipeline, "_make_drafts", lambda chain, samples, *args: samples and pytest.fail("made again"))
     assert generate(settings).videos[0].path.read_bytes() == whole

@@ -39,7 +39,7 @@ def names(folder):
 
 
 def resume(state, reporter=None):
-    request = GenerateRequest(overrides={"resume": Given(str(state), "--resume"), **weights_of(state)})
+    request = GenerateRequest(overrides={"resume": Given(str(state), "--from"), **weights_of(state)})
     reporter = reporter or RecordingReporter()
     return generate(resolve(request, reporter=reporter), reporter=reporter)
 
@@ -59,8 +59,8 @@ def test_the_chosen_seed_goes_on_to_the_same_bytes(world, tmp_path):
     states = [out / f"{name}.latents.safetensors" for name in NAMES]
     assert result.lines() == [
         str(out / SHEET),
-        f"osora generate --resume {states[0]} --weights {world.demo}  # seed 42",
-        f"osora generate --resume {states[1]} --weights {world.demo}  # seed 43",
+        f"osora generate --from {states[0]} --weights {world.demo}  # seed 42",
+        f"osora generate --from {states[1]} --weights {world.demo}  # seed 43",
     ]
     document = result.to_json()
     assert [(seed["seed"], seed["state"], seed["steps"]) for seed in document["explored"]] == [
@@ -151,4 +151,4 @@ def test_a_seed_whose_steps_are_all_done_is_only_decoded(tmp_path):
     settings = load_preset("demo", prompt="sea").replace({"runtime.device": "cpu", "loras": ("a",)})
     command = sample_files(settings, 0).command(state, is_begun=False)
     seed = ExploredSeed(seed=7, state=state, steps=None, preview=None, command=command)
-    assert seed.line() == f"osora generate --from-latents '{state}' --device cpu  # seed 7"
+    assert seed.line() == f"osora generate --from '{state}' --device cpu  # seed 7"

@@ -52,7 +52,7 @@ def raising(error):
 
 
 def go_on(path, reporter, **changes):
-    overrides = {"from_latents": Given(str(path), "--from-latents"), **weights_of(path), **changes}
+    overrides = {"from_latents": Given(str(path), "--from"), **weights_of(path), **changes}
     return generate(resolve(GenerateRequest(overrides=overrides), reporter=reporter), reporter=reporter)
 
 
@@ -98,7 +98,7 @@ class TestCtrlC:
             with pytest.raises(KeyboardInterrupt) as caught:
                 generate(released_settings(world, tmp_path / "out"))
         latents = tmp_path / "out" / LATENTS
-        assert caught.value.args == (f"go on with: osora generate --from-latents {latents} --weights {world.released}",)
+        assert caught.value.args == (f"go on with: osora generate --from {latents} --weights {world.released}",)
         assert names(tmp_path / "out") == [LATENTS]
         video = go_on(latents, reporter).videos[0]
         assert video.path.read_bytes() == expected
@@ -113,7 +113,7 @@ class TestCtrlC:
             return real(*args)
 
         monkeypatch.setattr(denoise, "_unpacked", interrupted)
-        with pytest.raises(KeyboardInterrupt, match="go on with: osora generate --from-latents"):
+        with pytest.raises(KeyboardInterrupt, match="go on with: osora generate --from"):
             generate(released_settings(world, tmp_path))
         assert open_latents(tmp_path / LATENTS).steps is None
 
@@ -150,8 +150,7 @@ class TestCtrlC:
             generate(released_settings(world, tmp_path / "my out", sampling__num_samples="3"))
         folder = tmp_path / "my out"
         commands = [
-            f"osora generate --from-latents '{folder}/raining-sea_seed{seed}.latents.safetensors' "
-            f"--weights {world.released}"
+            f"osora generate --from '{folder}/raining-sea_seed{seed}.latents.safetensors' --weights {world.released}"
             for seed in (43, 44)
         ]
         assert caught.value.args[0].splitlines() == [
@@ -189,10 +188,10 @@ class TestCtrlC:
                 generate(settings)
         assert names(tmp_path) == [LATENTS]
         assert caught.value.args[0].splitlines() == [
-            f"go on with: osora generate --from-latents {tmp_path / LATENTS} --weights {world.released}",
+            f"go on with: osora generate --from {tmp_path / LATENTS} --weights {world.released}",
             f"of 2 samples: 0 finished, 1 with saved latents, 1 still to be made{advice}",
         ]
-        latents = {"from_latents": Given(str(tmp_path / LATENTS), "--from-latents"), **weights_of(tmp_path / LATENTS)}
+        latents = {"from_latents": Given(str(tmp_path / LATENTS), "--from"), **weights_of(tmp_path / LATENTS)}
         planned = plan_generation(resolve(GenerateRequest(overrides=latents), reporter=reporter), reporter=reporter)
         assert set(planned.jobs[0].weights) == {"vae"}
 
@@ -235,7 +234,7 @@ class TestCtrlC:
         with monkeypatch.context() as patched:
             patched.setattr(decode, "decode_latents", raising(KeyboardInterrupt()))
             for _ in range(2):  # also where it is interrupted again
-                with pytest.raises(KeyboardInterrupt, match="go on with: osora generate --from-latents"):
+                with pytest.raises(KeyboardInterrupt, match="go on with: osora generate --from"):
                     generate(settings, reporter=reporter)
         assert reporter.stages.count("denoise") == 1
         [video] = generate(settings, reporter=reporter).videos
@@ -259,7 +258,7 @@ class TestFailures:
         assert caught.value.exit_code == 3
         assert names(tmp_path) == [LATENTS]
         assert reporter.warnings == [
-            f"go on with: osora generate --from-latents {tmp_path / LATENTS} --weights {world.released}"
+            f"go on with: osora generate --from {tmp_path / LATENTS} --weights {world.released}"
         ]
 
     @pytest.mark.parametrize("overwrite", ["false", "true"])
@@ -382,7 +381,7 @@ class TestFromLatents:
         ],
     )
     def test_what_decided_the_latents_is_refused_with_another_value(self, saved, reporter, key, given, shown):
-        with pytest.raises(RequestError, match=f"{shown} has no effect with --from-latents"):
+        with pytest.raises(RequestError, match=f"{shown} has no effect on finished latents"):
             go_on(saved, reporter, **{key: given})
 
     def test_what_decided_the_latents_may_be_repeated(self, saved, tmp_path, reporter):
@@ -394,7 +393,7 @@ class TestFromLatents:
         monkeypatch.setattr(decode, "write_media", raising(OutputError("disk on fire")))
         with pytest.raises(OutputError):
             go_on(saved, reporter, **{"output.path": Given(str(saved.parent), "--out")})
-        assert reporter.warnings == [f"go on with: osora generate --from-latents {saved} --weights {world.demo}"]
+        assert reporter.warnings == [f"go on with: osora generate --from {saved} --weights {world.demo}"]
         assert saved.exists()
 
     def test_other_size(self, saved, reporter):

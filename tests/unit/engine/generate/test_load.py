@@ -8,11 +8,14 @@ from tiny_transformer import transformer
 from tiny_weights import bit_equal, converted
 from tiny_world import released_settings
 
+from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.engine.components.autoencoders import load_autoencoder
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
+from opensora_cli.engine.generate.events import LinearProductsReport
 from opensora_cli.engine.generate.loading import host_modulation, load_transformer, move_except
 from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.memory.eight_bit_products import ProductError
 from opensora_cli.memory.fp8_storage import store_in_fp8
 
 
@@ -84,3 +87,9 @@ def test_modulation_alone_stays_where_it_is(in_8_bits):
     assert here == {f"{stream}_mod.lin.{kind}" for stream in ("img", "txt") for kind in kinds}
     move_except([], block, torch.device("meta"))
     assert all(weight.is_meta for weight in block.parameters())
+
+
+def test_the_report_names_the_worst_layer():
+    report = LinearProductsReport.of(LinearProducts.INT8, [ProductError("a", 0.03), ProductError("b", 0.04)])
+    assert report.relative_error == pytest.approx((0.5 * (0.03**2 + 0.04**2)) ** 0.5)
+    assert report.line() == "2 linear layers multiply in int8: sampled products are off by 3.54%, those of b by 4.00%"

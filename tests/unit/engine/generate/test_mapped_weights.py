@@ -10,11 +10,12 @@ from mapped_memory import NO_FILE, mapped_files
 from sparse_weights import save_sparse
 from tiny_world import released_settings
 
+from opensora_cli.core.device import GIB
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.private_memory import PrivateMemory
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
-from opensora_cli.engine.components.hardware import GIB, Hardware
+from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.file_bytes import file_weights
 from opensora_cli.engine.estimate.offload import OffloadPlan
@@ -238,8 +239,8 @@ class TestMemoryThatOthersTake:
         assert name not in reporter.stages
         kept = list(tmp_path.glob("**/*.safetensors"))
         assert len(kept) == (name == "decode")
-        assert [line for line in reporter.warnings if "--from-latents" in line] == [
-            f"go on with: osora generate --from-latents {path} --weights {world.released}" for path in kept
+        assert [line for line in reporter.warnings if "--from" in line] == [
+            f"go on with: osora generate --from {path} --weights {world.released}" for path in kept
         ]
 
     def test_what_still_fits_goes_on_with_less(self, world, tmp_path, monkeypatch, reporter):

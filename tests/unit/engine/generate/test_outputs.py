@@ -193,7 +193,7 @@ def test_results_of_another_run_that_was_faster_stay(world, tmp_path, monkeypatc
     with pytest.raises(OutputError, match="exists already"):
         generate(released_settings(world, tmp_path), reporter=reporter)
     assert (tmp_path / "raining-sea_seed42.mp4").read_text() == "of another run"
-    assert "--from-latents" in reporter.warnings[-1]
+    assert "--from" in reporter.warnings[-1]
     assert (tmp_path / "raining-sea_seed42.latents.safetensors").exists()
 
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 from tiny_world import demo_settings, flux_settings, picture_first_settings, released_settings
 
+from opensora_cli.core.device import GIB
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
-from opensora_cli.engine.components.hardware import GIB, Hardware
+from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.estimate.offload import StageMemory
 from opensora_cli.engine.generate import decode, pipeline, ranks
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation

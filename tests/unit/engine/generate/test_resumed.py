@@ -38,7 +38,7 @@ def whole(world, tmp_path_factory):
 
 def go_on(state, **overrides):
     given = {key.replace("__", "."): Given(value, "the test") for key, value in overrides.items()}
-    request = GenerateRequest(overrides={"resume": Given(str(state), "--resume"), **weights_of(state), **given})
+    request = GenerateRequest(overrides={"resume": Given(str(state), "--from"), **weights_of(state), **given})
     reporter = RecordingReporter()
     return generate(resolve(request, reporter=reporter), reporter=reporter), reporter
 
@@ -57,7 +57,7 @@ def test_what_is_stopped_after_a_step_goes_on_to_the_same_bytes(world, tmp_path,
     folder = tmp_path / "my out"
     words = stopped(demo_settings(world, folder, **T2V), steps)
     state = folder / STATE
-    assert words == f"go on with: osora generate --resume {shlex.quote(str(state))} --weights {world.demo}"
+    assert words == f"go on with: osora generate --from {shlex.quote(str(state))} --weights {world.demo}"
     assert (names(folder), steps_in(state)) == ([STATE], str(steps))
     result, reporter = go_on(state)
     assert result.videos[0].path == folder / f"{NAME}.mp4"
@@ -145,8 +145,8 @@ def test_one_of_several_samples(world, tmp_path):
     words = stopped(settings, STEPS + 1)
     second = tmp_path / "out" / "raining-sea_seed43.latents.safetensors"
     assert words.splitlines() == [
-        f"go on with: osora generate --from-latents {tmp_path / 'out' / STATE} --weights {world.demo}",
-        f"go on with: osora generate --resume {second} --weights {world.demo}",
+        f"go on with: osora generate --from {tmp_path / 'out' / STATE} --weights {world.demo}",
+        f"go on with: osora generate --from {second} --weights {world.demo}",
         "of 3 samples: 0 finished, 1 with saved latents, 1 begun, 1 still to be made: the same command goes on",
     ]
     alone, _ = go_on(second)
@@ -218,7 +218,7 @@ def test_an_error_in_the_middle_keeps_what_is_done(world, tmp_path, monkeypatch,
         patched.setattr(denoise, "GuidedVelocity", Failing)
         with pytest.raises(HardwareError, match="rank 1 was lost"):
             generate(demo_settings(world, tmp_path, **T2V), reporter=reporter)
-    assert reporter.warnings == [f"go on with: osora generate --resume {tmp_path / STATE} --weights {world.demo}"]
+    assert reporter.warnings == [f"go on with: osora generate --from {tmp_path / STATE} --weights {world.demo}"]
     result, _ = go_on(tmp_path / STATE)
     assert result.videos[0].path.read_bytes() == whole
 
@@ -247,11 +247,11 @@ def test_a_state_of_another_request_is_refused(state, changes):
 
 
 def test_a_state_is_no_finished_latents(state, reporter):
-    overrides = {"from_latents": Given(str(state), "--from-latents"), **weights_of(state)}
+    overrides = {"from_latents": Given(str(state), "--from"), **weights_of(state)}
     request = GenerateRequest(overrides=overrides)
     with pytest.raises(RequestError, match=f"was saved after step 2 of {STEPS}") as caught:
         generate(resolve(request, reporter=reporter), reporter=reporter)
-    assert caught.value.hint == f"go on with osora generate --resume {state}"
+    assert caught.value.hint == f"go on with osora generate --from {state}"
     with pytest.raises((RequestError, ValueError), match="drop one of them"):
         go_on(state, from_latents=str(state))
 
@@ -314,7 +314,7 @@ def test_a_run_that_is_to_stop_leaves_a_video_and_a_state_that_goes_on(world, tm
     assert [video.path for video in result.videos] == [partial]
     assert result.model_evaluations == reporter.totals["denoise"] == 4
     assert json.loads((tmp_path / f"{partial.name}.json").read_text())["model_evaluations"] == 4
-    command = f"osora generate --resume {state} --weights {world.demo}"
+    command = f"osora generate --from {state} --weights {world.demo}"
     assert f"stopped after step 2 of {STEPS}: go on with {command}" in reporter.notes
     frames = read_video(partial).frames_THWC.float()
     assert frames.shape[0] == settings.video.num_frames

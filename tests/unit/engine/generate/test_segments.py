@@ -9,13 +9,15 @@ import torch
 from safetensors.torch import load_file
 from small_stages import small_stages
 from stopping import stop_after, stopped
+from tiny_clips import write_clip
 from tiny_world import RecordingReporter, demo_settings, weights_of
 
 from opensora_cli import Pipeline
-from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.core.exceptions import CheckpointError, MediaError, OutputError, RequestError
+from opensora_cli.core.private_memory import PrivateMemory
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.estimate.offload import DENOISE
-from opensora_cli.engine.generate import text
+from opensora_cli.engine.generate import references, text
 from opensora_cli.engine.generate.decode import HeldVideo
 from opensora_cli.engine.generate.dry_run import PlanDocument
 from opensora_cli.engine.generate.extend import follow
@@ -24,12 +26,14 @@ from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.plan import SEGMENT
 from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.engine.generate.process import ALONE
-from opensora_cli.engine.generate.references import with_mode
+from opensora_cli.engine.generate.references import references_of, with_mode
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.run import generate, hold_from_request
 from opensora_cli.engine.generate.sample import read_saved
 from opensora_cli.engine.generate.saved_latents import open_latents, save_latents, segment_path
-from opensora_cli.media.read import read_video
+from opensora_cli.media.read import probe, read_video
+from opensora_cli.media.resize import to_uint8
+from opensora_cli.media.write import write_media
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, SavedSettings, read_sidecar
 
@@ -141,11 +145,11 @@ def whole(world, tmp_path_factory):
 )
 def test_what_is_stopped_in_a_segment_goes_on_to_the_same_bytes(world, tmp_path, monkeypatch, whole, steps):
     said = stopped(demo_settings(world, tmp_path, **EXTENDED), steps)
-    assert said == f"go on with: osora generate --resume {tmp_path / STATE} --weights {world.demo}"
+    assert said == f"go on with: osora generate --from {tmp_path / STATE} --weights {world.demo}"
     if steps % 2:
         result = generate(demo_settings(world, tmp_path, **EXTENDED))
     else:
-        overrides = {"resume": Given(str(tmp_path / STATE), "--resume"), **weights_of(tmp_path / STATE)}
+        overrides = {"resume": Given(str(tmp_path / STATE), "--from"), **weights_of(tmp_path / STATE)}
         request = GenerateRequest(overrides=overrides)
         result = generate(resolve(request, reporter=SilentReporter()))
     assert result.model_evaluations == 2 * (3 * STEPS - steps)
@@ -174,13 +178,13 @@ def test_what_cannot_be_written_is_decoded_from_the_latents_of_all_segments(worl
         patched.setattr("opensora_cli.engine.generate.decode.write_media", full)
         with pytest.raises(OutputError):
             generate(demo_settings(world, tmp_path, **EXTENDED))
-    overrides = {"from_latents": Given(str(tmp_path / STATE), "--from-latents"), **weights_of(tmp_path / STATE)}
+    overrides = {"from_latents": Given(str(tmp_path / STATE), "--from"), **weights_of(tmp_path / STATE)}
     overrides["output.path"] = Given(str(tmp_path / "out.mp4"), "--out")
     result = generate(resolve(GenerateRequest(overrides=overrides), reporter=SilentReporter()))
     assert result.model_evaluations == 0
     assert result.videos[0].path.read_bytes() == whole
     overrides["video.extend"] = Given("1", "--extend")
-    with pytest.raises(RequestError, match="--extend 1 has no effect with --from-latents"):
+    with pytest.raises(RequestError, match="--extend 1 has no effect on finished latents"):
         generate(resolve(GenerateRequest(overrides=overrides), reporter=SilentReporter()))
 
 
@@ -206,7 +210,7 @@ def test_latents_of_another_number_of_segments_are_refused(world, tmp_path):
 def test_a_result_elsewhere_finds_its_finished_segments(world, tmp_path, whole):
     stopped(demo_settings(world, tmp_path / "a", **EXTENDED), STEPS + 1)
     state, out = tmp_path / "a" / STATE, tmp_path / "b" / "clip.mp4"
-    overrides = {"resume": Given(str(state), "--resume"), **weights_of(state), "output.path": Given(str(out), "--out")}
+    overrides = {"resume": Given(str(state), "--from"), **weights_of(state), "output.path": Given(str(out), "--out")}
     request = GenerateRequest(overrides=overrides)
     with pytest.MonkeyPatch.context() as patched:
         stop_after(patched, STEPS)
@@ -214,7 +218,7 @@ def test_a_result_elsewhere_finds_its_finished_segments(world, tmp_path, whole):
             generate(resolve(request, reporter=SilentReporter()))
     shutil.rmtree(tmp_path / "a")
     moved = out.with_name("clip.latents.safetensors")
-    overrides = {"resume": Given(str(moved), "--resume"), **weights_of(moved)}
+    overrides = {"resume": Given(str(moved), "--from"), **weights_of(moved)}
     result = generate(resolve(GenerateRequest(overrides=overrides), reporter=SilentReporter()))
     assert result.model_evaluations < 2 * (2 * STEPS - 1)
     assert result.videos[0].path.read_bytes() == whole
@@ -278,3 +282,76 @@ def test_the_plan_has_all_segments(world, tmp_path):
     more = next(stage for stage in chain.find(SEGMENT).stages if stage.name == DENOISE)
     alone = next(stage for stage in plan.stages if stage.name == DENOISE)
     assert more.data_bytes - alone.data_bytes == held_bytes
+
+
+def continuing(world, folder, clip, **changes):
+    changes = {"condition__references": str(clip), "condition__continued": "0", **changes}
+    return demo_settings(world, folder, sampling__num_inference_steps=str(STEPS), **changes)
+
+
+def test_a_video_is_continued_at_its_size_and_rate(world, tmp_path, reporter):
+    clip = write_clip(tmp_path / "clip.mp4", num_frames=20, height=48, width=64, fps=10)
+    settings = with_mode(continuing(world, tmp_path, clip), reporter)
+    assert (settings.condition.mode, settings.condition.continued, settings.video.fps) == ("v2v_head", 20, 10)
+    assert (settings.video.height, settings.video.width, settings.given_frames) == (48, 64, 9)
+    assert (settings.num_frames, reporter.notes) == (20 + 17 - 9, [])
+    made = held(settings)
+    assert torch.equal(made.frames_THWC[:20], read_video(clip).frames_THWC)
+    assert len(made.frames_THWC) == 28
+    assert [(each.start_frame, each.num_frames) for each in made.figures.segments] == [(20, 8)]
+    [reference] = references_of(make_chain(settings).video, reporter)
+    assert torch.equal(to_uint8(reference.pixels_CTHW), made.frames_THWC[11:20])
+    longer = held(settings.replace({"video.extend": 1}))
+    assert torch.equal(longer.frames_THWC[:28], made.frames_THWC)
+    assert len(longer.frames_THWC) == 36
+
+
+def test_what_a_continued_video_cannot_keep_is_said(world, tmp_path, reporter):
+    clip = write_clip(tmp_path / "clip.mp4", num_frames=10, height=180, width=330, fps=11.99)
+    settings = with_mode(continuing(world, tmp_path, clip), reporter)
+    assert (settings.video.width, settings.video.height, settings.video.fps) == (160, 80, 12)
+    assert reporter.notes == [
+        "continue: 330x180 becomes 160x80, a size of the demo model (condition.fit=crop)",
+        "continue: 11.99 frames a second become 12",
+    ]
+    assert held(settings).frames_THWC.shape == (18, 80, 160, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "frames", "says"),
+    [
+        ("missing.mp4", 0, "missing.mp4"),
+        ("picture.png", 1, "is a picture, and --continue needs a video"),
+        ("one.mp4", 1, "one.mp4 has 1 frame, and v2v_head needs 9"),
+        ("short.mp4", 8, "short.mp4 has 8 frames, and v2v_head needs 9"),
+        ("varies.mp4", 20, "varies.mp4 has frames of uneven length"),
+        ("large.mp4", 20, "large.mp4 is too large: its 20 frames take "),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(world, tmp_path, monkeypatch, reporter, name, frames, says):
+    path = tmp_path / name
+    if frames:
+        write_clip(tmp_path / ("two.mp4" if name == "one.mp4" else name), num_frames=2 if name == "one.mp4" else frames)
+    if name == "one.mp4":
+        write_media([read_video(tmp_path / "two.mp4").frames_THWC[:1]], path, fps=24, format="mp4")
+    facts = probe(path) if frames else None
+    if name == "varies.mp4":
+        monkeypatch.setattr("opensora_cli.media.read.probe", lambda path: replace(facts, is_uneven=True))
+    if name == "large.mp4":
+        monkeypatch.setattr(references, "read_private_memory", lambda: PrivateMemory(100_000, 10**9))
+    with pytest.raises(MediaError) as raised:
+        with_mode(continuing(world, tmp_path, path), reporter)
+    assert says in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"condition__mode": "i2v_head"}, "condition.mode=i2v_head does not continue a video"),
+        ({"condition__references": ""}, "condition.continued needs 1 reference"),
+        ({"condition__seamless": "true"}, "does not go with condition.seamless=true"),
+    ],
+)
+def test_settings_that_continue_nothing_are_refused(world, tmp_path, changes, says):
+    with pytest.raises(RequestError, match=says):
+        continuing(world, tmp_path, world.video, **changes)

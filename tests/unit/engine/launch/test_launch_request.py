@@ -22,7 +22,7 @@ def request(**changes):
 @pytest.fixture
 def two_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"GPU {'AB'[index]}")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {'AB'[device.index]}")
 
 
 def test_gpus_are_not_picked_for_ranks_on_the_cpu():

@@ -45,8 +45,7 @@ def test_the_process_denoises_what_it_is_given(
     settings: GenerateSettings, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     monkeypatch.setattr("sys.stdin", io.StringIO(settings.model_dump_json()))
-    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda fraction, device: None)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 7)
+    monkeypatch.setattr(allocator, "peak_reserved_bytes", lambda device: 7)
     allocator._main()
     figures = json.loads(capsys.readouterr().out)
     assert figures["reserved_bytes"] == 7

@@ -3,11 +3,11 @@ from pathlib import Path
 
 import torch
 
+from opensora_cli.engine.estimate.verdict import HostMemory
 from opensora_cli.engine.mem_profile.chart import profile_figure
 from opensora_cli.engine.mem_profile.report import (
     Allocator,
     AttentionCost,
-    BufferUse,
     LargestBatch,
     MemProfile,
     Part,
@@ -40,13 +40,16 @@ def profile() -> MemProfile:
         name="decode", parts=(), predicted_bytes=30 * MIB, measured_bytes=None, not_measured="too <large>"
     )
     return MemProfile(
+        verdict="Fits: 0.0 of 1.0 GiB GPU memory",
+        fits=True,
+        host=HostMemory(pinned_bytes=0, page_cache_bytes=2**30),
         of="$x$ <&>",
         device="cuda:0",
         device_name="a & b",
         how="by counting",
         stages=(measured, predicted),
         parameters={"model": 5},
-        buffer=BufferUse(size_bytes=4 * MIB, used_bytes=MIB),
+        offloaded_bytes=MIB,
         allocator=Allocator(allocated_bytes=3 * MIB, reserved_bytes=4 * MIB, advice="try this"),
         techniques=(
             compared("good", before=(4 * MIB, 2.0), after=(MIB, 3.0), of="a step"),
@@ -62,9 +65,11 @@ def profile() -> MemProfile:
 
 def test_lines_have_stages_techniques_and_files():
     lines = profile().lines()
+    assert lines[0] == "Fits: 0.0 of 1.0 GiB GPU memory"
+    assert "host        page-locked 0.0 GiB, page cache 1.0 GiB for files of weights" in lines
     assert "  peak                                   20.00 MiB     25.00 MiB   predicted / measured 0.800" in lines
     assert "  not measured: too <large>" in lines
-    assert "buffer      1.00 MiB of 4.00 MiB used" in lines
+    assert "offloaded   1.00 MiB of activations" in lines
     assert "allocator   3.00 MiB allocated of 4.00 MiB reserved, 25% unused; try this" in lines
     assert any(line.split() == ["good", "3.00", "MiB", "75.0%", "+50.0%", "a", "step"] for line in lines)
     assert any(line.split() == ["absent", "not", "here"] for line in lines)
@@ -80,7 +85,7 @@ def test_no_allocator_differs_from_none_measured():
 
 def test_json_has_everything():
     document = json.loads(json.dumps(profile().to_json(), allow_nan=False))
-    assert document["schema"] == "osora.mem-profile/2"
+    assert document["schema"] == "osora.mem-profile/3"
     assert document["stages"][0]["measured_bytes"] == 25 * MIB
     assert document["stages"][0]["modules"] == [
         {

@@ -15,9 +15,9 @@ from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError, TrainingError
 from opensora_cli.engine.ckpt.verify import verify
 from opensora_cli.engine.train import checkpoints as checkpoints_module
-from opensora_cli.engine.train.checkpoints import CheckpointWriter, remove_old
+from opensora_cli.engine.train.checkpoints import CheckpointWriter, choose_checkpoint, remove_old, set_aside_newer
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.resuming import Resume, choose_checkpoint, set_aside_newer
+from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.state import restore, tensors_of
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.ckpt import VerifySettings
@@ -242,17 +242,6 @@ class TestRestore:
             assert one.paths == other.paths
         assert_same(state(whole), state(fresh))
 
-    def test_the_sampler_of_an_earlier_version_is_a_file_and_its_loss_scale_is_ignored(self, tmp_path):
-        whole = trained(steps=2)
-        folder = saved(whole, tmp_path)
-        running = json.loads((folder / "running_states.json").read_text())
-        torch.save(running.pop("sampler"), folder / "sampler.pt")
-        running |= {"schema": "osora.running-states/1", "precision": {"loss_scale": 65536.0, "good_updates": 3}}
-        (folder / "running_states.json").write_text(json.dumps(running))
-        fresh = trained(steps=0)
-        restore(fresh, folder)
-        assert fresh.do_step().paths == whole.do_step().paths
-
     def test_the_count_of_skipped_steps_is_restored(self, tmp_path):
         trainer = toy_trainer(ToyTask(not_finite=(0, 1, 2)))
         for _ in range(3):
@@ -287,26 +276,6 @@ class TestRestore:
         other.module.extra = torch.nn.Linear(1, 1)
         with pytest.raises(CheckpointError, match=r"extra\.bias, extra\.weight are not in both"):
             restore(toy_trainer(other, optimizer=MUON), folder)
-
-    def test_the_counts_of_updates_of_an_earlier_version_are_a_file(self, tmp_path):
-        whole = trained(steps=2)
-        folder = saved(whole, tmp_path)
-        path = folder / "optimizer" / "moments.safetensors"
-        moments = load_file(path)
-        counts = {
-            name.partition(".")[2]: int(moments.get(f"step.{name.partition('.')[2]}", 0))
-            for name in moments
-            if name.startswith(("exp_avg.", "momentum_buffer."))
-        }
-        save_file({name: tensor for name, tensor in moments.items() if not name.startswith("step.")}, path)
-        updates = folder / "optimizer" / "updates.json"
-        updates.write_text(json.dumps({"model": counts}))
-        fresh = trained(steps=0)
-        restore(fresh, folder)
-        assert_same(state(fresh), state(whole))
-        updates.write_text(json.dumps({"model": {"out.bias": -1}}))
-        with pytest.raises(CheckpointError, match="it holds no counts of updates"):
-            restore(trained(steps=0), folder)
 
     def test_moments_of_other_weights_or_of_another_optimizer_are_refused(self, tmp_path):
         folder = saved(trained(), tmp_path)
@@ -403,7 +372,6 @@ class TestChoose:
 
     def test_newer_ones_are_renamed(self, tmp_path):
         run = self.run_folder(tmp_path)
-        (run / ".saving-ab12-epoch0-global_step4").mkdir()
         set_aside_newer(run, run / "epoch0-global_step1", reporter=Listener())
         assert names(run) == ["aside-epoch0-global_step2", "aside-epoch0-global_step3", "epoch0-global_step1"]
         assert self.choose(run).name == "epoch0-global_step1"

@@ -29,7 +29,7 @@ def assert_alike(
     monkeypatch.setattr(few_blocks, "FEW", 100)
     whole = estimate_training(settings, activations=activations)
     assert len(few.by_weight) < len(whole.by_weight)
-    for name in ("peak_bytes", "device_peak_bytes", "held_for_backward", "buffer_used_bytes"):
+    for name in ("peak_bytes", "device_peak_bytes", "held_for_backward", "offloaded_bytes"):
         assert getattr(few, name) == pytest.approx(getattr(whole, name), rel=rel), name
     assert few.most == pytest.approx(whole.most, rel=rel)
     if not rel:

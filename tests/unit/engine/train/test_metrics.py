@@ -14,10 +14,9 @@ from opensora_cli.core.exceptions import FileProblem, HardwareError
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.train import metrics as metrics_module
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.flops import training_flops
-from opensora_cli.engine.train.metrics import JsonLog, Metrics, remove_records, truncate_records
+from opensora_cli.engine.train.early import Resume
+from opensora_cli.engine.train.metrics import JsonLog, Metrics, remove_records, training_flops, truncate_records
 from opensora_cli.engine.train.plan import plan_training
-from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.trainer import PARTS, Clock, StepReport
 

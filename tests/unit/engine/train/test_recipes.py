@@ -10,15 +10,15 @@ from tiny_autoencoders import moving_clip
 
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.autoencoders import new_autoencoder
-from opensora_cli.engine.encode.loading import ClipBatches
+from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.train.activations import plan_activations
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.estimate import estimate_training
 from opensora_cli.engine.train.frozen_weights import plan_frozen_weights
-from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.engine.train.run import train
 from opensora_cli.media.read import read_video
 from opensora_cli.media.write import write_media
@@ -75,7 +75,7 @@ SHRUNK = {
     "stage1": {**TINY, **HUNYUAN, "data.buckets": CLIPS},
     "stage1_i2v": {**TINY, **HUNYUAN, "data.buckets": CLIPS},
     "stage2": {**TINY, **HUNYUAN, **ONE_RANK, "data.buckets": CLIPS},
-    "stage2_i2v": {**TINY, **HUNYUAN, **ONE_RANK, "data.buckets": CLIPS, "memory.activation_buffer": "16MiB"},
+    "stage2_i2v": {**TINY, **HUNYUAN, **ONE_RANK, "data.buckets": CLIPS},
     "high_compression": {**TINY, **DC_AE, "data.buckets": "{64px: {1: [1.0, 4], 8: [1.0, 2]}}"},
 }
 
@@ -167,7 +167,7 @@ def fixed_loss(settings: TrainSettings) -> tuple[float, set[int]]:
     """Return the mean loss over an epoch, four samples of time, noise and mode each, and the lengths that clips had."""
     reporter = SilentReporter()
     task = build_task(settings, distribution=Distribution(torch.device("cpu")), reporter=reporter)
-    batches = ClipBatches(settings, data_rank=0, data_ranks=1, reporter=reporter)
+    batches = open_batches(settings, data_rank=0, data_ranks=1, reporter=reporter)
     losses, lengths = [], set()
     while (batch := batches.next()).epoch == 0:
         assert batch.pixels_BTHWC is not None

@@ -21,8 +21,8 @@ from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.train import evaluate, transformer
 from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.evaluate import open_samples
-from opensora_cli.engine.train.resuming import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.media import write
 from opensora_cli.media.read import probe

@@ -4,13 +4,13 @@ import math
 
 import pytest
 
-from opensora_cli.engine.train.optimizer import Schedule
+from opensora_cli.engine.train.optimizer import rate_factor
 from opensora_cli.settings.train_loop import OptimizerSettings
 
 
 def factors(steps: int, **settings: object) -> list[float]:
-    schedule = Schedule.of(OptimizerSettings(learning_rate=1.0, **settings), steps=steps)
-    return [schedule.factor(update) for update in range(steps + 1)]
+    chosen = OptimizerSettings(learning_rate=1.0, **settings)
+    return [rate_factor(chosen, update, steps=steps) for update in range(steps + 1)]
 
 
 AFTER = [(1 + math.cos(math.pi * done / 8)) / 2 for done in range(9)]

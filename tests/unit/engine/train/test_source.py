@@ -9,7 +9,7 @@ import tiny_training
 from tiny_source import Colors
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.train.resuming import Resume
+from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.settings.train import TrainSettings
 

@@ -8,7 +8,7 @@ import tiny_training
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.train import run as train_run
-from opensora_cli.engine.train.resuming import Resume
+from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.run import train
 
 ADAMW = {"optimizer.name": "adamw", "optimizer.warmup_steps": 1, "optimizer.decay_steps": 0}

@@ -9,9 +9,9 @@ from torch import nn
 from toy_training import ADAMW, MUON, Listener, ToyAdversary, ToyModule, ToyTask, draw, toy_trainer
 
 from opensora_cli.core.exceptions import CheckpointError, TrainingError
+from opensora_cli.data.batches import SampledBatches, SampleRng
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.ema import averaged_copy, update_ema
-from opensora_cli.engine.train.objectives.task import SampledBatches, SampleRng
+from opensora_cli.engine.train.optimizer import averaged_copy, update_ema
 from opensora_cli.engine.train.trainer import PARTS
 
 
@@ -77,7 +77,7 @@ class TestStep:
         report = toy_trainer(task, micro_batches=3).do_step()
         assert (report.step, report.epoch, report.skipped) == (1, 0, False)
         assert list(report.figures) == ["loss", "grad_norm", "scale"]
-        assert (report.samples, report.tokens) == (12, 120)
+        assert (report.samples, report.tokens) == (3, 120)
         assert report.paths == ("toy0.mp4", "toy1.mp4", "toy2.mp4")
         assert set(report.seconds) <= {*PARTS, "total"}
         assert {"data", "forward", "backward", "optimizer", "total"} <= report.seconds.keys()

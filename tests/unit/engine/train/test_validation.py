@@ -11,9 +11,9 @@ from toy_training import Listener, ToyTask, draw, toy_trainer
 
 from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.evaluate import HeldOutLoss, evaluating, open_validation
-from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.engine.train.run import train
 from opensora_cli.settings.watching import ValidationSettings
 

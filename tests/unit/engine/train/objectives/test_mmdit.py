@@ -22,13 +22,12 @@ from opensora_cli.core.conditions import (
     condition_mode,
     reference_parts,
 )
-from opensora_cli.data.batches import ClipBatch
+from opensora_cli.data.batches import ClipBatch, SampleRng
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.encode.clips import CachedClip, FreshClip, encode_for_cache, part_name, training_caption
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders
 from opensora_cli.engine.train.objectives.flow_matching import MMDiTTask, weighted_loss
-from opensora_cli.engine.train.objectives.task import SampleRng
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.train_objectives import MMDiTTrainSettings
 
@@ -315,7 +314,6 @@ class TestStep:
     def test_tokens_and_samples(self, vae):
         running = task(encoders(vae))
         original = batch(pixels(2))
-        assert running.samples(original) == 2
         assert running.tokens(original) == running.tokens(cached(original, encoders(vae), settings())) == 2 * 4 * 16
 
     def test_one_module_trained_through_another(self, vae):

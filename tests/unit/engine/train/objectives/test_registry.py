@@ -21,6 +21,7 @@ COLORS = '''
 
 from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.engine.train.objectives.base import Objective
+from opensora_cli.engine.train.trainer import Task
 
 
 class Colors(Objective):
@@ -32,16 +33,13 @@ class Colors(Objective):
     def require_frozen(self, settings):
         pass
 
-    def positions(self, settings, shape):
-        return shape.batch_size * shape.num_frames
-
-    def width(self, settings):
-        return 3
+    def layer_values(self, settings, shape):
+        return 3 * shape.batch_size * shape.num_frames
 
     def stand_in(self, settings):
         import torch
 
-        return Task(torch.nn.Linear(1, 3)), []
+        return MeanColor(torch.nn.Linear(1, 3)), []
 
     def outline(self, settings):
         import torch
@@ -52,26 +50,16 @@ class Colors(Objective):
     def build(self, settings, *, distribution, clips, token_weights, reporter):
         import torch
 
-        return Task(torch.nn.Linear(1, 3))
+        return MeanColor(torch.nn.Linear(1, 3))
 
 
-class Task:
-    adversary = None
-
-    def __init__(self, module):
-        self.module = self.forward = module
-
-    def begin_step(self, step):
-        pass
-
+class MeanColor(Task):
     def loss(self, batch, rng):
         colors_BC = batch.pixels_BTHWC.float().mean(dim=(1, 2, 3)) / 255
         return (self.forward(colors_BC.new_ones(len(colors_BC), 1)) - colors_BC).square().mean(), {}
 
     def tokens(self, batch):
         return len(batch.paths)
-
-    samples = tokens
 
     def export(self, weights, folder):
         write_weights(folder / "colors.safetensors", weights, dtype=weights["weight"].dtype)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from opensora_cli.engine.train.objectives.vae_losses import (
+from opensora_cli.engine.train.objectives.reconstruction import (
     adaptive_weight,
     gradient_error,
     gradient_norm,

@@ -16,6 +16,9 @@ from types import ModuleType
 
 import torch
 
+from opensora_cli.core.device import device_count
+from opensora_cli.core.device_names import UNTESTED
+
 _SMI_SECONDS = 5
 
 
@@ -35,6 +38,13 @@ class TorchFacts:
     """Precision of float32 matmuls: ieee, tf32, or none (ieee)."""
     conv_precision: str = "tf32"
     """Precision of float32 convolutions: ieee, tf32, or none (ieee)."""
+    untested: tuple[str, ...] = ()
+    """Types of other accelerators that torch can use."""
+
+    def library_versions(self) -> dict[str, str]:
+        """Return the versions of the GPU libraries in use; empty without a GPU."""
+        found = {"CUDA": self.cuda, "NCCL": self.nccl} if self.cuda_available else {}
+        return {name: version for name, version in found.items() if version}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +108,7 @@ def read_torch() -> TorchFacts:
         # NCCL is part of the build, so that it needs no driver.
         nccl=_nccl_version(),
         cudnn=None if cudnn is None else _cudnn_version(cudnn),
+        untested=tuple(kind for kind in UNTESTED if device_count(kind)),
         matmul_precision=torch.backends.cuda.matmul.fp32_precision,
         conv_precision=torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]  # made at run time
     )

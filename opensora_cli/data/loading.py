@@ -1,4 +1,4 @@
-"""Endless stream of micro-batches for one rank, prefetched by worker processes."""
+"""Read clips in worker processes: an endless, resumable stream of one rank's micro-batches."""
 
 import gc
 import io
@@ -7,7 +7,11 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from ctypes import c_char
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
+from multiprocessing.sharedctypes import RawArray
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -16,24 +20,118 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from opensora_cli.core.exceptions import CheckpointError, FileProblem, HardwareError, OsoraError
 from opensora_cli.core.formatting import plain
+from opensora_cli.core.progress import Reporter
 from opensora_cli.core.signals import blocked_in_children, leave_signals_to
-from opensora_cli.data.batches import MicroBatch, PlanEpoch
+from opensora_cli.data.batches import ClipBatch, ClipRequest, MicroBatch, PlanEpoch, Replacement
+from opensora_cli.data.source import ClipSource
 
 T = TypeVar("T")
+
+LoadClip = Callable[[ClipRequest], Any]
+"""Function that replaces decoding, such as `ClipCache.clip`. Raises an `OsoraError` for a sample that it lacks."""
 
 _KILLED = "DataLoader worker"
 _LOCKS = 8
 """Upper limit of the locks that torch makes for each worker, and for all workers together."""
-
-
 _MAX_COUNT = 2**31
 _NO_SAMPLER_STATE = (
     "the checkpoint does not record where in the data the run was: {} of its sampler is missing or wrong"
 )
+_NOTE_BYTES = 512
+_MOST_WARNINGS = 20
 
 
-class WorkerEnded(HardwareError):
-    """Error of a killed or crashed worker process that reads clips."""
+class ReadingNotes:
+    """Path that each worker reads, in shared memory: a decoder that crashes cannot name its file."""
+
+    def __init__(self, workers: int) -> None:
+        self._notes = [RawArray(c_char, _NOTE_BYTES) for _ in range(workers)]
+
+    def note(self, path: str) -> None:
+        """Note the path that this process reads, if it is a worker."""
+        worker = get_worker_info()
+        if worker is not None:
+            # The end of a long path says more than its beginning.
+            self._notes[worker.id].value = path.encode("utf-8", "surrogateescape")[-_NOTE_BYTES:]
+
+    def paths(self) -> list[str]:
+        """Return the last path of each worker."""
+        return [note.value.decode("utf-8", "replace") for note in self._notes if note.value]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipLoader:
+    """Reader of micro-batches.
+
+    The first readable substitute of a micro-batch replaces a sample that cannot be read. It is the same in every run,
+    so a resumed run repeats an uninterrupted one.
+    """
+
+    source: ClipSource
+    load: LoadClip | None
+    """Function that replaces decoding; None reads pixels."""
+    notes: ReadingNotes
+
+    def __call__(self, asked: MicroBatch) -> ClipBatch:
+        """Read one micro-batch; raises FileProblem if neither a sample nor a substitute can be read."""
+        substitutes = iter(asked.substitutes)
+        requests, contents, replaced = list[ClipRequest](), list[Any](), list[Replacement]()
+        for place, own in enumerate(asked.samples):
+            failures: list[tuple[str, str]] = []
+            for sample in chain([own], substitutes):
+                request = self.source.request(sample, bucket=asked.bucket, number=asked.number, place=place)
+                self.notes.note(request.path)
+                try:
+                    content = self.source.read(request) if self.load is None else self.load(request)
+                    break
+                except OsoraError as error:
+                    failures.append((request.path, error.message))
+                except Exception as error:
+                    error.add_note(f"while reading {request.path}")
+                    raise
+            else:
+                path, reason = failures[0]
+                raise FileProblem(
+                    f"{reason} (sample {path}; {len(failures) - 1} others of its bucket cannot be read in its place)",
+                    hint="osora data scan makes a table without broken files",
+                )
+            replaced += [Replacement(path=path, reason=reason, by=request.path) for path, reason in failures]
+            requests.append(request)
+            contents.append(content)
+        return ClipBatch(
+            number=asked.number,
+            epoch=asked.epoch,
+            paths=tuple(request.path for request in requests),
+            captions=tuple(request.caption for request in requests),
+            fps=tuple(request.fps for request in requests),
+            motion_scores=tuple(request.motion_score for request in requests),
+            pixels_BTHWC=torch.stack(contents) if self.load is None else None,
+            cached=None if self.load is None else tuple(contents),
+            replaced=tuple(replaced),
+        )
+
+
+class ReplacementWarnings:
+    """Warnings of samples that could not be read: once for each, and for the first twenty.
+
+    `where` ends each warning, such as ` in validation`.
+    """
+
+    def __init__(self, reporter: Reporter, *, where: str = "") -> None:
+        self._reporter = reporter
+        self._where = where
+        self._warned: set[str] = set()
+
+    def warn(self, batch: ClipBatch) -> None:
+        """Warn of the samples that were replaced in a micro-batch."""
+        for replacement in batch.replaced:
+            if replacement.path in self._warned or len(self._warned) > _MOST_WARNINGS:
+                continue
+            self._warned.add(replacement.path)
+            text = f"{replacement.reason}: {replacement.by} takes its place{self._where}"
+            if len(self._warned) > _MOST_WARNINGS:
+                text = f"more samples cannot be read{self._where}: osora data scan makes a table without them"
+            self._reporter.warn(text)
 
 
 class BatchStream(Generic[T]):
@@ -50,6 +148,8 @@ class BatchStream(Generic[T]):
         workers: number of processes that read; 0 means this process.
         prefetch: micro-batches that each worker prefetches.
         warn: called when a state of other data is loaded.
+        check: called with each micro-batch that `next` returns.
+        last_read: function that returns the files that workers read last.
 
     Raises:
         FileProblem: an epoch has too few micro-batches for one update.
@@ -67,6 +167,8 @@ class BatchStream(Generic[T]):
         workers: int,
         prefetch: int,
         warn: Callable[[str], None],
+        check: Callable[[T], None] = lambda batch: None,
+        last_read: Callable[[], list[str]] = list,
     ) -> None:
         if micro_batches % ranks:
             raise ValueError(f"micro_batches={micro_batches} must be a multiple of ranks={ranks}")
@@ -76,7 +178,7 @@ class BatchStream(Generic[T]):
         self._micro_batches = micro_batches
         self._rank, self._ranks = rank, ranks
         self._workers, self._prefetch = workers, prefetch
-        self._warn = warn
+        self._warn, self._check, self._last_read = warn, check, last_read
         # Position of the next update, and the number of its micro-batches that this rank has returned.
         self._epoch, self._position, self._number = 0, 0, 0
         self._begun = 0
@@ -96,7 +198,8 @@ class BatchStream(Generic[T]):
 
     def next(self) -> T:
         """Return this rank's next micro-batch.
-        Raises the error of `load`, WorkerEnded, or HardwareError if `/dev/shm` is full.
+
+        Raises the error of `load`, and HardwareError if a worker was killed or crashed, or if `/dev/shm` is full.
         """
         if self._reading is None:
             _require_locks(_LOCKS * (self._workers + 1) if self._workers else 0)
@@ -108,13 +211,17 @@ class BatchStream(Generic[T]):
         except RuntimeError as error:
             if _KILLED not in str(error):
                 raise
-            raise WorkerEnded(
-                f"a process that reads clips was ended from outside: {str(error).splitlines()[0]}",
-                hint="memory may have run out: use fewer with --set data.workers=N, or less --set data.prefetch=N",
+            paths = ", ".join(map(plain, self._last_read()))
+            files = f"; last read were {paths}" if paths else ""
+            raise HardwareError(
+                f"a process that reads clips was ended from outside: {str(error).splitlines()[0]}{files}",
+                hint="memory may have run out: use fewer with --set data.workers=N, or less --set data.prefetch=N; or "
+                "one of these files crashes its decoder: take it out of the table",
             ) from error
         if isinstance(loaded, OsoraError):
             raise loaded
         self._count(asked)
+        self._check(loaded)
         return loaded
 
     def state_dict(self) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from opensora_cli.core import gpus
-from opensora_cli.core.gpus import DriverFacts, LinkFacts, LinkKind
+from opensora_cli.core import device_facts
+from opensora_cli.core.device_facts import DriverFacts, LinkFacts, LinkKind
 
 GIB = 2**30
 
@@ -76,17 +76,17 @@ def test_nccl_of_a_cuda_build_is_there_without_a_driver(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
-    facts = gpus.read_torch()
+    facts = device_facts.read_torch()
     assert (facts.cuda, facts.cuda_available, facts.nccl, facts.cudnn) == ("13.0", False, "2.28.9", "9.19.0")
 
 
 def test_a_cpu_build_has_no_nccl(monkeypatch):
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert gpus.read_torch().nccl is None
+    assert device_facts.read_torch().nccl is None
 
 
 def test_facts_of_gpus(two_gpus):
-    first, second = gpus.read_gpus()
+    first, second = device_facts.read_gpus()
     assert (first.index, first.name, first.capability) == (0, "NVIDIA H100", (9, 0))
     assert (first.free_bytes, first.total_bytes) == (70 * GIB, 80 * GIB)
     assert (first.is_mig, second.is_mig) == (False, True)
@@ -96,21 +96,21 @@ def test_facts_of_gpus(two_gpus):
 def test_links(two_gpus, monkeypatch, nvlinked, kind):
     nvml = FakeNvml(nvlinked)
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert gpus.read_links(gpus.read_gpus()) == (LinkFacts(0, 1, kind),)
+    assert device_facts.read_links(device_facts.read_gpus()) == (LinkFacts(0, 1, kind),)
     assert nvml.sessions == 0
 
 
 def test_driver(monkeypatch):
     nvml = FakeNvml(set())
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    assert gpus.read_driver() == DriverFacts(version="580.95.05", gpus=("GPU GPU-b", "GPU GPU-a"))
+    assert device_facts.read_driver() == DriverFacts(version="580.95.05", gpus=("GPU GPU-b", "GPU GPU-a"))
     assert nvml.sessions == 0
 
 
 def test_a_machine_without_anything(monkeypatch):
-    monkeypatch.setattr(gpus, "_start_nvml", lambda: None)
+    monkeypatch.setattr(device_facts, "_start_nvml", lambda: None)
     monkeypatch.setenv("PATH", "")
-    assert gpus.read_driver() == DriverFacts()
+    assert device_facts.read_driver() == DriverFacts()
     if not torch.cuda.is_available():
-        assert gpus.read_gpus() == ()
-        assert gpus.read_links(()) == ()
+        assert device_facts.read_gpus() == ()
+        assert device_facts.read_links(()) == ()

@@ -1,0 +1,401 @@
+"""Devices: their choice, memory, precision, streams, events, and page-locked memory of their copies.
+
+Besides attention backends and env-check, no other module calls the functions that torch has for one vendor. torch gives
+those of each type of accelerator the same names, in `torch.cuda`, `torch.xpu`, `torch.npu` and `torch.mps`.
+`torch.accelerator` knows only the current type, and lacks names, limits, and events with times.
+"""
+
+import gc
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]  # it ships none
+import torch
+from torch import Tensor
+
+from opensora_cli.core.device_names import ACCELERATORS, GPU, PATTERN
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.private_memory import read_private_memory
+
+GIB = 2**30
+_TF32_FROM = (8, 0)
+_PORTABLE = 1  # cudaHostRegisterPortable: valid for every device
+_RESET_PEAK = Path("/proc/self/clear_refs")
+"""Linux: writing 5 resets the peak of the process to its current memory."""
+
+
+# Choice.
+
+
+def pick_device(name: str) -> torch.device:
+    """Return the device for a name. `auto` is the first GPU if there is one, else the CPU.
+
+    Raises HardwareError if there is no such device.
+    """
+    if name == "auto":
+        return torch.device(GPU, 0) if has_gpu() else torch.device("cpu")
+    if name == "cpu":
+        return torch.device("cpu")
+    match = re.fullmatch(PATTERN, name)
+    if match is None:
+        raise HardwareError(f"device={name} is not a device: use auto, cpu, cuda or cuda:N")
+    kind, index = match[1], int((match[2] or ":0")[1:])
+    count = device_count(kind)
+    if not count:
+        raise HardwareError(f"device={name} is not there: {_why_absent(kind)[0]}", hint=_why_absent(kind)[1])
+    if index >= count:
+        there = ", ".join(f"{kind}:{each}" for each in range(count))
+        raise HardwareError(f"device={name} is not there: this machine has {there}")
+    return torch.device(kind, index)
+
+
+def _why_absent(kind: str) -> tuple[str, str]:
+    if kind != GPU:
+        return f"torch {torch.__version__} finds none", "use --device cpu, or install the torch of its vendor"
+    if torch.version.cuda:
+        return "no usable NVIDIA GPU was found", "use --device cpu, or fix the driver"
+    return f"this is a torch without CUDA ({torch.__version__})", "use --device cpu, or install a torch with CUDA"
+
+
+def has_gpu() -> bool:
+    """Return whether torch can use a GPU of the tested type."""
+    return torch.cuda.is_available()
+
+
+def device_count(kind: str = GPU) -> int:
+    """Return the number of accelerators of a type that torch can use."""
+    module: ModuleType | None = getattr(torch, kind, None)
+    return 0 if module is None else int(module.device_count())
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Return whether a device has memory of its own and works asynchronously."""
+    return device.type in ACCELERATORS
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Return whether a device is a GPU of the tested type."""
+    return device.type == GPU
+
+
+def device_name(device: torch.device) -> str:
+    """Return the name of an accelerator's model."""
+    read: Callable[[torch.device], str] | None = getattr(_module(device), "get_device_name", None)
+    return device.type if read is None else read(device)
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU, such as (9, 0) for Hopper."""
+    return torch.cuda.get_device_capability(device)
+
+
+def has_flash_kernels() -> bool:
+    """Return whether this build of torch has flash attention of its own."""
+    return torch.backends.cuda.is_flash_attention_available()
+
+
+def use_device(device: torch.device) -> None:
+    """Make an accelerator the current device of this process; no effect for the CPU."""
+    if is_accelerator(device) and device.type != "mps":
+        _module(device).set_device(device)
+
+
+def current_gpu() -> torch.device:
+    """Return the current GPU of this process."""
+    return torch.device(GPU, torch.cuda.current_device())
+
+
+def collective_backends(kind: str) -> str:
+    """Return the backends for `dist.init_process_group`: gloo for CPUs, and additionally that of the accelerator.
+
+    With both, each collective uses the backend for the device of its tensor, so that small messages of the host need
+    no GPU.
+    """
+    own = {GPU: "nccl", "xpu": "xccl", "npu": "hccl"}.get(kind)
+    return "gloo" if own is None else f"cpu:gloo,{kind}:{own}"
+
+
+def _module(device: torch.device) -> Any:
+    return torch.get_device_module(device)
+
+
+# Memory.
+
+
+def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
+    """Return the free and the total bytes of a device, or on a CPU of the memory that this process can have.
+
+    Memory that the allocator caches after earlier work is free for the next.
+    """
+    if not is_accelerator(device):
+        memory = read_private_memory()
+        return memory.free_bytes, memory.total_bytes
+    if device.type == "mps":
+        total = int(torch.mps.recommended_max_memory())
+        return total - int(torch.mps.current_allocated_memory()), total
+    module = _module(device)
+    free, total = module.mem_get_info(device)
+    return free + module.memory_reserved(device) - module.memory_allocated(device), total
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Return the bytes in use on an accelerator."""
+    return int(
+        torch.mps.current_allocated_memory() if device.type == "mps" else _module(device).memory_allocated(device)
+    )
+
+
+def reserved_bytes(device: torch.device) -> int:
+    """Return the bytes that torch's allocator holds on an accelerator."""
+    if device.type == "mps":
+        return int(torch.mps.driver_allocated_memory())
+    return int(_module(device).memory_reserved(device))
+
+
+def has_peaks(device: torch.device) -> bool:
+    """Return whether torch keeps the peak of a device's memory."""
+    return is_accelerator(device) and device.type != "mps"
+
+
+def reset_peaks(device: torch.device) -> None:
+    """Reset the peaks that `peak_allocated_bytes` and `peak_reserved_bytes` return."""
+    _module(device).reset_peak_memory_stats(device)
+
+
+def peak_allocated_bytes(device: torch.device) -> int:
+    """Return the peak of the bytes in use on an accelerator since `reset_peaks`."""
+    return int(_module(device).max_memory_allocated(device))
+
+
+def peak_reserved_bytes(device: torch.device) -> int:
+    """Return the peak of the bytes that torch's allocator held on an accelerator since `reset_peaks`."""
+    return int(_module(device).max_memory_reserved(device))
+
+
+def start_peak_memory(device: torch.device) -> bool:
+    """Reset the peak that `peak_memory_gib` returns; return False if only the peak since process start is known.
+
+    On a CPU this needs Linux.
+    """
+    if has_peaks(device):
+        reset_peaks(device)
+        return True
+    try:
+        _RESET_PEAK.write_text("5")
+    except OSError:
+        return False
+    return True
+
+
+def peak_memory_gib(device: torch.device) -> dict[str, float]:
+    """Return the peak of memory since `start_peak_memory`, or else since process start, under its name.
+
+    The name is `peak_allocated_gib` on a GPU. On a CPU it is `peak_resident_gib`, of the whole process, with mapped
+    files of weights.
+    """
+    if has_peaks(device):
+        return {"peak_allocated_gib": round(peak_allocated_bytes(device) / GIB, 3)}
+    return {"peak_resident_gib": round(peak_resident_bytes() / GIB, 3)}
+
+
+def peak_resident_bytes() -> int:
+    """Return the peak of resident memory of this process, with mapped files; see `peak_memory_gib`."""
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    if sys.platform == "linux":
+        # getrusage starts with the peak of the process that this one was forked from.
+        peak = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+        if peak is not None:
+            return int(peak[1]) * 1024
+    import resource
+
+    # Kilobytes on Linux, bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def release_memory(device: torch.device) -> None:
+    """Free unreferenced memory for the next stage."""
+    gc.collect()
+    if is_accelerator(device):
+        _module(device).empty_cache()
+
+
+def record_allocations(**options: Any) -> None:
+    """Start or stop recording the allocations of GPUs (torch, "Understanding CUDA Memory Usage")."""
+    torch.cuda.memory._record_memory_history(**options)
+
+
+def recorded_allocations(device: torch.device) -> dict[str, Any]:
+    """Return the recorded allocations of a GPU."""
+    found: dict[str, Any] = torch.cuda.memory._snapshot(device)
+    return found
+
+
+@contextmanager
+def limited_memory(device: torch.device, limit: int | None) -> Iterator[None]:
+    """Limit this process to `limit` bytes of a GPU inside the block; other devices have no limit."""
+    if limit is None or not is_gpu(device):
+        yield
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    before = torch.cuda.get_per_process_memory_fraction(device)
+    torch.cuda.set_per_process_memory_fraction(min(limit / total, 1.0), device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(before, device)
+
+
+# Precision.
+
+
+@contextmanager
+def tf32_products(allowed: bool | None, device: torch.device, *, note: Callable[[str], None]) -> Iterator[None]:
+    """Allow or forbid TF32 in float32 matmuls and convolutions inside the block; None changes nothing.
+
+    Only GPUs have TF32: on another device, `note` gets a line that the setting has no effect. The end of the block
+    restores the switches.
+    """
+    if allowed is not None and not is_gpu(device):
+        note(f"precision.tf32={str(allowed).lower()} has no effect on the device {device}")
+    if allowed is None or not is_gpu(device):
+        yield
+        return
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    switches = (matmul, cudnn.conv, cudnn.rnn)  # type: ignore[attr-defined]  # made at run time
+    before = [switch.fp32_precision for switch in switches]
+
+    def allow(products: bool, convolutions: bool) -> None:
+        # Not through `fp32_precision`: after that torch 2.13 refuses to read these two, and torch.compile reads them.
+        matmul.allow_tf32, cudnn.allow_tf32 = products, convolutions
+
+    allow(allowed, allowed)
+    try:
+        yield
+    finally:
+        allow(before[0] == "tf32", before[1] == "tf32")
+        for switch, precision in zip(switches, before, strict=True):
+            switch.fp32_precision = precision
+
+
+def tf32_in_use(device: torch.device) -> dict[str, bool] | None:
+    """Return whether float32 matmuls and convolutions use TF32 now, or None on a device without TF32."""
+    if not is_gpu(device) or capability(device) < _TF32_FROM:
+        return None
+    convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]  # made at run time
+    kinds = {"products": torch.backends.cuda.matmul, "convolutions": convolutions}
+    return {name: kind.fp32_precision == "tf32" for name, kind in kinds.items()}
+
+
+def multiplies_bf16(device: torch.device) -> bool:
+    """Return whether a device has native bfloat16 matmul; without it, float32 is far faster."""
+    return device.type != "cpu" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+# Time and order.
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until an accelerator has done all queued work; a CPU has no queue."""
+    if is_accelerator(device):
+        _module(device).synchronize(*([] if device.type == "mps" else [device]))
+
+
+def timed(run: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds until `run` has returned and the device has finished its work."""
+    start = time.perf_counter()
+    run()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
+def has_streams(device: torch.device) -> bool:
+    """Return whether copies of a device can run beside its computation, in streams of their own."""
+    return is_accelerator(device) and hasattr(_module(device), "Stream")
+
+
+def new_stream(device: torch.device) -> Any:
+    """Return a new stream of a device with streams."""
+    return _module(device).Stream(device)
+
+
+def current_stream(device: torch.device) -> Any:
+    """Return the stream of this thread on a device with streams."""
+    return _module(device).current_stream(device)
+
+
+def in_stream(stream: Any) -> AbstractContextManager[Any]:
+    """Return a context in which this thread queues its work on `stream`."""
+    context: AbstractContextManager[Any] = _module(stream.device).stream(stream)
+    return context
+
+
+def sleeping_event(device: torch.device) -> Any:
+    """Return an event after the queued work of the current stream. Its `synchronize` sleeps instead of polling."""
+    # Events of other vendors always choose their own way of waiting.
+    event = torch.cuda.Event(blocking=True) if is_gpu(device) else _module(device).Event()  # type: ignore[no-untyped-call]
+    event.record(current_stream(device))
+    return event
+
+
+def timing_event(device: torch.device) -> Any:
+    """Return an event after the queued work of the current stream, for `seconds_between`."""
+    event = _module(device).Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Return the seconds between two events of `timing_event` that the device has reached."""
+    return float(start.elapsed_time(end)) / 1e3
+
+
+def profiler_range(name: str) -> AbstractContextManager[Any]:
+    """Return a context that Nsight Systems shows under `name`. It needs a GPU."""
+    context: AbstractContextManager[Any] = torch.cuda.nvtx.range(name)
+    return context
+
+
+def random_state_kept(device: torch.device) -> AbstractContextManager[None]:
+    """Return a context whose end restores the states of torch's generators of the CPU and of `device`."""
+    if not is_accelerator(device):
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
+
+
+# Copies.
+
+
+def queued_copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device without waiting for queued work; a GPU copies it in the order of its queue."""
+    if is_gpu(device) and tensor.device.type == "cpu":
+        # torch reuses this pinned memory only after the copy is done.
+        tensor = torch.empty_like(tensor, pin_memory=True).copy_(tensor)
+    return tensor.to(device, non_blocking=True)
+
+
+def lock_pages(memory: Tensor, device: torch.device) -> bool:
+    """Page-lock host memory for asynchronous copies of a GPU; return False if the system refuses.
+
+    A CUDA context is created only on that GPU.
+    """
+    with torch.cuda.device(device):
+        return int(_cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)) == 0
+
+
+def unlock_pages(memory: Tensor, device: torch.device) -> None:
+    """Unlock the pages after the GPU is done with them."""
+    with torch.cuda.device(device):
+        torch.cuda.synchronize()
+        _cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
