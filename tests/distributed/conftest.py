@@ -1,7 +1,7 @@
-"""Real gloo processes, kept for the whole session: a run on some ranks takes as many of them.
+"""Real gloo processes, kept for many runs: a run on some ranks takes as many of them.
 
-They are forks of one process that has imported what they need. Each run has groups of its own, since groups that are
-kept have threads that poll for work.
+They are forks of one process that has imported what they need. Each run has groups of its own. A process in which
+threads of earlier groups stay is replaced, because these poll for work.
 """
 
 import gc
@@ -12,6 +12,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from itertools import count
 from multiprocessing.connection import Connection
@@ -23,6 +24,8 @@ from unittest.mock import patch
 import pytest
 
 _SECONDS = 240.0
+_MOST_POLLING = 4
+"""Threads of earlier runs beyond which a process is replaced: they slow down all that follows."""
 _IMPORTED_ONCE = [
     "opensora_cli.engine.train.run",
     "torch._functorch.aot_autograd",
@@ -59,6 +62,11 @@ class Processes:
             self._started.append(self.start(_serve))
         return [pipe for _, pipe in self._started[:ranks]]
 
+    def replace(self, rank: int) -> None:
+        """Start another process for a rank."""
+        _end(*self._started[rank])
+        self._started[rank] = self.start(_serve)
+
     def program(self, folder: Path, function: Callable[..., int | None], *args: Any) -> "Program":
         """Start `function(*args)` as a program that writes its output to `folder`, in the environment of this one."""
         named = (function.__code__.co_filename, function.__name__, *args)
@@ -67,10 +75,14 @@ class Processes:
     def end(self) -> None:
         """End all ranks."""
         for process, pipe in self._started:
-            pipe.close()
-            process.join(10)
-            if process.is_alive():
-                process.kill()
+            _end(process, pipe)
+
+
+def _end(process: Any, pipe: Connection) -> None:
+    pipe.close()
+    process.join(10)
+    if process.is_alive():
+        process.kill()
 
 
 class Program:
@@ -99,25 +111,30 @@ class Program:
 class Pool:
     """Ranks in which functions of test modules run at once."""
 
-    def __init__(self, pipes: list[Connection], meeting_places: Iterator[Path]) -> None:
-        self._pipes = pipes
+    def __init__(self, processes: Processes, ranks: int, meeting_places: Iterator[Path]) -> None:
+        self._processes = processes
+        self._ranks = ranks
         self._meeting_places = meeting_places
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(*args)` on every rank and return what each returned; a failure on any rank fails the test."""
         meeting_place = str(next(self._meeting_places))
-        for rank, pipe in enumerate(self._pipes):
-            place = (meeting_place, rank, len(self._pipes))
+        pipes = self._processes.pipes(self._ranks)
+        for rank, pipe in enumerate(pipes):
+            place = (meeting_place, rank, self._ranks)
             pipe.send((place, function.__code__.co_filename, function.__name__, args))
         answers = []
-        for rank, pipe in enumerate(self._pipes):
+        for rank, pipe in enumerate(pipes):
             if not pipe.poll(_SECONDS):
                 pytest.fail(f"rank {rank} did not answer within {_SECONDS:.0f} s", pytrace=False)
             answers.append(pipe.recv())
-        for rank, (fine, answer) in enumerate(answers):
+        for rank, (_, _, is_worn) in enumerate(answers):
+            if is_worn:
+                self._processes.replace(rank)
+        for rank, (fine, answer, _) in enumerate(answers):
             if not fine:
                 pytest.fail(f"on rank {rank}:\n{answer}", pytrace=False)
-        return [answer for _, answer in answers]
+        return [answer for _, answer, _ in answers]
 
 
 @pytest.fixture(scope="package")
@@ -142,7 +159,7 @@ def pool(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Call
     """`pool(2).run(function, *args)` runs a function of a test module on two ranks."""
     folder = tmp_path_factory.mktemp("gloo")
     meeting_places = (folder / str(number) for number in count())
-    return lambda ranks: Pool(processes.pipes(ranks), meeting_places)
+    return lambda ranks: Pool(processes, ranks, meeting_places)
 
 
 def _call(file: str, name: str, *args: Any) -> Any:
@@ -189,10 +206,20 @@ def _serve(pipe: Connection) -> None:
             answer = False, traceback.format_exc()
         dist.destroy_process_group()
         gc.collect()  # models that were divided are part of cycles, and hold their groups
+        is_worn = _polling_threads() > _MOST_POLLING
         try:
-            pipe.send(answer)
+            pipe.send((*answer, is_worn))
         except Exception:  # an answer that cannot be pickled fails its own test, not all that follow
-            pipe.send((False, traceback.format_exc()))
+            pipe.send((False, traceback.format_exc(), is_worn))
+
+
+def _polling_threads() -> int:
+    """Return the number of gloo's threads, which poll the closed connections of groups that outlive their run."""
+    tasks, found = Path("/proc/self/task"), 0
+    for task in tasks.iterdir() if tasks.is_dir() else ():
+        with suppress(OSError):  # a thread that ends
+            found += (task / "comm").read_text().startswith("gloo_tcp")
+    return found
 
 
 def _load(file: str) -> ModuleType:

@@ -270,3 +270,26 @@ def test_two_ranks_save_on_ctrl_c_and_one_resumes(tmp_path, processes, no_ranks_
     assert [line["step"] for line in _log(run)] == list(range(1, step + 3))
     # The first steps have the same rates, and so the same losses as one process alone.
     assert _log(run)[0] == pytest.approx(_log(whole)[0], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_one_rank_is_resumed_as_two_with_larger_updates(tmp_path, processes, no_ranks_around):
+    run = tmp_path / "run"
+    changes = {"loop.steps": 2, "loop.micro_batches": None, "optimizer.decay_steps": 1}
+    train(_settings(run, **changes))
+
+    def resumed(*flags: str) -> tuple[int, str, str]:
+        ranks = ("--resume", "--gpus", "2", "--device", "cpu")
+        command = _command(_settings(run, **{**changes, "loop.steps": 4}), tmp_path, *ranks, *flags)
+        return processes.program(tmp_path, _osora, command).end(120)
+
+    code, _, err = resumed()
+    assert code == 2, err
+    assert "larger updates from now on: --set loop.micro_batches=2" in err
+    code, _, err = resumed("--set", "loop.micro_batches=2")
+    assert code == 0, err
+    assert "an update has 2 micro-batches from now on, instead of 1" in err
+    (folder,) = run.glob("epoch*-global_step4")
+    assert wrong_files(folder) == []
+    running = json.loads((folder / "running_states.json").read_text())
+    assert running["sampler"]["number"] == 2 * 1 + 2 * 2

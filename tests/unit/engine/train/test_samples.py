@@ -19,7 +19,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate.run import generate
-from opensora_cli.engine.train import evaluate, transformer
+from opensora_cli.engine.train import evaluate, parallelize
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.evaluate import open_samples
@@ -199,7 +199,7 @@ def test_samples_change_no_adapter(tmp_path: Path, frozen: Path, plain: Path) ->
 
 @pytest.mark.slow
 def test_samples_change_no_compiled_run(tmp_path: Path, frozen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transformer, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
+    monkeypatch.setattr(parallelize, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
     changes = {"compile": True, "loop.steps": 2, "validation.batches": 1, "validation.table": tiny_training.HELD_OUT}
     watched = run(tmp_path / "watched", frozen, **{**SAMPLES, **changes, "validation.every": 1})
     assert probe(watched / "samples" / "step2" / "0.mp4").num_frames == 5
@@ -229,6 +229,8 @@ def test_a_sample_is_the_video_that_generate_makes(tmp_path: Path, monkeypatch: 
         "lora.rank": "none",
         "data.table": tiny_training.TABLE,
         "data.buckets": "{32px: {13: [1.0, 1]}}",
+        "train_mmdit.video_latent_frames": 1,
+        "train_mmdit.easy_latent_frames": 1,
         "data.workers": 0,
         # Practically zero.
         "optimizer.name": "adamw",
