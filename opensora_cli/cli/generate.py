@@ -45,8 +45,10 @@ def generate(given: dict[str, Given], call: Call) -> None:
         call.show(describe_presets())
         return
     sidecar = None
-    file = next((call.value(label, Path) for label in _FROM if label in call.given), None)
-    if file is not None:
+    if sources := [label for label in _FROM if label in call.given]:
+        call.refuse(sources[1:], beside=sources[0])
+        file = call.value(sources[0], Path)
+        assert file is not None
         from opensora_cli.engine.show import continued
 
         sidecar = continued(file, given)

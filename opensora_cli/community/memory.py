@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from opensora_cli.core.device import (
+    current_device,
     free_and_total_bytes,
     has_gpu,
     has_peaks,
     peak_allocated_bytes,
-    pick_device,
     reset_peaks,
 )
 from opensora_cli.core.progress import SilentReporter
@@ -270,7 +270,7 @@ def memory_offloading_inference(
 
     Blocks are the modules in `ModuleList`s and `Sequential`s. The model is on the CPU afterwards.
     """
-    chosen = pick_device("auto") if device is None else torch.device(device)
+    chosen = current_device() if device is None else torch.device(device)
     with stream_model(model, device=chosen, resident=resident):
         output = model(tree_map_only(Tensor, lambda tensor: tensor.to(chosen), input_data))
     return tree_map_only(Tensor, lambda tensor: tensor.cpu(), output)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from opensora_cli.core.device import (
+    GIB,
     allocated_bytes,
     current_gpu,
     has_gpu,
@@ -19,7 +20,6 @@ from opensora_cli.core.device import (
 from opensora_cli.engine.train.metrics import require_tensorboard
 from opensora_cli.memory import monitor
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.memory.monitor import GIB
 
 _logger = logging.getLogger(__name__)
 

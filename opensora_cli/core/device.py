@@ -48,7 +48,8 @@ def pick_device(name: str) -> torch.device:
     kind, index = match[1], int((match[2] or ":0")[1:])
     count = device_count(kind)
     if not count:
-        raise HardwareError(f"device={name} is not there: {_why_absent(kind)[0]}", hint=_why_absent(kind)[1])
+        cause, hint = _why_absent(kind)
+        raise HardwareError(f"device={name} is not there: {cause}", hint=hint)
     if index >= count:
         there = ", ".join(f"{kind}:{each}" for each in range(count))
         raise HardwareError(f"device={name} is not there: this machine has {there}")
@@ -111,6 +112,11 @@ def current_gpu() -> torch.device:
     return torch.device(GPU, torch.cuda.current_device())
 
 
+def current_device() -> torch.device:
+    """Return the current GPU of this process if there is one, else the CPU."""
+    return current_gpu() if has_gpu() else torch.device("cpu")
+
+
 def collective_backends(kind: str) -> str:
     """Return the backends for `dist.init_process_group`: gloo for CPUs, and additionally that of the accelerator.
 
@@ -138,7 +144,7 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
         return memory.free_bytes, memory.total_bytes
     if device.type == "mps":
         total = int(torch.mps.recommended_max_memory())
-        return total - int(torch.mps.current_allocated_memory()), total
+        return total - allocated_bytes(device), total
     module = _module(device)
     free, total = module.mem_get_info(device)
     return free + module.memory_reserved(device) - module.memory_allocated(device), total
@@ -146,9 +152,9 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
 
 def allocated_bytes(device: torch.device) -> int:
     """Return the bytes in use on an accelerator."""
-    return int(
-        torch.mps.current_allocated_memory() if device.type == "mps" else _module(device).memory_allocated(device)
-    )
+    if device.type == "mps":
+        return int(torch.mps.current_allocated_memory())
+    return int(_module(device).memory_allocated(device))
 
 
 def reserved_bytes(device: torch.device) -> int:

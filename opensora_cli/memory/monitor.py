@@ -11,19 +11,18 @@ import torch
 from torch import nn
 
 from opensora_cli.core.device import (
+    GIB,
     allocated_bytes,
+    current_device,
     has_peaks,
     has_streams,
     peak_allocated_bytes,
     peak_reserved_bytes,
-    pick_device,
     reset_peaks,
     seconds_between,
     synchronize,
     timing_event,
 )
-
-GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +47,7 @@ class AccelerationProfiler:
     """
 
     def __init__(self, device: torch.device | str | None = None) -> None:
-        chosen = pick_device("auto") if device is None else torch.device(device)
+        chosen = current_device() if device is None else torch.device(device)
         self._gpu = chosen if has_peaks(chosen) else None
         self.phases: list[ProfiledPhase] = []
 

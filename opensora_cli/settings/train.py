@@ -239,6 +239,8 @@ def _device_problems(settings: TrainSettings) -> Iterator[str]:
     if parallel.world_size > 1 and device_names.has_index(device):
         kind = device_names.type_of(device)
         yield f"device={device} is one GPU, and there are {parallel.world_size} ranks: use {kind}, or parallel.devices"
+    if parallel.devices is not None and device_names.type_of(device) in device_names.UNTESTED:
+        yield f"parallel.devices picks GPUs, and device={device} is none: drop one of them"
     if parallel.compression is Compression.FP8:
         yield "parallel.compression=fp8 would round gradients by up to 1/16, which is for generation: use bf16 or none"
     before = [*_degree_problems(settings)]

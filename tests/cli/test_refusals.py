@@ -75,6 +75,7 @@ EARLY = [
     (2, [*EXPLORE, "--stop-at", "8"], "--stop-at has no effect with --explore"),
     (2, [*EXPLORE, "--from", "a.latents.safetensors"], "--from has no effect with --explore"),
     (2, [*EXPLORE, "--prompts", "prompts.txt"], "--prompts has no effect with --explore"),
+    (2, ["generate", "--from", "a.mp4", "--resume", "b"], "--resume has no effect with --from"),
     (3, ["generate", "sea", "--preset", "gone.yaml"], "gone.yaml does not exist"),
     (2, ["generate", "sea", "--fps", "23.976"], "Invalid value for '--fps': it must be a whole number"),
     (3, ["generate", "sea", "--ref", "gone.png"], "gone.png does not exist"),

@@ -1,12 +1,15 @@
-"""Matmuls in 8 bits in the transformer's linear layers on a GPU: check that they work, and use them."""
+"""Matmuls in 8 bits in the transformer's linear layers on a GPU: check that they work, use them, report the error."""
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from math import sqrt
+from typing import TYPE_CHECKING, Self
 
 import torch
 from torch import nn
 
-from opensora_cli.core.device import capability, device_name, has_gpu
+from opensora_cli.core.device import capability, device_name, has_gpu, is_gpu
+from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.models.linears import LowRankLinear
@@ -26,6 +29,37 @@ _TOLERANCE = 0.02
 _USE_EXACT = "use --set precision.linear=exact"
 
 
+class LinearProductsReport(Document):
+    """Layers that multiply in 8 bits, and the error of their products."""
+
+    kind: LinearProducts
+    layers: int
+    relative_error: float
+    """Root mean square over all layers of the error relative to the result, for normally distributed inputs."""
+    largest_relative_error: float
+    """Error of the layer `largest_at`."""
+    largest_at: str
+
+    @classmethod
+    def of(cls, kind: LinearProducts, errors: "Sequence[ProductError]") -> Self:
+        """Return the report for the errors of all replaced layers, at least one."""
+        worst = max(errors, key=lambda error: error.relative_error)
+        return cls(
+            kind=kind,
+            layers=len(errors),
+            relative_error=sqrt(sum(error.relative_error**2 for error in errors) / len(errors)),
+            largest_relative_error=worst.relative_error,
+            largest_at=worst.path,
+        )
+
+    def line(self) -> str:
+        """Return the report as a line of text."""
+        return (
+            f"{self.layers} linear layers multiply in {self.kind}: sampled products are off by "
+            f"{self.relative_error:.2%}, those of {self.largest_at} by {self.largest_relative_error:.2%}"
+        )
+
+
 def require_products(
     kind: LinearProducts,
     config: MMDiTConfig,
@@ -41,8 +75,10 @@ def require_products(
     """
     if not any(stack.count for stack in repeated_blocks(config)):
         raise RequestError(f"precision.linear={kind} has no effect on a model without blocks: leave it out")
-    if device.type == "cpu":
-        raise HardwareError(f"precision.linear={kind} needs an NVIDIA GPU, and this run is on cpu", hint=_USE_EXACT)
+    if not is_gpu(device):
+        raise HardwareError(
+            f"precision.linear={kind} needs an NVIDIA GPU, and this run is on {device.type}", hint=_USE_EXACT
+        )
     _require_sizes(kind, config, tensor)
     if kind is LinearProducts.FP8 and dtype is not torch.bfloat16:
         raise RequestError("precision.linear=fp8 gives bfloat16: use it with --set runtime.dtype=bfloat16")

@@ -1,8 +1,7 @@
 """First line of every plan: whether a request fits in memory, and how long it takes."""
 
+from opensora_cli.core.device import GIB
 from opensora_cli.core.documents import Document
-
-_GIB = 2**30
 
 
 class HostMemory(Document):
@@ -26,17 +25,17 @@ def verdict_line(
     if usable is None:
         shown = f"Unknown: {gib(needed)} {memory}"
     else:
-        shown = f"{'Fits' if fits else 'Does not fit'}: {needed / _GIB:.1f} of {gib(usable)} {memory}"
+        shown = f"{'Fits' if fits else 'Does not fit'}: {needed / GIB:.1f} of {gib(usable)} {memory}"
     if on_gpu:
         shown += f", {gib(host.pinned_bytes + host.page_cache_bytes)} host memory"
-    elif host.page_cache_bytes >= 0.05 * _GIB:
+    elif host.page_cache_bytes >= 0.05 * GIB:
         shown += f", {gib(host.page_cache_bytes)} page cache"
     return shown if seconds is None else f"{shown}, about {_about(seconds)} (predicted)"
 
 
 def gib(num_bytes: int) -> str:
     """Return a size with one decimal."""
-    return f"{num_bytes / _GIB:.1f} GiB"
+    return f"{num_bytes / GIB:.1f} GiB"
 
 
 def _about(seconds: float) -> str:

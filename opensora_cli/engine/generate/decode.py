@@ -15,8 +15,9 @@ from opensora_cli.core.device import peak_memory_gib
 from opensora_cli.core.documents import Document
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import count_decoder_tiles, vae_tiling
+from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
-from opensora_cli.engine.generate.events import Events, LinearProductsReport
+from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import SampleFiles, is_begun, last_frame_path, read_made
 from opensora_cli.engine.generate.plan import PICTURE, Chain, Plan

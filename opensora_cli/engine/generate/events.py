@@ -1,53 +1,16 @@
-"""Progress, measurements, previews, cancellation and saved state of a run."""
+"""Progress, previews, cancellation and saved state of a run."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from math import sqrt
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
 
-from opensora_cli.core.documents import Document
-from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.progress import Reporter, StageProgress
 from opensora_cli.core.rank_link import report_left
 from opensora_cli.engine.components.hardware import out_of_memory_reported
+from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.generate.outputs import SampleFiles
 from opensora_cli.engine.generate.saved_latents import remove_latents
-
-if TYPE_CHECKING:
-    from opensora_cli.memory.eight_bit_products import ProductError
-
-
-class LinearProductsReport(Document):
-    """Layers that multiply in 8 bits, and the error of their products."""
-
-    kind: LinearProducts
-    layers: int
-    relative_error: float
-    """Root mean square over all layers of the error relative to the result, for normally distributed inputs."""
-    largest_relative_error: float
-    """Error of the layer `largest_at`."""
-    largest_at: str
-
-    @classmethod
-    def of(cls, kind: LinearProducts, errors: "Sequence[ProductError]") -> Self:
-        """Return the report for the errors of all replaced layers, at least one."""
-        worst = max(errors, key=lambda error: error.relative_error)
-        return cls(
-            kind=kind,
-            layers=len(errors),
-            relative_error=sqrt(sum(error.relative_error**2 for error in errors) / len(errors)),
-            largest_relative_error=worst.relative_error,
-            largest_at=worst.path,
-        )
-
-    def line(self) -> str:
-        """Return the report as a line of text."""
-        return (
-            f"{self.layers} linear layers multiply in {self.kind}: sampled products are off by "
-            f"{self.relative_error:.2%}, those of {self.largest_at} by {self.largest_relative_error:.2%}"
-        )
 
 
 class Events:

@@ -17,6 +17,7 @@ from opensora_cli.engine.components import text_encoders
 from opensora_cli.engine.components.autoencoders import load_autoencoder
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.hardware import OutOfMemoryError
+from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.components.weights import Component, stamp_of
 from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.estimate.offload import (
@@ -26,7 +27,7 @@ from opensora_cli.engine.estimate.offload import (
     TRANSFORMER,
     keep_models,
 )
-from opensora_cli.engine.generate.events import Events, LinearProductsReport
+from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.loading import load_t5, load_transformer, prepare, prompt_readers, streamed_blocks
 from opensora_cli.engine.generate.plan import Plan, gib_or_less
 from opensora_cli.engine.generate.process import ALONE, OneProcess

@@ -16,8 +16,9 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.attention import AttentionPlan, keep_attention
+from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.generate.decode import GeneratedVideo, HeldVideo, hold, report_given_frames, save
-from opensora_cli.engine.generate.events import Events, LinearProductsReport
+from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.explore import ExploredSeed, explored_seed, is_explored, write_sheet
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import Claims, SampleFiles, check_outputs, last_frame_path, sample_files

@@ -90,11 +90,11 @@ class LaunchRequest:
 
     def check(self) -> None:
         """Check the request against this machine.
-        Raises RequestError for GPU indexes with ranks on the CPU, and HardwareError if the machine has fewer GPUs.
+        Raises RequestError for GPU indexes with other devices, and HardwareError if the machine has fewer GPUs.
         """
-        if self.devices is not None and self.device_type == "cpu":
+        if self.devices is not None and self.device_type != GPU:
             listed = ",".join(map(str, self.devices))
-            raise RequestError(f"devices={listed} picks GPUs, and the device is cpu: drop one of them")
+            raise RequestError(f"devices={listed} picks GPUs, and the device is {self.device_type}: drop one of them")
         if self.device_type != "cpu":
             _require_devices(self.device_type, self.gpus, self.devices)
         if sys.platform == "win32":

@@ -60,3 +60,11 @@ def test_the_peak_of_a_cpu_is_that_of_the_process():
     cpu = torch.device("cpu")
     device.start_peak_memory(cpu)
     assert 0.05 < device.peak_memory_gib(cpu)["peak_resident_gib"] < 1000
+
+
+def test_the_default_device_of_a_rank_is_its_current_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert device.current_device() == torch.device("cuda", 3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert device.current_device() == torch.device("cpu")

@@ -60,9 +60,10 @@ def in_8_bits(model, kind=INT8):
 
 
 @pytest.mark.parametrize("kind", [INT8, FP8])
-def test_a_cpu_is_refused(kind):
+@pytest.mark.parametrize("device", [CPU, torch.device("xpu")])
+def test_other_devices_are_refused(kind, device):
     with pytest.raises(HardwareError, match="needs an NVIDIA GPU") as error:
-        require(kind, device=CPU)
+        require(kind, device=device)
     assert "precision.linear=exact" in error.value.hint
 
 

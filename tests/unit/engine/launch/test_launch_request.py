@@ -25,9 +25,11 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"GPU {'AB'[device.index]}")
 
 
-def test_gpus_are_not_picked_for_ranks_on_the_cpu():
+def test_gpus_are_not_picked_for_ranks_on_other_devices():
     with pytest.raises(RequestError, match="devices=0,1 picks GPUs, and the device is cpu"):
         request(devices=(0, 1)).check()
+    with pytest.raises(RequestError, match="devices=0,1 picks GPUs, and the device is xpu"):
+        request(devices=(0, 1), device_type="xpu").check()
 
 
 def test_sound_ones_pass(two_gpus):
