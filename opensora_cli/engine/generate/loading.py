@@ -18,6 +18,7 @@ from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.weight_choices import Rotary
 from opensora_cli.engine.components import text_encoders
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
+from opensora_cli.engine.components.linear_products import use_in_block
 from opensora_cli.engine.components.parallelize import shard_block, shard_t5
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
@@ -109,8 +110,6 @@ def load_transformer(
             if group is not None:
                 shard_block(block, blocks[path], group)
             if offload.linear is not LinearProducts.EXACT:
-                from opensora_cli.engine.components.linear_products import use_in_block
-
                 for error in use_in_block(block, blocks[path], offload.linear):
                     if measured is not None:
                         measured(replace(error, path=f"{path}.{error.path}"))

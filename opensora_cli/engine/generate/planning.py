@@ -19,6 +19,7 @@ from opensora_cli.engine.components.attention import AttentionUse, choose_attent
 from opensora_cli.engine.components.autoencoders import require_same_scale
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config
 from opensora_cli.engine.components.hardware import Hardware, pick_hardware
+from opensora_cli.engine.components.linear_products import require_products
 from opensora_cli.engine.components.loras import Lora
 from opensora_cli.engine.components.parallelize import choose_mesh, describe_mesh, plan_exchange, require_branches
 from opensora_cli.engine.components.weights import Component, find_weights
@@ -135,8 +136,6 @@ def make_plan(
         use = attention_use(settings, hardware, mesh)
         attention = choose_attention(choice, use, setting=setting, tries_device=tries_device)
         if settings.precision.linear is not LinearProducts.EXACT:
-            from opensora_cli.engine.components.linear_products import require_products
-
             require_products(
                 settings.precision.linear,
                 mmdit_config(model),
