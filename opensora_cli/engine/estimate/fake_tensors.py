@@ -1,36 +1,30 @@
-"""Running models on tensors with sizes but without memory: outlines, or torch's fake tensors if gradients are needed.
+"""Running models on outlines, tensors with sizes but without memory.
 
 Every operation of the real modules then costs microseconds and allocates nothing. `TensorBytes` counts the bytes that
 it would have allocated.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from opensora_cli.engine.components.on_meta import on_meta
-from opensora_cli.engine.estimate.outlines import OutlineMode, clip_layout, convolution_layout
+from opensora_cli.engine.estimate.outlines import OutlineMode
 from opensora_cli.engine.estimate.work import Work, WorkCounter
 from opensora_cli.memory.counting import TensorBytes
 
 HOST = torch.device("cpu")
 """Device that represents the memory of the host, inside `fake_device`."""
 
-_ONE: dict[torch.dtype, bool | int] = {torch.bool: True, torch.int32: 1, torch.int64: 1}
-
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-_Replacements = Mapping[Any, Callable[..., Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,29 +41,17 @@ class Need:
 
 
 @contextmanager
-def fake_device(device_type: str) -> Iterator[torch.device]:
+def fake_device(device_type: str, *, grad: bool = False) -> Iterator[torch.device]:
     """Make outlines instead of tensors inside the block, as operations on a device of this type would.
 
     Yields the device that represents it, the host itself or another one; the real device need not exist. Autograd
-    records nothing.
+    records operations if `grad` is true.
     """
     is_cpu = device_type == "cpu"
-    kernels = _Kernels(_ON_HOST if is_cpu else _ON_CUDA)
-    with torch.inference_mode(False), torch.no_grad(), OutlineMode(), kernels:  # type: ignore[no-untyped-call]
+    kernels = nullcontext() if is_cpu else _CudaKernels()
+    # Torch allows no mode in inference mode.
+    with torch.inference_mode(False), torch.set_grad_enabled(grad), OutlineMode(), kernels:  # type: ignore[no-untyped-call]
         yield HOST if is_cpu else torch.device("meta")
-
-
-@contextmanager
-def fake_training_tensors() -> Iterator[None]:
-    """Make torch's fake tensors inside the block, many times slower than outlines, with gradients, as on a CPU."""
-    with (
-        torch.inference_mode(False),  # torch allows no fake tensor in inference mode
-        torch.set_grad_enabled(True),
-        # Results of `torch.tensor` on the meta device are not fake, and are allowed.
-        FakeTensorMode(allow_non_fake_inputs=True),
-        _CpuKernels(),  # type: ignore[no-untyped-call]
-    ):
-        yield
 
 
 def fake_module(make: Callable[[], ModuleT], *, device: torch.device, dtype: torch.dtype) -> ModuleT:
@@ -133,54 +115,14 @@ class Repeated(nn.Module):
         return result
 
 
-class _CpuKernels(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
-    """Mode that gives clips the layout of a CPU, unlike fake operations. The layout decides where copies are needed.
-
-    A number read from a tensor is 1.
-    """
-
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Run an operation, or one that makes the same tensors in another layout."""
-        if func is torch.ops.aten._local_scalar_dense.default:
-            return _ONE.get(args[0].dtype, 1.0)
-        if func is torch.ops.aten.mkldnn_convolution.default:
-            clip, weight, bias, padding, stride, dilation, groups = args
-            result = torch.ops.aten.convolution(clip, weight, bias, stride, padding, dilation, False, [0, 0, 0], groups)
-            return torch.empty_like(result, memory_format=clip_layout(clip))
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.convolution.default:
-            with unset_fake_temporarily():
-                layout = convolution_layout(*args)
-            return torch.empty_like(result, memory_format=layout)
-        if func is torch.ops.aten.replication_pad3d.default:
-            return torch.empty_like(result, memory_format=clip_layout(args[0]))
-        if func is torch.ops.aten.native_group_norm.default:
-            return (torch.empty_like(result[0], memory_format=clip_layout(args[0])), *result[1:])
-        return result
-
-
-class _Kernels(TorchFunctionMode):
-    """Mode that replaces functions by others with the allocations of the device's kernels."""
-
-    def __init__(self, replacements: _Replacements) -> None:
-        super().__init__()
-        self._replacements = replacements
+class _CudaKernels(TorchFunctionMode):
+    """Mode that replaces functions by others with the allocations of CUDA's kernels."""
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation, or one that makes the same tensors."""
-        return self._replacements.get(func, func)(*args, **(kwargs or {}))
-
-
-def _group_norm(
-    clip: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
-) -> Tensor:
-    clip = clip.contiguous(memory_format=clip_layout(clip))
-    batch, channels, *size = clip.shape
-    return torch.native_group_norm(clip, weight, bias, batch, channels, prod(size), num_groups, eps)[0]
+        """Run a function, or one that makes the same tensors."""
+        return _ON_CUDA.get(func, func)(*args, **(kwargs or {}))
 
 
 def _fused_attention(query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object) -> Tensor:
@@ -215,14 +157,9 @@ def _through_cudnn(convolve: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-# Replacements for functions in which torch would see that no tensor is on a CPU.
-_ON_HOST: _Replacements = {
-    functional.scaled_dot_product_attention: _fused_attention,
-    functional.group_norm: _group_norm,
-}
-# Replacements for functions with other allocations than those of CUDA's kernels.
-_ON_CUDA: _Replacements = {
+_ON_CUDA: Mapping[Any, Callable[..., Tensor]] = {
     **{convolve: _through_cudnn(convolve) for convolve in (functional.conv2d, functional.conv3d)},
     functional.scaled_dot_product_attention: _fused_attention,
     functional.rms_norm: _fused_rms_norm,
 }
+"""Replacements for functions that CUDA's kernels compute with other allocations."""

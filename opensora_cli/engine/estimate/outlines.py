@@ -1,4 +1,4 @@
-"""Outlines: tensors with a shape, a layout, a dtype and a device, but without memory or gradients.
+"""Outlines: tensors with a shape, a layout, a dtype and a device, but without memory.
 
 Torch's own fake tensors know every operation, but take a second to load and a third of a millisecond per operation.
 Outlines have fast rules for the operations that models use most: only the sizes of the results are computed.
@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
+"""Operation with which torch's own code asks a tensor for its device."""
 _META = torch.device("meta")
 _HOST = torch.device("cpu")
 _ONE: dict[torch.dtype, bool | int] = {torch.bool: True, torch.int32: 1, torch.int64: 1}
@@ -42,28 +44,27 @@ _GIVE_FLOATS = frozenset(
 
 
 class HostOutline(Tensor):
-    """Outline in the memory of the host; an outline on a GPU is a plain meta tensor."""
+    """Outline in the memory of the host; an outline on a GPU is a plain meta tensor.
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    It is a meta tensor that torch dispatches like a tensor on a CPU, also in autocast and autograd.
+    """
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Device of the host."""
         return _HOST
 
-    def to(self, *args: Any, **options: Any) -> Tensor:
-        """Return a copy like `Tensor.to`, or the tensor itself if it has the requested properties."""
-        copy = options.pop("copy", False)
-        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **options)
-        dtype = dtype or self.dtype
-        if device is None or device.type == "cpu":
-            return super().to(dtype=dtype, copy=copy, memory_format=memory_format or torch.preserve_format)
-        result: Tensor = _aten._to_copy.default(self, dtype=dtype, device=_META, memory_format=memory_format)
-        return result
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own signature has one of a disabled function
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Refuse an operation outside of `OutlineMode`, whose kernel would read memory that does not exist."""
+        if func is _DEVICE:
+            return _HOST
+        raise RuntimeError(f"{func} ran on an outline outside of its mode")
 
-    def cpu(self, memory_format: torch.memory_format = torch.preserve_format) -> Tensor:
-        """Return the tensor itself."""
-        return self
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"HostOutline({tuple(self.shape)}, {self.dtype})"
 
 
 class OutlineMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
@@ -80,11 +81,21 @@ class OutlineMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Make the outlines of an operation's results."""
-        if _is_in_place(func):
-            return args[0]
+        options = kwargs or {}
+        if func is _DEVICE:
+            return args[0].device
+        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
+            # A wrapper such as DTensor: its operations on the inner tensors also arrive here.
+            return NotImplemented
+        if "out" in options or _is_in_place(func):
+            return options.get("out", args[0]) if func._schema.returns else None
         if func is _aten._local_scalar_dense.default:
             return _ONE.get(args[0].dtype, 1.0)
-        options = kwargs or {}
+        # The rules read outlines, which refuse operations outside of the mode.
+        with torch._C._DisableTorchDispatch():
+            return self._outlined(func, args, options)
+
+    def _outlined(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         on_host = _is_on_host(args, options)
         if "device" in options:
             options = {**options, "device": _META}
@@ -123,7 +134,7 @@ def _on_meta(arg: Any) -> Any:
     if isinstance(arg, (list, tuple)):
         return [_on_meta(part) for part in arg]
     if isinstance(arg, HostOutline):
-        return arg.as_subclass(Tensor)
+        return Tensor._make_subclass(Tensor, arg, device_for_backend_keys=_META)
     if isinstance(arg, Tensor) and not arg.is_meta:
         return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=_META)
     return arg
@@ -133,7 +144,9 @@ def _placed(result: Any, on_host: bool) -> Any:
     if not on_host:
         return result
     if isinstance(result, Tensor):
-        return result if isinstance(result, HostOutline) else result.as_subclass(HostOutline)
+        if isinstance(result, HostOutline):
+            return result
+        return Tensor._make_subclass(HostOutline, result, dispatch_device=True, device_for_backend_keys=_HOST)
     if isinstance(result, (list, tuple)):
         return type(result)(_placed(part, on_host) for part in result)
     return result
@@ -150,9 +163,14 @@ def _elementwise(args: tuple[Any, ...], *, floats: bool = False) -> Tensor:
         dtype = torch.get_default_dtype()
     if not others:
         return _like(first, dtype=dtype)
-    shape = torch.Size(map(max, zip_longest(*(tensor.shape[::-1] for tensor in (first, *others)), fillvalue=1)))[::-1]
+    shape = _common_shape((first, *others))
     layouts = tuple(tensor.expand(shape).stride() for tensor in (first, *others))
     return torch.empty_strided(shape, _dense_strides(shape, layouts), dtype=dtype, device=_META)
+
+
+def _common_shape(tensors: Iterable[Tensor]) -> torch.Size:
+    # `torch.broadcast_shapes` would import sympy, for half a second.
+    return torch.Size(map(max, zip_longest(*(tensor.shape[::-1] for tensor in tensors), fillvalue=1)))[::-1]
 
 
 def _like(
@@ -241,6 +259,27 @@ def _product_in_8_bits(on_host: bool, rows: Tensor, scale: float, zero: int, wei
     return torch.empty((len(rows), len(weight)), dtype=torch.float32, device=_META)
 
 
+def _compared(on_host: bool, *operands: Any) -> Tensor:
+    return _like(_elementwise(operands), dtype=torch.bool)
+
+
+def _chosen(on_host: bool, condition: Tensor, *values: Tensor) -> Tensor:
+    return _like(_elementwise((condition, *values)), dtype=_elementwise(values).dtype)
+
+
+def _embedded(on_host: bool, weight: Tensor, ids: Tensor, *_: object) -> Tensor:
+    return torch.empty((*ids.shape, weight.shape[1]), dtype=weight.dtype, device=_META)
+
+
+def _indexed(on_host: bool, values: Tensor, indices: list[Tensor]) -> Tensor:
+    return torch.empty((*_common_shape(indices), *values.shape[len(indices) :]), dtype=values.dtype, device=_META)
+
+
+def _argmax(on_host: bool, values: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    shape = _reduced(values, None if dim is None else [dim], keepdim)
+    return torch.empty(shape, dtype=torch.int64, device=_META)
+
+
 def _mean(
     on_host: bool, values: Tensor, dims: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
 ) -> Tensor:
@@ -302,7 +341,9 @@ def _batch_norm(on_host: bool, clip: Tensor, *given: Any) -> tuple[Tensor, Tenso
     return _like(clip), mean, rstd
 
 
-def _attention(on_host: bool, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
+def _attention(
+    on_host: bool, query: Tensor, key: Tensor, value: Tensor, *options: Any, **named: Any
+) -> tuple[Tensor, Tensor]:
     batch, heads, tokens, _ = query.shape
     sums = torch.empty((batch, tokens, heads), dtype=torch.float32, device=_META)
     return _like(query), sums.transpose(1, 2)
@@ -383,6 +424,7 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _aten.ones_like.default: _copied,
     _aten.full_like.default: _copied,
     _aten.clone.default: _copied,
+    _aten.flip.default: _copied,
     _aten._to_copy.default: _copied,
     _aten.cat.default: _joined,
     _aten.stack.default: _stacked,
@@ -392,6 +434,11 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _aten.addmm.default: _product,
     torch.ops.onednn.qlinear_prepack.default: _copied,
     torch.ops.onednn.qlinear_pointwise.default: _product_in_8_bits,
+    **dict.fromkeys((_aten.lt.Scalar, _aten.gt.Scalar, _aten.eq.Scalar), _compared),
+    _aten.where.self: _chosen,
+    _aten.embedding.default: _embedded,
+    _aten.index.Tensor: _indexed,
+    _aten.argmax.default: _argmax,
     _aten.mean.dim: _mean,
     _aten.sum.dim_IntList: _sum,
     _aten.linalg_vector_norm.default: _vector_norm,

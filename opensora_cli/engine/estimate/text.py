@@ -1,6 +1,8 @@
-"""Memory of the text encoders by arithmetic, which tests compare with measurements."""
+"""Memory of the text encoders: weights by arithmetic, and activations counted on outlines of few layers."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -8,16 +10,14 @@ import torch
 from opensora_cli.engine.components.parallelize import largest_share
 from opensora_cli.engine.components.text_encoders import STREAMED_LAYERS
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.estimate.fake_tensors import Need
+from opensora_cli.engine.estimate.fake_tensors import Need, fake_device, fake_module
 from opensora_cli.engine.estimate.file_bytes import FileWeights
 from opensora_cli.engine.estimate.offload import TEXT, StageMemory
+from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.slots import aligned, streaming_bytes
+from opensora_cli.models.text.clip import ClipTextModel
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
-from opensora_cli.models.text.t5 import t5_linears
-
-_ACTIVATION_TENSORS = {"quick_gelu": 3}
-"""Input-sized tensors that an activation function holds at a time, its input included; other functions hold two."""
-
+from opensora_cli.models.text.t5 import T5Model, t5_linears
 
 _TEXTS = 2
 """The prompt and the negative prompt."""
@@ -41,9 +41,9 @@ def text_memory(
     """
     t5_sizes, clip_sizes = T5Sizes.of(folders[0]), ClipSizes.of(folders[1])
     t5_blocks, saved, share = _t5_layers(t5_sizes, dtype.itemsize, ranks)
-    t5 = _t5_need(t5_sizes, lengths[0], dtype.itemsize)
+    t5 = _need(t5_sizes, lengths[0], dtype)
     # A longer length is refused when the encoder is loaded.
-    clip = _clip_need(clip_sizes, min(lengths[1], clip_sizes.max_length), dtype.itemsize)
+    clip = _need(clip_sizes, min(lengths[1], clip_sizes.max_length), dtype)
     weight_bytes, mapped_bytes = weights[Component.T5] + weights[Component.CLIP], 0
     if files is not None:
         weight_bytes, mapped_bytes = _on_cpu(files, t5_blocks, share, streamed=streamed, ranks=ranks)
@@ -87,31 +87,21 @@ def _t5_layers(sizes: T5Sizes, itemsize: int, ranks: int) -> tuple[list[int], in
     return slots, whole, whole - int(sizes.num_layers * elsewhere * itemsize)
 
 
-def _t5_need(sizes: T5Sizes, length: int, itemsize: int) -> Need:
-    """Return the need of T5 for a text.
+@lru_cache(maxsize=64)
+def _need(sizes: T5Sizes | ClipSizes, length: int, dtype: torch.dtype) -> Need:
+    """Return the need of an encoder for a text of `length` tokens.
 
-    At its peak, a layer computes attention, with biases for each head, or its activation function. The embeddings and
-    the input of the layer are alive, too.
+    Two layers represent all, because every layer frees what it allocates except its result.
     """
-    ids, hidden = length * 8, length * sizes.d_model * itemsize
-    heads, inner = length * sizes.num_heads * sizes.d_kv * itemsize, length * sizes.d_ff * itemsize
-    biases, sums = sizes.num_heads * length**2 * itemsize, length * sizes.num_heads * 4
-    attention = hidden + 4 * heads + biases + max(sums, hidden)
-    activation = max(_ACTIVATION_TENSORS.get(sizes.activation, 2), 3 if sizes.is_gated_act else 0) * inner
-    mlp = 2 * hidden + biases + max(activation, inner + hidden)
-    # The input of the first layer is the embeddings themselves.
-    given = hidden if sizes.num_layers > 1 else 0
-    peak = ids + hidden + given + max(attention, mlp)
-    return Need(hidden, peak - hidden)
-
-
-def _clip_need(sizes: ClipSizes, length: int, itemsize: int) -> Need:
-    """Return the need of CLIP for a text. Its causal mask takes no memory, because the kernels build it in."""
-    ids, hidden, inner = (
-        length * width for width in (8, sizes.hidden_size * itemsize, sizes.intermediate_size * itemsize)
-    )
-    attention = 4 * hidden + max(hidden, length * sizes.num_heads * 4)
-    mlp = hidden + max(_ACTIVATION_TENSORS.get(sizes.activation, 2) * inner, inner + hidden)
-    given = 2 * hidden if sizes.num_layers > 1 else hidden
-    pooled = sizes.hidden_size * itemsize
-    return Need(pooled, ids + given + hidden + max(attention, mlp) - pooled)
+    few = replace(sizes, num_layers=min(sizes.num_layers, 2))
+    with fake_device("cpu") as device:
+        encoder = fake_module(
+            lambda: T5Model(few) if isinstance(few, T5Sizes) else ClipTextModel(few), device=device, dtype=dtype
+        )
+        with TensorBytes() as counter:
+            ids_1L = torch.empty((1, length), dtype=torch.int64, device=device)
+            embeds = encoder(ids_1L)
+            del ids_1L
+            need = Need.of(counter)
+            del embeds
+            return need

@@ -15,15 +15,13 @@ from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory
 from opensora_cli.engine.estimate.generation import computes_modulation_first
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, OffloadPlan
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.mem_profile.allocator_use import allocator_techniques
-from opensora_cli.engine.mem_profile.batch import evaluate
 from opensora_cli.engine.mem_profile.measure import (
     OUT_OF_MEMORY,
     memory_and_time,
     unless_out_of_memory,
     why_not_measured,
 )
-from opensora_cli.engine.mem_profile.measured_stages import measure_stage, random_transformer, time_stage
+from opensora_cli.engine.mem_profile.measured_stages import measure_stage, time_stage
 from opensora_cli.engine.mem_profile.report import AttentionCost, Technique, compared, mib
 from opensora_cli.engine.train.estimate import estimate_training, measure_training, time_training
 from opensora_cli.models.attention import attention_backend, backend_names
@@ -34,14 +32,12 @@ from opensora_cli.settings.train import TrainSettings
 LENGTHS = (512, 1024, 2048, 4096, 8192)
 """Numbers of tokens for the comparison of attention."""
 _REPEATS = 3
-_BRANCHES = 3
 _FEW_BLOCKS = 2
 _MANY_TOKENS = 8192
 _HOST_IS_DEVICE = "not measured: without a GPU, its weights would move from the host's memory to the same"
 _WHOLE_TILES = "not measured: this autoencoder decodes all frames of a tile at once"
 _STEP, _HELD = "a training step", "what is held for backward"
 _CHECKPOINTING, _ACTIVATION_OFFLOAD = "gradient checkpointing", "activation offload"
-_BRANCH_BY_BRANCH = "branch by branch"
 _OPTIMIZER_OFFLOAD, _MIXED_PRECISION = "optimizer offload", "mixed precision (bf16 autocast)"
 
 Rows = Iterator[Technique]
@@ -137,29 +133,6 @@ def _generation_rows(plan: Plan) -> Rows:
                 yield Technique(name=name, reason=f"not measured: {OUT_OF_MEMORY}")
             else:
                 yield compared(name, before=before, after=after, of=f"the stage {stage}")
-    if DENOISE in too_large:
-        yield Technique(name=_BRANCH_BY_BRANCH, reason=too_large[DENOISE])
-    else:
-        yield unless_out_of_memory(lambda: _branch_by_branch(plan)) or Technique(
-            name=_BRANCH_BY_BRANCH, reason=f"not measured: {OUT_OF_MEMORY}"
-        )
-    # The allocator's settings are tried in other processes, which need the memory that this one still reserves.
-    release_memory(plan.hardware.device)
-    yield from allocator_techniques(plan)
-
-
-def _branch_by_branch(plan: Plan) -> Technique:
-    transformer, device = random_transformer(plan), plan.hardware.device
-    batched = memory_and_time(lambda: evaluate(plan, transformer, batch=_BRANCHES), device=device, repeats=2)
-
-    def one_by_one() -> None:
-        for _ in range(_BRANCHES):
-            evaluate(plan, transformer, batch=1)
-
-    sequential = memory_and_time(one_by_one, device=device, repeats=2)
-    return compared(
-        _BRANCH_BY_BRANCH, before=batched, after=sequential, of=f"{_BRANCHES} branches of guidance, beside the weights"
-    )
 
 
 def _stage_cost(plan: Plan, stage: str) -> tuple[int, float] | None:

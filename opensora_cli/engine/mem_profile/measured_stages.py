@@ -1,6 +1,6 @@
 """Profiling a generation: each of its stages runs for a moment with random weights."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,7 +35,7 @@ from opensora_cli.engine.generate.loading import host_modulation, move_except, s
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.references import Reference, encode_references
 from opensora_cli.engine.mem_profile.measure import OUT_OF_MEMORY, unless_out_of_memory, why_not_measured
-from opensora_cli.engine.mem_profile.report import Part, StageProfile, TimedPart, Timeline, module_shares
+from opensora_cli.engine.mem_profile.report import Allocator, Part, StageProfile, TimedPart, Timeline, module_shares
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.monitor import ModuleTimes, Spread, blocks_of
@@ -53,6 +53,8 @@ WEIGHTS, BESIDE_WEIGHTS = "weights", "data and activations"
 _READY = "weights are loaded"
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _RANDOM_NUMBERS = 2**20
+_WASTEFUL = 0.2
+"""Share of unused reserved memory at the peak above which the report advises a setting."""
 _STEPS = 2
 """Sampling steps to run: the second and later steps hold latents besides the noise."""
 
@@ -100,6 +102,18 @@ def profile_generation(
             measured += [] if result is None else [result]
             progress.advance()
     return tuple(profiles), measured
+
+
+def allocator_use(measured: Sequence[Measured]) -> Allocator | None:
+    """Return the allocator use of the stage with the most reserved memory; None if the allocator was not used."""
+    most = max(measured, key=lambda result: result.reserved_bytes, default=None)
+    if most is None or not most.reserved_bytes:
+        return None
+    unused = 1 - most.allocated_bytes / most.reserved_bytes
+    advice = "fragmentation is low: nothing to fix"
+    if unused > _WASTEFUL:
+        advice = f"{unused:.0%} is reserved and unused: try PYTORCH_ALLOC_CONF=expandable_segments:True"
+    return Allocator(allocated_bytes=most.allocated_bytes, reserved_bytes=most.reserved_bytes, advice=advice)
 
 
 def _profile(stage: StageMemory, measured: Measured | None, reason: str | None) -> StageProfile:

@@ -13,12 +13,11 @@ from opensora_cli.engine.generate.dry_run import chain_to_plan
 from opensora_cli.engine.generate.plan import VIDEO
 from opensora_cli.engine.generate.predicted import predict_known_time
 from opensora_cli.engine.generate.request import resolve
-from opensora_cli.engine.mem_profile.allocator_use import allocator_use
 from opensora_cli.engine.mem_profile.batch import generation_batch, training_batch
 from opensora_cli.engine.mem_profile.chart import profile_figure
 from opensora_cli.engine.mem_profile.compare import attention_costs, compare_generation, compare_training
 from opensora_cli.engine.mem_profile.measure import why_not_measured
-from opensora_cli.engine.mem_profile.measured_stages import profile_generation
+from opensora_cli.engine.mem_profile.measured_stages import allocator_use, profile_generation
 from opensora_cli.engine.mem_profile.report import (
     MemProfile,
     Part,

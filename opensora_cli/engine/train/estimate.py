@@ -1,7 +1,6 @@
 """Memory of a training step: measured in a real step, or estimated by the same step on fake tensors."""
 
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ from torch import Tensor, nn
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import SampleRng
+from opensora_cli.engine.components.on_meta import on_meta
 from opensora_cli.engine.encode.encoders import frozen_dtype
-from opensora_cli.engine.estimate.fake_tensors import fake_training_tensors, give_fake_weights
+from opensora_cli.engine.estimate.fake_tensors import HOST, fake_device, give_fake_weights
 from opensora_cli.engine.estimate.generation import encoding_need
 from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.activations import ActivationPlan, largest_batch_shape, plan_activations
@@ -91,20 +91,14 @@ def estimate_training(
     """
     plan, weights = activations or plan_activations(settings), plan_frozen_weights(settings)
     few, plan, times = with_few_blocks(settings, plan)
-    with torch.device("meta"):
+    with on_meta():
         task, frozen = find_objective(few).stand_in(few)
     for module in frozen:
         if isinstance(module, Autoencoder):
             _encode_alone(module, few)
-    with (
-        fake_rank(few, rank) as distribution,
-        fake_training_tensors(),
-        warnings.catch_warnings(),
-    ):
-        # Copying the module for the average accesses its data pointers.
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+    with fake_rank(few, rank) as distribution, fake_device("cpu", grad=True):
         for module in (*_trained(task), *frozen):
-            give_fake_weights(module, device=torch.device("cpu"))
+            give_fake_weights(module, device=HOST)
         with nullcontext() if watch is None else watch(task.module):
             return _steps(few, plan, weights, task, frozen, distribution=distribution, times=times)
 

@@ -23,7 +23,7 @@ GRADIENTS, BUFFERS = "gradients", "buffers"
 def fake_rank(settings: TrainSettings, rank: int) -> Iterator[Distribution]:
     """Simulate this rank of a run inside the block: collectives return at once, and do not fill their outputs.
 
-    Enter this context before `fake_training_tensors`, inside which `Distribution.shard` is called. Raises RuntimeError
+    Enter this context before `fake_device`, inside which `Distribution.shard` is called. Raises RuntimeError
     in a process that already is a rank, and HardwareError if torch is too old.
     """
     device, ranks = torch.device("cpu"), settings.parallel.world_size
@@ -94,6 +94,10 @@ class ExchangeOwners(TorchDispatchMode):  # type: ignore[no-untyped-call]  # tor
     def __init__(self, counter: TensorBytes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._counter = counter
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # to skip it, torch would first import it, for a second
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -138,7 +138,7 @@ def streamed_weights(
 
 
 def fake_slots(plan: FrozenWeights | None) -> Sequence[Tensor]:
-    """Return a buffer of the size that `streamed_weights` yields. Call this inside `fake_training_tensors`."""
+    """Return a buffer of the size that `streamed_weights` yields. Call this inside `fake_device`."""
     if plan is None or plan.host_weights is None:
         return ()
     return [torch.empty(plan.device_bytes, dtype=torch.uint8)]

@@ -9,7 +9,7 @@ from closeness import assert_close
 from small_hunyuan import SMALL_HUNYUAN
 from torch import nn
 
-from opensora_cli.engine.estimate.fake_tensors import fake_training_tensors
+from opensora_cli.engine.estimate.fake_tensors import fake_device
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.vae import chunked
 from opensora_cli.models.vae.chunked import StoredClip
@@ -130,7 +130,7 @@ def test_a_piece_comes_before_the_next_is_computed():
 def peak_bytes(shape, **arguments):
     """The most bytes on the computing device while latents of (T, H, W) are decoded; no memory is needed for it."""
     # Fake tensors of two devices: one computes, the other, which is not counted, is store and canvas.
-    with fake_training_tensors(), torch.no_grad():
+    with fake_device("cpu"):
         vae = HunyuanVAE(SMALL_HUNYUAN)
         latents = torch.empty(1, SMALL_HUNYUAN.latent_channels, *shape)
         with TensorBytes(device_type="cpu") as counter:
