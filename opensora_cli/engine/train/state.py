@@ -78,7 +78,7 @@ def read_running_states(folder: Path) -> RunningStates:
             f"{folder / RUNNING_STATES_FILE} has the schema {EARLIER_SCHEMA}, and this version of osora resumes only "
             f"{RUNNING_STATES_SCHEMA}",
             hint=f"resume with an earlier version (git checkout {_READS_EARLIER} in osora's repository), "
-            f"or start a new run from its weights: --set init={folder}",
+            "or start again with another --set output=FOLDER",
         )
     try:
         return RunningStates.model_validate(document)

@@ -319,7 +319,7 @@ def test_a_checkpoint_of_an_earlier_version_names_the_version_that_reads_it(run)
         train(clips(run, **{"loop.steps": 3}), resume=Resume())
     assert raised.value.hint is not None
     assert re.match(r"resume with an earlier version \(git checkout \w+ in", raised.value.hint)
-    assert raised.value.hint.endswith(f"--set init={path.parent}")
+    assert raised.value.hint.endswith("or start again with another --set output=FOLDER")
 
 
 def test_a_log_that_cannot_be_read_is_refused(run):
