@@ -2,7 +2,7 @@
 
 import sys
 
-from demo_world.training import run
+from demo_world.command import run
 
 if __name__ == "__main__":
     sys.exit(run())

@@ -1,12 +1,10 @@
 """Progress of stages on stderr, with the time left, as rich estimates it."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MappingProxyType
 
-from rich.columns import Columns
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -47,7 +45,7 @@ class ConsoleReporter:
     ) -> None:
         self._console = console or Console(stderr=True, highlight=False)
         self._has_bars, self._is_brief, self._every_s, self._clock = has_bars, is_brief, every_s, clock
-        self._progress: _Bars | None = None
+        self._progress: Progress | None = None
 
     def note(self, text: str) -> None:
         """Print one line, above the bars."""
@@ -58,11 +56,6 @@ class ConsoleReporter:
     def warn(self, text: str) -> None:
         """Print one line, marked as a warning."""
         self._console.print(Text.assemble(("warning: ", "yellow"), escaped(text)), soft_wrap=True)
-
-    def figures(self, values: Mapping[str, str]) -> None:
-        """Show figures above the bars until the last stage ends; lines show none."""
-        if self._progress is not None:
-            self._progress.values = dict(values)
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
@@ -91,8 +84,8 @@ class ConsoleReporter:
             left = "" if task.time_remaining is None else f", about {duration(task.time_remaining)} left"
             self.note(f"{task.description}: {task.fields['count']}, {duration(elapsed_s)}{left}")
 
-    def _started(self) -> "_Bars":
-        progress = _Bars(
+    def _started(self) -> Progress:
+        progress = Progress(
             TextColumn("{task.description:8}", markup=False),
             BarColumn(bar_width=None),
             TextColumn("{task.fields[count]}", markup=False, table_column=Column(no_wrap=True)),
@@ -108,19 +101,6 @@ class ConsoleReporter:
         if self._has_bars:
             progress.start()
         return progress
-
-
-class _Bars(Progress):
-    """Bars below the figures of the running stage."""
-
-    values: Mapping[str, str] = MappingProxyType({})
-
-    def get_renderables(self) -> Iterator[RenderableType]:
-        """Yield the figures, if there are any, and the bars."""
-        if self.values:
-            cells = [Text.assemble((escaped(name), "dim"), "\n", escaped(value)) for name, value in self.values.items()]
-            yield Columns(cells, equal=True, padding=(0, 2))
-        yield from super().get_renderables()
 
 
 class _Stage:

@@ -1,6 +1,6 @@
 """Interface through which the engine reports progress."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -16,16 +16,13 @@ class StageProgress(Protocol):
 
 
 class Reporter(Protocol):
-    """Receiver of messages, figures and the progress of stages."""
+    """Receiver of messages and the progress of stages."""
 
     def note(self, text: str) -> None:
         """Show one line of information."""
 
     def warn(self, text: str) -> None:
         """Show a warning of one line."""
-
-    def figures(self, values: Mapping[str, str]) -> None:
-        """Show measured values of the running stage by name, instead of the previous values."""
 
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> AbstractContextManager[StageProgress]:
         """Open a stage of `total` units. None means unknown."""
@@ -37,8 +34,6 @@ class SilentReporter:
     def note(self, text: str) -> None: ...
 
     def warn(self, text: str) -> None: ...
-
-    def figures(self, values: Mapping[str, str]) -> None: ...
 
     def advance(self, amount: int = 1) -> None: ...
 

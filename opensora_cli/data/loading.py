@@ -240,8 +240,8 @@ class BatchStream(Generic[T]):
             raise CheckpointError(_NO_SAMPLER_STATE.format("data"))
         self.close()
         if fingerprint != self._fingerprint:
-            self._warn(f"the data have changed since the checkpoint: training goes on with epoch {epoch + 1} of them")
             epoch, position = epoch + 1, 0
+            self._warn(f"the data have changed since the checkpoint: training continues at the start of epoch {epoch}")
         self._epoch, self._position, self._number = epoch, position, number
         self._last_epoch = epoch
 

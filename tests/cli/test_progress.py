@@ -1,7 +1,6 @@
 """Progress: the time left, plain lines in logs, bars on terminals."""
 
 import io
-import re
 import sys
 
 import pytest
@@ -147,24 +146,6 @@ def test_no_text_steers_a_terminal(text: io.StringIO, capsys: pytest.CaptureFixt
         stage.advance()
     assert r"read a\x1b]0;b\u202e.png" in text.getvalue()
     assert "\x1b]0" not in text.getvalue()
-
-
-def test_figures_stand_above_the_bars_and_are_no_lines(text: io.StringIO, capsys: pytest.CaptureFixture[str]) -> None:
-    reporter = bars(text, width=40)
-    reporter.figures({"loss": "dropped, since nothing runs"})
-    with reporter.stage("train", total=3, unit="steps") as stage:
-        reporter.figures({"loss": "0.5", "gradient norm": "1.25", "[rate]": "0.001"})
-        stage.advance()
-        reporter.figures({"loss": "0.25", "gradient norm": "1.5", "[rate]": "0.001"})
-    shown = text.getvalue()
-    assert "dropped" not in shown
-    # As many columns as there is room for: two, and the third below.
-    assert re.search(r"loss +gradient norm *\n0.25 +1.5 *\n\[rate\] *\n0.001 *\n", shown)
-    assert re.search(r"[01]/3 steps", shown)
-    reporter = lines()
-    with reporter.stage("train"):
-        reporter.figures({"loss": "0.5"})
-    assert capsys.readouterr() == ("", "")
 
 
 def test_a_brief_reporter_leaves_out_stages_and_details(capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,6 +126,13 @@ def test_interrupt_resume_and_overwrite(
     assert document["exports"] == [str(run / "vae.safetensors")]
     resumed = (run / "vae.safetensors").read_bytes()
 
+    states = run / "epoch0-global_step4" / "running_states.json"
+    earlier = json.loads(states.read_text()) | {"schema": "osora.running-states/1"}
+    del earlier["sampler"]
+    states.write_text(json.dumps(earlier))
+    assert main([*recipe, "--quiet", "--resume"]) == 3
+    assert "resume with an earlier version (git checkout " in capsys.readouterr().err
+
     assert main([*recipe, "--overwrite"]) == 0
     assert (run / "vae.safetensors").read_bytes() == resumed
     captured = capsys.readouterr()
@@ -133,8 +140,10 @@ def test_interrupt_resume_and_overwrite(
     lines = captured.err.splitlines()
     assert re.fullmatch(r"threads: \d+ \(.+\)", lines[0])
     assert re.fullmatch(r"vae: [\d,]+ parameters, steps 0 to 4", lines[1])
-    assert [line.split()[:2] for line in lines[2:6]] == [["step", str(step)] for step in (1, 2, 3, 4)]
-    assert lines[6].startswith("train: 4 steps, ")
+    assert [line.split()[:2] for line in lines[2:10:2]] == [["step", str(step)] for step in (1, 2, 3, 4)]
+    assert all(line.startswith("  gradient norm ") for line in lines[3:10:2])
+    assert max(map(len, lines[2:10])) <= 80
+    assert lines[10].startswith("train: 4 steps, ")
 
 
 def test_diverging(recipe: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,7 +74,7 @@ def _watched(
         }
     )
     distribution, reporter = case.open() if case else _alone(), SilentReporter()
-    samples = open_samples(settings, distribution=distribution, output=output, reporter=reporter)
+    samples = open_samples(settings, distribution=distribution, output=output, show=lambda *_: None, reporter=reporter)
     validation = open_validation(settings, distribution=distribution, reporter=reporter)
     assert samples is not None
     assert validation is not None
@@ -107,7 +107,7 @@ def test_ranks_validate_and_sample_as_one_process(pool: Pool, case: Case, frozen
     for also_losses, also_validated in pool(case.ranks).run(_watched, case, frozen, tmp_path):
         assert also_losses == pytest.approx(losses, rel=0, abs=1e-5)
         assert also_validated == pytest.approx(validated, rel=0, abs=1e-5)
-    videos = ["0.mp4", "1.mp4"]
+    videos = ["rain.mp4", "snow.mp4"]
     assert sorted(path.name for path in (tmp_path / "samples" / "step2").iterdir()) == videos
     for name in videos:
         ours, theirs = (

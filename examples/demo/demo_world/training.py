@@ -1,22 +1,17 @@
 """Training of the demo, from a recipe to exported weights."""
 
-import argparse
 import json
 import os
-import sys
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from demo_world.autoencoder import finish_autoencoder
-from demo_world.settings import Recipe, TextRecipe, list_recipes, load_recipe
+from demo_world.settings import Recipe, TextRecipe
 from demo_world.source import SceneSource
 from demo_world.text_encoders import VOCABULARY_FILE, TextTask, sample_captions
 from demo_world.thing_weights import ThingWeights
-from opensora_cli.cli import errors
-from opensora_cli.core.console import ConsoleReporter
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import find_context
@@ -96,26 +91,3 @@ def train_text_encoders(recipe: TextRecipe, *, overwrite: bool = False, reporter
                         log.write(json.dumps({"step": report.step, **report.figures}) + "\n")
     task.export(whole_weights(trainer), output)
     return [output / "t5", output / "clip", output / VOCABULARY_FILE]
-
-
-def run(arguments: Sequence[str] | None = None) -> int:
-    """Train what the command line names, print the exported files, and return the exit code."""
-    parser = argparse.ArgumentParser(prog="train.py", description="Train a part of the demo on procedural scenes.")
-    parser.add_argument("--recipe", required=True, help=f"{', '.join(list_recipes())}, or a YAML file")
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as in loop.steps=400")
-    parser.add_argument("--resume", action="store_true", help="continue from the newest checkpoint")
-    parser.add_argument("--overwrite", action="store_true", help="replace the earlier run in the output folder")
-    options = parser.parse_args(arguments)
-    reporter = ConsoleReporter(has_bars=sys.stderr.isatty())
-
-    def command() -> None:
-        recipe = load_recipe(options.recipe, options.set)
-        with errors.interruptible():
-            if isinstance(recipe, TextRecipe):
-                exports = train_text_encoders(recipe, overwrite=options.overwrite, reporter=reporter)
-            else:
-                resume = Resume() if options.resume else None
-                exports = train_on_scenes(recipe, resume=resume, overwrite=options.overwrite, reporter=reporter)
-        print("\n".join(map(str, exports)))
-
-    return errors.run(command)

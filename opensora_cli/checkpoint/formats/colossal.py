@@ -19,7 +19,7 @@ OPTIMIZER_FOLDER = "optimizer"
 RUNNING_STATES_FILE = "running_states.json"
 """Last file of a checkpoint: a folder with more than `model/` is incomplete without it."""
 RUNNING_STATES_SCHEMA = "osora.running-states/2"
-_EARLIER_SCHEMA = "osora.running-states/1"
+EARLIER_SCHEMA = "osora.running-states/1"
 
 _PARTS = {
     Selection.MODEL: (MODEL_FOLDER,),
@@ -80,7 +80,7 @@ def read_running_document(folder: Path) -> dict[str, Any]:
     """
     path = folder / RUNNING_STATES_FILE
     document = read_json_object(path, problem=CheckpointError)
-    if document.get("schema", _EARLIER_SCHEMA) != _EARLIER_SCHEMA:
+    if document.get("schema", EARLIER_SCHEMA) != EARLIER_SCHEMA:
         require_schema(document, RUNNING_STATES_SCHEMA, path, problem=CheckpointError)
     return document
 

@@ -20,7 +20,7 @@ from opensora_cli.settings.data import DataSettings, PreviewSettings
 
 _COLUMNS, _GAP = 3, 8
 _FRAME = (160, 110)
-_CELL = (3 * _FRAME[0], _FRAME[1] + 56)
+_CELL = (3 * _FRAME[0], _FRAME[1] + 72)
 _LETTERS = 76
 """Number of letters in a line."""
 _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
@@ -51,7 +51,7 @@ class PreviewResult(Document):
 def preview(
     settings: PreviewSettings, data: DataSettings, *, multiple: int, reporter: Reporter | None = None
 ) -> PreviewResult:
-    """Make a contact sheet of some samples of a table: frames, caption, size and bucket.
+    """Make a contact sheet of some samples of a table: frames, name, size, bucket and caption.
 
     Sizes of buckets are multiples of `multiple`, the side of a token in pixels. Raises the errors of `make_buckets`,
     FileProblem if the table is empty, and OutputError if the picture exists already or cannot be written.
@@ -79,7 +79,7 @@ def preview(
             caption = textwrap.wrap(escaped(table.texts[index]) or "(no caption)", _LETTERS, max_lines=2)
             ImageDraw.Draw(picture).multiline_text(
                 (corner[0], corner[1] + _FRAME[1]),
-                "\n".join([_label(table, index, buckets), *caption]),
+                "\n".join([_name(table, index), _label(table, index, buckets), *caption]),
                 fill="black",
                 font=ImageFont.load_default(size=12),
             )
@@ -97,6 +97,12 @@ def _draw_frames(picture: Image.Image, corner: tuple[int, int], table: ClipTable
             frame = Image.fromarray(frame_HWC.numpy())
             frame.thumbnail(_FRAME)
             picture.paste(frame, (corner[0] + number * _FRAME[0], corner[1]))
+
+
+def _name(table: ClipTable, index: int) -> str:
+    """Return the name of a sample's file; the middle of a long one is dropped."""
+    name = escaped(Path(table.file(index)).name)
+    return name if len(name) <= _LETTERS else f"{name[: _LETTERS // 2 - 2]}...{name[-_LETTERS // 2 + 2 :]}"
 
 
 def _label(table: ClipTable, index: int, buckets: Buckets) -> str:

@@ -313,7 +313,7 @@ def hold_from_request(
     """Resolve the settings of a request; return its first sample in memory, and its `request_hashes` at that time."""
     settings = resolve(request, reporter=reporter)
     if settings.resume is not None:
-        raise RequestError("resume goes on with a run that writes files", hint="use osora generate --from FILE")
+        raise RequestError("resume continues a run that writes files", hint="use osora generate --from FILE")
     if settings.output.explore:
         raise RequestError("output.explore leaves files and no video", hint="use osora generate --explore K")
     chain = plan_here(settings.replace({"picture.save": False}), models, reporter=reporter)

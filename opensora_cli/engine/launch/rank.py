@@ -145,9 +145,6 @@ class WatchedReporter:
     def warn(self, text: str) -> None:
         self._reporter.warn(text)
 
-    def figures(self, values: Mapping[str, str]) -> None:
-        self._reporter.figures(values)
-
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
         """Run a stage, and report its steps to the launcher."""

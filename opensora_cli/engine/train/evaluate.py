@@ -1,10 +1,12 @@
 """Validation on held-out clips, and sample videos, during training."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
 from typing import Protocol
+from unicodedata import normalize
 
 import torch
 from torch import Tensor
@@ -41,6 +43,10 @@ from opensora_cli.settings.watching import ValidationSettings
 
 _SAMPLES = "number of samples"
 _HOST = torch.device("cpu")
+_NAME_BYTES = 60
+
+ShowVideo = Callable[[int, str, Tensor, float], object]
+"""Function that shows a video: step, name, uint8 frames (T,H,W,3) and frames per second."""
 
 
 class Event(Protocol):
@@ -165,12 +171,15 @@ class SampleVideos:
         embeds: list[PromptEmbeds],
         autoencoder: Autoencoder,
         folder: Path,
+        show: ShowVideo,
         reporter: Reporter,
     ) -> None:
         self._settings = settings
         self._embeds = embeds
         self._autoencoder = autoencoder
         self._folder = folder
+        self._show = show
+        self._names = video_names(settings.samples.prompts)
         self._reporter = reporter
 
     def is_due(self, step: int) -> bool:
@@ -179,7 +188,7 @@ class SampleVideos:
         return every is not None and step > 0 and (step % every == 0 or step == self._settings.loop.steps)
 
     def run(self, step: int, trainer: Trainer) -> Mapping[str, float]:
-        """Write the videos `step{n}/0.mp4`, `1.mp4` and so on. All ranks must call this.
+        """Write the videos `step{n}/PROMPT.mp4`, and show them. All ranks must call this.
 
         A video that cannot be written, for example on a full disk, causes a warning.
         """
@@ -253,10 +262,13 @@ class SampleVideos:
         pieces = self._autoencoder.decode_pieces(
             latents_1CTHW.to(dtype), tiling=vae_tiling(self._settings.vae), canvas=_HOST
         )
+        frames_THWC = torch.cat([to_uint8(piece_1CTHW[0]).cpu() for piece_1CTHW in pieces])
+        name, fps = self._names[index], chosen.fps or self._settings.data.fps_max
+        self._show(step, name, frames_THWC, fps)
         write_media(
-            (to_uint8(piece_1CTHW[0]) for piece_1CTHW in pieces),
-            self._folder / f"step{step}" / f"{index}.mp4",
-            fps=chosen.fps or self._settings.data.fps_max,
+            [frames_THWC],
+            self._folder / f"step{step}" / f"{name}.mp4",
+            fps=fps,
             format=MediaFormat.MP4,
             metadata={
                 "prompt": chosen.prompts[index],
@@ -267,10 +279,22 @@ class SampleVideos:
         )
 
 
+def video_names(prompts: Sequence[str]) -> list[str]:
+    """Return a different short file name, without its ending, for each prompt."""
+    names: list[str] = []
+    for prompt in prompts:
+        words = "-".join(re.findall(r"\w+", normalize("NFC", prompt.lower())))
+        # File systems limit names to 255 bytes.
+        start = words.encode()[:_NAME_BYTES].decode(errors="ignore").strip("-") or "sample"
+        candidates = chain([start], (f"{start}-{number}" for number in count(2)))
+        names.append(next(name for name in candidates if name not in names))
+    return names
+
+
 def open_samples(
-    settings: TrainSettings, *, distribution: Distribution, output: Path, reporter: Reporter
+    settings: TrainSettings, *, distribution: Distribution, output: Path, show: ShowVideo, reporter: Reporter
 ) -> SampleVideos | None:
-    """Return the generator of sample videos, or None if the run has no samples.
+    """Return the generator of sample videos, or None if the run has no samples. `show` gets each video.
 
     It encodes the prompts and frees the text encoders: call it before the model is loaded. Raises CheckpointError if
     frozen parts are missing or broken, and RequestError if a text length does not fit its encoder.
@@ -290,7 +314,7 @@ def open_samples(
     del encoders
     release_memory(distribution.device)
     return SampleVideos(
-        settings, embeds=embeds, autoencoder=autoencoder, folder=output / SAMPLES_FOLDER, reporter=reporter
+        settings, embeds=embeds, autoencoder=autoencoder, folder=output / SAMPLES_FOLDER, show=show, reporter=reporter
     )
 
 

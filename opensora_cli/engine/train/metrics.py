@@ -13,12 +13,12 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from opensora_cli.core.device import device_name, is_gpu, peak_memory_gib, profiler_range, synchronize
 from opensora_cli.core.exceptions import HardwareError, OutputError, missing_library
 from opensora_cli.core.files import atomic_path, write_bytes_atomic
-from opensora_cli.core.formatting import duration
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.reading import require_file
 from opensora_cli.core.regular_files import open_regular
@@ -27,6 +27,7 @@ from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import LOG_FILE, PROFILE_FOLDER, SAMPLES_FOLDER, TENSORBOARD_FOLDER
 from opensora_cli.engine.train.evaluate import remove_later_samples
 from opensora_cli.engine.train.trainer import Clock, StepReport
+from opensora_cli.media.encode import gif_bytes
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layers import TIME_EMBEDDING_WIDTH, modulation_width
 from opensora_cli.settings.train import TrainSettings
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 _BESIDE_TRAINING = ("checkpoint", "validation", "samples")
+_GIF_SIDE = 320
+"""Longest side, in pixels, of samples in TensorBoard."""
 _MOVE_OUT = "move it out of the run's folder"
 
 # Dense bf16 and fp16 with sums in fp32, in 1e12 operations per second, from NVIDIA's data sheets. Rates with sparsity
@@ -74,8 +77,8 @@ class Metrics:
     """Writer of a line with means over every few steps, and of a line for each validation and each skipped step.
 
     Lines go to `log.jsonl` and, if TensorBoard is on, to events such as `train/loss`, `validation/loss` and
-    `seconds/data`. After each step, the figures of the unfinished line are shown on the terminal. Only the main rank
-    writes and reports. Raises HardwareError if TensorBoard or a required GPU is missing.
+    `seconds/data`. The terminal shows a short form of each line. Only the main rank writes and reports. Raises
+    HardwareError if TensorBoard or a required GPU is missing.
     """
 
     def __init__(
@@ -97,6 +100,8 @@ class Metrics:
         self._profile: profile | None = None
         self._window: list[StepReport] = []
         """Steps of the unfinished line."""
+        self._past: list[float] = []
+        """Seconds of each step since the start, with validation, samples and checkpoints."""
 
     def start(self, step: int) -> None:
         """Continue after `step`, and count time from now on. Raises OutputError if events cannot be written."""
@@ -117,12 +122,12 @@ class Metrics:
         self._window.append(report)
         if report.skipped:
             self._write({"step": report.step, "event": "skipped", "samples": list(report.paths)})
-        line = self._line()
-        shown = cells(line)
-        self._reporter.figures(shown)
+        self._past.append(report.seconds["total"])
         if report.step % self._every == 0:
+            line = self._line()
             self._write(line)
-            self._reporter.note("  ".join(f"{name} {value}" for name, value in shown.items()))
+            for text in console_lines(line):
+                self._reporter.note(text)
             self._window = []
         if self._profile_steps is not None and report.step == self._profile_steps[1]:
             self._write_profile()
@@ -134,6 +139,21 @@ class Metrics:
             self._write({"step": step, "event": "validation", **figures})
             shown = "  ".join(f"{name} {value:.5g}" for name, value in figures.items())
             self._reporter.note(f"validation at step {step}  {shown}")
+
+    def on_sample(self, step: int, name: str, frames_THWC: Tensor, fps: float) -> None:
+        """Show a sample video in TensorBoard, as a small GIF animation."""
+        if self._events is None or self._events.file_writer is None:
+            return
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        factor = max(1, -(-max(frames_THWC.shape[1:3]) // _GIF_SIDE))
+        small_THWC = frames_THWC[:, ::factor, ::factor]
+        _, height, width, channels = small_THWC.shape
+        gif = gif_bytes(small_THWC, fps=fps, metadata={})
+        image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=gif)
+        summary = Summary(value=[Summary.Value(tag=f"samples/{name}", image=image)])
+        self._events.file_writer.add_summary(summary, step)
+        self._events.flush()
 
     def close(self) -> None:
         """Close all files, also after an error. Raises OutputError if a profile cannot be written."""
@@ -163,10 +183,14 @@ class Metrics:
             **self._speed(trained),
             "data_wait": round(seconds.get("data", 0.0) / trained, 4) if trained > 0 else 0.0,
             **peak_memory_gib(self._device),
-            "eta_s": round((self._total_steps - last.step) * total / count, 1),
+            "eta_s": round((self._total_steps - last.step) * self._usual_seconds(), 1),
             "seconds": {name: round(value / count, 6) for name, value in seconds.items()},
             "skipped": sum(report.skipped for report in self._window),
         }
+
+    def _usual_seconds(self) -> float:
+        # The first step also warms up.
+        return fmean(self._past[1:] or self._past)
 
     def _speed(self, seconds: float) -> dict[str, float]:
         if seconds <= 0:
@@ -285,33 +309,32 @@ def training_flops(
     return (4.0 if is_frozen else 6.0) * linears + 3.0 * attention
 
 
-_figure, _count, _gib, _percent = "{:.4g}".format, "{:,.0f}".format, "{:.1f} GiB".format, "{:.1%}".format
-_COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
-    "learning_rate": ("rate", _figure),
-    "grad_norm": ("gradient norm", _figure),
-    "seconds_per_step": ("s/step", _figure),
-    "samples_per_s": ("samples/s", _figure),
-    "tokens_per_s": ("tokens/s", _count),
-    "mfu": ("MFU", _percent),
-    "data_wait": ("data wait", _percent),
-    "peak_allocated_gib": ("memory", _gib),
-    "peak_resident_gib": ("memory", _gib),
-    "eta_s": ("left", duration),
-    "step": ("step", _count),
-    "epoch": ("epoch", _count),
-    "skipped": ("skipped", _count),
-}
-"""Name in a line -> title and format for the console. Other names are their own title."""
+_LINES: tuple[dict[str, str], ...] = (
+    {
+        "step": "step {:,}",
+        "loss": "loss {:.4g}",
+        "learning_rate": "learning rate {:.3g}",
+        "seconds_per_step": "{:.4g} s/step",
+    },
+    {
+        "grad_norm": "  gradient norm {:.4g}",
+        "mfu": "MFU {:.1%}",
+        "data_wait": "data wait {:.1%}",
+        "peak_allocated_gib": "memory {:.1f} GiB",
+        "peak_resident_gib": "memory {:.1f} GiB",
+    },
+)
 
 
-def cells(line: Mapping[str, object]) -> dict[str, str]:
-    """Return the titles and values of a training line in order, without `skipped` and `epoch` if they are zero."""
-    shown = {}
-    for name, value in line.items():
-        if isinstance(value, int | float) and (value or name not in ("skipped", "epoch")):
-            title, written = _COLUMNS.get(name, (name, _figure))
-            shown[title] = written(value)
-    return shown
+def console_lines(line: Mapping[str, object]) -> list[str]:
+    """Return the short form of a training line for the terminal: two lines of at most 80 columns.
+
+    The remaining time is not in it because the progress of the stage shows it.
+    """
+    return [
+        "  ".join(form.format(line[name]) for name, form in forms.items() if line.get(name) is not None)
+        for forms in _LINES
+    ]
 
 
 class JsonLog:

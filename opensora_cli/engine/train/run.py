@@ -210,7 +210,11 @@ class _Run:
                     self._settings, distribution=distribution, reporter=reporter, source=self._given.held_out
                 ),
                 "samples": open_samples(
-                    self._settings, distribution=distribution, output=self._output, reporter=reporter
+                    self._settings,
+                    distribution=distribution,
+                    output=self._output,
+                    show=self._metrics.on_sample,
+                    reporter=reporter,
                 ),
             }
             trainer = self._build(stack)

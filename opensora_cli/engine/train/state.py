@@ -10,10 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from opensora_cli.checkpoint.formats.colossal import (
+    EARLIER_SCHEMA,
     EMA_FILE,
     MODEL_FOLDER,
     OPTIMIZER_FOLDER,
     RUNNING_STATES_FILE,
+    RUNNING_STATES_SCHEMA,
     read_running_document,
 )
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
@@ -36,6 +38,8 @@ _MOMENTS_FILES = {
     "adversary": f"{OPTIMIZER_FOLDER}/adversary_moments.safetensors",
 }
 
+_READS_EARLIER = "0af9c5aafb"
+"""Last commit that resumes runs of the earlier schema."""
 _MAX_COUNT = 2**31
 _MAX_THREADS = 1024  # limit of the settings
 _BROKEN = (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError)
@@ -67,8 +71,15 @@ class RunningStates(BaseModel):
 
 
 def read_running_states(folder: Path) -> RunningStates:
-    """Return the record of a checkpoint. Raises CheckpointError if it is missing or broken."""
+    """Return the record of a checkpoint. Raises CheckpointError if it is missing, broken, or of an earlier version."""
     document = read_running_document(folder)
+    if document.get("schema") == EARLIER_SCHEMA and "sampler" not in document:
+        raise CheckpointError(
+            f"{folder / RUNNING_STATES_FILE} has the schema {EARLIER_SCHEMA}, and this version of osora resumes only "
+            f"{RUNNING_STATES_SCHEMA}",
+            hint=f"resume with an earlier version (git checkout {_READS_EARLIER} in osora's repository), "
+            "or start again with another --set output=FOLDER",
+        )
     try:
         return RunningStates.model_validate(document)
     except ValidationError as error:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from hostile_files import CAPTIONS
-from PIL import Image
+from PIL import Image, ImageDraw
 from tiny_clips import write_clip, write_rows
 
 from opensora_cli.core.exceptions import BatchError, FileProblem, OutputError
@@ -285,6 +285,24 @@ def test_a_contact_sheet_shows_frames_of_every_sample(folder: Path) -> None:
         assert cell.sum() > 500
     with pytest.raises(OutputError, match="exists already"):
         preview(PreviewSettings(table=str(table), sheet=str(sheet)), data, multiple=16)
+
+
+def test_a_contact_sheet_names_its_clips(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts: list[str] = []
+    draw = ImageDraw.ImageDraw.multiline_text
+
+    def drawn(image: ImageDraw.ImageDraw, place: tuple[int, int], text: str, **style: Any) -> None:
+        texts.append(text)
+        draw(image, place, text, **style)
+
+    monkeypatch.setattr(ImageDraw.ImageDraw, "multiline_text", drawn)
+    (folder / "b.mp4").rename(folder / f"{'long' * 40}.mp4")
+    table = run(folder).table
+    preview(PreviewSettings(table=str(table), sheet=str(folder / "sheet.png")), DataSettings(), multiple=16)
+    names = [text.splitlines()[0] for text in texts]
+    assert any(len(name) <= 76 and name.startswith("long") and name.endswith("long.mp4") for name in names)
+    table_names = [Path(path).name for path in read_table(table).paths]
+    assert [name for name in names if name in table_names] == [name for name in table_names if len(name) <= 76]
 
 
 def test_a_contact_sheet_says_what_it_cannot_show(folder: Path) -> None:

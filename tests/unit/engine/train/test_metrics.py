@@ -4,10 +4,12 @@ import json
 import math
 import os
 from contextlib import contextmanager
+from io import BytesIO
 
 import pytest
 import tiny_training
 import torch
+from PIL import Image
 from toy_training import Listener, ToyTask, toy_trainer
 
 from opensora_cli.core.exceptions import FileProblem, HardwareError
@@ -38,22 +40,11 @@ class Ticking:
         return self.now
 
 
-class Shown(Listener):
-    """Remembers figures, too."""
-
-    def __init__(self):
-        super().__init__()
-        self.tables = []
-
-    def figures(self, values):
-        self.tables.append(dict(values))
-
-
-def report(step, *, loss=1.0, skipped=False, **seconds):
+def report(step, *, loss=1.0, skipped=False, grad_norm=None, **seconds):
     return StepReport(
         step=step,
         epoch=0,
-        figures={} if skipped else {"loss": loss},
+        figures={} if skipped else {"loss": loss, **({} if grad_norm is None else {"grad_norm": grad_norm})},
         learning_rate=0.1,
         samples=4,
         tokens=40,
@@ -69,7 +60,7 @@ def metrics(output, *, every=2, reporter=None, distribution=None, target="vae", 
         {"loop.steps": 10, "loop.log_every": every, **{f"watching.{name}": value for name, value in watching.items()}}
     )
     distribution = distribution or Distribution(CPU)
-    return Metrics(settings, distribution=distribution, output=output, reporter=reporter or Shown())
+    return Metrics(settings, distribution=distribution, output=output, reporter=reporter or Listener())
 
 
 def read(path):
@@ -144,28 +135,24 @@ class TestLines:
         [line] = read(tmp_path / "log.jsonl")
         assert line["adversary_loss"] == 4.0
 
-    def test_figures_are_shown_after_each_step_and_printed_with_each_line(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(metrics_module, "peak_memory_gib", lambda device: {"peak_resident_gib": 0.5})
-        shown = Shown()
+    def test_the_terminal_has_two_short_lines_without_a_second_remaining_time(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(metrics_module, "peak_memory_gib", lambda device: {"peak_allocated_gib": 123.45})
+        shown = Listener()
         lines = metrics(tmp_path, reporter=shown)
         lines._mfu = lambda *_: 0.4
-        for step in (1, 2, 3):
-            lines.on_step(report(step, data=0.5))
-        assert len(shown.tables) == 3
-        assert shown.tables[1] == {
-            "step": "2",
-            "loss": "1",
-            "rate": "0.1",
-            "s/step": "2",
-            "samples/s": "2",
-            "tokens/s": "20",
-            "MFU": "40.0%",
-            "data wait": "25.0%",
-            "memory": "0.5 GiB",
-            "left": "16.0 s",
-        }
-        assert len(shown.notes) == 1
-        assert shown.notes[0].startswith("step 2  loss 1  rate 0.1")
+        for step in (123455, 123456, 123457):
+            lines.on_step(report(step, loss=0.123456, grad_norm=1.23456, data=0.5))
+        assert shown.notes == [
+            "step 123,456  loss 0.1235  learning rate 0.1  2 s/step",
+            "  gradient norm 1.235  MFU 40.0%  data wait 25.0%  memory 123.5 GiB",
+        ]
+
+    def test_the_time_left_is_that_of_the_whole_run(self, tmp_path):
+        lines = metrics(tmp_path, every=1)
+        # The first step warms up, and the third includes samples.
+        for step, total in ((1, 100.0), (2, 2.0), (3, 10.0), (4, 3.0)):
+            lines.on_step(report(step, total=total))
+        assert [line["eta_s"] for line in read(tmp_path / "log.jsonl")] == [900.0, 16.0, 42.0, 30.0]
 
     def test_numbers_that_are_not_finite_are_null(self, tmp_path):
         lines = metrics(tmp_path, every=1)
@@ -176,7 +163,7 @@ class TestLines:
         assert validation == {"step": 1, "event": "validation", "loss": None, "psnr": 30.0}
 
     def test_a_disk_that_was_full_loses_no_line(self, tmp_path):
-        path, shown = tmp_path / "log.jsonl", Shown()
+        path, shown = tmp_path / "log.jsonl", Listener()
         lines = metrics(tmp_path, reporter=shown, every=1)
         lines.on_step(report(1))
         size = path.stat().st_size
@@ -194,7 +181,7 @@ class TestLines:
         assert len(shown.warnings) == 2
 
     def test_lines_that_were_never_written_are_counted(self, tmp_path):
-        path, shown = tmp_path / "log.jsonl", Shown()
+        path, shown = tmp_path / "log.jsonl", Listener()
         log = JsonLog(path, reporter=shown)
         path.mkdir()
         for step in range(3):
@@ -253,6 +240,21 @@ class TestTensorBoard:
         assert found["seconds/data"] == [(step, 0.5) for step in range(1, 6)]
         assert found["train/learning_rate"] == [(step, pytest.approx(0.1)) for step in range(1, 6)]
         assert "train/step" not in found
+
+    def test_samples_are_animations(self, tmp_path):
+        accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
+        lines = metrics(tmp_path, tensorboard=True)
+        lines.start(0)
+        frames_THWC = torch.zeros(3, 400, 640, 3, dtype=torch.uint8)
+        frames_THWC[1] = 255
+        lines.on_sample(2, "a-red-boat", frames_THWC, 8.0)
+        lines.close()
+        found = accumulator(str(tmp_path / "tensorboard"))
+        found.Reload()
+        [event] = found.Images("samples/a-red-boat")
+        assert (event.step, event.width, event.height) == (2, 320, 200)
+        picture = Image.open(BytesIO(event.encoded_image_string))
+        assert (picture.format, picture.n_frames, picture.size) == ("GIF", 3, (320, 200))
 
     def test_a_missing_library_is_named(self, tmp_path, monkeypatch):
         monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
@@ -319,7 +321,7 @@ class TestProfiler:
 class TestOpening:
     @pytest.mark.parametrize("rank", [0, 1])
     def test_the_main_rank_alone_writes(self, tmp_path, rank):
-        distribution, shown = Distribution(CPU), Shown()
+        distribution, shown = Distribution(CPU), Listener()
         distribution.rank = rank
         opened = metrics(tmp_path, distribution=distribution, reporter=shown, profile_steps=(1, 1), every=1)
         assert opened.clock._marks == [torch.profiler.record_function]
@@ -350,7 +352,7 @@ class TestOpening:
         settings = tiny_training.vae_settings(tmp_path).replace({"device": "auto", "watching.exact_timers": True})
         for changes, given in (({}, ""), ({"watching.nvtx": True}, " and watching.nvtx=true")):
             with pytest.raises(HardwareError, match=rf"^watching\.exact_timers=true{given} needs a GPU"):
-                Metrics(settings.replace(changes), distribution=Distribution(CPU), output=tmp_path, reporter=Shown())
+                Metrics(settings.replace(changes), distribution=Distribution(CPU), output=tmp_path, reporter=Listener())
 
     def test_records_are_truncated_and_removed(self, tmp_path):
         for step in (2, 4, 10):

@@ -310,6 +310,18 @@ def test_running_states_that_are_not_understood_are_refused(run, changes, proble
         train(clips(run, **{"loop.steps": 3}), resume=Resume())
 
 
+def test_a_checkpoint_of_an_earlier_version_names_the_version_that_reads_it(run):
+    (path,) = run.glob("epoch*-global_step2/running_states.json")
+    document = json.loads(path.read_text()) | {"schema": "osora.running-states/1"}
+    del document["sampler"]
+    path.write_text(json.dumps(document))
+    with pytest.raises(CheckpointError, match=r"has the schema osora\.running-states/1, and this version") as raised:
+        train(clips(run, **{"loop.steps": 3}), resume=Resume())
+    assert raised.value.hint is not None
+    assert re.match(r"resume with an earlier version \(git checkout \w+ in", raised.value.hint)
+    assert raised.value.hint.endswith("or start again with another --set output=FOLDER")
+
+
 def test_a_log_that_cannot_be_read_is_refused(run):
     (run / "log.jsonl").write_bytes(b"\xff")
     with pytest.raises(OutputError, match=r"cannot read .*log\.jsonl: "):

@@ -22,7 +22,7 @@ from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.train import evaluate, parallelize
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume
-from opensora_cli.engine.train.evaluate import open_samples
+from opensora_cli.engine.train.evaluate import open_samples, video_names
 from opensora_cli.engine.train.run import train
 from opensora_cli.media import write
 from opensora_cli.media.read import probe
@@ -34,6 +34,7 @@ from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 from opensora_cli.settings.train import load_train_settings
 
 PROMPTS = ("a red boat on the sea, raining", "a car")
+BOAT, CAR = "a-red-boat-on-the-sea-raining", "a-car"
 SAMPLES = {
     "samples.every": 2,
     "samples.prompts": PROMPTS,
@@ -43,6 +44,19 @@ SAMPLES = {
     "samples.width": 32,
     "samples.fps": 8,
 }
+
+
+@pytest.mark.parametrize(
+    ("prompts", "names"),
+    [
+        (("A red boat, raining!", "rain"), ["a-red-boat-raining", "rain"]),
+        (("rain", "rain-2", "Rain", "rain?"), ["rain", "rain-2", "rain-3", "rain-4"]),
+        (("../../etc", "...", "\u6d77 \u65e5\u843d"), ["etc", "sample", "\u6d77-\u65e5\u843d"]),
+        (("x" * 300, "x" * 299), ["x" * 60, "x" * 60 + "-2"]),
+    ],
+)
+def test_videos_are_named_by_their_prompts(prompts: tuple[str, ...], names: list[str]) -> None:
+    assert video_names(prompts) == names
 
 
 @pytest.fixture(scope="module")
@@ -98,8 +112,8 @@ def watched(tmp_path_factory: pytest.TempPathFactory, frozen: Path) -> Path:
 def test_videos_have_their_size_and_tags(watched: Path) -> None:
     files = sorted((watched / "samples").rglob("*"))
     assert [str(path.relative_to(watched / "samples")) for path in files] == [
-        *("step2", "step2/0.mp4", "step2/1.mp4"),
-        *("step4", "step4/0.mp4", "step4/1.mp4"),
+        *("step2", f"step2/{CAR}.mp4", f"step2/{BOAT}.mp4"),
+        *("step4", f"step4/{CAR}.mp4", f"step4/{BOAT}.mp4"),
     ]
     videos = [path for path in files if path.suffix]
     for path in videos:
@@ -108,14 +122,17 @@ def test_videos_have_their_size_and_tags(watched: Path) -> None:
         assert path.read_bytes()[4:8] == b"ftyp"
     # Each step and each prompt has a video of its own.
     assert len({path.read_bytes() for path in videos}) == 4
-    tags = read_tags(watched / "samples" / "step4" / "1.mp4")
+    tags = read_tags(watched / "samples" / "step4" / f"{CAR}.mp4")
     assert (tags["prompt"], tags["seed"], tags["step"]) == (PROMPTS[1], "1", "4")
 
 
 def test_autoencoders_have_none(tmp_path: Path) -> None:
     settings = tiny_training.vae_settings(tmp_path).replace(SAMPLES)
     distribution = Distribution(torch.device("cpu"))
-    assert open_samples(settings, distribution=distribution, output=tmp_path, reporter=SilentReporter()) is None
+    opened = open_samples(
+        settings, distribution=distribution, output=tmp_path, show=lambda *_: None, reporter=SilentReporter()
+    )
+    assert opened is None
 
 
 def test_losses_and_weights_are_those_of_a_run_without_samples(watched: Path, plain: Path) -> None:
@@ -130,19 +147,20 @@ def test_a_video_that_cannot_be_written_is_left_out_and_the_others_are_those_of_
     tmp_path: Path, frozen: Path, plain: Path, watched: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def write(pieces: Iterator[torch.Tensor], path: Path, **arguments: Any) -> Path:
-        if path.parent.name == "step2" and path.name == "0.mp4":
+        if path.parent.name == "step2" and path.stem == BOAT:
             raise OutputError(f"cannot write {path}: No space left on device")
         return write_media(pieces, path, **arguments)
 
     monkeypatch.setattr(evaluate, "write_media", write)
     listener = Listener()
     train(tiny_training.mmdit_settings(tmp_path, frozen).replace(SAMPLES), reporter=listener)
-    video = tmp_path / "samples" / "step2" / "0.mp4"
+    video = tmp_path / "samples" / "step2" / f"{BOAT}.mp4"
     assert [text for text in listener.warnings if "video" in text] == [
         f"cannot write {video}: No space left on device: the video is left out"
     ]
     videos = [path.relative_to(tmp_path) for path in sorted((tmp_path / "samples").rglob("*.mp4"))]
-    assert [str(path) for path in videos] == [f"samples/{name}.mp4" for name in ("step2/1", "step4/0", "step4/1")]
+    names = (f"step2/{CAR}", f"step4/{CAR}", f"step4/{BOAT}")
+    assert [str(path) for path in videos] == [f"samples/{name}.mp4" for name in names]
     assert losses(tmp_path) == losses(plain)
     # The step is in the file, and nothing that differs between the two runs.
     assert all((tmp_path / path).read_bytes() == (watched / path).read_bytes() for path in videos)
@@ -179,7 +197,7 @@ def test_samples_change_no_run(
     watched = run(tmp_path / "watched", frozen, **{**SAMPLES, **changes, **short})
     changes = {key: value for key, value in changes.items() if not key.startswith("validation")}
     assert losses(watched) == losses(run(tmp_path / "plain", frozen, **{**changes, "loop.steps": 1}))
-    assert probe(watched / "samples" / "step1" / "0.mp4").num_frames == 5
+    assert probe(watched / "samples" / "step1" / f"{BOAT}.mp4").num_frames == 5
     assert (watched / "transformer.safetensors").read_bytes() == (
         tmp_path / "plain" / "transformer.safetensors"
     ).read_bytes()
@@ -191,7 +209,7 @@ def test_samples_change_no_adapter(tmp_path: Path, frozen: Path, plain: Path) ->
     changes = {"init": str(plain / "transformer.safetensors"), "lora.rank": 2, "lora.dropout": 0.5, "loop.steps": 2}
     watched = run(tmp_path / "watched", frozen, **{**SAMPLES, **changes})
     unwatched = run(tmp_path / "plain", frozen, **changes)
-    assert probe(watched / "samples" / "step2" / "1.mp4").num_frames == 5
+    assert probe(watched / "samples" / "step2" / f"{CAR}.mp4").num_frames == 5
     assert losses(watched) == losses(unwatched)
     adapter = Path("lora", "adapter_model.safetensors")
     assert (watched / adapter).read_bytes() == (unwatched / adapter).read_bytes()
@@ -202,7 +220,7 @@ def test_samples_change_no_compiled_run(tmp_path: Path, frozen: Path, monkeypatc
     monkeypatch.setattr(parallelize, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
     changes = {"compile": True, "loop.steps": 2, "validation.batches": 1, "validation.table": tiny_training.HELD_OUT}
     watched = run(tmp_path / "watched", frozen, **{**SAMPLES, **changes, "validation.every": 1})
-    assert probe(watched / "samples" / "step2" / "0.mp4").num_frames == 5
+    assert probe(watched / "samples" / "step2" / f"{BOAT}.mp4").num_frames == 5
     assert losses(watched) == losses(run(tmp_path / "plain", frozen, **changes))
 
 
@@ -255,7 +273,7 @@ def test_a_sample_is_the_video_that_generate_makes(tmp_path: Path, monkeypatch: 
     }
     request = GenerateRequest(overrides=_given(asked))
     generate(load_generate_settings(request, model=DEMO))
-    assert (tmp_path / "run" / "samples" / "step1" / "0.mp4").stat().st_size
+    assert (tmp_path / "run" / "samples" / "step1" / f"{video_names([prompt])[0]}.mp4").stat().st_size
     assert (tmp_path / "generated.mp4").stat().st_size
     ours, theirs = torch.stack(frames).chunk(2)
     assert ours.shape == theirs.shape == (33, 128, 128, 3)
