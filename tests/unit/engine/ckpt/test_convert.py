@@ -17,7 +17,7 @@ import opensora_cli
 from opensora_cli.core.exceptions import OutputError, RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.core.weight_choices import Format
-from opensora_cli.engine.ckpt.convert import convert, plan_convert
+from opensora_cli.engine.ckpt.convert import convert
 from opensora_cli.settings.ckpt import ConvertSettings
 
 SUFFIXES = {Format.SAFETENSORS: ".safetensors", Format.TORCH: ".pt"}
@@ -126,8 +126,8 @@ def test_scales_are_applied_before_they_can_be_left_out(tmp_path: Path) -> None:
 
 
 def test_a_plan_writes_nothing(source: Path, tmp_path: Path) -> None:
-    document = plan_convert(settings(source, tmp_path / "target", dtype="bf16")).to_json()
-    assert document["schema"] == "osora.ckpt.convert-plan/1"
+    document = convert(settings(source, tmp_path / "target", dtype="bf16"), dry_run=True).to_json()
+    assert document["schema"] == "osora.ckpt.convert/2"
     assert (document["tensors"], document["bytes"]) == (5, 4 * 24 + 8)
     assert (document["source_format"], document["format"]) == ("safetensors", "safetensors-shards")
     assert list(tmp_path.iterdir()) == [source]
@@ -138,7 +138,7 @@ def test_the_result_lists_what_was_written(source: Path, tmp_path: Path) -> None
     result = convert(settings(source, tmp_path / "target", shard_size="60"), reporter=reporter)
     assert result.lines() == [str(tmp_path / "target")]
     document = result.to_json()
-    assert document["schema"] == "osora.ckpt.convert/1"
+    assert document["schema"] == "osora.ckpt.convert/2"
     assert document["parameters"] == 49
     assert sorted(document["files"]) == sorted(map(str, (tmp_path / "target").iterdir()))
     nbytes = document["bytes"]
