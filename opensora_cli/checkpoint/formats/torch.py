@@ -39,7 +39,7 @@ from opensora_cli.checkpoint.formats.pickles import (
 )
 from opensora_cli.checkpoint.lazy import Extent, LazyTensor, bytes_of, is_possible
 from opensora_cli.checkpoint.readable import reading_file
-from opensora_cli.checkpoint.state_dicts import find_weights
+from opensora_cli.checkpoint.state_dicts import find_scalars, find_weights
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.reading import is_lack_of_memory
@@ -132,14 +132,14 @@ def open_torch(path: Path, *, select: Selection | None = None) -> Checkpoint:
     except UnknownImportError as error:
         error.hint = _TRUSTED
         raise
-    weights = find_weights(tree, Tensor, path=path, select=select)
+    found, selection, selections = find_weights(tree, Tensor, path=path, select=select)
     return Checkpoint(
         format=Format.TORCH,
         path=path,
-        selection=weights.selection,
-        selections=weights.selections,
-        entries={name: _entry(path, name, tensor) for name, tensor in weights.leaves.items()},
-        metadata={**weights.metadata, **metadata},
+        selection=selection,
+        selections=selections,
+        entries={name: _entry(path, name, tensor) for name, tensor in found.items()},
+        metadata={**find_scalars(tree), **metadata},
         files=(path,),
     )
 
