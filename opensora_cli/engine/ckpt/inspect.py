@@ -189,13 +189,13 @@ def _describe_adapter(path: Path) -> str:
 
 
 def _totals(entries: Mapping[str, LazyTensor]) -> dict[str, DtypeTotal]:
-    totals: dict[str, DtypeTotal] = {}
+    of_dtype: dict[str, list[LazyTensor]] = {}
     for entry in entries.values():
-        old = totals.get(name := dtype_name(entry.dtype), DtypeTotal(tensors=0, parameters=0, bytes=0))
-        totals[name] = DtypeTotal(
-            tensors=old.tensors + 1, parameters=old.parameters + entry.numel, bytes=old.bytes + entry.nbytes
-        )
-    return totals
+        of_dtype.setdefault(dtype_name(entry.dtype), []).append(entry)
+    return {
+        name: DtypeTotal(tensors=len(own), parameters=sum(e.numel for e in own), bytes=sum(e.nbytes for e in own))
+        for name, own in of_dtype.items()
+    }
 
 
 def dtype_name(dtype: torch.dtype) -> str:

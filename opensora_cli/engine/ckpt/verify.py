@@ -8,7 +8,7 @@ from pydantic import Field
 
 from opensora_cli.checkpoint.contents import Checkpoint
 from opensora_cli.checkpoint.formats.colossal import OPTIMIZER_FOLDER, RUNNING_STATES_FILE
-from opensora_cli.checkpoint.formats.torch import check_torch
+from opensora_cli.checkpoint.formats.torch import read_object
 from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.readable import is_sha256, refuse_outside, sha256_of
@@ -219,6 +219,6 @@ def broken_states(folder: Path, *, known: Set[Path]) -> Iterator[str]:
     places = (path for place in (folder, folder / OPTIMIZER_FOLDER) if place.is_dir() for path in place.iterdir())
     for path in sorted(path for path in places if path.suffix in _TORCH_SUFFIXES and path not in known):
         try:
-            check_torch(refuse_outside(path, folder))
+            read_object(refuse_outside(path, folder), lazily=True)
         except CheckpointError as error:
             yield error.message
