@@ -112,7 +112,7 @@ def open_adapter(path: Path) -> Adapter:
                     f"{weights}: {shown(module)} has A {list(a.shape)} and B {list(b.shape)}, "
                     f"which are not of rank {config.ranks[module]} as in {CONFIG_FILE}"
                 )
-        scales, inputs_first, files = config.scales, config.fan_in_fan_out, (config.path, weights)
+        scales, inputs_first = config.scales, config.fan_in_fan_out
     else:
         _refuse_other_kinds(weights, entries)
         if style is None:
@@ -127,7 +127,7 @@ def open_adapter(path: Path) -> Adapter:
             raise CheckpointError(f"{weights} has {len(unknown)} tensors that are not of LoRA: {first_few(unknown)}")
         matrices = {module: _matrices(weights, module, pair) for module, pair in factors.items()}
         ranks = {module: a.shape[0] for module, (a, _) in matrices.items()}
-        scales, inputs_first, files = _scales(weights, metadata, ranks, alphas), False, (weights,)
+        scales, inputs_first = _scales(weights, metadata, ranks, alphas), False
     updates = {
         f"{module}.weight": (
             LowRank(a=a, b=b, scale=scales[module], transposed=inputs_first or _IS_TABLE in factors[module]),
@@ -136,7 +136,7 @@ def open_adapter(path: Path) -> Adapter:
     }
     return Adapter(
         path=path if style == "PEFT" else weights,
-        files=files,
+        files=(config_file, weights) if style == "PEFT" else (weights,),
         style=style,
         metadata=metadata,
         updates=updates,
