@@ -212,9 +212,6 @@ DEEP_JSON = {
 NO_OBJECTS = [*DEEP_JSON.values(), b"[]", b'"text"', b"null", b"1", b"{", b"9" * 10_000, b"", b"NaN"]
 """What is there in place of a JSON object."""
 
-HUB_NAMES = ["zero\0byte", "half\ud800", "line\nbreak", "\x1b[31mred", "long" * 100]
-"""Of files, between a folder and an ending, as no repository has them."""
-
 
 def change_of_file(**fields: object) -> Callable[[dict[str, Any]], None]:
     """Return what changes the description of the files in an answer of the Hub."""

@@ -4,8 +4,7 @@ An adapter (Hu et al. 2021, LoRA) holds two small matrices A and B for each of i
 W + scale · B·A. This module computes the sum once, in fp32, and rounds it once to the dtype of W.
 """
 
-import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,9 +15,6 @@ from opensora_cli.checkpoint.fp8 import FP8_DTYPES
 from opensora_cli.checkpoint.lazy import LazyTensor, cast, rounded
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few
-
-# A 16-bit sum is rounded twice; the rounding to fp32 is at most 2^-13 of the other.
-_FP32_SHARE = 2.0**-12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,72 +71,34 @@ class Adapter:
     """Tensors that were trained as a whole (`modules_to_save`, biases), by their names."""
 
 
-def merge(entries: Mapping[str, LazyTensor], adapter: Adapter, *, scale: float = 1.0) -> dict[str, LazyTensor]:
+def merge(
+    entries: Mapping[str, LazyTensor], adapter: Adapter, *, scale: float = 1.0, subtract: bool = False
+) -> dict[str, LazyTensor]:
     """Add an adapter's updates to the weights, and replace the tensors that it trained as a whole.
 
     Args:
         entries: the model's tensors, under the names they had in training.
         adapter: the adapter to merge.
         scale: factor of each update, besides the scale of the update itself.
+        subtract: undo a merge with the same scale, up to rounding.
 
     Raises:
+        RequestError: the adapter is to be subtracted, but it replaced tensors, whose original values are lost.
         CheckpointError: the adapter is for tensors that are missing, have other shapes, or are not floating point with
             at least 16 bits.
     """
+    if subtract and adapter.replacements:
+        raise RequestError(
+            f"{adapter.path} cannot be unmerged: it replaced {first_few(list(adapter.replacements))}",
+            hint="take these from the original checkpoint",
+        )
     _check(entries, adapter)
     merged = dict(entries)
     for name, replacement in adapter.replacements.items():
         merged[name] = cast(replacement, entries[name].dtype, name=name)
     for name, updates in adapter.updates.items():
-        merged[name] = _merged(merged[name], updates, scale=scale, name=name)
+        merged[name] = _merged(merged[name], updates, scale=-scale if subtract else scale, name=name)
     return merged
-
-
-def unmerge(entries: Mapping[str, LazyTensor], adapter: Adapter, *, scale: float = 1.0) -> dict[str, LazyTensor]:
-    """Subtract an adapter that `merge` has added with the same scale, up to rounding; see `unmerge_error`.
-
-    Raises:
-        RequestError: the adapter replaced tensors, whose original values are lost.
-        CheckpointError: the adapter does not fit, as for `merge`.
-    """
-    if adapter.replacements:
-        raise RequestError(
-            f"{adapter.path} cannot be unmerged: it replaced {first_few(list(adapter.replacements))}",
-            hint="take these from the original checkpoint",
-        )
-    return merge(entries, adapter, scale=-scale)
-
-
-def unmerge_error(
-    entries: Mapping[str, LazyTensor],
-    adapter: Adapter,
-    *,
-    scale: float = 1.0,
-    advance: Callable[[int], None] | None = None,
-) -> tuple[float, str]:
-    """Return an upper bound of the error of any weight after `unmerge`, and the tensor that has it.
-
-    Merging rounded each sum to the nearest number of the dtype, and unmerging rounds each difference. So the error is
-    at most half the spacing of floating point numbers at the sum, plus half the spacing at the difference.
-
-    Args:
-        entries, adapter, scale: the arguments of `unmerge`.
-        advance: called with the bytes of the weights as they are read.
-
-    Raises:
-        RequestError, CheckpointError: for the reasons of `unmerge`.
-    """
-    unmerged = unmerge(entries, adapter, scale=scale)
-    worst = (0.0, "")
-    for name in adapter.updates:
-        before, after = entries[name], unmerged[name]
-        largest = [_magnitude(tensor.read()) for tensor in (before, after)]
-        if advance is not None:
-            advance(before.nbytes)
-        bound = sum(_spacing(magnitude, before.dtype) / 2 for magnitude in largest) * (1 + _FP32_SHARE)
-        if bound > worst[0] or not worst[1]:
-            worst = (bound, name)
-    return worst
 
 
 def _merged(base: LazyTensor, updates: Sequence[LowRank], *, scale: float, name: str) -> LazyTensor:
@@ -184,20 +142,3 @@ def _check(entries: Mapping[str, LazyTensor], adapter: Adapter) -> None:
             f"an adapter cannot be merged into {str(dtypes[unfit[0]]).removeprefix('torch.')}: {first_few(unfit)}",
             hint="osora ckpt convert --dtype bf16 makes weights of 16 bits",
         )
-
-
-def _magnitude(values: Tensor) -> float:
-    if not values.numel():
-        return 0.0
-    low, high = values.aminmax()
-    largest = max(-low.item(), high.item())
-    # Comparisons with NaN are false, so a plain maximum would lose it.
-    return math.inf if math.isnan(largest) else largest
-
-
-def _spacing(magnitude: float, dtype: torch.dtype) -> float:
-    """Return the distance from a number of `dtype` to the next larger one."""
-    if math.isinf(magnitude):
-        return math.inf
-    info = torch.finfo(dtype)
-    return math.ldexp(info.eps, math.frexp(max(magnitude, info.smallest_normal))[1] - 1)

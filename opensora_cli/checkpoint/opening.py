@@ -1,8 +1,7 @@
 """Opening a checkpoint of any format, detected from its files."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 
 from opensora_cli.checkpoint.contents import (
@@ -199,8 +198,11 @@ def find_file(folder: Path) -> Path:
     kinds = {path: _sniff(refuse_outside(path, folder)) for path in visible_files(folder) if path.is_file()}
     weights = [path for path, kind in kinds.items() if kind in (Format.SAFETENSORS, Format.TORCH)]
     chosen = [path for path in weights if kinds[path] is Format.SAFETENSORS] or weights
-    if shards := [shard for path in chosen if (shard := shard_of(path.name))]:
-        raise _without_index(folder, shards)
+    if index := next((shard[0] for path in chosen if (shard := shard_of(path.name))), None):
+        raise CheckpointError(
+            f"{folder} holds shards without their index: it lacks {plain(index)}",
+            hint="fetch what is missing; the index maps each tensor to its shard",
+        )
     if len(chosen) > 1:
         raise RequestError(f"{folder} holds several checkpoints: {_names(chosen)}", hint="name one of them")
     if chosen:
@@ -213,20 +215,6 @@ def find_file(folder: Path) -> Path:
     there = f"only {_names(kinds)}" if kinds else "no file"
     raise CheckpointError(
         f"{folder} holds no checkpoint: there is {there}", hint="name the file or folder with weights"
-    )
-
-
-def _without_index(folder: Path, shards: Sequence[tuple[str, int, int]]) -> CheckpointError:
-    """Return the error for a folder of shards without an index, about the first of several checkpoints."""
-    index, _, count = shards[0]
-    there = {number for other, number, others in shards if (other, others) == (index, count)}
-    # A name may claim a million shards: the list is bounded.
-    missing = list(islice((str(each) for each in range(1, count + 1) if each not in there), _LISTED + 1))
-    numbers = ", ".join(missing[:_LISTED]) + (", ..." if len(missing) > _LISTED else "")
-    others = f" and, of shards 1 to {count}: {numbers}" if missing else ""
-    return CheckpointError(
-        f"{folder} holds shards without their index: it lacks {plain(index)}{others}",
-        hint="fetch what is missing; the index maps each tensor to its shard",
     )
 
 

@@ -20,7 +20,7 @@ OpenShard = Callable[[Path], tuple[dict[str, LazyTensor], dict[str, str]]]
 """Opens one shard: path -> (tensors, metadata)."""
 
 _LISTED = 100
-_TOTAL_SIZE, _SHA256 = "total_size", "sha256"
+_SHA256 = "sha256"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +31,12 @@ class ShardIndex:
         path: the index file; its shards lie in the same folder.
         weight_map: the name of each tensor's shard.
         metadata: other values of the index that are text.
-        total_size: bytes of all tensors, if given.
         sha256: hexadecimal SHA-256 of the shards that have one; None means that the index holds another value here.
     """
 
     path: Path
     weight_map: Mapping[str, str]
     metadata: Mapping[str, str]
-    total_size: int | None
     sha256: Mapping[str, str] | None
 
     @property
@@ -57,12 +55,11 @@ def read_index(path: Path) -> ShardIndex:
     weight_map, metadata = document.get("weight_map"), document.get("metadata", {})
     if not _is_text_by_text(weight_map) or not isinstance(metadata, dict):
         raise CheckpointError(f"{path} is no index of shards: it has no weight_map of tensor to file name")
-    total_size, sha256 = metadata.get(_TOTAL_SIZE), metadata.get(_SHA256)
+    sha256 = metadata.get(_SHA256)
     return ShardIndex(
         path=path,
         weight_map=weight_map,
         metadata={key: value for key, value in metadata.items() if isinstance(value, str)},
-        total_size=total_size if type(total_size) is int else None,
         sha256={} if _SHA256 not in metadata else sha256 if _is_text_by_text(sha256) and sha256 else None,
     )
 

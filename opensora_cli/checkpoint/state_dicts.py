@@ -1,9 +1,8 @@
 """Search for the weights in the nested dictionaries that a training saved, which hold more than weights."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 from opensora_cli.checkpoint.contents import choose
 from opensora_cli.core.exceptions import CheckpointError
@@ -25,20 +24,13 @@ _MAX_DEPTH = 32
 _MAX_TOTAL_NAME_LENGTH = 2**26
 
 
-@dataclass(frozen=True, slots=True)
-class Weights(Generic[LeafT]):
-    """The weights that were found."""
-
-    leaves: dict[str, LeafT]
-    """The weights by name; names of nested dictionaries are joined with dots."""
-    selection: Selection | None
-    selections: tuple[Selection, ...]
-    metadata: dict[str, str]
-    """Plain values beside the weights, such as the step."""
-
-
-def find_weights(tree: Any, leaf: type[LeafT], *, path: Path, select: Selection | None) -> Weights[LeafT]:
+def find_weights(
+    tree: Any, leaf: type[LeafT], *, path: Path, select: Selection | None
+) -> tuple[dict[str, LeafT], Selection | None, tuple[Selection, ...]]:
     """Return the selected weights, or the model's, in a state dict, or in dictionaries around one or several.
+
+    The result is the weights by name, where names of nested dictionaries are joined with dots; the selection; and all
+    selections.
 
     Raises:
         RequestError: the selected weights are missing.
@@ -62,7 +54,7 @@ def find_weights(tree: Any, leaf: type[LeafT], *, path: Path, select: Selection 
         leaves[name] = found
     if not leaves and chosen != {}:
         raise CheckpointError(f"{path} holds no tensors")
-    return Weights(leaves, selection, selections, _scalars(tree))
+    return leaves, selection, selections
 
 
 # A file can replace the methods of a dictionary by attributes, so methods are taken from the class.
@@ -80,7 +72,7 @@ def _parts(tree: Any, leaf: type[LeafT]) -> dict[Selection, dict[Any, Any]]:
     return parts
 
 
-def _scalars(tree: Any) -> dict[str, str]:
+def find_scalars(tree: Any) -> dict[str, str]:
     """Return the plain values of `tree` beside its dictionaries."""
     if not isinstance(tree, dict):
         return {}

@@ -56,18 +56,17 @@ def convert(settings: ConvertSettings, call: Call) -> None:
     with call.loading():
         from opensora_cli.engine.ckpt import convert as engine
 
-    if "--dry-run" in call.given:
-        call.show(engine.plan_convert(settings))
-    else:
-        call.show(engine.convert(settings, reporter=call.reporter))
+    call.show(engine.convert(settings, dry_run="--dry-run" in call.given, reporter=call.reporter))
 
 
 def inspect(settings: InspectSettings, call: Call) -> None:
-    """Print tensors, sizes, metadata and the model of a checkpoint.
+    """Print a summary of a checkpoint: format, names, sizes, dtypes, metadata and the model.
 
     Examples:
 
       osora ckpt inspect ckpts/Open_Sora_v2.safetensors
+
+      osora ckpt inspect ckpts/Open_Sora_v2.safetensors --all
 
       osora ckpt inspect runs/demo --select ema --stats --only '*.bias'
     """
@@ -170,6 +169,7 @@ _CONVERT_ROWS = {
 }
 _INSPECT_ROWS = {
     "PATH": Option("path"),
+    "--all": Option("all", help="Print a row for each tensor, too. --only prints those that match."),
     "--stats": Option("stats", help="Read the data: ranges, means, NaN, infinities, all-zero tensors."),
     **SELECT,
     **ONLY,
@@ -193,7 +193,7 @@ _MERGE_ROWS = {
     "BASE": Option("base"),
     "ADAPTER": Option("adapter", help="PEFT folder, or a diffusers, ComfyUI or kohya file."),
     "OUT": Option("target"),
-    "--unmerge": Option("unmerge", help="Remove the adapter from BASE again, and print how exact the result is."),
+    "--unmerge": Option("unmerge", help="Remove the adapter from BASE again."),
     "--scale": Option("scale", help="Factor of the adapter.", metavar="X"),
     **WRITTEN,
 }

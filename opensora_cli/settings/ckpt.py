@@ -45,6 +45,7 @@ class InspectSettings(Section):
     path: FileName = Field(description="File or folder.")
     select: Selection | None = Field(default=None, description="Weights of a training run.")
     only: Patterns = Field(default=(), description="Shell patterns of the names to show.")
+    all: bool = Field(default=False, description="List all tensors.")
     stats: bool = Field(default=False, description="Read the data for range, mean, non-finite and all-zero tensors.")
 
 

@@ -78,16 +78,16 @@ def open_dcp(folder: Path, *, select: Selection | None = None) -> Checkpoint:
     metadata = _read_metadata(path)
     try:
         tree = _tree(metadata["state_dict_metadata"], metadata["planner_data"])
-        weights = find_weights(tree, _Tensor, path=folder, select=select)
-        places = _places(folder, metadata["storage_data"], {tensor.name for tensor in weights.leaves.values()})
-        entries = {name: _entry(tensor, places, path) for name, tensor in weights.leaves.items()}
+        found, selection, selections = find_weights(tree, _Tensor, path=folder, select=select)
+        places = _places(folder, metadata["storage_data"], {tensor.name for tensor in found.values()})
+        entries = {name: _entry(tensor, places, path) for name, tensor in found.items()}
     except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:
         raise CheckpointError(f"{path} is broken: {shown(str(error))}") from error
     return Checkpoint(
         format=Format.DCP,
         path=folder,
-        selection=weights.selection,
-        selections=weights.selections,
+        selection=selection,
+        selections=selections,
         entries=entries,
         metadata={},
         files=(path, *sorted({place.path for place in places.values()})),

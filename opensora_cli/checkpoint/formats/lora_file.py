@@ -7,7 +7,7 @@ programs write alpha into the metadata of the file alone.
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,49 +103,50 @@ def open_adapter(path: Path) -> Adapter:
     entries, metadata = open_safetensors(weights if fields is None else _regular_file(weights))
     style = "PEFT" if fields is not None else style_of(entries)
     if style == "PEFT":
-        named = {key.removeprefix(_PEFT_PREFIX): entry for key, entry in entries.items()}
-        return _open_peft(
-            path,
-            weights,
-            named,
-            metadata,
-            fields or _read_fields(config_file),
+        factors, others = _factors({key.removeprefix(_PEFT_PREFIX): entry for key, entry in entries.items()})
+        config = _peft_config(weights, fields or _read_fields(config_file), factors, others)
+        matrices = {module: _matrices(weights, module, pair) for module, pair in factors.items()}
+        for module, (a, b) in matrices.items():
+            if a.shape[0] != config.ranks[module]:
+                raise CheckpointError(
+                    f"{weights}: {shown(module)} has A {list(a.shape)} and B {list(b.shape)}, "
+                    f"which are not of rank {config.ranks[module]} as in {CONFIG_FILE}"
+                )
+        scales, inputs_first = config.scales, config.fan_in_fan_out
+    else:
+        _refuse_other_kinds(weights, entries)
+        if style is None:
+            raise CheckpointError(
+                f"{weights} has no lora_A and lora_B, and no lora_down and lora_up: it is no adapter",
+                hint="weights of a whole transformer are named with --weights FOLDER --set files.transformer=FILE",
+            )
+        factors, others = _factors(entries)
+        alphas = {key.removesuffix(_ALPHA): others.pop(key) for key in list(others) if key.endswith(_ALPHA)}
+        unknown = [*others, *(f"{module}{_ALPHA}" for module in alphas if module not in factors)]
+        if unknown:
+            raise CheckpointError(f"{weights} has {len(unknown)} tensors that are not of LoRA: {first_few(unknown)}")
+        matrices = {module: _matrices(weights, module, pair) for module, pair in factors.items()}
+        ranks = {module: a.shape[0] for module, (a, _) in matrices.items()}
+        scales, inputs_first = _scales(weights, metadata, ranks, alphas), False
+    updates = {
+        f"{module}.weight": (
+            LowRank(a=a, b=b, scale=scales[module], transposed=inputs_first or _IS_TABLE in factors[module]),
         )
-    _refuse_other_kinds(weights, entries)
-    if style is None:
-        raise CheckpointError(
-            f"{weights} has no lora_A and lora_B, and no lora_down and lora_up: it is no adapter",
-            hint="weights of a whole transformer are named with --weights FOLDER --set files.transformer=FILE",
-        )
-    factors, others = _factors(entries)
-    alphas = {key.removesuffix(_ALPHA): others.pop(key) for key in list(others) if key.endswith(_ALPHA)}
-    unknown = [*others, *(f"{module}{_ALPHA}" for module in alphas if module not in factors)]
-    if unknown:
-        raise CheckpointError(f"{weights} has {len(unknown)} tensors that are not of LoRA: {first_few(unknown)}")
-    stated, common = _stated_scales(weights, metadata, factors), _metadata_alpha(weights, metadata)
-    updates = {}
-    for module, pair in factors.items():
-        a, b = _matrices(weights, module, pair)
-        scales = {}
-        if module in alphas:
-            scales[f"tensor {module}{_ALPHA}"] = _alpha(weights, module, alphas[module]) / a.shape[0]
-        if module in stated:
-            scales[f"metadata {_DIFFUSERS_METADATA}"] = stated[module]
-        if common is not None:
-            scales[f"metadata {common[0]}"] = common[1] / a.shape[0]
-        scale = _agreed_scale(weights, scales)
-        updates[f"{module}.weight"] = (LowRank(a=a, b=b, scale=scale, transposed=_IS_TABLE in pair),)
-    return Adapter(path=weights, files=(weights,), style=style, metadata=metadata, updates=updates, replacements={})
+        for module, (a, b) in matrices.items()
+    }
+    return Adapter(
+        path=path if style == "PEFT" else weights,
+        files=(config_file, weights) if style == "PEFT" else (weights,),
+        style=style,
+        metadata=metadata,
+        updates=updates,
+        replacements={name.replace(".base_layer.", "."): entry for name, entry in others.items()},
+    )
 
 
-def _open_peft(
-    path: Path,
-    weights: Path,
-    entries: Mapping[str, LazyTensor],
-    metadata: Mapping[str, str],
-    fields: Mapping[str, Any],
-) -> Adapter:
-    factors, others = _factors(entries)
+def _peft_config(
+    weights: Path, fields: Mapping[str, Any], factors: Collection[str], others: Mapping[str, LazyTensor]
+) -> PeftConfig:
     for key in others:
         if ".lora_" in key:
             raise RequestError(f"{weights} has {shown(key)}: this kind of LoRA cannot be merged")
@@ -154,24 +155,7 @@ def _open_peft(
         raise CheckpointError(f"{weights} has no lora_A and lora_B", hint="is it an adapter?")
     if others and not config.trains_more:
         raise CheckpointError(f"{weights} has tensors that are not of LoRA: {first_few(list(others))}")
-    updates = {}
-    for module, pair in factors.items():
-        a, b = _matrices(weights, module, pair)
-        if a.shape[0] != config.ranks[module]:
-            raise CheckpointError(
-                f"{weights}: {shown(module)} has A {list(a.shape)} and B {list(b.shape)}, "
-                f"which are not of rank {config.ranks[module]} as in {CONFIG_FILE}"
-            )
-        is_transposed = _IS_TABLE in pair or config.fan_in_fan_out
-        updates[f"{module}.weight"] = (LowRank(a=a, b=b, scale=config.scales[module], transposed=is_transposed),)
-    return Adapter(
-        path=path,
-        files=(config.path, weights),
-        style="PEFT",
-        metadata=metadata,
-        updates=updates,
-        replacements={name.replace(".base_layer.", "."): entry for name, entry in others.items()},
-    )
+    return config
 
 
 def _factors(entries: Mapping[str, LazyTensor]) -> tuple[dict[str, dict[str, LazyTensor]], dict[str, LazyTensor]]:
@@ -262,18 +246,30 @@ def _metadata_alpha(path: Path, metadata: Mapping[str, str]) -> tuple[str, float
     return next(iter(numbers.items()), None)
 
 
-def _agreed_scale(path: Path, scales: Mapping[str, float]) -> float:
-    """Return the first of the scales of a layer by their places; 1 without one.
+def _scales(
+    path: Path, metadata: Mapping[str, str], ranks: Mapping[str, int], alphas: Mapping[str, LazyTensor]
+) -> dict[str, float]:
+    """Return the scale of each layer, from its alpha or from the metadata; 1 without both.
 
     Raises CheckpointError if two differ. kohya's metadata do not count beside others: its alpha is that of most layers.
     """
-    scale = next(iter(scales.values()), 1.0)
-    for place, other in scales.items():
-        if not math.isclose(scale, other, rel_tol=_SAME_SCALE) and "ss_network" not in place:
-            raise CheckpointError(
-                f"{path} contradicts itself: {next(iter(scales))} scales by {scale:g}, {place} by {other:g}"
-            )
-    return scale
+    stated, common = _stated_scales(path, metadata, ranks), _metadata_alpha(path, metadata)
+    scales = {}
+    for module, rank in ranks.items():
+        found = {}
+        if module in alphas:
+            found[f"tensor {module}{_ALPHA}"] = _alpha(path, module, alphas[module]) / rank
+        if module in stated:
+            found[f"metadata {_DIFFUSERS_METADATA}"] = stated[module]
+        if common is not None:
+            found[f"metadata {common[0]}"] = common[1] / rank
+        scales[module] = next(iter(found.values()), 1.0)
+        for place, other in found.items():
+            if not math.isclose(scales[module], other, rel_tol=_SAME_SCALE) and "ss_network" not in place:
+                raise CheckpointError(
+                    f"{path} contradicts itself: {next(iter(found))} scales by {scales[module]:g}, {place} by {other:g}"
+                )
+    return scales
 
 
 def _stated_scales(path: Path, metadata: Mapping[str, str], modules: Iterable[str]) -> dict[str, float]:

@@ -39,7 +39,7 @@ from opensora_cli.checkpoint.formats.pickles import (
 )
 from opensora_cli.checkpoint.lazy import Extent, LazyTensor, bytes_of, is_possible
 from opensora_cli.checkpoint.readable import reading_file
-from opensora_cli.checkpoint.state_dicts import find_weights
+from opensora_cli.checkpoint.state_dicts import find_scalars, find_weights
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.reading import is_lack_of_memory
@@ -128,29 +128,20 @@ def open_torch(path: Path, *, select: Selection | None = None) -> Checkpoint:
         RequestError: the file lacks the selected weights.
     """
     try:
-        tree, metadata = _open(path, lazily=True)
+        tree, metadata = read_object(path, lazily=True)
     except UnknownImportError as error:
         error.hint = _TRUSTED
         raise
-    weights = find_weights(tree, Tensor, path=path, select=select)
+    found, selection, selections = find_weights(tree, Tensor, path=path, select=select)
     return Checkpoint(
         format=Format.TORCH,
         path=path,
-        selection=weights.selection,
-        selections=weights.selections,
-        entries={name: _entry(path, name, tensor) for name, tensor in weights.leaves.items()},
-        metadata={**weights.metadata, **metadata},
+        selection=selection,
+        selections=selections,
+        entries={name: _entry(path, name, tensor) for name, tensor in found.items()},
+        metadata={**find_scalars(tree), **metadata},
         files=(path,),
     )
-
-
-def check_torch(path: Path) -> None:
-    """Check that a file of `torch.save` is whole: its archive, its pickle, and the data of its tensors.
-
-    Raises:
-        CheckpointError: the file is missing or broken, or cannot be read without trusting it.
-    """
-    _open(path, lazily=True)
 
 
 def load_torch(path: Path, *, max_bytes: int | None = None) -> Any:
@@ -166,7 +157,7 @@ def load_torch(path: Path, *, max_bytes: int | None = None) -> Any:
         raise CheckpointError(
             f"{path} is refused: it has {size:,} bytes, and a state of its kind at most {max_bytes:,}"
         )
-    return _open(path, lazily=False)[0]
+    return read_object(path, lazily=False)[0]
 
 
 def torch_bytes(state: object, *, name: str) -> bytes:
@@ -188,10 +179,13 @@ def load_tensor(content: memoryview, path: Path) -> Tensor:
     return _entry(path, "in it", tensor).read()
 
 
-def _open(path: Path, *, lazily: bool) -> tuple[Any, dict[str, str]]:
+def read_object(path: Path, *, lazily: bool) -> tuple[Any, dict[str, str]]:
     """Return the object in a file and the file's metadata, after checking that loading takes bounded resources.
 
     With `lazily` the tensors of an archive are on the meta device, or mapped by torch 2.10.
+
+    Raises:
+        CheckpointError: the file is missing or broken, or cannot be read without trusting it.
     """
     with reading_file(path), path.open("rb") as file:
         start = file.read(len(_OLD_START))

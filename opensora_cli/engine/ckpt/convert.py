@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from pydantic import Field
 
 from opensora_cli.checkpoint.contents import Checkpoint
 from opensora_cli.checkpoint.fp8 import FP8_DTYPES, dequantize, quantize, separated, without_scales
@@ -16,7 +15,7 @@ from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.ckpt.identify import check, read_released
 from opensora_cli.engine.ckpt.layout import change_layout
-from opensora_cli.engine.ckpt.output import Product, ProductDocument, WrittenDocument, check_product, write
+from opensora_cli.engine.ckpt.output import Derived, Product, check_product, write
 from opensora_cli.settings.ckpt import ConvertSettings, WeightDType
 
 _DTYPES = {
@@ -28,51 +27,22 @@ _DTYPES = {
 }
 
 
-class ConvertPlan(ProductDocument):
-    """Plan of a conversion."""
+class Conversion(Derived):
+    """Plan or result of a conversion."""
 
-    SCHEMA: ClassVar[str | None] = "osora.ckpt.convert-plan/1"
-
-    summary: tuple[str, ...] = Field(exclude=True)
-
-    def lines(self) -> list[str]:
-        """Return the plan for people."""
-        return list(self.summary)
+    SCHEMA: ClassVar[str | None] = "osora.ckpt.convert/2"
 
 
-class ConvertResult(WrittenDocument):
-    """Result of a conversion."""
-
-    SCHEMA: ClassVar[str | None] = "osora.ckpt.convert/1"
-
-
-def plan_convert(settings: ConvertSettings) -> ConvertPlan:
-    """Plan a conversion, and do all checks that need no weights.
+def convert(settings: ConvertSettings, *, dry_run: bool = False, reporter: Reporter | None = None) -> Conversion:
+    """Convert a checkpoint of any size, tensor by tensor. With `dry_run`, do only the checks that read no weights.
 
     The names in `only` and `drop` are those of the source. `rename`, the layout and the dtype are applied after them.
 
     Raises:
         RequestError: the request contradicts itself or the source.
         CheckpointError: the source is missing or broken, or the result is not the model that `preset` names.
-        OutputError: the target exists already, or is too large for the disk.
+        OutputError: the target exists already, is too large for the disk, or cannot be written.
     """
-    product = _plan(settings)
-    return ConvertPlan.of(product, summary=product.lines())
-
-
-def convert(settings: ConvertSettings, *, reporter: Reporter | None = None) -> ConvertResult:
-    """Convert a checkpoint of any size, piece by piece.
-
-    Raises:
-        RequestError, CheckpointError, OutputError: for the reasons of `plan_convert`. Also CheckpointError if a tensor
-            cannot be read, and OutputError if the target cannot be written.
-    """
-    product = _plan(settings)
-    sha256, files = write(product, reporter=reporter or SilentReporter())
-    return ConvertResult.of(product, source_sha256=sha256, files=files)
-
-
-def _plan(settings: ConvertSettings) -> Product:
     released = None if settings.preset is None else read_released(settings.preset)
     source = open_checkpoint(Path(settings.source), select=settings.select)
     entries, metadata = _converted(source, settings)
@@ -84,7 +54,10 @@ def _plan(settings: ConvertSettings) -> Product:
             raise CheckpointError("\n".join(f"{source.path} does not become {settings.preset}: {p}" for p in problems))
     product = Product(source=source, entries=entries, metadata=metadata, settings=settings)
     check_product(product, sources=[source.path, *source.files])
-    return product
+    if dry_run:
+        return Conversion.of(product)
+    sha256, files = write(product, reporter=reporter or SilentReporter())
+    return Conversion.of(product, sha256=sha256, files=files)
 
 
 def _converted(source: Checkpoint, settings: ConvertSettings) -> tuple[dict[str, LazyTensor], dict[str, str]]:
@@ -109,12 +82,7 @@ def _converted(source: Checkpoint, settings: ConvertSettings) -> tuple[dict[str,
                 f"{source.path} has 8-bit weights, whose scales have no other layout",
                 hint="give --dtype, too: bf16, or fp8_e4m3 for new scales",
             )
-        entries, metadata = change_layout(
-            entries,
-            metadata,
-            qkv=settings.qkv,
-            rotary=settings.rotary,
-        )
+        entries, metadata = change_layout(entries, metadata, qkv=settings.qkv, rotary=settings.rotary)
     if settings.dtype is not None:
         to = _DTYPES[settings.dtype]
         entries = quantize(entries, to) if settings.dtype.is_fp8 else cast(entries, to)

@@ -27,7 +27,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but
 )
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf
 
-from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
+from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.formatting import format_bytes, plain, without_credentials
 from opensora_cli.core.regular_files import hint_for, open_regular
 from opensora_cli.core.strict_json import MAX_JSON_BYTES, is_too_large
@@ -163,33 +163,17 @@ def _metadata(repo: str, url: str) -> bytes:
 
 
 def _session() -> Any:
-    """Return the HTTP session, which reads proxies and certificates from the environment.
-
-    Raises RequestError if one of these variables is wrong, and HardwareError for a SOCKS proxy without its library.
-    """
+    """Return the HTTP session. Raises RequestError if proxies or certificates in the environment are unusable."""
     try:
         return get_session()
-    except ImportError as error:
-        raise HardwareError(
-            f"{_variable(_PROXIES)} is a SOCKS proxy, which needs socksio",
-            hint="pip install socksio, or unset the variable",
-        ) from error
-    except OSError as error:
+    except (ImportError, OSError, ValueError, _InvalidURL) as error:
+        names = _CERTIFICATES if isinstance(error, OSError) else _PROXIES
+        given = (f"{name}={without_credentials(os.environ[name])}" for name in names if os.environ.get(name))
+        reason = without_credentials(" ".join(str(error).split()))
         raise RequestError(
-            f"{_variable(_CERTIFICATES)} has no certificates that can be read",
-            hint="unset it, or name a file of certificates in PEM format",
+            f"{plain(', '.join(given) or 'the proxy')} cannot be used: {plain(reason)}",
+            hint="unset it, or name a proxy as http://HOST:PORT and certificates as a file in PEM format",
         ) from error
-    except (ValueError, _InvalidURL) as error:
-        raise RequestError(
-            f"{_variable(_PROXIES)} is not the address of a proxy", hint="unset it, or set it to http://HOST:PORT"
-        ) from error
-
-
-def _variable(names: tuple[str, ...]) -> str:
-    """Return the first of these variables that is set, with its value."""
-    found = ((name, os.environ[name]) for name in names if os.environ.get(name))
-    name, value = next(found, (" or ".join(names), ""))
-    return f"{name}={plain(without_credentials(value))}"
 
 
 @contextmanager

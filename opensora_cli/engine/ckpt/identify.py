@@ -68,6 +68,7 @@ class Identity:
     title: str
     prefix: str
     """Prefix of the tensor names before the names of the published model."""
+    is_adapter: bool = False
 
 
 def identify(shapes: Mapping[str, Shape]) -> Identity | None:
@@ -85,7 +86,7 @@ def identify(shapes: Mapping[str, Shape]) -> Identity | None:
                 return Identity(name=released.name, title=title, prefix=prefix)
         return Identity(name=None, title=kind if sizes is None else _describe(own, sizes), prefix=prefix)
     adapter = describe_adapter(shapes)
-    return Identity(name=None, title=adapter, prefix="") if adapter else None
+    return Identity(name=None, title=adapter, prefix="", is_adapter=True) if adapter else None
 
 
 def check(shapes: Mapping[str, Shape], released: Released) -> list[str]:

@@ -7,12 +7,15 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
+from opensora_cli.checkpoint.formats.lora_file import open_adapter
 from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.lazy import LazyTensor
+from opensora_cli.checkpoint.lora import described_scales
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.transforms import only
 from opensora_cli.core.documents import Document
-from opensora_cli.core.formatting import format_bytes, plain
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.formatting import first_few, format_bytes, plain
 from opensora_cli.core.private_memory import freed_at_once
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.core.weight_choices import Format, Selection
@@ -79,26 +82,35 @@ class Inspection(Document):
     """Selected tensors."""
     form: str = Field(exclude=True)
     identity: Identity | None = Field(exclude=True)
+    adapter: str | None = Field(exclude=True)
+    """Scales of an adapter, or the reason why it cannot be added; None for other weights."""
+    lists_tensors: bool = Field(exclude=True)
 
     def lines(self) -> list[str]:
-        """Return the content for people: the tensors in a table, then a summary."""
+        """Return the content for people: a summary, and the tensors in a table if they are asked for."""
+        lines = [*self.summary(), *self._findings()]
+        if not self.lists_tensors:
+            return lines
         rows = [tensor.cells() for tensor in self.tensors]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return [*table, "", *self.summary(), *self._findings()]
+        return [*lines, "", *table]
 
     def summary(self) -> list[str]:
         """Return a line for each fact about the checkpoint as a whole."""
         files = f"{len(self.files)} files" if len(self.files) > 1 else "1 file"
-        lines = [f"format      {self.form}, {files}"]
+        lines = [f"format      {self.form}, {files}, {format_bytes(self.bytes)}"]
         if self.selections:
             lines.append(f"weights     {self.selection} (there are: {', '.join(self.selections)})")
         lines.append(f"model       {self.description or 'none that is known here'}")
+        if self.adapter:
+            lines.append(f"adapter     {self.adapter}")
         if self.identity and self.identity.prefix:
             lines.append(f"prefix      {plain(self.identity.prefix)}")
         if self.rotary:
             lines.append(f"rotary      {self.rotary}")
-        lines.append(f"tensors     {len(self.tensors):,}")
+        names = f": {first_few([tensor.name for tensor in self.tensors])}" if self.tensors else ""
+        lines.append(f"tensors     {len(self.tensors):,}{names}")
         lines.append(f"parameters  {self.parameters:,}")
         lines += [
             f"{name:<11} {total.tensors:,} tensors, {total.parameters:,} parameters, {format_bytes(total.bytes)}"
@@ -162,17 +174,28 @@ def inspect(settings: InspectSettings, *, reporter: Reporter | None = None) -> I
         ),
         form=checkpoint.form,
         identity=identity,
+        adapter=_describe_adapter(checkpoint.path) if identity and identity.is_adapter else None,
+        lists_tensors=settings.all or bool(settings.only),
     )
 
 
+def _describe_adapter(path: Path) -> str:
+    """Return the scales of an adapter, or the reason why it cannot be added to weights."""
+    try:
+        updates = open_adapter(path).updates.values()
+    except (CheckpointError, RequestError) as error:
+        return error.message
+    return described_scales(update for each in updates for update in each)
+
+
 def _totals(entries: Mapping[str, LazyTensor]) -> dict[str, DtypeTotal]:
-    totals: dict[str, DtypeTotal] = {}
+    of_dtype: dict[str, list[LazyTensor]] = {}
     for entry in entries.values():
-        old = totals.get(name := dtype_name(entry.dtype), DtypeTotal(tensors=0, parameters=0, bytes=0))
-        totals[name] = DtypeTotal(
-            tensors=old.tensors + 1, parameters=old.parameters + entry.numel, bytes=old.bytes + entry.nbytes
-        )
-    return totals
+        of_dtype.setdefault(dtype_name(entry.dtype), []).append(entry)
+    return {
+        name: DtypeTotal(tensors=len(own), parameters=sum(e.numel for e in own), bytes=sum(e.nbytes for e in own))
+        for name, own in of_dtype.items()
+    }
 
 
 def dtype_name(dtype: torch.dtype) -> str:

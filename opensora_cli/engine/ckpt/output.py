@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
+from pydantic import Field
+
 import opensora_cli
 from opensora_cli.checkpoint.contents import Checkpoint
 from opensora_cli.checkpoint.lazy import LazyTensor
@@ -56,8 +58,8 @@ class Product:
         ]
 
 
-class ProductDocument(Document):
-    """Description of weights before they are written."""
+class Derived(Document):
+    """Derived weights: the plan or, with files, the result."""
 
     source: Path
     source_format: Format
@@ -68,9 +70,13 @@ class ProductDocument(Document):
     parameters: int
     bytes: int
     options: dict[str, Any]
+    source_sha256: str | None
+    """SHA-256 of the source's file. For several files: of the output of `sha256sum` in their folder, sorted by name."""
+    files: tuple[Path, ...]
+    summary: tuple[str, ...] = Field(exclude=True)
 
     @classmethod
-    def of(cls, product: Product, **more: Any) -> Self:
+    def of(cls, product: Product, *, sha256: str | None = None, files: Sequence[Path] = (), **more: Any) -> Self:
         """Describe a product; `more` are the fields that a subclass adds."""
         return cls(
             source=product.source.path,
@@ -82,20 +88,15 @@ class ProductDocument(Document):
             parameters=sum(entry.numel for entry in product.entries.values()),
             bytes=product.nbytes,
             options=product.settings.options,
+            source_sha256=sha256,
+            files=tuple(files),
+            summary=tuple(product.lines()),
             **more,
         )
 
-
-class WrittenDocument(ProductDocument):
-    """Description of written weights."""
-
-    source_sha256: str | None
-    """SHA-256 of the source's file. For several files: of the output of `sha256sum` in their folder, sorted by name."""
-    files: tuple[Path, ...]
-
     def lines(self) -> list[str]:
-        """Return the path of the written weights."""
-        return [str(self.target)]
+        """Return the path of the written weights, or the plan."""
+        return [str(self.target)] if self.files else list(self.summary)
 
 
 def check_product(product: Product, *, sources: Sequence[Path]) -> None:

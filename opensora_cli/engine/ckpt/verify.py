@@ -8,7 +8,7 @@ from pydantic import Field
 
 from opensora_cli.checkpoint.contents import Checkpoint
 from opensora_cli.checkpoint.formats.colossal import OPTIMIZER_FOLDER, RUNNING_STATES_FILE
-from opensora_cli.checkpoint.formats.torch import check_torch
+from opensora_cli.checkpoint.formats.torch import read_object
 from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.readable import is_sha256, refuse_outside, sha256_of
@@ -86,9 +86,7 @@ def verify(settings: VerifySettings, *, reporter: Reporter | None = None) -> Ver
         raise RequestError(f"sha256 is the hash of one file, and {path} is a folder", hint="name a file in it")
     parts, problems = _open_parts(path, settings.select)
     checkpoint = parts[0] if parts else None
-    indexes = [(part.index, part) for part in parts if part.index is not None]
-    for index, part in indexes:
-        problems += _wrong_size(index, part)
+    indexes = [part.index for part in parts if part.index is not None]
     if checkpoint is not None and checkpoint.caveat and settings.sha256 is None:
         problems.append(checkpoint.caveat)
     files = [file for part in parts for file in part.files]
@@ -105,7 +103,7 @@ def verify(settings: VerifySettings, *, reporter: Reporter | None = None) -> Ver
             problems += [f"{file} has no hash in {RUNNING_STATES_FILE}" for file in unhashed]
     expected: dict[Path, set[str]] = {}
     if settings.data and path.exists():
-        expected, wrong = _expected_hashes(files or [path], [index for index, _ in indexes])
+        expected, wrong = _expected_hashes(files or [path], indexes)
         problems += wrong
         for file, digest in recorded.items():
             expected.setdefault(file, set()).add(digest)
@@ -150,15 +148,6 @@ def _open_parts(path: Path, select: Selection | None) -> tuple[list[Checkpoint],
             left += [each for each in part.selections if each != part.selection]
         parts.append(part)
     return parts, problems
-
-
-def _wrong_size(index: ShardIndex, checkpoint: Checkpoint) -> Iterator[str]:
-    entries = checkpoint.entries
-    # Tensors of a torch file may share data. Some programs count shared data once, others each time.
-    once: dict[object, int] = {entry.extent or name: entry.nbytes for name, entry in entries.items()}
-    found = sum(entry.nbytes for entry in entries.values())
-    if index.total_size is not None and index.total_size not in (found, sum(once.values())):
-        yield f"{index.path} gives {plain(str(index.total_size))} bytes for the tensors, and they have {found}"
 
 
 def _expected_hashes(files: Iterable[Path], indexes: Iterable[ShardIndex]) -> tuple[dict[Path, set[str]], list[str]]:
@@ -230,6 +219,6 @@ def broken_states(folder: Path, *, known: Set[Path]) -> Iterator[str]:
     places = (path for place in (folder, folder / OPTIMIZER_FOLDER) if place.is_dir() for path in place.iterdir())
     for path in sorted(path for path in places if path.suffix in _TORCH_SUFFIXES and path not in known):
         try:
-            check_torch(refuse_outside(path, folder))
+            read_object(refuse_outside(path, folder), lazily=True)
         except CheckpointError as error:
             yield error.message

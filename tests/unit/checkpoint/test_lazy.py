@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from opensora_cli.checkpoint.lazy import Extent, LazyTensor, rounded, write_all
+from opensora_cli.checkpoint.lazy import Extent, LazyTensor, rounded
 from opensora_cli.core.exceptions import CheckpointError
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64, torch.bool]
@@ -43,14 +43,6 @@ def stored_bytes(tensor):
 def test_tensors_that_are_not_contiguous_are_written_row_by_row(tmp_path):
     tensor = torch.arange(6.0).view(2, 3).t()
     assert written(LazyTensor.of(tensor), tmp_path / "a") == stored_bytes(tensor.contiguous())
-
-
-def test_a_tensor_goes_to_the_position_of_the_file(tmp_path):
-    with (tmp_path / "a").open("wb", buffering=0) as file:
-        write_all(file, b"before")
-        LazyTensor.of(torch.tensor([7, 8], dtype=torch.uint8)).write(file)
-        write_all(file, b"after")
-    assert (tmp_path / "a").read_bytes() == b"before\x07\x08after"
 
 
 def test_a_file_that_has_become_shorter_is_an_error(tmp_path):

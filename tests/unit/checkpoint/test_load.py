@@ -2,10 +2,8 @@
 
 import json
 import struct
-import subprocess
 import sys
 import weakref
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,8 +14,6 @@ from torch import nn
 from opensora_cli.checkpoint.load import OpenTensors, load_into_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.models.mmdit.model import MMDiT
 
 
 class Small(nn.Module):
@@ -239,78 +235,6 @@ def test_data_at_odd_addresses_is_aligned(tmp_path):
     load(model, path)
     assert model.weight.tolist() == [[1.0, 2.0]]
     assert model.weight.data_ptr() % 4 == 0
-
-
-MEASURE = """
-import json, re, sys, torch
-from opensora_cli.checkpoint.load import load_into_module
-from opensora_cli.checkpoint.load import OpenTensors
-from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.models.mmdit.layout import converter
-
-def anonymous():
-    found = re.findall(r"(?:RssAnon|VmSwap):\\s+(\\d+)", open("/proc/self/status").read())
-    return sum(map(int, found)) * 1024
-
-path, dtype, interleaved = sys.argv[1], getattr(torch, sys.argv[2]), sys.argv[3] == "True"
-config = MMDiTConfig(**json.loads(sys.argv[4]))
-with torch.device("meta"):
-    model = MMDiT(config)
-peak = baseline = anonymous()
-def watch(size):
-    global peak
-    peak = max(peak, anonymous())
-convert = converter(config, interleaved=interleaved)
-load_into_module(model, path, device="cpu", dtype=dtype, convert=convert, advance=watch)
-for parameter in model.parameters():
-    parameter.sum()
-watch(0)
-print(peak - baseline)
-"""
-
-SIZES = {
-    "depth": 1,
-    "depth_single_blocks": 1,
-    "hidden_size": 1024,
-    "num_heads": 8,
-    "axes_dim": (32, 48, 48),
-    "context_in_dim": 64,
-    "cond_embed": False,
-}
-
-
-@pytest.fixture(scope="module")
-def big_file(tmp_path_factory):
-    with torch.device("meta"):
-        model = MMDiT(MMDiTConfig(**SIZES))
-    generator = torch.Generator().manual_seed(0)
-    path = tmp_path_factory.mktemp("big") / "big.safetensors"
-    save_file({key: torch.rand(t.shape, generator=generator) for key, t in model.state_dict().items()}, path)
-    yield path
-    path.unlink()
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is read from Linux's /proc")
-@pytest.mark.parametrize(
-    ("dtype", "interleaved", "share"),
-    # A tensor that is used as it is in the file stays a map of it; the promise for all cases is 1.1.
-    [("float32", False, 0.1), ("float32", True, 1.1), ("bfloat16", True, 1.1)],
-)
-def test_anonymous_memory(big_file, dtype, interleaved, share):
-    size = big_file.stat().st_size
-    assert size > 200e6
-    command = [sys.executable, "-c", MEASURE, str(big_file), dtype, str(interleaved), json.dumps(SIZES)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    raised = int(done.stdout)
-    print(f"{dtype}, interleaved={interleaved}: {raised / size:.3f} of the file")
-    assert raised <= share * size
-    # The measurement itself must notice memory: these cases cannot do without a copy.
-    if dtype == "bfloat16":
-        assert raised > 0.4 * size
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads Linux's account of memory")

@@ -56,11 +56,6 @@ class TestEpochs:
         assert is_of(3, epoch, Selection.MASTER)
         assert open_checkpoint(epoch, select=Selection.EMA).files == (epoch / "ema.safetensors",)
 
-    def test_what_is_not_there(self, epoch):
-        (epoch / "ema.safetensors").unlink()
-        with pytest.raises(RequestError, match="has no ema weights: it has model, master"):
-            open_checkpoint(epoch, select=Selection.EMA)
-
     def test_an_interrupted_saving_is_refused(self, epoch):
         (epoch / "running_states.json").unlink()
         assert not is_complete(epoch)

@@ -3,13 +3,11 @@
 import json
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.shared_folder import Share, recorded_hashes, temporary_folder, write_share, wrong_files
-from opensora_cli.core.exceptions import OutputError
 
 NAME = "epoch0-global_step1"
 
@@ -44,18 +42,6 @@ def test_a_folder_has_all_tensors_and_hashes(tmp_path: Path) -> None:
     assert index["weight_map"].keys() == tensors().keys()
     assert index["metadata"]["sha256"] == {shard: hashes[folder / "model" / shard]}
     assert json.loads((folder / "running_states.json").read_text())["global_step"] == 1
-
-
-def test_an_older_folder_of_the_same_name_is_replaced(tmp_path: Path) -> None:
-    write(tmp_path, count=2)
-    assert "w4" in open_safetensors(write(tmp_path) / "ema.safetensors")[0]
-    assert [path.name for path in tmp_path.iterdir()] == [NAME]
-
-
-def test_a_failure_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(OutputError, match=f"cannot write {tmp_path / NAME}: "):
-        write(tmp_path, name="ema.safetensors/x")
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_each_process_finds_the_problems_of_its_part(tmp_path: Path) -> None:

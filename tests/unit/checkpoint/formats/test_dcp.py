@@ -3,15 +3,12 @@
 import io
 import pickle
 import shutil
-import tempfile
 from enum import Enum
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hostile_files import FUZZED, PROGRAMS, fuzz, little_memory, mutations, opened_or_refused, payloads, refused
-from hypothesis import strategies as st
+from hostile_files import little_memory, payloads, refused
 from tiny_weights import bit_equal, held, read
 from torch.distributed.checkpoint import metadata as described
 
@@ -189,25 +186,3 @@ class TestBrokenFolders:
         (folder / DCP_METADATA).write_bytes(content)
         assert "is refused: it imports" in refused(lambda: open_dcp(folder))
         assert not (tmp_path / "canary").exists()
-
-
-def write_small(folder):
-    write_dcp(folder, held({"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}))
-    return folder
-
-
-with tempfile.TemporaryDirectory() as small:
-    WHOLE = {name: (write_small(Path(small)) / name).read_bytes() for name in (DCP_METADATA, DATA)}
-
-
-@FUZZED
-@pytest.mark.parametrize("name", WHOLE)
-def test_arbitrary_contents_are_read_or_refused(tmp_path, name, examples):
-    write_small(tmp_path)
-
-    def check(content):
-        (tmp_path / name).write_bytes(content)
-        opened_or_refused(lambda: opened(tmp_path))
-
-    contents = mutations(WHOLE[name])
-    fuzz(check, st.one_of(contents, PROGRAMS) if name == DCP_METADATA else contents, examples)

@@ -153,10 +153,3 @@ class TestRefused:
     def test_broken_metadata(self, tmp_path, text):
         with pytest.raises(CheckpointError, match=r"a\.safetensors: "):
             open_adapter(written(tmp_path, dotted(PAIR, alpha=None), lora_adapter_metadata=text))
-
-    @pytest.mark.parametrize("length", [0, 5, 100, -1])
-    def test_files_that_are_cut_off(self, tmp_path, length):
-        path = written(tmp_path, kohya(PAIR))
-        path.write_bytes(path.read_bytes()[:length])
-        with pytest.raises(CheckpointError, match=r"a\.safetensors is "):
-            open_adapter(path)

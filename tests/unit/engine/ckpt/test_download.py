@@ -17,7 +17,7 @@ from hostile_files import HUB_ANSWERS, NO_OBJECTS
 from huggingface_hub import close_session
 from tiny_world import RecordingReporter
 
-from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
+from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.ckpt import hub as hub_module
 from opensora_cli.engine.ckpt.download import State, download, plan_download
@@ -200,24 +200,10 @@ def test_wrong_content_is_refused_and_removed(name: str, hub: FakeHub, tmp_path:
     assert (tmp_path / name).read_bytes() == hub.repos[MAIN].files[name]
 
 
-def test_more_bytes_than_listed_are_refused(hub: FakeHub, tmp_path: Path) -> None:
-    hub.sent_instead[BIG] = CONTENT + b"more"
-    with pytest.raises(CheckpointError, match="sends more than the 400000 bytes"):
-        download(settings(tmp_path))
-    assert not (tmp_path / BIG).exists()
-
-
 def test_a_mirror_that_lists_only_names_is_supported(hub: FakeHub, tmp_path: Path) -> None:
     hub.lists_sizes = False
     download(settings(tmp_path))
     assert files_in(tmp_path) == WANTED
-
-
-def test_names_that_lead_elsewhere_are_ignored(hub: FakeHub, tmp_path: Path) -> None:
-    hub.repos[MAIN].files |= {f"{T5}/../../../evil.json": b"{}", f"{T5}/..\\evil.json": b"{}", "/evil.json": b"{}"}
-    download(settings(tmp_path / "to"))
-    assert files_in(tmp_path / "to") == WANTED
-    assert list(tmp_path.iterdir()) == [tmp_path / "to"]
 
 
 @pytest.mark.parametrize("change", [pytest.param(change, id=name) for name, change in HUB_ANSWERS.items()])
@@ -263,23 +249,18 @@ def test_metadata_of_any_length_is_not_read(hub: FakeHub, tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "error", "message"),
+    ("name", "value", "shown"),
     [
-        (
-            "ALL_PROXY",
-            "socks5://me:secret@127.0.0.1:1",
-            HardwareError,
-            "socks5://<hidden>@127.0.0.1:1 is a SOCKS proxy",
-        ),
-        ("SSL_CERT_FILE", "/nonexistent.pem", RequestError, "/nonexistent.pem has no certificates that can be read"),
-        ("SSL_CERT_FILE", __file__, RequestError, f"{__file__} has no certificates that can be read"),
-        ("all_proxy", "socks://127.0.0.1:1", RequestError, "socks://127.0.0.1:1 is not the address of a proxy"),
-        ("https_proxy", "ftp://x", RequestError, "ftp://x is not the address of a proxy"),
-        ("http_proxy", "http://[::1", RequestError, "http://[::1 is not the address of a proxy"),
+        ("ALL_PROXY", "socks5://me:secret@127.0.0.1:1", "socks5://<hidden>@127.0.0.1:1"),
+        ("SSL_CERT_FILE", "/nonexistent.pem", "/nonexistent.pem"),
+        ("SSL_CERT_FILE", __file__, __file__),
+        ("all_proxy", "socks://127.0.0.1:1", "socks://127.0.0.1:1"),
+        ("https_proxy", "ftp://x", "ftp://x"),
+        ("http_proxy", "http://[::1", "http://[::1"),
     ],
 )
 def test_wrong_proxies_and_certificates_are_named(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, error: type, message: str
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, shown: str
 ) -> None:
     for other in ("all_proxy", "http_proxy", "https_proxy", "no_proxy"):
         monkeypatch.delenv(other, raising=False)
@@ -287,11 +268,13 @@ def test_wrong_proxies_and_certificates_are_named(
     monkeypatch.setenv(name, value)
     close_session()
     try:
-        with pytest.raises(error) as caught:
+        with pytest.raises(RequestError) as caught:
             plan_download(settings(tmp_path))
     finally:
         close_session()
-    assert str(caught.value).startswith(f"{name}={message}")
+    assert caught.value.message.startswith(f"{name}={shown}")
+    assert " cannot be used: " in caught.value.message
+    assert "secret" not in caught.value.message
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_adapters import factors, write_adapter
 from tiny_weights import write_holes
 
 from opensora_cli.core.exceptions import RequestError
@@ -42,15 +43,15 @@ def test_statistics_name_what_is_broken(tmp_path: Path) -> None:
         "nothing": torch.empty(0),
     }
     save_file(state, tmp_path / "a.safetensors")
-    found = look(tmp_path / "a.safetensors", stats=True)
+    found = look(tmp_path / "a.safetensors", stats=True, all=True)
     statistics = {tensor["name"]: tensor["statistics"] for tensor in found.to_json()["tensors"]}
     assert statistics["good"] == {"nan": 0, "infinite": 0, "all_zero": False, "min": 1.0, "max": 3.0, "mean": 2.0}
     assert (statistics["broken"]["nan"], statistics["broken"]["infinite"]) == (1, 1)
     assert statistics["dead"]["all_zero"]
-    assert found.lines()[-2:] == ["not finite  broken", "all zero    dead"]
+    assert found.lines()[-7:-5] == ["not finite  broken", "all zero    dead"]
     assert next(line for line in found.lines() if line.startswith("good")).endswith("1 to 3, mean 2")
     sound = look(tmp_path / "a.safetensors", stats=True, only=["good"])
-    assert sound.lines()[-2:] == ["not finite  none", "all zero    none"]
+    assert sound.lines()[-4:-1] == ["not finite  none", "all zero    none", ""]
 
 
 def test_selections_of_trainings_are_listed(tmp_path: Path) -> None:
@@ -67,3 +68,12 @@ def test_selections_of_trainings_are_listed(tmp_path: Path) -> None:
         assert look(path).to_json()["selection"] == "model"
     with pytest.raises(RequestError, match="has no master weights"):
         look(tmp_path, select="master")
+
+
+def test_the_scales_of_an_adapter_are_in_the_summary(tmp_path: Path) -> None:
+    folder = write_adapter(tmp_path / "adapter", factors("block.proj", 6, 5, rank=4), r=4, lora_alpha=2)
+    assert "adapter     alpha / rank 0.5" in look(folder).lines()
+    assert "model       LoRA in the style of PEFT, rank 4 in 1 layers" in look(folder).lines()
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "use_dora": true}')
+    refusal = f"adapter     {folder / 'adapter_config.json'}: use_dora (DoRA) cannot be merged"
+    assert refusal in look(folder / "adapter_model.safetensors").lines()

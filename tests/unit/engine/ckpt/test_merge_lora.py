@@ -11,7 +11,7 @@ from tiny_weights import bit_equal
 from tiny_world import RecordingReporter
 
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.engine.ckpt.merge_lora import MergeResult, merge_lora
+from opensora_cli.engine.ckpt.merge_lora import Merge, merge_lora
 from opensora_cli.settings.ckpt import MergeLoraSettings
 
 RANK, ALPHA = 2, 6
@@ -40,7 +40,7 @@ def adapter(tmp_path: Path) -> Path:
 
 def merge(
     base: Path, adapter: Path, target: Path, *, reporter: RecordingReporter | None = None, **options: object
-) -> MergeResult:
+) -> Merge:
     values = {"base": str(base), "adapter": str(adapter), "target": str(target), **options}
     return merge_lora(MergeLoraSettings.model_validate(values), reporter=reporter)
 
@@ -60,8 +60,8 @@ def test_the_adapter_is_added_and_recorded(scale: float, base: Path, adapter: Pa
     others = ("to_k.weight", "norm.scale")
     assert bit_equal({name: after[name] for name in others}, {name: before[name] for name in others})
     document = result.to_json()
-    assert document["schema"] == "osora.ckpt.merge-lora/1"
-    assert (document["changed"], document["error"]) == (1, None)
+    assert document["schema"] == "osora.ckpt.merge-lora/2"
+    assert document["changed"] == 1
     assert result.lines() == [str(tmp_path / "merged.safetensors")]
     with safe_open(tmp_path / "merged.safetensors", framework="pt") as file:
         noted = file.metadata()
@@ -69,21 +69,15 @@ def test_the_adapter_is_added_and_recorded(scale: float, base: Path, adapter: Pa
     assert json.loads(noted["osora.options"]) == {"adapter": str(adapter), "unmerge": False, "scale": scale}
 
 
-def test_unmerging_stays_within_its_bound(base: Path, adapter: Path, tmp_path: Path) -> None:
+def test_unmerging_restores_the_weights_up_to_rounding(base: Path, adapter: Path, tmp_path: Path) -> None:
     merge(base, adapter, tmp_path / "merged.safetensors")
     paths, reporter = (tmp_path / "merged.safetensors", adapter, tmp_path / "back.safetensors"), RecordingReporter()
     result = merge(*paths, unmerge=True, reporter=reporter)
-    assert reporter.stages == ["measure", "hash", "write"]
-    assert reporter.totals["measure"] == 6 * 5 * 2
+    assert reporter.stages == ["hash", "write"]
     assert reporter.advanced == reporter.totals
     before, after = load_file(base)["to_q.weight"], load_file(tmp_path / "back.safetensors")["to_q.weight"]
-    error = result.to_json()["error"]
-    assert isinstance(error, dict)
-    bound = error["bound"]
-    assert error["tensor"] == "to_q.weight"
-    off = float((before.float() - after.float()).abs().max())
-    assert 0 < off <= bound < 0.1
-    assert result.lines()[1].endswith(f"off by at most {bound:.3g}, in to_q.weight")
+    torch.testing.assert_close(after, before, rtol=2**-7, atol=2**-6)
+    assert result.lines()[1] == "1 tensors are as before merging, up to rounding to bfloat16"
 
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf")])
