@@ -1,7 +1,6 @@
 """`osora generate`: from a prompt to a video."""
 
 import os
-import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -13,7 +12,6 @@ from opensora_cli.cli import options
 from opensora_cli.cli.call import VERBOSE, Call
 from opensora_cli.cli.command import make_command
 from opensora_cli.core.documents import Document
-from opensora_cli.core.formatting import duration
 from opensora_cli.core.ranks import RankContext, find_context
 from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.explain import Given
@@ -87,11 +85,7 @@ def generate(given: dict[str, Given], call: Call) -> None:
             with call.loading():
                 from opensora_cli.engine.generate import run
 
-            started = time.monotonic()
-            made = result = run.generate(settings, reporter=call.reporter, context=context, rank_flags=call.again())
-            for video in () if made is None else made.videos:
-                if not video.made_before:
-                    call.reporter.note(f"saved {video.path} ({duration(time.monotonic() - started)})")
+            result = run.generate(settings, reporter=call.reporter, context=context, rank_flags=call.again())
         call.show(result, context=context)
 
 

@@ -6,8 +6,11 @@ A lost log line ends no run; a lost result is an error.
 import io
 import json
 import os
+import re
 import select
+import shutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -25,6 +28,8 @@ from opensora_cli.core.strict_json import as_unicode
 if TYPE_CHECKING:
     from opensora_cli.core.documents import Document
 
+_LABEL = re.compile(r"\S+ +(?:ok|note|unknown|warning|problem) {2,}|(?:Fits|Does not fit): |predicted +|\S+ {2,}| {2,}")
+_COMMANDS = ("osora ", "-> osora ", "--")
 _LONGEST_LINE = 2000
 """Characters of a message; every list of choices is shorter."""
 
@@ -50,18 +55,29 @@ def make_reporter(*, quiet: bool, is_brief: bool = False) -> Reporter:
     return ConsoleReporter(has_bars=sys.stderr.isatty(), is_brief=is_brief)
 
 
-def print_result(result: "Document", *, as_json: bool) -> None:
-    """Print a result to stdout: as one JSON document in ASCII, which every terminal and pipe can carry, or as lines."""
+def print_result(result: "Document", *, as_json: bool, is_quiet: bool = False) -> None:
+    """Print a result to stdout: as one JSON document in ASCII, which every terminal and pipe can carry, or as lines.
+
+    A terminal that has shown the notes of the run, which are not `is_quiet`, gets no line twice.
+    """
     if as_json:
         _print(json.dumps(result.to_json(), indent=2, allow_nan=False))
-    else:
-        print_lines(result.lines())
+        return
+    has_notes = not is_quiet and all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
+    print_lines(result.lines_after_notes() if has_notes else result.lines())
 
 
 def print_lines(lines: Sequence[str]) -> None:
-    """Print lines of data to stdout, with control characters escaped, so that each stays one line."""
+    """Print lines of data to stdout, with control characters escaped.
+
+    Long texts behind a label or an indent are wrapped on a terminal, or if COLUMNS is set. Paths, commands and piped
+    lines stay whole.
+    """
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    width = shutil.get_terminal_size().columns if is_terminal or os.environ.get("COLUMNS") else None
     for line in lines:
-        _print(escaped(line))
+        for part in [escaped(line)] if width is None else _wrapped(escaped(line), width):
+            _print(part)
 
 
 def print_failure(error: OsoraError) -> None:
@@ -80,6 +96,22 @@ def _readable(line: str) -> str:
     """Return a printable line; the middle of a very long one, such as a quoted value, is dropped."""
     kept = _LONGEST_LINE // 2
     return escaped(as_unicode(line if len(line) <= _LONGEST_LINE else f"{line[:kept]} ... {line[-kept:]}"))
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    """Return a line in parts of a width, each below the text of the first."""
+    label = _LABEL.match(line)
+    if label is None or len(line) <= width or line[label.end() :].startswith(_COMMANDS):
+        return [line]
+    indent = " " * min(label.end(), width // 2)
+    # The spaces of the label are no places to break.
+    text = textwrap.wrap(
+        line[label.end() :],
+        max(1, width - label.end()),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [label.group() + text[0], *(indent + part for part in text[1:])]
 
 
 def _print(line: str) -> None:

@@ -78,7 +78,7 @@ class GpuSettings(Section):
 
     def rules(self) -> Iterator[str]:
         if self.reserved >= self.memory:
-            yield f"reserved={self.reserved} must be under memory={self.memory}"
+            yield f"memory={self.memory} must be over reserved={self.reserved}"
 
     @property
     def free_bytes(self) -> int:

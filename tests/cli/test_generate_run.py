@@ -90,6 +90,7 @@ def test_prompts_of_a_file_are_made_and_failed_rows_end_with_5(osora, out, tmp_p
     assert stderr.index("warning: row 2: sampling.seed=x") < stderr.index("error: 1 of 2 rows failed")
     assert (code, stdout) == (5, f"{out / 'raining-sea_seed3.mp4'}\n")
     assert "error: 1 of 2 rows failed\nerror: row 2: sampling.seed=x must be a whole number" in stderr
+    assert f"saved {out / 'raining-sea_seed3.mp4'} (" in stderr
     assert "--json lists all, and the same command tries these again" in stderr
     prompts.write_text(prompts.read_text().splitlines()[0])
     code, stdout, _ = osora("--prompts", str(prompts), "--json")

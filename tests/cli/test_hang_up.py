@@ -42,6 +42,16 @@ def test_keys_that_are_typed_ahead_stop_nothing_and_stay_for_the_shell(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "a.png.json"]
 
 
+def test_a_terminal_shows_the_path_of_each_result_once(tmp_path):
+    command = [*OSORA, "generate", "sea", *SMALL, "--steps", "2", "--num-samples", "2"]
+    for more in ([], ["--quiet"]):  # the second time, both are finished
+        with Terminal([*command, *more], cwd=tmp_path) as terminal:
+            terminal.wait_for(lambda: terminal.process.poll() is not None)
+            assert terminal.end() == 0
+            for seed in (42, 43):
+                assert terminal.shown.count(f"sea_seed{seed}.png") == 1
+
+
 def test_with_nohup_a_generation_goes_on_to_its_end(tmp_path):
     command = [*OSORA, "generate", "sea", *SMALL, "--steps", "30", "--out", "a.png"]
     with Terminal(command, ignored=[signal.SIGHUP], cwd=tmp_path) as terminal:

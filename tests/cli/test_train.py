@@ -55,9 +55,10 @@ def test_dry_run_touches_nothing(
     out = capsys.readouterr().out
     assert re.search(r"^parameters  [\d,]+$", out, re.MULTILINE)
     assert "target      vae\n" in out
-    head, row = out.splitlines()[-2:]
-    assert head.split()[1:] == ["weights", "gradients", "moments", "EMA", "frozen", "activations", "buffers", "peak"]
-    assert row.startswith("MiB a rank ")
+    head, *rows = out.splitlines()[-9:]
+    assert head.split() == ["memory", "MiB", "a", "rank"]
+    kinds = ["weights", "gradients", "moments", "EMA", "frozen", "activations", "buffers", "peak"]
+    assert [row.split()[0] for row in rows] == kinds
     assert "steps       4, 1 micro-batch each\n" in out
     assert f"output      {tmp_path / 'run'}: vae.safetensors\n" in out
     assert not (tmp_path / "run").exists()

@@ -68,22 +68,29 @@ class BenchGenerateReport(Document):
     """Names of the standard set that were not run, with the reason."""
 
     def lines(self) -> list[str]:
-        """Return the table as text, with mean ±deviation if runs were repeated."""
+        """Return a table of times and one of results as text, with the deviation of the total if runs were repeated."""
         on = f"{self.device} ({self.device_name})" + (f", {self.ranks} ranks" if self.ranks > 1 else "")
         return [
             f"compared    {self.of}, seed {self.seed}, on {on}",
-            *self._table(),
+            *self._times(),
+            "",
+            *self._measures(),
             *(f"skipped     {name}: {why}" for name, why in self.skipped.items()),
         ]
 
-    def _table(self) -> list[str]:
+    def _times(self) -> list[str]:
         stages = list(dict.fromkeys(name for row in self.settings for name in row.stages_s if not is_loading(name)))
-        measures = ["evaluations", "speed-up", "peak GiB", "PSNR dB", "SSIM", "latents"]
-        table = [["setting", *(f"{name} s" for name in [*stages, "total"]), *measures]]
+        table = [["setting", *(f"{name} s" for name in [*stages, "total"])]]
+        for row in self.settings:
+            total = f"{row.seconds.mean:.2f}" + (f" ±{row.seconds.deviation:.2f}" if self.repeats > 1 else "")
+            means = (f"{row.stages_s[name].mean:.2f}" if name in row.stages_s else "-" for name in stages)
+            table.append([row.name, *means, total])
+        return _aligned(table)
+
+    def _measures(self) -> list[str]:
+        table = [["setting", "evaluations", "speed-up", "peak GiB", "PSNR dB", "SSIM", "latents"]]
         for row in self.settings:
             cells = [
-                *(self._time(row.stages_s[name]) if name in row.stages_s else "-" for name in stages),
-                self._time(row.seconds),
                 str(row.evaluations),
                 f"{row.speedup:.2f}",
                 _number(row.peak_memory_gib, ".2f"),
@@ -92,14 +99,16 @@ class BenchGenerateReport(Document):
                 _number(row.latents_error, ".2%" if (row.latents_error or 1) >= _SMALL_ERROR else ".1e"),
             ]
             table.append([row.name, *cells])
-        name_width, *widths = (max(map(len, column)) for column in zip(*table, strict=True))
-        return [
-            name.ljust(name_width) + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-            for name, *cells in table
-        ]
+        return _aligned(table)
 
-    def _time(self, time: RunTime) -> str:
-        return f"{time.mean:.2f}" + (f" ±{time.deviation:.2f}" if self.repeats > 1 else "")
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows of a table as lines, with names on the left and numbers on the right."""
+    name_width, *widths = (max(map(len, column)) for column in zip(*table, strict=True))
+    return [
+        name.ljust(name_width) + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        for name, *cells in table
+    ]
 
 
 def is_loading(stage: str) -> bool:

@@ -154,16 +154,15 @@ class EnvReport(Document):
 
 
 def _table_lines(presets: Sequence[PresetNeeds]) -> list[str]:
-    rows = [("preset", "video", "device", "needs", "free", "fits", "offload", "weights")]
+    rows = [("preset", "video, frames", "needs", "free", "fits", "offload", "weights")]
     for preset in presets:
         # Rounded up, so that no preset seems to fit that does not.
         needed = ceil(preset.needed_bytes / GIB * 100) / 100
         rows.append(
             (
                 preset.name,
-                preset.video,
-                f"{preset.device} {preset.dtype}",
-                f"{needed:.2f} GiB ({preset.stage})",
+                preset.video.removesuffix(" frames"),
+                f"{needed:.2f} GiB",
                 f"{preset.free_bytes / GIB:.1f} GiB",
                 "yes" if preset.fits else "no",
                 preset.offload,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, InUseError, OsoraError, RequestError
@@ -40,6 +40,7 @@ _ROWS_AHEAD = 64
 _LOOK_S = 1.0
 """Seconds between two looks at rows that another process makes."""
 _LISTED_ROWS = 20
+_MACHINE_NOTES = ("model", "attention", "threads", "memory", "weights", "refine")
 
 
 class FailedRow(Document):
@@ -66,10 +67,16 @@ class BatchResult(Document):
     failed: tuple[FailedRow, ...]
     outputs: tuple[Path, ...]
     """Results of all finished rows, in the order of the file."""
+    noted: tuple[Path, ...] = Field(default=(), exclude=True)
+    """Results that this process has noted as saved."""
 
     def lines(self) -> list[str]:
         """Return the path of every result."""
         return [str(path) for path in self.outputs]
+
+    def lines_after_notes(self) -> list[str]:
+        """Return the path of every result that no note has named."""
+        return [str(path) for path in self.outputs if path not in self.noted]
 
     def raise_for_problems(self) -> None:
         """Raise BatchError if rows failed."""
@@ -88,7 +95,7 @@ def failed_lines(failed: Sequence[FailedRow]) -> list[str]:
 
 
 class RowReporter(SilentReporter):
-    """Reporter of warnings with the number of their row, and of notes about the machine, each once."""
+    """Reporter of saved videos, of warnings with the number of their row, and of notes about the machine, each once."""
 
     def __init__(self, reporter: Reporter) -> None:
         self.row = 0
@@ -96,11 +103,12 @@ class RowReporter(SilentReporter):
         self._noted: set[str] = set()
 
     def note(self, text: str) -> None:
-        """Show a note about the machine."""
+        """Show a note about the machine or a saved video."""
         kind = text.partition(":")[0]
         # The number of threads is chosen for a row, and then a setting of it.
         noted = kind if kind == "threads" else text
-        if kind in ("model", "attention", "threads", "memory", "weights", "refine") and noted not in self._noted:
+        is_saved = text.startswith("saved ")
+        if (is_saved or kind in _MACHINE_NOTES) and noted not in self._noted:
             self._noted.add(noted)
             self._reporter.note(text)
 
@@ -171,6 +179,7 @@ def generate_rows(
         kept=len(outputs) - made,
         failed=tuple(sorted((row for part in parts for row in part.failed), key=lambda failed: failed.row)),
         outputs=tuple(path for number in sorted(outputs) for path in outputs[number]),
+        noted=tuple(own.noted),
     )
 
 
@@ -182,6 +191,8 @@ class _OwnRows:
         self._reporter, self.shown = reporter, RowReporter(reporter)
         self.device: str | None = None
         """Device of this rank; None for the device of the settings."""
+        self.noted: list[Path] = []
+        """Results that were noted as saved."""
         self._outputs: dict[int, tuple[Path, ...]] = {}
         self._errors: list[tuple[Row, OsoraError]] = []
         self._made = 0
@@ -251,6 +262,7 @@ class _OwnRows:
             except InUseError:
                 return False
             assert result is not None
+            self.noted += [video.path for video in result.videos if not video.made_before]
             self._made += not all(video.made_before for video in result.videos)
             self._finish(row, [video.path for video in result.videos], progress)
         return True

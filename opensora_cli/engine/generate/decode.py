@@ -294,6 +294,7 @@ def save(clip: Clip) -> GeneratedVideo:
         events.reporter.note(f"{where}: go on with {sample.command(sample.latents, is_begun=True)}")
     psnr_db = clip.figures().given_frames_psnr_db
     report_given_frames(psnr_db, sample.seed, events.reporter, made_first=chain.find(PICTURE) is not None)
+    events.note_saved(sample.media)
     return GeneratedVideo(
         path=sample.media,
         sidecar=sample.sidecar,

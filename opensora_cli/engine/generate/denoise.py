@@ -53,7 +53,7 @@ def denoise_samples(
         return
     plan = missing[0].plan
     ranks = models.ranks.of(plan)
-    _encode_references(missing, models, events)
+    encode_references(missing, models, events)
     if ranks.count > 1 and plan.start:
         fresh = [sample for sample in missing if sample.begun is None]
         drafts = [sample.draft_CTHW for sample in fresh if sample.draft_CTHW is not None]
@@ -94,15 +94,17 @@ def denoise_samples(
                     sample.denoised = DenoisedSample(latents_CTHW, time.perf_counter() - start)
                     if plan.settings.sampling.stop_at is None:
                         saver.save(latents_CTHW)
+                if plan.settings.output.explore and sample.files.latents is not None:
+                    events.note_saved(sample.files.latents)
                 events.check_cancelled()
 
     retried(attempt, plan, DENOISE, models, events)
 
 
-def _encode_references(samples: Sequence[Sample], models: LoadedModels, events: Events) -> None:
-    """Encode the references of some samples, on rank 0. Shared references are encoded once."""
+def encode_references(samples: Sequence[Sample], models: LoadedModels, events: Events) -> None:
+    """Encode the references of samples that lack their latents, on rank 0. Shared references are encoded once."""
     encoded: dict[int, Sequence[torch.Tensor] | None] = {}
-    for sample in samples:
+    for sample in (each for each in samples if each.reference_latents is None):
         key = id(sample.references)
         if key not in encoded:
             encoded[key] = reference_latents(sample.plan, sample.references, models, events)

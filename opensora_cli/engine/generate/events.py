@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from opensora_cli.core.formatting import duration
 from opensora_cli.core.progress import Reporter, StageProgress
 from opensora_cli.core.rank_link import report_left
 from opensora_cli.engine.components.hardware import out_of_memory_reported
@@ -45,6 +46,7 @@ class Events:
         self._is_cancelled = is_cancelled
         self._on_saved = on_saved
         self._role = role
+        self._saved_at = time.monotonic()
         self._files: Sequence[SampleFiles] = ()
         self._can_repeat = False
         self._finished: list[Path] = []
@@ -112,6 +114,11 @@ class Events:
             # Latents from another place stay there.
             self._latents = {path: saved for path, saved in self._latents.items() if saved[0].index != sample.index}
         report_left(self._left)
+
+    def note_saved(self, path: Path) -> None:
+        """Report a file of the result of a sample, with the time since the one before."""
+        before, self._saved_at = self._saved_at, time.monotonic()
+        self.reporter.note(f"saved {path} ({duration(self._saved_at - before)})")
 
     @contextmanager
     def rescue(self, files: Sequence[SampleFiles], *, can_repeat: bool) -> Iterator[None]:

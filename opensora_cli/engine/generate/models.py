@@ -22,6 +22,8 @@ from opensora_cli.engine.components.weights import Component, stamp_of
 from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.estimate.offload import (
     AUTOENCODER,
+    DECODE,
+    DENOISE,
     MODEL_OF,
     TEXT_ENCODERS,
     TRANSFORMER,
@@ -109,6 +111,12 @@ class LoadedModels:
             return plan
         loaded = {name: held.num_bytes for name, held in self._held.items() if held.device == plan.hardware.device}
         return replace(plan, stages=keep_models(plan.stages, budget=plan.budget_bytes, loaded=loaded))
+
+    def keep_all(self, plan: Plan) -> bool:
+        """Return whether the transformer and the autoencoder of a plan stay loaded from one sample to the next."""
+        kept = {stage.name: dict(stage.kept) for stage in plan.stages}
+        is_there = AUTOENCODER in kept.get(DENOISE, {}) and TRANSFORMER in kept.get(DECODE, {})
+        return self._stay and self.ranks.count == 1 and is_there
 
     def make_room(self, plan: Plan, stage: str) -> None:
         """Release the models that the plan does not keep beside a stage, or needs in another form."""

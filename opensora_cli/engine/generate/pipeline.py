@@ -13,7 +13,7 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.threads import threads_used
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate.decode import Clip, decode_samples, hold, write_video
-from opensora_cli.engine.generate.denoise import denoise_samples, save_state
+from opensora_cli.engine.generate.denoise import denoise_samples, encode_references, save_state
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain, Plan, alone
@@ -54,8 +54,9 @@ def make(
 ) -> tuple[V, ...]:
     """Run every job of a chain for some samples, inside `computing`; return the result of `finish` for each sample.
 
-    All samples of a job are denoised before the first is decoded, so that models are loaded once. Extended videos are
-    made one by one. Of several ranks, rank 0 alone returns results.
+    Samples are made one after the other if all models stay loaded. Otherwise all are denoised before the first is
+    decoded, so that each model is loaded once. Extended videos are made one by one. Of several ranks, rank 0 alone
+    returns results.
 
     Args:
         finish: function of a decoded sample, such as `save`; None to denoise without decoding.
@@ -72,10 +73,19 @@ def make(
         _make_pictures(chain, missing, models, events)
         _make_drafts(chain, [sample for sample in missing if sample.begun is None], embeds, models, events)
     continues = len(chain.segments) > 1 or chain.settings.condition.continued is not None
-    if not continues or finish is None:
+    if finish is None:
         denoise_samples(samples, embeds, models, events)
-        return () if finish is None else decode_samples(samples, models, events, finish=finish)
-    videos = []
+        return ()
+    videos: list[V] = []
+    if not continues:
+        encode_references(missing, models, events)
+        left = [*samples]
+        while left:
+            count = 1 if models.keep_all(chain.video) else len(left)
+            denoise_samples(left[:count], embeds, models, events)
+            videos += decode_samples(left[:count], models, events, finish=finish)
+            del left[:count]
+        return tuple(videos)
     for sample in samples:
         video = _make_segments(chain, sample, embeds, models, events)
         if models.ranks.is_main:

@@ -21,7 +21,14 @@ from opensora_cli.engine.generate.decode import GeneratedVideo, HeldVideo, hold,
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.explore import ExploredSeed, explored_seed, is_explored, write_sheet
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.outputs import Claims, SampleFiles, check_outputs, last_frame_path, sample_files
+from opensora_cli.engine.generate.outputs import (
+    Claims,
+    SampleFiles,
+    check_outputs,
+    last_frame_path,
+    num_samples,
+    sample_files,
+)
 from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.plan import PICTURE, VIDEO, Chain
 from opensora_cli.engine.generate.planning import (
@@ -84,6 +91,10 @@ class GenerateResult(Document):
             *(seed.line() for seed in self.explored or ()),
         ]
 
+    def lines_after_notes(self) -> list[str]:
+        """Return the lines without the videos: notes have named each as saved, or as made before."""
+        return self.lines()[len(self.videos) :]
+
 
 def generate(
     settings: GenerateSettings,
@@ -96,8 +107,8 @@ def generate(
 ) -> GenerateResult | None:
     """Make the videos that `settings` describe, and write them to files.
 
-    Everything that can be checked is checked before the first weight is read. The latents of all samples are made and
-    saved before the first is decoded. A result that the same request has made before is kept; a result of another
+    Everything that can be checked is checked before the first weight is read. Each video is saved as soon as it is
+    decoded. A result that the same request has made before is kept; a result of another
     request keeps its name, and the new one is NAME_2.
 
     Args:
@@ -123,7 +134,7 @@ def generate(
         return _generate_in_ranks(settings, reporter, rank_flags)
     with ExitStack() as stack:
         if context is None:
-            models = models or stack.enter_context(LoadedModels())
+            models = models or stack.enter_context(LoadedModels(stay=num_samples(settings) > 1))
             chain = plan_here(settings, models, reporter=reporter, device=device)
         else:
             from opensora_cli.engine.generate import ranks as shared

@@ -87,8 +87,8 @@ class RankMemory(Document):
         if self.device_peak_bytes != self.peak_bytes:
             sizes["on a GPU"] = self.device_peak_bytes
         return [
-            f"{'memory':12}" + "".join(f"{title:>13}" for title in sizes),
-            f"{'MiB a rank':12}" + "".join(f"{size / MIB:>13,.1f}" for size in sizes.values()),
+            f"{'memory':12}{'MiB a rank':>13}",
+            *(f"{title:12}{size / MIB:>13,.1f}" for title, size in sizes.items()),
         ]
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
-from math import lcm
+from math import ceil, lcm
 from pathlib import Path
 from statistics import fmean
 from typing import TypeVar
@@ -14,13 +14,16 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from opensora_cli.core.device import peak_memory_gib
+from opensora_cli.core.device import is_gpu, peak_memory_gib
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, MediaError, OsoraError, OutputError
+from opensora_cli.core.formatting import duration
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.threads import pick_threads, threads_used
 from opensora_cli.engine.components.autoencoders import load_autoencoder, vae_tiling
 from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory, pick_hardware, versions
+from opensora_cli.engine.estimate.generation_work import decoding_work, encoding_work
+from opensora_cli.engine.estimate.predicted_time import autoencoder_seconds
 from opensora_cli.engine.vae.early import ENDINGS, find_weights, result_stems
 from opensora_cli.media.containers import MediaFacts
 from opensora_cli.media.read import probe, read_cut
@@ -28,12 +31,14 @@ from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.similarity import SSIM_WINDOW, psnr_db, ssim
 from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.settings.hardware import find_gpu
 from opensora_cli.settings.vae import ReconstructSettings
 
 SIDECAR_SCHEMA = "osora.vae-reconstruct-file/1"
 
 T = TypeVar("T")
 
+_LONG_S = 2.0
 _PICTURE_FPS = 1.0  # not visible to users
 
 
@@ -231,6 +236,9 @@ def _reconstruct(
             "settings": settings.model_dump(mode="json"),
         }
 
+    seconds = predicted_seconds(settings, hardware, facts.num_frames, height, width)
+    if seconds is not None and seconds >= _LONG_S:
+        reporter.note(f"{file}: {facts.num_frames} frames of {width}x{height}, about {duration(seconds)} (predicted)")
     with reporter.stage(Path(file).name, total=facts.num_frames, unit="frames") as progress:
         write_media(
             side_by_side(),
@@ -245,6 +253,20 @@ def _reconstruct(
     if len(psnrs) != facts.num_frames:
         reporter.note(f"{file}: the first {len(psnrs)} of its {facts.num_frames} frames")
     return row()
+
+
+def predicted_seconds(
+    settings: ReconstructSettings, hardware: Hardware, num_frames: int, height: int, width: int
+) -> float | None:
+    """Return the time to encode and decode a video, without reading and writing; None for a device of unknown speed."""
+    gpu = find_gpu(hardware.device_name) if is_gpu(hardware.device) else None
+    if gpu is None:
+        return None
+    vae, grid, dtype = settings.vae, settings.vae.grid, hardware.dtype
+    window = grid.longest_clip(min(num_frames, grid.longest_clip(settings.clip.num_frames)))
+    latent_shape = grid.latent_channels, grid.latent_frames(window), *grid.latent_size(height, width)
+    works = encoding_work(vae, window, height, width, dtype), decoding_work(vae, latent_shape, dtype)
+    return ceil(num_frames / window) * sum(autoencoder_seconds(work, gpu, dtype) for work in works)
 
 
 def windows(frames_HWC: Iterator[Tensor], length: int) -> Iterator[tuple[Tensor, int]]:

@@ -64,7 +64,7 @@ class LatentStatistics(Document):
         source = f"of {self.frames:,} frames in {self.files:,} files"
         found.append(f"latents    {self.values_per_channel:,} values a channel, {source}")
         if self.settings:
-            found.append(f"settings   {' '.join(f'--set {key}={value}' for key, value in self.settings.items())}")
+            found.append(f"settings   {' '.join(f'--set {key}={value:.7g}' for key, value in self.settings.items())}")
         return found
 
     def raise_for_problems(self) -> None:

@@ -72,7 +72,7 @@ def test_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("99999999999xH100", 2, "must name 1 to 1024 devices"),
         ("12xH100", 2, "--on 12xH100 fills no whole machines of gpus_per_node=8: use 8 or 16"),
         ("8x", 2, "--on 8x must be NAME, NxNAME, SIZE or a YAML file"),
-        ("0.5GiB", 2, "reserved=1073741824 must be under memory=536870912"),
+        ("0.5GiB", 2, "memory=536870912 must be over reserved=1073741824 (from --on 0.5GiB)"),
         ("1..2GB", 2, "memory='1..2GB' is not a size such as 4GB or 4096MiB (from --on 1..2GB)"),
         ("xH100", 2, "--on xH100 must be NAME, NxNAME, SIZE or a YAML file"),
         ("", 2, "must be NAME, NxNAME, SIZE or a YAML file"),
@@ -107,7 +107,7 @@ def test_the_nearest_name_is_named(given: str, meant: str) -> None:
     ("change", "says"),
     [
         ("memory: -3", "memory='-3' is not a size such as 4GB"),
-        ("reserved: 99GiB", "must be under memory="),
+        ("reserved: 99GiB", "must be over reserved="),
         ("bf16_tflops: 0", "bf16_tflops=0 must be at least 1e-06"),
         ("memory_rate: {attainable_gb_per_s: 2000}", "attainable_gb_per_s=2000 must be at most peak_gb_per_s=1008"),
         ("gpu_memory: 24GiB", "gpu_memory (from rig.yaml) is not a setting"),

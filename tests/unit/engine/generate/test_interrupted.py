@@ -37,6 +37,8 @@ from opensora_cli.settings.load import GenerateRequest
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
+ONE_MODEL = {"memory__offload": "model"}
+"""Setting with which all samples are denoised before the first is decoded."""
 LATENTS = "raining-sea_seed42.latents.safetensors"
 
 
@@ -135,6 +137,27 @@ class TestCtrlC:
         assert caught.value.args == (f"finished: {sample.media}",)
         assert names(tmp_path) == [state.name]
 
+    def test_samples_before_the_interruption_are_finished(self, world, tmp_path, monkeypatch, reporter):
+        sample = denoise.sample_latents
+
+        def third_time(*args, seed, **options):
+            if seed == 44:
+                assert [note.split(" (")[0] for note in reporter.notes if note.startswith("saved ")] == [
+                    f"saved {tmp_path}/raining-sea_seed{seed}.mp4" for seed in (42, 43)
+                ]
+                raise KeyboardInterrupt
+            return sample(*args, seed=seed, **options)
+
+        monkeypatch.setattr(denoise, "sample_latents", third_time)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            generate(released_settings(world, tmp_path, sampling__num_samples="4"), reporter=reporter)
+        assert caught.value.args[0].splitlines() == [
+            *(f"finished: {tmp_path}/raining-sea_seed{seed}.mp4" for seed in (42, 43)),
+            "of 4 samples: 2 finished, 2 still to be made: the same command goes on",
+        ]
+        assert names(tmp_path) == [f"raining-sea_seed{seed}.mp4{end}" for seed in (42, 43) for end in ("", ".json")]
+        assert reporter.stages.count("load") == 3
+
     def test_second_sample(self, world, tmp_path, monkeypatch):
         decode_latents = decode.decode_latents
         done = []
@@ -147,7 +170,7 @@ class TestCtrlC:
 
         monkeypatch.setattr(decode, "decode_latents", second_time)
         with pytest.raises(KeyboardInterrupt) as caught:
-            generate(released_settings(world, tmp_path / "my out", sampling__num_samples="3"))
+            generate(released_settings(world, tmp_path / "my out", sampling__num_samples="3", **ONE_MODEL))
         folder = tmp_path / "my out"
         commands = [
             f"osora generate --from '{folder}/raining-sea_seed{seed}.latents.safetensors' --weights {world.released}"
@@ -181,7 +204,7 @@ class TestCtrlC:
                 raise KeyboardInterrupt
             return sample(*args, seed=seed, **options)
 
-        settings = released_settings(world, tmp_path, sampling__num_samples="2").replace(changes)
+        settings = released_settings(world, tmp_path, sampling__num_samples="2", **ONE_MODEL).replace(changes)
         with monkeypatch.context() as patched:
             patched.setattr(denoise, "sample_latents", second_time)
             with pytest.raises(KeyboardInterrupt) as caught:
@@ -197,7 +220,7 @@ class TestCtrlC:
 
     def test_the_same_command_goes_on(self, world, tmp_path, monkeypatch, expected):
         """With a finished sample, one with saved latents, and one that is still to be made."""
-        settings = released_settings(world, tmp_path, sampling__num_samples="3")
+        settings = released_settings(world, tmp_path, sampling__num_samples="3", **ONE_MODEL)
         generate(settings.replace({"sampling.num_samples": 1}))
         sample, denoised = denoise.sample_latents, []
 

@@ -100,6 +100,15 @@ def test_the_adapter_makes_the_video_that_the_merged_model_makes(trained, tmp_pa
     assert (with_adapter - merged).norm() < 0.2 * change
 
 
+def test_the_folder_of_a_run_stands_for_its_adapter_and_a_checkpoint_is_refused(trained):
+    assert torch.equal(velocity(generating(trained)), velocity(generating(trained / "lora")))
+    checkpoint = max(trained.glob("epoch*-global_step*"))
+    with pytest.raises(CheckpointError, match="is a checkpoint that a training resumes from") as caught:
+        generating(checkpoint)
+    assert caught.value.hint.endswith(f": {trained}")
+    assert caught.value.exit_code == 3
+
+
 def test_files_are_those_of_peft(trained):
     tensors = load_file(trained / "lora" / "adapter_model.safetensors")
     layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors}
