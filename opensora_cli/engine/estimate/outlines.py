@@ -4,7 +4,7 @@ Torch's own fake tensors know every operation, but take a second to load and a t
 Outlines have fast rules for the operations that models use most: only the sizes of the results are computed.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache, lru_cache, reduce
 from itertools import zip_longest
 from math import ceil
@@ -70,7 +70,8 @@ class HostOutline(Tensor):
 class OutlineMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
     """Mode whose operations make outlines on the requested device: the host, or a GPU as the meta device.
 
-    A number read from a tensor is 1. Operations without a rule here are torch's own on the meta device.
+    A number read from an outline is 1. Operations on real tensors alone are computed. Operations without a rule here are
+    torch's own on the meta device.
     """
 
     @classmethod
@@ -87,6 +88,9 @@ class OutlineMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # A wrapper such as DTensor: its operations on the inner tensors also arrive here.
             return NotImplemented
+        if _are_real(args, options):
+            # Such as the ranks of a device mesh, whose values torch reads.
+            return func(*args, **options)
         if "out" in options or _is_in_place(func):
             return options.get("out", args[0]) if func._schema.returns else None
         if func is _aten._local_scalar_dense.default:
@@ -111,16 +115,30 @@ class OutlineMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return _placed(result, on_host)
 
 
+def _are_real(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
+    """Return whether an operation has tensors, all of them with values, and makes no tensor on another device."""
+    tensors = list(_tensors(args))
+    return bool(tensors) and "device" not in options and not any(map(_is_outline, tensors))
+
+
+def _is_outline(tensor: Tensor) -> bool:
+    return type(tensor) is HostOutline or tensor.is_meta
+
+
+def _tensors(args: tuple[Any, ...]) -> Iterator[Tensor]:
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, (list, tuple)):
+            yield from (part for part in arg if isinstance(part, Tensor))
+
+
 def _is_on_host(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
     device = options.get("device")
     if device is not None:
         return bool(device.type == "cpu")
-    for arg in args:
-        for tensor in arg if isinstance(arg, (list, tuple)) else (arg,):
-            # A host tensor beside a GPU tensor is a number.
-            if isinstance(tensor, Tensor) and tensor.device.type == "meta":
-                return False
-    return True
+    # A host tensor beside a GPU tensor is a number.
+    return not any(tensor.device.type == "meta" for tensor in _tensors(args))
 
 
 @cache
