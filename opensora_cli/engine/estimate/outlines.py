@@ -70,8 +70,8 @@ class HostOutline(Tensor):
 class OutlineMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
     """Mode whose operations make outlines on the requested device: the host, or a GPU as the meta device.
 
-    A number read from an outline is 1. Operations on real tensors alone are computed. Operations without a rule here are
-    torch's own on the meta device.
+    A number read from an outline is 1. Operations on real tensors alone are computed. Operations without a rule here
+    are torch's own on the meta device.
     """
 
     @classmethod
