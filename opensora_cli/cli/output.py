@@ -70,14 +70,18 @@ def print_result(result: "Document", *, as_json: bool, is_quiet: bool = False) -
 def print_lines(lines: Sequence[str]) -> None:
     """Print lines of data to stdout, with control characters escaped.
 
-    Long texts behind a label or an indent are wrapped on a terminal, or if COLUMNS is set. Paths, commands and piped
-    lines stay whole.
+    Long texts behind a label or an indent are wrapped on a terminal. Paths, commands and piped lines stay whole.
     """
-    is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if is_terminal or os.environ.get("COLUMNS") else None
+    width = _terminal_width()
     for line in lines:
         for part in [escaped(line)] if width is None else _wrapped(escaped(line), width):
             _print(part)
+
+
+def _terminal_width() -> int | None:
+    """Return the columns of the terminal at stdout; None if it is a file or pipe."""
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    return shutil.get_terminal_size().columns if is_terminal else None
 
 
 def print_failure(error: OsoraError) -> None:

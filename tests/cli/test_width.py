@@ -42,7 +42,7 @@ def test_tables_fit_80_columns(
     command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(output, "_terminal_width", lambda: 80)
     code, printed = main(shlex.split(command)), capfd.readouterr()
     assert (code, too_long(printed.out)) == (0, [])
     assert len(printed.out.splitlines()) > 1
@@ -58,7 +58,7 @@ def test_a_text_behind_a_label_is_wrapped_and_a_command_stays_whole(
     lines = ["writes    " + "word " * 20 + "end", "  fits H100, " + "x" * 90, "  -> osora generate " + "y " * 50]
     output.print_lines(lines)
     assert capsys.readouterr().out.splitlines() == lines
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(output, "_terminal_width", lambda: 80)
     output.print_lines(lines)
     shown = capsys.readouterr().out.splitlines()
     assert shown[:2] == ["writes    " + "word " * 13 + "word", " " * 10 + "word " * 6 + "end"]
