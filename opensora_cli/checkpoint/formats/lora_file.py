@@ -8,9 +8,11 @@ programs write alpha into the metadata of the file alone.
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from opensora_cli.checkpoint.formats.colossal import EMA_FILE, MODEL_FOLDER, RUNNING_STATES_FILE, SETTINGS_FILE
 from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE, PeftConfig, adapter_files
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.lazy import LazyTensor
@@ -79,7 +81,7 @@ def describe_adapter(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
 
 
 def open_adapter(path: Path) -> Adapter:
-    """Open an adapter, without reading its matrices: a folder of PEFT or diffusers, or a file.
+    """Open an adapter without reading its matrices: a folder of PEFT or diffusers, a file, or a training's checkpoint.
 
     Its updates have the names of the file; the caller finds the weights of a model by these names.
 
@@ -91,6 +93,8 @@ def open_adapter(path: Path) -> Adapter:
         is_folder, is_there = path.is_dir(), path.exists()
     if not is_there:
         raise CheckpointError(f"{path} is no folder with an adapter, and no file of one")
+    if is_folder and (path / RUNNING_STATES_FILE).is_file():
+        return _open_checkpoint(path)
     if is_folder and (path / _DIFFUSERS_FILE).is_file() and not (path / CONFIG_FILE).exists():
         path = path / _DIFFUSERS_FILE
     config_file, weights = adapter_files(path)
@@ -141,6 +145,31 @@ def open_adapter(path: Path) -> Adapter:
         metadata=metadata,
         updates=updates,
         replacements={name.replace(".base_layer.", "."): entry for name, entry in others.items()},
+    )
+
+
+def _open_checkpoint(folder: Path) -> Adapter:
+    """Open the adapter in a checkpoint of a training: its averaged weights if there are any.
+
+    The settings of the training, beside the checkpoint, have alpha.
+    """
+    averaged = folder / EMA_FILE
+    weights = [averaged] if averaged.is_file() else sorted((folder / MODEL_FOLDER).glob("*.safetensors"))
+    if len(weights) != 1:
+        raise CheckpointError(f"{folder} has {len(weights)} files of weights: it is no checkpoint of an adapter")
+    adapter = open_adapter(weights[0])
+    settings = read_json_object(folder.parent / SETTINGS_FILE, problem=CheckpointError)
+    alpha = lora.get("alpha") if isinstance(lora := settings.get("lora"), dict) else None
+    if alpha is None:  # it is the rank
+        return adapter
+    if not isinstance(alpha, int | float) or not 0 < alpha <= _MAX_ALPHA:
+        raise CheckpointError(f"{folder.parent / SETTINGS_FILE} has lora.alpha={shown(alpha)}")
+    return replace(
+        adapter,
+        updates={
+            name: tuple(replace(each, scale=alpha / each.a.shape[0]) for each in updates)
+            for name, updates in adapter.updates.items()
+        },
     )
 
 

@@ -34,7 +34,6 @@ from opensora_cli.models.mmdit.layout import (
 from opensora_cli.models.mmdit.names import Named, Span, linear_names
 from opensora_cli.settings.components import LoraFile, ModelSettings
 
-_STATE_OF_TRAINING = "running_states.json"
 _WEIGHT = ".weight"
 _INPUT = "img_in.weight"
 
@@ -70,13 +69,8 @@ def _open(file: LoraFile, transformer: nn.Module) -> Lora:
 def open_fitting(path: Path, transformer: nn.Module) -> Adapter:
     """Open an adapter for the linear layers of a transformer, with the names of their weights.
 
-    The folder of a training stands for the adapter that it wrote.
+    The folder of a training stands for the adapter that it wrote at its end.
     """
-    if (path / _STATE_OF_TRAINING).is_file():
-        raise CheckpointError(
-            f"{path} is a checkpoint that a training resumes from, and has no {adapter_files(path)[0].name}",
-            hint=f"name the run, which has its adapter once the training has ended: {path.parent}",
-        )
     if not adapter_files(path)[0].exists() and adapter_files(path / "lora")[0].exists():
         path = path / "lora"
     shapes = {name: tuple(weight.shape) for name, weight in transformer.named_parameters()}

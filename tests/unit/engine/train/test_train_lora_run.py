@@ -1,6 +1,7 @@
 """From a training of an adapter to a video made with it, on the demo."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_transformer import inputs
 from tiny_weights import converted
 
+from opensora_cli.checkpoint.formats.lora_file import open_adapter
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.ckpt.merge_lora import merge_lora
@@ -100,13 +102,28 @@ def test_the_adapter_makes_the_video_that_the_merged_model_makes(trained, tmp_pa
     assert (with_adapter - merged).norm() < 0.2 * change
 
 
-def test_the_folder_of_a_run_stands_for_its_adapter_and_a_checkpoint_is_refused(trained):
-    assert torch.equal(velocity(generating(trained)), velocity(generating(trained / "lora")))
-    checkpoint = max(trained.glob("epoch*-global_step*"))
-    with pytest.raises(CheckpointError, match="is a checkpoint that a training resumes from") as caught:
-        generating(checkpoint)
-    assert caught.value.hint.endswith(f": {trained}")
-    assert caught.value.exit_code == 3
+def test_the_folder_of_a_run_and_its_last_checkpoint_stand_for_the_adapter(trained):
+    whole = velocity(generating(trained / "lora"))
+    assert torch.equal(velocity(generating(trained)), whole)
+    assert torch.equal(velocity(generating(max(trained.glob("epoch*-global_step*")))), whole)
+
+
+def test_alpha_of_a_checkpoint_is_that_of_the_settings(trained, tmp_path):
+    run = Path(shutil.copytree(trained, tmp_path / "run"))
+    checkpoint = max(run.glob("epoch*-global_step*"))
+    settings = json.loads((run / "settings.json").read_text())
+    for alpha in (None, 3.0):
+        settings["lora"]["alpha"] = alpha
+        (run / "settings.json").write_text(json.dumps(settings))
+        scales = {each.scale for updates in open_adapter(checkpoint).updates.values() for each in updates}
+        assert scales == {1.0 if alpha is None else alpha / settings["lora"]["rank"]}
+    settings["lora"]["alpha"] = "much"
+    (run / "settings.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match=r"lora\.alpha='much'"):
+        open_adapter(checkpoint)
+    (run / "settings.json").unlink()
+    with pytest.raises(CheckpointError, match=r"settings\.json"):
+        open_adapter(checkpoint)
 
 
 def test_files_are_those_of_peft(trained):
