@@ -181,7 +181,7 @@ def test_train_convert_generate(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("convert", "run", str(target), "--select", "ema", capsys=capsys)[0] == 0
 
     shortest = ["--steps", "1", "--num-frames", "1", "--out", "a.png"]
-    assert main(["generate", "raining, sea", "--model", "demo", "--weights", "weights", *shortest]) == 0
+    assert main(["generate", "raining, sea", "--model", "demo", "--weights", "weights", *shortest, "-v"]) == 0
     assert "weights: vae, t5, clip are the demo's own" in capsys.readouterr().err
     assert Path("a.png").is_file()
     exported, converted = load_file("run/transformer.safetensors"), load_file(target)

@@ -40,7 +40,7 @@ def test_two_processes_make_what_one_makes() -> None:
     small = ["--height", "48", "--width", "32", "--num-frames", "17", "--steps", "1"]
     short = [*SHORT, *TILES, *small, "--format", "png"]
     command = [sys.executable, "-m", "opensora_cli", *short]
-    done = subprocess.run([*command, "--gpus", "2", "--out", "two.png", "--json"], capture_output=True, text=True)
+    done = subprocess.run([*command, "--gpus", "2", "--out", "two.png", "--json", "-v"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "devices: 2, Ulysses 2" in done.stderr
     document = json.loads(done.stdout)
@@ -78,7 +78,7 @@ def test_two_processes_make_the_same_picture_first() -> None:
     small = ["--height", "48", "--width", "32", "--steps", "2", "--t2i2v", "--save-picture"]
     # Two samples, of which the branches of the video's guidance are shared, and the tokens of the picture.
     several = [*SHORT, *small, "--num-samples", "2", "--format", "png", "--set", "sampling.image_guidance_scale=2"]
-    command = [sys.executable, "-m", "opensora_cli", *several, "--gpus", "2", "--out", "two.png", "--json"]
+    command = [sys.executable, "-m", "opensora_cli", *several, "--gpus", "2", "--out", "two.png", "--json", "-v"]
     degree = ["--set", "parallel.cfg_parallel_degree=2"]
     done = subprocess.run([*command, *degree], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -144,7 +144,7 @@ def test_a_result_that_exists_starts_no_ranks(
 class TestRanksThatOthersStart:
     @pytest.mark.slow
     def test_slurm(self) -> None:
-        outs, errs, codes = self.slurm("--steps", "2", "--format", "png", "--out", "two.png")
+        outs, errs, codes = self.slurm("--steps", "2", "--format", "png", "--out", "two.png", "-v")
         assert codes == [0, 0], errs
         assert outs == ["two\n", ""]
         assert "devices: 2, Ulysses 2" in errs[0]
