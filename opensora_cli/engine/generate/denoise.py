@@ -135,7 +135,8 @@ class _Saver:
             self._last = step.steps_done, [each.cpu() for each in state] if self._has_others else state
             settings = self._sample.chain.settings
             every = settings.output.save_state_every
-            if step.steps_done == settings.sampling.stop_at or (every is not None and not step.steps_done % every):
+            is_due = every is not None and not step.steps_done % every
+            if is_due or step.steps_done == settings.sampling.stop_at or self._events.hooks.wants_state():
                 self._save_last()
         if not is_last:
             self._events.check_cancelled()

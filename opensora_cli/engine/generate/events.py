@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from opensora_cli.core.formatting import duration
@@ -14,14 +15,26 @@ from opensora_cli.engine.generate.outputs import SampleFiles
 from opensora_cli.engine.generate.saved_latents import remove_latents
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hooks:
+    """Functions of a program that runs generations, such as a server."""
+
+    is_cancelled: Callable[[], bool] = lambda: False
+    """Asked after each step. The run then saves its state and raises KeyboardInterrupt, as for Ctrl-C."""
+    wants_state: Callable[[], bool] = lambda: False
+    """Asked after each step whether to save the state."""
+    on_preview: Callable[[Path], None] = lambda path: None
+    """Called with each preview that is written."""
+    on_saved: Callable[[Path], None] = lambda path: None
+    """Called with each file of latents that is saved."""
+
+
 class Events:
     """Report stages and their times, and list the saved files of a run that ends early.
 
     Args:
         reporter: shows messages and the progress of stages.
-        is_cancelled: asked after each step. The run then saves its state and raises KeyboardInterrupt, as for Ctrl-C.
-        on_preview: called with each preview that is written.
-        on_saved: called with each file of latents that is saved.
+        hooks: functions of the program that runs the generation.
         keeps_results: whether the videos are results of the run that are kept in files.
         role: role of the job, a prefix of the names of its stages; None for the video.
     """
@@ -30,21 +43,17 @@ class Events:
         self,
         reporter: Reporter,
         *,
-        is_cancelled: Callable[[], bool] = lambda: False,
-        on_preview: Callable[[Path], None] = lambda path: None,
-        on_saved: Callable[[Path], None] = lambda path: None,
+        hooks: Hooks | None = None,
         keeps_results: bool = True,
         role: str | None = None,
     ) -> None:
         self.reporter = reporter
-        self.on_preview = on_preview
+        self.hooks = hooks or Hooks()
         self.keeps_results = keeps_results
         self.timings_s: dict[str, float] = {}
         """Seconds of each stage."""
         self.linear_products: LinearProductsReport | None = None
         """Errors of 8-bit products, once they are measured."""
-        self._is_cancelled = is_cancelled
-        self._on_saved = on_saved
         self._role = role
         self._saved_at = time.monotonic()
         self._files: Sequence[SampleFiles] = ()
@@ -76,7 +85,7 @@ class Events:
 
     def check_cancelled(self) -> None:
         """Raise KeyboardInterrupt, as Ctrl-C does, if the run is cancelled; called after each step."""
-        if self._is_cancelled():
+        if self.hooks.is_cancelled():
             raise KeyboardInterrupt
 
     @contextmanager
@@ -84,9 +93,7 @@ class Events:
         """Yield the events of another job of the chain, such as a picture. Its results are not listed."""
         events = Events(
             self.reporter,
-            is_cancelled=self._is_cancelled,
-            on_preview=self.on_preview,
-            on_saved=self._on_saved,
+            hooks=self.hooks,
             keeps_results=False,
             role=role,
         )
@@ -102,7 +109,7 @@ class Events:
         self._latents[latents] = sample, is_begun
         yield
         report_left(self._left)
-        self._on_saved(latents)
+        self.hooks.on_saved(latents)
 
     def complete(self, sample: SampleFiles, *, keeps_latents: bool) -> None:
         """List a finished result, and remove the latents that were saved for it unless a run can continue them."""

@@ -197,7 +197,7 @@ class Previews:
             frames_THWC = enlarged(self._colors.frames(predicted_CTHW()), longest_side=_GIF_SIDE)
             path = preview_path(sample.target)
             write_media([frames_THWC], path, fps=fps, format=MediaFormat.GIF)
-            self._events.on_preview(path)
+            self._events.hooks.on_preview(path)
         except (OsoraError, OSError, RuntimeError) as error:
             self._colors = None
             self._events.reporter.warn(f"there are no more previews: {error}")

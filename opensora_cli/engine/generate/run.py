@@ -18,7 +18,7 @@ from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.attention import AttentionPlan, keep_attention
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.generate.decode import GeneratedVideo, HeldVideo, hold, report_given_frames, save
-from opensora_cli.engine.generate.events import Events
+from opensora_cli.engine.generate.events import Events, Hooks
 from opensora_cli.engine.generate.explore import ExploredSeed, explored_seed, is_explored, write_sheet
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import (
@@ -104,6 +104,7 @@ def generate(
     models: LoadedModels | None = None,
     device: str | None = None,
     rank_flags: Sequence[str] | None = None,
+    hooks: Hooks | None = None,
 ) -> GenerateResult | None:
     """Make the videos that `settings` describe, and write them to files.
 
@@ -116,6 +117,7 @@ def generate(
         models: models that stay loaded after the run; None to load models for this run.
         device: device of a process that makes videos beside others; None for the device of the settings.
         rank_flags: options of the command line for the ranks that this process may start; None to start none.
+        hooks: functions of the program that runs the generation.
 
     Returns None if ranks were started; rank 0 prints the result.
 
@@ -165,7 +167,8 @@ def generate(
             Sample(chain, chain.video, sample, references, latents)
             for sample, latents in zip(files, saved, strict=True)
         ]
-        events, output = Events(reporter), chain.settings.output
+        events = Events(reporter, hooks=hooks or Hooks())
+        output = chain.settings.output
         stack.enter_context(computing(chain.video, reporter))
         if is_main:
             # Without a sidecar no later run can tell which request has made a result.

@@ -1,0 +1,43 @@
+"""`osora serve`: an API, a queue and a page for videos."""
+
+from opensora_cli.cli import options
+from opensora_cli.cli.call import Call
+from opensora_cli.cli.command import make_command
+from opensora_cli.core.exceptions import missing_library
+from opensora_cli.settings.flags import Option
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import collect_overrides
+from opensora_cli.settings.serve import ServeSettings
+
+
+def serve(settings: ServeSettings, call: Call) -> None:
+    """Serve a page and an API that make videos, with a queue that survives restarts.
+
+    The page is at http://127.0.0.1:8000, the API at /v1, its description at /docs.
+
+    Examples:
+
+      osora serve
+
+      osora serve --model open-sora-v2 --set memory.offload=blocks --folder videos
+
+      osora serve --host 0.0.0.0 --token-file token.txt
+    """
+    base = collect_overrides(GenerateSettings, {}, call.assignments)
+    try:
+        from opensora_cli.server.run import serve as run
+    except ImportError as error:
+        raise missing_library(f"osora serve needs {error.name}", extra="serve") from error
+    run(settings, base, reporter=call.reporter)
+
+
+_ROWS = {
+    "--model": Option("model", help="Model: auto, demo or a released model.", metavar="NAME", kind=str),
+    "--host": Option("host"),
+    "--port": Option("port", kind=int),
+    "--folder": Option("folder", metavar="FOLDER"),
+    "--token-file": Option("token_file", metavar="FILE"),
+    "--max-queue": Option("max_queue", kind=int),
+    "--set": options.set_row("Any setting of all videos, such as memory.offload=blocks."),
+}
+COMMAND = make_command("serve", serve, _ROWS, settings=ServeSettings)

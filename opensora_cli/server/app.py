@@ -1,0 +1,412 @@
+"""Routes of `osora serve`: videos in the shape of OpenAI's API, plans, events, metrics and the page."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastapi import Depends, FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, StreamingResponse
+from starlette.datastructures import UploadFile
+from starlette.exceptions import HTTPException
+
+import opensora_cli
+from opensora_cli.core.exceptions import MediaError, OsoraError
+from opensora_cli.server import metrics
+from opensora_cli.server.guard import COOKIE, is_token
+from opensora_cli.server.jobs import Job, JobStore, Status, new_id, percent
+from opensora_cli.server.requests import SIZE, InvalidField, command_of, read_request
+from opensora_cli.server.results import SHEET, THUMBNAIL
+from opensora_cli.server.scheduler import Scheduler
+from opensora_cli.server.uploads import keep
+from opensora_cli.settings.layers import Layer
+
+_PAGE = Path(__file__).parent / "page"
+_PING_S = 15.0
+_RETRY_AFTER_S = 30
+_MEDIA = {".mp4": "video/mp4", ".png": "image/png", ".webp": "image/webp", ".gif": "image/gif", ".jpg": "image/jpeg"}
+
+
+class ApiError(Exception):
+    """An answer with an error."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str,
+        message: str,
+        *,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.body = {"error": {"code": code, "message": message, "param": param, "type": kind}}
+        self.status, self.headers = status, headers
+
+
+class Server:
+    """What routes share: the jobs, their scheduler, and the settings of the server."""
+
+    def __init__(
+        self, *, store: JobStore, folder: Path, model: str, base: Layer, max_queue: int, token: str | None
+    ) -> None:
+        self.store, self.folder = store, folder
+        self.scheduler = Scheduler(store, folder)
+        self.model, self.base, self.max_queue, self.token = model, base, max_queue, token
+
+    def job(self, video_id: str) -> Job:
+        """Return a job. Raises ApiError if there is none."""
+        try:
+            return self.store.get(video_id)
+        except KeyError:
+            raise ApiError(404, "not_found", f"there is no video {video_id}", param="video_id") from None
+
+    def result(self, job: Job) -> Path:
+        """Return the file of a finished video. Raises ApiError if there is none."""
+        if job.status is not Status.COMPLETED:
+            raise ApiError(409, "not_completed", f"{job.id} is {job.status}: it has no content yet")
+        for path in sorted(self.scheduler.job_folder(job.id).glob("video.*")):
+            if path.suffix in _MEDIA and ".preview" not in path.name:
+                return path
+        raise ApiError(410, "gone", f"the file of {job.id} was removed")
+
+    def answer(self, job: Job) -> dict[str, Any]:
+        """Return a job as the API shows it."""
+        queue = self.store.queue() if job.status is Status.QUEUED else []
+        done = 100 if job.status is Status.COMPLETED else percent(job.progress)
+        error = None if job.error is None else {"code": job.error["code"], "message": job.error["message"]}
+        folder = self.scheduler.job_folder(job.id)
+        return {
+            "id": job.id,
+            "object": "video",
+            "model": job.request["model"],
+            "status": job.status,
+            "progress": done,
+            "created_at": job.created_at,
+            "started_at": job.started_at,
+            "completed_at": job.completed_at,
+            "expires_at": None,
+            "prompt": job.request["prompt"],
+            "seconds": job.request["seconds"],
+            "size": job.request["size"],
+            "remixed_from_video_id": job.remixed_from,
+            "error": error,
+            "hint": None if job.error is None else job.error["hint"],
+            "place": queue.index(job.id) + 1 if job.id in queue else None,
+            "stage": dict(job.progress),
+            "settings": job.request["settings"],
+            "seed": job.request["seed"],
+            "num_frames": job.request["num_frames"],
+            "fps": job.request["fps"],
+            "has_reference": job.request["has_reference"],
+            "preview": next((path.name for path in folder.glob("*.preview.*")), None),
+            "command": command_of(job.request),
+        }
+
+    async def add(
+        self,
+        values: Mapping[str, Any],
+        *,
+        upload: UploadFile | None = None,
+        reference: Path | None = None,
+        remixed_from: str | None = None,
+    ) -> Job:
+        """Validate a request, and append its job to the queue.
+
+        Raises ApiError if the queue is full, and OsoraError if the request is wrong.
+        """
+        if self.store.counts()[Status.QUEUED] >= self.max_queue:
+            raise ApiError(
+                429,
+                "queue_full",
+                f"{self.max_queue} videos are waiting already",
+                headers={"Retry-After": str(_RETRY_AFTER_S)},
+            )
+        job_id = new_id()
+        folder = self.scheduler.job_folder(job_id)
+        try:
+            if upload is not None:
+                reference = await keep(upload, folder)
+            request = await asyncio.to_thread(
+                read_request, values, model=self.model, base=self.base, folder=folder, reference=reference
+            )
+            folder.mkdir(parents=True, exist_ok=True)
+            job = self.store.add(
+                request.fields, request.settings.model_dump(mode="json"), job_id=job_id, remixed_from=remixed_from
+            )
+        except BaseException:
+            for file in folder.glob("*"):
+                file.unlink(missing_ok=True)
+            with suppress(OSError):
+                folder.rmdir()
+            raise
+        self.scheduler.wake()
+        return job
+
+
+async def _values(request: Request) -> tuple[dict[str, Any], UploadFile | None]:
+    """Return the fields of a request in JSON or of a form, and the uploaded reference."""
+    if request.headers.get("content-type", "").startswith("multipart/form-data"):
+        form = await request.form(max_files=1, max_fields=50)
+        upload = form.get("input_reference")
+        fields = {name: value for name, value in form.items() if name != "input_reference"}
+        if isinstance(fields.get("settings"), str):
+            fields["settings"] = _json(str(fields["settings"]))
+        for name in [name for name in fields if name.startswith("settings[")]:
+            fields.setdefault("settings", {})[name[9:-1]] = fields.pop(name)
+        if upload is not None and not isinstance(upload, UploadFile):
+            raise ApiError(
+                400, "invalid_reference", "input_reference must be an uploaded file", param="input_reference"
+            )
+        return fields, upload
+    body = await request.body()
+    values = _json(body.decode("utf-8", "replace"))
+    if not isinstance(values, dict):
+        raise ApiError(400, "invalid_json", "the body must be a JSON object")
+    if "input_reference" in values:
+        raise ApiError(
+            400, "invalid_reference", "input_reference must be uploaded as multipart/form-data", param="input_reference"
+        )
+    return values, None
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        raise ApiError(400, "invalid_json", "the body is no JSON") from None
+
+
+def make_app(server: Server) -> FastAPI:
+    """Return the application of a server."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        task = asyncio.create_task(server.scheduler.run())
+        try:
+            yield
+        finally:
+            await server.scheduler.stop()
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+
+    app = FastAPI(title="osora", version=opensora_cli.__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    _add_errors(app)
+    _add_videos(app, server)
+    _add_others(app, server)
+    return app
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def api_error(_: Request, error: ApiError) -> JSONResponse:
+        return JSONResponse(error.body, error.status, headers=error.headers)
+
+    @app.exception_handler(OsoraError)
+    async def osora_error(_: Request, error: OsoraError) -> JSONResponse:
+        status = 400 if error.exit_code == 2 or isinstance(error, MediaError) else 500
+        code = "".join(f"_{each.lower()}" if each.isupper() else each for each in type(error).__name__).strip("_")
+        message = error.message if error.hint is None else f"{error.message}: {error.hint}"
+        param = error.field if isinstance(error, InvalidField) else None
+        return JSONResponse(ApiError(status, code, message, param=param).body, status)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        return JSONResponse(ApiError(400, "invalid_value", first["msg"], param=str(first["loc"][-1])).body, 400)
+
+    @app.exception_handler(HTTPException)
+    async def http_error(_: Request, error: HTTPException) -> JSONResponse:
+        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, str(error.status_code))
+        return JSONResponse(ApiError(error.status_code, code, str(error.detail)).body, error.status_code)
+
+
+def _add_videos(app: FastAPI, server: Server) -> None:
+    @app.post("/v1/videos")
+    async def create(request: Request) -> dict[str, Any]:
+        """Append a video to the queue."""
+        values, upload = await _values(request)
+        return server.answer(await server.add(values, upload=upload))
+
+    @app.get("/v1/videos")
+    async def list_videos(
+        after: str | None = None,
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> dict[str, Any]:
+        """Return a page of videos, the newest first."""
+        try:
+            jobs, has_more = server.store.page(after=after, limit=limit, newest_first=order == "desc")
+        except KeyError:
+            raise ApiError(404, "not_found", f"there is no video {after}", param="after") from None
+        data = [server.answer(job) for job in jobs]
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+        return {"object": "list", "data": data, "has_more": has_more, **ends}
+
+    async def found(video_id: str) -> Job:
+        return server.job(video_id)
+
+    Found = Annotated[Job, Depends(found)]
+
+    @app.get("/v1/videos/{video_id}")
+    async def retrieve(job: Found) -> dict[str, Any]:
+        """Return the state of a video."""
+        return server.answer(job)
+
+    @app.delete("/v1/videos/{video_id}")
+    async def delete(job: Found) -> dict[str, Any]:
+        """Cancel a video if it is not over, and remove it with its files."""
+        await server.scheduler.delete(job.id)
+        return {"id": job.id, "deleted": True, "object": "video.deleted"}
+
+    @app.post("/v1/videos/{video_id}/cancel")
+    async def cancel(job: Found) -> dict[str, Any]:
+        """Cancel a queued video, or a running one within a step."""
+        return server.answer(await server.scheduler.cancel(job.id))
+
+    @app.post("/v1/videos/{video_id}/move")
+    async def move(job: Found, request: Request) -> dict[str, Any]:
+        """Put a queued video before another one, or at the end."""
+        values, _ = await _values(request)
+        before = values.get("before")
+        if before is not None:
+            server.job(str(before))
+        server.store.move(job.id, before=before)
+        server.scheduler.wake()
+        return server.answer(server.store.get(job.id))
+
+    @app.post("/v1/videos/{video_id}/remix")
+    async def remix(job: Found, request: Request) -> dict[str, Any]:
+        """Make a video with the settings of another one, and another prompt or seed."""
+        values, _ = await _values(request)
+        before = job.request
+        same = {"prompt": before["prompt"], "settings": {"num_frames": before["num_frames"], **before["settings"]}}
+        if SIZE.fullmatch(before["size"]):
+            same["size"] = before["size"]
+        references = sorted(server.scheduler.job_folder(job.id).glob("reference_*"))
+        fields = {**same, "seed": before["seed"], **values}
+        made = await server.add(fields, reference=next(iter(references), None), remixed_from=job.id)
+        return server.answer(made)
+
+    @app.get("/v1/videos/{video_id}/content")
+    async def content(job: Found, variant: Literal["video", "thumbnail", "spritesheet"] = "video") -> FileResponse:
+        """Return the file of a finished video, its thumbnail, or a sheet of its frames."""
+        path = server.result(job)
+        if variant != "video":
+            path = server.scheduler.job_folder(job.id) / (THUMBNAIL if variant == "thumbnail" else SHEET)
+        return FileResponse(
+            path, media_type=_MEDIA[path.suffix], filename=f"{job.id}{path.suffix}", content_disposition_type="inline"
+        )
+
+    @app.get("/v1/videos/{video_id}/preview")
+    async def preview(job: Found) -> FileResponse:
+        """Return the last preview of a running video."""
+        for path in server.scheduler.job_folder(job.id).glob("*.preview.*"):
+            return FileResponse(path, media_type=_MEDIA[path.suffix], headers={"Cache-Control": "no-store"})
+        raise ApiError(404, "not_found", f"{job.id} has no preview")
+
+    @app.get("/v1/videos/{video_id}/events")
+    async def events(job: Found) -> StreamingResponse:
+        """Stream what happens to a video as server-sent events, until it is over."""
+        return _stream(_events_of(server, job.id))
+
+
+def _add_others(app: FastAPI, server: Server) -> None:
+    @app.get("/v1/events")
+    async def all_events() -> StreamingResponse:
+        """Stream what happens to all videos as server-sent events."""
+        return _stream(_events_of(server, None))
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """Return the model that is loaded."""
+        model = {"id": server.model, "object": "model", "created": 0, "owned_by": "osora"}
+        return {"object": "list", "data": [model]}
+
+    @app.post("/v1/plan")
+    async def plan(request: Request) -> dict[str, Any]:
+        """Return the plan of a request, as `osora generate --dry-run` prints it."""
+        values, _ = await _values(request)
+        read = await asyncio.to_thread(
+            read_request, values, model=server.model, base=server.base, folder=server.folder / "plan"
+        )
+        report = await server.scheduler.plan(read.settings.model_dump(mode="json"))
+        return {"plan": report["plan"], "lines": report["lines"], "notes": report["notes"]}
+
+    @app.get("/healthz")
+    async def health() -> dict[str, str]:
+        """Return whether the server answers."""
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def measured() -> Response:
+        """Return figures for Prometheus."""
+        text = metrics.exposition(server.store.counts(), server.scheduler.seconds)
+        return Response(text, media_type=metrics.MEDIA_TYPE)
+
+    @app.post("/login")
+    async def login(request: Request) -> Response:
+        """Keep the token in a cookie of the page."""
+        form = await request.form(max_files=0, max_fields=1)
+        token = str(form.get("token", ""))
+        if not is_token(token, server.token):
+            raise ApiError(401, "wrong_token", "the token is wrong")
+        answer = RedirectResponse("/", status_code=303)
+        answer.set_cookie(COOKIE, token, httponly=True, samesite="strict", secure=request.url.scheme == "https")
+        return answer
+
+    for path, file in (
+        ("/", "index.html"),
+        ("/login", "login.html"),
+        ("/docs", "docs.html"),
+        ("/style.css", "style.css"),
+        ("/page.js", "page.js"),
+        ("/docs.js", "docs.js"),
+    ):
+        app.add_api_route(path, _file_route(_PAGE / file), methods=["GET"], include_in_schema=False)
+
+
+def _file_route(path: Path) -> Any:
+    async def route() -> FileResponse:
+        return FileResponse(path, headers={"Cache-Control": "no-cache"})
+
+    return route
+
+
+def _stream(events: AsyncIterator[str]) -> StreamingResponse:
+    return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+
+
+async def _events_of(server: Server, job_id: str | None) -> AsyncIterator[str]:
+    """Yield events of one job until it is over, or of all."""
+    async with server.scheduler.listening() as queue:
+        if job_id is not None:
+            job = server.store.get(job_id)
+            yield _event({"event": "state", **server.answer(job)})
+            if job.status.is_over:
+                return
+        while True:
+            try:
+                event = await asyncio.wait_for(queue.get(), _PING_S)
+            except TimeoutError:
+                yield ": ping\n\n"
+                continue
+            if event is None:
+                return
+            if job_id is not None and event.get("id") != job_id:
+                continue
+            if event["event"] == "job":
+                with suppress(KeyError):
+                    event = {"event": "state", **server.answer(server.store.get(event["id"]))}
+            yield _event(event)
+            if job_id is not None and event["event"] == "state" and Status(event["status"]).is_over:
+                return
+
+
+def _event(event: Mapping[str, Any]) -> str:
+    return f"event: {event['event']}\ndata: {json.dumps(event)}\n\n"

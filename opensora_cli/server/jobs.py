@@ -1,0 +1,264 @@
+"""Jobs of a server in one SQLite file: they outlive the server, its worker and the machine."""
+
+import json
+import math
+import secrets
+import sqlite3
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+
+SCHEMA_VERSION = 1
+_CREATE = """
+CREATE TABLE jobs (
+    id TEXT PRIMARY KEY,
+    place REAL NOT NULL,
+    status TEXT NOT NULL,
+    created_at INTEGER NOT NULL,
+    started_at INTEGER,
+    completed_at INTEGER,
+    request TEXT NOT NULL,
+    settings TEXT NOT NULL,
+    progress TEXT NOT NULL DEFAULT '{}',
+    error TEXT,
+    attempts INTEGER NOT NULL DEFAULT 0,
+    remixed_from TEXT
+);
+CREATE INDEX jobs_by_status ON jobs (status, place);
+"""
+
+
+class Status(StrEnum):
+    """State of a job, with the words of the OpenAI API and `cancelled`."""
+
+    QUEUED = "queued"
+    IN_PROGRESS = "in_progress"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job will not change anymore."""
+        return self in (Status.COMPLETED, Status.FAILED, Status.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One video to make, or made."""
+
+    id: str
+    place: float
+    """Order in the queue; the lowest place is next."""
+    status: Status
+    created_at: int
+    """Seconds since 1970, as the other times."""
+    request: Mapping[str, Any]
+    """Fields of the request that answers repeat: model, prompt, seconds, size."""
+    settings: Mapping[str, Any]
+    """Settings as `GenerateSettings.model_dump(mode="json")` writes them."""
+    started_at: int | None = None
+    completed_at: int | None = None
+    progress: Mapping[str, Any]
+    """Last progress of the work: stage, done, total, unit, eta_s, percent."""
+    error: Mapping[str, Any] | None = None
+    """Code, message, hint and exit code of a failure."""
+    attempts: int = 0
+    """How often a worker has begun the job."""
+    remixed_from: str | None = None
+
+
+class JobStore:
+    """Jobs in the file `jobs.sqlite`. Threads may share it.
+
+    Raises CheckpointError if the file is broken or was written by a newer version.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._lock = RLock()
+        self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        self._database.row_factory = sqlite3.Row
+        try:
+            self._database.execute("PRAGMA journal_mode=WAL")
+            # A result that the client was told of must survive a power loss.
+            self._database.execute("PRAGMA synchronous=FULL")
+            self._open(path)
+        except sqlite3.DatabaseError as error:
+            self._database.close()
+            raise CheckpointError(f"{path} is not a file of jobs: {error}", hint="name another --folder") from error
+
+    def _open(self, path: Path) -> None:
+        version = self._database.execute("PRAGMA user_version").fetchone()[0]
+        if version == 0:
+            with self._transaction():
+                for statement in filter(str.strip, _CREATE.split(";")):
+                    self._database.execute(statement)
+                self._database.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
+        elif version != SCHEMA_VERSION:
+            raise CheckpointError(
+                f"{path} has version {version}, and this osora reads version {SCHEMA_VERSION}",
+                hint="name another --folder, or use the osora that wrote it",
+            )
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._database.close()
+
+    def add(
+        self, request: Mapping[str, Any], settings: Mapping[str, Any], *, job_id: str, remixed_from: str | None = None
+    ) -> Job:
+        """Append a job to the queue."""
+        with self._transaction():
+            last = self._database.execute("SELECT MAX(place) FROM jobs").fetchone()[0]
+            self._database.execute(
+                "INSERT INTO jobs (id, place, status, created_at, request, settings, remixed_from) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (
+                    job_id,
+                    (last or 0.0) + 1.0,
+                    Status.QUEUED,
+                    int(time.time()),
+                    json.dumps(request),
+                    json.dumps(settings),
+                    remixed_from,
+                ),
+            )
+        return self.get(job_id)
+
+    def get(self, job_id: str) -> Job:
+        """Return a job. Raises KeyError if there is none with this ID."""
+        with self._lock:
+            row = self._database.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone()
+        if row is None:
+            raise KeyError(job_id)
+        return _job(row)
+
+    def page(self, *, after: str | None, limit: int, newest_first: bool) -> tuple[list[Job], bool]:
+        """Return up to `limit` jobs after the job `after`, by time of creation, and whether more follow.
+
+        Raises KeyError if there is no job `after`.
+        """
+        order, sign = ("DESC", "<") if newest_first else ("ASC", ">")
+        condition, values = "", list[Any]()
+        with self._lock:
+            if after is not None:
+                row = self._database.execute("SELECT rowid FROM jobs WHERE id = ?", (after,)).fetchone()
+                if row is None:
+                    raise KeyError(after)
+                condition, values = f"WHERE rowid {sign} ?", [row[0]]
+            rows = self._database.execute(
+                f"SELECT * FROM jobs {condition} ORDER BY rowid {order} LIMIT ?", (*values, limit + 1)
+            ).fetchall()
+        return [_job(row) for row in rows[:limit]], len(rows) > limit
+
+    def queue(self) -> list[str]:
+        """Return the IDs of queued jobs, the next first."""
+        with self._lock:
+            rows = self._database.execute("SELECT id FROM jobs WHERE status = ? ORDER BY place", (Status.QUEUED,))
+            return [row[0] for row in rows]
+
+    def counts(self) -> dict[Status, int]:
+        """Return the number of jobs in each state."""
+        with self._lock:
+            rows = self._database.execute("SELECT status, COUNT(*) FROM jobs GROUP BY status").fetchall()
+        return dict.fromkeys(Status, 0) | {Status(row[0]): row[1] for row in rows}
+
+    def begin(self, job_id: str) -> Job:
+        """Mark a queued job as in progress."""
+        self._update(
+            job_id,
+            "status = ?, started_at = COALESCE(started_at, ?), attempts = attempts + 1, progress = ?",
+            (
+                Status.IN_PROGRESS,
+                int(time.time()),
+                "{}",
+            ),
+        )
+        return self.get(job_id)
+
+    def report(self, job_id: str, progress: Mapping[str, Any]) -> None:
+        """Record the progress of a job."""
+        self._update(job_id, "progress = ?", (json.dumps(progress),))
+
+    def finish(self, job_id: str, status: Status, *, error: Mapping[str, Any] | None = None) -> Job:
+        """Record the end of a job."""
+        self._update(
+            job_id,
+            "status = ?, completed_at = ?, error = ?",
+            (status, int(time.time()), None if error is None else json.dumps(error)),
+        )
+        return self.get(job_id)
+
+    def requeue(self, job_id: str) -> None:
+        """Put a job whose worker ended back at the head of the queue."""
+        with self._transaction():
+            first = self._database.execute("SELECT MIN(place) FROM jobs WHERE status = ?", (Status.QUEUED,)).fetchone()
+            own = self._database.execute("SELECT place FROM jobs WHERE id = ?", (job_id,)).fetchone()
+            place = own[0] if first[0] is None else min(own[0], first[0] - 1.0)
+            self._database.execute("UPDATE jobs SET status = ?, place = ? WHERE id = ?", (Status.QUEUED, place, job_id))
+
+    def move(self, job_id: str, *, before: str | None) -> None:
+        """Put a queued job before another one; None means at the end.
+
+        Raises KeyError if there is no such job, and RequestError if one of them is not queued.
+        """
+        with self._transaction():
+            order = [each for each in self.queue() if each != job_id]
+            for each in filter(None, (job_id, before)):
+                if self.get(each).status is not Status.QUEUED:
+                    raise RequestError(f"{each} is not queued anymore, and cannot be moved")
+            order.insert(len(order) if before is None else order.index(before), job_id)
+            for place, each in enumerate(order, start=1):
+                self._database.execute("UPDATE jobs SET place = ? WHERE id = ?", (float(place), each))
+
+    def delete(self, job_id: str) -> None:
+        """Forget a job."""
+        with self._lock:
+            self._database.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._lock:
+            self._database.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._database.execute("ROLLBACK")
+                raise
+            self._database.execute("COMMIT")
+
+    def _update(self, job_id: str, assignments: str, values: tuple[Any, ...]) -> None:
+        with self._lock:
+            self._database.execute(f"UPDATE jobs SET {assignments} WHERE id = ?", (*values, job_id))
+
+
+def new_id() -> str:
+    """Return a random ID, which nobody can guess."""
+    return f"video_{secrets.token_hex(12)}"
+
+
+def _job(row: sqlite3.Row) -> Job:
+    values = dict(row)
+    return Job(
+        **{
+            **values,
+            "status": Status(values["status"]),
+            "request": json.loads(values["request"]),
+            "settings": json.loads(values["settings"]),
+            "progress": json.loads(values["progress"]),
+            "error": None if values["error"] is None else json.loads(values["error"]),
+        }
+    )
+
+
+def percent(progress: Mapping[str, Any]) -> int:
+    """Return the part of a job that is done, from 0 to 99."""
+    return min(99, math.floor(progress.get("percent", 0)))

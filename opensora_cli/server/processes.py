@@ -1,0 +1,63 @@
+"""Processes that compute for the server, which itself imports no torch."""
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from typing import Any
+
+from opensora_cli.core.python_processes import module_command, safe_environment
+
+_LONGEST_LINE = 16 * 2**20
+_STOP_S = 120.0
+"""Seconds that a process may take to finish its step and to save its state."""
+
+
+class Process:
+    """A process of `server.worker` that is started once; it ends with the server."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, kind: str) -> "Process":
+        """Start a worker (`videos`) or a planner (`plans`)."""
+        return cls(
+            await asyncio.create_subprocess_exec(
+                *module_command("opensora_cli.server.worker"),
+                kind,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=safe_environment(os.environ),
+                limit=_LONGEST_LINE,
+                # Ctrl-C in a terminal reaches the server alone, which then stops the worker.
+                start_new_session=True,
+            )
+        )
+
+    async def send(self, **command: Any) -> None:
+        """Send a command. A process that has ended ignores it."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            await self._process.stdin.drain()
+
+    async def reports(self) -> AsyncIterator[Mapping[str, Any]]:
+        """Yield the reports of the process until it ends."""
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            yield json.loads(line)
+
+    async def ended(self) -> int:
+        """Wait for the end of the process, and return its exit code; that of a signal is negative."""
+        return await self._process.wait()
+
+    async def stop(self) -> None:
+        """Let the process finish its step, save its state and end; kill it if that takes too long."""
+        await self.send(do="stop")
+        try:
+            await asyncio.wait_for(self._process.wait(), _STOP_S)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()

@@ -1,0 +1,192 @@
+"""Requests of clients: from the fields of the API to the settings of a job, without torch."""
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from opensora_cli.api.request import generate_request
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.engine.generate.request import resolve
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.flags import FLAGS, given_flags
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import Layer
+from opensora_cli.settings.load import usual_settings
+
+_FIELDS = ("prompt", "model", "seconds", "size", "seed", "settings")
+_ALLOWED = frozenset(
+    [
+        "prompt",
+        "negative_prompt",
+        "prompts_at",
+        "prompt_suffix",
+        "video",
+        "sampling",
+        "draft",
+        "condition.mode",
+        "condition.fit",
+        "condition.ref_fps",
+        "condition.seamless",
+        "picture.first",
+        "output.last_frame",
+    ]
+)
+"""Settings of a client: they describe the video, and name no file, server, device or memory."""
+_OF_ONE_VIDEO = ("sampling.num_samples", "sampling.stop_at")
+"""Settings that do not make one whole video."""
+MAX_PROMPT = 4000
+SIZE = re.compile(r"(\d{1,5})x(\d{1,5})", re.ASCII | re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoRequest:
+    """A validated request."""
+
+    fields: Mapping[str, Any]
+    """Fields that answers repeat: prompt, model, seconds, size."""
+    settings: GenerateSettings
+
+
+class InvalidField(RequestError):
+    """A field of a request is invalid."""
+
+    def __init__(self, field: str, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.field = field
+
+
+def read_request(
+    values: Mapping[str, Any], *, model: str, base: Layer, folder: Path, reference: Path | None = None
+) -> VideoRequest:
+    """Return the settings of a request.
+
+    Args:
+        values: fields of the request: prompt, model, seconds, size, seed, settings.
+        model: model of the server.
+        base: settings of the server, below those of the request.
+        folder: folder of the job, in which the result is written.
+        reference: uploaded picture or video.
+
+    Raises:
+        InvalidField: a field is unknown or has another type.
+        RequestError: a setting is unknown or out of range, or settings contradict each other.
+    """
+    for name in values:
+        if name not in _FIELDS:
+            raise InvalidField(name, f"{name} is not a field of a video: use one of {', '.join(_FIELDS)}")
+    prompt = _text(values, "prompt")
+    if prompt is None or not prompt.strip():
+        raise InvalidField("prompt", "prompt is empty: describe the video")
+    if len(prompt) > MAX_PROMPT:
+        raise InvalidField("prompt", f"prompt has {len(prompt)} characters, and may have {MAX_PROMPT}")
+    if values.get("model") not in (None, "", "auto", model):
+        raise InvalidField("model", f"model={values['model']} is not loaded: this server has {model}")
+    flags, assignments = _options(values.get("settings"))
+    usual = usual_settings(model)
+    if (seconds := _text(values, "seconds")) is not None:
+        flags.setdefault("num_frames", _frames(seconds, flags, usual))
+    if (size := _text(values, "size")) is not None:
+        width, height = _sides(size)
+        flags.setdefault("width", width)
+        flags.setdefault("height", height)
+    if values.get("seed") is not None:
+        flags.setdefault("seed", values["seed"])
+    given = {"prompt": Given(prompt, "prompt"), **given_flags(flags)}
+    _refuse_others([*given, *assignments])
+    own = {
+        "runtime.model_choice": model,
+        "output.path": str(folder / ("video.png" if _is_picture(given, assignments) else "video.mp4")),
+        **({"condition.references": (str(reference),)} if reference else {}),
+    }
+    request = generate_request(
+        {**given, **{key: Given(value, "the server") for key, value in own.items() if key not in given}},
+        below=base,
+        assignments=assignments,
+    )
+    settings = resolve(request, reporter=SilentReporter())
+    video = settings.video
+    answered = {
+        "prompt": prompt,
+        "model": model,
+        "seconds": f"{settings.num_frames / video.fps:g}",
+        "size": size or video.resolution or "",
+        "settings": dict(values.get("settings") or {}),
+        "seed": settings.sampling.seed,
+        "num_frames": settings.num_frames,
+        "fps": video.fps,
+        "has_reference": reference is not None,
+    }
+    return VideoRequest(fields=answered, settings=settings)
+
+
+def _options(values: object) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return options by name and settings by dotted key."""
+    if values is None:
+        return {}, {}
+    if not isinstance(values, dict):
+        raise InvalidField("settings", "settings must be an object of options, such as {'steps': 20}")
+    flags = {name.replace("-", "_"): value for name, value in values.items() if "." not in name}
+    return flags, {name: value for name, value in values.items() if "." in name}
+
+
+def _refuse_others(keys: list[str]) -> None:
+    for key in keys:
+        sections = [".".join(key.split(".")[:count]) for count in (1, 2)]
+        if key in _OF_ONE_VIDEO or not any(section in _ALLOWED for section in sections):
+            raise InvalidField("settings", f"{key} is chosen by the server, not by requests")
+
+
+def _is_picture(given: Layer, assignments: Mapping[str, Any]) -> bool:
+    frames = given["video.num_frames"].value if "video.num_frames" in given else assignments.get("video.num_frames")
+    return str(frames) == "1"
+
+
+def _frames(seconds: str, flags: Mapping[str, Any], usual: GenerateSettings) -> int:
+    """Return the number of frames nearest to a time that the model can make."""
+    try:
+        length = float(seconds)
+        fps = float(flags.get("fps") or usual.video.fps)
+    except ValueError:
+        raise InvalidField("seconds", f"seconds={seconds} is no number") from None
+    grid, longest = usual.vae.grid, usual.video.max_frames
+    if not 0 < length <= longest / fps + 1:
+        raise InvalidField("seconds", f"seconds={seconds} must be above 0 and at most {longest / fps:.3g}")
+    ratio = grid.time_compression_ratio
+    steps = max(1, round((length * fps - grid.is_causal) / ratio))
+    return min(steps * ratio + grid.is_causal, longest)
+
+
+def _sides(size: str) -> tuple[int, int]:
+    """Return width and height."""
+    match = SIZE.fullmatch(size)
+    if match is None:
+        raise InvalidField("size", f"size={size} must be WIDTHxHEIGHT, such as 128x128")
+    return int(match[1]), int(match[2])
+
+
+def _text(values: Mapping[str, Any], name: str) -> str | None:
+    value = values.get(name)
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
+        raise InvalidField(name, f"{name} must be text")
+    return str(value)
+
+
+def command_of(fields: Mapping[str, Any]) -> str:
+    """Return the command line that makes the video of a request."""
+    words = ["osora", "generate", fields["prompt"], "--model", fields["model"], "--seed", str(fields["seed"])]
+    settings = {"num_frames": fields["num_frames"], **fields["settings"]}
+    if size := SIZE.fullmatch(fields["size"]):
+        settings |= {"width": size[1], "height": size[2]}
+    settings.pop("seed", None)
+    for name, value in settings.items():
+        if name not in FLAGS:
+            words += ["--set", f"{name}={value}"]
+        elif value is not False:
+            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+    return shlex.join([*words, *(["--ref", "FILE"] if fields["has_reference"] else [])])

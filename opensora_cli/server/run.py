@@ -1,0 +1,101 @@
+"""Run `osora serve`: lock the folder, choose the model, and answer until a signal ends the server."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import uvicorn
+
+from opensora_cli.api.request import generate_request
+from opensora_cli.core.exceptions import FileProblem, OutputError
+from opensora_cli.core.folder_lock import sole_run
+from opensora_cli.core.progress import Reporter
+from opensora_cli.core.reading import read_text
+from opensora_cli.engine.generate.request import resolve
+from opensora_cli.server.app import Server, make_app
+from opensora_cli.server.guard import LOOPBACK, Guard
+from opensora_cli.server.jobs import JobStore
+from opensora_cli.server.uploads import LARGEST
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.layers import Layer
+from opensora_cli.settings.load import ANY_PROMPT
+from opensora_cli.settings.serve import ServeSettings
+
+_SHORTEST_TOKEN = 16
+_STOP_S = 3
+
+
+def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
+    """Answer requests until a signal ends the server.
+
+    Raises:
+        RequestError: settings of `base` are wrong.
+        FileProblem: the token file is missing or too short, or the folder cannot be used.
+    """
+    token = None if settings.token_file is None else _read_token(Path(settings.token_file))
+    folder = Path(settings.folder).absolute()
+    model = resolve(
+        generate_request(
+            {**base, "prompt": Given(ANY_PROMPT, "prompt"), "runtime.model_choice": Given(settings.model, "--model")}
+        ),
+        reporter=reporter,
+    ).model.name
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise OutputError(f"--folder {folder} cannot be made: {error.strerror}") from error
+    with sole_run(folder / ".lock", problem=f"{folder} has a server already", hint="name another --folder"):
+        store = JobStore(folder / "jobs.sqlite")
+        try:
+            server = Server(
+                store=store, folder=folder, model=model, base=base, max_queue=settings.max_queue, token=token
+            )
+            hosts = (*LOOPBACK, settings.host) if settings.is_loopback else ()
+            guard = Guard(make_app(server), hosts=hosts, token=token, largest_body=LARGEST + 2**20)
+            sock = _listen(settings)
+            address = f"http://{settings.host}:{settings.port}"
+            reporter.note(f"osora serves {model} at {address} (page), {address}/v1 (API); Ctrl-C ends it")
+            config = uvicorn.Config(
+                guard, log_level="warning", access_log=False, timeout_graceful_shutdown=_STOP_S, server_header=False
+            )
+            asyncio.run(_Uvicorn(config, server.scheduler.stop).serve(sockets=[sock]))
+        finally:
+            store.close()
+
+
+class _Uvicorn(uvicorn.Server):
+    """Server that saves the running job before it waits for connections, of which some may never end."""
+
+    def __init__(self, config: uvicorn.Config, stop: Callable[[], object]) -> None:
+        super().__init__(config)
+        self._stop = stop
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Save the running job, and end all connections."""
+        await self._stop()  # type: ignore[misc]
+        await super().shutdown(sockets)
+
+
+def _listen(settings: ServeSettings) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((settings.host, settings.port))
+    except OSError as error:
+        raise OutputError(
+            f"--host {settings.host} --port {settings.port} cannot be used: {error.strerror}",
+            hint="another program listens there: name another --port",
+        ) from error
+    return sock
+
+
+def _read_token(path: Path) -> str:
+    token = read_text(path).strip()
+    if len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
+        raise FileProblem(
+            f"{path} must hold a token of at least {_SHORTEST_TOKEN} letters and digits",
+            hint=f"make one: python -c 'import secrets; print(secrets.token_urlsafe())' > {path}",
+        )
+    return token

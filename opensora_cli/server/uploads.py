@@ -1,0 +1,123 @@
+"""Uploaded references: kept under random names, and decoded once by a child process with limits.
+
+Run as a program, this module is that child process: it reads a picture or video as `--ref` does.
+"""
+
+import asyncio
+import os
+import secrets
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from opensora_cli.core.exceptions import MediaError
+from opensora_cli.core.python_processes import module_command, safe_environment
+
+LARGEST = 512 * 2**20
+"""Most bytes of an uploaded file."""
+_CHECK_S = 60.0
+_MEMORY = 4 * 2**30
+_MOST_PIXELS = 8192 * 8192
+_CHUNK = 2**20
+_ENDINGS = {
+    b"\x89PNG\r\n\x1a\n": ".png",
+    b"\xff\xd8\xff": ".jpg",
+    b"GIF8": ".gif",
+    b"\x1aE\xdf\xa3": ".webm",
+}
+
+
+class Upload(Protocol):
+    """File of a request."""
+
+    async def read(self, size: int) -> bytes:
+        """Return the next bytes."""
+
+
+async def keep(upload: Upload, folder: Path) -> Path:
+    """Write an upload into a folder, and return its file, whose name is ours.
+
+    Raises MediaError if it is too large, of another type, or cannot be decoded within the limits.
+    """
+    head = await upload.read(_CHUNK)
+    path = folder / f"reference_{secrets.token_hex(4)}{_ending(head)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    size = 0
+    try:
+        with path.open("xb") as file:
+            while head:
+                size += len(head)
+                if size > LARGEST:
+                    raise MediaError(f"the reference has over {LARGEST // 2**20} MiB")
+                await asyncio.to_thread(file.write, head)
+                head = await upload.read(_CHUNK)
+        await _check(path)
+    except BaseException:
+        with suppress(OSError):
+            path.unlink()
+        raise
+    return path
+
+
+def _ending(head: bytes) -> str:
+    for magic, ending in _ENDINGS.items():
+        if head.startswith(magic):
+            return ending
+    if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
+        return ".webp"
+    if head[4:8] == b"ftyp":
+        return ".mp4"
+    raise MediaError("the reference is no PNG, JPEG, GIF, WebP, MP4 or WebM", hint="convert it to one of these")
+
+
+async def _check(path: Path) -> None:
+    """Decode a file in a process of its own. Raises MediaError if that fails, or takes too much time or memory."""
+    process = await asyncio.create_subprocess_exec(
+        *module_command("opensora_cli.server.uploads"),
+        str(path),
+        env=safe_environment(os.environ),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        _, errors = await asyncio.wait_for(process.communicate(), _CHECK_S)
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        raise MediaError(f"the reference takes over {_CHECK_S:g} s to decode") from None
+    if process.returncode:
+        lines = errors.decode("utf-8", "replace").strip().splitlines()
+        reason = lines[-1] if lines and process.returncode == 3 else "it takes too much memory, or is broken"
+        raise MediaError(f"the reference cannot be read: {reason}")
+
+
+def _main(path: str) -> None:
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (int(_CHECK_S), int(_CHECK_S)))
+    import av
+    from PIL import Image
+
+    Image.MAX_IMAGE_PIXELS = _MOST_PIXELS
+    try:
+        if Path(path).suffix in (".png", ".jpg", ".webp", ".gif"):
+            with Image.open(path) as picture:
+                if picture.width * picture.height > _MOST_PIXELS:
+                    raise ValueError(f"{picture.width}x{picture.height} pixels are too many")
+                picture.load()
+        else:
+            with av.open(path) as container:
+                if not container.streams.video:
+                    raise ValueError("it has no picture track")
+                for frame in container.decode(video=0):
+                    if frame.width * frame.height > _MOST_PIXELS:
+                        raise ValueError(f"{frame.width}x{frame.height} pixels are too many")
+                    break
+    except (OSError, ValueError, av.FFmpegError, Image.DecompressionBombError) as error:
+        print(str(error).replace(path, "the file"), file=sys.stderr)
+        sys.exit(3)
+
+
+if __name__ == "__main__":
+    _main(sys.argv[1])

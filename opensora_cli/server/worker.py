@@ -1,0 +1,232 @@
+"""Processes that compute for a server: the worker keeps models loaded and makes videos, and the planner plans them.
+
+They read commands from stdin and write reports to stdout, as one JSON document a line. A closed stdin means that the
+server is gone: the work is saved, and the process ends.
+"""
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TextIO
+
+from opensora_cli.core.exceptions import OsoraError
+from opensora_cli.core.progress import SilentReporter, StageProgress
+from opensora_cli.core.signals import end_with_parent
+from opensora_cli.settings.generate import GenerateSettings
+
+_EVERY_S = 0.25
+"""Shortest time between two reports of one stage."""
+STATE_EVERY_S = float(os.environ.get("OSORA_SERVER_STATE_S", "30"))
+"""Seconds of work between two saves of a job's state."""
+_SHARES = {"load": 2, "text": 3, "encode": 5, "denoise": 75, "decode": 15}
+"""Rough share of each stage in the time of a job, in percent."""
+
+Report = Callable[..., None]
+
+
+class Commands:
+    """Commands that arrive while the process works."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.waiting: SimpleQueue[Mapping[str, Any] | None] = SimpleQueue()
+        """Commands to carry out in turn. None: the server is gone."""
+        self.stopped = threading.Event()
+        """Whether the running job should save its state and end."""
+        self.cancelled: set[str] = set()
+        threading.Thread(target=self._read, args=(stream,), daemon=True).start()
+
+    def _read(self, stream: TextIO) -> None:
+        for line in stream:
+            command = json.loads(line)
+            if command["do"] == "cancel":
+                self.cancelled.add(command["id"])
+            elif command["do"] == "stop":
+                break
+            else:
+                self.waiting.put(command)
+        self.stopped.set()
+        self.waiting.put(None)
+
+    def is_cancelled(self, job_id: str) -> bool:
+        """Return whether the running job should end."""
+        return self.stopped.is_set() or job_id in self.cancelled
+
+
+class JobReporter(SilentReporter):
+    """Reporter that sends the progress of a job, at most a few times a second."""
+
+    def __init__(self, job_id: str, report: Report) -> None:
+        self._id, self._report = job_id, report
+        self._began_s = time.monotonic()
+        self._before = 0.0
+        """Percent of the finished stages."""
+
+    def note(self, text: str) -> None:
+        """Send a note."""
+        self._report(event="note", id=self._id, text=text)
+
+    def warn(self, text: str) -> None:
+        """Send a warning."""
+        self._report(event="warning", id=self._id, text=text)
+
+    @contextmanager
+    def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
+        """Send the progress of a stage."""
+        stage = _Stage(self, name, total, unit)
+        stage.advance(0)
+        yield stage
+        self._before = min(99.0, self._before + _SHARES.get(name.split()[-1], 0))
+
+    def send(self, name: str, done: int, total: int | None, unit: str, *, since_s: float) -> None:
+        """Send the progress of the running stage, which began at `since_s`."""
+        part = done / total if total else 0.0
+        percent = min(99.0, self._before + _SHARES.get(name.split()[-1], 0) * part)
+        now = time.monotonic()
+        eta_s = None
+        if part:
+            rest = (now - since_s) * (1 - part) / part
+            share = _SHARES.get(name.split()[-1], 0)
+            later = 100 - self._before - share
+            eta_s = round(rest + ((now - since_s) / part) * later / share) if share else None
+        progress = {"stage": name, "done": done, "total": total, "unit": unit, "percent": percent, "eta_s": eta_s}
+        self._report(event="progress", id=self._id, progress=progress)
+
+
+class _Stage:
+    def __init__(self, reporter: JobReporter, name: str, total: int | None, unit: str) -> None:
+        self._reporter, self._name, self._total, self._unit = reporter, name, total, unit
+        self._done, self._since_s, self._sent_s = 0, time.monotonic(), -_EVERY_S
+
+    def advance(self, amount: int = 1) -> None:
+        self._done += amount
+        now = time.monotonic()
+        if now - self._sent_s >= _EVERY_S or self._done in (0, self._total):
+            self._sent_s = now
+            self._reporter.send(self._name, self._done, self._total, self._unit, since_s=self._since_s)
+
+
+def main(kind: str) -> None:
+    """Run the worker (`videos`) or the planner (`plans`) until the server is gone."""
+    end_with_parent()
+    # What libraries print must not mix with the reports.
+    reports = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    lock = threading.Lock()
+
+    def report(**fields: Any) -> None:
+        with lock, _server_may_be_gone():
+            print(json.dumps(fields), file=reports, flush=True)
+
+    commands = Commands(sys.stdin)
+    carry_out = _make_videos if kind == "videos" else _plan
+    try:
+        carry_out(commands, report)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+@contextmanager
+def _server_may_be_gone() -> Iterator[None]:
+    try:
+        yield
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def _make_videos(commands: Commands, report: Report) -> None:
+    from opensora_cli.engine.generate.models import LoadedModels
+    from opensora_cli.server.results import write_extras
+
+    with LoadedModels(stay=True) as models:
+        report(event="ready")
+        while (command := commands.waiting.get()) is not None:
+            job_id, folder = command["id"], Path(command["folder"])
+            try:
+                settings = GenerateSettings.model_validate(command["settings"])
+                result = _generate(settings, job_id, models, commands, report)
+                write_extras(result["path"], folder)
+                report(event="completed", id=job_id, result=result)
+            except KeyboardInterrupt:
+                report(event="stopped", id=job_id, is_cancelled=job_id in commands.cancelled)
+            except Exception as error:
+                report(event="failed", id=job_id, error=failure(error))
+            commands.cancelled.discard(job_id)
+
+
+def _generate(
+    settings: GenerateSettings, job_id: str, models: Any, commands: Commands, report: Report
+) -> dict[str, Any]:
+    from opensora_cli.engine.generate import run
+    from opensora_cli.engine.generate.events import Hooks
+
+    saved_s = time.monotonic()
+
+    def state_due() -> bool:
+        nonlocal saved_s
+        is_due = time.monotonic() - saved_s >= STATE_EVERY_S
+        if is_due:
+            saved_s = time.monotonic()
+        return is_due
+
+    result = run.generate(
+        settings,
+        reporter=JobReporter(job_id, report),
+        models=models,
+        hooks=Hooks(
+            is_cancelled=lambda: commands.is_cancelled(job_id),
+            wants_state=state_due,
+            on_preview=lambda path: report(event="preview", id=job_id, path=path.name),
+        ),
+    )
+    assert result is not None
+    video = result.videos[0]
+    return {
+        "path": str(video.path),
+        "seed": video.seed,
+        "timings_s": result.timings_s,
+        "gpu_peak_gib": result.to_json().get("peak_memory_gib"),
+    }
+
+
+def _plan(commands: Commands, report: Report) -> None:
+    from opensora_cli.engine.generate.dry_run import plan_generation
+
+    report(event="ready")
+    while (command := commands.waiting.get()) is not None:
+        notes: list[str] = []
+        reporter = _Notes(notes)
+        try:
+            plan = plan_generation(GenerateSettings.model_validate(command["settings"]), reporter=reporter)
+            report(event="plan", id=command["id"], plan=plan.to_json(), lines=list(plan.lines()), notes=notes)
+        except Exception as error:
+            report(event="failed", id=command["id"], error=failure(error))
+
+
+class _Notes(SilentReporter):
+    def __init__(self, notes: list[str]) -> None:
+        self._notes = notes
+
+    def warn(self, text: str) -> None:
+        self._notes.append(text)
+
+
+def failure(error: Exception) -> dict[str, Any]:
+    """Return an error as the server reports it: code, message, hint and the exit code of the command line."""
+    if isinstance(error, OsoraError):
+        return {
+            "code": type(error).__name__,
+            "message": error.message,
+            "hint": error.hint,
+            "exit_code": error.exit_code,
+        }
+    return {"code": "internal_error", "message": f"{type(error).__name__}: {error}", "hint": None, "exit_code": 1}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,29 @@
+"""Settings of `osora serve`."""
+
+from collections.abc import Iterator
+from typing import Annotated
+
+from pydantic import Field
+
+from opensora_cli.core.section import FileName, Section
+from opensora_cli.models.registry import AUTO, ModelName
+
+
+class ServeSettings(Section):
+    """Address, folder and limits of a server."""
+
+    model: Annotated[ModelName | str, Field(description="Model: auto, demo or a released model.")] = AUTO
+    host: str = Field(default="127.0.0.1", description="Address to listen at. Others than loopback need --token-file.")
+    port: int = Field(default=8000, ge=1, le=65_535, description="Port to listen at.")
+    folder: FileName = Field(default="serve", description="Folder of jobs and their results.")
+    token_file: FileName | None = Field(default=None, description="File with the secret that requests must bring.")
+    max_queue: int = Field(default=100, ge=1, le=100_000, description="Most videos that wait.")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether other machines cannot reach the server."""
+        return self.host in ("127.0.0.1", "localhost", "::1")
+
+    def rules(self) -> Iterator[str]:
+        if not self.is_loopback and self.token_file is None:
+            yield f"host={self.host} lets other machines make videos: give --token-file, too"
