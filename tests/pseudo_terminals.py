@@ -1,5 +1,6 @@
 """Programs in a terminal of their own, which can go away as at a lost ssh connection."""
 
+import codecs
 import fcntl
 import os
 import pty
@@ -40,6 +41,8 @@ class Terminal:
             **options,
         )
         self.shown = ""
+        # A read may end inside a character.
+        self._decoder = codecs.getincrementaldecoder("utf-8")()
 
     def __enter__(self):
         return self
@@ -71,7 +74,7 @@ class Terminal:
 
     def read(self):
         if select.select([self.master], [], [], 0.02)[0]:
-            self.shown += os.read(self.master, 4096).decode()
+            self.shown += self._decoder.decode(os.read(self.master, 4096))
 
     def hang_up(self):
         """Close the terminal: its processes get SIGHUP, and can no longer read or write."""
