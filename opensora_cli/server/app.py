@@ -14,6 +14,7 @@ from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 
 import opensora_cli
+from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import MediaError, OsoraError
 from opensora_cli.server import metrics
 from opensora_cli.server.guard import COOKIE, is_token
@@ -23,8 +24,10 @@ from opensora_cli.server.results import SHEET, THUMBNAIL
 from opensora_cli.server.scheduler import Scheduler
 from opensora_cli.server.uploads import keep
 from opensora_cli.settings.layers import Layer
+from opensora_cli.settings.load import usual_settings
 
 _PAGE = Path(__file__).parent / "page"
+_EXAMPLES = ("raining, sea", "a red boat on the sea, sunset", "snow falls on a city at night")
 _PING_S = 15.0
 _RETRY_AFTER_S = 30
 _MEDIA = {".mp4": "video/mp4", ".png": "image/png", ".webp": "image/webp", ".gif": "image/gif", ".jpg": "image/jpeg"}
@@ -328,6 +331,25 @@ def _add_others(app: FastAPI, server: Server) -> None:
         model = {"id": server.model, "object": "model", "created": 0, "owned_by": "osora"}
         return {"object": "list", "data": [model]}
 
+    @app.get("/v1/options")
+    async def options() -> dict[str, Any]:
+        """Return the choices and defaults of the model, for forms."""
+        usual = usual_settings(server.model)
+        video = usual.video
+        return {
+            "model": server.model,
+            "resolutions": list(video.resolutions),
+            "resolution": video.resolution,
+            "aspect_ratios": list(video.aspect_ratios),
+            "aspect_ratio": video.aspect_ratio,
+            "num_frames": video.num_frames,
+            "max_frames": video.max_frames,
+            "fps": video.fps,
+            "steps": usual.sampling.num_inference_steps,
+            "modes": [mode.name for mode in CONDITION_MODES.values() if mode.needs_reference],
+            "examples": list(_EXAMPLES),
+        }
+
     @app.post("/v1/plan")
     async def plan(request: Request) -> dict[str, Any]:
         """Return the plan of a request, as `osora generate --dry-run` prints it."""
@@ -359,6 +381,10 @@ def _add_others(app: FastAPI, server: Server) -> None:
         answer = RedirectResponse("/", status_code=303)
         answer.set_cookie(COOKIE, token, httponly=True, samesite="strict", secure=request.url.scheme == "https")
         return answer
+
+    @app.get("/favicon.ico", include_in_schema=False)
+    async def no_icon() -> Response:
+        return Response(status_code=204)
 
     for path, file in (
         ("/", "index.html"),

@@ -38,6 +38,8 @@ _ALLOWED = frozenset(
 """Settings of a client: they describe the video, and name no file, server, device or memory."""
 _OF_ONE_VIDEO = ("sampling.num_samples", "sampling.stop_at")
 """Settings that do not make one whole video."""
+_PREVIEW_EVERY = 5
+"""Steps between two previews."""
 MAX_PROMPT = 4000
 SIZE = re.compile(r"(\d{1,5})x(\d{1,5})", re.ASCII | re.IGNORECASE)
 
@@ -100,6 +102,7 @@ def read_request(
     own = {
         "runtime.model_choice": model,
         "output.path": str(folder / ("video.png" if _is_picture(given, assignments) else "video.mp4")),
+        "output.preview_every": _PREVIEW_EVERY,
         **({"condition.references": (str(reference),)} if reference else {}),
     }
     request = generate_request(

@@ -2,7 +2,8 @@
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 
 import uvicorn
@@ -59,7 +60,9 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
             config = uvicorn.Config(
                 guard, log_level="warning", access_log=False, timeout_graceful_shutdown=_STOP_S, server_header=False
             )
-            asyncio.run(_Uvicorn(config, server.scheduler.stop).serve(sockets=[sock]))
+            # A signal is how a server ends: uvicorn sends it again once the running job is saved.
+            with suppress(KeyboardInterrupt):
+                asyncio.run(_Uvicorn(config, server.scheduler.stop).serve(sockets=[sock]))
         finally:
             store.close()
 
@@ -67,13 +70,13 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
 class _Uvicorn(uvicorn.Server):
     """Server that saves the running job before it waits for connections, of which some may never end."""
 
-    def __init__(self, config: uvicorn.Config, stop: Callable[[], object]) -> None:
+    def __init__(self, config: uvicorn.Config, stop: Callable[[], Awaitable[None]]) -> None:
         super().__init__(config)
         self._stop = stop
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Save the running job, and end all connections."""
-        await self._stop()  # type: ignore[misc]
+        await self._stop()
         await super().shutdown(sockets)
 
 

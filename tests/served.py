@@ -1,0 +1,102 @@
+"""A server in its own process, and requests to it."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import psutil
+
+SMALL = {"num_frames": 5, "steps": 2}
+LONG_S = 120
+
+
+def free_port():
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
+
+
+class Served:
+    """A running `osora serve`; `start` starts it again on the same folder."""
+
+    def __init__(self, folder: Path, *options: str, state_s: float = 0.2, **environment: str):
+        self.folder, self.options, self.port = folder, options, free_port()
+        self.environment = {**os.environ, "OSORA_SERVER_STATE_S": str(state_s), **environment}
+        self.log = folder.with_suffix(".log")
+        self.start()
+
+    def start(self):
+        words = ["serve", "--model", "demo", "--port", str(self.port), "--folder", str(self.folder), *self.options]
+        with self.log.open("a") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "opensora_cli", *words], stdout=log, stderr=log, env=self.environment
+            )
+        limit = time.monotonic() + LONG_S
+        while time.monotonic() < limit:
+            assert self.process.poll() is None, self.log.read_text()
+            try:
+                return self.call("GET", "/healthz")
+            except OSError:
+                time.sleep(0.05)
+        raise AssertionError(self.log.read_text())
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *reason):
+        children = self.children() if self.process.poll() is None else []
+        self.process.kill()
+        self.process.wait()
+        for child in children:
+            child.kill()
+
+    def children(self):
+        return psutil.Process(self.process.pid).children()
+
+    def request(self, method, path, body=None, **headers):
+        """Return status, headers and body of an answer."""
+        data = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", data, method=method)
+        for name, value in {"content-type": "application/json", **headers}.items():
+            request.add_header(name.replace("_", "-"), value)
+        try:
+            with urllib.request.urlopen(request, timeout=LONG_S) as answer:
+                return answer.status, answer.headers, answer.read()
+        except urllib.error.HTTPError as error:
+            return error.code, error.headers, error.read()
+
+    def call(self, method, path, body=None, **headers):
+        """Return the JSON of an answer without an error."""
+        status, _, text = self.request(method, path, body, **headers)
+        assert status == 200, text
+        return json.loads(text)
+
+    def error(self, method, path, body=None, **headers):
+        """Return status and error of an answer."""
+        status, _, text = self.request(method, path, body, **headers)
+        return status, json.loads(text)["error"]
+
+    def make(self, prompt="raining, sea", **values):
+        return self.call("POST", "/v1/videos", {"prompt": prompt, "settings": SMALL, **values})["id"]
+
+    def until(self, video_id, condition):
+        """Wait until a video meets a condition, and return it."""
+        limit = time.monotonic() + LONG_S
+        while time.monotonic() < limit:
+            video = self.call("GET", f"/v1/videos/{video_id}")
+            if condition(video):
+                return video
+            time.sleep(0.05)
+        raise AssertionError(video)
+
+    def finished(self, video_id):
+        return self.until(video_id, lambda video: video["status"] in ("completed", "failed", "cancelled"))
+
+    def result(self, video_id):
+        return (self.folder / "jobs" / video_id / "video.mp4").read_bytes()

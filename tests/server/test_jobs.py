@@ -1,0 +1,79 @@
+import sqlite3
+
+import pytest
+
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.server.jobs import JobStore, Status, new_id
+
+REQUEST, SETTINGS = {"prompt": "sea", "model": "demo"}, {"prompt": "sea"}
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = JobStore(tmp_path / "jobs.sqlite")
+    yield store
+    store.close()
+
+
+def add(store, count):
+    return [store.add(REQUEST, SETTINGS, job_id=new_id()).id for _ in range(count)]
+
+
+def test_jobs_are_queued_in_order_and_outlive_the_store(store, tmp_path):
+    ids = add(store, 3)
+    assert store.queue() == ids
+    store.begin(ids[0])
+    store.report(ids[0], {"stage": "denoise", "percent": 40})
+    store.finish(ids[0], Status.FAILED, error={"code": "x", "message": "no memory"})
+    store.close()
+    again = JobStore(tmp_path / "jobs.sqlite")
+    job = again.get(ids[0])
+    assert (job.status, job.error["message"], job.progress["percent"], job.attempts) == ("failed", "no memory", 40, 1)
+    assert again.queue() == ids[1:]
+    assert again.counts() == {"queued": 2, "in_progress": 0, "completed": 0, "failed": 1, "cancelled": 0}
+    again.close()
+
+
+def test_a_job_that_is_put_back_is_next(store):
+    ids = add(store, 3)
+    store.begin(ids[0])
+    store.requeue(ids[0])
+    assert store.queue() == ids
+
+
+def test_queued_jobs_are_moved(store):
+    a, b, c = add(store, 3)
+    store.move(c, before=a)
+    assert store.queue() == [c, a, b]
+    store.move(c, before=None)
+    assert store.queue() == [a, b, c]
+    store.begin(a)
+    with pytest.raises(RequestError, match="is not queued anymore"):
+        store.move(b, before=a)
+    with pytest.raises(KeyError):
+        store.move("video_0", before=None)
+    assert store.queue() == [b, c]
+
+
+def test_pages_have_every_job_once(store):
+    ids = add(store, 5)
+    first, more = store.page(after=None, limit=2, newest_first=True)
+    second, _ = store.page(after=first[-1].id, limit=2, newest_first=True)
+    third, no_more = store.page(after=second[-1].id, limit=2, newest_first=True)
+    assert [job.id for job in (*first, *second, *third)] == ids[::-1]
+    assert (more, no_more) == (True, False)
+    assert [job.id for job in store.page(after=ids[0], limit=9, newest_first=False)[0]] == ids[1:]
+    with pytest.raises(KeyError):
+        store.page(after="video_0", limit=1, newest_first=True)
+
+
+def test_other_files_and_newer_versions_are_refused(tmp_path):
+    path = tmp_path / "jobs.sqlite"
+    path.write_bytes(b"no database" * 100)
+    with pytest.raises(CheckpointError, match="is not a file of jobs"):
+        JobStore(path)
+    path.unlink()
+    with sqlite3.connect(path) as database:
+        database.execute("PRAGMA user_version=9")
+    with pytest.raises(CheckpointError, match="version 9"):
+        JobStore(path)

@@ -1,0 +1,76 @@
+import shlex
+
+import pytest
+
+from opensora_cli.cli.app import main
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.server.requests import InvalidField, command_of, read_request
+
+
+def read(tmp_path, values, **options):
+    return read_request({"prompt": "sea", **values}, model="demo", base={}, folder=tmp_path, **options)
+
+
+def test_fields_become_settings(tmp_path):
+    fields = {"seconds": "1", "size": "96x128", "seed": 7, "settings": {"steps": 4, "sampling.guidance_scale": 5}}
+    found = read(tmp_path, fields)
+    settings = found.settings
+    assert (settings.video.num_frames, settings.video.width, settings.video.height) == (13, 96, 128)
+    assert (settings.sampling.seed, settings.sampling.num_inference_steps, settings.sampling.guidance_scale) == (
+        7,
+        4,
+        5,
+    )
+    assert settings.output.path == str(tmp_path / "video.mp4")
+    assert found.fields["seconds"] == "1.08333"
+
+
+def test_a_reference_is_the_uploaded_file(tmp_path):
+    settings = read(tmp_path, {}, reference=tmp_path / "reference_1.png").settings
+    assert settings.condition.references == (str(tmp_path / "reference_1.png"),)
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "message"),
+    [
+        ({"prompt": " "}, "prompt", "is empty"),
+        ({"prompt": "x" * 5000}, "prompt", "5000 characters"),
+        ({"prompt": ["x"]}, "prompt", "must be text"),
+        ({"seconds": "1000"}, "seconds", "at most 2.75"),
+        ({"seconds": "soon"}, "seconds", "is no number"),
+        ({"seconds": "nan"}, "seconds", "must be above 0"),
+        ({"size": "big"}, "size", "WIDTHxHEIGHT"),
+        ({"model": "sora-2"}, "model", "is not loaded"),
+        ({"output": "x"}, "output", "is not a field"),
+        ({"settings": ["steps"]}, "settings", "must be an object"),
+        ({"settings": {"out": "/etc/passwd"}}, "settings", "chosen by the server"),
+        ({"settings": {"ref": "/etc/passwd"}}, "settings", "chosen by the server"),
+        ({"settings": {"condition.references": "x.png"}}, "settings", "chosen by the server"),
+        ({"settings": {"lora": "x"}}, "settings", "chosen by the server"),
+        ({"settings": {"weights": "x"}}, "settings", "chosen by the server"),
+        ({"settings": {"refine": True}}, "settings", "chosen by the server"),
+        ({"settings": {"num_samples": 3}}, "settings", "chosen by the server"),
+        ({"settings": {"memory.offload": "blocks"}}, "settings", "chosen by the server"),
+    ],
+)
+def test_wrong_fields_are_named(values, field, message, tmp_path):
+    with pytest.raises(InvalidField, match=message) as caught:
+        read(tmp_path, values)
+    assert caught.value.field == field
+
+
+def test_settings_are_checked_like_those_of_the_command_line(tmp_path):
+    for settings, message in (({"step": 4}, "not an option"), ({"steps": 0}, "at least 1"), ({"size": 3}, "size")):
+        with pytest.raises(RequestError) as caught:
+            read(tmp_path, {"settings": settings})
+        assert message in f"{caught.value.message} {caught.value.hint}"
+
+
+def test_the_command_makes_the_same_video(tmp_path, monkeypatch):
+    settings = {"steps": 2, "num_frames": 5, "sampling.guidance_scale": 5}
+    values = {"prompt": "it's raining", "size": "96x128", "seed": 7, "settings": settings}
+    fields = read(tmp_path, values).fields
+    command = command_of(fields)
+    assert command.startswith("osora generate 'it'\"'\"'s raining' --model demo --seed 7")
+    monkeypatch.chdir(tmp_path)
+    assert main([*shlex.split(command)[1:], "--dry-run", "--quiet"]) == 0
