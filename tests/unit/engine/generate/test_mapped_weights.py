@@ -198,7 +198,7 @@ class TestOfFullSize:
     @pytest.mark.parametrize(("dtype", "mode"), [("bfloat16", OffloadMode.NONE), ("float32", OffloadMode.BLOCKS)])
     def test_on_a_cpu_with_16_gib_free(self, full_size, monkeypatch, dtype, mode):
         free = PrivateMemory(free_bytes=16 * GIB, total_bytes=24 * 10**9)
-        monkeypatch.setattr("opensora_cli.engine.components.hardware.read_private_memory", lambda: free)
+        monkeypatch.setattr("opensora_cli.core.device.read_private_memory", lambda: free)
         made = make_plan(full_settings(full_size, **{"runtime.dtype": dtype, "video.num_frames": "33"}))
         assert made.fits
         assert made.offload.mode is mode
