@@ -33,7 +33,7 @@ def serve(settings: ServeSettings, call: Call) -> None:
 
 _ROWS = {
     "--model": Option("model", help="Model: auto, demo or a released model.", metavar="NAME", kind=str),
-    "--host": Option("host"),
+    "--host": Option("host", metavar="ADDRESS"),
     "--port": Option("port", kind=int),
     "--folder": Option("folder", metavar="FOLDER"),
     "--token-file": Option("token_file", metavar="FILE"),

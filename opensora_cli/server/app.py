@@ -18,7 +18,7 @@ from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import MediaError, OsoraError
 from opensora_cli.server import metrics
 from opensora_cli.server.guard import COOKIE, is_token
-from opensora_cli.server.jobs import Job, JobStore, Status, new_id, percent
+from opensora_cli.server.jobs import Job, JobStore, Status, new_id
 from opensora_cli.server.requests import SIZE, InvalidField, command_of, read_request
 from opensora_cli.server.results import SHEET, THUMBNAIL
 from opensora_cli.server.scheduler import Scheduler
@@ -79,8 +79,8 @@ class Server:
 
     def answer(self, job: Job) -> dict[str, Any]:
         """Return a job as the API shows it."""
-        queue = self.store.queue() if job.status is Status.QUEUED else []
-        done = 100 if job.status is Status.COMPLETED else percent(job.progress)
+        queue = self.store.ids(Status.QUEUED) if job.status is Status.QUEUED else []
+        done = 100 if job.status is Status.COMPLETED else int(job.progress.get("percent", 0))
         error = None if job.error is None else {"code": job.error["code"], "message": job.error["message"]}
         folder = self.scheduler.job_folder(job.id)
         return {
@@ -156,7 +156,7 @@ async def _values(request: Request) -> tuple[dict[str, Any], UploadFile | None]:
     if request.headers.get("content-type", "").startswith("multipart/form-data"):
         form = await request.form(max_files=1, max_fields=50)
         upload = form.get("input_reference")
-        fields = {name: value for name, value in form.items() if name != "input_reference"}
+        fields: dict[str, Any] = {name: value for name, value in form.items() if name != "input_reference"}
         if isinstance(fields.get("settings"), str):
             fields["settings"] = _json(str(fields["settings"]))
         for name in [name for name in fields if name.startswith("settings[")]:

@@ -1,7 +1,6 @@
 """Jobs of a server in one SQLite file: they outlive the server, its worker and the machine."""
 
 import json
-import math
 import secrets
 import sqlite3
 import time
@@ -159,10 +158,10 @@ class JobStore:
             ).fetchall()
         return [_job(row) for row in rows[:limit]], len(rows) > limit
 
-    def queue(self) -> list[str]:
-        """Return the IDs of queued jobs, the next first."""
+    def ids(self, status: Status) -> list[str]:
+        """Return the IDs of the jobs in a state, in the order of the queue."""
         with self._lock:
-            rows = self._database.execute("SELECT id FROM jobs WHERE status = ? ORDER BY place", (Status.QUEUED,))
+            rows = self._database.execute("SELECT id FROM jobs WHERE status = ? ORDER BY place", (status,))
             return [row[0] for row in rows]
 
     def counts(self) -> dict[Status, int]:
@@ -211,7 +210,7 @@ class JobStore:
         Raises KeyError if there is no such job, and RequestError if one of them is not queued.
         """
         with self._transaction():
-            order = [each for each in self.queue() if each != job_id]
+            order = [each for each in self.ids(Status.QUEUED) if each != job_id]
             for each in filter(None, (job_id, before)):
                 if self.get(each).status is not Status.QUEUED:
                     raise RequestError(f"{each} is not queued anymore, and cannot be moved")
@@ -257,8 +256,3 @@ def _job(row: sqlite3.Row) -> Job:
             "error": None if values["error"] is None else json.loads(values["error"]),
         }
     )
-
-
-def percent(progress: Mapping[str, Any]) -> int:
-    """Return the part of a job that is done, from 0 to 99."""
-    return min(99, math.floor(progress.get("percent", 0)))

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 
 from opensora_cli.server.jobs import Status

@@ -40,4 +40,4 @@ def _frames(path: Path) -> Iterator[Image.Image]:
         return
     with av.open(str(path)) as container:
         for frame in container.decode(video=0):
-            yield frame.to_image()
+            yield Image.fromarray(frame.to_ndarray(format="rgb24"))

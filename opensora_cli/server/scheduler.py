@@ -55,10 +55,8 @@ class Scheduler:
 
     async def run(self) -> None:
         """Make all queued jobs until the task is cancelled. Jobs of a server that died continue."""
-        jobs, _ = self._store.page(after=None, limit=100_000, newest_first=True)
-        for job in jobs:
-            if job.status is Status.IN_PROGRESS:
-                self._store.requeue(job.id)
+        for job_id in self._store.ids(Status.IN_PROGRESS):
+            self._store.requeue(job_id)
         while not self._is_stopping:
             self._worker = await Process.start("videos")
             await self._serve(self._worker)
@@ -78,7 +76,7 @@ class Scheduler:
     def wake(self) -> None:
         """Look at the queue, which has changed."""
         self._wakes.set()
-        self.publish({"event": "queue", "queue": self._store.queue()})
+        self.publish({"event": "queue", "queue": self._store.ids(Status.QUEUED)})
 
     async def cancel(self, job_id: str) -> Job:
         """End a job; a running one ends within a step, and is `in_progress` until then.
@@ -157,7 +155,7 @@ class Scheduler:
     async def _feed(self, worker: Process) -> None:
         while not self._is_stopping:
             self._wakes.clear()
-            queue = self._store.queue()
+            queue = self._store.ids(Status.QUEUED)
             if self._running is None and queue:
                 self._running = queue[0]
                 job = self._store.begin(self._running)

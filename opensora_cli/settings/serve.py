@@ -1,18 +1,17 @@
 """Settings of `osora serve`."""
 
 from collections.abc import Iterator
-from typing import Annotated
 
 from pydantic import Field
 
 from opensora_cli.core.section import FileName, Section
-from opensora_cli.models.registry import AUTO, ModelName
+from opensora_cli.models.registry import AUTO
 
 
 class ServeSettings(Section):
     """Address, folder and limits of a server."""
 
-    model: Annotated[ModelName | str, Field(description="Model: auto, demo or a released model.")] = AUTO
+    model: str = Field(default=AUTO, description="Model: auto, demo or a released model.")
     host: str = Field(default="127.0.0.1", description="Address to listen at. Others than loopback need --token-file.")
     port: int = Field(default=8000, ge=1, le=65_535, description="Port to listen at.")
     folder: FileName = Field(default="serve", description="Folder of jobs and their results.")

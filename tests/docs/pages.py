@@ -23,6 +23,7 @@ NEEDS: dict[str, frozenset[int]] = {
     "minutes": frozenset({0}),
     "hours": frozenset({0, 3}),
     "a development environment": frozenset({0}),
+    "a server": frozenset({0}),
 }
 """What a block may need, and with which exit codes a command ends that is planned without it."""
 

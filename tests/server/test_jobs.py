@@ -21,7 +21,7 @@ def add(store, count):
 
 def test_jobs_are_queued_in_order_and_outlive_the_store(store, tmp_path):
     ids = add(store, 3)
-    assert store.queue() == ids
+    assert store.ids(Status.QUEUED) == ids
     store.begin(ids[0])
     store.report(ids[0], {"stage": "denoise", "percent": 40})
     store.finish(ids[0], Status.FAILED, error={"code": "x", "message": "no memory"})
@@ -29,7 +29,7 @@ def test_jobs_are_queued_in_order_and_outlive_the_store(store, tmp_path):
     again = JobStore(tmp_path / "jobs.sqlite")
     job = again.get(ids[0])
     assert (job.status, job.error["message"], job.progress["percent"], job.attempts) == ("failed", "no memory", 40, 1)
-    assert again.queue() == ids[1:]
+    assert again.ids(Status.QUEUED) == ids[1:]
     assert again.counts() == {"queued": 2, "in_progress": 0, "completed": 0, "failed": 1, "cancelled": 0}
     again.close()
 
@@ -38,21 +38,21 @@ def test_a_job_that_is_put_back_is_next(store):
     ids = add(store, 3)
     store.begin(ids[0])
     store.requeue(ids[0])
-    assert store.queue() == ids
+    assert store.ids(Status.QUEUED) == ids
 
 
 def test_queued_jobs_are_moved(store):
     a, b, c = add(store, 3)
     store.move(c, before=a)
-    assert store.queue() == [c, a, b]
+    assert store.ids(Status.QUEUED) == [c, a, b]
     store.move(c, before=None)
-    assert store.queue() == [a, b, c]
+    assert store.ids(Status.QUEUED) == [a, b, c]
     store.begin(a)
     with pytest.raises(RequestError, match="is not queued anymore"):
         store.move(b, before=a)
     with pytest.raises(KeyError):
         store.move("video_0", before=None)
-    assert store.queue() == [b, c]
+    assert store.ids(Status.QUEUED) == [b, c]
 
 
 def test_pages_have_every_job_once(store):
