@@ -18,7 +18,7 @@ from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import MediaError, OsoraError
 from opensora_cli.server import metrics
 from opensora_cli.server.guard import COOKIE, is_token
-from opensora_cli.server.jobs import Job, JobStore, Status, new_id
+from opensora_cli.server.jobs import Job, JobStore, QueueFull, Status, new_id
 from opensora_cli.server.requests import SIZE, InvalidField, command_of, read_request
 from opensora_cli.server.results import SHEET, THUMBNAIL
 from opensora_cli.server.scheduler import Scheduler
@@ -36,19 +36,11 @@ _MEDIA = {".mp4": "video/mp4", ".png": "image/png", ".webp": "image/webp", ".gif
 class ApiError(Exception):
     """An answer with an error."""
 
-    def __init__(
-        self,
-        status: int,
-        code: str,
-        message: str,
-        *,
-        param: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, status: int, code: str, message: str, *, param: str | None = None) -> None:
         super().__init__(message)
         kind = "invalid_request_error" if status < 500 else "server_error"
         self.body = {"error": {"code": code, "message": message, "param": param, "type": kind}}
-        self.status, self.headers = status, headers
+        self.status = status
 
 
 class Server:
@@ -120,15 +112,8 @@ class Server:
     ) -> Job:
         """Validate a request, and append its job to the queue.
 
-        Raises ApiError if the queue is full, and OsoraError if the request is wrong.
+        Raises QueueFull if too many wait, and other errors of OsoraError if the request is wrong.
         """
-        if self.store.counts()[Status.QUEUED] >= self.max_queue:
-            raise ApiError(
-                429,
-                "queue_full",
-                f"{self.max_queue} videos are waiting already",
-                headers={"Retry-After": str(_RETRY_AFTER_S)},
-            )
         job_id = new_id()
         folder = self.scheduler.job_folder(job_id)
         try:
@@ -139,7 +124,11 @@ class Server:
             )
             folder.mkdir(parents=True, exist_ok=True)
             job = self.store.add(
-                request.fields, request.settings.model_dump(mode="json"), job_id=job_id, remixed_from=remixed_from
+                request.fields,
+                request.settings.model_dump(mode="json"),
+                job_id=job_id,
+                max_queue=self.max_queue,
+                remixed_from=remixed_from,
             )
         except BaseException:
             for file in folder.glob("*"):
@@ -208,15 +197,18 @@ def make_app(server: Server) -> FastAPI:
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def api_error(_: Request, error: ApiError) -> JSONResponse:
-        return JSONResponse(error.body, error.status, headers=error.headers)
+        return JSONResponse(error.body, error.status)
 
     @app.exception_handler(OsoraError)
     async def osora_error(_: Request, error: OsoraError) -> JSONResponse:
         status = 400 if error.exit_code == 2 or isinstance(error, MediaError) else 500
+        headers = None
+        if isinstance(error, QueueFull):
+            status, headers = 429, {"Retry-After": str(_RETRY_AFTER_S)}
         code = "".join(f"_{each.lower()}" if each.isupper() else each for each in type(error).__name__).strip("_")
         message = error.message if error.hint is None else f"{error.message}: {error.hint}"
         param = error.field if isinstance(error, InvalidField) else None
-        return JSONResponse(ApiError(status, code, message, param=param).body, status)
+        return JSONResponse(ApiError(status, code, message, param=param).body, status, headers=headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:

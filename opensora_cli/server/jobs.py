@@ -49,6 +49,10 @@ class Status(StrEnum):
         return self in (Status.COMPLETED, Status.FAILED, Status.CANCELLED)
 
 
+class QueueFull(RequestError):
+    """The queue has no place for another job."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """One video to make, or made."""
@@ -112,10 +116,18 @@ class JobStore:
             self._database.close()
 
     def add(
-        self, request: Mapping[str, Any], settings: Mapping[str, Any], *, job_id: str, remixed_from: str | None = None
+        self,
+        request: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        *,
+        job_id: str,
+        max_queue: int,
+        remixed_from: str | None = None,
     ) -> Job:
-        """Append a job to the queue."""
+        """Append a job to the queue. Raises QueueFull if `max_queue` jobs are waiting already."""
         with self._transaction():
+            if self.counts()[Status.QUEUED] >= max_queue:
+                raise QueueFull(f"{max_queue} videos are waiting already")
             last = self._database.execute("SELECT MAX(place) FROM jobs").fetchone()[0]
             self._database.execute(
                 "INSERT INTO jobs (id, place, status, created_at, request, settings, remixed_from) "

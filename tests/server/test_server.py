@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from PIL import Image
@@ -194,20 +193,19 @@ def test_a_video_is_the_same_after_any_process_was_killed(tmp_path):
             assert served.result(video_id) == served.result(whole), killed
 
 
+def is_running(video):
+    return video["status"] == "in_progress" and video["stage"].get("stage") == "denoise" and video["stage"]["done"] > 0
+
+
 @pytest.mark.slow
 def test_a_job_that_kills_its_worker_fails_and_the_next_is_made(tmp_path):
     with Served(tmp_path / "serve") as served:
         deadly, other = served.make(settings={"steps": 200}), served.make()
-        for attempt in range(3):
-            served.until(
-                deadly,
-                lambda video, attempt=attempt: (
-                    video["stage"].get("stage") == "denoise" and video["stage"].get("done", 0) > 0
-                ),
-            )
+        for _ in range(3):
+            served.until(deadly, is_running)
             for child in served.children():
                 child.kill()
-            served.until(deadly, lambda video: video["status"] != "in_progress" or video["stage"] == {})
+            served.until(deadly, lambda video: not is_running(video))
         video = served.finished(deadly)
         assert (video["status"], video["error"]["code"]) == ("failed", "worker_died")
         assert served.finished(other)["status"] == "completed"
@@ -247,4 +245,3 @@ def test_a_full_disk_fails_the_job_with_its_reason(tmp_path):
         folder.unlink()
         other = served.make()
         assert served.finished(other)["status"] == "completed"
-        time.sleep(0)
