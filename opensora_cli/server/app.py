@@ -28,6 +28,7 @@ from opensora_cli.settings.load import usual_settings
 
 _PAGE = Path(__file__).parent / "page"
 _EXAMPLES = ("raining, sea", "a red boat on the sea, sunset", "snow falls on a city at night")
+_LARGEST_JSON = 2**20
 _PING_S = 15.0
 _RETRY_AFTER_S = 30
 _MEDIA = {".mp4": "video/mp4", ".png": "image/png", ".webp": "image/webp", ".gif": "image/gif", ".jpg": "image/jpeg"}
@@ -44,7 +45,7 @@ class ApiError(Exception):
 
 
 class Server:
-    """What routes share: the jobs, their scheduler, and the settings of the server."""
+    """Jobs, their scheduler, and the settings of the server, which all routes share."""
 
     def __init__(
         self, *, store: JobStore, folder: Path, model: str, base: Layer, max_queue: int, token: str | None
@@ -155,7 +156,11 @@ async def _values(request: Request) -> tuple[dict[str, Any], UploadFile | None]:
                 400, "invalid_reference", "input_reference must be an uploaded file", param="input_reference"
             )
         return fields, upload
-    body = await request.body()
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > _LARGEST_JSON:
+            raise ApiError(413, "too_large", f"a request in JSON may have {_LARGEST_JSON} bytes")
     values = _json(body.decode("utf-8", "replace"))
     if not isinstance(values, dict):
         raise ApiError(400, "invalid_json", "the body must be a JSON object")

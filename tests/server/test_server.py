@@ -85,6 +85,7 @@ def test_what_is_no_picture_or_video_is_refused(served, content):
     [
         ("POST", "/v1/videos", b"{", 400, "invalid_json"),
         ("POST", "/v1/videos", b"[]", 400, "invalid_json"),
+        ("POST", "/v1/videos", b" " * 2**21, 413, "too_large"),
         ("POST", "/v1/videos", {}, 400, "invalid_field"),
         ("POST", "/v1/videos", {"prompt": "sea", "input_reference": "/etc/passwd"}, 400, "invalid_reference"),
         ("GET", "/v1/videos?limit=0", None, 400, "invalid_value"),
