@@ -100,10 +100,6 @@ def confine(folder: Path, *, uid: int | None, limits: Mapping[str, int]) -> None
     Raises:
         OSError: there is a way to write elsewhere.
     """
-    for name, limit in limits.items():
-        if name == "RLIMIT_DATA":
-            limit += _data_bytes()
-        resource.setrlimit(getattr(resource, name), (limit, limit))
     if uid is not None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
@@ -111,6 +107,11 @@ def confine(folder: Path, *, uid: int | None, limits: Mapping[str, int]) -> None
     os.umask(0o022)
     die_with_parent()
     _close_other_folders(folder)
+    # Last, since what comes before opens files.
+    for name, limit in limits.items():
+        if name == "RLIMIT_DATA":
+            limit += _data_bytes()
+        resource.setrlimit(getattr(resource, name), (limit, limit))
     if os.geteuid() == 0:
         raise PermissionError("the command would run as root")
 

@@ -9,7 +9,7 @@ import torch
 from gpu_bench import Bench
 
 CPU = ["--tiny", "--device", "cpu"]
-FAIL_ON_A_CPU = {"settings": ["fp8 products", "compiled, fp8 products"]}
+FAIL_ON_A_CPU = {"settings": ["fp8 products", "int8 products", "compiled, fp8 products"]}
 
 
 @pytest.fixture(autouse=True)
