@@ -22,7 +22,7 @@ from opensora_cli.engine.estimate.offload import DENOISE, StageMemory
 from opensora_cli.engine.generate import decode, denoise, models, outputs, references
 from opensora_cli.engine.generate import text as generate_text
 from opensora_cli.engine.generate.dry_run import plan_generation
-from opensora_cli.engine.generate.events import Events
+from opensora_cli.engine.generate.events import Events, Hooks
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.pipeline import computing, make
@@ -485,7 +485,7 @@ class TestBrokenWeights:
 
 def test_a_cancelled_run_saves_its_state_after_the_step(world, tmp_path, reporter):
     saved = []
-    events = Events(reporter, is_cancelled=lambda: True, on_saved=saved.append)
+    events = Events(reporter, hooks=Hooks(is_cancelled=lambda: True, on_saved=saved.append))
     chain = make_chain(with_mode(demo_settings(world, tmp_path), reporter)).with_threads()
     sample = Sample(chain, chain.video, sample_files(chain.settings, 0))
     with LoadedModels() as loaded, computing(chain.video, reporter), pytest.raises(KeyboardInterrupt):
