@@ -17,7 +17,6 @@ Send = Callable[[Message], Awaitable[None]]
 Asgi = Callable[[Message, Receive, Send], Awaitable[None]]
 
 COOKIE = "osora_token"
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _OPEN_PATHS = ("/login", "/healthz", "/style.css")
 """Paths that need no token."""
 _HEADERS = {

@@ -15,13 +15,13 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.core.reading import read_text
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.server.app import Server, make_app
-from opensora_cli.server.guard import LOOPBACK, Guard
+from opensora_cli.server.guard import Guard
 from opensora_cli.server.jobs import JobStore
 from opensora_cli.server.uploads import LARGEST
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.layers import Layer
 from opensora_cli.settings.load import ANY_PROMPT
-from opensora_cli.settings.serve import ServeSettings
+from opensora_cli.settings.serve import LOOPBACK, ServeSettings
 
 _SHORTEST_TOKEN = 16
 _STOP_S = 3

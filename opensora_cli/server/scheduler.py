@@ -42,6 +42,7 @@ class Scheduler:
         self._listeners: set[asyncio.Queue[Mapping[str, Any] | None]] = set()
         self._worker: Process | None = None
         self._planner: Process | None = None
+        self._reading: asyncio.Task[None] | None = None
         self._plans: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
         self._numbers = itertools.count()
         self._running: str | None = None
@@ -105,8 +106,8 @@ class Scheduler:
         """Return the report of the planner. Raises PlanFailed."""
         if self._planner is None:
             self._planner = await Process.start("plans")
-            task = asyncio.create_task(self._read_plans(self._planner))
-            task.add_done_callback(lambda _: None)
+            # The event loop alone would not keep the task.
+            self._reading = asyncio.create_task(self._read_plans(self._planner))
         number = next(self._numbers)
         answer: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
         self._plans[number] = answer

@@ -63,7 +63,6 @@ class JobReporter(SilentReporter):
 
     def __init__(self, job_id: str, report: Report) -> None:
         self._id, self._report = job_id, report
-        self._began_s = time.monotonic()
         self._before = 0.0
         """Percent of the finished stages."""
 
@@ -185,13 +184,7 @@ def _generate(
         ),
     )
     assert result is not None
-    video = result.videos[0]
-    return {
-        "path": str(video.path),
-        "seed": video.seed,
-        "timings_s": result.timings_s,
-        "gpu_peak_gib": result.to_json().get("peak_memory_gib"),
-    }
+    return {"path": str(result.videos[0].path), "timings_s": result.timings_s}
 
 
 def _plan(commands: Commands, report: Report) -> None:

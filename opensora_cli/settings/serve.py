@@ -7,6 +7,9 @@ from pydantic import Field
 from opensora_cli.core.section import FileName, Section
 from opensora_cli.models.registry import AUTO
 
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Names of this machine that others cannot reach."""
+
 
 class ServeSettings(Section):
     """Address, folder and limits of a server."""
@@ -21,7 +24,7 @@ class ServeSettings(Section):
     @property
     def is_loopback(self) -> bool:
         """Whether other machines cannot reach the server."""
-        return self.host in ("127.0.0.1", "localhost", "::1")
+        return self.host in LOOPBACK
 
     def rules(self) -> Iterator[str]:
         if not self.is_loopback and self.token_file is None:

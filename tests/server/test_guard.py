@@ -2,7 +2,8 @@ import asyncio
 
 import pytest
 
-from opensora_cli.server.guard import LOOPBACK, Guard
+from opensora_cli.server.guard import Guard
+from opensora_cli.settings.serve import LOOPBACK
 
 TOKEN = "a-token-of-letters"
 
