@@ -17,10 +17,11 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import count_decoder_tiles, vae_tiling
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
+from opensora_cli.engine.generate.chain import PICTURE, Chain
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import SampleFiles, is_begun, last_frame_path, read_made
-from opensora_cli.engine.generate.plan import PICTURE, Chain, Plan
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.references import LOW_PSNR_DB, GivenFramesPSNR
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.sidecar import FirstPicture, first_picture, sidecar_document

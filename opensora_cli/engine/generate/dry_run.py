@@ -28,8 +28,9 @@ from opensora_cli.engine.generate.batch import (
     refuse_one_file,
     settings_of,
 )
+from opensora_cli.engine.generate.chain import DRAFT, PICTURE, Chain
 from opensora_cli.engine.generate.outputs import SampleFiles, check_outputs, sample_files, sheet_path
-from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain, gib_or_less
+from opensora_cli.engine.generate.plan import gib_or_less
 from opensora_cli.engine.generate.planning import CACHED_TEXT_LINE, make_chain, note_ignored_offload, require_fit
 from opensora_cli.engine.generate.predicted import predict_known_time
 from opensora_cli.engine.generate.previews import known_map

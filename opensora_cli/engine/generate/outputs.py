@@ -30,7 +30,7 @@ from opensora_cli.settings.load import SIDECAR_SCHEMAS, usual_settings
 from opensora_cli.settings.saved import flags_again
 
 if TYPE_CHECKING:
-    from opensora_cli.engine.generate.plan import Chain
+    from opensora_cli.engine.generate.chain import Chain
 
 _SEEDS_PER_SEGMENT = 10_000
 _BYTES_PER_PIXEL = 0.1

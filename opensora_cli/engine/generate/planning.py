@@ -25,7 +25,8 @@ from opensora_cli.engine.components.parallelize import choose_mesh, describe_mes
 from opensora_cli.engine.components.weights import Component, find_weights
 from opensora_cli.engine.estimate.file_bytes import file_weights
 from opensora_cli.engine.estimate.generation import computes_modulation_first
-from opensora_cli.engine.generate.plan import DRAFT, PICTURE, SEGMENT, VIDEO, Chain, Job, Plan, gib_or_less
+from opensora_cli.engine.generate.chain import DRAFT, PICTURE, SEGMENT, VIDEO, Chain, Job
+from opensora_cli.engine.generate.plan import Plan, gib_or_less
 from opensora_cli.engine.generate.request import (
     PICTURE_MODE,
     draft_settings,

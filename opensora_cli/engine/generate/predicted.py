@@ -35,7 +35,8 @@ from opensora_cli.engine.estimate.predicted_time import (
     total,
 )
 from opensora_cli.engine.estimate.transformer import bytes_of_blocks, modulation_bytes, streamed_bytes
-from opensora_cli.engine.generate.plan import SEGMENT, VIDEO, Chain, Plan
+from opensora_cli.engine.generate.chain import SEGMENT, VIDEO, Chain
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.shares import shares
 from opensora_cli.settings.enums import HostWeights

@@ -17,6 +17,7 @@ from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.attention import AttentionPlan, keep_attention
 from opensora_cli.engine.components.linear_products import LinearProductsReport
+from opensora_cli.engine.generate.chain import PICTURE, VIDEO, Chain
 from opensora_cli.engine.generate.decode import GeneratedVideo, HeldVideo, hold, report_given_frames, save
 from opensora_cli.engine.generate.events import Events, Hooks
 from opensora_cli.engine.generate.explore import ExploredSeed, explored_seed, is_explored, write_sheet
@@ -30,7 +31,6 @@ from opensora_cli.engine.generate.outputs import (
     sample_files,
 )
 from opensora_cli.engine.generate.pipeline import computing, make
-from opensora_cli.engine.generate.plan import PICTURE, VIDEO, Chain
 from opensora_cli.engine.generate.planning import (
     attention_use,
     make_chain,

@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.engine.generate.chain import Chain
 from opensora_cli.engine.generate.outputs import SampleFiles
-from opensora_cli.engine.generate.plan import Chain, Plan
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.process import OneProcess
 from opensora_cli.engine.generate.references import Reference
 from opensora_cli.engine.generate.saved_latents import open_latents, segment_path

@@ -16,6 +16,7 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.engine.components.hardware import versions
 from opensora_cli.engine.components.weights import stamp_of
+from opensora_cli.engine.generate.chain import DRAFT, PICTURE, Chain, alone
 from opensora_cli.engine.generate.outputs import (
     Claims,
     SampleFiles,
@@ -25,7 +26,7 @@ from opensora_cli.engine.generate.outputs import (
     num_samples,
     read_made,
 )
-from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain, Plan, alone
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.request import picture_path
 from opensora_cli.engine.generate.saved_latents import REQUEST_KEY, open_latents
 from opensora_cli.engine.generate.text import full_prompt

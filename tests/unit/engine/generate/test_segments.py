@@ -18,12 +18,12 @@ from opensora_cli.core.private_memory import PrivateMemory
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate import references, text
+from opensora_cli.engine.generate.chain import SEGMENT
 from opensora_cli.engine.generate.decode import HeldVideo
 from opensora_cli.engine.generate.dry_run import PlanDocument
 from opensora_cli.engine.generate.extend import follow
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
-from opensora_cli.engine.generate.plan import SEGMENT
 from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.engine.generate.process import ALONE
 from opensora_cli.engine.generate.references import references_of, with_mode
