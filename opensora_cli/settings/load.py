@@ -52,8 +52,6 @@ class SavedSettings:
     """Whether the launcher of this rank wrote the file. All of its settings are taken then."""
     decodes: bool = False
     """Whether the file has finished latents, which are decoded."""
-    output: Path | None = None
-    """Place of the result unless the command line names one. None means the usual place."""
 
     @cached_property
     def layer(self) -> dict[str, Given]:
@@ -138,8 +136,6 @@ class GenerateRequest:
         path = {**below, **self.overrides}.get("output.path")
         if path is not None and named_format(str(path.value)) is not None:
             taken.pop("output.format", None)
-        if saved.output is not None:
-            taken["output.path"] = Given(str(saved.output), saved.source)
         return {**below, **taken}
 
 

@@ -63,27 +63,12 @@ def description(saved: Layer, *, decodes: bool) -> dict[str, Given]:
     if score is not None and score.value == "auto":
         # `auto` would ask a server.
         del taken["prompt_suffix.motion_score"]
-    ending = _named_format(saved)
-    if not _has_value(taken.get("output.format")) and ending not in (None, _usual_format(saved)):
-        taken["output.format"] = Given(str(ending), saved["output.path"].source)
+    path, frames = saved.get("output.path"), saved.get("video.num_frames")
+    ending = None if path is None else named_format(str(path.value))
+    usual = MediaFormat.PNG if frames is not None and str(frames.value) == "1" else MediaFormat.MP4
+    if path is not None and ending not in (None, usual) and not _has_value(taken.get("output.format")):
+        taken["output.format"] = Given(str(ending), path.source)
     return taken
-
-
-def saved_format(saved: Layer) -> MediaFormat:
-    """Return the file format of the result that an earlier run described."""
-    given = saved.get("output.format")
-    if given is not None and given.value in list(MediaFormat):
-        return MediaFormat(str(given.value))
-    return _named_format(saved) or _usual_format(saved)
-
-
-def _usual_format(saved: Layer) -> MediaFormat:
-    frames = saved.get("video.num_frames")
-    return MediaFormat.PNG if frames is not None and str(frames.value) == "1" else MediaFormat.MP4
-
-
-def _named_format(saved: Layer) -> MediaFormat | None:
-    return named_format(str(saved["output.path"].value)) if "output.path" in saved else None
 
 
 def files_needed(saved: Layer, settings: GenerateSettings, *, decodes: bool, given: Collection[str]) -> dict[str, str]:

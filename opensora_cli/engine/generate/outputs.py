@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from opensora_cli.core.exceptions import CheckpointError, InUseError, OutputError
 from opensora_cli.core.files import nearest_existing
 from opensora_cli.core.folder_lock import lock_beside, lock_holder, locked_file
-from opensora_cli.engine.generate.saved_latents import LATENTS_ENDING, REQUEST_KEY, read_header, steps_in
+from opensora_cli.engine.generate.saved_latents import LATENTS_ENDING, REQUEST_KEY, open_latents
 from opensora_cli.media.files import media_path
 from opensora_cli.media.names import file_stem, prompt_stem
 from opensora_cli.media.results import (
@@ -254,11 +254,11 @@ def _begun(sample: SampleFiles) -> tuple[str | None, int | None]:
 
 def _saved_request(latents: Path) -> tuple[str | None, int | None]:
     """Return the hash of the request of saved latents and their steps; None for both if they are unreadable."""
-    header = read_header(latents) or {}
     try:
-        return header.get(REQUEST_KEY), steps_in(header)
-    except ValueError:
+        saved = open_latents(latents)
+    except CheckpointError:
         return None, None
+    return saved.request_sha256, saved.steps
 
 
 def check_outputs(files: Sequence[SampleFiles], chain: "Chain", *, create: bool) -> None:

@@ -22,7 +22,6 @@ from opensora_cli.sampling.sizes import image_size, nearest_training_size, num_p
 from opensora_cli.settings.explain import Given, explain
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings
-from opensora_cli.settings.saved import saved_format
 
 PICTURE_MODE = "i2v_head"
 """Condition mode of a video whose picture is made first, if no mode is set."""
@@ -62,7 +61,7 @@ def resolve(
     """
     if context is not None:
         request = request_of_rank(request, context)
-    request = _with_saved_latents(request)
+    request, latents = _with_saved_latents(request)
     choice, weights, device = request.model, request.text("runtime.weights"), request.text("runtime.device") or "auto"
 
     @contextmanager
@@ -75,6 +74,9 @@ def resolve(
     for line in request.notes:
         reporter.note(line)
     settings = load_generate_settings(request, model=model)
+    if latents is not None and "output.path" not in request.overrides:
+        name = f"{latents.name.removesuffix(LATENTS_ENDING)}.{settings.output_format}"
+        settings = settings.replace({"output.path": str(latents.with_name(name))})
     degree = settings.parallel.data_parallel_degree
     if not is_row and degree is not None and degree > 1:
         raise RequestError(
@@ -105,27 +107,25 @@ def request_of_rank(request: GenerateRequest, context: RankContext) -> GenerateR
     return replace(request, overrides={**counted, **given})
 
 
-def _with_saved_latents(request: GenerateRequest) -> GenerateRequest:
-    """Return the request with the settings in the latents that it decodes or continues.
+def _with_saved_latents(request: GenerateRequest) -> tuple[GenerateRequest, Path | None]:
+    """Return the request with the settings in the latents that it decodes or continues, and the file of these.
 
-    The result goes beside the latents, under their name.
+    The file is None if there are no latents, or if a sidecar has the settings.
     """
     decodes = "resume" not in request.overrides
     given = request.overrides.get("from_latents" if decodes else "resume")
     if given is None:
-        return request
+        return request, None
     latents = str(given.value)
     require_latents(latents)
     if request.saved is not None:
-        return request
+        return request, None
     saved = SavedSettings(source=latents, values=open_latents(latents).settings, decodes=decodes)
     try:
-        ending = saved_format(saved.layer)
+        _ = saved.layer
     except RequestError as error:
         raise CheckpointError(f"{latents} holds settings that this version of osora does not know") from error
-    place = Path(latents)
-    output = place.with_name(f"{place.name.removesuffix(LATENTS_ENDING)}.{ending}")
-    return replace(request, saved=replace(saved, output=output))
+    return replace(request, saved=saved), Path(latents)
 
 
 def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:

@@ -35,9 +35,8 @@ def make(sample, **changes):
 
 def begin(path, request, **metadata):
     """Write the latents of a run that did not finish."""
-    save_file(
-        {"latents": np.zeros(1)}, path, metadata={"schema": LATENTS_SCHEMA, "request_sha256": request, **metadata}
-    )
+    header = {"schema": LATENTS_SCHEMA, "settings": "{}", "request_sha256": request, **metadata}
+    save_file({"latents": np.zeros(1, dtype=np.float32)}, path, metadata=header)
 
 
 @pytest.mark.parametrize(
