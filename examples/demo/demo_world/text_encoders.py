@@ -12,9 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Regex
+from tokenizers import Regex, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Vocabulary
-from tokenizers import models, normalizers, pre_tokenizers, processors
 from torch import Tensor, nn
 
 from demo_world.captions import SYNONYMS, known_words, sample_caption, vocabulary
@@ -79,9 +78,7 @@ def build_vocabulary(*, start: bool) -> Vocabulary:
 
 
 def _replaced_synonyms() -> list[normalizers.Normalizer]:
-    return [
-        normalizers.Replace(Regex(rf"\b({'|'.join(synonyms)})\b"), word) for word, synonyms in SYNONYMS.items()
-    ]
+    return [normalizers.Replace(Regex(rf"\b({'|'.join(synonyms)})\b"), word) for word, synonyms in SYNONYMS.items()]
 
 
 @dataclass(frozen=True, slots=True)
