@@ -97,6 +97,12 @@ class Flags(TypedDict, total=False):
         bool | None,
         Option("sampling.fast", SAMPLING, "Use fewer evaluations for nearly the same video.", is_common=True),
     ]
+    turbo: Annotated[
+        bool | None,
+        Option(
+            "sampling.turbo", SAMPLING, "Use the few-step adapter of the model: about four evaluations.", is_common=True
+        ),
+    ]
     solver: Annotated[str | None, Option("sampling.solver", SAMPLING)]
     guidance_scale: Annotated[float | str | None, Option("sampling.guidance_scale", SAMPLING, metavar="X")]
     image_guidance_scale: Annotated[float | str | None, Option("sampling.image_guidance_scale", SAMPLING, metavar="X")]
