@@ -158,35 +158,6 @@ class TestCtrlC:
         assert names(tmp_path) == [f"raining-sea_seed{seed}.mp4{end}" for seed in (42, 43) for end in ("", ".json")]
         assert reporter.stages.count("load") == 3
 
-    def test_second_sample(self, world, tmp_path, monkeypatch):
-        decode_latents = decode.decode_latents
-        done = []
-
-        def second_time(*args, **options):
-            if done:
-                raise KeyboardInterrupt
-            done.append(1)
-            return decode_latents(*args, **options)
-
-        monkeypatch.setattr(decode, "decode_latents", second_time)
-        with pytest.raises(KeyboardInterrupt) as caught:
-            generate(released_settings(world, tmp_path / "my out", sampling__num_samples="3", **ONE_MODEL))
-        folder = tmp_path / "my out"
-        commands = [
-            f"osora generate --from '{folder}/raining-sea_seed{seed}.latents.safetensors' --weights {world.released}"
-            for seed in (43, 44)
-        ]
-        assert caught.value.args[0].splitlines() == [
-            f"finished: {folder}/raining-sea_seed42.mp4",
-            *(f"go on with: {command}" for command in commands),
-        ]
-        assert names(folder) == [
-            "raining-sea_seed42.mp4",
-            "raining-sea_seed42.mp4.json",
-            "raining-sea_seed43.latents.safetensors",
-            "raining-sea_seed44.latents.safetensors",
-        ]
-
     @pytest.mark.parametrize(
         ("changes", "advice"),
         [
@@ -249,21 +220,6 @@ class TestCtrlC:
         whole = generate(released_settings(world, tmp_path / "whole", sampling__seed="43", sampling__num_samples="2"))
         for video in whole.videos:
             assert (tmp_path / video.path.name).read_bytes() == video.path.read_bytes()
-
-    def test_the_same_command_goes_on_from_latents_without_the_transformer(
-        self, world, tmp_path, monkeypatch, expected, reporter
-    ):
-        settings = released_settings(world, tmp_path / "clip.mp4")
-        with monkeypatch.context() as patched:
-            patched.setattr(decode, "decode_latents", raising(KeyboardInterrupt()))
-            for _ in range(2):  # also where it is interrupted again
-                with pytest.raises(KeyboardInterrupt, match="go on with: osora generate --from"):
-                    generate(settings, reporter=reporter)
-        assert reporter.stages.count("denoise") == 1
-        [video] = generate(settings, reporter=reporter).videos
-        assert (reporter.stages.count("text"), reporter.stages.count("denoise")) == (1, 1)
-        assert video.path.read_bytes() == expected
-        assert names(tmp_path) == ["clip.mp4", "clip.mp4.json"]
 
 
 class TestFailures:
@@ -418,10 +374,6 @@ class TestFromLatents:
             go_on(saved, reporter, **{"output.path": Given(str(saved.parent), "--out")})
         assert reporter.warnings == [f"go on with: osora generate --from {saved} --weights {world.demo}"]
         assert saved.exists()
-
-    def test_other_size(self, saved, reporter):
-        with pytest.raises(RequestError, match=r"holds latents of .* and the settings ask for"):
-            go_on(saved, reporter, **{"video.num_frames": Given("13", "--num-frames")})
 
     def test_no_such_file_or_a_truncated_one(self, tmp_path, saved, reporter):
         with pytest.raises(CheckpointError, match="does not exist"):
