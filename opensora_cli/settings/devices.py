@@ -162,7 +162,7 @@ class Strategy(StrEnum):
 
     @property
     def means(self) -> str:
-        """Strategy in the terms of torch."""
+        """Description of the strategy in the terms of torch."""
         return {
             Strategy.DDP: "DistributedDataParallel",
             Strategy.ZERO1: "FSDP2 without resharding after forward; gradients are reduced once an update",

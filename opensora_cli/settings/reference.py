@@ -306,7 +306,7 @@ class _Values(dict[str, Any]):
             self.found[key] = str(file) if key in ("files.t5", "files.clip") else os.path.abspath(file)
 
     def take_dtype(self) -> None:
-        """Carry over the dtype of a run that trains nothing."""
+        """Carry over the dtype of a generation or a reconstruction."""
         if str(self.get("dtype")) in _DTYPES:
             self.found["runtime.dtype"] = _DTYPES[self.pop("dtype")]
 

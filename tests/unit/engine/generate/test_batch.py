@@ -214,7 +214,7 @@ def test_ctrl_c_says_how_much_is_finished(asked, rows_of, reporter, monkeypatch)
         return generate_alone(settings, **options)
 
     monkeypatch.setattr(batch, "generate", interrupt)
-    with pytest.raises(KeyboardInterrupt, match="1 of 2 rows are finished: the same command goes on"):
+    with pytest.raises(KeyboardInterrupt, match="1 of 2 rows are finished: the same command continues"):
         run(asked(video__num_frames=1), rows_of("sea\ndesert\n", kind="txt"), reporter)
 
 

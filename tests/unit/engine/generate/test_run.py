@@ -323,9 +323,8 @@ def test_a_seamless_loop_leaves_out_its_last_frame(world, tmp_path, reporter):
     whole = generate(demo_settings(world, tmp_path / "whole", **loop)).videos[0]
     settings = demo_settings(world, tmp_path / "loop", **loop, condition__seamless="true")
     [video] = generate(settings, reporter=reporter).videos
-    assert (
-        f"seamless: the last frame, which repeats the first, is left out: {settings.video.num_frames - 1} frames"
-        in (reporter.notes)
+    assert f"seamless: the last frame, which repeats the first, is dropped: {settings.video.num_frames - 1} frames" in (
+        reporter.notes
     )
     assert json.loads(video.sidecar.read_text())["num_frames"] == settings.video.num_frames - 1
     assert len(read_video(video.path).frames_THWC) == settings.video.num_frames - 1

@@ -145,7 +145,7 @@ def whole(world, tmp_path_factory):
 )
 def test_what_is_stopped_in_a_segment_goes_on_to_the_same_bytes(world, tmp_path, monkeypatch, whole, steps):
     said = stopped(demo_settings(world, tmp_path, **EXTENDED), steps)
-    assert said == f"go on with: osora generate --from {tmp_path / STATE} --weights {world.demo}"
+    assert said == f"continue with: osora generate --from {tmp_path / STATE} --weights {world.demo}"
     if steps % 2:
         result = generate(demo_settings(world, tmp_path, **EXTENDED))
     else:
