@@ -37,7 +37,7 @@ class Video:
     frames: Final[NDArray[np.uint8]]
     """Frames (T, H, W, 3), RGB, read-only."""
     fps: Final[int]
-    """Frames a second."""
+    """Frames per second."""
     seed: Final[int]
     """Seed of the noise."""
     settings: Final[GenerateSettings]

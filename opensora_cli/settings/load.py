@@ -38,7 +38,7 @@ SIDECAR_SCHEMAS = ("osora.generate/1", SIDECAR_SCHEMA)
 """Schemas of sidecars that can be read. Their settings have one form."""
 _FAST_STEPS, _FAST_CACHE = 15, 0.15
 ANY_PROMPT = "raining, sea"
-"""Prompt of runs that measure."""
+"""Prompt of benchmarks, and of plans without a prompt."""
 _ANY = {"prompt": Given(ANY_PROMPT, "prompt")}
 
 

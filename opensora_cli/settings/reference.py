@@ -44,7 +44,7 @@ _SAMPLING = {
     "scale_temporal_osci": "sampling.temporal_image_scaling",
 }
 """Names in the section `sampling_option`. A name that stands alone wins over the one in the section."""
-_GENERATION = {
+SAMPLING_NAMES = {
     **_SHARED,
     **_SAMPLING,
     "sampling_option.seed": "sampling.seed",
@@ -59,6 +59,7 @@ _GENERATION = {
     "save_dir": "output.path",
     "use_t2i2v": "picture.first",
 }
+"""Setting of each name in a file for sampling."""
 _TRAINING = {
     **_SHARED,
     **{f"condition_config.{mode}": f"train_mmdit.mode_weights.{mode}" for mode in CONDITION_MODES},
@@ -168,7 +169,7 @@ def read_reference_generation(file: ConfigFile) -> Sections:
     # The autoencoder and model.patch_size decide.
     for name in ("patch_size", "ae_spatial_compression", "sampling_option.is_causal_vae"):
         values.pop(name, None)
-    return values.carried_over(_GENERATION)
+    return values.carried_over(SAMPLING_NAMES)
 
 
 def read_reference_autoencoder(file: ConfigFile) -> Sections:
@@ -305,7 +306,7 @@ class _Values(dict[str, Any]):
             self.found[key] = str(file) if key in ("files.t5", "files.clip") else os.path.abspath(file)
 
     def take_dtype(self) -> None:
-        """Carry over the dtype of a run that trains nothing."""
+        """Carry over the dtype of a generation or a reconstruction."""
         if str(self.get("dtype")) in _DTYPES:
             self.found["runtime.dtype"] = _DTYPES[self.pop("dtype")]
 

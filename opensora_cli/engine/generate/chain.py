@@ -127,7 +127,7 @@ class Chain:
         )
 
     def change(self, change: Callable[[Plan], Plan], *, only: str | None = None) -> "Chain":
-        """Return the chain with every plan changed, or `only` the plans of one role."""
+        """Return the chain with `change` applied to every plan, or to the plans of the role `only`."""
         return Chain(
             tuple(Job(role, change(plan)) if only in (None, role) else Job(role, plan) for role, plan in self.jobs)
         )

@@ -62,7 +62,7 @@ class Figures:
     timings_s: Mapping[str, float]
     """Seconds of each stage. Loading and text cover the whole run."""
     peak_memory_gib: Mapping[str, float]
-    """Result of `hardware.peak_memory_gib` after the sample."""
+    """Peak memory of the device or of the process, by the keys of `device.peak_memory_gib`."""
     given_frames_psnr_db: float | None
     """PSNR of the given frames in the video; None without references."""
     linear_products: LinearProductsReport | None
@@ -233,7 +233,7 @@ def decode_samples(
 
 
 class GeneratedVideo(Document):
-    """Finished result."""
+    """Result in files, as `--json` prints it."""
 
     path: Path
     """File, or folder of a PNG sequence."""
@@ -285,14 +285,12 @@ def save(clip: Clip) -> GeneratedVideo:
     with events.timed(_SAVE), ExitStack() as saving, closing(decoded()) as pieces:
         write_video(pieces, chain, sample, figures)
     if plan.settings.condition.seamless:
-        events.reporter.note(
-            f"seamless: the last frame, which repeats the first, is left out: {plan.num_frames} frames"
-        )
+        events.reporter.note(f"seamless: the last frame, which repeats the first, is dropped: {plan.num_frames} frames")
     stop = plan.settings.sampling.stop_at
     events.complete(sample, keeps_latents=stop is not None)
     if stop is not None and sample.latents is not None:
         where = f"stopped after step {stop} of {plan.num_steps}"
-        events.reporter.note(f"{where}: go on with {sample.command(sample.latents, is_begun=True)}")
+        events.reporter.note(f"{where}: continue with {sample.command(sample.latents, is_begun=True)}")
     psnr_db = clip.figures().given_frames_psnr_db
     report_given_frames(psnr_db, sample.seed, events.reporter, made_first=chain.find(PICTURE) is not None)
     events.note_saved(sample.media)

@@ -54,7 +54,7 @@ _OF_A_ROW: Mapping[str, bool | set[str]] = {
     "sampling": {"seed"},
     "condition": {"references"},
 }
-"""Settings of rows with the same plan that may differ."""
+"""Settings that may differ between rows with the same plan."""
 
 
 class PlannedStage(Document):
@@ -291,7 +291,7 @@ class BatchPlan(Document):
     shapes: tuple[PlannedShape, ...]
 
     def lines(self) -> list[str]:
-        """Return the plan as lines of text, that of the largest shape first."""
+        """Return the plans as lines of text. The plan that needs the most memory comes first."""
         shapes = "1 shape" if len(self.shapes) == 1 else f"{len(self.shapes)} shapes"
         head = f"rows      {self.rows} of {shapes}, and {len(self.failed)} that would be refused"
         largest_first = sorted(self.shapes, key=lambda shape: -shape.plan.peak_bytes)

@@ -21,7 +21,7 @@ _LUMA = torch.tensor([0.299, 0.587, 0.114]).double()
 
 
 class ExtendedVideo:
-    """Sample with joined segments."""
+    """Video that is joined from its segments."""
 
     def __init__(self, chain: Chain, files: SampleFiles, events: Events, kept_THWC: torch.Tensor | None = None) -> None:
         """`kept_THWC` are the frames of the clip that the video continues, from `continued_clip`."""

@@ -63,7 +63,7 @@ class SampleFiles:
     saved: Path | None = None
     """Latents to continue from, requested or of an unfinished run of the same request; None without any."""
     saved_steps: int | None = None
-    """Steps that the latents to continue from have been through; None for all steps."""
+    """Steps done in the latents to continue from; None for all steps."""
     segment: int = 0
     """Number of the segment of an extended video."""
 
@@ -199,7 +199,7 @@ def _usable(sample: SampleFiles, *, has_one_name: bool) -> SampleFiles | None:
         if request != sample.request_sha256:
             raise CheckpointError(
                 f"{state} is of another request: settings, weights, versions, device or dtype are not the same",
-                hint="go on where it was begun, without options that change the video",
+                hint="continue where it was begun, without options that change the video",
             )
         if not overwrite:
             refuse_existing(sample.media, sample.sidecar)
@@ -211,7 +211,7 @@ def _usable(sample: SampleFiles, *, has_one_name: bool) -> SampleFiles | None:
         refuse_existing(sample.media, sample.sidecar)
         raise OutputError(
             f"{sample.latents} is there from a run that did not finish",
-            hint=f"go on with osora generate --from {shlex.quote(str(sample.latents))}, or start again with "
+            hint=f"continue with osora generate --from {shlex.quote(str(sample.latents))}, or start again with "
             "--overwrite",
         )
     return None

@@ -114,7 +114,7 @@ def request_of_rank(request: GenerateRequest, context: RankContext) -> GenerateR
 
 
 def _with_saved_latents(request: GenerateRequest) -> tuple[GenerateRequest, Path | None]:
-    """Return the request with the settings in the latents that it decodes or continues, and the file of these.
+    """Return the request with the settings in the latents that it decodes or continues, and their file.
 
     The file is None if there are no latents, or if a sidecar has the settings.
     """

@@ -299,7 +299,7 @@ def _note_earlier_work(files: Sequence[SampleFiles], reporter: Reporter) -> None
             _note_made(sample, reporter)
         elif sample.saved is not None and sample.settings.from_latents is None:
             after = "" if sample.saved_steps is None else f", after step {sample.saved_steps}"
-            word = "kept:" if sample.settings.output.explore and is_explored(sample) else "going on from"
+            word = "kept:" if sample.settings.output.explore and is_explored(sample) else "continuing from"
             reporter.note(f"{word} latents of the same request: {sample.saved}{after}")
 
 

@@ -91,7 +91,7 @@ def _saved_request(settings: GenerateSettings, latents: str) -> str | None:
     if saved.steps is not None:
         raise RequestError(
             f"{latents} was saved after step {saved.steps} of {settings.sampling.num_inference_steps}",
-            hint=f"go on with osora generate --from {shlex.quote(latents)}",
+            hint=f"continue with osora generate --from {shlex.quote(latents)}",
         )
 
     def deciding(settings: GenerateSettings) -> dict[str, Any]:

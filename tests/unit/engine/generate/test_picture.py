@@ -214,7 +214,7 @@ class TestMade:
         [video] = generate(decoded).videos
         assert (video.path.read_bytes(), video.picture) == (whole, None)
         [video] = generate(ended, reporter=reporter).videos
-        assert f"going on from latents of the same request: {latents}" in reporter.notes
+        assert f"continuing from latents of the same request: {latents}" in reporter.notes
         assert (video.path.read_bytes(), reporter.stages) == (whole, ["load", "decode", "save"])
 
     def test_a_dry_run_reports_the_nearest_size(self, world, tmp_path, reporter):

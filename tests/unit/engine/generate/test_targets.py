@@ -103,7 +103,7 @@ def test_saved_latents_of_the_same_request_are_continued(settings, tmp_path, met
     assert (other.media.name, other.saved) == (SECOND, None)
     with pytest.raises(OutputError) as caught:
         find(settings.replace({"output.path": str(tmp_path / f"{NAME}.mp4")}), "b")
-    assert caught.value.hint.startswith(f"go on with osora generate --from {latents}")
+    assert caught.value.hint.startswith(f"continue with osora generate --from {latents}")
 
 
 def test_overwriting_replaces_the_result_of_the_same_request_or_the_first(settings):
