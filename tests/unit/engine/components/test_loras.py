@@ -338,7 +338,8 @@ def estimated(plan: Plan, offload: OffloadPlan) -> StageMemory:
 
 
 class TestMemory:
-    @pytest.mark.parametrize("tokens", [None, pytest.param(64, marks=pytest.mark.slow)])
+    @pytest.mark.slow
+    @pytest.mark.parametrize("tokens", [None, 64])
     def test_denoising_takes_what_was_estimated(self, style, everything, tokens):
         loras = (f"{style}:0.8", str(everything))
         plan = plan_of(
