@@ -129,7 +129,8 @@ class TestAddLoras:
 
     @pytest.mark.parametrize("in_8_bits", [False, pytest.param(True, marks=pytest.mark.slow)])
     def test_modulation_before_the_first_step_has_adapters(self, everything, in_8_bits):
-        plan = plan_of(str(everything), **{"sampling.num_inference_steps": 2})
+        short = {"sampling.num_inference_steps": 2, "sampling.guidance_scale": 1.0, "video.num_frames": 1}
+        plan = plan_of(str(everything), **short)
         embeds = PromptEmbeds(
             torch.randn(2, plan.settings.text.t5_max_length, plan.settings.model.context_in_dim),
             torch.randn(2, plan.settings.model.vec_in_dim),
