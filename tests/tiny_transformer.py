@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from opensora_cli.core.attention import AttentionFn
 from opensora_cli.models.attention.sdpa import sdpa
+from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
 
@@ -88,3 +89,13 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
     assert different == []
     assert all(value.any() for name, value in ours.items() if "weight" in name)
+
+
+def linears_of_blocks(config: MMDiTConfig) -> tuple[str, ...]:
+    """Return the paths in the model of all linear layers of the sharding plans, in the order of the blocks."""
+    return tuple(
+        f"{stack.module_path}.{index}.{linear.path}"
+        for stack in repeated_blocks(config)
+        for index in range(stack.count)
+        for linear in stack.linears
+    )
