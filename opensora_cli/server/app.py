@@ -1,17 +1,22 @@
 """Routes of `osora serve`: videos in the shape of OpenAI's API, plans, events, metrics and the page."""
 
 import asyncio
+import html
 import json
+import shutil
+import sqlite3
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from string import Template
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, StreamingResponse
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, StreamingResponse
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 import opensora_cli
 from opensora_cli.core.conditions import CONDITION_MODES
@@ -28,9 +33,15 @@ from opensora_cli.settings.load import usual_settings
 
 _PAGE = Path(__file__).parent / "page"
 _EXAMPLES = ("raining, sea", "a red boat on the sea, sunset", "snow falls on a city at night")
+_LOGIN = """<form method="post" action="/login">
+<label for="token">Token, from the file that the server was started with</label>
+<input id="token" name="token" type="password" autocomplete="current-password" required autofocus>
+<button type="submit">Enter</button>
+</form>"""
 _LARGEST_JSON = 2**20
 _PING_S = 15.0
 _RETRY_AFTER_S = 30
+_CODES = {404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "too_large"}
 _MEDIA = {".mp4": "video/mp4", ".png": "image/png", ".webp": "image/webp", ".gif": "image/gif", ".jpg": "image/jpeg"}
 
 
@@ -48,10 +59,18 @@ class Server:
     """Jobs, their scheduler, and the settings of the server, which all routes share."""
 
     def __init__(
-        self, *, store: JobStore, folder: Path, model: str, base: Layer, max_queue: int, token: str | None
+        self,
+        *,
+        store: JobStore,
+        folder: Path,
+        model: str,
+        base: Layer,
+        groups: int,
+        max_queue: int,
+        token: str | None,
     ) -> None:
         self.store, self.folder = store, folder
-        self.scheduler = Scheduler(store, folder)
+        self.scheduler = Scheduler(store, folder, groups=groups)
         self.model, self.base, self.max_queue, self.token = model, base, max_queue, token
 
     def job(self, video_id: str) -> Job:
@@ -72,8 +91,8 @@ class Server:
 
     def answer(self, job: Job) -> dict[str, Any]:
         """Return a job as the API shows it."""
-        queue = self.store.ids(Status.QUEUED) if job.status is Status.QUEUED else []
-        done = 100 if job.status is Status.COMPLETED else int(job.progress.get("percent", 0))
+        stage = self.scheduler.progress.get(job.id, {})
+        done = 100 if job.status is Status.COMPLETED else int(stage.get("percent", 0))
         error = None if job.error is None else {"code": job.error["code"], "message": job.error["message"]}
         folder = self.scheduler.job_folder(job.id)
         return {
@@ -92,8 +111,8 @@ class Server:
             "remixed_from_video_id": job.remixed_from,
             "error": error,
             "hint": None if job.error is None else job.error["hint"],
-            "place": queue.index(job.id) + 1 if job.id in queue else None,
-            "stage": dict(job.progress),
+            "place": self.store.place_in_queue(job) if job.status is Status.QUEUED else None,
+            "stage": dict(stage),
             "settings": job.request["settings"],
             "seed": job.request["seed"],
             "num_frames": job.request["num_frames"],
@@ -111,7 +130,7 @@ class Server:
         reference: Path | None = None,
         remixed_from: str | None = None,
     ) -> Job:
-        """Validate a request, and append its job to the queue.
+        """Validate a request, and append its job to the queue. A `reference` of another job is copied.
 
         Raises QueueFull if too many wait, and other errors of OsoraError if the request is wrong.
         """
@@ -120,6 +139,9 @@ class Server:
         try:
             if upload is not None:
                 reference = await keep(upload, folder)
+            elif reference is not None:
+                folder.mkdir(parents=True)
+                reference = Path(await asyncio.to_thread(shutil.copyfile, reference, folder / reference.name))
             request = await asyncio.to_thread(
                 read_request, values, model=self.model, base=self.base, folder=folder, reference=reference
             )
@@ -132,10 +154,7 @@ class Server:
                 remixed_from=remixed_from,
             )
         except BaseException:
-            for file in folder.glob("*"):
-                file.unlink(missing_ok=True)
-            with suppress(OSError):
-                folder.rmdir()
+            shutil.rmtree(folder, ignore_errors=True)
             raise
         self.scheduler.wake()
         return job
@@ -187,7 +206,7 @@ def make_app(server: Server) -> FastAPI:
         try:
             yield
         finally:
-            await server.scheduler.stop()
+            # The scheduler was stopped before the connections, of which some may never end.
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
@@ -215,6 +234,16 @@ def _add_errors(app: FastAPI) -> None:
         param = error.field if isinstance(error, InvalidField) else None
         return JSONResponse(ApiError(status, code, message, param=param).body, status, headers=headers)
 
+    @app.exception_handler(OSError)
+    @app.exception_handler(sqlite3.OperationalError)
+    async def disk_error(_: Request, error: OSError | sqlite3.OperationalError) -> JSONResponse:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        return JSONResponse(ApiError(507, "disk_error", f"the server cannot write: {reason}").body, 507)
+
+    @app.exception_handler(ClientDisconnect)
+    async def client_left(_: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=400)
+
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
@@ -222,8 +251,8 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> JSONResponse:
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, str(error.status_code))
-        return JSONResponse(ApiError(error.status_code, code, str(error.detail)).body, error.status_code)
+        body = ApiError(error.status_code, _CODES.get(error.status_code, "invalid_request"), str(error.detail)).body
+        return JSONResponse(body, error.status_code, headers=error.headers)
 
 
 def _add_videos(app: FastAPI, server: Server) -> None:
@@ -383,14 +412,15 @@ def _add_others(app: FastAPI, server: Server) -> None:
     async def no_icon() -> Response:
         return Response(status_code=204)
 
-    for path, file in (
-        ("/", "index.html"),
-        ("/login", "login.html"),
-        ("/docs", "docs.html"),
-        ("/style.css", "style.css"),
-        ("/page.js", "page.js"),
-        ("/docs.js", "docs.js"),
-    ):
+    @app.get("/login", include_in_schema=False)
+    async def login_page() -> Response:
+        return _plain_page("token", _LOGIN)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return _plain_page("API", _description(app.openapi()["paths"]))
+
+    for path, file in (("/", "index.html"), ("/style.css", "style.css"), ("/page.js", "page.js")):
         app.add_api_route(path, _file_route(_PAGE / file), methods=["GET"], include_in_schema=False)
 
 
@@ -399,6 +429,22 @@ def _file_route(path: Path) -> Any:
         return FileResponse(path, headers={"Cache-Control": "no-cache"})
 
     return route
+
+
+def _plain_page(title: str, body: str) -> Response:
+    template = Template((_PAGE / "plain.html").read_text("utf-8"))
+    return HTMLResponse(template.substitute(title=title, body=body))
+
+
+def _description(paths: Mapping[str, Any]) -> str:
+    """Return the routes as HTML, without the programs of another host that FastAPI's own page loads."""
+    lines = ["<p>Errors are <code>{error: {code, message, param, type}}</code>. <a href=/openapi.json>openapi.json</a>"]
+    for path, methods in paths.items():
+        for method, route in methods.items():
+            names = ", ".join(parameter["name"] for parameter in route.get("parameters", ()))
+            about = html.escape(route["description"]) + (f" Parameters: {names}." if names else "")
+            lines.append(f"<dt>{method.upper()} {path}<dd>{about}")
+    return "\n".join([lines[0], "<dl>", *lines[1:], "</dl>"])
 
 
 def _stream(events: AsyncIterator[str]) -> StreamingResponse:
@@ -423,6 +469,9 @@ async def _events_of(server: Server, job_id: str | None) -> AsyncIterator[str]:
                 return
             if job_id is not None and event.get("id") != job_id:
                 continue
+            # Events name jobs, and are completed when they are sent: those that wait for a slow listener are small.
+            if event["event"] == "queue":
+                event = {"event": "queue", "queue": server.store.ids(Status.QUEUED)}
             if event["event"] == "job":
                 with suppress(KeyError):
                     event = {"event": "state", **server.answer(server.store.get(event["id"]))}

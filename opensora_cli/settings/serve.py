@@ -21,6 +21,8 @@ class ServeSettings(Section):
     token_file: FileName | None = Field(default=None, description="File with the secret that requests must bring.")
     max_queue: int = Field(default=100, ge=1, le=100_000, description="Most videos that wait.")
 
+    groups: int = Field(default=1, ge=1, le=64, description="Videos made at the same time, each on its own device.")
+
     @property
     def is_loopback(self) -> bool:
         """Whether other machines cannot reach the server."""
