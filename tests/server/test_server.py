@@ -229,6 +229,27 @@ def test_a_job_that_kills_its_worker_fails_and_the_next_is_made(tmp_path):
 
 
 @pytest.mark.slow
+def test_groups_work_at_the_same_time_and_one_survives_the_end_of_another(tmp_path):
+    with Served(tmp_path / "serve", "--groups", "2") as served:
+        videos = [served.make(settings={"steps": 300}) for _ in range(3)]
+        for video_id in videos[:2]:
+            served.until(video_id, is_running)
+        assert served.call("GET", f"/v1/videos/{videos[2]}")["place"] == 1
+        workers = [child for child in served.children() if "videos" in child.cmdline()]
+        assert len(workers) == 2
+        workers[0].kill()
+        hit = None
+        while hit is None:
+            hit = next((each for each in videos[:2] if served.call("GET", f"/v1/videos/{each}")["place"]), None)
+        other = next(each for each in videos[:2] if each != hit)
+        before = served.call("GET", f"/v1/videos/{other}")["stage"]["done"]
+        assert served.until(other, lambda video: video["stage"]["done"] > before)["status"] == "in_progress"
+        served.until(hit, is_running)
+        for video_id in videos:
+            served.call("DELETE", f"/v1/videos/{video_id}")
+
+
+@pytest.mark.slow
 def test_many_posts_at_once_are_all_answered(tmp_path):
     with Served(tmp_path / "serve", "--max-queue", "50") as served:
         found = []
