@@ -159,7 +159,7 @@ def _make_videos(commands: Commands, report: Report, number: str | None) -> None
                 settings = GenerateSettings.model_validate(command["settings"])
                 device = own_device if settings.runtime.device == "auto" else None
                 result = _generate(settings, job_id, models, device, commands, report)
-                write_extras(result["path"], folder)
+                write_extras(Path(result["path"]), folder)
                 report(event="completed", id=job_id, result=result)
             except KeyboardInterrupt:
                 report(event="stopped", id=job_id)

@@ -1,25 +1,11 @@
 """The page of `osora serve` in headless Chromium."""
 
-import shutil
 import time
 
 import pytest
 from served import Served
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-CHROMIUM = shutil.which("chromium")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),
-]
-ARGUMENTS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-]
+pytestmark = pytest.mark.slow
 LONG_MS = 30_000
 
 
@@ -27,14 +13,6 @@ LONG_MS = 30_000
 def served(tmp_path_factory):
     with Served(tmp_path_factory.mktemp("page") / "serve") as served:
         yield served
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
