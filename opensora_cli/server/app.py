@@ -134,6 +134,8 @@ class Server:
 
         Raises QueueFull if too many wait, and other errors of OsoraError if the request is wrong.
         """
+        if self.scheduler.is_disk_full():
+            raise ApiError(507, "disk_full", "the disk of the server is full")
         job_id = new_id()
         folder = self.scheduler.job_folder(job_id)
         try:

@@ -20,8 +20,8 @@ Send = Callable[[Message], Awaitable[None]]
 Asgi = Callable[[Message, Receive, Send], Awaitable[None]]
 
 COOKIE = "osora_token"
-BODY_S = 30.0
-"""Seconds that a client may stop in the middle of its request."""
+PATIENCE_S = 30.0
+"""Seconds that a client may pause in its request."""
 _CLOSE = {"Connection": "close"}
 """The rest of a refused body is not read."""
 _OPEN_PATHS = ("/login", "/healthz", "/style.css")
@@ -97,9 +97,9 @@ class Guard:
             if is_whole:  # the end of the connection, which may take any time
                 return await receive()
             try:
-                message = await asyncio.wait_for(receive(), BODY_S)
+                message = await asyncio.wait_for(receive(), PATIENCE_S)
             except TimeoutError:
-                raise HTTPException(408, f"nothing came for {BODY_S:g} s", headers=_CLOSE) from None
+                raise HTTPException(408, f"nothing came for {PATIENCE_S:g} s", headers=_CLOSE) from None
             left -= len(message.get("body", b""))
             is_whole = not message.get("more_body", False)
             if left < 0:

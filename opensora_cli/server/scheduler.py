@@ -17,6 +17,8 @@ _MOST_DEATHS = 3
 """Workers that die during one job before it fails."""
 _MOST_WAITING = 200
 """Events that wait for a slow listener before it is dropped."""
+_ROOM, _RESERVE = 32 * 2**20, 2**20
+"""Free bytes of the disk that a job needs to begin, and bytes that are kept for the records of jobs."""
 _PLAN_S = 120.0
 _RETRY_S = 1.0
 """Seconds until a worker that ended starts again, and until a write to a full disk is tried again."""
@@ -43,6 +45,7 @@ class Scheduler:
 
     def __init__(self, store: JobStore, folder: Path, *, groups: int) -> None:
         self._store, self._folder, self._groups = store, folder, groups
+        self._reserve = folder / "reserve"
         self._wakes = asyncio.Event()
         self._listeners: set[asyncio.Queue[Mapping[str, Any] | None]] = set()
         self._workers: set[Process] = set()
@@ -64,8 +67,13 @@ class Scheduler:
         """Return the folder of a job."""
         return self._folder / "jobs" / job_id
 
+    def is_disk_full(self) -> bool:
+        """Return whether the disk has no room for another video: queued jobs wait then."""
+        return shutil.disk_usage(self._folder).free < _ROOM
+
     async def run(self) -> None:
         """Make all queued jobs until the task is cancelled. Jobs of a server that died continue."""
+        self._keep_reserve()
         for job_id in self._store.ids(Status.IN_PROGRESS):
             await self._requeue(job_id)
         async with asyncio.TaskGroup() as tasks:
@@ -175,6 +183,9 @@ class Scheduler:
     async def _feed(self, worker: Process) -> None:
         while not self._is_stopping:
             self._wakes.clear()
+            if self.is_disk_full():
+                await asyncio.sleep(_RETRY_S)
+                continue
             if worker not in self._running.values() and (job := await self._written(self._store.take)):
                 self._running[job.id] = worker
                 self.publish({"event": "job", "id": job.id})
@@ -213,6 +224,7 @@ class Scheduler:
             except sqlite3.OperationalError:
                 if self._is_stopping:
                     return None
+                self._reserve.unlink(missing_ok=True)
                 await asyncio.sleep(_RETRY_S)
 
     async def _finish(self, job_id: str, status: Status, error: Mapping[str, Any] | None = None) -> None:
@@ -226,10 +238,19 @@ class Scheduler:
         self.publish({"event": "job", "id": job_id})
         self._leave(job_id)
 
+    def _keep_reserve(self) -> None:
+        """Keep room on the disk for the record that a job failed because the disk is full."""
+        if not self._reserve.exists():
+            try:
+                self._reserve.write_bytes(bytes(_RESERVE))
+            except OSError:
+                self._reserve.unlink(missing_ok=True)
+
     def _leave(self, job_id: str) -> None:
         """Let the worker of a job take another one."""
         self._running.pop(job_id, None)
         self.progress.pop(job_id, None)
+        self._keep_reserve()
         self._cancelled.discard(job_id)
         self.wake()
 

@@ -87,7 +87,7 @@ def test_long_bodies_are_refused_with_and_without_a_length():
 
 
 def test_a_body_that_stops_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr("opensora_cli.server.guard.BODY_S", 0.01)
+    monkeypatch.setattr("opensora_cli.server.guard.PATIENCE_S", 0.01)
 
     async def hung():
         await asyncio.sleep(60)

@@ -1,35 +1,11 @@
 """`osora serve` as a whole: processes, files and answers."""
 
-import io
 import json
-import shutil
-import signal
 import subprocess
 import sys
-import threading
 
 import pytest
-from PIL import Image
-from served import SMALL, Served
-
-BOUNDARY = "a-boundary"
-
-
-def form(**parts):
-    """Return the body and headers of a form; a part of bytes is a file."""
-    lines = []
-    for name, value in parts.items():
-        is_file = isinstance(value, bytes)
-        file = '; filename="../../upload.png"' if is_file else ""
-        head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{name}"{file}\r\n\r\n'.encode()
-        lines.append(head + (value if is_file else value.encode()) + b"\r\n")
-    return b"".join(lines) + f"--{BOUNDARY}--\r\n".encode(), f"multipart/form-data; boundary={BOUNDARY}"
-
-
-def picture(width, height):
-    file = io.BytesIO()
-    Image.new("RGB", (width, height), "red").save(file, "PNG")
-    return file.getvalue()
+from served import SMALL, Served, form, picture
 
 
 @pytest.fixture(scope="module")
@@ -172,114 +148,3 @@ def test_a_token_is_needed_and_kept_in_a_cookie(tmp_path):
         form_kind = "application/x-www-form-urlencoded"
         assert served.error("POST", "/login", b"token=wrong", content_type=form_kind)[0] == 401
         assert "a-secret" not in served.log.read_text()
-
-
-@pytest.mark.slow
-def test_a_video_is_the_same_after_any_process_was_killed(tmp_path):
-    settings = {"num_frames": 17, "steps": 12}
-    with Served(tmp_path / "serve") as served:
-        whole = served.make(settings=settings)
-        assert served.finished(whole)["status"] == "completed"
-        for number, killed in enumerate(("worker", "server", "both", "term") * 5):
-            video_id = served.make(settings=settings)
-            step = number % 10 + 1
-            served.until(
-                video_id,
-                lambda video, step=step: (
-                    (video["stage"].get("stage") == "denoise" and video["stage"]["done"] >= step)
-                    or video["status"] == "completed"
-                ),
-            )
-            children = served.children()
-            if killed in ("server", "both"):
-                served.process.kill()
-            if killed in ("worker", "both"):
-                for child in children:
-                    child.kill()
-            if killed == "term":
-                served.process.send_signal(signal.SIGTERM)
-            if killed != "worker":
-                served.process.wait(60)
-                served.start()
-            assert served.finished(video_id)["status"] == "completed"
-            assert served.result(video_id) == served.result(whole), killed
-
-
-def is_running(video):
-    return video["status"] == "in_progress" and video["stage"].get("stage") == "denoise" and video["stage"]["done"] > 0
-
-
-@pytest.mark.slow
-def test_a_job_that_kills_its_worker_fails_and_the_next_is_made(tmp_path):
-    with Served(tmp_path / "serve") as served:
-        deadly, other = served.make(settings={"steps": 200}), served.make()
-        for _ in range(3):  # restarts of the server are no fault of the job
-            served.until(deadly, is_running)
-            served.process.kill()
-            served.process.wait()
-            served.start()
-        for _ in range(3):
-            served.until(deadly, is_running)
-            for child in served.children():
-                child.kill()
-            served.until(deadly, lambda video: not is_running(video))
-        video = served.finished(deadly)
-        assert (video["status"], video["error"]["code"]) == ("failed", "worker_died")
-        assert served.finished(other)["status"] == "completed"
-
-
-@pytest.mark.slow
-def test_groups_work_at_the_same_time_and_one_survives_the_end_of_another(tmp_path):
-    with Served(tmp_path / "serve", "--groups", "2") as served:
-        videos = [served.make(settings={"steps": 300}) for _ in range(3)]
-        for video_id in videos[:2]:
-            served.until(video_id, is_running)
-        assert served.call("GET", f"/v1/videos/{videos[2]}")["place"] == 1
-        workers = [child for child in served.children() if "videos" in child.cmdline()]
-        assert len(workers) == 2
-        workers[0].kill()
-        hit = None
-        while hit is None:
-            hit = next((each for each in videos[:2] if served.call("GET", f"/v1/videos/{each}")["place"]), None)
-        other = next(each for each in videos[:2] if each != hit)
-        before = served.call("GET", f"/v1/videos/{other}")["stage"]["done"]
-        assert served.until(other, lambda video: video["stage"]["done"] > before)["status"] == "in_progress"
-        served.until(hit, is_running)
-        for video_id in videos:
-            served.call("DELETE", f"/v1/videos/{video_id}")
-
-
-@pytest.mark.slow
-def test_many_posts_at_once_are_all_answered(tmp_path):
-    with Served(tmp_path / "serve", "--max-queue", "50") as served:
-        found = []
-        body = {"prompt": "sea", "settings": {"num_frames": 1, "steps": 1}}
-        threads = [
-            threading.Thread(target=lambda: found.append(served.request("POST", "/v1/videos", body)[0]))
-            for _ in range(200)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert set(found) <= {200, 429}
-        assert len(found) == 200
-        assert 50 <= found.count(200) <= 120
-
-
-@pytest.mark.slow
-def test_a_full_disk_fails_the_job_with_its_reason(tmp_path):
-    if shutil.disk_usage("/dev/shm").total < 2**20:
-        pytest.skip("needs a small file system of its own")
-    with Served(tmp_path / "serve") as served:
-        video_id = served.make(settings={"steps": 200})
-        served.until(video_id, lambda video: video["stage"].get("stage") == "denoise")
-        folder = served.folder / "jobs" / video_id
-        folder.rename(tmp_path / "gone")  # every write fails from now on
-        folder.write_text("no folder")
-        video = served.finished(video_id)
-        assert video["status"] == "failed"
-        assert video["error"]["message"]
-        folder.unlink()
-        other = served.make()
-        assert served.finished(other)["status"] == "completed"
