@@ -5,7 +5,7 @@ import html
 import json
 import shutil
 import sqlite3
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from string import Template
@@ -24,12 +24,12 @@ from opensora_cli.core.exceptions import MediaError, OsoraError
 from opensora_cli.server import metrics
 from opensora_cli.server.guard import COOKIE, is_token
 from opensora_cli.server.jobs import Job, JobStore, QueueFull, Status, new_id
-from opensora_cli.server.requests import SIZE, InvalidField, command_of, read_request
+from opensora_cli.server.requests import SIZE, InvalidField, command_of, presets_of, read_request
 from opensora_cli.server.results import SHEET, THUMBNAIL
 from opensora_cli.server.scheduler import Scheduler
 from opensora_cli.server.uploads import keep
 from opensora_cli.settings.layers import Layer
-from opensora_cli.settings.load import usual_settings
+from opensora_cli.settings.load import load_preset
 
 _PAGE = Path(__file__).parent / "page"
 _EXAMPLES = ("raining, sea", "a red boat on the sea, sunset", "snow falls on a city at night")
@@ -39,6 +39,7 @@ _LOGIN = """<form method="post" action="/login">
 <button type="submit">Enter</button>
 </form>"""
 _LARGEST_JSON = 2**20
+_MOST_FILES = max(mode.max_references for mode in CONDITION_MODES.values())
 _PING_S = 15.0
 _RETRY_AFTER_S = 30
 _CODES = {404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "too_large"}
@@ -117,7 +118,7 @@ class Server:
             "seed": job.request["seed"],
             "num_frames": job.request["num_frames"],
             "fps": job.request["fps"],
-            "has_reference": job.request["has_reference"],
+            "num_references": job.request["num_references"],
             "preview": next((path.name for path in folder.glob("*.preview.*")), None),
             "command": command_of(job.request),
         }
@@ -126,11 +127,10 @@ class Server:
         self,
         values: Mapping[str, Any],
         *,
-        upload: UploadFile | None = None,
-        reference: Path | None = None,
-        remixed_from: str | None = None,
+        uploads: Sequence[UploadFile] = (),
+        remixed_from: Job | None = None,
     ) -> Job:
-        """Validate a request, and append its job to the queue. A `reference` of another job is copied.
+        """Validate a request, and append its job to the queue. The references of another job are copied.
 
         Raises QueueFull if too many wait, and other errors of OsoraError if the request is wrong.
         """
@@ -139,13 +139,13 @@ class Server:
         job_id = new_id()
         folder = self.scheduler.job_folder(job_id)
         try:
-            if upload is not None:
-                reference = await keep(upload, folder)
-            elif reference is not None:
-                folder.mkdir(parents=True)
-                reference = Path(await asyncio.to_thread(shutil.copyfile, reference, folder / reference.name))
+            references = [await keep(upload, folder, number=number) for number, upload in enumerate(uploads)]
+            if remixed_from is not None:
+                for path in sorted(self.scheduler.job_folder(remixed_from.id).glob("reference_*")):
+                    folder.mkdir(parents=True, exist_ok=True)
+                    references.append(await asyncio.to_thread(shutil.copyfile, path, folder / path.name))
             request = await asyncio.to_thread(
-                read_request, values, model=self.model, base=self.base, folder=folder, reference=reference
+                read_request, values, model=self.model, base=self.base, folder=folder, references=references
             )
             folder.mkdir(parents=True, exist_ok=True)
             job = self.store.add(
@@ -153,7 +153,7 @@ class Server:
                 request.settings.model_dump(mode="json"),
                 job_id=job_id,
                 max_queue=self.max_queue,
-                remixed_from=remixed_from,
+                remixed_from=None if remixed_from is None else remixed_from.id,
             )
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -162,21 +162,21 @@ class Server:
         return job
 
 
-async def _values(request: Request) -> tuple[dict[str, Any], UploadFile | None]:
-    """Return the fields of a request in JSON or of a form, and the uploaded reference."""
+async def _values(request: Request) -> tuple[dict[str, Any], list[UploadFile]]:
+    """Return the fields of a request in JSON or of a form, and the uploaded references."""
     if request.headers.get("content-type", "").startswith("multipart/form-data"):
-        form = await request.form(max_files=1, max_fields=50)
-        upload = form.get("input_reference")
+        form = await request.form(max_files=_MOST_FILES, max_fields=50)
+        uploads = [each for each in form.getlist("input_reference") if isinstance(each, UploadFile)]
         fields: dict[str, Any] = {name: value for name, value in form.items() if name != "input_reference"}
         if isinstance(fields.get("settings"), str):
             fields["settings"] = _json(str(fields["settings"]))
         for name in [name for name in fields if name.startswith("settings[")]:
             fields.setdefault("settings", {})[name[9:-1]] = fields.pop(name)
-        if upload is not None and not isinstance(upload, UploadFile):
+        if len(uploads) < len(form.getlist("input_reference")):
             raise ApiError(
                 400, "invalid_reference", "input_reference must be an uploaded file", param="input_reference"
             )
-        return fields, upload
+        return fields, uploads
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -189,7 +189,7 @@ async def _values(request: Request) -> tuple[dict[str, Any], UploadFile | None]:
         raise ApiError(
             400, "invalid_reference", "input_reference must be uploaded as multipart/form-data", param="input_reference"
         )
-    return values, None
+    return values, []
 
 
 def _json(text: str) -> Any:
@@ -261,8 +261,8 @@ def _add_videos(app: FastAPI, server: Server) -> None:
     @app.post("/v1/videos")
     async def create(request: Request) -> dict[str, Any]:
         """Append a video to the queue."""
-        values, upload = await _values(request)
-        return server.answer(await server.add(values, upload=upload))
+        values, uploads = await _values(request)
+        return server.answer(await server.add(values, uploads=uploads))
 
     @app.get("/v1/videos")
     async def list_videos(
@@ -313,16 +313,15 @@ def _add_videos(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/videos/{video_id}/remix")
     async def remix(job: Found, request: Request) -> dict[str, Any]:
-        """Make a video with the settings of another one, and another prompt or seed."""
+        """Make a video with the settings of another one, but for those that are given."""
         values, _ = await _values(request)
         before = job.request
-        same = {"prompt": before["prompt"], "settings": {"num_frames": before["num_frames"], **before["settings"]}}
+        fields = {name: before[name] for name in ("prompt", "seed", "settings")} | values
         if SIZE.fullmatch(before["size"]):
-            same["size"] = before["size"]
-        references = sorted(server.scheduler.job_folder(job.id).glob("reference_*"))
-        fields = {**same, "seed": before["seed"], **values}
-        made = await server.add(fields, reference=next(iter(references), None), remixed_from=job.id)
-        return server.answer(made)
+            fields.setdefault("size", before["size"])
+        if isinstance(fields["settings"], dict):
+            fields["settings"] = before["settings"] | fields["settings"]
+        return server.answer(await server.add(fields, remixed_from=job))
 
     @app.get("/v1/videos/{video_id}/content")
     async def content(job: Found, variant: Literal["video", "thumbnail", "spritesheet"] = "video") -> FileResponse:
@@ -362,19 +361,23 @@ def _add_others(app: FastAPI, server: Server) -> None:
     @app.get("/v1/options")
     async def options() -> dict[str, Any]:
         """Return the choices and defaults of the model, for forms."""
-        usual = usual_settings(server.model)
-        video = usual.video
+        presets = [(name, load_preset(name, prompt="any")) for name in presets_of(server.model)]
         return {
             "model": server.model,
-            "resolutions": list(video.resolutions),
-            "resolution": video.resolution,
-            "aspect_ratios": list(video.aspect_ratios),
-            "aspect_ratio": video.aspect_ratio,
-            "num_frames": video.num_frames,
-            "max_frames": video.max_frames,
-            "fps": video.fps,
-            "steps": usual.sampling.num_inference_steps,
-            "modes": [mode.name for mode in CONDITION_MODES.values() if mode.needs_reference],
+            "presets": [
+                {
+                    "name": name,
+                    "res": preset.video.resolution,
+                    "aspect_ratio": preset.video.aspect_ratio,
+                    "num_frames": preset.video.num_frames,
+                    "steps": preset.sampling.num_inference_steps,
+                }
+                for name, preset in presets
+            ],
+            "resolutions": list(presets[0][1].video.resolutions),
+            "aspect_ratios": list(presets[0][1].video.aspect_ratios),
+            "max_frames": presets[0][1].video.max_frames,
+            "modes": {mode.name: mode.max_references for mode in CONDITION_MODES.values() if mode.needs_reference},
             "examples": list(_EXAMPLES),
         }
 
@@ -461,6 +464,8 @@ async def _events_of(server: Server, job_id: str | None) -> AsyncIterator[str]:
             yield _event({"event": "state", **server.answer(job)})
             if job.status.is_over:
                 return
+        else:
+            yield _event(_queue_event(server))
         while True:
             try:
                 event = await asyncio.wait_for(queue.get(), _PING_S)
@@ -473,13 +478,18 @@ async def _events_of(server: Server, job_id: str | None) -> AsyncIterator[str]:
                 continue
             # Events name jobs, and are completed when they are sent: those that wait for a slow listener are small.
             if event["event"] == "queue":
-                event = {"event": "queue", "queue": server.store.ids(Status.QUEUED)}
+                event = _queue_event(server)
             if event["event"] == "job":
                 with suppress(KeyError):
                     event = {"event": "state", **server.answer(server.store.get(event["id"]))}
             yield _event(event)
             if job_id is not None and event["event"] == "state" and Status(event["status"]).is_over:
                 return
+
+
+def _queue_event(server: Server) -> dict[str, Any]:
+    ids = server.store.ids
+    return {"event": "queue", "queue": ids(Status.QUEUED), "running": ids(Status.IN_PROGRESS)}
 
 
 def _event(event: Mapping[str, Any]) -> str:

@@ -40,13 +40,13 @@ class Upload(Protocol):
         """Return the next bytes."""
 
 
-async def keep(upload: Upload, folder: Path) -> Path:
-    """Write an upload into a folder, and return its file, whose name is ours.
+async def keep(upload: Upload, folder: Path, *, number: int) -> Path:
+    """Write an upload into a folder, and return its file, whose name has the number but nothing from the client.
 
     Raises MediaError if it is too large, of another type, or cannot be decoded within the limits.
     """
     head = await upload.read(_CHUNK)
-    path = folder / f"reference_{secrets.token_hex(4)}{_ending(head)}"
+    path = folder / f"reference_{number}_{secrets.token_hex(4)}{_ending(head)}"
     folder.mkdir(parents=True, exist_ok=True)
     size = 0
     try:

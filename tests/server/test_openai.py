@@ -62,7 +62,7 @@ def test_a_reference_is_uploaded(client):
     file = io.BytesIO()
     Image.new("RGB", (64, 64), "red").save(file, "PNG")
     video = made(client, prompt="a boat", input_reference=("boat.png", file.getvalue()), extra_body=OURS)
-    assert video.model_extra["has_reference"]
+    assert video.model_extra["num_references"] == 1
     assert video.model_extra["num_frames"] == SMALL["num_frames"]
 
 
