@@ -30,9 +30,7 @@ def _trained(kind: str, ranks: int, micro_batches: int) -> tuple[list[dict[str, 
     if ranks > 1:
         distribution = Distribution(device, ParallelMesh(MeshShape(replicate=ranks), device_type="cpu"))
     task = vae_task(kind, optimizer=_OPTIMIZER, **_OBJECTIVE)
-    assert task.adversary is not None
-    task.forward = distribution.shard(task.module)
-    task.adversary.forward = distribution.shard(task.adversary.module)
+    task.shard(distribution)
     batches = mixed_batches(kind, rank=distribution.data_rank, ranks=distribution.data_ranks)
     trainer = vae_trainer(
         task,
@@ -45,7 +43,7 @@ def _trained(kind: str, ranks: int, micro_batches: int) -> tuple[list[dict[str, 
     figures = [dict(trainer.do_step().figures) for _ in range(_STEPS)]
     found = {}
     for name, learner in trainer.learners.items():
-        for parameter, weight in learner.module.named_parameters():
+        for parameter, weight in learner.weights.items():
             assert weight.grad is not None
             found[f"{name}.{parameter}"] = weight.detach().clone()
             found[f"gradient of {name}.{parameter}"] = weight.grad.clone()
