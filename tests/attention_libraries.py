@@ -47,6 +47,23 @@ FLASH3 = {
     "sequed_k=None, max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, "
     "is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0",
 }
+# flash-attn-4 4.0.0b36, flash_attn/cute/interface.py
+_FUNC4 = (
+    "q, k, v, qv=None, gather_kv_indices=None, softmax_scale=None, causal=False, window_size=(None, None), "
+    "learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, score_mod=None, "
+    "score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, block_sparse_tensors=None, "
+    "block_sparse_tensors_bwd=None, return_lse=False, gather_bwd_recompute_p=False, gather_bwd_token_chunk=None"
+)
+FLASH4 = {
+    "flash_attn_func": _FUNC4,
+    "_flash_attn_bwd": "q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, "
+    "window_size_left=None, window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, "
+    "pack_gqa=False, num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False, "
+    "AtomLayoutMSdP=2, AtomLayoutNdKV=2, AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None, "
+    "seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, "
+    "dv=None, score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, "
+    "block_sparse_tensors=None, dlse=None, learnable_sink=None",
+}
 # xformers 0.0.35, xformers/ops/fmha/__init__.py
 _XFORMERS = "query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None"
 XFORMERS = {
@@ -62,9 +79,11 @@ _OFF = {
     **{f"{each}_descale": None for each in "qkv"},
     **{name: None for name in (*_LENGTHS3.split(", "), "cu_seqlens_k_new", "seqused_q", "seqused_k", "leftpad_k")},
     **{"dropout_p": 0.0, "p": 0.0, "causal": False, "is_causal": False, "softcap": 0.0, "attention_chunk": 0},
-    **{"window_size": (-1, -1), "window_size_left": -1, "window_size_right": -1},
+    **{name: None for name in ("learnable_sink", "score_mod", "mask_mod", "block_sparse_tensors", "dlse")},
 }
-"""Arguments of what this model has no use for: dropout, masks, windows, sequences of several lengths."""
+"""Arguments of what this model has no use for: dropout, masks, sequences of several lengths."""
+_WINDOWS = {"window_size", "window_size_left", "window_size_right"}
+_NO_WINDOW = (-1, None, (-1, -1), (None, None))
 
 
 class Library:
@@ -87,6 +106,7 @@ class Library:
             self.calls.append((name, given))
             used = {key: given[key] for key in given.keys() & _OFF}
             assert used == {key: _OFF[key] for key in used}
+            assert all(given[key] in _NO_WINDOW for key in given.keys() & _WINDOWS)
             for key in ("q", "k", "v", "query", "key", "value", "dout", "grad"):
                 if key in given:
                     assert given[key].dtype in self._dtypes
@@ -155,6 +175,23 @@ def fake_flash3(monkeypatch: pytest.MonkeyPatch, signatures: dict[str, str] = FL
         interface._flash_attn_forward = forward  # type: ignore[attr-defined]
     backward = library.function("_flash_attn_backward", lambda given: _into(library, given))
     interface._flash_attn_backward = backward  # type: ignore[attr-defined]
+    return library
+
+
+def fake_flash4(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Library:
+    """Likewise FlashAttention 4, which always returns a pair."""
+    library = Library(FLASH4, **options)
+
+    def attend(given: dict[str, Any]) -> Any:
+        return library.forward(given["q"], given["k"], given["v"], given["softmax_scale"])
+
+    def backward(given: dict[str, Any]) -> Any:
+        kept = (given[name] for name in ("dout", "q", "k", "v", "out", "lse", "softmax_scale"))
+        return library.backward(*kept)
+
+    _, cute, interface = _modules(monkeypatch, "flash_attn", "flash_attn.cute", "flash_attn.cute.interface")
+    cute.flash_attn_func = library.function("flash_attn_func", attend)  # type: ignore[attr-defined]
+    interface._flash_attn_bwd = library.function("_flash_attn_bwd", backward)  # type: ignore[attr-defined]
     return library
 
 

@@ -5,6 +5,7 @@ The code of a backend is `models/attention/NAME.py`. Every backend needs a row h
 
 import importlib.metadata
 import importlib.util
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,12 +24,12 @@ class Library:
 
         The module is not imported: that takes seconds, and a build for another torch may end the process.
         """
-        if importlib.util.find_spec(self.module) is None:
-            return None
         try:
             return importlib.metadata.version(self.distribution)
         except importlib.metadata.PackageNotFoundError:
-            return "(unknown version)"
+            # `find_spec` would import the package of a module with a dot in its name.
+            is_there = self.module in sys.modules or ("." not in self.module and importlib.util.find_spec(self.module))
+            return "(unknown version)" if is_there else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +70,12 @@ ATTENTION_KINDS = {
             "git clone https://github.com/Dao-AILab/flash-attention && pip install --no-build-isolation "
             "./flash-attention/hopper",
         ),
+    ),
+    "flash4": AttentionKind(
+        description="FlashAttention 4, for Hopper and Blackwell GPUs",
+        half_only=True,
+        needs_gpu=True,
+        library=Library("flash_attn.cute", "flash-attn-4", "pip install --pre flash-attn-4"),
     ),
     "xformers": AttentionKind(
         description="memory-efficient attention, from the package xformers",

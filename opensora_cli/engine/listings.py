@@ -50,9 +50,10 @@ class Preset(Document):
         """Return a heading, the needs and the GPUs."""
         video, steps = self.settings["video"], self.settings["sampling"]["num_inference_steps"]
         offloaded = f"; with offload {', '.join(self.fits_with_offload)}" if self.fits_with_offload else ""
+        length = "a picture" if video["num_frames"] == 1 else f"{video['num_frames']} frames at {video['fps']} fps"
         return [
             f"{self.name}: {self.settings['model']['name']}, {video['resolution']} {video['aspect_ratio']}, "
-            f"{video['num_frames']} frames at {video['fps']} fps, {steps} steps",
+            f"{length}, {steps} steps",
             f"  needs {self.memory_gib} GiB of GPU memory ({self.least_memory_gib} GiB with --offload blocks), "
             f"{self.disk_gib} GiB on disk",
             f"  fits {', '.join(self.fits)}{offloaded}",

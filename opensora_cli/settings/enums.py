@@ -63,6 +63,7 @@ class AttentionChoice(StrEnum):
     CUDNN = "cudnn"
     FLASH2 = "flash2"
     FLASH3 = "flash3"
+    FLASH4 = "flash4"
     XFORMERS = "xformers"
     MATH = "math"
     BF16_PRODUCTS = "bf16_products"

@@ -19,6 +19,24 @@ from demo_world.scenes import Colour, Direction, Scene, pick
 from demo_world.translated_captions import Language, translated_caption, translated_words
 
 _ENGLISH_SHARE = 0.76
+SYNONYMS = {
+    "day": ("sunny", "sunshine", "daylight", "morning"),
+    "sunset": ("sunrise", "dawn"),
+    "night": ("nighttime", "moonlight"),
+    "rain": ("rains", "rainfall", "drizzle"),
+    "snow": ("snows", "snowfall", "blizzard"),
+    "forest": ("jungle", "woodland"),
+    "city": ("downtown",),
+    "boat": ("sailboat", "yacht", "ferry", "vessel"),
+    "bird": ("seagull", "sparrow", "eagle", "parrot"),
+    "car": ("taxi", "vehicle"),
+    "ball": ("sphere",),
+    "moves": ("floats", "drifts", "glides"),
+    "moving": ("floating", "drifting", "gliding"),
+    "slowly": ("slow",),
+    "quickly": ("quick", "rapidly"),
+}
+"""Words of captions, each with words of prompts that tokenizers replace with it."""
 
 
 def vocabulary() -> dict[str, list[str]]:

@@ -15,7 +15,7 @@ PLACE_WORDS = {
     Place.DESERT: ("desert", "dunes"),
 }
 WEATHER_WORDS = {
-    Weather.CLEAR: (("clear", "clear weather", "clear sky"), ("clear", "sunny"), ("under a clear sky",)),
+    Weather.CLEAR: (("clear", "clear weather", "clear sky"), ("clear",), ("under a clear sky",)),
     Weather.RAIN: (
         ("raining", "rain", "rainy", "heavy rain", "storm"),
         ("rainy", "raining", "stormy"),

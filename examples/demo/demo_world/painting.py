@@ -328,16 +328,32 @@ def _thing_distance(shape: str, dx: Array, dy: Array, phase: float) -> tuple[Arr
         mast = _box(dx + 0.03, dy + 0.08, 0.012, 0.12)
         return np.minimum(hull, sail), mast
     if shape == "bird":
-        flap = 0.6 * np.sin(phase)
-        body = np.hypot(dx / 1.9, dy) - 0.05
-        head = np.hypot(dx - 0.10, dy + 0.03) - 0.045
-        wings = np.maximum(np.abs(dy + flap * (np.abs(dx + 0.01) - 0.02)) - 0.035, np.abs(dx + 0.01) - 0.17)
-        eye = np.hypot(dx - 0.115, dy + 0.04) - 0.014
-        return np.minimum(np.minimum(body, head), wings), eye
+        return _bird_distance(dx, dy, phase)
     lower = _box(dx, dy - 0.02, 0.19, 0.05)
     cabin = np.maximum(np.abs(dy + 0.065) - 0.05, np.abs(dx + 0.02) - 0.10 - 0.6 * (dy + 0.065))
     wheels = np.hypot(np.abs(dx) - 0.105, dy - 0.075) - 0.045
     return np.minimum(lower, cabin), wheels
+
+
+def _bird_distance(dx: Array, dy: Array, phase: float) -> tuple[Array, Array]:
+    """Return signed distances to a bird that heads right, centered at 0, and to its eye and beak.
+
+    One wing beats from below the body to well above it. Body, head and tail keep their shape, so that the bird is
+    recognized in each frame.
+    """
+    body = 0.055 * (np.hypot(dx / 0.13, dy / 0.055) - 1.0)
+    head = np.hypot(dx - 0.115, dy + 0.035) - 0.048
+    tail = np.abs(dy + 0.01) - 0.014 - 0.28 * np.clip(-dx - 0.10, 0.0, None)
+    tail = np.maximum(tail, np.maximum(-dx - 0.20, dx + 0.08))
+    height = 0.05 + 0.125 * np.sin(phase)
+    if abs(height) < 0.03:
+        height = 0.03 if height >= 0 else -0.03
+    up = -dy / height
+    sides = np.abs(dx - 0.01 + 0.07 * up) - 0.075 * (1.0 - 0.7 * up)
+    wing = np.maximum(sides, np.maximum(-up, up - 1.0) * abs(height))
+    eye = np.hypot(dx - 0.125, dy + 0.048) - 0.015
+    beak = np.maximum(np.abs(dy + 0.03) - 0.5 * (0.205 - dx), 0.155 - dx)
+    return np.minimum(np.minimum(body, head), np.minimum(tail, wing)), np.minimum(eye, beak)
 
 
 def _box(dx: Array, dy: Array, half_width: float, half_height: float) -> Array:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from tokenizers import Regex, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Vocabulary
-from tokenizers import models, normalizers, pre_tokenizers, processors
 from torch import Tensor, nn
 
-from demo_world.captions import known_words, sample_caption, vocabulary
+from demo_world.captions import SYNONYMS, known_words, sample_caption, vocabulary
 from demo_world.scenes import Colour, Direction, Place, Scene, Shape, Speed, Time, Weather, sample_scene
 from demo_world.settings import TextEncoderSettings
 from opensora_cli.checkpoint.writing import write_weights
@@ -60,14 +60,14 @@ def answers(scene: Scene) -> list[int]:
 
 
 def build_vocabulary(*, start: bool) -> Vocabulary:
-    """Return the world's words, in lower case; others become `<unk>`.
+    """Return a tokenizer of the world's words and their synonyms, in lower case; others become `<unk>`.
 
     `start` puts a start token in front of a text, as CLIP has it; an end token always follows.
     """
     words = {word: index for index, word in enumerate([*_SPECIAL.values(), ",", ".", *known_words()])}
     vocabulary = Vocabulary(models.WordLevel(vocab=words, unk_token=UNKNOWN))
     vocabulary.add_special_tokens([*_SPECIAL.values()])
-    vocabulary.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase()])
+    vocabulary.normalizer = normalizers.Sequence([normalizers.NFKC(), normalizers.Lowercase(), *_replaced_synonyms()])
     vocabulary.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation(behavior="isolated")]
     )
@@ -75,6 +75,10 @@ def build_vocabulary(*, start: bool) -> Vocabulary:
         single="<s> $A </s>" if start else "$A </s>", special_tokens=[(word, words[word]) for word in ("<s>", "</s>")]
     )
     return vocabulary
+
+
+def _replaced_synonyms() -> list[normalizers.Normalizer]:
+    return [normalizers.Replace(Regex(rf"\b({'|'.join(synonyms)})\b"), word) for word, synonyms in SYNONYMS.items()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from attention_libraries import FLASH3_B1, HALF, fake_flash2, fake_flash3, fake_xformers
+from attention_libraries import FLASH3_B1, HALF, fake_flash2, fake_flash3, fake_flash4, fake_xformers
 
 from opensora_cli.core.attention_kinds import ATTENTION_KINDS
 from opensora_cli.models.attention import attention_backend, backend_names
@@ -13,6 +13,7 @@ from opensora_cli.settings.enums import AttentionChoice
 LIBRARIES = {
     "flash2": [("flash2", fake_flash2)],
     "flash3": [("flash3", fake_flash3), ("flash3", lambda monkeypatch: fake_flash3(monkeypatch, FLASH3_B1))],
+    "flash4": [("flash4", fake_flash4)],
     "xformers": [("xformers", fake_xformers)],
 }
 FAKES = [fake for fakes in LIBRARIES.values() for fake in fakes]
@@ -70,7 +71,7 @@ def test_parts_make_the_whole_and_its_gradients(monkeypatch, name, fake):
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
-@pytest.mark.parametrize(("name", "fake"), [*LIBRARIES["flash2"], *LIBRARIES["flash3"]])
+@pytest.mark.parametrize(("name", "fake"), [*LIBRARIES["flash2"], *LIBRARIES["flash3"], *LIBRARIES["flash4"]])
 def test_gradients_are_summed_in_one_order_where_torch_is_to_be_deterministic(
     monkeypatch, name, fake, is_deterministic
 ):
