@@ -23,7 +23,7 @@ from opensora_cli.engine.mem_profile.measured_stages import measure_stage
 from opensora_cli.engine.train.activations import largest_batch_shape, plan_activations
 from opensora_cli.engine.train.build import largest_batches
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.objectives.flow_matching import MMDiTTask
+from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
 from opensora_cli.engine.train.parallelize import checkpoint_blocks
 from opensora_cli.engine.train.trainer import Clock, Trainer
 from opensora_cli.models.mmdit.model import MMDiT

@@ -9,9 +9,9 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch, SampledBatches, SampleRng
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.objectives.discriminator import PatchAdversary
+from opensora_cli.engine.train.objectives.discriminator import discriminator_role
 from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance
-from opensora_cli.engine.train.objectives.reconstruction import VAETask
+from opensora_cli.engine.train.objectives.vae import VAETask
 from opensora_cli.engine.train.trainer import Clock, Trainer
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
@@ -75,7 +75,7 @@ def vae_task(
     autoencoder = new_autoencoder(VAES[kind])
     adversary = None
     if settings.discriminator.weight:
-        adversary = PatchAdversary(settings.discriminator, optimizer=optimizer)
+        adversary = discriminator_role(settings.discriminator, optimizer=optimizer)
     return VAETask(
         autoencoder,
         settings=settings,

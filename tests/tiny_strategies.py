@@ -119,7 +119,7 @@ class Run:
                     loss = (self.forward(latents, **given).float() - target.to(latents.device)).square().mean()
                 (loss / len(own)).backward()
             loss_of_rank += loss.item() / len(own)
-        self.norms.append(self.distribution.clip_grad_norm(self.model, MAX_NORM).item())
+        self.norms.append(self.distribution.clip_grad_norm(dict(self.model.named_parameters()), MAX_NORM).item())
         self.losses.append(self.distribution.mean({"loss": loss_of_rank})["loss"])
 
     def step(self, count: int = 1) -> None:

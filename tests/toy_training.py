@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import SampledBatches, SampleRng
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.trainer import Clock, StepReport, Task, Trainer
+from opensora_cli.engine.train.objectives.base import Losses, Role, Task
+from opensora_cli.engine.train.trainer import Clock, StepReport, Trainer
 from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
 
 ADAMW = OptimizerSettings(warmup_steps=2, decay_steps=2)
@@ -44,22 +45,11 @@ class ToyBatch:
         return (f"toy{self.number}.mp4",)
 
 
-class ToyAdversary:
-    """Learns to tell the toy's answers from its inputs' sum; None before a step."""
-
-    def __init__(self, task: "ToyTask", *, start_step: int = 0) -> None:
-        torch.manual_seed(1)
-        self.module = nn.Linear(1, 1)
-        self.forward = self.module
-        self.optimizer = OptimizerSettings(learning_rate=0.1, warmup_steps=0, max_grad_norm=100.0, weight_decay=0.1)
-        self._task = task
-        self._start_step = start_step
-
-    def loss(self) -> tuple[Tensor, dict[str, float]] | None:
-        if self._task.step < self._start_step:
-            return None
-        assert self._task.answer is not None
-        return self.forward(self._task.answer).square().mean(), {"opposed": 1.0}
+def toy_adversary() -> dict[str, Role]:
+    """Return the role of a module that learns to answer 0 to the toy's answers."""
+    torch.manual_seed(1)
+    rate = OptimizerSettings(learning_rate=0.1, warmup_steps=0, max_grad_norm=100.0, weight_decay=0.1)
+    return {"adversary": Role(nn.Linear(1, 1), rate)}
 
 
 class ToyTask(Task):
@@ -68,10 +58,14 @@ class ToyTask(Task):
     Args:
         not_finite: numbers of micro-batches whose loss is not finite.
         steep: likewise the gradient, with a finite loss.
+        opposed_from: first step of an adversary. None means that there is none.
     """
 
-    def __init__(self, *, not_finite: tuple[int, ...] = (), steep: tuple[int, ...] = ()) -> None:
-        super().__init__(ToyModule())
+    def __init__(
+        self, *, not_finite: tuple[int, ...] = (), steep: tuple[int, ...] = (), opposed_from: int | None = None
+    ) -> None:
+        super().__init__(ToyModule(), roles={} if opposed_from is None else toy_adversary())
+        self._opposed_from = opposed_from
         self.asked: list[int] = []
         self.sampled: list[float] = []
         self.step = -1
@@ -98,6 +92,12 @@ class ToyTask(Task):
         if batch.number in self._steep:
             loss = loss + (answer * 0).abs().sqrt().sum()
         return loss, {"scale": float(batch.x_BC.std())}
+
+    def losses(self, batch: ToyBatch, rng: SampleRng) -> Losses:
+        yield from super().losses(batch, rng)
+        if self._opposed_from is not None and self.step >= self._opposed_from:
+            assert self.answer is not None
+            yield "adversary", self.roles["adversary"].forward(self.answer).square().mean(), {"opposed": 1.0}
 
     def tokens(self, batch: ToyBatch) -> int:
         return 10 * len(batch.x_BC)
@@ -137,9 +137,7 @@ def toy_trainer(
     """Return a trainer of the toy, for six steps unless `loop` says otherwise."""
     settings = LoopSettings.model_validate({"steps": 6, "ema_decay": 0.9, **loop})
     distribution = distribution or Distribution(torch.device("cpu"))
-    task.forward = distribution.shard(task.module)
-    if task.adversary is not None:
-        task.adversary.forward = distribution.shard(task.adversary.module)
+    task.shard(distribution)
     batches = SampledBatches(draw, seed=settings.seed, rank=distribution.data_rank, ranks=distribution.data_ranks)
     return Trainer(
         task,

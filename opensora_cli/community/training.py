@@ -201,7 +201,8 @@ def create_optimizer(model: nn.Module, optimizer_config: Mapping[str, object]) -
         )
     except (TypeError, ValidationError, ValueError) as error:
         raise RequestError(f"optimizer_config: {error}") from error
-    (optimizer,) = build_optimizers(model, settings)
+    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    (optimizer,) = build_optimizers(trained, settings)
     return optimizer
 
 

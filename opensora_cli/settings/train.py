@@ -48,6 +48,10 @@ from opensora_cli.settings.train_objectives import (
 )
 from opensora_cli.settings.watching import SampleSettings, ValidationSettings, WatchingSettings
 
+VAE_FILE = "vae.safetensors"
+TRANSFORMER_FILE = "transformer.safetensors"
+LORA_FOLDER = "lora"
+
 
 class TrainSettings(Section):
     """Settings of a training run."""
@@ -92,9 +96,19 @@ class TrainSettings(Section):
         return self.replace({"data.table": table, "data.workers": 0, "loop.seed": seed, "validation.every": None})
 
     @property
+    def objective(self) -> "Target":
+        """The entry of `TARGETS`."""
+        return TARGETS[self.target]
+
+    @property
     def trains_transformer(self) -> bool:
         """Whether the transformer or its adapter is trained, and not the autoencoder."""
-        return TARGETS[self.target].trains_transformer
+        return self.objective.trains_transformer
+
+    @property
+    def exports(self) -> tuple[str, ...]:
+        """Names of a finished run's exports, for generation and for other runs."""
+        return (LORA_FOLDER if self.lora.is_on else self.objective.weights_file,)
 
     @property
     def clip_cache(self) -> str | None:
@@ -114,7 +128,7 @@ class TrainSettings(Section):
         yield from pair_problems(self, needs=_NEEDS, conflicts=_CONFLICTS)
         yield from _device_problems(self)
         yield from _watching_problems(self)
-        yield from TARGETS[self.target].rules(self)
+        yield from self.objective.rules(self)
 
 
 def load_train_settings(
@@ -342,12 +356,17 @@ def _sample_problems(settings: TrainSettings) -> Iterator[str]:
 
 
 class Target(NamedTuple):
-    """Properties of an objective that the rules of the settings need."""
+    """Objective as far as it is known without torch."""
 
     trains_transformer: bool
+    weights_file: str
+    """Name of the exported weights, and of the demo's weights of the same part."""
     rules: Callable[[TrainSettings], Iterator[str]]
     """Function that yields one line for each broken rule of the objective."""
 
 
-TARGETS = {"vae": Target(False, _autoencoder_problems), "mmdit": Target(True, _transformer_problems)}
+TARGETS = {
+    "vae": Target(False, VAE_FILE, _autoencoder_problems),
+    "mmdit": Target(True, TRANSFORMER_FILE, _transformer_problems),
+}
 """Objectives by name. `engine/train/objectives` has a module of the same name for each."""

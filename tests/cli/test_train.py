@@ -12,7 +12,7 @@ import yaml
 
 from opensora_cli.cli.app import main
 from opensora_cli.engine.train import plan
-from opensora_cli.engine.train.objectives.reconstruction import VAETask
+from opensora_cli.engine.train.objectives.vae import VAETask
 
 
 @pytest.fixture

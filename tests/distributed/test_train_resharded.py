@@ -15,6 +15,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import SampledBatches, SampleRng
 from opensora_cli.engine.train.checkpoints import CheckpointWriter
 from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.objectives.base import Task
 from opensora_cli.engine.train.state import restore
 from opensora_cli.engine.train.trainer import Clock, Trainer
 from opensora_cli.settings.train_loop import CheckpointSettings, Compute, LoopSettings, OptimizerSettings
@@ -42,17 +43,12 @@ class _Batch:
         return (f"clip{self.number}",)
 
 
-class _Task:
+class _Task(Task):
     """Learns random velocities."""
 
-    adversary = None
-
     def __init__(self, distribution: Distribution) -> None:
-        self.module = tiny_transformer()
-        self.forward = distribution.shard(self.module)
-
-    def begin_step(self, step: int) -> None:
-        pass
+        super().__init__(tiny_transformer())
+        self.shard(distribution)
 
     def loss(self, batch: _Batch, rng: SampleRng) -> tuple[Tensor, dict[str, float]]:
         given, target = micro_batch(self.module, batch.number)

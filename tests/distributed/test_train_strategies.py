@@ -332,7 +332,7 @@ def _not_finite(case: Case) -> tuple[float, bool, bool, float]:
     if distribution.rank == distribution.ranks - 1:
         # Of a weight that no other rank has the same rows and features of.
         local(run.model.single_blocks[0].q_proj.weight.grad)[0, 0] = float("inf")
-    norm = distribution.clip_grad_norm(run.model, 1.0).item()
+    norm = distribution.clip_grad_norm(dict(run.model.named_parameters()), 1.0).item()
     mean = distribution.mean({"rank": float(distribution.data_rank)})["rank"]
     return norm, distribution.any(distribution.rank == 1), distribution.any(False), mean
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.estimate import estimate_training
-from opensora_cli.engine.train.objectives import flow_matching as mmdit
+from opensora_cli.engine.train.objectives import mmdit
 from opensora_cli.memory.host_memory import SideStream
 from opensora_cli.memory.streaming import _Streamer
 

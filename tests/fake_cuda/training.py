@@ -5,7 +5,7 @@ C++ and takes no fake tensors, there is `FakeDistribution`, which exchanges noth
 not rehearsed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -34,8 +34,9 @@ from opensora_cli.engine.train import distribution as ranks
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.fake_ranks import FakeDistribution
 from opensora_cli.engine.train.frozen_weights import plan_frozen_weights, streamed_weights
-from opensora_cli.engine.train.objectives import flow_matching as mmdit
+from opensora_cli.engine.train.objectives import mmdit
 from opensora_cli.engine.train.objectives.base import find_objective
+from opensora_cli.engine.train.stand_ins import random_text_encoders
 from opensora_cli.engine.train.trainer import Trainer, _Done
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
@@ -117,8 +118,8 @@ def rehearse(
 class _Rehearsed(FakeDistribution):
     """Exchanges nothing between whole copies of weights, and everything between divided ones."""
 
-    def replicate(self, module: nn.Module) -> nn.Module:
-        return super().replicate(moved(module, self.device, leaves_frozen=True))
+    def replicate(self, module: nn.Module, trained: Collection[nn.Parameter]) -> nn.Module:
+        return super().replicate(moved(module, self.device, leaves_frozen=True), trained)
 
     def mean(self, values: Mapping[str, float]) -> dict[str, float]:
         return Distribution.mean(self, values) if self.divides else super().mean(values)
@@ -153,7 +154,7 @@ def _encoders(settings: TrainSettings, *, device: torch.device) -> Encoders:
     dtype, empty = frozen_dtype(settings.train_mmdit, device), partial(torch.zeros, device=device)
     with _disable_current_modes(), torch.device("meta"):
         vae = autoencoder_on_meta(settings.vae)
-        texts = build._text_encoders(settings)
+        texts = random_text_encoders(settings)
     frozen = nn.ModuleList([vae, *texts]).requires_grad_(False).eval()
     give_fake_weights(frozen, device=device, dtype=dtype)
     vae.encoder = Repeated(vae.encoder)

@@ -19,7 +19,7 @@ from opensora_cli.engine.encode.clips import (
     training_caption,
 )
 from opensora_cli.engine.encode.encoders import Encoders
-from opensora_cli.engine.train.objectives.flow_matching import MMDiTTask
+from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.train_objectives import MMDiTTrainSettings

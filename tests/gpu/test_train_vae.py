@@ -25,10 +25,9 @@ def test_loss_and_gradients_are_those_of_a_cpu(kind, monkeypatch):
         task.adversary.module.to(device)
         task.begin_step(0)
         # Noise is drawn on the host, whatever the device.
-        loss, figures = task.loss(clip_batch(0, num_frames=NUM_FRAMES[kind]), SampleRng.of(0, 0))
-        loss.backward()
-        opposing, _ = task.adversary.loss()
-        opposing.backward()
+        batch = clip_batch(0, num_frames=NUM_FRAMES[kind])
+        (_, loss, figures), (_, opposing, _) = task.losses(batch, SampleRng.of(0, 0))
+        (loss + opposing).backward()
         modules = (task.module, task.adversary.module)
         gradient = torch.cat([weight.grad.flatten().cpu() for module in modules for weight in module.parameters()])
         figures = {name: float(value) for name, value in figures.items()}

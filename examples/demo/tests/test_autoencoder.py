@@ -13,7 +13,7 @@ from demo_world.autoencoder import finish_autoencoder, gather_taps, whiten_laten
 from demo_world.scenes import render_scene, sample_scene
 from demo_world.settings import DemoSettings
 from opensora_cli.engine.components.autoencoders import new_autoencoder
-from opensora_cli.engine.train.objectives.reconstruction import to_pixels
+from opensora_cli.engine.train.objectives.vae import to_pixels
 
 
 @pytest.fixture

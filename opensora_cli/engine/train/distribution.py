@@ -1,7 +1,7 @@
 """Ranks of a training run: starting and joining them, and their shares of work and weights."""
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -78,6 +78,11 @@ class Distribution:
         self._replicated: list[DistributedDataParallel] = []
 
     @property
+    def replicates(self) -> bool:
+        """Whether every rank has whole weights, and gradients are averaged."""
+        return self.mesh is not None and not self.divides
+
+    @property
     def is_main(self) -> bool:
         """Whether this process reports and writes for all ranks."""
         return self.rank == 0
@@ -86,13 +91,15 @@ class Distribution:
         self,
         module: nn.Module,
         *,
+        trained: Collection[nn.Parameter] | None = None,
         activations: ActivationPlan | None = None,
         compiles: bool = False,
         warn: Callable[[str], None] = lambda line: None,
     ) -> Callable[..., Tensor]:
         """Reduce a module to this rank's part, in place and on its device; return the function to call instead of it.
 
-        The blocks of a transformer are checkpointed and compiled as `parallelize` describes. Raises ValueError if
+        `trained` are the weights that each call uses and trains, by default all that require gradients. The blocks of a
+        transformer are checkpointed and compiled as `parallelize` describes. Raises ValueError if
         weights are divided and the module is not the only transformer, and RequestError if there are more
         tensor-parallel ranks than heads.
         """
@@ -113,20 +120,24 @@ class Distribution:
             if self.divides:
                 self._sharded = sharded
                 return sharded.forward
-        return moved(module, self.device) if self.mesh is None else self.replicate(module)
+        if self.mesh is None:
+            return moved(module, self.device)
+        trains = [weight for weight in module.parameters() if weight.requires_grad] if trained is None else trained
+        return self.replicate(module, trains)
 
-    def replicate(self, module: nn.Module) -> Callable[..., Tensor]:
-        """Wrap a whole copy of a module so that its gradients are averaged during the backward pass (DDP).
+    def replicate(self, module: nn.Module, trained: Collection[nn.Parameter]) -> Callable[..., Tensor]:
+        """Wrap a whole copy of a module so that the gradients of `trained` are averaged during backward passes (DDP).
 
-        Every call must use every trained weight. FSDP2 with shards of size 1 gives the same gradients, but it holds a
-        second copy of the weights, and rejects weights in the channels-last format of autoencoders.
+        Every call must use every one of these weights. FSDP2 with shards of size 1 gives the same gradients, but it
+        holds a second copy of the weights, and rejects weights in the channels-last format of autoencoders.
         """
         assert self.mesh is not None
         # The warning is about 1x1x1 kernels, whose strides along single taps have no meaning.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
         # Frozen weights are the same on all ranks, and may be mapped from a file that must not be written to.
-        frozen = [name for name, weight in module.named_parameters() if not weight.requires_grad]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, frozen)  # type: ignore[no-untyped-call]
+        own = {id(weight) for weight in trained}
+        others = [name for name, weight in module.named_parameters() if id(weight) not in own]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, others)  # type: ignore[no-untyped-call]
         replicated = DistributedDataParallel(
             moved(module, self.device),
             process_group=self.mesh.group("replicate"),
@@ -166,15 +177,15 @@ class Distribution:
                 group.reshard()
 
     @torch.no_grad()
-    def clip_grad_norm(self, module: nn.Module, max_norm: float) -> Tensor:
+    def clip_grad_norm(self, weights: Mapping[str, nn.Parameter], max_norm: float) -> Tensor:
         """Scale down gradients whose norm exceeds `max_norm`, as `nn.utils.clip_grad_norm_` does in one process.
+
+        `weights` are parameters of a sharded module by name.
 
         Return the norm of the whole gradient before clipping, the same on all ranks, in fp32. It is not finite if a
         gradient on any rank is not finite; the gradients are then invalid.
         """
-        gradients = {
-            name: local(parameter.grad) for name, parameter in module.named_parameters() if parameter.grad is not None
-        }
+        gradients = {name: local(parameter.grad) for name, parameter in weights.items() if parameter.grad is not None}
         # Of equal parts on tensor-parallel ranks, only one counts.
         is_first = self._links is None or self._links.mesh.group("tensor").rank() == 0
         counted = [gradient for name, gradient in gradients.items() if is_first or self._layouts[name].cut is not None]

@@ -6,9 +6,8 @@ from pathlib import Path
 from opensora_cli.checkpoint.formats.colossal import all_epoch_folders
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.components.weights import warn_of_missing
+from opensora_cli.engine.components.weights import packaged_demo, warn_of_missing
 from opensora_cli.engine.encode import inputs
-from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.settings.train import TrainSettings
 
 LOG_FILE = "log.jsonl"
@@ -57,14 +56,14 @@ def refuse_early(settings: TrainSettings, *, resume: Resume | None, overwrite: b
     require_first_weights(settings)
     require_first_adapter(settings)
     inputs.require_tables(settings, has_source=has_source)
-    find_objective(settings).require_frozen(settings)
+    require_frozen_weights(settings)
 
 
 def warn_of_missing_inputs(settings: TrainSettings, reporter: Reporter) -> None:
     """Warn of missing tables and weights, which a run needs and a plan does not."""
     warn_of_missing(lambda: require_first_weights(settings), reporter)
     warn_of_missing(lambda: inputs.require_tables(settings), reporter)
-    warn_of_missing(lambda: find_objective(settings).require_frozen(settings), reporter)
+    warn_of_missing(lambda: require_frozen_weights(settings), reporter)
 
 
 def check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: bool) -> None:
@@ -77,7 +76,7 @@ def check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: b
         checkpoints_to_try(output, resume)
         return
     checkpoints = [folder.name for folder in all_epoch_folders(output)[:1]] if output.is_dir() else []
-    others = [name for name in (LOG_FILE, *find_objective(settings).exports(settings)) if (output / name).exists()]
+    others = [name for name in (LOG_FILE, *settings.exports) if (output / name).exists()]
     found = [*checkpoints, *others]
     if found and not overwrite:
         go_on = "continue it with --resume, " if checkpoints else ""
@@ -87,9 +86,32 @@ def check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: b
         )
 
 
+def find_first_weights(settings: TrainSettings) -> Path | None:
+    """Return the file or folder of a run's first weights, which may not exist. None means random weights."""
+    if settings.init == inputs.PACKAGED:
+        return packaged_demo() / settings.objective.weights_file
+    return None if settings.init is None else Path(settings.init)
+
+
+def find_frozen_weights(settings: TrainSettings) -> dict[str, Path | None]:
+    """Return the paths of a run's frozen weights by name, None if they are missing."""
+    if settings.trains_transformer:
+        return inputs.find_frozen_parts(settings)
+    files = {file: Path(file) for file in settings.train_vae.perceptual_files}
+    return {name: path if path.exists() else None for name, path in files.items()}
+
+
+def require_frozen_weights(settings: TrainSettings) -> None:
+    """Raise CheckpointError if frozen weights are missing; the message names all of them and how to get them."""
+    if settings.trains_transformer:
+        inputs.require_frozen_parts(settings)
+    elif missing := [name for name, path in find_frozen_weights(settings).items() if path is None]:
+        raise CheckpointError(f"train_vae.perceptual_files: {', '.join(missing)} does not exist")
+
+
 def require_first_weights(settings: TrainSettings) -> None:
     """Raise CheckpointError if the file or folder of the first weights is missing."""
-    path = find_objective(settings).first_weights(settings)
+    path = find_first_weights(settings)
     if path is not None and not path.exists():
         raise CheckpointError(f"init={settings.init} does not exist", hint="name a file or folder of weights")
 

@@ -18,7 +18,6 @@ from opensora_cli.engine.estimate.fake_tensors import HOST, fake_device, give_fa
 from opensora_cli.engine.estimate.generation import encoding_need
 from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.activations import ActivationPlan, largest_batch_shape, plan_activations
-from opensora_cli.engine.train.build import fresh_task, largest_batches
 from opensora_cli.engine.train.distribution import Distribution, local
 from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS, ExchangeOwners, FakeDistribution, fake_rank
 from opensora_cli.engine.train.few_blocks import FewBlocks, with_few_blocks
@@ -30,10 +29,11 @@ from opensora_cli.engine.train.frozen_weights import (
     streamed_weights,
     waiting_weights,
 )
-from opensora_cli.engine.train.objectives.base import find_objective
+from opensora_cli.engine.train.objectives.base import MODEL, Losses, Task, find_objective
 from opensora_cli.engine.train.optimizer import kept_tensors
 from opensora_cli.engine.train.parallelize import checkpoint_blocks
-from opensora_cli.engine.train.trainer import Clock, Task, Trainer
+from opensora_cli.engine.train.stand_ins import largest_batches
+from opensora_cli.engine.train.trainer import Clock, Trainer
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.monitor import ModuleTimes, Spread, blocks_of
@@ -134,7 +134,7 @@ def measure_training(
         RequestError: Sizes contradict each other.
         HardwareError: The host has no memory for offloaded activations.
     """
-    task, frozen = fresh_task(settings)
+    task, frozen = _random_task(settings)
     alone = Distribution(torch.device("cpu"))
     plan, weights = plan_activations(settings), plan_frozen_weights(settings)
     return _steps(settings, plan, weights, task, frozen, distribution=distribution or alone, limit=limit)
@@ -146,7 +146,7 @@ def time_training(settings: TrainSettings, *, runs: int = 2) -> tuple[list[float
     Times of blocks include only the first forward pass, not the recomputation of checkpointed blocks in backward.
     Raises the errors of `measure_training`.
     """
-    task, _ = fresh_task(settings)
+    task, _ = _random_task(settings)
     device = torch.device("cpu")
     trainer, blocks = _trainer(settings, task, Distribution(device)), ModuleTimes(device)
     times = []
@@ -159,6 +159,13 @@ def time_training(settings: TrainSettings, *, runs: int = 2) -> tuple[list[float
                 trainer.do_step()
                 times.append(time.perf_counter() - start)
     return times, blocks.spreads()
+
+
+def _random_task(settings: TrainSettings) -> tuple[Task, list[nn.Module]]:
+    """Return the stand-in of a run's task, whose random weights depend only on the seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(settings.loop.seed)
+        return find_objective(settings).stand_in(settings)
 
 
 def _steps(
@@ -181,9 +188,7 @@ def _steps(
         for path in stack_paths(settings):
             store_in_fp8(task.module.get_submodule(path), frozen=True)
     if distribution.ranks > 1:
-        task.forward = distribution.shard(task.module)
-        if task.adversary is not None:
-            task.adversary.forward = distribution.shard(task.adversary.module)
+        task.shard(distribution)
     counter = TensorBytes(limit=limit, follow_sizes=distribution.divides)
     _mark_forward(task, counter)
     trainer = _trainer(settings, task, distribution)
@@ -270,21 +275,22 @@ def _memory(
 
 
 def _mark_forward(task: Task, counter: TensorBytes) -> None:
-    """Let a task mark the end of each forward pass on the timeline."""
-    plain = task.loss
+    """Let a task mark the end of each forward pass of the model on the timeline."""
+    plain = task.losses
 
-    def loss(batch: Any, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
+    def losses(batch: Any, rng: SampleRng) -> Losses:
         # Gradients of the previous micro-batches.
         counter.add([weight.grad for weight in task.module.parameters() if weight.grad is not None], GRADIENTS)
-        found = plain(batch, rng)
-        counter.mark("forward")
-        return found
+        for found in plain(batch, rng):
+            if found[0] == MODEL:
+                counter.mark("forward")
+            yield found
 
-    task.loss = loss  # type: ignore[method-assign]
+    task.losses = losses  # type: ignore[method-assign]
 
 
 def _trained(task: Task) -> list[nn.Module]:
-    return [task.module, *([] if task.adversary is None else [task.adversary.module])]
+    return [task.module, *task.other_modules().values()]
 
 
 def _kept(trainer: Trainer) -> list[Tensor]:
@@ -298,8 +304,8 @@ def _gradients(trainer: Trainer) -> list[Tensor]:
 
 def _make_moments(trainer: Trainer) -> None:
     for learner in trainer.learners.values():
-        for weight in learner.module.parameters():
-            weight.grad = torch.zeros_like(weight) if weight.requires_grad else None
+        for weight in learner.weights.values():
+            weight.grad = torch.zeros_like(weight)
         learner.update()
         learner.zero_grad()
 

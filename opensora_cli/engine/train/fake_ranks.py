@@ -1,6 +1,6 @@
 """Simulated rank of a training run: it sends nothing, and holds the same tensors as a real rank."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -69,11 +69,10 @@ class FakeDistribution(Distribution):
     def any(self, flag: bool) -> bool:
         return flag
 
-    def replicate(self, module: nn.Module) -> nn.Module:
-        for weight in module.parameters():
-            if weight.requires_grad:
-                self.buckets[weight] = torch.empty_like(weight, requires_grad=False)
-                weight.register_post_accumulate_grad_hook(self._move)  # type: ignore[no-untyped-call]
+    def replicate(self, module: nn.Module, trained: Collection[nn.Parameter]) -> nn.Module:
+        for weight in trained:
+            self.buckets[weight] = torch.empty_like(weight, requires_grad=False)
+            weight.register_post_accumulate_grad_hook(self._move)  # type: ignore[no-untyped-call]
         return module
 
     @contextmanager

@@ -87,15 +87,14 @@ def orthogonalized(matrix: Tensor) -> Tensor:
 _FULL_RATE = "full_lr"
 
 
-def build_optimizers(module: nn.Module, settings: OptimizerSettings) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that update every trained weight of `module`, which may be sharded, each once."""
-    trained = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
+def build_optimizers(weights: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that update every one of these named weights, which may be sharded, once."""
     matrices: list[nn.Parameter] = []
     if settings.name is OptimizerName.MUON:
         # Orthogonalized updates suit matrices between hidden layers, not matrices at the model's inputs and outputs.
-        matrices = [weight for name, weight in trained if weight.ndim >= 2 and "block" in name]
+        matrices = [weight for name, weight in weights.items() if weight.ndim >= 2 and "block" in name]
     inner = {id(weight) for weight in matrices}
-    outer = [weight for _, weight in trained if id(weight) not in inner]
+    outer = [weight for weight in weights.values() if id(weight) not in inner]
     optimizers: list[torch.optim.Optimizer] = []
     if outer:
         optimizers.append(
@@ -167,13 +166,18 @@ def _between(lowest: float, share: float) -> float:
 
 
 class Learner:
-    """Sharded module with its optimizers and their schedule."""
+    """Weights of a role, by name in the sharded module, with their optimizers and schedule."""
 
     def __init__(
-        self, module: nn.Module, settings: OptimizerSettings, *, steps: int, distribution: Distribution
+        self,
+        weights: Mapping[str, nn.Parameter],
+        settings: OptimizerSettings,
+        *,
+        steps: int,
+        distribution: Distribution,
     ) -> None:
-        self.module = module
-        self.optimizers: list[torch.optim.Optimizer] = build_optimizers(module, settings)
+        self.weights = weights
+        self.optimizers: list[torch.optim.Optimizer] = build_optimizers(weights, settings)
         self._settings, self._steps = settings, steps
         self._distribution = distribution
 
@@ -186,9 +190,8 @@ class Learner:
         """Yield the name, weight and optimizer of each trained parameter, in the order of the module."""
         groups = ((group, optimizer) for optimizer in self.optimizers for group in optimizer.param_groups)
         owners = {id(weight): optimizer for group, optimizer in groups for weight in group["params"]}
-        for name, weight in self.module.named_parameters():
-            if id(weight) in owners:
-                yield name, weight, owners[id(weight)]
+        for name, weight in self.weights.items():
+            yield name, weight, owners[id(weight)]
 
     def zero_grad(self) -> None:
         """Drop the gradients of the last update."""
@@ -197,7 +200,7 @@ class Learner:
 
     def clip(self) -> Tensor:
         """Clip the gradients, and return their norm over all ranks before clipping."""
-        return self._distribution.clip_grad_norm(self.module, self._settings.max_grad_norm)
+        return self._distribution.clip_grad_norm(self.weights, self._settings.max_grad_norm)
 
     def set_rates(self, step: int) -> None:
         """Set the learning rates for the update after `step` updates."""

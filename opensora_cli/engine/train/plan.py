@@ -25,11 +25,10 @@ from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.activations import ActivationPlan, layer_values, plan_activations
 from opensora_cli.engine.train.build import count_parameters
 from opensora_cli.engine.train.distribution import mesh_shape, training_device, training_exchange
-from opensora_cli.engine.train.early import Resume, checkpoints_to_try
+from opensora_cli.engine.train.early import Resume, checkpoints_to_try, find_frozen_weights
 from opensora_cli.engine.train.frozen_weights import FrozenWeights, plan_frozen_weights
 from opensora_cli.engine.train.lora import open_first_adapter
 from opensora_cli.engine.train.metrics import require_tensorboard
-from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.predicted import predict_step
 from opensora_cli.engine.train.rank_memory import RankMemory, estimate_rank
 from opensora_cli.engine.train.transformer import plan_attention
@@ -156,14 +155,13 @@ def plan_training(
             "optimizer.offload_states=true needs several ranks, which divide the states, and there is one",
             hint="use --gpus N, or train an adapter: lora.rank=16 and memory.offload=blocks",
         )
-    objective = find_objective(settings)
-    frozen = objective.frozen_parts(settings)
+    frozen = find_frozen_weights(settings)
     return TrainPlan(
         target=settings.target,
         parameters=count_parameters(settings),
         steps=settings.loop.steps,
         output=Path(settings.output),
-        exports=objective.exports(settings),
+        exports=settings.exports,
         resume=resume is not None,
         ranks=settings.parallel.world_size,
         weights={name: path for name, path in frozen.items() if path is not None},

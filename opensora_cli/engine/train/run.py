@@ -28,8 +28,7 @@ from opensora_cli.engine.train.early import Resume, refuse_early
 from opensora_cli.engine.train.evaluate import Event, open_samples, open_validation
 from opensora_cli.engine.train.frozen_weights import streamed_weights
 from opensora_cli.engine.train.metrics import Metrics
-from opensora_cli.engine.train.objectives.base import find_objective
-from opensora_cli.engine.train.objectives.flow_matching import TokenWeights
+from opensora_cli.engine.train.objectives.base import TokenWeights
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
 from opensora_cli.engine.train.rank_memory import refuse_lack_of_memory
 from opensora_cli.engine.train.state import (
@@ -264,7 +263,7 @@ class _Run:
         return TrainResult(
             target=self._settings.target,
             output=self._output,
-            exports=tuple(self._output / name for name in find_objective(self._settings).exports(self._settings)),
+            exports=tuple(self._output / name for name in self._settings.exports),
             checkpoint=self._saved,
             steps=trainer.step,
             resumed_from=None if folder is None else first_step,

@@ -28,15 +28,10 @@ from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.core.weight_choices import Selection
 from opensora_cli.engine.components.hardware import is_out_of_memory
 from opensora_cli.engine.train.distribution import local
+from opensora_cli.engine.train.objectives.base import MODEL
 from opensora_cli.engine.train.optimizer import Learner, module_state, state_names
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train import TrainSettings
-
-ADVERSARY_FILE = "adversary.safetensors"
-_MOMENTS_FILES = {
-    "model": f"{OPTIMIZER_FOLDER}/moments.safetensors",
-    "adversary": f"{OPTIMIZER_FOLDER}/adversary_moments.safetensors",
-}
 
 _READS_EARLIER = "0af9c5aafb"
 """Last commit that resumes runs of the earlier schema."""
@@ -150,14 +145,14 @@ def tensors_of(trainer: Trainer) -> Iterator[StatePart]:
         yield StatePart(MODEL_FOLDER, whole_name(name), name, tensor)
     for name, tensor in (trainer.ema or {}).items():
         yield StatePart(EMA_FILE, whole_name(name), name, tensor)
-    if trainer.task.adversary is not None:
-        for name, tensor in module_state(trainer.task.adversary.module).items():
-            yield StatePart(ADVERSARY_FILE, name, name, tensor)
-    for learner, file in _MOMENTS_FILES.items():
-        if learner in trainer.learners:
-            for name, weight, optimizer in trainer.learners[learner].trained():
-                for kind, value in optimizer.state[weight].items():
-                    yield StatePart(file, f"{kind}.{whole_name(name)}", "" if kind == "step" else name, value)
+    for role, module in trainer.task.other_modules().items():
+        for name, tensor in module_state(module).items():
+            yield StatePart(_weights_file(role), name, name, tensor)
+    for role, learner in trainer.learners.items():
+        for name, weight, optimizer in learner.trained():
+            for kind, value in optimizer.state[weight].items():
+                parameter = "" if kind == "step" else name
+                yield StatePart(_moments_file(role), f"{kind}.{whole_name(name)}", parameter, value)
 
 
 def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
@@ -182,8 +177,8 @@ def restore(trainer: Trainer, folder: Path) -> RunningStates:
     try:
         running = read_running_states(folder)
         _restore_weights(trainer, folder)
-        for name, learner in trainer.learners.items():
-            _restore_moments(trainer, learner, _open_tensors(folder / _MOMENTS_FILES[name]))
+        for role, learner in trainer.learners.items():
+            _restore_moments(trainer, learner, _open_tensors(folder / _moments_file(role)))
         trainer.batches.load_state_dict(running.sampler)
         trainer.skipped_in_a_row = running.skipped_in_a_row
         trainer.step = running.global_step
@@ -201,7 +196,9 @@ def restore(trainer: Trainer, folder: Path) -> RunningStates:
 def _restore_weights(trainer: Trainer, folder: Path) -> None:
     stored: dict[str, Mapping[str, LazyTensor]] = {
         MODEL_FOLDER: open_checkpoint(folder, select=Selection.MODEL).entries,
-        **{name: _open_tensors(folder / name) for name in (EMA_FILE, ADVERSARY_FILE)},
+        **{
+            name: _open_tensors(folder / name) for name in (EMA_FILE, *map(_weights_file, trainer.task.other_modules()))
+        },
     }
     wanted = [part for part in tensors_of(trainer) if part.file in stored]
     for name, entries in stored.items():
@@ -244,6 +241,14 @@ def _restore_moments(trainer: Trainer, learner: Learner, stored: Mapping[str, La
             local(optimizer.state[weight][name]).copy_(own)
     if left:
         raise CheckpointError(f"the checkpoint has {min(left)}, which this run does not have")
+
+
+def _weights_file(role: str) -> str:
+    return f"{role}.safetensors"
+
+
+def _moments_file(role: str) -> str:
+    return f"{OPTIMIZER_FOLDER}/{'' if role == MODEL else f'{role}_'}moments.safetensors"
 
 
 def _open_tensors(path: Path) -> Mapping[str, LazyTensor]:

@@ -1,17 +1,16 @@
-"""Trainer of all objectives, and its interface to them."""
+"""Trainer of all objectives."""
 
 import math
 import time
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
+from statistics import fmean
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import TrainingError
@@ -20,14 +19,14 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.train.distribution import Distribution, local
+from opensora_cli.engine.train.objectives.base import MODEL, Losses, Task
 from opensora_cli.engine.train.optimizer import Learner, averaged_copy, module_state, swapped_in, update_ema, warmed_up
 from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
 
 PARTS = ("data", "forward", "backward", "exchange", "optimizer", "checkpoint", "validation", "samples")
 """Parts of a step that the clock times."""
 _MAX_SKIPPED_IN_A_ROW = 5
-_LOSS_OF = {"model": "loss", "adversary": "adversary_loss"}
-_NORM_OF = {"model": "grad_norm", "adversary": "adversary_grad_norm"}
+_SAMPLES, _TOKENS = "samples", "tokens"
 
 
 class Batch(Protocol):
@@ -60,59 +59,6 @@ class BatchSource(Protocol):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a result of `state_dict`. Raises CheckpointError if the state belongs to other data."""
-
-
-class Adversary(Protocol):
-    """Module that is trained against the task's module, such as a discriminator."""
-
-    forward: Callable[..., Any]
-    """Function to call instead of `module`, as `Task.forward`."""
-
-    @property
-    def module(self) -> nn.Module:
-        """Module that is updated and saved."""
-
-    @property
-    def optimizer(self) -> OptimizerSettings:
-        """Settings of the module's optimizer."""
-
-    def loss(self) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """Return the loss on the latest results of the task's `loss`, and detached figures for the log.
-
-        None means that no rank trains the adversary in this step.
-        """
-
-
-class Task(ABC):
-    """Training task: a module with its loss and export."""
-
-    module: nn.Module
-    """Module that is updated, averaged and saved. It may be sharded in place before training."""
-    forward: Callable[..., Any]
-    """Function that `loss` calls instead of `module`: the module itself, or later its parallel wrapper."""
-    adversary: Adversary | None = None
-    """Adversary with a separate optimizer, or None."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = self.forward = module
-
-    def begin_step(self, step: int) -> None:  # noqa: B027  # most tasks have one phase
-        """Begin a new phase of training if one starts after `step` updates. A resumed run repeats the call."""
-
-    @abstractmethod
-    def loss(self, batch: Any, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the mean loss over the samples of a micro-batch, and this rank's detached figures for the log."""
-
-    @abstractmethod
-    def tokens(self, batch: Any) -> int:
-        """Return the number of tokens (of captions or packed latents) of the micro-batch."""
-
-    @abstractmethod
-    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write weights for generation to the run's folder. Only the main rank calls this.
-
-        `weights` are whole, on the host, by the names of the module's state: the average, or else the current weights.
-        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,21 +127,20 @@ class Clock:
 class _Done:
     """Micro-batch whose gradients are added, or queued on the device."""
 
-    paths: tuple[str, ...]
-    samples: int
+    batch: Batch
     tokens: int
     losses: Mapping[str, Tensor]
-    """Loss of each learner."""
+    """Loss of each role that learns."""
     figures: Mapping[str, Tensor]
-    name: str
-    """Name of the micro-batch in messages."""
 
     def read(self) -> tuple[dict[str, float], list[str]]:
         """Wait for the losses and figures; return them, and the samples if a loss is not finite."""
-        losses = {_LOSS_OF[learner]: float(loss) for learner, loss in self.losses.items()}
+        losses = {_figure(role, "loss"): float(loss) for role, loss in self.losses.items()}
         figures = {name: float(value) for name, value in self.figures.items()}
         is_finite = all(math.isfinite(loss) for loss in losses.values())
-        return {**figures, **losses}, [] if is_finite else list(self.paths or [self.name])
+        return {**losses, **figures}, [] if is_finite else list(
+            self.batch.paths or [f"micro-batch {self.batch.number}"]
+        )
 
 
 class Trainer:
@@ -203,9 +148,8 @@ class Trainer:
 
     An update has M micro-batches, which the data-parallel ranks share evenly. Its gradient is the mean over all of
     them, and depends on the number of ranks only by rounding. A step whose loss or gradient is not finite on any rank
-    is skipped on all ranks; several in a row end the run. The modules of the task and its adversary must be sharded.
-    With `trained_only`, frozen weights and buffers are neither averaged nor saved. Raises ValueError if the ranks
-    cannot share the micro-batches.
+    is skipped on all ranks; several in a row end the run. The task must be sharded. With `trained_only`, frozen weights
+    and buffers are neither averaged nor saved. Raises ValueError if the ranks cannot share the micro-batches.
     """
 
     def __init__(
@@ -229,11 +173,11 @@ class Trainer:
         self.micro_batches = loop.micro_batches or distribution.data_ranks
         if self.micro_batches % distribution.data_ranks:
             raise ValueError(f"{distribution.data_ranks} ranks cannot share {self.micro_batches} micro-batches")
-        self.learners = {"model": Learner(task.module, optimizer, steps=loop.steps, distribution=distribution)}
-        if task.adversary is not None:
-            self.learners["adversary"] = Learner(
-                task.adversary.module, task.adversary.optimizer, steps=loop.steps, distribution=distribution
-            )
+        optimizers = {MODEL: optimizer, **{name: role.optimizer for name, role in task.roles.items()}}
+        self.learners = {
+            name: Learner(task.trained(name), chosen, steps=loop.steps, distribution=distribution)
+            for name, chosen in optimizers.items()
+        }
         self.ema = None if loop.ema_decay is None else averaged_copy(task.module, trained_only=trained_only)
         self.step = 0
         self.skipped_in_a_row = 0
@@ -259,9 +203,11 @@ class Trainer:
         Raises TrainingError if the loss or gradient was not finite several steps in a row.
         """
         self.task.begin_step(self.step)
-        done = self._find_gradients()
-        learning = {name for each in done for name in each.losses}
-        clipped = {name: self.learners[name].clip() for name in self.learners if name in learning}
+        for learner in self.learners.values():
+            learner.zero_grad()
+        count = self.micro_batches // self.distribution.data_ranks
+        done = [self._add_gradients(share=1 / count, last=index == count - 1) for index in range(count)]
+        clipped = {name: self.learners[name].clip() for name in self.learners if name in done[-1].losses}
         # Here the host waits for the device, which by now has all work up to the update.
         read = [each.read() for each in done]
         norms = {name: float(norm) for name, norm in clipped.items()}
@@ -276,7 +222,7 @@ class Trainer:
             if not skipped:
                 for name in norms:
                     self.learners[name].update()
-                if self.ema is not None and self._loop.ema_decay is not None:
+                if MODEL in norms and self.ema is not None and self._loop.ema_decay is not None:
                     update_ema(self.ema, self.task.module, decay=warmed_up(self._loop.ema_decay, self.step))
         self.step += 1
         report = self._report(done, [figures for figures, _ in read], norms, suspects, skipped=skipped)
@@ -285,62 +231,43 @@ class Trainer:
             self._count_skipped(report)
         else:
             self.skipped_in_a_row = 0
-            self.losses.append(report.figures["loss"])
+            self.losses += [report.figures["loss"]] if MODEL in norms else []
         return report
 
     def are_weights_finite(self) -> bool:
         """Return whether trained weights and averages are finite on all ranks. All ranks must call this."""
-        states = (module_state(each.module, trained_only=self.trained_only) for each in self.learners.values())
-        tensors = [value for state in states for value in state.values()]
-        parts = [local(tensor) for tensor in (*tensors, *(self.ema or {}).values())]
+        states = [module_state(self.task.module, trained_only=self.trained_only), self.ema or {}]
+        states += [module_state(module) for module in self.task.other_modules().values()]
+        parts = [local(tensor) for state in states for tensor in state.values()]
         # `aminmax` returns NaN if any value is NaN, in one pass and without a copy.
         extremes = [extreme.float() for part in parts if part.numel() for extreme in torch.aminmax(part)]
         return not self.distribution.any(not bool(torch.isfinite(torch.stack(extremes)).all()))
 
-    def _find_gradients(self) -> list[_Done]:
-        for learner in self.learners.values():
-            learner.zero_grad()
-        done = []
-        count = self.micro_batches // self.distribution.data_ranks
-        for index in range(count):
-            with self._clock.part("data"):
-                batch = self.batches.next()
-            with self.distribution.accumulating(last=index == count - 1):
-                losses, figures = self._backward(batch, share=1 / count)
-            done.append(
-                _Done(
-                    paths=batch.paths,
-                    samples=len(batch.paths),
-                    tokens=self.task.tokens(batch),
-                    losses=losses,
-                    figures=figures,
-                    name=f"micro-batch {batch.number}",
-                )
-            )
-        return done
+    def _add_gradients(self, *, share: float, last: bool) -> _Done:
+        """Add the gradients of the next micro-batch, the last one of the update or not."""
+        with self._clock.part("data"):
+            batch = self.batches.next()
+        losses: dict[str, Tensor] = {}
+        figures: dict[str, Tensor] = {}
+        with self.distribution.accumulating(last=last):
+            for role, loss, more in self._losses(batch):
+                with self._clock.part("backward"):
+                    (loss * share).backward()  # type: ignore[no-untyped-call]
+                losses[role] = loss.detach()
+                figures.update(more)
+        return _Done(batch=batch, tokens=self.task.tokens(batch), losses=losses, figures=figures)
 
-    def _backward(self, batch: Any, *, share: float) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """Add the gradients of a micro-batch; return the loss of each learner, and figures for the log."""
+    def _losses(self, batch: Batch) -> Losses:
         rng = SampleRng.of(self._loop.seed, batch.number)
         # The seed makes dropout inside modules the same for a micro-batch on any rank, at any time.
         torch.manual_seed(rng.torch.initial_seed())
-        losses = {}
-        with self._clock.part("forward"), self.autocast():
-            loss, figures = self.task.loss(batch, rng)
-        losses["model"] = self._add_gradients(loss, share)
-        if self.task.adversary is not None:
+        losses = self.task.losses(batch, rng)
+        while True:
             with self._clock.part("forward"), self.autocast():
-                adversarial = self.task.adversary.loss()
-            if adversarial is not None:
-                loss, more = adversarial
-                losses["adversary"] = self._add_gradients(loss, share)
-                figures = {**figures, **more}
-        return losses, figures
-
-    def _add_gradients(self, loss: Tensor, share: float) -> Tensor:
-        with self._clock.part("backward"):
-            (loss * share).backward()  # type: ignore[no-untyped-call]
-        return loss.detach()
+                found = next(losses, None)
+            if found is None:
+                return
+            yield found
 
     def _report(
         self,
@@ -351,29 +278,24 @@ class Trainer:
         *,
         skipped: bool,
     ) -> StepReport:
-        sums: defaultdict[str, float] = defaultdict(float)
-        share = 1 / len(done)
-        for figures in read:
-            for name, value in figures.items():
-                sums[name] += share * value
-        sums["samples"], sums["tokens"] = sum(each.samples for each in done), sum(each.tokens for each in done)
-        paths = [path for each in done for path in each.paths]
+        means = {name: fmean(figures[name] for figures in read) for name in read[0]}
+        paths = [path for each in done for path in each.batch.paths]
         with self._clock.part("exchange"):
-            means = self.distribution.mean(sums)
+            means = self.distribution.mean({**means, _SAMPLES: len(paths), _TOKENS: sum(each.tokens for each in done)})
             if skipped:
                 paths = self._suspects(suspects, paths)
         ranks = self.distribution.data_ranks
-        samples, tokens = round(means.pop("samples") * ranks), round(means.pop("tokens") * ranks)
+        samples, tokens = round(means.pop(_SAMPLES) * ranks), round(means.pop(_TOKENS) * ranks)
         found = {
-            **{name: means.pop(name) for name in _LOSS_OF.values() if name in means},
-            **{_NORM_OF[name]: norm for name, norm in norms.items()},
+            **{name: means.pop(name) for name in [_figure(role, "loss") for role in norms]},
+            **{_figure(role, "grad_norm"): norm for role, norm in norms.items()},
             **means,
         }
         return StepReport(
             step=self.step,
             epoch=self.batches.epoch,
             figures={} if skipped else found,
-            learning_rate=self.learners["model"].learning_rate,
+            learning_rate=self.learners[MODEL].learning_rate,
             samples=samples,
             tokens=tokens,
             seconds=self._clock.take(),
@@ -398,3 +320,7 @@ class Trainer:
                 f"loss or gradient was not finite {_MAX_SKIPPED_IN_A_ROW} steps in a row, up to step {self.step}",
                 hint="use a lower rate: --set optimizer.learning_rate=X",
             )
+
+
+def _figure(role: str, name: str) -> str:
+    return name if role == MODEL else f"{role}_{name}"

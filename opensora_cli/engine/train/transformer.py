@@ -13,6 +13,7 @@ from opensora_cli.core.weight_choices import Rotary
 from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.train.distribution import Distribution, local
+from opensora_cli.engine.train.early import find_first_weights
 from opensora_cli.engine.train.lora import add_lora, first_adapter, open_first_adapter, read_adapter
 from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.memory.fp8_storage import Fp8Linear
@@ -54,7 +55,7 @@ def build_transformer(settings: TrainSettings, *, distribution: Distribution) ->
     exceed the host's memory. Raises the errors of `new_transformer` and `plan_attention`.
     """
     device = distribution.device
-    transformer = empty_transformer(settings) if distribution.divides else new_transformer(settings, device=device)
+    transformer = _outline(settings) if distribution.divides else new_transformer(settings, device=device)
     plan = plan_attention(settings, device=device)
     assert plan is not None
     transformer.set_attention(attention_backend(plan.backend))
@@ -80,7 +81,7 @@ def new_transformer(settings: TrainSettings, *, device: torch.device) -> MMDiT:
     With `memory.offload`, frozen weights of blocks are on the host, for `streamed_weights`. On a CPU they stay mapped,
     in the dtype of their file. Raises the errors of `empty_transformer` and `first_weights`.
     """
-    transformer, memory = empty_transformer(settings), settings.memory
+    transformer, memory = _outline(settings), settings.memory
     stacks = tuple(f"{stack.module_path}." for stack in repeated_blocks(transformer.config))
     for name, first in first_weights(settings):
         path, _, key = name.rpartition(".")
@@ -123,19 +124,30 @@ def first_weights(settings: TrainSettings) -> Iterator[tuple[str, Tensor]]:
     Raises CheckpointError if a file is missing or broken, or does not fit the sizes, and RequestError and HardwareError
     like `empty_transformer` and `open_first_adapter`.
     """
-    path = find_objective(settings).first_weights(settings)
+    path = find_first_weights(settings)
     weights = _random_weights(settings) if path is None else _read(settings, path)
     if not settings.lora.is_on:
         yield from weights
         return
-    transformer = empty_transformer(settings)
+    transformer = _outline(settings)
     names = {name.replace(".base_layer.", "."): name for name, _ in transformer.named_parameters()}
     for name, weight in weights:
         yield names[name], weight
-    if settings.lora.init is None:
-        yield from first_adapter(transformer, seed=settings.loop.seed)
-    else:
-        yield from read_adapter(open_first_adapter(transformer_on_meta(settings.model), settings.lora))
+    read: set[str] = set()
+    if settings.lora.init is not None:
+        for name, weight in read_adapter(open_first_adapter(transformer_on_meta(settings.model), settings.lora)):
+            read.add(name)
+            yield name, weight
+    for name, weight in first_adapter(transformer, seed=settings.loop.seed):
+        if name not in read:
+            yield name, weight
+
+
+def _outline(settings: TrainSettings) -> MMDiT:
+    """Return `empty_transformer`, with all adapters of the objective."""
+    outline = find_objective(settings).outline(settings)
+    assert isinstance(outline, MMDiT)
+    return outline
 
 
 def _random_weights(settings: TrainSettings) -> Iterator[tuple[str, Tensor]]:

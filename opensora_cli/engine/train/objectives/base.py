@@ -1,93 +1,164 @@
-"""Interface of training objectives, and their registry. It needs no torch until a task is built.
+"""Interface of training objectives, and their registry.
 
-The module of an objective has its name in `TARGETS` of the settings, and an `OBJECTIVE`. No other module depends on
-which objective a run has.
+The module of an objective has its name in `TARGETS` of the settings, and the functions of `Objective`. No other module
+depends on which objective a run has.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
+
+from torch import Tensor, nn
 
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.components.weights import packaged_demo
-from opensora_cli.engine.encode import inputs
+from opensora_cli.data.batches import ClipBatch, SampleRng
 from opensora_cli.settings.train import TrainSettings
+from opensora_cli.settings.train_loop import OptimizerSettings
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from opensora_cli.engine.encode.clip_cache import ClipCache
-    from opensora_cli.engine.train.activations import BatchShape
+    from opensora_cli.engine.train.activations import ActivationPlan, BatchShape
     from opensora_cli.engine.train.distribution import Distribution
-    from opensora_cli.engine.train.objectives.flow_matching import TokenWeights
-    from opensora_cli.engine.train.trainer import Task
 
-VAE_FILE = "vae.safetensors"
-TRANSFORMER_FILE = "transformer.safetensors"
-LORA_FOLDER = "lora"
+MODEL = "model"
+"""Role of the weights that a run exports, with the optimizer of the settings."""
 
+Losses = Iterator[tuple[str, Tensor, Mapping[str, Tensor]]]
+"""Roles with their losses, and detached figures for the log."""
 
-def find_objective(settings: TrainSettings) -> "Objective":
-    """Return the objective of a run."""
-    objective: Objective = import_module(f"opensora_cli.engine.train.objectives.{settings.target}").OBJECTIVE
-    return objective
+TokenWeights = Callable[[ClipBatch, tuple[int, int, int]], Tensor]
+"""Function from a micro-batch, and frames, rows and columns of its tokens, to weights (B,N) of tokens in the loss."""
 
 
-class Objective(ABC):
-    """Files and sizes of a training objective, and the task that it is in a run."""
+@dataclass(slots=True)
+class Role:
+    """Weights with an optimizer of their own, such as a discriminator, or a second adapter in the task's module."""
 
-    weights_file: str
-    """Name of the exported weights, and of the demo's weights of the same part."""
+    module: nn.Module
+    optimizer: OptimizerSettings
+    """Settings of the optimizer, whose schedule counts all steps of the run."""
+    owns: Callable[[str], bool] = lambda name: True
+    """Function that returns whether a weight of the module belongs to the role, by its name."""
+    forward: Callable[..., Any] = field(init=False)
+    """Function to call instead of `module`: the module itself, or later its parallel wrapper."""
 
-    def exports(self, settings: TrainSettings) -> tuple[str, ...]:
-        """Return the names of a finished run's exports, for generation and for other runs."""
-        return (self.weights_file,)
+    def __post_init__(self) -> None:
+        self.forward = self.module
 
-    def first_weights(self, settings: TrainSettings) -> Path | None:
-        """Return the file or folder of a run's first weights, which may not exist. None means random weights."""
-        if settings.init == inputs.PACKAGED:
-            return packaged_demo() / self.weights_file
-        return None if settings.init is None else Path(settings.init)
 
-    @abstractmethod
-    def frozen_parts(self, settings: TrainSettings) -> dict[str, Path | None]:
-        """Return the paths of frozen weights by name, None if they are missing."""
+class Task(ABC):
+    """Training task: a module with its loss and export."""
 
-    @abstractmethod
-    def require_frozen(self, settings: TrainSettings) -> None:
-        """Raise CheckpointError if frozen weights are missing; the message names all of them and how to get them."""
+    module: nn.Module
+    """Module that is updated, averaged and saved. It may be sharded in place before training."""
+    forward: Callable[..., Any]
+    """Function that `loss` calls instead of `module`: the module itself, or later its parallel wrapper."""
+    roles: Mapping[str, Role]
+    """Other roles than `MODEL`, which has the weights of `module` that they do not own."""
 
-    @abstractmethod
-    def layer_values(self, settings: TrainSettings, shape: "BatchShape") -> int:
-        """Return the number of values in a layer of a micro-batch of this shape, in proportion to its memory."""
+    def __init__(self, module: nn.Module, *, roles: Mapping[str, Role] | None = None) -> None:
+        self.module = self.forward = module
+        self.roles = roles or {}
 
-    def measured_steps(self, settings: TrainSettings) -> tuple[int, ...]:
-        """Return the steps with the memory of all others: the first allocates the optimizers' moments."""
-        return (0, 1)
+    def begin_step(self, step: int) -> None:  # noqa: B027  # most tasks have one phase
+        """Begin a new phase of training if one starts after `step` updates. A resumed run repeats the call."""
 
     @abstractmethod
-    def stand_in(self, settings: TrainSettings) -> "tuple[Task, list[nn.Module]]":
-        """Return the task with random weights and its frozen parts, without any file, to measure or estimate a step."""
+    def loss(self, batch: Any, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the mean loss over the samples of a micro-batch, and this rank's detached figures for the log."""
+
+    def losses(self, batch: Any, rng: SampleRng) -> Losses:
+        """Yield the loss of each role that learns in this step; the next is computed after its backward pass.
+
+        All micro-batches of a step have the same roles. A role without a loss is not updated. The backward pass of a
+        loss must reach only weights of its role.
+        """
+        loss, figures = self.loss(batch, rng)
+        yield MODEL, loss, figures
 
     @abstractmethod
-    def outline(self, settings: TrainSettings) -> "nn.Module":
-        """Return the trained module on the meta device; frozen weights need no gradient.
+    def tokens(self, batch: Any) -> int:
+        """Return the number of tokens (of captions or packed latents) of the micro-batch."""
 
-        Raises RequestError if sizes contradict each other, and HardwareError if a library is missing.
+    @abstractmethod
+    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Write weights for generation to the run's folder. Only the main rank calls this.
+
+        `weights` are whole, on the host, by the names of the module's state: the average, or else the current weights.
         """
 
-    @abstractmethod
+    def other_modules(self) -> dict[str, nn.Module]:
+        """Return the modules of roles that are not in the task's module."""
+        return {name: role.module for name, role in self.roles.items() if role.module is not self.module}
+
+    def trained(self, name: str) -> dict[str, nn.Parameter]:
+        """Return the trained weights of a role by name, in the order of its module."""
+        role = self.roles.get(name)
+        module, owns = (self.module, self._is_of_model) if role is None else (role.module, role.owns)
+        return {key: weight for key, weight in module.named_parameters() if weight.requires_grad and owns(key)}
+
+    def shard(
+        self,
+        distribution: "Distribution",
+        *,
+        activations: "ActivationPlan | None" = None,
+        compiles: bool = False,
+        warn: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        """Reduce the modules to this rank's parts. The arguments are those of `Distribution.shard`."""
+        weights = self.trained(MODEL).values()
+        self.forward = distribution.shard(
+            self.module, trained=weights, activations=activations, compiles=compiles, warn=warn
+        )
+        for name, role in self.roles.items():
+            if role.module is not self.module:
+                role.forward = distribution.shard(role.module, trained=self.trained(name).values())
+            elif distribution.replicates:
+                role.forward = distribution.replicate(role.module, self.trained(name).values())
+            else:
+                role.forward = self.forward
+
+    def _is_of_model(self, name: str) -> bool:
+        return not any(role.module is self.module and role.owns(name) for role in self.roles.values())
+
+
+class Objective(Protocol):
+    """Module of a training objective, with its sizes and the task that it is in a run."""
+
     def build(
         self,
         settings: TrainSettings,
         *,
         distribution: "Distribution",
         clips: "ClipCache | None",
-        token_weights: "TokenWeights | None",
+        token_weights: TokenWeights | None,
         reporter: Reporter,
-    ) -> "Task":
+    ) -> Task:
         """Return the task with its first weights, or with a module on the meta device if `distribution` divides it.
 
         Weights without a file are random from torch's global generator.
         """
+
+    def stand_in(self, settings: TrainSettings) -> tuple[Task, list[nn.Module]]:
+        """Return the task with random weights and its frozen parts, without any file, to measure or estimate a step."""
+
+    def outline(self, settings: TrainSettings) -> nn.Module:
+        """Return the trained module on the meta device; frozen weights need no gradient.
+
+        Raises RequestError if sizes contradict each other, and HardwareError if a library is missing.
+        """
+
+    def layer_values(self, settings: TrainSettings, shape: "BatchShape") -> int:
+        """Return the number of values in a layer of a micro-batch of this shape, in proportion to its memory."""
+
+    def measured_steps(self, settings: TrainSettings) -> tuple[int, ...]:
+        """Return the steps with the memory of all others; the first of a run allocates the optimizers' moments."""
+
+
+def find_objective(settings: TrainSettings) -> Objective:
+    """Return the objective of a run."""
+    objective: Objective = import_module(f"opensora_cli.engine.train.objectives.{settings.target}")
+    return objective

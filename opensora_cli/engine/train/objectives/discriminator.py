@@ -1,11 +1,8 @@
 """Discriminator for autoencoder training, which classifies patches of clips as real or decoded."""
 
-from collections.abc import Callable
-from typing import Any
-
-import torch
 from torch import Tensor, nn
 
+from opensora_cli.engine.train.objectives.base import Role
 from opensora_cli.models.vae.dc_ae_blocks import ClipConv3d
 from opensora_cli.models.vae.group_norm import GroupNorm
 from opensora_cli.settings.train_loop import OptimizerName, OptimizerSettings
@@ -60,49 +57,16 @@ def _conv(before: int, after: int, *, stride: int = 1, bias: bool = True) -> nn.
     return conv
 
 
-class PatchAdversary:
-    """Discriminator with its loss on the clips from the last call of `show`.
-
-    It has a separate AdamW, whose learning rate follows the schedule of the autoencoder's `optimizer`.
-    """
-
-    def __init__(self, settings: DiscriminatorSettings, *, optimizer: OptimizerSettings) -> None:
-        self.module = PatchDiscriminator3d(width=settings.width, layers=settings.layers)
-        self.forward: Callable[..., Any] = self.module
-        self.optimizer = _with_rate(optimizer, settings.learning_rate)
-        self._shown: tuple[Tensor, Tensor] | None = None
-
-    def generator_loss(self, made_BCTHW: Tensor) -> Tensor:
-        """Return the autoencoder's adversarial loss: minus the mean logit of decoded clips.
-
-        Differentiate it only by the clips, so that the discriminator gets no gradient, and DDP starts no exchange.
-        """
-        logits: Tensor = self.module(made_BCTHW)
-        return -logits.float().mean()
-
-    def show(self, *, real_BCTHW: Tensor, made_BCTHW: Tensor) -> None:
-        """Keep clips and their reconstructions for the next `loss`."""
-        self._shown = real_BCTHW.detach(), made_BCTHW.detach()
-
-    def loss(self) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """Return the hinge loss on the clips since the last call, with the mean logits; None without new clips."""
-        if self._shown is None:
-            return None
-        shown, self._shown = self._shown, None
-        # One pass for both: DDP needs one forward for each backward.
-        real, made = self.forward(torch.cat(shown)).float().chunk(2)
-        means = {"real_logit": real.detach().mean(), "made_logit": made.detach().mean()}
-        return hinge_loss(real, made), means
-
-
-def _with_rate(optimizer: OptimizerSettings, learning_rate: float) -> OptimizerSettings:
-    factor = learning_rate / optimizer.learning_rate
-    return optimizer.replace(
+def discriminator_role(settings: DiscriminatorSettings, *, optimizer: OptimizerSettings) -> Role:
+    """Return a discriminator with AdamW, whose learning rate follows the schedule of the autoencoder's `optimizer`."""
+    factor = settings.learning_rate / optimizer.learning_rate
+    own = optimizer.replace(
         {
             "name": OptimizerName.ADAMW,
-            "learning_rate": learning_rate,
+            "learning_rate": settings.learning_rate,
             # A rounding error must not exceed the rate, which validation would refuse.
-            "initial_learning_rate": min(factor * optimizer.initial_learning_rate, learning_rate),
-            "final_learning_rate": min(factor * optimizer.final_learning_rate, learning_rate),
+            "initial_learning_rate": min(factor * optimizer.initial_learning_rate, settings.learning_rate),
+            "final_learning_rate": min(factor * optimizer.final_learning_rate, settings.learning_rate),
         }
     )
+    return Role(PatchDiscriminator3d(width=settings.width, layers=settings.layers), own)

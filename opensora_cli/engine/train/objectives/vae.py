@@ -1,82 +1,330 @@
-"""Objective `vae`: reconstruction of clips by an autoencoder."""
+"""Objective `vae`: errors of pixels, KL divergence, a perceptual term, and a discriminator."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TypeVar
 
-from opensora_cli.core.exceptions import CheckpointError
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from opensora_cli.checkpoint.load import fill_module
+from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.checkpoint.writing import write_weights
+from opensora_cli.core.device import queued_copy
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.engine.train.objectives.base import VAE_FILE, Objective
-from opensora_cli.settings.train import TrainSettings
+from opensora_cli.data.batches import ClipBatch, SampleRng
+from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, new_autoencoder
+from opensora_cli.engine.encode.clip_cache import ClipCache
+from opensora_cli.engine.train.activations import BatchShape
+from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.early import find_first_weights
+from opensora_cli.engine.train.objectives.base import MODEL, Losses, Role, Task, TokenWeights
+from opensora_cli.engine.train.objectives.discriminator import discriminator_role, hinge_loss
+from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance, load_perceptual_distance
+from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.settings.train import VAE_FILE, TrainSettings
+from opensora_cli.settings.train_objectives import VAETrainSettings
 
-if TYPE_CHECKING:
-    from torch import nn
+_PIXEL_RANGE = 2.0  # from -1 to 1
+_EPS = 1e-4
+_MAX_WEIGHT = 1e4
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
-    from opensora_cli.engine.encode.clip_cache import ClipCache
-    from opensora_cli.engine.train.activations import BatchShape
-    from opensora_cli.engine.train.distribution import Distribution
-    from opensora_cli.engine.train.objectives.flow_matching import TokenWeights
-    from opensora_cli.engine.train.trainer import Task
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-class Reconstruction(Objective):
-    """Errors of pixels, KL divergence, a perceptual term, and a discriminator."""
+def build(
+    settings: TrainSettings,
+    *,
+    distribution: Distribution,
+    clips: ClipCache | None,
+    token_weights: TokenWeights | None,
+    reporter: Reporter,
+) -> "VAETask":
+    """Return the task with its first weights."""
+    task = vae_task(settings, device=distribution.device, reporter=reporter)
+    if (path := find_first_weights(settings)) is not None:
+        fill_module(task.module, open_checkpoint(path))
+    # A distribution moves trained weights, but not a frozen encoder.
+    task.module.to(distribution.device)
+    return task
 
-    weights_file = VAE_FILE
 
-    def frozen_parts(self, settings: TrainSettings) -> dict[str, Path | None]:
-        files = {file: Path(file) for file in settings.train_vae.perceptual_files}
-        return {name: path if path.exists() else None for name, path in files.items()}
+def vae_task(settings: TrainSettings, *, device: torch.device, reporter: Reporter) -> "VAETask":
+    """Return the task with random weights from torch's global generator. The autoencoder and the discriminator are on
+    the host.
 
-    def require_frozen(self, settings: TrainSettings) -> None:
-        if missing := [name for name, path in self.frozen_parts(settings).items() if path is None]:
-            raise CheckpointError(f"train_vae.perceptual_files: {', '.join(missing)} does not exist")
+    `reporter` gets a warning if the perceptual term is off.
+    Raises RequestError if sizes contradict each other, and CheckpointError if the perceptual term's weights are missing
+    or broken.
+    """
+    chosen = settings.train_vae
+    perceptual = None
+    if chosen.perceptual_files:
+        perceptual = load_perceptual_distance([Path(file) for file in chosen.perceptual_files]).to(device)
+    elif chosen.perceptual_weight:
+        reporter.warn(
+            f"train_vae.perceptual_weight={chosen.perceptual_weight:g}, but the perceptual term is off: "
+            "train_vae.perceptual_files names no weights"
+        )
+    autoencoder = new_autoencoder(settings.vae)
+    if chosen.decoder_only:
+        freeze_encoder(autoencoder)
+    if device.type == "cpu":
+        channels_last(autoencoder)
+    adversary = None
+    if chosen.discriminator.weight:
+        adversary = discriminator_role(chosen.discriminator, optimizer=settings.optimizer)
+    return VAETask(
+        autoencoder,
+        settings=chosen,
+        steps=settings.loop.steps,
+        perceptual=perceptual,
+        adversary=adversary,
+    )
 
-    def layer_values(self, settings: TrainSettings, shape: "BatchShape") -> int:
-        return shape.batch_size * shape.num_frames * shape.height * shape.width * settings.vae.sizes.pixel_width
 
-    def measured_steps(self, settings: TrainSettings) -> tuple[int, ...]:
-        chosen = settings.train_vae
-        opposed_from = chosen.discriminator.start_step if chosen.discriminator.weight else 0
-        whole_from = settings.loop.steps - chosen.whole_steps if chosen.whole_steps else 0
-        last_phase = max(opposed_from, whole_from)
-        return (0, 0, last_phase) if last_phase else (0, 1)
+def stand_in(settings: TrainSettings) -> "tuple[VAETask, list[nn.Module]]":
+    """Return the task without the perceptual term, which needs files."""
+    without_files = settings.replace({"train_vae.perceptual_files": (), "train_vae.perceptual_weight": 0.0})
+    return vae_task(without_files, device=torch.device("cpu"), reporter=SilentReporter()), []
 
-    def stand_in(self, settings: TrainSettings) -> "tuple[Task, list[nn.Module]]":
-        import torch
 
-        from opensora_cli.engine.train.objectives.reconstruction import build_vae_task
+def outline(settings: TrainSettings) -> Autoencoder:
+    """Return the autoencoder on the meta device."""
+    autoencoder = autoencoder_on_meta(settings.vae)
+    if settings.train_vae.decoder_only:
+        freeze_encoder(autoencoder)
+    return autoencoder
 
-        without_files = settings.replace({"train_vae.perceptual_files": (), "train_vae.perceptual_weight": 0.0})
-        return build_vae_task(without_files, device=torch.device("cpu"), reporter=SilentReporter()), []
 
-    def outline(self, settings: TrainSettings) -> "nn.Module":
-        from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
-        from opensora_cli.engine.train.objectives.reconstruction import freeze_encoder
+def layer_values(settings: TrainSettings, shape: BatchShape) -> int:
+    """Return the number of values of a micro-batch in a layer of full resolution."""
+    return shape.batch_size * shape.num_frames * shape.height * shape.width * settings.vae.sizes.pixel_width
 
-        autoencoder = autoencoder_on_meta(settings.vae)
-        if settings.train_vae.decoder_only:
-            freeze_encoder(autoencoder)
-        return autoencoder
 
-    def build(
+def measured_steps(settings: TrainSettings) -> tuple[int, ...]:
+    """Return the first two steps, or the first and one with the discriminator and whole frames."""
+    chosen = settings.train_vae
+    opposed_from = chosen.discriminator.start_step if chosen.discriminator.weight else 0
+    whole_from = settings.loop.steps - chosen.whole_steps if chosen.whole_steps else 0
+    last_phase = max(opposed_from, whole_from)
+    return (0, 0, last_phase) if last_phase else (0, 1)
+
+
+def freeze_encoder(autoencoder: Autoencoder) -> None:
+    """Freeze all weights that compute latents; only the decoder is trained."""
+    for name, weight in autoencoder.named_parameters():
+        weight.requires_grad_(name.startswith(("decoder.", "post_quant_conv.")))
+
+
+def channels_last(module: ModuleT) -> ModuleT:
+    """Convert weights, in place, to the memory format that is fast for convolutions on a CPU; return the module."""
+    for weight in module.parameters():
+        if weight.ndim in _CHANNELS_LAST:
+            weight.data = weight.data.contiguous(memory_format=_CHANNELS_LAST[weight.ndim])
+    return module
+
+
+def to_pixels(frames_BTHWC: Tensor) -> Tensor:
+    """Return uint8 clips (B,T,H,W,3) as pixels (B,3,T,H,W) in [-1,1], in the fast memory format of their device."""
+    pixels = frames_BTHWC.permute(0, 4, 1, 2, 3).to(torch.float32) / 127.5 - 1.0
+    is_on_cpu = pixels.device.type == "cpu"
+    return pixels.contiguous(memory_format=torch.channels_last_3d if is_on_cpu else torch.contiguous_format)
+
+
+def cut_squares(frames_BTHWC: Tensor, size: int, rng: np.random.Generator) -> Tensor:
+    """Return a random square crop of every clip. Sides shorter than `size` are kept whole."""
+    count, _, height, width, _ = frames_BTHWC.shape
+    tops, lefts = (rng.integers(max(side - size, 0) + 1, size=count) for side in (height, width))
+    return torch.stack(
+        [
+            clip_THWC[:, top : top + size, left : left + size]
+            for clip_THWC, top, left in zip(frames_BTHWC, tops, lefts, strict=True)
+        ]
+    )
+
+
+class VAETask(Task):
+    """Training task that reconstructs clips and pictures.
+
+    The loss is |error| + a·error² + b·|error of gradients| + c·LPIPS + d·KL + e·w·(-logit), all means. The logit is
+    that of the discriminator, and w balances gradients (see `adaptive_weight`). `steps` is the length of the run, whose
+    last steps may use whole frames.
+    """
+
+    module: Autoencoder
+    adversary: Role | None
+
+    def __init__(
         self,
-        settings: TrainSettings,
+        autoencoder: Autoencoder,
         *,
-        distribution: "Distribution",
-        clips: "ClipCache | None",
-        token_weights: "TokenWeights | None",
-        reporter: Reporter,
-    ) -> "Task":
-        from opensora_cli.checkpoint.load import fill_module
-        from opensora_cli.checkpoint.opening import open_checkpoint
-        from opensora_cli.engine.train.objectives.reconstruction import build_vae_task
+        settings: VAETrainSettings,
+        steps: int,
+        perceptual: PerceptualDistance | None = None,
+        adversary: Role | None = None,
+    ) -> None:
+        super().__init__(autoencoder, roles={} if adversary is None else {"adversary": adversary})
+        self.adversary = adversary
+        self._settings = settings
+        self._perceptual = perceptual
+        self._is_opposed = False
+        self._crops_until = steps - settings.whole_steps if settings.crop_size else 0
+        self._is_cropping = self._crops_until > 0
 
-        task = build_vae_task(settings, device=distribution.device, reporter=reporter)
-        if (path := self.first_weights(settings)) is not None:
-            fill_module(task.module, open_checkpoint(path))
-        # A distribution moves trained weights, but not a frozen encoder.
-        task.module.to(distribution.device)
-        return task
+    def begin_step(self, step: int) -> None:
+        """Turn the discriminator on, and crops off, at their steps."""
+        self._is_opposed = self.adversary is not None and step >= self._settings.discriminator.start_step
+        self._is_cropping = step < self._crops_until
+
+    def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of a batch of clips or pictures, with PSNR (dB), KL (nats per latent value) and more.
+
+        Without gradients, the adversarial term is dropped and clips stay whole, so that losses of different steps and
+        runs can be compared.
+        """
+        return self._reconstruct(self._pixels(batch, rng), rng)[:2]
+
+    def losses(self, batch: ClipBatch, rng: SampleRng) -> Losses:
+        """Yield the autoencoder's loss, and the discriminator's on the same clips once it has started."""
+        pixels = self._pixels(batch, rng)
+        loss, figures, made = self._reconstruct(pixels, rng)
+        yield MODEL, loss, figures
+        if self._is_opposed and self.adversary is not None:
+            # One pass for both: DDP needs one forward for each backward.
+            real, fake = self.adversary.forward(torch.cat([pixels, made])).float().chunk(2)
+            means = {"real_logit": real.detach().mean(), "made_logit": fake.detach().mean()}
+            yield "adversary", hinge_loss(real, fake), means
+
+    def tokens(self, batch: ClipBatch) -> int:
+        """Return the number of positions in the latents of the batch."""
+        count, frames, height, width, _ = _frames(batch).shape
+        if self._is_cropping:
+            height, width = (min(side, self._settings.crop_size) for side in (height, width))
+        grid = self.module.grid
+        rows, columns = grid.latent_size(height, width)
+        return count * grid.latent_frames(frames) * rows * columns
+
+    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Write `vae.safetensors`, in half precision if the settings ask for it."""
+        dtype = torch.float16 if self._settings.export_half else torch.float32
+        write_weights(folder / VAE_FILE, weights, dtype=dtype)
+
+    def _reconstruct(self, pixels: Tensor, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+        """Return the loss, its figures and the detached reconstructions of clips."""
+        opposed = self._is_opposed and torch.is_grad_enabled()
+        made, mean, logvar = self.forward(pixels, generator=rng.torch)
+        loss, figures = self._pixel_loss(made.float(), pixels, opposed=opposed)
+        if logvar is not None:
+            kl = kl_divergence(mean.float(), logvar.float())
+            loss = loss + self._settings.kl_weight * kl
+            figures["kl"] = kl.detach()
+        return loss, figures, made.detach()
+
+    def _pixel_loss(self, made: Tensor, pixels: Tensor, *, opposed: bool) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the loss of the decoded pixels. Its gradient by the pixels is computed immediately, term by term."""
+        if not torch.is_grad_enabled():
+            return self._reconstruction_loss(made, pixels)
+        # The backward pass ends at this leaf, and frees the activations of LPIPS and the discriminator.
+        leaf = made.detach().requires_grad_()
+        value, figures = self._reconstruction_loss(leaf, pixels)
+        (gradient,) = torch.autograd.grad(value, leaf)
+        if opposed and self.adversary is not None:
+            # Differentiated only by the clips, so that the discriminator gets no gradient, and DDP starts no exchange.
+            generator_loss = -self.adversary.module(leaf).float().mean()
+            (against,) = torch.autograd.grad(generator_loss, leaf)
+            last = self.module.last_layer.weight
+            balance = adaptive_weight(gradient_norm(made, last, gradient), gradient_norm(made, last, against))
+            weight = self._settings.discriminator.weight * balance
+            value = value.detach() + weight * generator_loss.detach()
+            gradient = gradient + weight * against
+            figures |= {"adversarial": generator_loss.detach(), "adversarial_weight": weight}
+        return with_gradient(made, value=value, gradient=gradient), figures
+
+    def _reconstruction_loss(self, made: Tensor, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        settings = self._settings
+        loss, squared = reconstruction_error(made, pixels, squared_weight=settings.squared_error_weight)
+        figures = {"psnr": psnr(squared.detach())}
+        if settings.gradient_weight:
+            loss = loss + settings.gradient_weight * gradient_error(made, pixels)
+        if self._perceptual is not None:
+            distance = self._perceptual(made, pixels)
+            loss = loss + settings.perceptual_weight * distance
+            figures["lpips"] = distance.detach()
+        return loss, figures
+
+    def _pixels(self, batch: ClipBatch, rng: SampleRng) -> Tensor:
+        frames = _frames(batch)
+        count, num_frames = frames.shape[:2]
+        share = self._settings.single_frame_share if torch.is_grad_enabled() else 0.0
+        if share and num_frames > 1 and rng.numpy.random() < share:
+            frames = frames[torch.arange(count), rng.numpy.integers(num_frames, size=count)].unsqueeze(1)
+        if self._is_cropping and torch.is_grad_enabled():
+            frames = cut_squares(frames, self._settings.crop_size, rng.numpy)
+        return to_pixels(queued_copy(frames, next(self.module.parameters()).device))
 
 
-OBJECTIVE = Reconstruction()
+def _frames(batch: ClipBatch) -> Tensor:
+    if batch.pixels_BTHWC is None:
+        raise ValueError("autoencoders learn from pixels, and the batch has none")
+    return batch.pixels_BTHWC
+
+
+def reconstruction_error(decoded: Tensor, pixels: Tensor, *, squared_weight: float) -> tuple[Tensor, Tensor]:
+    """Return the mean absolute error plus `squared_weight` times the squared error, and the squared error alone."""
+    squared = nn.functional.mse_loss(decoded, pixels)
+    return nn.functional.l1_loss(decoded, pixels) + squared_weight * squared, squared
+
+
+def gradient_error(decoded_BCTHW: Tensor, pixels_BCTHW: Tensor) -> Tensor:
+    """Return the mean absolute error of differences between adjacent pixels, horizontal plus vertical.
+
+    A blurred edge has a small error in its pixels and a large one in its gradients (Mathieu et al. 2016,
+    https://arxiv.org/abs/1511.05440, with absolute gradients).
+    """
+    error_BCTHW = decoded_BCTHW - pixels_BCTHW
+    return error_BCTHW.diff(dim=-1).abs().mean() + error_BCTHW.diff(dim=-2).abs().mean()
+
+
+def psnr(squared_error: Tensor) -> Tensor:
+    """Return the peak signal-to-noise ratio, in dB, of pixels in [-1,1] with this mean squared error."""
+    return -10.0 * torch.log10(squared_error / _PIXEL_RANGE**2)
+
+
+def kl_divergence(mean: Tensor, logvar: Tensor) -> Tensor:
+    """Return the KL divergence from normal distributions to the standard one, in nats, as the mean over all values.
+
+    KL(N(m, s²) || N(0, 1)) = (m² + s² - 1 - log s²) / 2 (Kingma & Welling 2014, appendix B); `logvar` is log s².
+    """
+    return 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar).mean()
+
+
+def gradient_norm(output: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
+    """Return the norm of a loss's gradient by a weight, in fp32, from its gradient by an output of the layer.
+
+    It accumulates no gradient, and keeps the graph.
+    """
+    (by_weight,) = torch.autograd.grad(output, weight, gradient, retain_graph=True)
+    norm: Tensor = torch.linalg.vector_norm(by_weight.float())
+    return norm
+
+
+def adaptive_weight(reconstruction_norm: Tensor, adversarial_norm: Tensor) -> Tensor:
+    """Return the weight that gives the adversarial term the same gradient norm at the last layer as the reconstruction.
+
+    It is |g_rec| / (|g_adv| + 1e-4), at most 1e4 (Esser et al. 2021, "Taming transformers",
+    https://arxiv.org/abs/2012.09841, equation 7).
+    """
+    return (reconstruction_norm / (adversarial_norm + _EPS)).clamp(max=_MAX_WEIGHT)
+
+
+def with_gradient(output: Tensor, *, value: Tensor, gradient: Tensor) -> Tensor:
+    """Return the scalar loss `value` as a function of `output` with the known `gradient`.
+
+    So the backward pass of a loss on decoded pixels continues through the decoder after the loss's own activations are
+    freed.
+    """
+    linear = (output * gradient.detach()).sum()
+    return value.detach() + (linear - linear.detach())

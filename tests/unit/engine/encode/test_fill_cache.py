@@ -31,8 +31,8 @@ from opensora_cli.engine.encode.datasets import TableSource, open_table
 from opensora_cli.engine.encode.encoders import Encoders
 from opensora_cli.engine.encode.fill_cache import prepare_cache
 from opensora_cli.engine.encode.loading import open_batches
-from opensora_cli.engine.train.objectives import flow_matching as mmdit
-from opensora_cli.engine.train.objectives.flow_matching import build_mmdit_task
+from opensora_cli.engine.train.objectives import mmdit
+from opensora_cli.engine.train.objectives.mmdit import mmdit_task
 from opensora_cli.media.write import write_media
 from opensora_cli.models.mmdit.model import MMDiT
 
@@ -134,7 +134,7 @@ def losses(settings, *, micro_batches):
     module = MMDiT(mmdit_config(settings.model))
     nn.init.normal_(module.final_layer.linear.weight)
     nn.init.normal_(module.cond_in.weight)
-    task = build_mmdit_task(settings, module, device=CPU, clips=cache)
+    task = mmdit_task(settings, module, device=CPU, clips=cache)
     batches = open_batches(
         settings,
         data_rank=0,
@@ -276,7 +276,7 @@ def test_training_reads_no_frozen_weights(filled, tmp_path, monkeypatch):
     cache = prepared(filled)
     assert isinstance(cache, ClipCache)
     assert (tmp_path / "cache" / HEADER_FILE).exists()
-    build_mmdit_task(filled, MMDiT(mmdit_config(filled.model)), device=CPU, clips=cache)
+    mmdit_task(filled, MMDiT(mmdit_config(filled.model)), device=CPU, clips=cache)
 
 
 class Ended(BaseException):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from toy_training import MUON, Listener, ToyAdversary, ToyTask, toy_trainer
+from toy_training import MUON, Listener, ToyTask, toy_trainer
 
 from opensora_cli.checkpoint import shared_folder
 from opensora_cli.checkpoint.opening import open_checkpoint
@@ -37,10 +37,7 @@ def assert_same(one: dict[tuple[str, str], torch.Tensor], other: dict[tuple[str,
 
 
 def trained(*, steps: int = 1, adversary: bool = False, **loop: object) -> Trainer:
-    task = ToyTask()
-    if adversary:
-        task.adversary = ToyAdversary(task)
-    trainer = toy_trainer(task, optimizer=MUON, **loop)
+    trainer = toy_trainer(ToyTask(opposed_from=0 if adversary else None), optimizer=MUON, **loop)
     for _ in range(steps):
         trainer.do_step()
     return trainer

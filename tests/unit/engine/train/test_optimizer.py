@@ -29,6 +29,11 @@ class Convolutions(nn.Module):
         return self.out(self.block[1](self.block[0](clip).mean(dim=(2, 3, 4)))).square().mean()
 
 
+def optimizers_of(module: nn.Module, settings: OptimizerSettings) -> list[torch.optim.Optimizer]:
+    trained = {name: weight for name, weight in module.named_parameters() if weight.requires_grad}
+    return build_optimizers(trained, settings)
+
+
 def clip() -> torch.Tensor:
     return torch.randn(2, 2, 4, 4, 4, generator=torch.Generator().manual_seed(1))
 
@@ -36,12 +41,12 @@ def clip() -> torch.Tensor:
 class TestBuildOptimizers:
     def test_adamw_takes_all(self):
         module = Convolutions()
-        (adamw,) = build_optimizers(module, OptimizerSettings(name="adamw"))
+        (adamw,) = optimizers_of(module, OptimizerSettings(name="adamw"))
         assert [id(weight) for weight in adamw.param_groups[0]["params"]] == [id(w) for w in module.parameters()]
 
     def test_muon_takes_matrices_and_kernels_of_blocks(self):
         module = Convolutions()
-        adamw, muon = build_optimizers(module, OptimizerSettings(name="muon"))
+        adamw, muon = optimizers_of(module, OptimizerSettings(name="muon"))
         ours = {id(weight): name for name, weight in module.named_parameters()}
         assert {ours[id(weight)] for weight in muon.param_groups[0]["params"]} == {"block.0.weight", "block.1.weight"}
         assert {ours[id(weight)] for weight in adamw.param_groups[0]["params"]} == {
@@ -54,11 +59,11 @@ class TestBuildOptimizers:
     def test_frozen_weights_are_left_out(self):
         module = Convolutions()
         module.block.requires_grad_(False)
-        (adamw,) = build_optimizers(module, OptimizerSettings(name="muon"))
+        (adamw,) = optimizers_of(module, OptimizerSettings(name="muon"))
         assert len(adamw.param_groups[0]["params"]) == 2
 
     def test_rates_are_shares_of_the_plateau(self):
-        optimizers = build_optimizers(
+        optimizers = optimizers_of(
             Convolutions(), OptimizerSettings(name="muon", learning_rate=1e-2, muon_learning_rate=4e-2)
         )
         for factor in (0.5, 0.25):
@@ -70,7 +75,7 @@ class TestBuildOptimizers:
         module.out.requires_grad_(False)
         for name, weight in module.block.named_parameters():
             weight.requires_grad_(name.endswith("weight"))
-        (muon,) = build_optimizers(module, OptimizerSettings(name="muon"))
+        (muon,) = optimizers_of(module, OptimizerSettings(name="muon"))
         assert isinstance(muon, KernelMuon)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from closeness import assert_close
 from torch import nn
-from toy_training import ADAMW, MUON, Listener, ToyAdversary, ToyModule, ToyTask, draw, toy_trainer
+from toy_training import ADAMW, MUON, Listener, ToyModule, ToyTask, draw, toy_trainer
 
 from opensora_cli.core.exceptions import CheckpointError, TrainingError
 from opensora_cli.data.batches import SampledBatches, SampleRng
@@ -204,29 +204,29 @@ class TestNotFinite:
 
 class TestAdversary:
     def test_learns_with_its_own_optimizer(self):
-        task = ToyTask()
-        task.adversary = ToyAdversary(task)
-        before, own = weights(task.adversary.module), weights(task.module)
+        task = ToyTask(opposed_from=0)
+        adversary = task.roles["adversary"].module
+        before, own = weights(adversary), weights(task.module)
         trainer = toy_trainer(task, micro_batches=2)
         report = trainer.do_step()
         assert list(report.figures)[:4] == ["loss", "adversary_loss", "grad_norm", "adversary_grad_norm"]
         assert report.figures["opposed"] == 1.0
-        moved = weights(task.adversary.module)
+        moved = weights(adversary)
         # AdamW's first update is the rate, whatever the gradient is, and weight decay.
         for name in moved:
             assert (moved[name] - before[name]).abs().item() == pytest.approx(0.1, rel=0.1)
         assert (weights(task.module)["out.bias"] - own["out.bias"]).abs().item() == pytest.approx(1e-3 / 3, rel=0.01)
 
     def test_before_its_start_it_is_left_alone(self):
-        task = ToyTask()
-        task.adversary = ToyAdversary(task, start_step=2)
-        before = weights(task.adversary.module)
+        task = ToyTask(opposed_from=2)
+        adversary = task.roles["adversary"].module
+        before = weights(adversary)
         trainer = toy_trainer(task)
         for _ in range(2):
             assert "adversary_loss" not in trainer.do_step().figures
-        assert_same(weights(task.adversary.module), before)
+        assert_same(weights(adversary), before)
         assert "adversary_loss" in trainer.do_step().figures
-        assert not torch.equal(weights(task.adversary.module)["weight"], before["weight"])
+        assert not torch.equal(weights(adversary)["weight"], before["weight"])
 
 
 class TestSampledBatches:

@@ -86,7 +86,7 @@ def test_accumulated_gradients_are_those_of_the_mean():
                 {
                     f"{name}.{parameter}": weight.grad.clone()
                     for name, learner in trainer.learners.items()
-                    for parameter, weight in learner.module.named_parameters()
+                    for parameter, weight in learner.weights.items()
                 }
             )
         gradients.append(found)

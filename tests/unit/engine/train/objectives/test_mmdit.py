@@ -27,7 +27,8 @@ from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.encode.clips import CachedClip, FreshClip, encode_for_cache, part_name, training_caption
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders
-from opensora_cli.engine.train.objectives.flow_matching import MMDiTTask, weighted_loss
+from opensora_cli.engine.train.objectives.flow_matching import weighted_loss
+from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.train_objectives import MMDiTTrainSettings
 

@@ -12,7 +12,8 @@ from toy_training import Listener
 
 from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance
-from opensora_cli.engine.train.objectives.reconstruction import build_vae_task, cut_squares, to_pixels
+from opensora_cli.engine.train.objectives.vae import cut_squares, to_pixels
+from opensora_cli.engine.train.objectives.vae import vae_task as build_task
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import OptimizerSettings
 
@@ -118,20 +119,17 @@ def test_half_precision_is_near(perceptual):
 class TestDiscriminator:
     def test_it_has_no_loss_before_its_start(self):
         task = vae_task("hunyuan", discriminator={**DISCRIMINATOR, "start_step": 2})
-        has_loss = []
+        roles = []
         for step in range(4):
             task.begin_step(step)
-            task.loss(clip_batch(step, num_frames=5), SampleRng.of(0, step))
-            has_loss.append(task.adversary.loss() is not None)
-        assert has_loss == [False, False, True, True]
-        assert task.adversary.loss() is None  # nothing new was shown
+            roles.append([role for role, *_ in task.losses(clip_batch(step, num_frames=5), SampleRng.of(0, step))])
+        assert roles == [["model"], ["model"], ["model", "adversary"], ["model", "adversary"]]
 
     def test_its_loss_is_of_real_and_decoded_clips_and_reaches_it_alone(self):
         task = vae_task("hunyuan", discriminator=DISCRIMINATOR)
         batch = clip_batch(0, num_frames=5)
         task.begin_step(0)
-        task.loss(batch, SampleRng.of(0, 0))
-        loss, figures = task.adversary.loss()
+        _, (_, loss, figures) = task.losses(batch, SampleRng.of(0, 0))
         loss.backward()
         assert all(weight.grad is None for weight in task.module.parameters())
         assert all(weight.grad is not None for weight in task.adversary.module.parameters())
@@ -177,7 +175,6 @@ class TestDiscriminator:
             losses.append(float(loss))
             assert figures.keys() == {"psnr", "kl"}
         assert losses[0] == losses[1]
-        assert task.adversary.loss() is None
 
 
 class TestPictures:
@@ -255,9 +252,9 @@ class TestBuild:
 
     def test_a_perceptual_term_without_weights_is_off_with_a_warning(self, settings):
         listener = Listener()
-        assert build_vae_task(settings, device=CPU, reporter=listener).adversary is None
+        assert build_task(settings, device=CPU, reporter=listener).adversary is None
         assert listener.warnings == []
-        task = build_vae_task(settings.replace({"train_vae.perceptual_weight": 0.5}), device=CPU, reporter=listener)
+        task = build_task(settings.replace({"train_vae.perceptual_weight": 0.5}), device=CPU, reporter=listener)
         assert len(listener.warnings) == 1
         assert "the perceptual term is off" in listener.warnings[0]
         task.begin_step(0)
@@ -271,7 +268,7 @@ class TestBuild:
         }
         torch.save(weights, tmp_path / "lpips.pth")
         listener = Listener()
-        task = build_vae_task(
+        task = build_task(
             settings.replace(
                 {
                     "train_vae.perceptual_weight": 0.5,

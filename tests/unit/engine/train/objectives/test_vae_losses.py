@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from opensora_cli.engine.train.objectives.reconstruction import (
+from opensora_cli.engine.train.objectives.vae import (
     adaptive_weight,
     gradient_error,
     gradient_norm,
