@@ -100,7 +100,7 @@ def guidance_scales(
     Without a reference in `mode`, the image scale is 1 because both unconditional branches have the same inputs.
     """
     # The last frame's scale falls to 1 over the run. Along the clip, scales grow from 1 to the last frame's scale.
-    falling = torch.linspace(guidance.image_guidance_scale, 1.0, len(timesteps)).tolist()
+    falling = _even(guidance.image_guidance_scale, 1.0, len(timesteps))
 
     def oscillating(step: int) -> Callable[[float], float]:
         if guidance.mean_of is None:
@@ -111,6 +111,11 @@ def guidance_scales(
         _scales_at(t, guidance, oscillating(step), mode=mode, last=last, num_latent_frames=num_latent_frames)
         for step, (t, last) in enumerate(zip(timesteps[:-1], falling, strict=False))
     )
+
+
+def _even(first: float, last: float, count: int) -> tuple[float, ...]:
+    # In fp32 like the reference; one by one, which outlines of tensors allow, too.
+    return tuple(float(each) for each in torch.linspace(first, last, count, device="cpu"))
 
 
 def _scales_at(
@@ -138,7 +143,7 @@ def _scales_at(
     if guidance.image_oscillation:
         image, last = oscillating(image), oscillating(last)
     if guidance.temporal_image_scaling and mode.gives_pictures and image > 1.0:
-        return GuidanceScales(text, tuple(torch.linspace(1.0, last, num_latent_frames).tolist()))
+        return GuidanceScales(text, _even(1.0, last, num_latent_frames))
     return GuidanceScales(text, (image,))
 
 

@@ -44,9 +44,9 @@ def flow_timesteps(
         else flow_shift
     )
     # In fp32 like the reference, so that the times are bitwise identical.
-    times = torch.linspace(1.0, 0.0, num_inference_steps + 1, dtype=torch.float32)
-    shifted: list[float] = (shift * times / (1.0 + (shift - 1.0) * times)).tolist()
-    return shifted
+    times = torch.linspace(1.0, 0.0, num_inference_steps + 1, dtype=torch.float32, device="cpu")
+    # One by one, which outlines of tensors allow, too.
+    return [float(each) for each in shift * times / (1.0 + (shift - 1.0) * times)]
 
 
 def latent_size(height: int, width: int, *, spatial_compression: int = 8, patch_size: int = 2) -> tuple[int, int]:

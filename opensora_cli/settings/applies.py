@@ -192,6 +192,7 @@ TRAIN = (
     *PARALLEL,
     *VAE,
     _typed("train_vae", lambda s: not s.trains_transformer, "with target={s.target}: use target=vae"),
+    _typed("train_distill", lambda s: s.objective.evaluations(s), "with target={s.target}: use target=distill"),
     _typed(
         "weights model text train_mmdit lora memory compile samples watching.peak_tflops",
         attrgetter("trains_transformer"),

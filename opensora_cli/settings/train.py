@@ -41,6 +41,7 @@ from opensora_cli.settings.train_loop import (
     TrainMemorySettings,
 )
 from opensora_cli.settings.train_objectives import (
+    DistillTrainSettings,
     FrozenFileSettings,
     MMDiTTrainSettings,
     TextTrainSettings,
@@ -58,7 +59,9 @@ class TrainSettings(Section):
 
     applies = TRAIN
 
-    target: str = Field(description="Training objective: mmdit trains the transformer, vae the autoencoder.")
+    target: str = Field(
+        description="Objective: mmdit trains the transformer, distill a few-step adapter for it, vae the autoencoder."
+    )
     output: FileName = Field(default="runs/train", description="Folder of checkpoints, logs and exported weights.")
     init: FileName | None = Field(default=None, description="First weights, or demo. None means random weights.")
     weights: tuple[str, ...] = Field(default=(), description="Folders with the frozen parts, or demo.")
@@ -70,6 +73,7 @@ class TrainSettings(Section):
     text: TextTrainSettings = TextTrainSettings()
     train_vae: VAETrainSettings = VAETrainSettings()
     train_mmdit: MMDiTTrainSettings = MMDiTTrainSettings()
+    train_distill: DistillTrainSettings = DistillTrainSettings()
     lora: LoraSettings = LoraSettings()
     optimizer: OptimizerSettings = OptimizerSettings()
     precision: PrecisionSettings = PrecisionSettings()
@@ -338,6 +342,14 @@ def _transformer_problems(settings: TrainSettings) -> Iterator[str]:
     yield from _sample_problems(settings)
 
 
+def _distill_problems(settings: TrainSettings) -> Iterator[str]:
+    yield from _transformer_problems(settings)
+    if not settings.lora.is_on:
+        yield "target=distill trains an adapter beside its teacher: set lora.rank, as in lora.rank=32"
+    if settings.train_mmdit.masked_loss:
+        yield "train_mmdit.masked_loss=true has no effect with target=distill: drop it"
+
+
 def _sample_problems(settings: TrainSettings) -> Iterator[str]:
     samples, grid = settings.samples, settings.vae.grid
     if samples.every is None:
@@ -363,10 +375,14 @@ class Target(NamedTuple):
     """Name of the exported weights, and of the demo's weights of the same part."""
     rules: Callable[[TrainSettings], Iterator[str]]
     """Function that yields one line for each broken rule of the objective."""
+    evaluations: Callable[[TrainSettings], float] = lambda settings: 0.0
+    """Function that returns the mean number of evaluations of the transformer without gradients, beside the forward
+    pass of a step."""
 
 
 TARGETS = {
     "vae": Target(False, VAE_FILE, _autoencoder_problems),
     "mmdit": Target(True, TRANSFORMER_FILE, _transformer_problems),
+    "distill": Target(True, TRANSFORMER_FILE, _distill_problems, lambda settings: settings.train_distill.evaluations),
 }
 """Objectives by name. `engine/train/objectives` has a module of the same name for each."""

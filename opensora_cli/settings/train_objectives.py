@@ -76,6 +76,29 @@ class MMDiTTrainSettings(Section):
         return ReferenceLengths(video=self.video_latent_frames, easy=self.easy_latent_frames)
 
 
+class DistillTrainSettings(Section):
+    """Objective of a few-step adapter: steps without guidance that reach what guided steps of its model reach."""
+
+    steps: int = Field(default=4, ge=1, le=16, description="Steps of the adapter.")
+    teacher_steps: int = Field(default=8, ge=1, le=100, description="Guided steps of the model in each of them.")
+    guidance_scale: float = Field(default=7.5, ge=0, le=100, description="Weight of the prompt; 1 disables guidance.")
+    image_guidance_scale: float = Field(
+        default=3.0, ge=0, le=100, description="Weight of the reference; 1 disables guidance."
+    )
+    mean_guidance_of: int | None = Field(
+        default=50,
+        ge=1,
+        le=1000,
+        description="Use the mean of guidance that oscillates over this many steps. None: no.",
+    )
+
+    @property
+    def evaluations(self) -> float:
+        """Mean number of evaluations without gradients of a clip in a step, for a model that takes references."""
+        branches = 1 + (self.guidance_scale != 1) + (self.image_guidance_scale != 1)
+        return (self.steps - 1) / 2 + self.teacher_steps * branches
+
+
 class DiscriminatorSettings(Section):
     """Discriminator between decoded and real clips, which the autoencoder learns to deceive."""
 

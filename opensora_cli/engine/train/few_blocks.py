@@ -45,6 +45,8 @@ def with_few_blocks(
         checkpointed[path] = place[first]
         depths.append(place[stack.count])
     changes = dict(zip(("model.depth", "model.depth_single_blocks"), depths, strict=True))
+    # Evaluations of a teacher take turns, and one needs the memory of all.
+    changes["train_distill.teacher_steps"] = 1
     if plan is None:
         return settings.replace(changes), None, times
     for name, count in zip(
@@ -116,6 +118,9 @@ class FewBlocks:
         """Return a hook for a block; its backward pass begins with the first gradient of its results."""
 
         def note(_: nn.Module, inputs: object, result: Any) -> None:
+            learned = [each for each in tree_leaves(result) if isinstance(each, Tensor) and each.requires_grad]
+            if not learned:
+                return  # An evaluation without gradients holds nothing for backward.
             self._forward[path].append(self._now)
             notes = [self._backward[path]]
 
@@ -123,8 +128,7 @@ class FewBlocks:
                 if notes:
                     notes.pop().append(self._now)
 
-            for tensor in tree_leaves(result):
-                if isinstance(tensor, Tensor) and tensor.requires_grad:
-                    tensor.register_hook(once)  # type: ignore[no-untyped-call]
+            for tensor in learned:
+                tensor.register_hook(once)  # type: ignore[no-untyped-call]
 
         return note

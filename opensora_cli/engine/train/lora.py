@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,20 @@ def add_lora(transformer: MMDiT, settings: LoraSettings, *, seed: int) -> None:
     for name, first in first_adapter(transformer, seed=seed):
         if not weights[name].is_meta:
             weights[name].data.copy_(first)
+
+
+@contextmanager
+def adapters_off(transformer: nn.Module) -> Iterator[None]:
+    """Evaluate the layers of a transformer without their adapters inside the block."""
+    layers = [layer for layer in transformer.modules() if hasattr(layer, "base_layer")]
+    # PEFT's own switch would also freeze the adapters, whose gradients come after the block.
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
 
 
 def first_adapter(transformer: MMDiT, *, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -119,12 +134,18 @@ def read_adapter(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
 
 
 def save_lora(
-    folder: Path, weights: Mapping[str, Tensor], *, config: MMDiTConfig, settings: LoraSettings, base: str | None
+    folder: Path,
+    weights: Mapping[str, Tensor],
+    *,
+    config: MMDiTConfig,
+    settings: LoraSettings,
+    base: str | None,
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write an adapter in PEFT's format, which `osora generate --lora` and `osora ckpt merge-lora` read.
 
     `weights` are whole, by their names in a transformer after `add_lora`; weights of other layers are skipped. `base`
-    names the base model for readers.
+    names the base model for readers, and `metadata` are those of the tensor file.
     Raises HardwareError if PEFT is not installed, and OutputError if the adapter cannot be written.
     """
     peft_config = _config(config, settings)
@@ -133,7 +154,7 @@ def save_lora(
     tensors = {
         _PREFIX + name.replace(f".{_ADAPTER}.", "."): tensor for name, tensor in weights.items() if _is_of_adapter(name)
     }
-    write_weights(folder / WEIGHTS_FILE, tensors, dtype=torch.float32)
+    write_weights(folder / WEIGHTS_FILE, tensors, dtype=torch.float32, metadata=metadata)
     fields = sorted(peft_config.to_dict().items())
     write_json_atomic(
         folder / CONFIG_FILE, {key: sorted(value) if isinstance(value, set) else value for key, value in fields}

@@ -110,6 +110,8 @@ def _passes(settings: TrainSettings, gpu: GpuSettings, plan: ActivationPlan | No
         if plan.checkpointing is Checkpointing.SELECTIVE:
             again = replace(again, attention_flops=0.0)
         passes.append((checkpointed, again, 1.0))
+    more = settings.objective.evaluations(settings)
+    passes.append((config, forward * more, more))
     found: Seconds = {}
     for blocks, work, keys_and_values in passes:
         seconds = kernel_seconds(work, gpu, dtype)
@@ -121,12 +123,12 @@ def _passes(settings: TrainSettings, gpu: GpuSettings, plan: ActivationPlan | No
         found = added(found, {COPIES: copied(gpu, 2 * plan.host_bytes, pinned=True)})
     if weights is not None and weights.fp8_storage:
         # Weights are dequantized in each forward pass of a block, and reused in its backward pass.
-        dequantized = (1 + computes_again) * _DEQUANTIZED_BYTES * _all_numbers(settings)
+        dequantized = (1 + computes_again + more) * _DEQUANTIZED_BYTES * _all_numbers(settings)
         found = added(found, {TRAFFIC: gpu.memory_rate.seconds(dequantized)})
     if weights is not None and weights.host_weights is not None:
-        # Weights are copied once for forward, and again for backward.
+        # Weights are copied once for each forward pass, and again for backward.
         pinned = weights.host_weights is HostWeights.PINNED
-        waited = copied(gpu, 2 * weights.host_bytes, pinned=pinned)
+        waited = copied(gpu, (2 + more) * weights.host_bytes, pinned=pinned)
         found = added(found, {COPIES: max(0.0, waited - computed) if pinned else waited})
     return found
 
@@ -175,6 +177,8 @@ def _sharing(settings: TrainSettings, gpu: GpuSettings, *, computed: float, roun
     held = _all_numbers(settings) / mesh.tensor if settings.lora.is_on else trained
     sharing = mesh.shard * mesh.ring * mesh.ulysses if strategy.shards else 1
     gathers, scatters = _exchanges(strategy, rounds)
+    if strategy.gathers_twice:
+        gathers += rounds * settings.objective.evaluations(settings)
     gathered = gathers * held * torch_dtype(settings.precision.compute).itemsize
     scattered = scatters * trained * _FP32
     # Copies of the weights then sum their gradients.

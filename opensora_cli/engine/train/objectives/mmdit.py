@@ -5,6 +5,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import cast
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.checkpoint.writing import write_weights
+from opensora_cli.core.conditions import ConditionMode
 from opensora_cli.core.device import is_accelerator, is_gpu, queued_copy
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.latent_grid import LatentGrid
@@ -154,6 +156,36 @@ def measured_steps(settings: TrainSettings) -> tuple[int, ...]:
     return (0, 1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreparedClips:
+    """Micro-batch on the device: clips of one size, as packed latents."""
+
+    data_BND: Tensor
+    noise_BND: Tensor
+    normal_B: Tensor
+    """Normal samples for the times."""
+    modes: Sequence[ConditionMode]
+    mask_B1THW: Tensor
+    """1 where latents are given."""
+    conditioning_BNK: Tensor | None
+    prompt_embeds_BLC: Tensor
+    pooled_prompt_embeds_BV: Tensor
+    guidance_B: Tensor | None
+    """Guidance input of a distilled model."""
+    grid: tuple[int, int, int]
+    """Frames, rows and columns of tokens."""
+
+    def inputs(self) -> dict[str, Tensor | None]:
+        """Return the arguments of the transformer beside latents and times."""
+        return {
+            "position_ids_BN3": position_ids(len(self.data_BND), *self.grid, device=self.data_BND.device),
+            "prompt_embeds_BLC": self.prompt_embeds_BLC,
+            "pooled_prompt_embeds_BV": self.pooled_prompt_embeds_BV,
+            "conditioning_BNK": self.conditioning_BNK,
+            "embedded_guidance_B": self.guidance_B,
+        }
+
+
 class MMDiTTask(Task):
     """Training task with the mean squared error of the velocity (rectified flow); each clip has its own condition mode.
 
@@ -199,45 +231,64 @@ class MMDiTTask(Task):
 
     def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the mean loss over the clips of a micro-batch, which have the same size, and no figures."""
-        states = _random_states([_inside(path, self._folders) for path in batch.paths], rng)
-        patch, sigma_min = self._config.patch_size, self._settings.sigma_min
-        with torch.no_grad():
-            clips = self._encoded(batch)
-            # Stack before copying because many small copies to a GPU take longer than one.
-            latents_BCTHW = self._placed(torch.stack([clip.latents() for clip in clips]))
-            noise_BCTHW = self._noise(latents_BCTHW.shape, states)
-            # Tensors of single clips have no names, so that their memory is freed.
-            conditions = zip(*map(self._condition, clips, latents_BCTHW, states), strict=True)
-            mask_B1THW, reference_BCTHW = map(torch.stack, conditions)
-            embeds = zip(*map(self._embeds, clips, states), strict=True)
-            prompt_embeds_BLC, pooled_prompt_embeds_BV = map(torch.stack, embeds)
-            normal_B = self._placed(torch.stack([torch.randn((), generator=rng.torch) for rng in states]))
-        count, _, frames, height, width = latents_BCTHW.shape
-        rows, columns = height // patch, width // patch
-        data_BND, noise_BND = pack_latents(latents_BCTHW, patch), pack_latents(noise_BCTHW, patch)
+        clips, sigma_min = self.prepare(batch, rng), self._settings.sigma_min
+        frames, rows, columns = clips.grid
         # The released model's shift counts patches of 2x2, whatever the patch size is.
-        shift = flow_shift_for(tokens_per_frame=height * width // 4, num_latent_frames=frames)
-        t_B = shifted_time(normal_B, shift=shift)
+        tokens_per_frame = rows * columns * self._config.patch_size**2 // 4
+        t_B = shifted_time(
+            clips.normal_B, shift=flow_shift_for(tokens_per_frame=tokens_per_frame, num_latent_frames=frames)
+        )
+        noisy_BND = noisy_latents(clips.data_BND, clips.noise_BND, t_B, sigma_min=sigma_min)
+        velocity_BND: Tensor = self.forward(noisy_BND, timesteps_B=t_B, **clips.inputs())
+        target_BND = flow_target(clips.data_BND, clips.noise_BND, sigma_min=sigma_min)
+        if self._token_weights is not None:
+            weights_BN = self._token_weights(batch, clips.grid)
+            return weighted_loss(velocity_BND, target_BND, queued_copy(weights_BN, self._device)), {}
+        masks_BTHW = clips.mask_B1THW[:, 0] if self._settings.masked_loss else None
+        return get_batch_loss(velocity_BND, target_BND, masks_BTHW), {}
+
+    @torch.no_grad()
+    def prepare(self, batch: ClipBatch, rng: SampleRng) -> PreparedClips:
+        """Return a micro-batch on the device, with a condition mode, a caption, noise and a time for each clip."""
+        states = _random_states([_inside(path, self._folders) for path in batch.paths], rng)
+        patch = self._config.patch_size
+        clips = self._encoded(batch)
+        # Stack before copying because many small copies to a GPU take longer than one.
+        latents_BCTHW = self._placed(torch.stack([clip.latents() for clip in clips]))
+        noise_BCTHW = self._noise(latents_BCTHW.shape, states)
+        modes = [self._mode(latents_BCTHW.shape[2], rng) for rng in states]
+        # Tensors of single clips have no names, so that their memory is freed.
+        conditions = zip(*map(self._condition, clips, latents_BCTHW, modes), strict=True)
+        mask_B1THW, reference_BCTHW = map(torch.stack, conditions)
+        embeds = zip(*map(self._embeds, clips, states), strict=True)
+        prompt_embeds_BLC, pooled_prompt_embeds_BV = map(torch.stack, embeds)
+        count, _, frames, height, width = latents_BCTHW.shape
+        grid = frames, height // patch, width // patch
         conditioning_BNK = guidance_B = None
         if self._config.cond_embed:
             conditioning_BNK = pack_conditioning(mask_B1THW, reference_BCTHW, patch)
         if self._config.guidance_embed:
             guidance_B = torch.full((count,), self._settings.embedded_guidance, device=self._device)
-        velocity_BND: Tensor = self.forward(
-            noisy_latents(data_BND, noise_BND, t_B, sigma_min=sigma_min),
-            position_ids_BN3=position_ids(count, frames, rows, columns, device=data_BND.device),
-            timesteps_B=t_B,
+        return PreparedClips(
+            data_BND=pack_latents(latents_BCTHW, patch),
+            noise_BND=pack_latents(noise_BCTHW, patch),
+            normal_B=self._placed(torch.stack([torch.randn((), generator=rng.torch) for rng in states])),
+            modes=modes,
+            mask_B1THW=mask_B1THW,
+            conditioning_BNK=conditioning_BNK,
             prompt_embeds_BLC=prompt_embeds_BLC,
             pooled_prompt_embeds_BV=pooled_prompt_embeds_BV,
-            conditioning_BNK=conditioning_BNK,
-            embedded_guidance_B=guidance_B,
+            guidance_B=guidance_B,
+            grid=grid,
         )
-        target_BND = flow_target(data_BND, noise_BND, sigma_min=sigma_min)
-        if self._token_weights is not None:
-            weights_BN = self._token_weights(batch, (frames, rows, columns))
-            return weighted_loss(velocity_BND, target_BND, queued_copy(weights_BN, self._device)), {}
-        masks_BTHW = mask_B1THW[:, 0] if self._settings.masked_loss else None
-        return get_batch_loss(velocity_BND, target_BND, masks_BTHW), {}
+
+    def empty_prompts(self, count: int) -> tuple[Tensor, Tensor]:
+        """Return the embeddings of `count` empty prompts, (B,L,C) and (B,V)."""
+        empty = self._empty_prompt
+        return (
+            self._placed(empty.prompt_embeds_LC).expand(count, -1, -1),
+            self._placed(empty.pooled_prompt_embeds_V).expand(count, -1),
+        )
 
     def tokens(self, batch: ClipBatch) -> int:
         if batch.pixels_BTHWC is not None:
@@ -273,14 +324,16 @@ class MMDiTTask(Task):
         list(each(lambda noise_CTHW, rng: noise_CTHW.normal_(generator=rng.torch), noise_BCTHW, states))
         return noise_BCTHW.to(self._device, non_blocking=True)
 
-    def _condition(self, clip: EncodedClip, latents_CTHW: Tensor, rng: SampleRng) -> tuple[Tensor, Tensor]:
-        mode = sample_mode(
+    def _mode(self, num_latent_frames: int, rng: SampleRng) -> ConditionMode:
+        return sample_mode(
             self._weights,
-            num_latent_frames=latents_CTHW.shape[1],
+            num_latent_frames=num_latent_frames,
             causal=self._grid.is_causal,
             rng=rng.numpy,
             lengths=self._lengths,
         )
+
+    def _condition(self, clip: EncodedClip, latents_CTHW: Tensor, mode: ConditionMode) -> tuple[Tensor, Tensor]:
         return condition_clip(
             latents_CTHW,
             mode,

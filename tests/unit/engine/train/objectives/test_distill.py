@@ -1,0 +1,199 @@
+"""Distillation of the demo to few steps: what is learned, what the adapter's file states, and exact resume."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny_training
+import torch
+from closeness import assert_close
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tiny_training import StopAfter
+
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.data.batches import ClipBatch, SampleRng
+from opensora_cli.engine.components.few_steps import METADATA_KEY, asked_sampling
+from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.early import Resume
+from opensora_cli.engine.train.lora import adapters_off
+from opensora_cli.engine.train.objectives import distill
+from opensora_cli.engine.train.objectives.distill import DistillTask
+from opensora_cli.engine.train.run import train
+from opensora_cli.sampling.guidance import Branch
+from opensora_cli.sampling.schedule import flow_timesteps
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.load import load_preset
+from opensora_cli.settings.train import TrainSettings, load_train_settings
+
+CAPTIONS = ("a red boat on the sea", "snowing, city")
+
+
+def settings_of(output: Path, **changes: object) -> TrainSettings:
+    """Return a small distillation of the demo; keys of `changes` have `__` for the dot."""
+    given = {
+        "output": str(output),
+        "device": "cpu",
+        "lora.rank": 4,
+        "data.table": tiny_training.TABLE,
+        "data.buckets": "{32px: {9: [1.0, 2]}}",
+        "data.workers": 0,
+        "train_mmdit.cache": "none",
+        "train_mmdit.frozen_dtype": "float32",
+        "train_mmdit.attention": "sdpa",
+        "train_mmdit.video_latent_frames": 1,
+        "train_mmdit.mode_weights.v2v_head_easy": 0,
+        "train_mmdit.mode_weights.v2v_tail_easy": 0,
+        "train_distill.steps": 2,
+        "train_distill.teacher_steps": 2,
+        "optimizer.learning_rate": 0.01,
+        "optimizer.warmup_steps": 0,
+        "loop.steps": 3,
+        "loop.ema_decay": "none",
+        "loop.log_every": 1,
+        "precision.compute": "fp32",
+        **{key.replace("__", "."): value for key, value in changes.items()},
+    }
+    overrides = {key: Given(value, "test") for key, value in given.items()}
+    return load_train_settings(config=Path("demo_distill"), overrides=overrides, environment={})
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> DistillTask:
+    """Return the task with a random adapter, which a new one is not."""
+    settings = settings_of(tmp_path_factory.mktemp("distill"), train_distill__image_guidance_scale=2.0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = distill.build(
+            settings,
+            distribution=Distribution(torch.device("cpu")),
+            clips=None,
+            token_weights=None,
+            reporter=StopAfter(-1),
+        )
+        for name, weight in made.module.named_parameters():
+            if ".lora_B." in name:
+                torch.nn.init.normal_(weight, std=0.05)
+    return made
+
+
+def batch() -> ClipBatch:
+    pixels = torch.randint(0, 256, (2, 9, 32, 32, 3), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    return ClipBatch(
+        number=0,
+        epoch=0,
+        cached=None,
+        paths=("a.mp4", "b.mp4"),
+        captions=CAPTIONS,
+        fps=(12.0, 12.0),
+        motion_scores=(None, None),
+        pixels_BTHWC=pixels,
+    )
+
+
+def test_the_loss_is_the_distance_from_the_end_of_the_guided_steps(task, monkeypatch):
+    calls = []
+    evaluate = DistillTask._evaluate
+
+    def recorded(self, clips, latents_BND, t, branch):
+        is_off = any(getattr(layer, "_disable_adapters", False) for layer in self.module.modules())
+        velocity_BND = evaluate(self, clips, latents_BND, t, branch)
+        calls.append((t, branch, is_off, torch.is_grad_enabled(), latents_BND, velocity_BND))
+        return velocity_BND
+
+    monkeypatch.setattr(DistillTask, "_evaluate", recorded)
+    task._step = 1
+    loss, figures = task.loss(batch(), SampleRng.of(0, 0))
+    assert figures == {}
+    student, *teacher, learned = calls
+    # One step of the student from noise, two of the teacher in three branches, and the step that is learned.
+    assert [(branch, is_off, grad) for _, branch, is_off, grad, *_ in (student, learned)] == [
+        (Branch.COND, False, False),
+        (Branch.COND, False, True),
+    ]
+    assert [branch for _, branch, *_ in teacher] == [*Branch] * 2
+    assert all(is_off and not grad for _, _, is_off, grad, *_ in teacher)
+    times = [student[0], teacher[0][0], teacher[3][0]]
+    assert times[0] == 1.0
+    assert times == sorted(times, reverse=True)
+    start_BND = student[4] + (times[1] - 1.0) * student[5]
+    assert torch.equal(start_BND, teacher[0][4])
+    assert torch.equal(start_BND, learned[4])
+    clips = task._clips.prepare(batch(), SampleRng.of(0, 0))
+    frames, rows, columns = clips.grid
+    fine = flow_timesteps(4, tokens_per_frame=rows * columns, num_latent_frames=frames)
+    assert times == [fine[0], fine[2], fine[3]]
+    # The guided steps end at time 0. Each clip has the scales of its mode.
+    latents_BND, (uncond2, uncond, cond) = teacher[3][4], (each[5] for each in teacher[3:])
+    ends = []
+    for index, mode in enumerate(clips.modes):
+        scales = task._scales(mode, clips.grid, fine)[3]
+        image_N1 = torch.tensor(scales.image).repeat_interleave(latents_BND.shape[1] // len(scales.image))[:, None]
+        of_image, of_text = uncond[index] - uncond2[index], cond[index] - uncond[index]
+        ends.append(latents_BND[index] - fine[3] * (uncond2[index] + image_N1 * of_image + scales.text * of_text))
+    wanted_BND = (start_BND - torch.stack(ends)) / fine[2]
+    assert_close(loss.detach(), (learned[5].detach() - wanted_BND).square().mean(), tolerance=1e-4)
+    assert loss.requires_grad
+    loss.backward()
+    gradients = {name for name, weight in task.module.named_parameters() if weight.grad is not None}
+    assert gradients
+    assert all(".lora_" in name for name in gradients)
+
+
+def test_the_teacher_has_no_adapter(task):
+    clips = task._clips.prepare(batch(), SampleRng.of(0, 0))
+    with torch.no_grad():
+        student = task._evaluate(clips, clips.noise_BND, 1.0, Branch.COND)
+        with adapters_off(task.module):
+            teacher = task._evaluate(clips, clips.noise_BND, 1.0, Branch.COND)
+        assert torch.equal(task._evaluate(clips, clips.noise_BND, 1.0, Branch.COND), student)
+    assert (student - teacher).norm() > 0.01 * teacher.norm()
+
+
+def test_all_steps_are_drawn_and_repeat_after_a_resume(task):
+    drawn = []
+    for step in [*range(40), *range(40)]:
+        task.begin_step(step)
+        drawn.append(task._step)
+    assert drawn[:40] == drawn[40:]
+    assert set(drawn) == {0, 1}
+
+
+def test_the_file_states_its_sampling_and_an_interrupted_run_ends_the_same(tmp_path):
+    whole = settings_of(tmp_path / "whole")
+    train(whole)
+    file = tmp_path / "whole" / "lora" / "adapter_model.safetensors"
+    with safe_open(file, "pt") as opened:
+        stated = json.loads(opened.metadata()[METADATA_KEY])
+    assert stated == {
+        "model": "demo",
+        "sampling": {
+            "num_inference_steps": 2,
+            "solver": "euler",
+            "guidance_scale": 1.0,
+            "image_guidance_scale": 1.0,
+        },
+    }
+    video = load_preset("demo", prompt="raining, sea").replace({"loras": (str(tmp_path / "whole"),)})
+    assert asked_sampling(video)["sampling.num_inference_steps"].value == 2
+    parts = settings_of(tmp_path / "parts")
+    with pytest.raises(KeyboardInterrupt):
+        train(parts, reporter=StopAfter(2))
+    train(parts, resume=Resume())
+    expected = load_file(file)
+    found = load_file(tmp_path / "parts" / "lora" / "adapter_model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora__rank": "none"}, "target=distill trains an adapter beside its teacher"),
+        ({"train_mmdit__masked_loss": True}, "train_mmdit.masked_loss=true has no effect"),
+        ({"train_distill__steps": 0}, "train_distill.steps=0 must be at least 1"),
+    ],
+)
+def test_wrong_settings_are_refused(tmp_path, changes, message):
+    with pytest.raises(RequestError, match=message):
+        settings_of(tmp_path, **changes)
