@@ -204,8 +204,8 @@ def generation_row(resolution: str, machine: str) -> str:
     """Return the row for the needs of a preset on hardware, with the command that prints them."""
     plan = plan_on(resolution, machine)
     found = predict_time(alone(plan), read_machine(machine).gpu)
-    peak, free = plan.peak_bytes / GIB, plan.budget_bytes / GIB
-    verdict = "" if plan.fits else ", does not fit"
+    peak, free = alone(plan).peak_bytes / GIB, plan.budget_bytes / GIB
+    verdict = "" if alone(plan).fits else ", does not fit"
     cells = (
         f'`osora generate "raining, sea" --res {resolution} --dry-run --on {machine}`',
         f"{peak:.1f} of {free:.1f} GiB{verdict}",

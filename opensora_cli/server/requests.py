@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from opensora_cli.api.request import generate_request
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate.request import resolve
@@ -15,7 +14,7 @@ from opensora_cli.settings.explain import Given
 from opensora_cli.settings.flags import FLAGS, given_flags
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer
-from opensora_cli.settings.load import usual_settings
+from opensora_cli.settings.load import generate_request, usual_settings
 
 _FIELDS = ("prompt", "model", "seconds", "size", "seed", "settings")
 _ALLOWED = frozenset(
