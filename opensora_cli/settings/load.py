@@ -75,6 +75,8 @@ class GenerateRequest:
     """Lines about settings of a `.py` file that osora does not have."""
     on: "PlannedMachine | None" = None
     """Machine that a dry run plans for. None means this machine."""
+    _loaded: dict[str, GenerateSettings] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Validated settings by model."""
 
     @cached_property
     def given(self) -> Layer:
@@ -114,10 +116,6 @@ class GenerateRequest:
             if choice == AUTO:
                 return usual
         return choice if choice in ARCHITECTURES else DEMO
-
-    @cached_property
-    def _loaded(self) -> dict[str, GenerateSettings]:
-        return {}
 
     def _with_saved(self, saved: SavedSettings) -> dict[str, Given]:
         """Return the settings below the command line, with those of an earlier run."""

@@ -176,7 +176,7 @@ def generate(
         if output.explore:
             samples = [sample for sample in samples if not is_explored(sample.files)]
         videos = make(chain, samples, models, events, finish=None if output.explore else save)
-        kept = [GeneratedVideo.of_earlier_run(chain, sample) for sample in chosen if sample.made_before]
+        kept = [GeneratedVideo.of(chain, sample) for sample in chosen if sample.made_before]
         return GenerateResult(
             videos=tuple(sorted([*kept, *videos], key=lambda video: video.seed)),
             explored=tuple(map(explored_seed, files)) if output.explore else None,
@@ -283,7 +283,7 @@ def _earlier_result(chain: Chain, files: Sequence[SampleFiles], reporter: Report
         remove_left(sample.media.parent)
         _note_made(sample, reporter, " (--overwrite makes it again)")
     return GenerateResult(
-        videos=tuple(GeneratedVideo.of_earlier_run(chain, sample) for sample in files),
+        videos=tuple(GeneratedVideo.of(chain, sample) for sample in files),
         model=chain.settings.model.name,
         device=str(chain.video.hardware.device),
         model_evaluations=0,
