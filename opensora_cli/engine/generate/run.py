@@ -154,7 +154,9 @@ def generate(
         claims = stack.enter_context(Claims())
         require_room(chain, reporter)
         references = references_of(chain.video, reporter) if is_main else []
-        chosen = _on_all_ranks(chain, ranks, lambda: _claim(chain, claims))
+        if is_main:
+            check_outputs(chosen, chain, create=True)
+        chosen = _on_all_ranks(chain, ranks, lambda: choose_outputs(chain, claims=claims))
         files = [sample for sample in chosen if not sample.made_before]
         if not files:  # another run has finished them since the first look
             return _earlier_result(chain, chosen, reporter)
@@ -268,12 +270,6 @@ def _on_all_ranks(
         )
         for index, (number, made_before, saved, steps) in enumerate(rows)
     )
-
-
-def _claim(chain: Chain, claims: Claims) -> tuple[SampleFiles, ...]:
-    """Check the folder of results, and claim the names of all samples."""
-    check_outputs([sample_files(chain.settings, index) for index in range(chain.num_samples)], chain, create=True)
-    return choose_outputs(chain, claims=claims)
 
 
 def _earlier_result(chain: Chain, files: Sequence[SampleFiles], reporter: Reporter) -> GenerateResult:
