@@ -30,7 +30,7 @@ video.aspect_ratios video.max_frames video.extend video.causal_lengths draft.res
 condition.mode condition.references condition.fit condition.ref_fps condition.video_latent_frames
 condition.seamless condition.continued condition.easy_latent_frames
 picture.first picture.save picture.resolution picture.own_model
-sampling.num_inference_steps sampling.solver sampling.fast sampling.timesteps sampling.stop_at
+sampling.num_inference_steps sampling.solver sampling.fast sampling.turbo sampling.timesteps sampling.stop_at
 sampling.guidance_scale sampling.image_guidance_scale sampling.text_oscillation sampling.image_oscillation
 sampling.mean_guidance_of sampling.step_cache sampling.temporal_image_scaling sampling.guidance_interval
 sampling.flow_shift sampling.seed sampling.num_samples sampling.embedded_guidance
@@ -44,7 +44,7 @@ TYPED = frozenset({"refine.prompt", "refine.motion_score"})
 """Settings that only the command line can set beside such a file, whose prompt is rewritten already."""
 
 _SAMPLED_WITH = (
-    *("files.transformer", "files.t5", "files.clip"),
+    *("files.transformer", "files.t5", "files.clip", "files.turbo"),
     *("picture.files.transformer", "picture.files.vae", "picture.files.hub_repo", "loras"),
 )
 """Files that decoding does not read. A file of latents records them."""

@@ -14,6 +14,7 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.solvers import Solver
 from opensora_cli.engine.components.attention import AttentionPlan
+from opensora_cli.engine.components.few_steps import require_turbo
 from opensora_cli.engine.components.parallelize import PlannedExchange, describe_mesh
 from opensora_cli.engine.components.weights import Component, require_weights_of, warn_of_missing
 from opensora_cli.engine.encode.prompt_cache import PromptCache
@@ -342,6 +343,7 @@ def chain_to_plan(
     else:
         for part in filter(None, (picture_settings(settings), settings)):
             warn_of_missing(partial(require_weights_of, part), reporter)
+        warn_of_missing(partial(require_turbo, settings), reporter)
         hardware = planned_hardware(settings, reporter) if context is None else None
     return make_chain(with_mode(settings, reporter), hardware=hardware, tries_device=hardware is None)
 

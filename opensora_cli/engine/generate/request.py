@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -12,6 +13,7 @@ from opensora_cli.core.exceptions import CheckpointError, OsoraError, RequestErr
 from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
+from opensora_cli.engine.components.few_steps import asked_sampling, described, require_turbo
 from opensora_cli.engine.components.weights import choose_model, require_weights_of
 from opensora_cli.engine.generate.outputs import num_samples, read_made, sample_files
 from opensora_cli.engine.generate.saved_latents import LATENTS_ENDING, open_latents, require_latents
@@ -21,7 +23,7 @@ from opensora_cli.models.registry import AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.sampling.sizes import image_size, nearest_training_size, num_pixels, ratio_value
 from opensora_cli.settings.explain import Given, explain
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings
+from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings, usual_settings
 
 PICTURE_MODE = "i2v_head"
 """Condition mode of a video whose picture is made first, if no mode is set."""
@@ -74,6 +76,10 @@ def resolve(
     for line in request.notes:
         reporter.note(line)
     settings = load_generate_settings(request, model=model)
+    if request.saved is None and (asked := asked_sampling(settings)):
+        settings = load_generate_settings(replace(request, config={**asked, **request.config}), model=model)
+        for line in described(asked, settings):
+            reporter.note(line)
     if latents is not None and "output.path" not in request.overrides:
         name = f"{latents.name.removesuffix(LATENTS_ENDING)}.{settings.output_format}"
         settings = settings.replace({"output.path": str(latents.with_name(name))})
@@ -137,6 +143,7 @@ def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
             raise CheckpointError(f"{lora.path} is no folder with an adapter, and no file of one")
     if dry_run:
         return
+    require_turbo(settings)
     if settings.refine.is_on:
         from opensora_cli.engine.generate.refinement import require_refinement
 
@@ -235,11 +242,20 @@ def picture_settings(settings: GenerateSettings) -> GenerateSettings | None:
             **{f"files.{name}": value for name, value in picture.files.model_dump().items()},
             "runtime.model_choice": picture.model.name,
             "loras": (),
+            "sampling.turbo": False,
+            **_own_sampling(settings),
         }
     try:
         return settings.replace(changes)
     except ValidationError as error:
         raise RequestError("\n".join(f"the picture: {line}" for line in explain(error))) from error
+
+
+def _own_sampling(settings: GenerateSettings) -> dict[str, object]:
+    """Return the sampling without what an adapter of the video asks for, for a picture of another model."""
+    usual = usual_settings(settings.model.name)
+    asked = {key: given.value for key, given in asked_sampling(settings).items()}
+    return {key: attrgetter(key)(usual) for key, value in asked.items() if attrgetter(key)(settings) == value}
 
 
 def size_of_picture(settings: GenerateSettings, resolution: str) -> tuple[int, int, str | None]:

@@ -201,9 +201,11 @@ def sample_settings(plan: Plan, sample: SampleFiles) -> GenerateSettings:
         "output.overwrite": False,
     }
     if plan.loras:
-        # The hash detects another file of the same name.
+        # The hash detects another file of the same name. The adapter of `sampling.turbo` comes last, and is no file
+        # that the user named.
         changes["loras"] = tuple(
-            {"path": str(lora.path.absolute()), "scale": lora.scale, "sha256": lora.sha256} for lora in plan.loras
+            {"path": str(lora.path.absolute()), "scale": lora.scale, "sha256": lora.sha256}
+            for lora in plan.loras[: len(settings.loras)]
         )
     if num_samples(settings) > 1 and (output.named_format is not None or output.name_from is NameFrom.PROMPT):
         changes["output.path"] = str(sample.target)

@@ -25,7 +25,7 @@ def load(
 
 RESERVED = """
 from_latents resume loras refine.prompt refine.motion_score refine.instructions refine.timeout_s refine.tries
-files.transformer files.vae files.t5 files.clip files.hub_repo
+files.transformer files.vae files.t5 files.turbo files.clip files.hub_repo
 picture.files.transformer picture.files.vae picture.files.hub_repo
 output.path output.name_from output.overwrite output.explore
 runtime.weights runtime.device runtime.prompt_cache runtime.prompt_cache_limit
