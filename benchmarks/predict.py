@@ -196,8 +196,8 @@ def truth_table(gpu: GpuSettings) -> list[str]:
 
 def generation_row(resolution: str, gpu: str) -> str:
     """Return the row for a GPU: the predicted times of a preset on 1, 2, 4 and 8 of them."""
-    plans = [plan_on(resolution, f"{count}x{gpu}") for count in COUNTS]
-    seconds = [predict_time(alone(plan), read_machine(gpu).gpu).seconds if plan.fits else None for plan in plans]
+    chains = [alone(plan_on(resolution, f"{count}x{gpu}")) for count in COUNTS]
+    seconds = [predict_time(chain, read_machine(gpu).gpu).seconds if chain.fits else None for chain in chains]
     return _row((gpu, *("does not fit" if each is None else duration(each) for each in seconds)))
 
 

@@ -1,9 +1,14 @@
-"""Generations that Ctrl-C stops in the middle of denoising."""
+"""Generations that Ctrl-C stops in the middle of denoising, and runs that continue them."""
 
 import pytest
+from tiny_world import weights_of
 
+from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate import denoise
+from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.run import generate
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.load import GenerateRequest
 
 
 def stop_after(monkeypatch, steps):
@@ -27,3 +32,19 @@ def stopped(settings, steps):
         with pytest.raises(KeyboardInterrupt) as caught:
             generate(settings)
     return str(caught.value)
+
+
+def continuing(latents, reporter, *, key="resume", **overrides):
+    """Return the settings that continue from saved latents, with the weights that made them."""
+    given = {
+        name.replace("__", "."): value if isinstance(value, Given) else Given(value, "the test")
+        for name, value in overrides.items()
+    }
+    request = GenerateRequest(overrides={key: Given(str(latents), "--from"), **weights_of(latents), **given})
+    return resolve(request, reporter=reporter)
+
+
+def continued(latents, reporter=None, **options):
+    """Return the result of a run that continues from saved latents."""
+    reporter = reporter or SilentReporter()
+    return generate(continuing(latents, reporter, **options), reporter=reporter)

@@ -267,6 +267,11 @@ def moving_frames(count: int, *, height: int = 24, width: int = 40) -> torch.Ten
     return ((torch.stack(channels, dim=-1) + 1) * 127.5).to(torch.uint8)
 
 
+def names(folder: Path) -> list[str]:
+    """Return the sorted names in a folder; none if there is no folder."""
+    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+
+
 def weights_of(latents: Path) -> dict[str, Given]:
     """Return the weights that made saved latents as they are given again; nothing where the file does not say."""
     try:

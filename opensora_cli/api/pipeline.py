@@ -17,7 +17,6 @@ from typing import Literal, NamedTuple, Unpack
 from rich.console import Console
 
 from opensora_cli.api.references import reference_files
-from opensora_cli.api.request import generate_request
 from opensora_cli.api.video import Video
 from opensora_cli.core.console import ConsoleReporter
 from opensora_cli.core.exceptions import OsoraError, RequestError
@@ -29,6 +28,7 @@ from opensora_cli.settings.explain import Given
 from opensora_cli.settings.flags import FLAGS, Flags, given_flags
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer, collect_overrides
+from opensora_cli.settings.load import generate_request
 
 _File = str | os.PathLike[str]
 _log = logging.getLogger("opensora_cli")

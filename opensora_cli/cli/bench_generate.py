@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-from opensora_cli.api.request import generate_request
 from opensora_cli.cli import generate
 from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import make_command
@@ -18,6 +17,7 @@ from opensora_cli.settings.bench_generate import (
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer
+from opensora_cli.settings.load import generate_request
 
 _COMPARED = "Compared settings"
 _MOST_REPEATS = 1000

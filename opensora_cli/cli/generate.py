@@ -7,7 +7,6 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
-from opensora_cli.api.request import generate_request
 from opensora_cli.cli import options
 from opensora_cli.cli.call import VERBOSE, Call
 from opensora_cli.cli.command import make_command, shown_default
@@ -19,7 +18,7 @@ from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.flags import FLAGS, MACHINE, OUTPUT, PROMPT, REFERENCE, SAMPLING, VIDEO, Option, option_of
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, load_preset
+from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, generate_request, load_preset
 
 _FROM = ("--from", "--resume", "--from-latents")
 _PANELS = ("", PROMPT, VIDEO, REFERENCE, SAMPLING, MACHINE, OUTPUT)

@@ -84,6 +84,17 @@ def matching(pattern: str, rule: str) -> AfterValidator:
     return AfterValidator(check)
 
 
+def one_of(names: Callable[[], Iterable[str]]) -> AfterValidator:
+    """Return a validator for a name of a table, which is read for each value. The error has the form of an enum's."""
+
+    def check(value: str) -> str:
+        if value not in (known := [*names()]):
+            raise PydanticKnownError("enum", {"expected": ", ".join(map(repr, known))})
+        return value
+
+    return AfterValidator(check)
+
+
 def ending(*endings: str) -> AfterValidator:
     """Return a validator for the ending of a file name."""
     pattern = rf"(?is).*[^/]({'|'.join(map(re.escape, endings))})"

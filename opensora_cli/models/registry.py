@@ -3,14 +3,13 @@
 Settings of generation and training override single fields of an entry. Importing this module imports no torch.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from pydantic import AfterValidator, Field
-from pydantic_core import PydanticKnownError
+from pydantic import Field
 
-from opensora_cli.core.section import FileName, Section
+from opensora_cli.core.section import FileName, Section, one_of
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.vae.config import AutoencoderConfig, DCAEConfig, FluxAEConfig, HunyuanVAEConfig
 
@@ -154,21 +153,10 @@ ARCHITECTURES: dict[str, Architecture] = {
 }
 
 
-def _one_of(names: Callable[[], Iterable[str]]) -> AfterValidator:
-    """Return a validator for the names of models. The error has the form of an enum's error."""
-
-    def check(value: str) -> str:
-        if value not in (known := [*names()]):
-            raise PydanticKnownError("enum", {"expected": ", ".join(map(repr, known))})
-        return value
-
-    return AfterValidator(check)
-
-
 DOWNLOADS = [name for name, entry in ARCHITECTURES.items() if not entry.is_packaged]
 """Models with weights on the Hub."""
 
-ModelName = Annotated[str, _one_of(lambda: ARCHITECTURES)]
-ModelChoice = Annotated[str, _one_of(lambda: (AUTO, *ARCHITECTURES))]
+ModelName = Annotated[str, one_of(lambda: ARCHITECTURES)]
+ModelChoice = Annotated[str, one_of(lambda: (AUTO, *ARCHITECTURES))]
 """Name of a model, or auto."""
-DownloadName = Annotated[str, _one_of(lambda: DOWNLOADS)]
+DownloadName = Annotated[str, one_of(lambda: DOWNLOADS)]

@@ -8,7 +8,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from opensora_cli.api.request import generate_request
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate.request import resolve
@@ -18,7 +17,7 @@ from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.flags import FLAGS, given_flags
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer
-from opensora_cli.settings.load import load_preset, usual_settings
+from opensora_cli.settings.load import generate_request, load_preset, usual_settings
 
 _FIELDS = ("prompt", "model", "seconds", "size", "seed", "settings")
 _ALLOWED = frozenset(

@@ -11,7 +11,6 @@ from pathlib import Path
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from opensora_cli.api.request import generate_request
 from opensora_cli.core.exceptions import FileProblem, HardwareError, OutputError
 from opensora_cli.core.folder_lock import sole_run
 from opensora_cli.core.progress import Reporter
@@ -24,7 +23,7 @@ from opensora_cli.server.jobs import JobStore
 from opensora_cli.server.uploads import LARGEST
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.layers import Layer
-from opensora_cli.settings.load import ANY_PROMPT
+from opensora_cli.settings.load import ANY_PROMPT, generate_request
 from opensora_cli.settings.serve import LOOPBACK, ServeSettings
 
 _SHORTEST_TOKEN = 16

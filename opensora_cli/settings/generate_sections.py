@@ -10,12 +10,12 @@ from pydantic import Field, field_validator, model_validator
 
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
 from opensora_cli.core.media_choices import Fit, MediaFormat
-from opensora_cli.core.section import MAX_FRAMES, Count, FileName, Section, Share, SplitAt, Words, split_list
+from opensora_cli.core.section import MAX_FRAMES, Count, FileName, Section, Share, SplitAt, Words, one_of, split_list
 from opensora_cli.core.solvers import Solver
 from opensora_cli.models.registry import ARCHITECTURES, FLUX1_DEV
 from opensora_cli.settings.components import ModelSettings, VAESettings, picture_values
 from opensora_cli.settings.enums import AspectRatio, NameFrom, ReferenceRate
-from opensora_cli.settings.explain import either, nearest
+from opensora_cli.settings.explain import either
 
 MAX_SEED = 2**62
 _FLUX = ARCHITECTURES[FLUX1_DEV].files
@@ -155,7 +155,7 @@ class DraftSettings(Section):
 class ConditionSettings(Section):
     """References, and the frames of the video that they give."""
 
-    mode: str | None = Field(
+    mode: Annotated[str, one_of(lambda: CONDITION_MODES)] | None = Field(
         default=None,
         description=f"Frames that the references give: {', '.join(CONDITION_MODES)}. None means by the references.",
     )
@@ -180,17 +180,6 @@ class ConditionSettings(Section):
     easy_latent_frames: _Frames = Field(
         default=16, description="Latent frames of an easy v2v reference, besides the first one of a causal autoencoder."
     )
-
-    @field_validator("mode")
-    @classmethod
-    def _mode_exists(cls, value: str | None) -> str | None:
-        if value is not None and value not in CONDITION_MODES:
-            close = nearest(value, CONDITION_MODES)
-            raise ValueError(
-                f"condition.mode={value} must be one of {', '.join(CONDITION_MODES)}"
-                + (f": did you mean {close}?" if close else "")
-            )
-        return value
 
     @property
     def lengths(self) -> ReferenceLengths:

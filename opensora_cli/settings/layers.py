@@ -3,8 +3,9 @@
 Keys are checked while a layer is read so that an error can name its source.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cache
+from pkgutil import resolve_name
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -21,6 +22,8 @@ S = TypeVar("S", bound=Section)
 ENVIRONMENT_PREFIX = "OSORA_"
 SERVER_VARIABLES = ("OSORA_REFINE_URL", "OSORA_REFINE_KEY", "OSORA_REFINE_MODEL")
 """Variables of the language model server. They are no settings: settings are saved, and the key must not be."""
+_SCHEMAS = ("generate:GenerateSettings", "train:TrainSettings", "vae:ReconstructSettings")
+"""Settings that commands read from the environment."""
 _WEIGHTS = "runtime.weights"
 
 
@@ -57,29 +60,33 @@ def _leaves(
             raise RequestError(f"{key}={value} (from {source}) is a section", hint="put its keys below it")
 
 
-def read_environment(
-    schema: type[Section], environment: Mapping[str, str], *, others: Sequence[type[Section]] = ()
-) -> dict[str, Given]:
+def read_environment(schema: type[Section], environment: Mapping[str, str]) -> dict[str, Given]:
     """Return the settings in the environment as a layer.
 
     `OSORA_SAMPLING__SEED=1` sets `sampling.seed`, and `OSORA_WEIGHTS` is short for `OSORA_RUNTIME__WEIGHTS`. Empty
-    variables count as unset. Variables of `others`, the settings of other commands, are ignored.
+    variables count as unset. Variables for other commands are ignored.
     """
     variables = _variables(schema)
-    ignored = {*SERVER_VARIABLES, *(name for other in others for name in _variables(other))}
     layer = {}
     for name, value in sorted(environment.items()):
-        if not name.startswith(ENVIRONMENT_PREFIX) or not value or name in ignored - variables.keys():
+        if not name.startswith(ENVIRONMENT_PREFIX) or not value:
             continue
         if name in variables:
             layer[variables[name]] = Given(value, name)
-            continue
-        # Other programs may use the prefix. A name without __ that resembles no setting is ignored.
-        close = nearest(name, [*variables, *SERVER_VARIABLES], cutoff=0.6 if "__" in name else 0.85)
-        if close or "__" in name:
-            hint = f"did you mean {close}?" if close else "unset it"
-            raise RequestError(f"{name} in the environment is not a setting", hint=hint)
+        elif name not in _all_variables():
+            # Other programs may use the prefix. A name without __ that resembles no setting is ignored.
+            close = nearest(name, [*variables, *SERVER_VARIABLES], cutoff=0.6 if "__" in name else 0.85)
+            if close or "__" in name:
+                hint = f"did you mean {close}?" if close else "unset it"
+                raise RequestError(f"{name} in the environment is not a setting", hint=hint)
     return layer
+
+
+@cache
+def _all_variables() -> frozenset[str]:
+    """Return the environment variables of all commands, whose modules are imported for this."""
+    schemas = [resolve_name(f"opensora_cli.settings.{schema}") for schema in _SCHEMAS]
+    return frozenset(SERVER_VARIABLES).union(*map(_variables, schemas))
 
 
 def collect_overrides(

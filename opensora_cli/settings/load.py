@@ -7,8 +7,9 @@ An earlier run precedes the environment because it must make the same file again
 that such a file may not bring (see `saved.is_description`) come from the other sources alone.
 """
 
+import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
@@ -17,8 +18,9 @@ from typing import TYPE_CHECKING
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.formatting import escaped, plain
+from opensora_cli.core.ranks import is_of_launcher
 from opensora_cli.core.reading import read_json_object
-from opensora_cli.core.section import NO_VALUE, Section
+from opensora_cli.core.section import NO_VALUE
 from opensora_cli.core.solvers import Solver
 from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.settings.applies import refuse_without_effect
@@ -27,7 +29,7 @@ from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import ConfigFile, open_config, preset_path, read_settings_file
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.generate_sections import SamplingSettings, named_format
-from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
+from opensora_cli.settings.layers import Layer, collect_overrides, read_environment, read_sections, validate
 from opensora_cli.settings.saved import TYPED, adapters_in, description, files_needed, is_description
 
 if TYPE_CHECKING:
@@ -73,6 +75,8 @@ class GenerateRequest:
     """Lines about settings of a `.py` file that osora does not have."""
     on: "PlannedMachine | None" = None
     """Machine that a dry run plans for. None means this machine."""
+    _loaded: dict[str, GenerateSettings] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """Validated settings by model."""
 
     @cached_property
     def given(self) -> Layer:
@@ -113,10 +117,6 @@ class GenerateRequest:
                 return usual
         return choice if choice in ARCHITECTURES else DEMO
 
-    @cached_property
-    def _loaded(self) -> dict[str, GenerateSettings]:
-        return {}
-
     def _with_saved(self, saved: SavedSettings) -> dict[str, Given]:
         """Return the settings below the command line, with those of an earlier run."""
         # Sidecars without a first picture do not mention it.
@@ -145,14 +145,12 @@ def read_request(
     saved: SavedSettings | None = None,
     config: Path | ConfigFile | None = None,
     environment: Mapping[str, str],
-    others: Sequence[type[Section]] = (),
     on: "PlannedMachine | None" = None,
 ) -> GenerateRequest:
     """Return the settings from all sources.
 
     Args:
         config: Name of a preset, a YAML file, or a `.py` file of the reference implementation.
-        others: Settings of other commands, whose variables are ignored.
         on: Machine that a dry run plans for.
     """
     overrides, layer, notes = overrides or {}, {}, list[str]()
@@ -162,8 +160,42 @@ def read_request(
         file = open_config(config, "generate")
         values = read_settings(file, read_reference_generation, notes.append)
         layer = read_sections(GenerateSettings, values, source=str(file.path))
-    variables = read_environment(GenerateSettings, environment, others=others)
+    variables = read_environment(GenerateSettings, environment)
     return GenerateRequest(overrides=overrides, saved=saved, environment=variables, config=layer, notes=notes, on=on)
+
+
+def generate_request(
+    given: Layer,
+    *,
+    below: Layer | None = None,
+    assignments: Iterable[str] | Mapping[str, object] = (),
+    sidecar: Path | None = None,
+    config: Path | None = None,
+    on: str | None = None,
+) -> GenerateRequest:
+    """Return the settings from all sources, as the command line and Python programs name them.
+
+    Args:
+        given: Options, and the prompt.
+        below: Settings that give way to `given` and `assignments` alone.
+        assignments: Settings by key; see `collect_overrides`.
+        sidecar: Sidecar of an earlier run, whose description of the video is taken.
+        config: Preset by name, or file of settings.
+        on: Machine that a dry run plans for, as in `8xH100`.
+
+    Raises:
+        RequestError: A key is unknown, an assignment is wrong, or there is no such machine.
+        FileProblem: A file of settings or the sidecar is missing or broken.
+    """
+    overrides = {**(below or {}), **collect_overrides(GenerateSettings, given, assignments)}
+    machine = None
+    if on is not None:
+        from opensora_cli.settings.hardware import read_machine
+
+        machine = read_machine(on)
+        overrides = {**machine.counts(overrides), **overrides}
+    saved = read_sidecar(sidecar, is_own=is_of_launcher(sidecar, os.environ)) if sidecar else None
+    return read_request(overrides=overrides, saved=saved, config=config, environment=os.environ, on=machine)
 
 
 def load_generate_settings(request: GenerateRequest, *, model: str) -> GenerateSettings:

@@ -123,4 +123,4 @@ def profiled_settings(
     overrides.setdefault("prompt", Given(ANY_PROMPT, "mem-profile"))
     if file is None and on is None:
         overrides.setdefault("runtime.model_choice", Given(DEMO, "mem-profile"))
-    return read_request(overrides=overrides, config=file, environment=environment, others=(TrainSettings,), on=on)
+    return read_request(overrides=overrides, config=file, environment=environment, on=on)

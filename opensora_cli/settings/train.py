@@ -28,7 +28,6 @@ from opensora_cli.settings.devices import (
 )
 from opensora_cli.settings.enums import Compression
 from opensora_cli.settings.files import ConfigFile, list_presets, open_config
-from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import MOVED_TO_DEMO, Layer, read_environment, read_sections, validate
 from opensora_cli.settings.reference import read_reference_training, read_settings
 from opensora_cli.settings.train_loop import (
@@ -159,9 +158,7 @@ def load_train_settings(
             f"--config {config} cannot go with --from {saved}, whose settings are complete",
             hint="change single settings with --set",
         )
-    # OSORA_WEIGHTS names the folder of the released model.
-    ours = {name: value for name, value in environment.items() if name != "OSORA_WEIGHTS"}
-    variables = read_environment(TrainSettings, ours, others=(GenerateSettings,))
+    variables = read_environment(TrainSettings, environment)
     if config is not None:
         file = open_config(config, "train")
         path, sections = file.path, read_settings(file, read_reference_training, report)

@@ -14,10 +14,8 @@ from opensora_cli.settings.components import VAESettings, settings_of
 from opensora_cli.settings.devices import PlacementSettings
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import ConfigFile, open_config
-from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
 from opensora_cli.settings.reference import read_reference_autoencoder, read_settings
-from opensora_cli.settings.train import TrainSettings
 
 _DEFAULT_PRESET = "demo"
 _RELEASED_WEIGHTS = ("OSORA_WEIGHTS", "OSORA_RUNTIME__WEIGHTS")
@@ -90,8 +88,7 @@ def load_vae_settings(
     given_repo = {**file, **overrides}.get("weights.hub_repo")
     if given_repo is None or given_repo.value is None:
         environment = {name: value for name, value in environment.items() if name not in _RELEASED_WEIGHTS}
-    others = (GenerateSettings, TrainSettings, ReconstructSettings)
-    variables = read_environment(schema, environment, others=others)
+    variables = read_environment(schema, environment)
     return validate(schema, {**file, **variables, **overrides})
 
 

@@ -9,7 +9,6 @@ from opensora_cli.engine.env_check.report import Finding, Severity, problem, war
 from opensora_cli.engine.env_check.torch_variables import ALLOCATOR_VARIABLES, allocator_fault, refused_by_torch
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import ENVIRONMENT_PREFIX, read_environment
-from opensora_cli.settings.train import TrainSettings
 
 Variables = Mapping[str, str | None]
 """Values by name. None means unknown, as for a value that a script computes."""
@@ -284,7 +283,7 @@ def _lint_own(variables: Variables) -> Iterator[Finding]:
         if not name.startswith(ENVIRONMENT_PREFIX) or variables[name] == "":
             continue
         try:
-            read_environment(GenerateSettings, {name: variables[name] or "any"}, others=(TrainSettings,))
+            read_environment(GenerateSettings, {name: variables[name] or "any"})
         except RequestError as error:
             yield problem(
                 f"{name} is not a setting",

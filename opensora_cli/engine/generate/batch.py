@@ -202,7 +202,7 @@ class _OwnRows:
         first, wrong = None, list[FailedRow]()
         for row in self._rows:
             try:
-                settings = settings_of(row, self._request, SilentReporter())
+                settings = row_settings(row, self._request, SilentReporter())
                 first = first or settings
             except OsoraError as error:
                 wrong.append(failed_row(row, error))
@@ -236,7 +236,7 @@ class _OwnRows:
     def _encode_row(self, row: Row, reporter: Reporter, progress: StageProgress) -> tuple[Row, GenerateSettings] | None:
         """Encode the prompts of a row into the prompt cache; return its settings, None if it is finished or failed."""
         with self._failing(row, progress):
-            settings = settings_of(row, self._request, self.shown)
+            settings = row_settings(row, self._request, self.shown)
             chain = plan_here(settings, self._models, reporter=self.shown, device=self.device).with_threads()
             plan, files = chain.video, choose_outputs(chain)
             if all(sample.made_before for sample in files):
@@ -282,7 +282,7 @@ class _OwnRows:
             progress.advance()
 
 
-def settings_of(row: Row, request: GenerateRequest, reporter: Reporter) -> GenerateSettings:
+def row_settings(row: Row, request: GenerateRequest, reporter: Reporter) -> GenerateSettings:
     """Return the settings of a row."""
     if row.problem is not None:
         raise RequestError(row.problem)

@@ -247,15 +247,15 @@ class GeneratedVideo(Document):
     """Whether an earlier run of the same request made the result."""
 
     @classmethod
-    def of_earlier_run(cls, chain: Chain, sample: SampleFiles) -> "GeneratedVideo":
-        """Return a result that an earlier run of the same request has made."""
+    def of(cls, chain: Chain, sample: SampleFiles, psnr_db: float | None = None) -> "GeneratedVideo":
+        """Return the result of a sample. The PSNR of a result that an earlier run made is in its sidecar."""
         return cls(
             path=sample.media,
             sidecar=sample.sidecar,
             seed=sample.seed,
-            given_frames_psnr_db=read_made(sample).get("given_frames_psnr_db"),
+            given_frames_psnr_db=read_made(sample).get("given_frames_psnr_db") if sample.made_before else psnr_db,
             picture=first_picture(chain, sample),
-            made_before=True,
+            made_before=sample.made_before,
         )
 
 
@@ -294,13 +294,7 @@ def save(clip: Clip) -> GeneratedVideo:
     psnr_db = clip.figures().given_frames_psnr_db
     report_given_frames(psnr_db, sample.seed, events.reporter, made_first=chain.find(PICTURE) is not None)
     events.note_saved(sample.media)
-    return GeneratedVideo(
-        path=sample.media,
-        sidecar=sample.sidecar,
-        seed=sample.seed,
-        given_frames_psnr_db=psnr_db,
-        picture=first_picture(chain, sample),
-    )
+    return GeneratedVideo.of(chain, sample, psnr_db)
 
 
 def write_video(

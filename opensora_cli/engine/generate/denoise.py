@@ -53,7 +53,7 @@ def denoise_samples(
         return
     plan = missing[0].plan
     ranks = models.ranks.of(plan)
-    encode_references(missing, models, events)
+    encode_shared_references(missing, models, events)
     if ranks.count > 1 and plan.start:
         fresh = [sample for sample in missing if sample.begun is None]
         drafts = [sample.draft_CTHW for sample in fresh if sample.draft_CTHW is not None]
@@ -101,7 +101,7 @@ def denoise_samples(
     retried(attempt, plan, DENOISE, models, events)
 
 
-def encode_references(samples: Sequence[Sample], models: LoadedModels, events: Events) -> None:
+def encode_shared_references(samples: Sequence[Sample], models: LoadedModels, events: Events) -> None:
     """Encode the references of samples that lack their latents, on rank 0. Shared references are encoded once."""
     encoded: dict[int, Sequence[torch.Tensor] | None] = {}
     for sample in (each for each in samples if each.reference_latents is None):

@@ -27,7 +27,7 @@ from opensora_cli.engine.generate.batch import (
     failed_lines,
     failed_row,
     refuse_one_file,
-    settings_of,
+    row_settings,
 )
 from opensora_cli.engine.generate.chain import DRAFT, PICTURE, Chain
 from opensora_cli.engine.generate.outputs import SampleFiles, check_outputs, sample_files, sheet_path
@@ -379,7 +379,7 @@ def plan_rows(request: GenerateRequest, rows: Sequence[Row], *, shard: Shard, re
     for row in chosen:
         shown.row = row.number
         try:
-            settings = settings_of(row, request, shown)
+            settings = row_settings(row, request, shown)
             shape = settings.model_dump_json(exclude=_OF_A_ROW)
             if shape not in plans:
                 plans[shape] = plan_generation(settings, reporter=shown, on=request.on)

@@ -160,7 +160,7 @@ def find_target(settings: GenerateSettings, index: int, request_sha256: str, *, 
                 raise _in_use(f"another run is making the same result in {sample.media.parent}", lock)
         if settings.output.overwrite and not is_named:
             # Files that the request has made or begun, else the files of the first name.
-            while not _is_of(sample, request_sha256):
+            while request_sha256 not in (_sidecar_of(sample).get(REQUEST_KEY), _begun(sample)[0]):
                 if not any(path and is_there(path) for path in (sample.media, sample.sidecar, sample.latents)):
                     sample = named(1)
                     break
@@ -215,11 +215,6 @@ def _usable(sample: SampleFiles, *, has_one_name: bool) -> SampleFiles | None:
             "--overwrite",
         )
     return None
-
-
-def _is_of(sample: SampleFiles, request_sha256: str) -> bool:
-    """Return whether a request has made or begun the result of this name."""
-    return request_sha256 in (_sidecar_of(sample).get(REQUEST_KEY), _begun(sample)[0])
 
 
 def is_begun(sample: SampleFiles) -> bool:

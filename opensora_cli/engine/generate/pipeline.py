@@ -14,7 +14,7 @@ from opensora_cli.core.threads import threads_used
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate.chain import DRAFT, PICTURE, Chain, alone
 from opensora_cli.engine.generate.decode import Clip, decode_samples, hold, write_video
-from opensora_cli.engine.generate.denoise import denoise_samples, encode_references, save_state
+from opensora_cli.engine.generate.denoise import denoise_samples, encode_shared_references, save_state
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.plan import Plan
@@ -79,7 +79,7 @@ def make(
         return ()
     videos: list[V] = []
     if not continues:
-        encode_references(missing, models, events)
+        encode_shared_references(missing, models, events)
         left = [*samples]
         while left:
             count = 1 if models.keep_all(chain.video) else len(left)

@@ -223,19 +223,9 @@ class Plan:
         )
 
     @property
-    def peak_bytes(self) -> int:
-        """Device memory of the largest stage."""
-        return max(stage.total_bytes for stage in self.stages)
-
-    @property
     def budget_bytes(self) -> int:
         """Usable device memory: the free memory, or `memory.limit` if that is less."""
         return min(self.hardware.free_bytes, self.settings.memory.limit or self.hardware.free_bytes)
-
-    @property
-    def fits(self) -> bool:
-        """Whether every stage fits in memory."""
-        return self.peak_bytes <= self.budget_bytes
 
     @property
     def host(self) -> HostMemory:

@@ -154,7 +154,9 @@ def generate(
         claims = stack.enter_context(Claims())
         require_room(chain, reporter)
         references = references_of(chain.video, reporter) if is_main else []
-        chosen = _on_all_ranks(chain, ranks, lambda: _claim(chain, claims))
+        if is_main:
+            check_outputs(chosen, chain, create=True)
+        chosen = _on_all_ranks(chain, ranks, lambda: choose_outputs(chain, claims=claims))
         files = [sample for sample in chosen if not sample.made_before]
         if not files:  # another run has finished them since the first look
             return _earlier_result(chain, chosen, reporter)
@@ -176,7 +178,7 @@ def generate(
         if output.explore:
             samples = [sample for sample in samples if not is_explored(sample.files)]
         videos = make(chain, samples, models, events, finish=None if output.explore else save)
-        kept = [GeneratedVideo.of_earlier_run(chain, sample) for sample in chosen if sample.made_before]
+        kept = [GeneratedVideo.of(chain, sample) for sample in chosen if sample.made_before]
         return GenerateResult(
             videos=tuple(sorted([*kept, *videos], key=lambda video: video.seed)),
             explored=tuple(map(explored_seed, files)) if output.explore else None,
@@ -270,12 +272,6 @@ def _on_all_ranks(
     )
 
 
-def _claim(chain: Chain, claims: Claims) -> tuple[SampleFiles, ...]:
-    """Check the folder of results, and claim the names of all samples."""
-    check_outputs([sample_files(chain.settings, index) for index in range(chain.num_samples)], chain, create=True)
-    return choose_outputs(chain, claims=claims)
-
-
 def _earlier_result(chain: Chain, files: Sequence[SampleFiles], reporter: Reporter) -> GenerateResult:
     """Return the result of a run that has nothing to compute."""
     for sample in files:
@@ -283,7 +279,7 @@ def _earlier_result(chain: Chain, files: Sequence[SampleFiles], reporter: Report
         remove_left(sample.media.parent)
         _note_made(sample, reporter, " (--overwrite makes it again)")
     return GenerateResult(
-        videos=tuple(GeneratedVideo.of_earlier_run(chain, sample) for sample in files),
+        videos=tuple(GeneratedVideo.of(chain, sample) for sample in files),
         model=chain.settings.model.name,
         device=str(chain.video.hardware.device),
         model_evaluations=0,

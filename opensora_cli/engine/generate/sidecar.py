@@ -55,7 +55,7 @@ def request_hashes(chain: Chain) -> Callable[[int, str], str]:
     """
     plan, picture = chain.video, chain.find(PICTURE)
     settings, latents = plan.settings, plan.settings.from_latents
-    saved_request = None if latents is None else _saved_request(settings, latents)
+    saved_request = None if latents is None else _request_of_latents(settings, latents)
     references = [] if plan.decodes_only else [_sha256(path) for path in settings.condition.references]
     of_picture = None if picture is None else request_hashes(alone(picture))
     used = used_settings(settings)
@@ -85,7 +85,7 @@ def request_hashes(chain: Chain) -> Callable[[int, str], str]:
     return request
 
 
-def _saved_request(settings: GenerateSettings, latents: str) -> str | None:
+def _request_of_latents(settings: GenerateSettings, latents: str) -> str | None:
     """Return the request that made saved latents if decoding them with `settings` makes its result."""
     saved = open_latents(latents)
     if saved.steps is not None:

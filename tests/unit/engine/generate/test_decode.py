@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from tiny_world import released_settings
+from tiny_world import names, released_settings
 
 from opensora_cli.engine.components.hardware import OutOfMemoryError
 from opensora_cli.engine.generate import decode, events
@@ -23,10 +23,6 @@ LATENTS = "raining-sea_seed42.latents.safetensors"
 
 def settings_of(world, output, **changes):
     return released_settings(world, output, video__num_frames=str(FRAMES), vae__temporal_tiling="true", **changes)
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def watch_pieces(monkeypatch, before_each):

@@ -1,18 +1,17 @@
 """Seeds that are begun to choose from, with a sheet, which go on to the bytes of a run without a pause."""
 
 import pytest
-from tiny_world import RecordingReporter, demo_settings, picture_first_settings, weights_of
+from stopping import continued
+from tiny_world import RecordingReporter, demo_settings, names, picture_first_settings
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.generate import previews
 from opensora_cli.engine.generate.dry_run import plan_generation
 from opensora_cli.engine.generate.explore import ExploredSeed
 from opensora_cli.engine.generate.outputs import sample_files
-from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_picture
-from opensora_cli.settings.explain import Given
-from opensora_cli.settings.load import GenerateRequest, load_preset
+from opensora_cli.settings.load import load_preset
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
@@ -32,16 +31,6 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(previews, "_LEAST_CLIPS", 1)
     monkeypatch.setattr(previews, "_LEAST_SIZE", 32)
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
-
-
-def resume(state, reporter=None):
-    request = GenerateRequest(overrides={"resume": Given(str(state), "--from"), **weights_of(state)})
-    reporter = reporter or RecordingReporter()
-    return generate(resolve(request, reporter=reporter), reporter=reporter)
 
 
 def test_the_chosen_seed_goes_on_to_the_same_bytes(world, tmp_path):
@@ -69,7 +58,7 @@ def test_the_chosen_seed_goes_on_to_the_same_bytes(world, tmp_path):
     ]
     assert (document["sheet"], document["outputs"]) == (str(out / SHEET), [])
 
-    finished = resume(states[1])
+    finished = continued(states[1])
     plain = {**EXPLORED, "sampling__seed": "43", "sampling__num_samples": "1"}
     plain = {key: value for key, value in plain.items() if key not in ("sampling__stop_at", "output__explore")}
     [whole] = generate(demo_settings(world, tmp_path / "whole", **plain)).videos
@@ -110,7 +99,7 @@ def test_named_files_and_pictures_made_first(world, tmp_path):
         "boat_000.explore.png",
         *(f"boat_00{index}{ending}" for index in (0, 1) for ending in (".latents.safetensors", ".preview.gif")),
     ]
-    assert resume(result.explored[0].state).videos[0].path == tmp_path / "out" / "boat_000.mp4"
+    assert continued(result.explored[0].state).videos[0].path == tmp_path / "out" / "boat_000.mp4"
 
 
 def test_a_sheet_that_cannot_be_written_loses_no_seed(world, tmp_path):

@@ -14,7 +14,8 @@ import torch
 from hostile_files import NO_OBJECTS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny_world import RecordingReporter, demo_settings, released_settings, weights_of
+from stopping import continued, continuing
+from tiny_world import RecordingReporter, demo_settings, names, released_settings
 
 from opensora_cli.core import files as core_files
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
@@ -28,22 +29,16 @@ from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.engine.generate.references import with_mode
-from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.load import GenerateRequest
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
 ONE_MODEL = {"memory__offload": "model"}
 """Setting with which all samples are denoised before the first is decoded."""
 LATENTS = "raining-sea_seed42.latents.safetensors"
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
 def raising(error):
@@ -54,8 +49,7 @@ def raising(error):
 
 
 def go_on(path, reporter, **changes):
-    overrides = {"from_latents": Given(str(path), "--from"), **weights_of(path), **changes}
-    return generate(resolve(GenerateRequest(overrides=overrides), reporter=reporter), reporter=reporter)
+    return continued(path, reporter, key="from_latents", **changes)
 
 
 SLOW = pytest.mark.slow
@@ -185,8 +179,8 @@ class TestCtrlC:
             f"continue with: osora generate --from {tmp_path / LATENTS} --weights {world.released}",
             f"of 2 samples: 0 finished, 1 with saved latents, 1 still to be made{advice}",
         ]
-        latents = {"from_latents": Given(str(tmp_path / LATENTS), "--from"), **weights_of(tmp_path / LATENTS)}
-        planned = plan_generation(resolve(GenerateRequest(overrides=latents), reporter=reporter), reporter=reporter)
+        rest = continuing(tmp_path / LATENTS, reporter, key="from_latents")
+        planned = plan_generation(rest, reporter=reporter)
         assert set(planned.jobs[0].weights) == {"vae"}
 
     def test_the_same_command_goes_on(self, world, tmp_path, monkeypatch, expected):

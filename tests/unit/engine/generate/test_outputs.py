@@ -9,7 +9,7 @@ from pathlib import Path
 import killing
 import pytest
 import torch
-from tiny_world import demo_settings, released_settings
+from tiny_world import demo_settings, names, released_settings
 
 from opensora_cli.core import left_overs
 from opensora_cli.core.exceptions import OsoraWarning, OutputError
@@ -26,10 +26,6 @@ from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import read_request, read_sidecar
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def chosen(settings):

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_world import demo_settings, flux_settings, picture_first_settings, released_settings
+from tiny_world import demo_settings, flux_settings, names, picture_first_settings, released_settings
 
 from opensora_cli.core.device import GIB
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
@@ -23,10 +23,6 @@ from opensora_cli.settings.load import GenerateRequest, load_preset, read_sideca
 
 SAVED = {"picture__save": "true", "sampling__num_samples": "2"}
 H200 = Hardware(torch.device("cuda", 0), "a large GPU", torch.bfloat16, 139 * GIB, 141 * GIB)
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize("name", ["t2i2v_256px", "t2i2v_768px"])

@@ -66,12 +66,12 @@ def test_released_presets_without_weights(tmp_path, resolution, size, latent_sha
     assert made.video_tokens == tokens
     assert made.model_evaluations == 80
     assert len(made.timesteps) == 51
-    assert made.fits
+    assert alone(made).fits
     weight_bytes = {stage.name: stage.weight_bytes for stage in made.stages}
     assert weight_bytes["denoise"] == 2 * 11_891_390_528
     assert weight_bytes["decode"] == 2 * 246_478_803
     assert weight_bytes["text"] == 2 * (4_762_310_656 + 123_060_480)
-    assert made.peak_bytes == max(stage.total_bytes for stage in made.stages)
+    assert alone(made).peak_bytes == max(stage.total_bytes for stage in made.stages)
     assert made.offload.lines() == []
     activation_bytes = {stage.name: stage.activation_bytes for stage in made.stages}
     assert min(activation_bytes.values()) > 0
@@ -88,7 +88,7 @@ def test_on_24_gb_the_released_transformer_is_whole_but_for_its_modulation(tmp_p
     small = Hardware(torch.device("cuda", 0), "a small GPU", torch.bfloat16, 23 * GIB, 24 * GIB)
     monkeypatch.setattr(planning, "pick_hardware", lambda device, dtype: small)
     made = make_plan(released_preset(tmp_path, **{"video.resolution": resolution}))
-    assert made.fits
+    assert alone(made).fits
     assert made.offload.mode == "model"
     assert made.offload.modulation_on_host
     [denoise] = [stage for stage in made.stages if stage.name == "denoise"]
@@ -144,15 +144,15 @@ def test_a_ratio_that_pictures_lack_takes_the_nearest_size(tmp_path):
 @pytest.mark.parametrize(("resolution", "share"), [("256px", 0.65), ("768px", 1.0)])
 def test_two_gpus_of_24_gib(tmp_path, resolution, share):
     gpu = Hardware(torch.device("cuda", 0), "24 GiB", torch.bfloat16, 23 * GIB, 24 * GIB)
-    alone, shared = (
+    single, shared = (
         make_plan(released_preset(tmp_path, **{"video.resolution": resolution, "parallel.gpus": gpus}), hardware=gpu)
         for gpus in (1, 2)
     )
-    assert shared.fits
+    assert alone(shared).fits
     assert shared.offload.mode == "model"
     assert shared.offload.modulation_on_host  # mapped: both read one copy
     assert shared.mesh == MeshShape(ulysses=2)
-    denoise = [next(stage for stage in made.stages if stage.name == "denoise") for made in (alone, shared)]
+    denoise = [next(stage for stage in made.stages if stage.name == "denoise") for made in (single, shared)]
     assert denoise[1].activation_bytes < share * denoise[0].activation_bytes
 
 
@@ -217,7 +217,7 @@ HEAVY = {"model__depth_single_blocks": "12"}
 def test_a_stage_that_does_not_fit_is_named(world, tmp_path, monkeypatch):
     on_machine_with(200_000, monkeypatch)
     made = make_plan(released_settings(world, tmp_path, model__depth_single_blocks="24"))
-    assert not made.fits
+    assert not alone(made).fits
     message = r"the stage denoise needs \d+\.\d+ KiB, and cpu \(a small machine\) has 195\.31 KiB free"
     with pytest.raises(HardwareError, match=message) as caught:
         require_fit(alone(made))
@@ -246,7 +246,7 @@ def test_what_fits_is_chosen(world, tmp_path, monkeypatch):
     )
     on_machine_with(600_000, monkeypatch)
     made = make_plan(released_settings(world, tmp_path, **HEAVY))
-    assert made.fits
+    assert alone(made).fits
     assert made.offload.mode == "blocks"
     assert made.offload.host_weights == "mapped"
     assert 1 < made.offload.resident_blocks < 13
@@ -275,8 +275,8 @@ def test_tiles_are_named_where_they_would_fit(world, tmp_path, monkeypatch):
     on_machine_with(GIB, monkeypatch)
     settings = dc_ae_settings(world, tmp_path, video__height="64", video__width="64", vae__spatial_tiling="false")
     whole, tiled = make_plan(settings), make_plan(settings.replace({"vae.spatial_tiling": True}))
-    assert tiled.peak_bytes < 0.8 * whole.peak_bytes
-    on_machine_with((tiled.peak_bytes + whole.peak_bytes) // 2, monkeypatch)
+    assert alone(tiled).peak_bytes < 0.8 * alone(whole).peak_bytes
+    on_machine_with((alone(tiled).peak_bytes + alone(whole).peak_bytes) // 2, monkeypatch)
     with pytest.raises(HardwareError, match="the stage decode needs") as caught:
         require_fit(make_chain(settings))
     assert "--set vae.spatial_tiling=true --set vae.temporal_tiling=true (" in caught.value.hint

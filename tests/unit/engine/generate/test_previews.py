@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from tiny_world import RecordingReporter, demo_settings, flux_settings, picture_first_settings, released_settings
+from tiny_world import RecordingReporter, demo_settings, flux_settings, names, picture_first_settings, released_settings
 
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.engine.components.autoencoders import load_autoencoder
@@ -39,10 +39,6 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(previews, "_LEAST_CLIPS", 1)
     monkeypatch.setattr(previews, "_LEAST_SIZE", 32)
     return tmp_path / "cache" / "osora" / "previews"
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 def test_previews_change_no_bit_and_are_kept_beside_the_video(world, tmp_path, cache):

@@ -7,19 +7,16 @@ import shlex
 
 import pytest
 from safetensors.torch import load_file, safe_open, save_file
-from stopping import stop_after, stopped
-from tiny_world import RecordingReporter, demo_settings, released_settings, weights_of
+from stopping import continued, stop_after, stopped
+from tiny_world import RecordingReporter, demo_settings, names, released_settings
 
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
 from opensora_cli.engine.components import attention
 from opensora_cli.engine.generate import denoise
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.references import with_mode
-from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_video
-from opensora_cli.settings.explain import Given
-from opensora_cli.settings.load import GenerateRequest
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
@@ -37,14 +34,8 @@ def whole(world, tmp_path_factory):
 
 
 def go_on(state, **overrides):
-    given = {key.replace("__", "."): Given(value, "the test") for key, value in overrides.items()}
-    request = GenerateRequest(overrides={"resume": Given(str(state), "--from"), **weights_of(state), **given})
     reporter = RecordingReporter()
-    return generate(resolve(request, reporter=reporter), reporter=reporter), reporter
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
+    return continued(state, reporter, **overrides), reporter
 
 
 def steps_in(state):
@@ -249,10 +240,8 @@ def test_a_state_of_another_request_is_refused(state, changes):
 
 
 def test_a_state_is_no_finished_latents(state, reporter):
-    overrides = {"from_latents": Given(str(state), "--from"), **weights_of(state)}
-    request = GenerateRequest(overrides=overrides)
     with pytest.raises(RequestError, match=f"was saved after step 2 of {STEPS}") as caught:
-        generate(resolve(request, reporter=reporter), reporter=reporter)
+        continued(state, reporter, key="from_latents")
     assert caught.value.hint == f"continue with osora generate --from {state}"
     with pytest.raises((RequestError, ValueError), match="drop one of them"):
         go_on(state, from_latents=str(state))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from closeness import assert_close
 from pydantic import ValidationError
-from tiny_world import dc_ae_settings, demo_settings, flux_settings, released_settings
+from tiny_world import dc_ae_settings, demo_settings, flux_settings, names, released_settings
 
 from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode, Length, Position, Source
 from opensora_cli.core.exceptions import RequestError
@@ -35,10 +35,6 @@ def references_for(world, mode):
     if row.max_references == 2:
         return f"{world.picture};{world.other_picture}"
     return str(world.picture if row.gives_pictures else world.video)
-
-
-def names(folder):
-    return sorted(path.name for path in folder.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_stages import small_stages
-from stopping import stop_after, stopped
+from stopping import continued, stop_after, stopped
 from tiny_clips import write_clip
-from tiny_world import RecordingReporter, demo_settings, weights_of
+from tiny_world import RecordingReporter, demo_settings
 
 from opensora_cli import Pipeline
 from opensora_cli.core.exceptions import CheckpointError, MediaError, OutputError
@@ -146,12 +146,7 @@ def whole(world, tmp_path_factory):
 def test_what_is_stopped_in_a_segment_goes_on_to_the_same_bytes(world, tmp_path, monkeypatch, whole, steps):
     said = stopped(demo_settings(world, tmp_path, **EXTENDED), steps)
     assert said == f"continue with: osora generate --from {tmp_path / STATE} --weights {world.demo}"
-    if steps % 2:
-        result = generate(demo_settings(world, tmp_path, **EXTENDED))
-    else:
-        overrides = {"resume": Given(str(tmp_path / STATE), "--from"), **weights_of(tmp_path / STATE)}
-        request = GenerateRequest(overrides=overrides)
-        result = generate(resolve(request, reporter=SilentReporter()))
+    result = generate(demo_settings(world, tmp_path, **EXTENDED)) if steps % 2 else continued(tmp_path / STATE)
     assert result.model_evaluations == 2 * (3 * STEPS - steps)
     assert result.videos[0].path.read_bytes() == whole
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".mp4"]
@@ -178,9 +173,7 @@ def test_what_cannot_be_written_is_decoded_from_the_latents_of_all_segments(worl
         patched.setattr("opensora_cli.engine.generate.decode.write_media", full)
         with pytest.raises(OutputError):
             generate(demo_settings(world, tmp_path, **EXTENDED))
-    overrides = {"from_latents": Given(str(tmp_path / STATE), "--from"), **weights_of(tmp_path / STATE)}
-    overrides["output.path"] = Given(str(tmp_path / "out.mp4"), "--out")
-    result = generate(resolve(GenerateRequest(overrides=overrides), reporter=SilentReporter()))
+    result = continued(tmp_path / STATE, key="from_latents", output__path=str(tmp_path / "out.mp4"))
     assert result.model_evaluations == 0
     assert result.videos[0].path.read_bytes() == whole
 
@@ -207,16 +200,12 @@ def test_latents_of_another_number_of_segments_are_refused(world, tmp_path):
 def test_a_result_elsewhere_finds_its_finished_segments(world, tmp_path, whole):
     stopped(demo_settings(world, tmp_path / "a", **EXTENDED), STEPS + 1)
     state, out = tmp_path / "a" / STATE, tmp_path / "b" / "clip.mp4"
-    overrides = {"resume": Given(str(state), "--from"), **weights_of(state), "output.path": Given(str(out), "--out")}
-    request = GenerateRequest(overrides=overrides)
     with pytest.MonkeyPatch.context() as patched:
         stop_after(patched, STEPS)
         with pytest.raises(KeyboardInterrupt):
-            generate(resolve(request, reporter=SilentReporter()))
+            continued(state, output__path=str(out))
     shutil.rmtree(tmp_path / "a")
-    moved = out.with_name("clip.latents.safetensors")
-    overrides = {"resume": Given(str(moved), "--from"), **weights_of(moved)}
-    result = generate(resolve(GenerateRequest(overrides=overrides), reporter=SilentReporter()))
+    result = continued(out.with_name("clip.latents.safetensors"))
     assert result.model_evaluations < 2 * (2 * STEPS - 1)
     assert result.videos[0].path.read_bytes() == whole
     assert sorted(path.name for path in out.parent.iterdir()) == ["clip.mp4", "clip.mp4.json"]
