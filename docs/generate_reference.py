@@ -156,6 +156,8 @@ def documents_pages() -> dict[str, str]:
     """Return the overview of the JSON documents and a page for each command that prints some."""
     documents = _documents()
     notes = {document.__name__: _notes(document) for document in documents}
+    if len(notes) < len(documents):
+        raise ValueError("two documents have one name, and their notes would be mixed")
     by_name = {str(each.SCHEMA).split("/")[0].removeprefix("osora."): each for each in documents if each.SCHEMA}
     of_commands = {name: command for command, names in COMMAND_OF_SCHEMA.items() for name in names}
     if by_name.keys() != of_commands.keys():
