@@ -3,12 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from small_hunyuan import SMALL_HUNYUAN
+from small_autoencoders import SMALL_DC_AE, SMALL_HUNYUAN
 
 from opensora_cli.core.rank_messages import broadcast_tensors
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.launch.rank import agreed
-from opensora_cli.models.vae.config import DCAEConfig
 from opensora_cli.models.vae.dc_ae import DCAE
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.tiles import Tiling
@@ -62,21 +61,10 @@ def test_branches_are_shared(pool):
                 assert torch.equal(velocity, torch.full((1, 4, 3), list(Branch).index(branch) + 0.5))
 
 
-def tiny_vae():
+def _decoded(model, config, shared, temporal):
     torch.manual_seed(1)
-    return HunyuanVAE(SMALL_HUNYUAN).requires_grad_(False).eval()
-
-
-def tiny_dc_ae():
-    sizes = {"latent_channels": 4, "block_types": ("res", "res", "res"), "width_list": (8, 8, 8)}
-    depths = {"encoder_depth_list": (1, 1, 1), "decoder_depth_list": (1, 1, 1), "temporal": (True, True, False)}
-    torch.manual_seed(1)
-    vae = DCAE(DCAEConfig(**sizes, **depths, spatial_tile_size=16, temporal_tile_size=16))
-    return vae.requires_grad_(False).eval()
-
-
-def _decoded(make, shared, temporal):
-    vae, latents = make(), torch.randn(1, 4, 6, 5, 6, generator=torch.Generator().manual_seed(2))
+    vae = model(config).requires_grad_(False).eval()
+    latents = torch.randn(1, config.latent_channels, 6, 5, 6, generator=torch.Generator().manual_seed(2))
     runs = 0
 
     def count(*_):
@@ -93,11 +81,11 @@ def _decoded(make, shared, temporal):
     return runs, None if pixels.is_meta else pixels
 
 
-@pytest.mark.parametrize("make", [tiny_vae, tiny_dc_ae])
-def test_tiles_are_shared(pool, make):
+@pytest.mark.parametrize(("model", "config"), [(HunyuanVAE, SMALL_HUNYUAN), (DCAE, SMALL_DC_AE)])
+def test_tiles_are_shared(pool, model, config):
     for temporal in (False, True):
-        ((alone, expected),) = pool(1).run(_decoded, make, False, temporal)
-        (first, pixels), (second, outline) = pool(2).run(_decoded, make, True, temporal)
+        ((alone, expected),) = pool(1).run(_decoded, model, config, False, temporal)
+        (first, pixels), (second, outline) = pool(2).run(_decoded, model, config, True, temporal)
         assert torch.equal(pixels, expected)
         assert outline is None
         assert first + second == alone >= 4

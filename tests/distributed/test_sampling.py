@@ -14,6 +14,7 @@ from shared_models import plan_without_estimate
 from shared_tokens import prompt_exchanges
 from storage_sizes import storage_bytes
 from tiny_adapters import write_lora
+from tiny_transformer import inputs
 from torch._dynamo.utils import counters
 
 from opensora_cli.cli.app import main
@@ -98,21 +99,10 @@ def drawn(plan):
 def velocity(plan):
     """Return what the demo's transformer computes once."""
     ranks, transformer = on_this_rank(plan)
-    config, generator = transformer.config, torch.Generator().manual_seed(6)
-
-    def normal(*shape):
-        return torch.randn(shape, generator=generator)
-
     evaluate = transformer if ranks is None else ranks.share_tokens(transformer)
+    given = inputs(transformer, batch=1, tokens=79, text=31)
     with torch.inference_mode():
-        return evaluate(
-            normal(1, 79, config.in_channels),
-            position_ids_BN3=torch.arange(79.0).view(1, 79, 1).expand(1, 79, 3).contiguous(),
-            timesteps_B=torch.tensor([0.4]),
-            prompt_embeds_BLC=normal(1, 31, config.context_in_dim),
-            pooled_prompt_embeds_BV=normal(1, config.vec_in_dim),
-            conditioning_BNK=normal(1, 79, config.conditioning_channels),
-        )
+        return evaluate(given.pop("packed_latents_BND"), **given)
 
 
 def compiled_velocity(plan):

@@ -3,37 +3,16 @@
 import pytest
 import torch
 from pydantic import ValidationError
+from small_autoencoders import SMALL_DC_AE, SMALL_FLUX_AE, SMALL_HUNYUAN
 from torch.nn import functional
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.models.vae.config import DCAEConfig, FluxAEConfig, HunyuanVAEConfig
 from opensora_cli.models.vae.dc_ae import DCAE
 from opensora_cli.models.vae.flux_ae import FluxAE
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 
 MODELS = {"hunyuan": HunyuanVAE, "dc_ae": DCAE, "flux_ae": FluxAE}
-CONFIGS = {
-    "hunyuan": HunyuanVAEConfig(
-        latent_channels=4,
-        block_out_channels=(8, 8, 16),
-        layers_per_block=1,
-        norm_num_groups=4,
-        sample_size=16,
-        sample_tsize=16,
-        spatial_compression_ratio=4,
-    ),
-    "dc_ae": DCAEConfig(
-        latent_channels=8,
-        block_types=("res", "efficientvit", "efficientvit"),
-        width_list=(8, 32, 32),
-        encoder_depth_list=(1, 1, 1),
-        decoder_depth_list=(1, 1, 1),
-        temporal=(True, True, False),
-        spatial_tile_size=16,
-        temporal_tile_size=16,
-    ),
-    "flux_ae": FluxAEConfig(ch=32, ch_mult=(1, 2, 1), num_res_blocks=1, z_channels=4, tile_size=16),
-}
+CONFIGS = {"hunyuan": SMALL_HUNYUAN, "dc_ae": SMALL_DC_AE, "flux_ae": SMALL_FLUX_AE}
 
 
 def small_vae(kind):

@@ -6,7 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from closeness import assert_close
-from small_hunyuan import SMALL_HUNYUAN
+from small_autoencoders import SMALL_HUNYUAN
 from torch import nn
 
 from opensora_cli.engine.estimate.fake_tensors import fake_device

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from closeness import assert_close
+from small_autoencoders import SMALL_DC_AE
 from torch.nn import functional
 
 from opensora_cli.engine.estimate.fake_tensors import fake_device, fake_module
@@ -16,21 +17,10 @@ from opensora_cli.models.vae.dc_ae_blocks import (
 )
 from opensora_cli.models.vae.tiles import Tiling
 
-SMALL = {
-    "latent_channels": 8,
-    "block_types": ("res", "efficientvit", "efficientvit"),
-    "width_list": (8, 32, 32),
-    "encoder_depth_list": (1, 1, 1),
-    "decoder_depth_list": (1, 1, 1),
-    "temporal": (True, True, False),
-    "spatial_tile_size": 16,
-    "temporal_tile_size": 16,
-}
-
 
 def small_vae(**changes):
     torch.manual_seed(0)
-    return DCAE(DCAEConfig(**{**SMALL, **changes}))
+    return DCAE(DCAEConfig.model_validate(SMALL_DC_AE.model_dump() | changes))
 
 
 def random_clip(*shape, seed=1, dtype=torch.float32):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from closeness import assert_close
-from small_hunyuan import SMALL_HUNYUAN
+from small_autoencoders import SMALL_HUNYUAN
 from torch import nn
 
 from opensora_cli.memory.counting import TensorBytes

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from closeness import assert_close
+from small_autoencoders import SMALL_DC_AE
 
 from opensora_cli.models.vae.config import DCAEConfig, HunyuanVAEConfig
 from opensora_cli.models.vae.tiles import Tiling
@@ -12,16 +13,7 @@ SPACE, TIME, BOTH = Tiling(spatial=True), Tiling(temporal=True), Tiling(spatial=
 
 # Tiles of 4 x 4 latents and 4 latent frames, of a causal model one more; a latent stands for 4 x 4 x 4 pixels.
 CAUSAL = HunyuanVAEConfig(sample_size=16, sample_tsize=16, spatial_compression_ratio=4)
-NOT_CAUSAL = DCAEConfig(
-    latent_channels=8,
-    block_types=("res", "res", "res"),
-    width_list=(8, 8, 8),
-    encoder_depth_list=(1, 1, 1),
-    decoder_depth_list=(1, 1, 1),
-    temporal=(True, True, False),
-    spatial_tile_size=16,
-    temporal_tile_size=16,
-)
+NOT_CAUSAL = SMALL_DC_AE
 
 
 def random_clip(*shape):

@@ -2,35 +2,22 @@
 
 import pytest
 import torch
+from tiny_transformer import transformer
 from tiny_weights import bit_equal, held, read
 
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.weight_choices import QKV, Rotary
 from opensora_cli.engine.ckpt.layout import change_layout, find_layout, is_implied_by_names
-from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layout import converter
-from opensora_cli.models.mmdit.model import MMDiT
 
-CONFIG = MMDiTConfig(
-    in_channels=8,
-    vec_in_dim=6,
-    context_in_dim=10,
-    hidden_size=48,
-    num_heads=4,
-    mlp_ratio=2.0,
-    depth=1,
-    depth_single_blocks=2,
-    axes_dim=(4, 4, 4),
-)
+MODEL = transformer(depth=1, single=2, hidden=48, mlp_ratio=2.0, axes_dim=(4, 4, 4))
+CONFIG = MODEL.config
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def weights():
-    generator = torch.Generator().manual_seed(0)
-    with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in MMDiT(CONFIG).state_dict().items()}
-    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return MODEL.state_dict()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import killing
 import pytest
 import torch
 from safetensors.torch import save_file
+from small_autoencoders import SMALL_DC_AE, SMALL_FLUX_AE, SMALL_HUNYUAN
 from tiny_world import RecordingReporter
 from torch import Tensor
 
@@ -28,28 +29,9 @@ from opensora_cli.settings.explain import Given
 from opensora_cli.settings.vae import ReconstructSettings, load_vae_settings
 
 TINY: dict[str, dict[str, Any]] = {
-    "hunyuan": {
-        "latent_channels": 4,
-        "block_out_channels": (8, 8, 8),
-        "layers_per_block": 1,
-        "norm_num_groups": 4,
-        "sample_size": 16,
-        "sample_tsize": 16,
-        "spatial_compression_ratio": 4,
-    },
-    "dc_ae": {
-        "dc_ae": {
-            "latent_channels": 8,
-            "block_types": ("res", "efficientvit", "efficientvit"),
-            "width_list": (8, 32, 32),
-            "encoder_depth_list": (1, 1, 1),
-            "decoder_depth_list": (1, 1, 1),
-            "temporal": (True, True, False),
-            "spatial_tile_size": 16,
-            "temporal_tile_size": 16,
-        }
-    },
-    "flux_ae": {"flux_ae": {"ch": 32, "ch_mult": (1, 1, 1), "num_res_blocks": 1, "z_channels": 4, "tile_size": 16}},
+    "hunyuan": SMALL_HUNYUAN.model_dump(),
+    "dc_ae": {"dc_ae": SMALL_DC_AE.model_dump()},
+    "flux_ae": {"flux_ae": SMALL_FLUX_AE.model_dump()},
 }
 
 
