@@ -112,6 +112,7 @@ class Server:
             "remixed_from_video_id": job.remixed_from,
             "error": error,
             "hint": None if job.error is None else job.error["hint"],
+            "number": job.number,
             "place": self.store.place_in_queue(job) if job.status is Status.QUEUED else None,
             "stage": dict(stage),
             "settings": job.request["settings"],

@@ -66,7 +66,8 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
                 max_queue=settings.max_queue,
                 token=token,
             )
-            hosts = (*LOOPBACK, settings.host) if settings.is_loopback else ()
+            # A page of another name that resolves to this machine does not know the token.
+            hosts = LOOPBACK if token is None else ()
             guard = Guard(make_app(server), hosts=hosts, token=token, largest_body=LARGEST + 2**20)
             sock = _listen(settings)
             address = f"http://{settings.host}:{settings.port}"
