@@ -14,6 +14,8 @@ from urllib.parse import urlsplit
 
 from starlette.exceptions import HTTPException
 
+from opensora_cli.server.errors import error_body
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -33,8 +35,6 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
 }
-_CODES = {401: "invalid_token", 403: "forbidden", 413: "too_large"}
-_TYPES = {401: "authentication_error", 403: "permission_error", 413: "invalid_request_error"}
 
 
 class Guard:
@@ -132,11 +132,10 @@ def _with_headers(send: Send) -> Send:
 
 
 async def _refuse(send: Send, status: int, message: str) -> None:
-    error = {"error": {"code": _CODES[status], "message": message, "param": None, "type": _TYPES[status]}}
     headers = [(b"content-type", b"application/json")]
     if status == 413:
         headers.append((b"connection", b"close"))
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     await _with_headers(send)({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(error).encode()})
+    await send({"type": "http.response.body", "body": json.dumps(error_body(status, message)).encode()})

@@ -57,6 +57,8 @@ class Job:
     """One video to make, or made."""
 
     id: str
+    number: int
+    """Order of creation, which does not depend on the clock."""
     place: float
     """Order in the queue; the lowest place is next."""
     status: Status
@@ -144,7 +146,7 @@ class JobStore:
     def get(self, job_id: str) -> Job:
         """Return a job. Raises KeyError if there is none with this ID."""
         with self._lock:
-            row = self._database.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone()
+            row = self._database.execute("SELECT rowid AS number, * FROM jobs WHERE id = ?", (job_id,)).fetchone()
         if row is None:
             raise KeyError(job_id)
         return _job(row)
@@ -163,7 +165,7 @@ class JobStore:
                     raise KeyError(after)
                 condition, values = f"WHERE rowid {sign} ?", [row[0]]
             rows = self._database.execute(
-                f"SELECT * FROM jobs {condition} ORDER BY rowid {order} LIMIT ?", (*values, limit + 1)
+                f"SELECT rowid AS number, * FROM jobs {condition} ORDER BY rowid {order} LIMIT ?", (*values, limit + 1)
             ).fetchall()
         return [_job(row) for row in rows[:limit]], len(rows) > limit
 

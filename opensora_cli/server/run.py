@@ -17,10 +17,11 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.core.reading import read_text
 from opensora_cli.engine.generate.request import resolve
-from opensora_cli.server.app import Server, make_app
+from opensora_cli.server.app import make_app
 from opensora_cli.server.guard import PATIENCE_S, Guard
 from opensora_cli.server.jobs import JobStore
 from opensora_cli.server.uploads import LARGEST
+from opensora_cli.server.videos import Server
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.layers import Layer
 from opensora_cli.settings.load import ANY_PROMPT, generate_request
@@ -65,7 +66,8 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
                 max_queue=settings.max_queue,
                 token=token,
             )
-            hosts = (*LOOPBACK, settings.host) if settings.is_loopback else ()
+            # A page of another name that resolves to this machine does not know the token.
+            hosts = LOOPBACK if token is None else ()
             guard = Guard(make_app(server), hosts=hosts, token=token, largest_body=LARGEST + 2**20)
             sock = _listen(settings)
             address = f"http://{settings.host}:{settings.port}"

@@ -31,7 +31,7 @@ class PlanFailed(OsoraError):
 
     def __init__(self, error: Mapping[str, Any]) -> None:
         super().__init__(error["message"], hint=error["hint"])
-        self.code, self.exit_code = error["code"], error["exit_code"]
+        self.exit_code = error["exit_code"]
 
 
 class Scheduler:

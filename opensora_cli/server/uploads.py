@@ -10,7 +10,8 @@ import sys
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
-from typing import Protocol
+
+from starlette.datastructures import UploadFile
 
 from opensora_cli.core.exceptions import MediaError
 from opensora_cli.core.python_processes import module_command, safe_environment
@@ -33,14 +34,7 @@ _ENDINGS = {
 }
 
 
-class Upload(Protocol):
-    """File of a request."""
-
-    async def read(self, size: int) -> bytes:
-        """Return the next bytes."""
-
-
-async def keep(upload: Upload, folder: Path, *, number: int) -> Path:
+async def keep(upload: UploadFile, folder: Path, *, number: int) -> Path:
     """Write an upload into a folder, and return its file, whose name has the number but nothing from the client.
 
     Raises MediaError if it is too large, of another type, or cannot be decoded within the limits.

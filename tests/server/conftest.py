@@ -1,4 +1,4 @@
-"""Headless Chromium."""
+"""Headless Chromium. Its client keeps an event loop running, which tests of other modules must not find."""
 
 import shutil
 
@@ -14,7 +14,7 @@ ARGUMENTS = [
 ]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
     sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     chromium = shutil.which("chromium")

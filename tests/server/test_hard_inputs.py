@@ -1,8 +1,11 @@
 """Requests, clients and machines that a server must survive."""
 
+import asyncio
 import json
 import socket
 import struct
+import subprocess
+import sys
 import time
 import zlib
 from contextlib import suppress
@@ -11,6 +14,9 @@ from urllib.parse import quote
 import psutil
 import pytest
 from served import BOUNDARY, SMALL, Served, form, picture
+
+from opensora_cli.core.exceptions import MediaError
+from opensora_cli.server.uploads import _check
 
 GIB = 2**30
 MULTIPART = f"Content-Type: multipart/form-data; boundary={BOUNDARY}\r\n"
@@ -115,6 +121,28 @@ def test_picture_bombs_are_refused(served, bomb):
     assert (status, error["code"]) == (400, "media_error")
     assert "pixels" in error["message"]
     assert time.monotonic() - started < 20
+
+
+def test_a_file_that_takes_long_to_decode_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("opensora_cli.server.uploads._CHECK_S", 0.01)
+    (tmp_path / "a.png").write_bytes(picture(64, 64))
+    with pytest.raises(MediaError, match=r"over 0.01 s"):
+        asyncio.run(_check(tmp_path / "a.png"))
+
+
+def test_the_process_that_decodes_has_limits(tmp_path):
+    file = tmp_path / "a.png"
+    file.write_bytes(picture(64, 64))
+    code = (
+        "import resource, sys\n"
+        "from opensora_cli.server import uploads\n"
+        f"uploads._main({str(file)!r})\n"
+        "assert resource.getrlimit(resource.RLIMIT_AS)[0] <= 4 * 2**30\n"
+        "assert resource.getrlimit(resource.RLIMIT_CPU)[0] <= 60\n"
+        "bytearray(5 * 2**30)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stderr.strip().endswith("MemoryError")
 
 
 @pytest.mark.parametrize(

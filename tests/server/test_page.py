@@ -278,6 +278,7 @@ def test_a_picture_of_the_page_is_taken(tmp_path, browser):
     with Served(tmp_path / "serve") as served:
         page = browser.new_page(viewport={"width": 1160, "height": 1000}, color_scheme="light")
         page.goto(f"http://127.0.0.1:{served.port}/")
+        page.fill("#steps", "12")
         for prompt in ("a red boat moving left on the sea at night", "raining, sea", "a yellow car, snowing, city"):
             page.fill("#prompt", prompt)
             page.fill("#seed", "7")

@@ -3,9 +3,13 @@
 import json
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 from served import SMALL, Served, form, picture
+
+from opensora_cli.cli.app import main
 
 
 @pytest.fixture(scope="module")
@@ -125,12 +129,56 @@ def test_metrics_count_jobs(served):
     text = served.request("GET", "/metrics")[2].decode()
     assert 'osora_jobs{status="completed"}' in text
     assert "osora_queue_length 0.0" in text
+    assert 'osora_stage_seconds_total{stage="denoise"}' in text
+    assert 'osora_resident_bytes{process="workers"}' in text
 
 
 def test_the_page_and_its_parts_are_there(served):
     for path in ("/", "/style.css", "/page.js", "/docs", "/login", "/openapi.json"):
         status, headers, body = served.request("GET", path)
         assert (status, headers["content-security-policy"] is None, b"http://" in body) == (200, False, False), path
+
+
+def test_the_routes_are_described(served):
+    text = served.request("GET", "/docs")[2].decode()
+    for route in ("POST /v1/videos", "GET /v1/videos/{video_id}/events", "POST /v1/plan"):
+        assert f"<dt>{route}<dd>" in text
+
+
+def test_the_server_answers_without_torch_while_a_video_is_made(served):
+    video_id = served.make(settings={"steps": 300})
+    served.until(video_id, lambda video: video["stage"].get("stage") == "denoise")
+    slowest = 0
+    for _ in range(20):
+        started = time.monotonic()
+        assert served.call("GET", f"/v1/videos/{video_id}")["status"] == "in_progress"
+        slowest = max(slowest, time.monotonic() - started)
+    assert slowest < 1
+    assert not [each for each in psutil.Process(served.process.pid).memory_maps() if "libtorch" in each.path]
+    done = served.call("POST", f"/v1/videos/{video_id}/cancel")["stage"]["done"]
+    text = served.request("GET", f"/v1/videos/{video_id}/events")[2].decode()
+    states = [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
+    assert states[-1]["status"] == "cancelled"
+    later = [state["progress"]["done"] for state in states if state["event"] == "progress"]
+    assert max(later, default=done) < 300  # the rest was not computed
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--host", "0.0.0.0"], 2, "give --token-file"),
+        (["--token-file", "missing"], 3, "missing"),
+        (["--token-file", "short"], 3, "at least 16"),
+        (["--groups", "0"], 2, "groups"),
+        (["--set", "memory.offlod=blocks"], 2, "memory.offload"),
+    ],
+)
+def test_a_server_with_wrong_settings_does_not_start(options, code, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short").write_text("secret")
+    assert main(["serve", "--model", "demo", *options]) == code
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "serve").exists()
 
 
 def test_a_second_server_on_the_folder_is_refused(served):

@@ -82,7 +82,8 @@ async function showPlan() {
   let text;
   try {
     const { lines, notes } = await call("POST", "/v1/plan", values);
-    text = [...notes, ...lines].join("\n");
+    // Paths of the server are of no use here.
+    text = [...notes, ...lines.filter((line) => !/^(weights|writes) /.test(line))].join("\n");
     find("problem").textContent = "";
   } catch (error) {
     text = "";
@@ -162,7 +163,7 @@ function render() {
   const more = queued - waiting.filter((job) => job.status === "queued").length;
   find("waiting").textContent = waiting.length ? (more > 0 ? `${more} more are waiting.` : "") : "Nothing is waiting.";
   const over = all.filter((job) => !waiting.includes(job));
-  over.sort((a, b) => b.created_at - a.created_at || (a.id < b.id ? 1 : -1));
+  over.sort((a, b) => b.number - a.number);
   sync(find("gallery"), over, "result", showResult);
 }
 
