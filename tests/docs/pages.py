@@ -66,7 +66,7 @@ class Block:
             for part in re.split(r"&&|;(?= )", line):
                 words = tuple(shlex.split(part.replace('eval "$(', "").removesuffix(')"'), comments=True))
                 for name in ("osora", "opensora_cli"):
-                    if name in words[:-1]:  # the last word is a folder
+                    if name in words and words[0] not in ("git", "cd"):
                         found.append(words[words.index(name) + 1 :])
         return found
 
