@@ -155,7 +155,9 @@ def _sections(section: Schema, named: Schema, *, key: str) -> Iterator[str]:
 def documents_pages() -> dict[str, str]:
     """Return the overview of the JSON documents and a page for each command that prints some."""
     documents = _documents()
-    notes = {(document.__module__, document.__name__): _notes(document) for document in documents}
+    notes = {document.__name__: _notes(document) for document in documents}
+    if len(notes) < len(documents):
+        raise ValueError("two documents have one name, and their notes would be mixed")
     by_name = {str(each.SCHEMA).split("/")[0].removeprefix("osora."): each for each in documents if each.SCHEMA}
     of_commands = {name: command for command, names in COMMAND_OF_SCHEMA.items() for name in names}
     if by_name.keys() != of_commands.keys():
@@ -179,22 +181,17 @@ def documents_pages() -> dict[str, str]:
     return found
 
 
-def _document_section(
-    document: type[Document], notes: Mapping[tuple[str, str], Schema], settings: frozenset[str]
-) -> Iterator[str]:
+def _document_section(document: type[Document], notes: Mapping[str, Schema], settings: frozenset[str]) -> Iterator[str]:
     """Yield the paragraphs and tables of one document. Sections of settings are on pages of their own."""
     schema = document.model_json_schema(mode="serialization")
     named = schema.pop("$defs", {})
-    # Classes of two modules may have the same name: that of the document's own module wins.
-    by_name = {name: found for (_, name), found in sorted(notes.items())}
-    by_name |= {name: found for (module, name), found in notes.items() if module == document.__module__}
     yield f"## `{document.SCHEMA}`"
     yield _first_paragraph(document.__doc__)
-    yield _keys_table(schema, named, by_name[document.__name__])
+    yield _keys_table(schema, named, notes[document.__name__])
     for name, part in named.items():
         if "properties" in part and name not in settings:
             yield f"**`{name}`** {_first_paragraph(part.get('description'))}"
-            yield _keys_table(part, named, by_name.get(name, {}))
+            yield _keys_table(part, named, notes.get(name, {}))
     yield f"JSON schema: `{document.__module__}.{document.__name__}.model_json_schema()`."
 
 
