@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 OPENINGS = ("Of", "Where", "What", "Which", "Likewise")
 PHRASES = (
-    "as it is",
+    r"as it is(?=[.,:;)]|$)",
     "bit for bit",
     "but for",
     "by now",
