@@ -53,8 +53,7 @@ class TestFrom:
         for recipe in RECIPES:
             settings = load(recipe, output=str(tmp_path))
             (tmp_path / "settings.json").write_text(json.dumps(settings.model_dump(mode="json")))
-            cache = settings.train_mmdit.cache
-            given = {} if cache is None or settings.target != "mmdit" else {"train_mmdit__cache": cache}
+            given = {} if settings.clip_cache is None else {"train_mmdit__cache": settings.clip_cache}
             assert load(None, saved=tmp_path / "settings.json", **given) == settings
 
     def test_above_the_environment_and_below_the_command_line(self, tmp_path: Path) -> None:
