@@ -52,7 +52,7 @@ def add_lora(transformer: MMDiT, settings: LoraSettings, *, seed: int) -> None:
 @contextmanager
 def adapters_off(transformer: nn.Module) -> Iterator[None]:
     """Evaluate the layers of a transformer without their adapters inside the block."""
-    layers = [layer for layer in transformer.modules() if hasattr(layer, "base_layer")]
+    layers: list[Any] = [layer for layer in transformer.modules() if hasattr(layer, "base_layer")]
     # PEFT's own switch would also freeze the adapters, whose gradients come after the block.
     for layer in layers:
         layer._disable_adapters = True

@@ -177,9 +177,8 @@ def _sharing(settings: TrainSettings, gpu: GpuSettings, *, computed: float, roun
     held = _all_numbers(settings) / mesh.tensor if settings.lora.is_on else trained
     sharing = mesh.shard * mesh.ring * mesh.ulysses if strategy.shards else 1
     gathers, scatters = _exchanges(strategy, rounds)
-    if strategy.gathers_twice:
-        gathers += rounds * settings.objective.evaluations(settings)
-    gathered = gathers * held * torch_dtype(settings.precision.compute).itemsize
+    more = rounds * settings.objective.evaluations(settings) if strategy.gathers_twice else 0.0
+    gathered = (gathers + more) * held * torch_dtype(settings.precision.compute).itemsize
     scattered = scatters * trained * _FP32
     # Copies of the weights then sum their gradients.
     summed = 2 * (mesh.replicate - 1) / mesh.replicate * scattered / sharing

@@ -1,7 +1,7 @@
 """Objective `distill`: an adapter that does in few steps without guidance what its model does in many with guidance.
 
 The adapter takes its own steps from noise up to a random one. From there the model without the adapter, the teacher,
-goes on with guidance to the end of that step. The adapter learns to reach the same latents in one step. This is
+continues with guidance to the end of that step. The adapter learns to reach the same latents in one step. This is
 progressive distillation (Salimans and Ho, arXiv 2202.00512) of a guided model (Meng et al., arXiv 2210.03142) on the
 states that the student itself visits (Ross et al., arXiv 1011.0686), so that its errors do not add up.
 
