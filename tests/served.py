@@ -1,5 +1,6 @@
 """A server in its own process, and requests to it."""
 
+import io
 import json
 import os
 import socket
@@ -11,9 +12,11 @@ import urllib.request
 from pathlib import Path
 
 import psutil
+from PIL import Image
 
 SMALL = {"num_frames": 5, "steps": 2}
 LONG_S = 120
+BOUNDARY = "a-boundary"
 
 
 def free_port():
@@ -100,3 +103,24 @@ class Served:
 
     def result(self, video_id):
         return (self.folder / "jobs" / video_id / "video.mp4").read_bytes()
+
+
+def form(**parts):
+    """Return the body and headers of a form; a part of bytes is a file."""
+    lines = []
+    for name, value in parts.items():
+        is_file = isinstance(value, bytes)
+        file = '; filename="../../upload.png"' if is_file else ""
+        head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="{name}"{file}\r\n\r\n'.encode()
+        lines.append(head + (value if is_file else value.encode()) + b"\r\n")
+    return b"".join(lines) + f"--{BOUNDARY}--\r\n".encode(), f"multipart/form-data; boundary={BOUNDARY}"
+
+
+def picture(width, height, kind="PNG"):
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), "red").save(file, kind)
+    return file.getvalue()
+
+
+def is_running(video):
+    return video["status"] == "in_progress" and video["stage"].get("stage") == "denoise" and video["stage"]["done"] > 0

@@ -26,6 +26,7 @@ from opensora_cli.core.signals import held_back
 _COMMANDS = {
     "generate": ("generate:COMMAND", "Make a video from a prompt, and from pictures or videos if given."),
     "serve": ("serve:COMMAND", "Serve a page and an API that make videos, with a queue that survives restarts."),
+    "gallery": ("gallery:COMMAND", "Write one HTML page of a folder of results."),
     "train": ("train:COMMAND", "Train a part of the video model, or an adapter for it."),
     "show": ("show:COMMAND", "Print prompt, seed, settings and timings of a result, and what a checkpoint holds."),
     "presets": ("presets:COMMAND", "List the presets with size, needs, and the GPUs that they fit on."),

@@ -21,7 +21,7 @@ def serve(settings: ServeSettings, call: Call) -> None:
 
       osora serve --model open-sora-v2 --set memory.offload=blocks --folder videos
 
-      osora serve --host 0.0.0.0 --token-file token.txt
+      osora serve --host 0.0.0.0 --token-file token.txt --groups 8
     """
     base = collect_overrides(GenerateSettings, {}, call.assignments)
     try:
@@ -38,6 +38,7 @@ _ROWS = {
     "--folder": Option("folder", metavar="FOLDER"),
     "--token-file": Option("token_file", metavar="FILE"),
     "--max-queue": Option("max_queue", kind=int),
+    "--groups": Option("groups", kind=int),
     "--set": options.set_row("Any setting of all videos, such as memory.offload=blocks."),
 }
 COMMAND = make_command("serve", serve, _ROWS, settings=ServeSettings)

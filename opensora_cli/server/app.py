@@ -1,17 +1,22 @@
 """Routes of `osora serve`: videos in the shape of OpenAI's API, plans, events, metrics and the page."""
 
 import asyncio
+import html
 import json
-from collections.abc import AsyncIterator, Mapping
+import shutil
+import sqlite3
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from string import Template
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, StreamingResponse
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, RedirectResponse, StreamingResponse
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 import opensora_cli
 from opensora_cli.core.conditions import CONDITION_MODES
@@ -19,18 +24,25 @@ from opensora_cli.core.exceptions import MediaError, OsoraError
 from opensora_cli.server import metrics
 from opensora_cli.server.guard import COOKIE, is_token
 from opensora_cli.server.jobs import Job, JobStore, QueueFull, Status, new_id
-from opensora_cli.server.requests import SIZE, InvalidField, command_of, read_request
+from opensora_cli.server.requests import SIZE, InvalidField, command_of, presets_of, read_request
 from opensora_cli.server.results import SHEET, THUMBNAIL
 from opensora_cli.server.scheduler import Scheduler
 from opensora_cli.server.uploads import keep
 from opensora_cli.settings.layers import Layer
-from opensora_cli.settings.load import usual_settings
+from opensora_cli.settings.load import load_preset
 
 _PAGE = Path(__file__).parent / "page"
 _EXAMPLES = ("raining, sea", "a red boat on the sea, sunset", "snow falls on a city at night")
+_LOGIN = """<form method="post" action="/login">
+<label for="token">Token, from the file that the server was started with</label>
+<input id="token" name="token" type="password" autocomplete="current-password" required autofocus>
+<button type="submit">Enter</button>
+</form>"""
 _LARGEST_JSON = 2**20
+_MOST_FILES = max(mode.max_references for mode in CONDITION_MODES.values())
 _PING_S = 15.0
 _RETRY_AFTER_S = 30
+_CODES = {404: "not_found", 405: "method_not_allowed", 408: "timeout", 413: "too_large"}
 _MEDIA = {".mp4": "video/mp4", ".png": "image/png", ".webp": "image/webp", ".gif": "image/gif", ".jpg": "image/jpeg"}
 
 
@@ -48,10 +60,18 @@ class Server:
     """Jobs, their scheduler, and the settings of the server, which all routes share."""
 
     def __init__(
-        self, *, store: JobStore, folder: Path, model: str, base: Layer, max_queue: int, token: str | None
+        self,
+        *,
+        store: JobStore,
+        folder: Path,
+        model: str,
+        base: Layer,
+        groups: int,
+        max_queue: int,
+        token: str | None,
     ) -> None:
         self.store, self.folder = store, folder
-        self.scheduler = Scheduler(store, folder)
+        self.scheduler = Scheduler(store, folder, groups=groups)
         self.model, self.base, self.max_queue, self.token = model, base, max_queue, token
 
     def job(self, video_id: str) -> Job:
@@ -72,8 +92,8 @@ class Server:
 
     def answer(self, job: Job) -> dict[str, Any]:
         """Return a job as the API shows it."""
-        queue = self.store.ids(Status.QUEUED) if job.status is Status.QUEUED else []
-        done = 100 if job.status is Status.COMPLETED else int(job.progress.get("percent", 0))
+        stage = self.scheduler.progress.get(job.id, {})
+        done = 100 if job.status is Status.COMPLETED else int(stage.get("percent", 0))
         error = None if job.error is None else {"code": job.error["code"], "message": job.error["message"]}
         folder = self.scheduler.job_folder(job.id)
         return {
@@ -92,13 +112,13 @@ class Server:
             "remixed_from_video_id": job.remixed_from,
             "error": error,
             "hint": None if job.error is None else job.error["hint"],
-            "place": queue.index(job.id) + 1 if job.id in queue else None,
-            "stage": dict(job.progress),
+            "place": self.store.place_in_queue(job) if job.status is Status.QUEUED else None,
+            "stage": dict(stage),
             "settings": job.request["settings"],
             "seed": job.request["seed"],
             "num_frames": job.request["num_frames"],
             "fps": job.request["fps"],
-            "has_reference": job.request["has_reference"],
+            "num_references": job.request["num_references"],
             "preview": next((path.name for path in folder.glob("*.preview.*")), None),
             "command": command_of(job.request),
         }
@@ -107,21 +127,25 @@ class Server:
         self,
         values: Mapping[str, Any],
         *,
-        upload: UploadFile | None = None,
-        reference: Path | None = None,
-        remixed_from: str | None = None,
+        uploads: Sequence[UploadFile] = (),
+        remixed_from: Job | None = None,
     ) -> Job:
-        """Validate a request, and append its job to the queue.
+        """Validate a request, and append its job to the queue. The references of another job are copied.
 
         Raises QueueFull if too many wait, and other errors of OsoraError if the request is wrong.
         """
+        if self.scheduler.is_disk_full():
+            raise ApiError(507, "disk_full", "the disk of the server is full")
         job_id = new_id()
         folder = self.scheduler.job_folder(job_id)
         try:
-            if upload is not None:
-                reference = await keep(upload, folder)
+            references = [await keep(upload, folder, number=number) for number, upload in enumerate(uploads)]
+            if remixed_from is not None:
+                for path in sorted(self.scheduler.job_folder(remixed_from.id).glob("reference_*")):
+                    folder.mkdir(parents=True, exist_ok=True)
+                    references.append(await asyncio.to_thread(shutil.copyfile, path, folder / path.name))
             request = await asyncio.to_thread(
-                read_request, values, model=self.model, base=self.base, folder=folder, reference=reference
+                read_request, values, model=self.model, base=self.base, folder=folder, references=references
             )
             folder.mkdir(parents=True, exist_ok=True)
             job = self.store.add(
@@ -129,33 +153,30 @@ class Server:
                 request.settings.model_dump(mode="json"),
                 job_id=job_id,
                 max_queue=self.max_queue,
-                remixed_from=remixed_from,
+                remixed_from=None if remixed_from is None else remixed_from.id,
             )
         except BaseException:
-            for file in folder.glob("*"):
-                file.unlink(missing_ok=True)
-            with suppress(OSError):
-                folder.rmdir()
+            shutil.rmtree(folder, ignore_errors=True)
             raise
         self.scheduler.wake()
         return job
 
 
-async def _values(request: Request) -> tuple[dict[str, Any], UploadFile | None]:
-    """Return the fields of a request in JSON or of a form, and the uploaded reference."""
+async def _values(request: Request) -> tuple[dict[str, Any], list[UploadFile]]:
+    """Return the fields of a request in JSON or of a form, and the uploaded references."""
     if request.headers.get("content-type", "").startswith("multipart/form-data"):
-        form = await request.form(max_files=1, max_fields=50)
-        upload = form.get("input_reference")
+        form = await request.form(max_files=_MOST_FILES, max_fields=50)
+        uploads = [each for each in form.getlist("input_reference") if isinstance(each, UploadFile)]
         fields: dict[str, Any] = {name: value for name, value in form.items() if name != "input_reference"}
         if isinstance(fields.get("settings"), str):
             fields["settings"] = _json(str(fields["settings"]))
         for name in [name for name in fields if name.startswith("settings[")]:
             fields.setdefault("settings", {})[name[9:-1]] = fields.pop(name)
-        if upload is not None and not isinstance(upload, UploadFile):
+        if len(uploads) < len(form.getlist("input_reference")):
             raise ApiError(
                 400, "invalid_reference", "input_reference must be an uploaded file", param="input_reference"
             )
-        return fields, upload
+        return fields, uploads
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -168,7 +189,7 @@ async def _values(request: Request) -> tuple[dict[str, Any], UploadFile | None]:
         raise ApiError(
             400, "invalid_reference", "input_reference must be uploaded as multipart/form-data", param="input_reference"
         )
-    return values, None
+    return values, []
 
 
 def _json(text: str) -> Any:
@@ -187,7 +208,7 @@ def make_app(server: Server) -> FastAPI:
         try:
             yield
         finally:
-            await server.scheduler.stop()
+            # The scheduler was stopped before the connections, of which some may never end.
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task
@@ -215,6 +236,16 @@ def _add_errors(app: FastAPI) -> None:
         param = error.field if isinstance(error, InvalidField) else None
         return JSONResponse(ApiError(status, code, message, param=param).body, status, headers=headers)
 
+    @app.exception_handler(OSError)
+    @app.exception_handler(sqlite3.OperationalError)
+    async def disk_error(_: Request, error: OSError | sqlite3.OperationalError) -> JSONResponse:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        return JSONResponse(ApiError(507, "disk_error", f"the server cannot write: {reason}").body, 507)
+
+    @app.exception_handler(ClientDisconnect)
+    async def client_left(_: Request, error: ClientDisconnect) -> Response:
+        return Response(status_code=400)
+
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
@@ -222,16 +253,16 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(_: Request, error: HTTPException) -> JSONResponse:
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code, str(error.status_code))
-        return JSONResponse(ApiError(error.status_code, code, str(error.detail)).body, error.status_code)
+        body = ApiError(error.status_code, _CODES.get(error.status_code, "invalid_request"), str(error.detail)).body
+        return JSONResponse(body, error.status_code, headers=error.headers)
 
 
 def _add_videos(app: FastAPI, server: Server) -> None:
     @app.post("/v1/videos")
     async def create(request: Request) -> dict[str, Any]:
         """Append a video to the queue."""
-        values, upload = await _values(request)
-        return server.answer(await server.add(values, upload=upload))
+        values, uploads = await _values(request)
+        return server.answer(await server.add(values, uploads=uploads))
 
     @app.get("/v1/videos")
     async def list_videos(
@@ -282,16 +313,15 @@ def _add_videos(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/videos/{video_id}/remix")
     async def remix(job: Found, request: Request) -> dict[str, Any]:
-        """Make a video with the settings of another one, and another prompt or seed."""
+        """Make a video with the settings of another one, but for those that are given."""
         values, _ = await _values(request)
         before = job.request
-        same = {"prompt": before["prompt"], "settings": {"num_frames": before["num_frames"], **before["settings"]}}
+        fields = {name: before[name] for name in ("prompt", "seed", "settings")} | values
         if SIZE.fullmatch(before["size"]):
-            same["size"] = before["size"]
-        references = sorted(server.scheduler.job_folder(job.id).glob("reference_*"))
-        fields = {**same, "seed": before["seed"], **values}
-        made = await server.add(fields, reference=next(iter(references), None), remixed_from=job.id)
-        return server.answer(made)
+            fields.setdefault("size", before["size"])
+        if isinstance(fields["settings"], dict):
+            fields["settings"] = before["settings"] | fields["settings"]
+        return server.answer(await server.add(fields, remixed_from=job))
 
     @app.get("/v1/videos/{video_id}/content")
     async def content(job: Found, variant: Literal["video", "thumbnail", "spritesheet"] = "video") -> FileResponse:
@@ -331,19 +361,23 @@ def _add_others(app: FastAPI, server: Server) -> None:
     @app.get("/v1/options")
     async def options() -> dict[str, Any]:
         """Return the choices and defaults of the model, for forms."""
-        usual = usual_settings(server.model)
-        video = usual.video
+        presets = [(name, load_preset(name, prompt="any")) for name in presets_of(server.model)]
         return {
             "model": server.model,
-            "resolutions": list(video.resolutions),
-            "resolution": video.resolution,
-            "aspect_ratios": list(video.aspect_ratios),
-            "aspect_ratio": video.aspect_ratio,
-            "num_frames": video.num_frames,
-            "max_frames": video.max_frames,
-            "fps": video.fps,
-            "steps": usual.sampling.num_inference_steps,
-            "modes": [mode.name for mode in CONDITION_MODES.values() if mode.needs_reference],
+            "presets": [
+                {
+                    "name": name,
+                    "res": preset.video.resolution,
+                    "aspect_ratio": preset.video.aspect_ratio,
+                    "num_frames": preset.video.num_frames,
+                    "steps": preset.sampling.num_inference_steps,
+                }
+                for name, preset in presets
+            ],
+            "resolutions": list(presets[0][1].video.resolutions),
+            "aspect_ratios": list(presets[0][1].video.aspect_ratios),
+            "max_frames": presets[0][1].video.max_frames,
+            "modes": {mode.name: mode.max_references for mode in CONDITION_MODES.values() if mode.needs_reference},
             "examples": list(_EXAMPLES),
         }
 
@@ -383,14 +417,15 @@ def _add_others(app: FastAPI, server: Server) -> None:
     async def no_icon() -> Response:
         return Response(status_code=204)
 
-    for path, file in (
-        ("/", "index.html"),
-        ("/login", "login.html"),
-        ("/docs", "docs.html"),
-        ("/style.css", "style.css"),
-        ("/page.js", "page.js"),
-        ("/docs.js", "docs.js"),
-    ):
+    @app.get("/login", include_in_schema=False)
+    async def login_page() -> Response:
+        return _plain_page("token", _LOGIN)
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> Response:
+        return _plain_page("API", _description(app.openapi()["paths"]))
+
+    for path, file in (("/", "index.html"), ("/style.css", "style.css"), ("/page.js", "page.js")):
         app.add_api_route(path, _file_route(_PAGE / file), methods=["GET"], include_in_schema=False)
 
 
@@ -399,6 +434,22 @@ def _file_route(path: Path) -> Any:
         return FileResponse(path, headers={"Cache-Control": "no-cache"})
 
     return route
+
+
+def _plain_page(title: str, body: str) -> Response:
+    template = Template((_PAGE / "plain.html").read_text("utf-8"))
+    return HTMLResponse(template.substitute(title=title, body=body))
+
+
+def _description(paths: Mapping[str, Any]) -> str:
+    """Return the routes as HTML, without the programs of another host that FastAPI's own page loads."""
+    lines = ["<p>Errors are <code>{error: {code, message, param, type}}</code>. <a href=/openapi.json>openapi.json</a>"]
+    for path, methods in paths.items():
+        for method, route in methods.items():
+            names = ", ".join(parameter["name"] for parameter in route.get("parameters", ()))
+            about = html.escape(route["description"]) + (f" Parameters: {names}." if names else "")
+            lines.append(f"<dt>{method.upper()} {path}<dd>{about}")
+    return "\n".join([lines[0], "<dl>", *lines[1:], "</dl>"])
 
 
 def _stream(events: AsyncIterator[str]) -> StreamingResponse:
@@ -413,6 +464,8 @@ async def _events_of(server: Server, job_id: str | None) -> AsyncIterator[str]:
             yield _event({"event": "state", **server.answer(job)})
             if job.status.is_over:
                 return
+        else:
+            yield _event(_queue_event(server))
         while True:
             try:
                 event = await asyncio.wait_for(queue.get(), _PING_S)
@@ -423,12 +476,20 @@ async def _events_of(server: Server, job_id: str | None) -> AsyncIterator[str]:
                 return
             if job_id is not None and event.get("id") != job_id:
                 continue
+            # Events name jobs, and are completed when they are sent: those that wait for a slow listener are small.
+            if event["event"] == "queue":
+                event = _queue_event(server)
             if event["event"] == "job":
                 with suppress(KeyError):
                     event = {"event": "state", **server.answer(server.store.get(event["id"]))}
             yield _event(event)
             if job_id is not None and event["event"] == "state" and Status(event["status"]).is_over:
                 return
+
+
+def _queue_event(server: Server) -> dict[str, Any]:
+    ids = server.store.ids
+    return {"event": "queue", "queue": ids(Status.QUEUED), "running": ids(Status.IN_PROGRESS)}
 
 
 def _event(event: Mapping[str, Any]) -> str:

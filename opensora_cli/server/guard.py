@@ -4,6 +4,7 @@ A web page elsewhere must neither post jobs nor read results, also if a name of 
 rebinding).
 """
 
+import asyncio
 import hmac
 import json
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
@@ -11,12 +12,18 @@ from http.cookies import CookieError, SimpleCookie
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.exceptions import HTTPException
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Asgi = Callable[[Message, Receive, Send], Awaitable[None]]
 
 COOKIE = "osora_token"
+PATIENCE_S = 30.0
+"""Seconds that a client may pause in its request."""
+_CLOSE = {"Connection": "close"}
+"""The rest of a refused body is not read."""
 _OPEN_PATHS = ("/login", "/healthz", "/style.css")
 """Paths that need no token."""
 _HEADERS = {
@@ -26,6 +33,7 @@ _HEADERS = {
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
 }
+_CODES = {401: "invalid_token", 403: "forbidden", 413: "too_large"}
 _TYPES = {401: "authentication_error", 403: "permission_error", 413: "invalid_request_error"}
 
 
@@ -41,6 +49,7 @@ class Guard:
 
     def __init__(self, app: Asgi, *, hosts: Iterable[str], token: str | None, largest_body: int) -> None:
         self._app, self._hosts, self._token, self._largest = app, frozenset(hosts), token, largest_body
+        self._too_large = f"a request may have {largest_body} bytes"
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -54,7 +63,7 @@ class Guard:
             return
         length = headers.get("content-length", "0")
         if not length.isdigit() or int(length) > self._largest:
-            await _refuse(send, 413, f"a request may have {self._largest} bytes")
+            await _refuse(send, 413, self._too_large)
             return
         await self._app(scope, self._limited(receive), _with_headers(send))
 
@@ -80,14 +89,22 @@ class Guard:
         return is_token(given, self._token)
 
     def _limited(self, receive: Receive) -> Receive:
-        """Return `receive` for a body of unknown length, which ends like a lost connection when it is too long."""
-        left = self._largest
+        """Return `receive` for a body of unknown length, which raises HTTPException if it is too long or stops."""
+        left, is_whole = self._largest, False
 
         async def limited() -> Message:
-            nonlocal left
-            message = await receive()
+            nonlocal left, is_whole
+            if is_whole:  # the end of the connection, which may take any time
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), PATIENCE_S)
+            except TimeoutError:
+                raise HTTPException(408, f"nothing came for {PATIENCE_S:g} s", headers=_CLOSE) from None
             left -= len(message.get("body", b""))
-            return message if left >= 0 else {"type": "http.disconnect"}
+            is_whole = not message.get("more_body", False)
+            if left < 0:
+                raise HTTPException(413, self._too_large, headers=_CLOSE)
+            return message
 
         return limited
 
@@ -115,8 +132,10 @@ def _with_headers(send: Send) -> Send:
 
 
 async def _refuse(send: Send, status: int, message: str) -> None:
-    error = {"error": {"code": str(status), "message": message, "param": None, "type": _TYPES[status]}}
+    error = {"error": {"code": _CODES[status], "message": message, "param": None, "type": _TYPES[status]}}
     headers = [(b"content-type", b"application/json")]
+    if status == 413:
+        headers.append((b"connection", b"close"))
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))
     await _with_headers(send)({"type": "http.response.start", "status": status, "headers": headers})

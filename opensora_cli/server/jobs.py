@@ -14,7 +14,7 @@ from typing import Any
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 _CREATE = """
 CREATE TABLE jobs (
     id TEXT PRIMARY KEY,
@@ -25,9 +25,8 @@ CREATE TABLE jobs (
     completed_at INTEGER,
     request TEXT NOT NULL,
     settings TEXT NOT NULL,
-    progress TEXT NOT NULL DEFAULT '{}',
     error TEXT,
-    attempts INTEGER NOT NULL DEFAULT 0,
+    deaths INTEGER NOT NULL DEFAULT 0,
     remixed_from TEXT
 );
 CREATE INDEX jobs_by_status ON jobs (status, place);
@@ -62,19 +61,17 @@ class Job:
     """Order in the queue; the lowest place is next."""
     status: Status
     created_at: int
-    """Seconds since 1970, as the other times."""
+    """Seconds since 1970, like `started_at` and `completed_at`."""
     request: Mapping[str, Any]
     """Fields of the request that answers repeat: model, prompt, seconds, size."""
     settings: Mapping[str, Any]
     """Settings as `GenerateSettings.model_dump(mode="json")` writes them."""
     started_at: int | None = None
     completed_at: int | None = None
-    progress: Mapping[str, Any]
-    """Last progress of the work: stage, done, total, unit, eta_s, percent."""
     error: Mapping[str, Any] | None = None
     """Code, message, hint and exit code of a failure."""
-    attempts: int = 0
-    """How often a worker has begun the job."""
+    deaths: int = 0
+    """Workers that died during the job."""
     remixed_from: str | None = None
 
 
@@ -182,22 +179,18 @@ class JobStore:
             rows = self._database.execute("SELECT status, COUNT(*) FROM jobs GROUP BY status").fetchall()
         return dict.fromkeys(Status, 0) | {Status(row[0]): row[1] for row in rows}
 
-    def begin(self, job_id: str) -> Job:
-        """Mark a queued job as in progress."""
-        self._update(
-            job_id,
-            "status = ?, started_at = COALESCE(started_at, ?), attempts = attempts + 1, progress = ?",
-            (
-                Status.IN_PROGRESS,
-                int(time.time()),
-                "{}",
-            ),
-        )
-        return self.get(job_id)
-
-    def report(self, job_id: str, progress: Mapping[str, Any]) -> None:
-        """Record the progress of a job."""
-        self._update(job_id, "progress = ?", (json.dumps(progress),))
+    def take(self) -> Job | None:
+        """Mark the next queued job as in progress, and return it; None if no job is queued."""
+        with self._transaction():
+            row = self._database.execute(
+                "SELECT id FROM jobs WHERE status = ? ORDER BY place LIMIT 1", (Status.QUEUED,)
+            ).fetchone()
+            if row is None:
+                return None
+            self._update(
+                row[0], "status = ?, started_at = COALESCE(started_at, ?)", (Status.IN_PROGRESS, int(time.time()))
+            )
+            return self.get(row[0])
 
     def finish(self, job_id: str, status: Status, *, error: Mapping[str, Any] | None = None) -> Job:
         """Record the end of a job."""
@@ -208,13 +201,19 @@ class JobStore:
         )
         return self.get(job_id)
 
-    def requeue(self, job_id: str) -> None:
-        """Put a job whose worker ended back at the head of the queue."""
+    def requeue(self, job_id: str, *, has_died: bool = False) -> None:
+        """Put an unfinished job back at the head of the queue; `has_died` means that its worker died."""
         with self._transaction():
             first = self._database.execute("SELECT MIN(place) FROM jobs WHERE status = ?", (Status.QUEUED,)).fetchone()
-            own = self._database.execute("SELECT place FROM jobs WHERE id = ?", (job_id,)).fetchone()
-            place = own[0] if first[0] is None else min(own[0], first[0] - 1.0)
-            self._database.execute("UPDATE jobs SET status = ?, place = ? WHERE id = ?", (Status.QUEUED, place, job_id))
+            place = self.get(job_id).place
+            place = place if first[0] is None else min(place, first[0] - 1.0)
+            self._update(job_id, "status = ?, place = ?, deaths = deaths + ?", (Status.QUEUED, place, has_died))
+
+    def place_in_queue(self, job: Job) -> int:
+        """Return the number of queued jobs up to this one."""
+        with self._lock:
+            query = "SELECT COUNT(*) FROM jobs WHERE status = ? AND place <= ?"
+            return int(self._database.execute(query, (Status.QUEUED, job.place)).fetchone()[0])
 
     def move(self, job_id: str, *, before: str | None) -> None:
         """Put a queued job before another one; None means at the end.
@@ -264,7 +263,6 @@ def _job(row: sqlite3.Row) -> Job:
             "status": Status(values["status"]),
             "request": json.loads(values["request"]),
             "settings": json.loads(values["settings"]),
-            "progress": json.loads(values["progress"]),
             "error": None if values["error"] is None else json.loads(values["error"]),
         }
     )

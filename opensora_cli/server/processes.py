@@ -21,12 +21,12 @@ class Process:
         self._process = process
 
     @classmethod
-    async def start(cls, kind: str) -> "Process":
-        """Start a worker (`videos`) or a planner (`plans`)."""
+    async def start(cls, *words: str) -> "Process":
+        """Start a process for `words`: `videos`, perhaps with the number of a device, or `plans`."""
         return cls(
             await asyncio.create_subprocess_exec(
                 *module_command("opensora_cli.server.worker"),
-                kind,
+                *words,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 env=safe_environment(os.environ),

@@ -2,8 +2,9 @@
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ from opensora_cli.api.request import generate_request
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate.request import resolve
+from opensora_cli.models.registry import ARCHITECTURES
 from opensora_cli.settings.explain import Given
+from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.flags import FLAGS, given_flags
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer
-from opensora_cli.settings.load import usual_settings
+from opensora_cli.settings.load import load_preset, usual_settings
 
 _FIELDS = ("prompt", "model", "seconds", "size", "seed", "settings")
 _ALLOWED = frozenset(
@@ -62,7 +65,7 @@ class InvalidField(RequestError):
 
 
 def read_request(
-    values: Mapping[str, Any], *, model: str, base: Layer, folder: Path, reference: Path | None = None
+    values: Mapping[str, Any], *, model: str, base: Layer, folder: Path, references: Sequence[Path] = ()
 ) -> VideoRequest:
     """Return the settings of a request.
 
@@ -71,7 +74,7 @@ def read_request(
         model: model of the server.
         base: settings of the server, below those of the request.
         folder: folder of the job, in which the result is written.
-        reference: uploaded picture or video.
+        references: uploaded pictures or videos.
 
     Raises:
         InvalidField: a field is unknown or has another type.
@@ -88,6 +91,9 @@ def read_request(
     if values.get("model") not in (None, "", "auto", model):
         raise InvalidField("model", f"model={values['model']} is not loaded: this server has {model}")
     flags, assignments = _options(values.get("settings"))
+    preset = flags.pop("config", None)
+    if preset is not None and preset not in presets_of(model):
+        raise InvalidField("settings", f"config={preset} is no preset of {model}: {', '.join(presets_of(model))}")
     usual = usual_settings(model)
     if (seconds := _text(values, "seconds")) is not None:
         flags.setdefault("num_frames", _frames(seconds, flags, usual))
@@ -103,27 +109,39 @@ def read_request(
         "runtime.model_choice": model,
         "output.path": str(folder / ("video.png" if _is_picture(given, assignments) else "video.mp4")),
         "output.preview_every": _PREVIEW_EVERY,
-        **({"condition.references": (str(reference),)} if reference else {}),
+        **({"condition.references": tuple(map(str, references))} if references else {}),
     }
     request = generate_request(
         {**given, **{key: Given(value, "the server") for key, value in own.items() if key not in given}},
         below=base,
         assignments=assignments,
+        config=None if preset is None else Path(preset),
     )
     settings = resolve(request, reporter=SilentReporter())
     video = settings.video
+    options = dict(values.get("settings") or {})
+    if "video.num_frames" not in options:
+        options.setdefault("num_frames", video.num_frames)
     answered = {
         "prompt": prompt,
         "model": model,
         "seconds": f"{settings.num_frames / video.fps:g}",
         "size": size or video.resolution or "",
-        "settings": dict(values.get("settings") or {}),
+        "settings": options,
         "seed": settings.sampling.seed,
         "num_frames": settings.num_frames,
         "fps": video.fps,
-        "has_reference": reference is not None,
+        "num_references": len(references),
     }
     return VideoRequest(fields=answered, settings=settings)
+
+
+@cache
+def presets_of(model: str) -> tuple[str, ...]:
+    """Return the names of a model's presets, the usual one first."""
+    usual = ARCHITECTURES[model].presets
+    others = (name for name in list_presets("generate") if load_preset(name, prompt="any").model.name == model)
+    return tuple(dict.fromkeys((*usual, *others)))
 
 
 def _options(values: object) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -183,13 +201,13 @@ def _text(values: Mapping[str, Any], name: str) -> str | None:
 def command_of(fields: Mapping[str, Any]) -> str:
     """Return the command line that makes the video of a request."""
     words = ["osora", "generate", fields["prompt"], "--model", fields["model"], "--seed", str(fields["seed"])]
-    settings = {"num_frames": fields["num_frames"], **fields["settings"]}
+    settings = dict(fields["settings"])
     if size := SIZE.fullmatch(fields["size"]):
         settings |= {"width": size[1], "height": size[2]}
     settings.pop("seed", None)
     for name, value in settings.items():
-        if name not in FLAGS:
+        if name not in FLAGS and name != "config":
             words += ["--set", f"{name}={value}"]
         elif value is not False:
             words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
-    return shlex.join([*words, *(["--ref", "FILE"] if fields["has_reference"] else [])])
+    return shlex.join([*words, *["--ref", "FILE"] * fields["num_references"]])

@@ -1,21 +1,25 @@
 """Run `osora serve`: lock the folder, choose the model, and answer until a signal ends the server."""
 
 import asyncio
+import os
 import socket
+import subprocess
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from opensora_cli.api.request import generate_request
-from opensora_cli.core.exceptions import FileProblem, OutputError
+from opensora_cli.core.exceptions import FileProblem, HardwareError, OutputError
 from opensora_cli.core.folder_lock import sole_run
 from opensora_cli.core.progress import Reporter
+from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.core.reading import read_text
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.server.app import Server, make_app
-from opensora_cli.server.guard import Guard
+from opensora_cli.server.guard import PATIENCE_S, Guard
 from opensora_cli.server.jobs import JobStore
 from opensora_cli.server.uploads import LARGEST
 from opensora_cli.settings.explain import Given
@@ -32,16 +36,20 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
 
     Raises:
         RequestError: settings of `base` are wrong.
+        HardwareError: this machine has GPUs, but fewer than groups.
         FileProblem: the token file is missing or too short, or the folder cannot be used.
     """
     token = None if settings.token_file is None else _read_token(Path(settings.token_file))
     folder = Path(settings.folder).absolute()
-    model = resolve(
+    usual = resolve(
         generate_request(
             {**base, "prompt": Given(ANY_PROMPT, "prompt"), "runtime.model_choice": Given(settings.model, "--model")}
         ),
         reporter=reporter,
-    ).model.name
+    )
+    model = usual.model.name
+    if settings.groups > 1 and usual.runtime.device == "auto":
+        _require_devices(settings.groups)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -50,7 +58,13 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
         store = JobStore(folder / "jobs.sqlite")
         try:
             server = Server(
-                store=store, folder=folder, model=model, base=base, max_queue=settings.max_queue, token=token
+                store=store,
+                folder=folder,
+                model=model,
+                base=base,
+                groups=settings.groups,
+                max_queue=settings.max_queue,
+                token=token,
             )
             hosts = (*LOOPBACK, settings.host) if settings.is_loopback else ()
             guard = Guard(make_app(server), hosts=hosts, token=token, largest_body=LARGEST + 2**20)
@@ -58,13 +72,27 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
             address = f"http://{settings.host}:{settings.port}"
             reporter.note(f"osora serves {model} at {address} (page), {address}/v1 (API); Ctrl-C ends it")
             config = uvicorn.Config(
-                guard, log_level="warning", access_log=False, timeout_graceful_shutdown=_STOP_S, server_header=False
+                guard,
+                http=_Connection,
+                log_level="warning",
+                access_log=False,
+                timeout_graceful_shutdown=_STOP_S,
+                server_header=False,
             )
             # A signal is how a server ends: uvicorn sends it again once the running job is saved.
             with suppress(KeyboardInterrupt):
                 asyncio.run(_Uvicorn(config, server.scheduler.stop).serve(sockets=[sock]))
         finally:
             store.close()
+
+
+class _Connection(H11Protocol):
+    """Connection that ends if its client sends no request."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
+        """Wait a while for a request."""
+        super().connection_made(transport)
+        self.loop.call_later(PATIENCE_S, lambda: self.cycle is None and transport.close())
 
 
 class _Uvicorn(uvicorn.Server):
@@ -78,6 +106,14 @@ class _Uvicorn(uvicorn.Server):
         """Save the running job, and end all connections."""
         await self._stop()
         await super().shutdown(sockets)
+
+
+def _require_devices(groups: int) -> None:
+    """Raise HardwareError if there are GPUs, but fewer than `groups`; torch counts them in a process of its own."""
+    command = [*module_command("opensora_cli.server.worker"), "devices"]
+    counted = subprocess.run(command, env=safe_environment(os.environ), stdout=subprocess.PIPE, check=True)
+    if 0 < (devices := int(counted.stdout)) < groups:
+        raise HardwareError(f"--groups {groups} needs {groups} GPUs, and this machine has {devices}")
 
 
 def _listen(settings: ServeSettings) -> socket.socket:

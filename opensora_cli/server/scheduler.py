@@ -1,23 +1,29 @@
-"""Scheduler of a server: gives jobs to the worker, one after the other, and tells listeners what happens."""
+"""Scheduler of a server: gives the jobs of one queue to its workers, and tells listeners what happens."""
 
 import asyncio
 import itertools
 import shutil
-from collections.abc import AsyncIterator, Mapping
+import sqlite3
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from opensora_cli.core.exceptions import OsoraError, RequestError
 from opensora_cli.server.jobs import Job, JobStore, Status
 from opensora_cli.server.processes import Process
 
-_MOST_ATTEMPTS = 3
-"""Workers that may die during one job before it fails."""
+_MOST_DEATHS = 3
+"""Workers that die during one job before it fails."""
 _MOST_WAITING = 200
 """Events that wait for a slow listener before it is dropped."""
+_ROOM, _RESERVE = 32 * 2**20, 2**20
+"""Free bytes of the disk that a job needs to begin, and bytes that are kept for the records of jobs."""
 _PLAN_S = 120.0
-_RESTART_S = 1.0
+_RETRY_S = 1.0
+"""Seconds until a worker that ended starts again, and until a write to a full disk is tried again."""
+
+_T = TypeVar("_T")
 
 
 class PlanFailed(OsoraError):
@@ -29,24 +35,31 @@ class PlanFailed(OsoraError):
 
 
 class Scheduler:
-    """The queue of a server and its worker.
+    """The queue of a server and its workers.
 
     Args:
         store: jobs.
         folder: folder with a folder for each job.
+        groups: number of workers, each with a device of its own.
     """
 
-    def __init__(self, store: JobStore, folder: Path) -> None:
-        self._store, self._folder = store, folder
+    def __init__(self, store: JobStore, folder: Path, *, groups: int) -> None:
+        self._store, self._folder, self._groups = store, folder, groups
+        self._reserve = folder / "reserve"
         self._wakes = asyncio.Event()
         self._listeners: set[asyncio.Queue[Mapping[str, Any] | None]] = set()
-        self._worker: Process | None = None
+        self._workers: set[Process] = set()
         self._planner: Process | None = None
         self._reading: asyncio.Task[None] | None = None
         self._plans: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
         self._numbers = itertools.count()
-        self._running: str | None = None
+        self._running: dict[str, Process] = {}
+        """Worker of each running job."""
+        self._cancelled: set[str] = set()
+        """Running jobs that will end within a step."""
         self._is_stopping = False
+        self.progress: dict[str, Mapping[str, Any]] = {}
+        """Last progress of each running job: stage, done, total, unit, eta_s, percent."""
         self.seconds: dict[str, float] = {}
         """Seconds of work by stage since the start."""
 
@@ -54,22 +67,25 @@ class Scheduler:
         """Return the folder of a job."""
         return self._folder / "jobs" / job_id
 
+    def is_disk_full(self) -> bool:
+        """Return whether the disk has no room for another video: queued jobs wait then."""
+        return shutil.disk_usage(self._folder).free < _ROOM
+
     async def run(self) -> None:
         """Make all queued jobs until the task is cancelled. Jobs of a server that died continue."""
+        self._keep_reserve()
         for job_id in self._store.ids(Status.IN_PROGRESS):
-            self._store.requeue(job_id)
-        while not self._is_stopping:
-            self._worker = await Process.start("videos")
-            await self._serve(self._worker)
-            if not self._is_stopping:
-                await asyncio.sleep(_RESTART_S)
+            await self._requeue(job_id)
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(self._groups):
+                tasks.create_task(self._work(number))
 
     async def stop(self) -> None:
-        """Save the running job, and end the processes."""
+        """Save the running jobs, and end the processes."""
         self._is_stopping = True
         self._wakes.set()
-        for process in filter(None, (self._worker, self._planner)):
-            await process.stop()
+        processes = [*self._workers, *filter(None, [self._planner])]
+        await asyncio.gather(*(process.stop() for process in processes))
         for listener in self._listeners:
             with suppress(asyncio.QueueFull):
                 listener.put_nowait(None)
@@ -77,7 +93,7 @@ class Scheduler:
     def wake(self) -> None:
         """Look at the queue, which has changed."""
         self._wakes.set()
-        self.publish({"event": "queue", "queue": self._store.ids(Status.QUEUED)})
+        self.publish({"event": "queue"})
 
     async def cancel(self, job_id: str) -> Job:
         """End a job; a running one ends within a step, and is `in_progress` until then.
@@ -87,10 +103,12 @@ class Scheduler:
         job = self._store.get(job_id)
         if job.status.is_over:
             raise RequestError(f"{job_id} is {job.status} already, and cannot be cancelled")
-        if job_id == self._running and self._worker is not None:
-            await self._worker.send(do="cancel", id=job_id)
-            return job
-        return self._end(job_id, Status.CANCELLED)
+        if job.status is Status.QUEUED:
+            return self._end(job_id, Status.CANCELLED)
+        self._cancelled.add(job_id)
+        if job_id in self._running:
+            await self._running[job_id].send(do="cancel", id=job_id)
+        return job
 
     async def delete(self, job_id: str) -> None:
         """Forget a job, and remove its files. Raises KeyError if there is none."""
@@ -140,78 +158,126 @@ class Scheduler:
         finally:
             self._listeners.discard(queue)
 
-    async def _serve(self, worker: Process) -> None:
-        """Give jobs to a worker until it ends."""
-        feeding = asyncio.create_task(self._feed(worker))
-        try:
-            async for report in worker.reports():
-                await self._hear(report)
-            code = await worker.ended()
-        finally:
-            feeding.cancel()
-        if self._running is not None:
-            self._worker_died(self._running, code)
-            self._running = None
+    async def _work(self, number: int) -> None:
+        """Give jobs to the worker of a group, and start it again when it ends."""
+        while not self._is_stopping:
+            try:
+                worker = await Process.start("videos", *([str(number)] if self._groups > 1 else []))
+            except OSError:  # no memory for another process
+                await asyncio.sleep(_RETRY_S)
+                continue
+            self._workers.add(worker)
+            feeding = asyncio.create_task(self._feed(worker))
+            try:
+                async for report in worker.reports():
+                    await self._hear(report)
+                code = await worker.ended()
+            finally:
+                feeding.cancel()
+                self._workers.discard(worker)
+            for job_id in [each for each, its_worker in self._running.items() if its_worker is worker]:
+                await self._worker_died(job_id, code)
+            if not self._is_stopping:
+                await asyncio.sleep(_RETRY_S)
 
     async def _feed(self, worker: Process) -> None:
         while not self._is_stopping:
             self._wakes.clear()
-            queue = self._store.ids(Status.QUEUED)
-            if self._running is None and queue:
-                self._running = queue[0]
-                job = self._store.begin(self._running)
-                self.publish({"event": "job", "id": job.id, "status": job.status})
-                folder = self.job_folder(job.id)
-                await worker.send(do="make", id=job.id, settings=job.settings, folder=str(folder))
+            if self.is_disk_full():
+                await asyncio.sleep(_RETRY_S)
+                continue
+            if worker not in self._running.values() and (job := await self._written(self._store.take)):
+                self._running[job.id] = worker
+                self.publish({"event": "job", "id": job.id})
+                self.publish({"event": "queue"})
+                await worker.send(do="make", id=job.id, settings=job.settings, folder=str(self.job_folder(job.id)))
+                if job.id in self._cancelled:
+                    await worker.send(do="cancel", id=job.id)
             await self._wakes.wait()
 
     async def _hear(self, report: Mapping[str, Any]) -> None:
-        job_id = report.get("id")
         match report["event"]:
             case "progress":
-                self._store.report(report["id"], report["progress"])
+                self.progress[report["id"]] = report["progress"]
                 self.publish(report)
             case "completed":
                 for stage, seconds in report["result"]["timings_s"].items():
                     self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
-                self._end(report["id"], Status.COMPLETED)
+                await self._finish(report["id"], Status.COMPLETED)
             case "failed":
-                self._end(report["id"], Status.FAILED, report["error"])
-            case "stopped" if report["is_cancelled"]:
-                self._end(report["id"], Status.CANCELLED)
+                await self._finish(report["id"], Status.FAILED, report["error"])
+            case "stopped" if report["id"] in self._cancelled:
+                await self._finish(report["id"], Status.CANCELLED)
             case "stopped":
-                self._store.requeue(report["id"])
+                await self._requeue(report["id"])
             case _:
                 self.publish(report)
-        if report["event"] in ("completed", "failed", "stopped") and job_id == self._running:
-            self._running = None
-            self._wakes.set()
+
+    async def _written(self, write: Callable[[], _T]) -> _T | None:
+        """Call a function that writes to the store until the disk has room for it, or until the server stops.
+
+        The next server finds the job in progress, then.
+        """
+        while True:
+            try:
+                return write()
+            except sqlite3.OperationalError:
+                if self._is_stopping:
+                    return None
+                self._reserve.unlink(missing_ok=True)
+                await asyncio.sleep(_RETRY_S)
+
+    async def _finish(self, job_id: str, status: Status, error: Mapping[str, Any] | None = None) -> None:
+        """Record the end of a running job."""
+        await self._written(lambda: self._end(job_id, status, error))
+        self._leave(job_id)
+
+    async def _requeue(self, job_id: str, *, has_died: bool = False) -> None:
+        """Put a running job back at the head of the queue."""
+        await self._written(lambda: self._store.requeue(job_id, has_died=has_died))
+        self.publish({"event": "job", "id": job_id})
+        self._leave(job_id)
+
+    def _keep_reserve(self) -> None:
+        """Keep room on the disk for the record that a job failed because the disk is full."""
+        if not self._reserve.exists():
+            try:
+                self._reserve.write_bytes(bytes(_RESERVE))
+            except OSError:
+                self._reserve.unlink(missing_ok=True)
+
+    def _leave(self, job_id: str) -> None:
+        """Let the worker of a job take another one."""
+        self._running.pop(job_id, None)
+        self.progress.pop(job_id, None)
+        self._keep_reserve()
+        self._cancelled.discard(job_id)
+        self.wake()
 
     def _end(self, job_id: str, status: Status, error: Mapping[str, Any] | None = None) -> Job:
         job = self._store.finish(job_id, status, error=error)
-        self.publish({"event": "job", "id": job_id, "status": status, "error": error})
+        self.publish({"event": "job", "id": job_id})
         if status is Status.CANCELLED:
             for file in self.job_folder(job_id).glob("video*"):
                 file.unlink(missing_ok=True)
         return job
 
-    def _worker_died(self, job_id: str, code: int) -> None:
-        job = self._store.get(job_id)
-        if self._is_stopping or job.attempts < _MOST_ATTEMPTS:
-            self._store.requeue(job_id)
-            self.publish({"event": "job", "id": job_id, "status": Status.QUEUED})
+    async def _worker_died(self, job_id: str, code: int) -> None:
+        if job_id in self._cancelled:
+            await self._finish(job_id, Status.CANCELLED)
+            return
+        has_died = not self._is_stopping
+        if self._store.get(job_id).deaths + has_died < _MOST_DEATHS:
+            await self._requeue(job_id, has_died=has_died)
             return
         ended = f"signal {-code}" if code < 0 else f"exit code {code}"
-        self._end(
-            job_id,
-            Status.FAILED,
-            {
-                "code": "worker_died",
-                "message": f"{_MOST_ATTEMPTS} workers died while they made this video, the last with {ended}",
-                "hint": "ask for fewer frames or a smaller size: memory is the usual reason",
-                "exit_code": 4,
-            },
-        )
+        error = {
+            "code": "worker_died",
+            "message": f"{_MOST_DEATHS} workers died while they made this video, the last with {ended}",
+            "hint": "ask for fewer frames or a smaller size: memory is the usual reason",
+            "exit_code": 4,
+        }
+        await self._finish(job_id, Status.FAILED, error)
 
     async def _read_plans(self, planner: Process) -> None:
         async for report in planner.reports():

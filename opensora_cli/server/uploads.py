@@ -8,6 +8,7 @@ import os
 import secrets
 import sys
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
@@ -19,6 +20,10 @@ LARGEST = 512 * 2**20
 _CHECK_S = 60.0
 _MEMORY = 4 * 2**30
 _MOST_PIXELS = 8192 * 8192
+_MOST_FRAMES = 300
+"""Frames of a video that are decoded."""
+_checks = asyncio.Semaphore(2)
+"""Files that are decoded at the same time."""
 _CHUNK = 2**20
 _ENDINGS = {
     b"\x89PNG\r\n\x1a\n": ".png",
@@ -35,13 +40,13 @@ class Upload(Protocol):
         """Return the next bytes."""
 
 
-async def keep(upload: Upload, folder: Path) -> Path:
-    """Write an upload into a folder, and return its file, whose name is ours.
+async def keep(upload: Upload, folder: Path, *, number: int) -> Path:
+    """Write an upload into a folder, and return its file, whose name has the number but nothing from the client.
 
     Raises MediaError if it is too large, of another type, or cannot be decoded within the limits.
     """
     head = await upload.read(_CHUNK)
-    path = folder / f"reference_{secrets.token_hex(4)}{_ending(head)}"
+    path = folder / f"reference_{number}_{secrets.token_hex(4)}{_ending(head)}"
     folder.mkdir(parents=True, exist_ok=True)
     size = 0
     try:
@@ -52,7 +57,8 @@ async def keep(upload: Upload, folder: Path) -> Path:
                     raise MediaError(f"the reference has over {LARGEST // 2**20} MiB")
                 await asyncio.to_thread(file.write, head)
                 head = await upload.read(_CHUNK)
-        await _check(path)
+        async with _checks:
+            await _check(path)
     except BaseException:
         with suppress(OSError):
             path.unlink()
@@ -110,10 +116,9 @@ def _main(path: str) -> None:
             with av.open(path) as container:
                 if not container.streams.video:
                     raise ValueError("it has no picture track")
-                for frame in container.decode(video=0):
+                for frame in islice(container.decode(video=0), _MOST_FRAMES):
                     if frame.width * frame.height > _MOST_PIXELS:
                         raise ValueError(f"{frame.width}x{frame.height} pixels are too many")
-                    break
     except (OSError, ValueError, av.FFmpegError, Image.DecompressionBombError) as error:
         print(str(error).replace(path, "the file"), file=sys.stderr)
         sys.exit(3)

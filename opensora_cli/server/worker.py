@@ -15,6 +15,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO
 
+from opensora_cli.core.device_names import indexed
 from opensora_cli.core.exceptions import OsoraError
 from opensora_cli.core.progress import SilentReporter, StageProgress
 from opensora_cli.core.signals import end_with_parent
@@ -110,9 +111,14 @@ class _Stage:
             self._reporter.send(self._name, self._done, self._total, self._unit, since_s=self._since_s)
 
 
-def main(kind: str) -> None:
-    """Run the worker (`videos`) or the planner (`plans`) until the server is gone."""
+def main(kind: str, number: str | None = None) -> None:
+    """Run a worker (`videos`) or the planner (`plans`) until the server is gone, or print the number of devices
+    (`devices`). A worker uses the device with this number if there is one.
+    """
     end_with_parent()
+    if kind == "devices":
+        print(_devices())
+        return
     # What libraries print must not mix with the reports.
     reports = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
@@ -123,9 +129,11 @@ def main(kind: str) -> None:
             print(json.dumps(fields), file=reports, flush=True)
 
     commands = Commands(sys.stdin)
-    carry_out = _make_videos if kind == "videos" else _plan
     try:
-        carry_out(commands, report)
+        if kind == "videos":
+            _make_videos(commands, report, number)
+        else:
+            _plan(commands, report)
     except KeyboardInterrupt:
         sys.exit(130)
 
@@ -138,28 +146,36 @@ def _server_may_be_gone() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
-def _make_videos(commands: Commands, report: Report) -> None:
+def _make_videos(commands: Commands, report: Report, number: str | None) -> None:
     from opensora_cli.engine.generate.models import LoadedModels
     from opensora_cli.server.results import write_extras
 
+    own_device = indexed(int(number)) if number is not None and _devices() else None
     with LoadedModels(stay=True) as models:
         report(event="ready")
         while (command := commands.waiting.get()) is not None:
             job_id, folder = command["id"], Path(command["folder"])
             try:
                 settings = GenerateSettings.model_validate(command["settings"])
-                result = _generate(settings, job_id, models, commands, report)
-                write_extras(result["path"], folder)
+                device = own_device if settings.runtime.device == "auto" else None
+                result = _generate(settings, job_id, models, device, commands, report)
+                write_extras(Path(result["path"]), folder)
                 report(event="completed", id=job_id, result=result)
             except KeyboardInterrupt:
-                report(event="stopped", id=job_id, is_cancelled=job_id in commands.cancelled)
+                report(event="stopped", id=job_id)
             except Exception as error:
                 report(event="failed", id=job_id, error=failure(error))
             commands.cancelled.discard(job_id)
 
 
+def _devices() -> int:
+    from opensora_cli.core.device import device_count
+
+    return device_count()
+
+
 def _generate(
-    settings: GenerateSettings, job_id: str, models: Any, commands: Commands, report: Report
+    settings: GenerateSettings, job_id: str, models: Any, device: str | None, commands: Commands, report: Report
 ) -> dict[str, Any]:
     from opensora_cli.engine.generate import run
     from opensora_cli.engine.generate.events import Hooks
@@ -177,6 +193,7 @@ def _generate(
         settings,
         reporter=JobReporter(job_id, report),
         models=models,
+        device=device,
         hooks=Hooks(
             is_cancelled=lambda: commands.is_cancelled(job_id),
             wants_state=state_due,
@@ -222,4 +239,4 @@ def failure(error: Exception) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

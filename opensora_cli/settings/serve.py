@@ -1,4 +1,4 @@
-"""Settings of `osora serve`."""
+"""Settings of `osora serve` and `osora gallery`."""
 
 from collections.abc import Iterator
 
@@ -21,6 +21,8 @@ class ServeSettings(Section):
     token_file: FileName | None = Field(default=None, description="File with the secret that requests must bring.")
     max_queue: int = Field(default=100, ge=1, le=100_000, description="Most videos that wait.")
 
+    groups: int = Field(default=1, ge=1, le=64, description="Videos made at the same time, each on its own device.")
+
     @property
     def is_loopback(self) -> bool:
         """Whether other machines cannot reach the server."""
@@ -29,3 +31,14 @@ class ServeSettings(Section):
     def rules(self) -> Iterator[str]:
         if not self.is_loopback and self.token_file is None:
             yield f"host={self.host} lets other machines make videos: give --token-file, too"
+
+
+class GallerySettings(Section):
+    """Folder of results, and the page about it."""
+
+    folder: FileName = Field(description="Folder of results, with the folders in it.")
+    output: FileName | None = Field(default=None, description="Page to write. None means FOLDER/gallery.html.")
+
+    def rules(self) -> Iterator[str]:
+        if self.output is not None and not self.output.endswith(".html"):
+            yield f"output={self.output} must end with .html"

@@ -91,7 +91,7 @@ class TrainSettings(Section):
 
     @property
     def held_out(self) -> "TrainSettings":
-        """The same run on the clips of `validation.table`, in the shapes of the training clips."""
+        """Settings of the same run on the clips of `validation.table`, in the shapes of the training clips."""
         table, seed = self.validation.table, self.validation.seed
         return self.replace({"data.table": table, "data.workers": 0, "loop.seed": seed, "validation.every": None})
 

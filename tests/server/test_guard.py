@@ -1,6 +1,7 @@
 import asyncio
 
 import pytest
+from starlette.exceptions import HTTPException
 
 from opensora_cli.server.guard import Guard
 from opensora_cli.settings.serve import LOOPBACK
@@ -9,10 +10,9 @@ TOKEN = "a-token-of-letters"
 
 
 async def app(scope, receive, send):
-    while (message := await receive())["type"] == "http.request" and message.get("more_body"):
+    while (await receive())["more_body"]:
         pass
-    lost = message["type"] == "http.disconnect"
-    await send({"type": "http.response.start", "status": 499 if lost else 200, "headers": []})
+    await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b""})
 
 
@@ -81,4 +81,21 @@ def test_long_bodies_are_refused_with_and_without_a_length():
     assert answer(guard, content_length="11")[0] == 413
     assert answer(guard, content_length="-1")[0] == 413
     assert answer(guard, bodies=(b"12345", b"67890"))[0] == 200
-    assert answer(guard, bodies=(b"12345", b"678901", b"2"))[0] == 499
+    with pytest.raises(HTTPException) as caught:
+        answer(guard, bodies=(b"12345", b"678901", b"2"))
+    assert (caught.value.status_code, caught.value.headers) == (413, {"Connection": "close"})
+
+
+def test_a_body_that_stops_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr("opensora_cli.server.guard.PATIENCE_S", 0.01)
+
+    async def hung():
+        await asyncio.sleep(60)
+
+    async def send(message):
+        pass
+
+    guard = Guard(app, hosts=(), token=None, largest_body=10)
+    with pytest.raises(HTTPException) as caught:
+        asyncio.run(guard({"type": "http", "path": "/v1/videos", "headers": []}, hung, send))
+    assert caught.value.status_code == 408

@@ -22,13 +22,14 @@ def add(store, count):
 def test_jobs_are_queued_in_order_and_outlive_the_store(store, tmp_path):
     ids = add(store, 3)
     assert store.ids(Status.QUEUED) == ids
-    store.begin(ids[0])
-    store.report(ids[0], {"stage": "denoise", "percent": 40})
+    assert store.take().id == ids[0]
+    store.requeue(ids[0], has_died=True)
+    store.take()
     store.finish(ids[0], Status.FAILED, error={"code": "x", "message": "no memory"})
     store.close()
     again = JobStore(tmp_path / "jobs.sqlite")
     job = again.get(ids[0])
-    assert (job.status, job.error["message"], job.progress["percent"], job.attempts) == ("failed", "no memory", 40, 1)
+    assert (job.status, job.error["message"], job.deaths) == ("failed", "no memory", 1)
     assert again.ids(Status.QUEUED) == ids[1:]
     assert again.counts() == {"queued": 2, "in_progress": 0, "completed": 0, "failed": 1, "cancelled": 0}
     again.close()
@@ -42,9 +43,10 @@ def test_the_queue_is_bounded(store):
 
 def test_a_job_that_is_put_back_is_next(store):
     ids = add(store, 3)
-    store.begin(ids[0])
+    store.take()
     store.requeue(ids[0])
     assert store.ids(Status.QUEUED) == ids
+    assert [store.place_in_queue(store.get(each)) for each in ids] == [1, 2, 3]
 
 
 def test_queued_jobs_are_moved(store):
@@ -53,7 +55,7 @@ def test_queued_jobs_are_moved(store):
     assert store.ids(Status.QUEUED) == [c, a, b]
     store.move(c, before=None)
     assert store.ids(Status.QUEUED) == [a, b, c]
-    store.begin(a)
+    store.take()
     with pytest.raises(RequestError, match="is not queued anymore"):
         store.move(b, before=a)
     with pytest.raises(KeyError):

@@ -1,25 +1,15 @@
 """The page of `osora serve` in headless Chromium."""
 
-import shutil
+import io
+import os
 import time
+from pathlib import Path
 
 import pytest
+from PIL import Image
 from served import Served
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-CHROMIUM = shutil.which("chromium")
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),
-]
-ARGUMENTS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-    "--no-first-run",
-]
+pytestmark = pytest.mark.slow
 LONG_MS = 30_000
 
 
@@ -29,21 +19,13 @@ def served(tmp_path_factory):
         yield served
 
 
-@pytest.fixture(scope="module")
-def browser():
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
 def opened(served, browser):
     """Return a function that opens the page, and checks afterwards that it asked no other host."""
     contexts, problems, hosts = [], [], set()
 
-    def run(width=1200):
-        context = browser.new_context(viewport={"width": width, "height": 900})
+    def run(width=1200, **options):
+        context = browser.new_context(viewport={"width": width, "height": 900}, **options)
         contexts.append(context)
         page = context.new_page()
         page.set_default_timeout(LONG_MS)
@@ -68,26 +50,45 @@ def until(page, expression):
         page.wait_for_timeout(100)
 
 
-def ask(page, prompt):
+def ask(page, prompt, *, frames=5, steps=3):
     page.fill("#prompt", prompt)
-    page.fill("#num_frames", "5")
-    page.fill("#steps", "3")
+    page.fill("#num_frames", str(frames))
+    page.fill("#steps", str(steps))
+
+
+def made(page, prompt, *, count=1):
+    """Wait for a result, and return its element; `count` results have its prompt."""
+    found = page.locator("#gallery .result", has_text=prompt)
+    found.nth(count - 1).wait_for()
+    return found.first
 
 
 def test_a_video_is_made_and_plays(opened):
     page = opened()
+    page.click("#examples button >> nth=0")
+    assert page.input_value("#prompt") == "raining, sea"
     ask(page, "raining, sea")
-    until(page, "document.getElementById('plan').textContent.startsWith('Fits')")
     page.click("#submit")
-    result = page.locator("#gallery .result", has_text="raining, sea").first
-    result.wait_for()
-    video = result.locator("video")
-    video.hover()
+    result = made(page, "raining, sea")
+    result.locator("video").hover()
     until(page, "document.querySelector('#gallery video').currentTime > 0")
     result.locator("summary").click()
-    assert "osora generate 'raining, sea'" in result.locator("pre").inner_text()
-    result.locator("[data-do=seed]").click()
-    page.locator("#gallery .result", has_text="raining, sea").nth(1).wait_for()
+    assert result.locator("code").inner_text().startswith("osora generate 'raining, sea' --model demo --seed ")
+    assert '"steps": "3"' in result.locator("pre").inner_text()
+    result.locator("[data-do=copy]").click()
+
+
+def test_the_plan_follows_what_is_typed(opened):
+    page = opened()
+    assert page.locator("#config option").all_inner_texts() == ["demo"]
+    assert (page.input_value("#num_frames"), page.input_value("#steps")) == ("33", "30")
+    plan = "document.getElementById('plan').textContent"
+    page.fill("#prompt", "sea")
+    until(page, f"{plan}.startsWith('Fits') && {plan}.includes('33 frames')")
+    page.fill("#num_frames", "5")
+    until(page, f"{plan}.includes('5 frames') && !{plan}.includes('33 frames')")
+    page.fill("#num_frames", "6")
+    until(page, "document.getElementById('problem').textContent.includes('num_frames')")
 
 
 def test_a_wrong_request_shows_its_error(opened):
@@ -99,48 +100,199 @@ def test_a_wrong_request_shows_its_error(opened):
     until(page, "document.getElementById('problem').textContent.includes('guidance')")
 
 
-def test_two_tabs_and_a_reload_show_the_same(opened, served):
+def test_results_are_made_again_with_another_seed_and_longer(opened):
+    page = opened()
+    ask(page, "three boats", frames=17)
+    page.click("#submit")
+    for count, button in enumerate(("again", "seed", "extend"), start=2):
+        made(page, "three boats", count=count - 1).locator(f"[data-do={button}]").click()
+        made(page, "three boats", count=count)
+    results = page.locator("#gallery .result", has_text="three boats")
+    states = [text.split(", seed ") for text in results.locator(".state").all_inner_texts()]
+    lengths, seeds = zip(*states, strict=True)
+    assert len(set(seeds)) == 2  # again and longer keep the seed
+    assert len(set(lengths)) == 2
+    for left in range(3, -1, -1):
+        results.first.locator("[data-do=delete]").click()
+        results.nth(left).wait_for(state="detached")
+
+
+def test_a_running_video_shows_preview_progress_and_time(opened):
+    page = opened()
+    ask(page, "a boat in the making", steps=150)
+    page.click("#submit")
+    job = page.locator("#queue .job", has_text="a boat in the making")
+    job.locator("img:visible").wait_for()
+    until(page, "document.querySelector('#queue .job img').naturalWidth > 0")
+    until(
+        page,
+        "document.querySelector('#queue .state').textContent.match(/denoise \\d+ of \\d+, about \\d+ (s|min) left/)",
+    )
+    assert page.locator("#queue progress").first.evaluate("bar => bar.value") > 0
+    job.locator("[data-do=cancel]").click()
+    made(page, "a boat in the making")
+
+
+def test_the_queue_is_reordered_by_keys(opened):
+    page = opened()
+    ask(page, "first boat", steps=300)
+    for prompt in ("first boat", "second boat", "third boat"):
+        page.fill("#prompt", prompt)
+        page.click("#submit")
+        page.locator("#queue .job", has_text=prompt).wait_for()
+    page.locator("#queue .job", has_text="third boat").locator("[data-do=up]").focus()
+    page.keyboard.press("Enter")
+    prompts = "[...document.querySelectorAll('#queue .prompt')].map((each) => each.textContent).join()"
+    until(page, f"{prompts} == 'first boat,third boat,second boat'")
+    assert page.evaluate("document.activeElement.closest('.job').innerText.includes('third boat')")
+    page.locator("#queue .job", has_text="third boat").locator("[data-do=down]").press("Enter")
+    until(page, f"{prompts} == 'first boat,second boat,third boat'")
+    for prompt in ("third boat", "second boat", "first boat"):
+        page.locator("#queue .job", has_text=prompt).locator("[data-do=cancel]").press("Enter")
+        made(page, prompt)
+
+
+def test_two_tabs_a_reload_and_a_restart_show_the_same(opened, served):
     one, two = opened(), opened()
-    ask(one, "a shared boat")
-    one.fill("#steps", "150")
+    ask(one, "a shared boat", frames=33, steps=150)
     one.click("#submit")
     for page in (one, two):
         page.locator("#queue .job", has_text="a shared boat").wait_for()
     one.reload()
-    job = one.locator("#queue .job", has_text="a shared boat")
-    job.wait_for()
+    one.locator("#queue .job", has_text="a shared boat").wait_for()
+    served.process.kill()
+    served.process.wait()
+    two.locator("#connection:not(.on)").wait_for()
+    served.start()
+    for page in (one, two):
+        page.wait_for_selector("#connection.on")
+        page.locator("#queue .job", has_text="a shared boat").wait_for()
     two.locator("#queue .job", has_text="a shared boat").locator("[data-do=cancel]").click()
     for page in (one, two):
-        page.locator("#gallery .result", has_text="a shared boat").wait_for()
+        made(page, "a shared boat")
 
 
 def test_the_last_frame_becomes_the_reference(opened):
     page = opened()
     ask(page, "a boat that goes on")
     page.click("#submit")
-    result = page.locator("#gallery .result", has_text="a boat that goes on").first
-    result.wait_for()
-    result.locator("[data-do=last]").click()
-    page.locator("#reference_shown:visible").wait_for()
+    made(page, "a boat that goes on").locator("[data-do=last]").click()
+    page.locator("#references img").wait_for()
     page.click("#submit")
-    page.locator("#gallery .result", has_text="a boat that goes on").nth(1).wait_for()
+    assert "--ref FILE" in made(page, "a boat that goes on", count=2).locator("code").text_content()
+
+
+DROP = """() => new Promise((done) => {
+  const canvas = document.createElement("canvas");
+  canvas.getContext("2d").fillRect(0, 0, 64, 64);
+  canvas.toBlob((blob) => {
+    const dataTransfer = new DataTransfer();
+    for (const name of ["1.png", "2.png", "3.png"]) {
+      dataTransfer.items.add(new File([blob], name, { type: "image/png" }));
+    }
+    document.getElementById("drop").dispatchEvent(new DragEvent("drop", { dataTransfer, cancelable: true }));
+    done();
+  });
+})"""
+
+
+def test_references_are_dropped_for_each_mode(opened):
+    page = opened()
+    modes = page.locator("#cond option").all_inner_texts()[1:]
+    assert modes == ["i2v_head", "i2v_tail", "i2v_loop", "v2v_head", "v2v_tail", "v2v_head_easy", "v2v_tail_easy"]
+    for mode, count in (("i2v_loop", 2), ("i2v_tail", 1)):
+        page.select_option("#cond", mode)
+        page.evaluate(DROP)
+        assert page.locator("#references button").count() == count
+        ask(page, f"a boat {mode}", frames=17)
+        page.click("#submit")
+        code = made(page, f"a boat {mode}").locator("code").text_content()
+        assert code.count("--ref FILE") == count
+        assert f"--cond {mode}" in code
+    page.locator("#references button").click()
+    assert page.locator("#references button").count() == 0
+
+
+def test_two_videos_are_compared_in_step(opened):
+    page = opened()
+    ask(page, "compared", frames=17)
+    page.click("#submit")
+    made(page, "compared").locator("[data-do=seed]").click()
+    made(page, "compared", count=2)
+    for number in range(2):
+        page.locator("#gallery .result", has_text="compared").nth(number).locator("[data-do=compare]").click()
+    page.click("#play_both")
+    times = "[...document.querySelectorAll('#pair video')].map((each) => each.currentTime)"
+    until(page, f"{times}.length == 2 && {times}.every((time) => time > 0.3)")
+    page.click("#play_both")
+    until(page, "[...document.querySelectorAll('#pair video')].every((each) => each.paused)")
+    until(page, f"Math.abs({times}[0] - {times}[1]) < 0.07")
+    page.evaluate("document.querySelector('#pair video').currentTime = 0.9")
+    until(page, f"Math.abs({times}[1] - 0.9) < 0.07")
+    page.click("#close_pair")
+    assert page.locator("#compared:visible").count() == 0
 
 
 def test_the_keyboard_alone_makes_a_video(opened):
     page = opened()
-    page.focus("#prompt")
-    page.keyboard.type("keys alone")
-    page.fill("#num_frames", "1")
-    page.fill("#steps", "2")
-    for _ in range(60):
-        page.keyboard.press("Tab")
-        if page.evaluate("document.activeElement.id") == "submit":
-            break
+
+    def tab_to(name):
+        for _ in range(80):
+            if page.evaluate("document.activeElement.id") == name:
+                return
+            page.keyboard.press("Tab")
+        raise AssertionError(name)
+
+    for name, text in (("prompt", "keys alone"), ("num_frames", "1"), ("steps", "2")):
+        tab_to(name)
+        page.keyboard.press("Control+A")
+        page.keyboard.type(text)
+    tab_to("submit")
     page.keyboard.press("Enter")
-    page.locator("#gallery .result", has_text="keys alone").wait_for()
+    made(page, "keys alone")
+    page.keyboard.press("Shift+Tab")
+    assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
 
 
 def test_a_phone_shows_everything_in_its_width(opened):
-    page = opened(width=390)
-    page.locator("#gallery .result").first.wait_for()
+    page = opened(width=390, is_mobile=True, has_touch=True)
+    ask(page, "x" * 200)
+    page.click("#submit")
+    made(page, "x" * 200)
+    page.locator("#gallery summary").first.click()
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+def test_the_page_is_dark_and_light(opened):
+    grounds = {
+        scheme: opened(color_scheme=scheme).evaluate("getComputedStyle(document.body).backgroundColor")
+        for scheme in ("dark", "light")
+    }
+    brightness = {scheme: int(color.split("(")[1].split(",")[0]) for scheme, color in grounds.items()}
+    assert brightness["dark"] < 60
+    assert brightness["light"] > 200
+
+
+@pytest.mark.skipif("OSORA_SCREENSHOT" not in os.environ, reason="OSORA_SCREENSHOT names the picture to write")
+def test_a_picture_of_the_page_is_taken(tmp_path, browser):
+    with Served(tmp_path / "serve") as served:
+        page = browser.new_page(viewport={"width": 1160, "height": 1000}, color_scheme="light")
+        page.goto(f"http://127.0.0.1:{served.port}/")
+        for prompt in ("a red boat moving left on the sea at night", "raining, sea", "a yellow car, snowing, city"):
+            page.fill("#prompt", prompt)
+            page.fill("#seed", "7")
+            page.click("#submit")
+        page.locator("#gallery .result").nth(2).wait_for(timeout=300_000)
+        for prompt in ("a green ball rolls to the left in the desert at sunset", "a blue bird over the rainy forest"):
+            page.fill("#prompt", prompt)
+            page.fill("#steps", "200")
+            page.click("#submit")
+        page.locator("#queue .job img:visible").wait_for(timeout=300_000)
+        page.wait_for_timeout(5000)
+        picture = Image.open(io.BytesIO(page.screenshot(full_page=True))).convert(
+            "P", palette=Image.Palette.ADAPTIVE, colors=96
+        )
+        path = Path(os.environ["OSORA_SCREENSHOT"])
+        path.parent.mkdir(parents=True, exist_ok=True)
+        picture.save(path, optimize=True)
+    assert path.stat().st_size <= 150_000

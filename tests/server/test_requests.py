@@ -23,10 +23,19 @@ def test_fields_become_settings(tmp_path):
     )
     assert settings.output.path == str(tmp_path / "video.mp4")
     assert found.fields["seconds"] == "1.08333"
+    assert found.fields["settings"] == {"steps": 4, "sampling.guidance_scale": 5, "num_frames": 13}
+
+
+def test_an_extended_video_is_made_again_with_the_same_first_segment(tmp_path):
+    first = read(tmp_path, {"settings": {"extend": 1}})
+    again = read(tmp_path, {"settings": first.fields["settings"]})
+    assert first.fields["num_frames"] > first.settings.video.num_frames
+    assert again.fields == first.fields
+    assert " --num-frames 33 " in command_of(first.fields) + " "
 
 
 def test_a_reference_is_the_uploaded_file(tmp_path):
-    settings = read(tmp_path, {}, reference=tmp_path / "reference_1.png").settings
+    settings = read(tmp_path, {}, references=[tmp_path / "reference_1.png"]).settings
     assert settings.condition.references == (str(tmp_path / "reference_1.png"),)
 
 
@@ -43,6 +52,8 @@ def test_a_reference_is_the_uploaded_file(tmp_path):
         ({"model": "sora-2"}, "model", "is not loaded"),
         ({"output": "x"}, "output", "is not a field"),
         ({"settings": ["steps"]}, "settings", "must be an object"),
+        ({"settings": {"config": "/etc/passwd"}}, "settings", "no preset of demo: demo"),
+        ({"settings": {"config": "256px"}}, "settings", "no preset of demo: demo"),
         ({"settings": {"out": "/etc/passwd"}}, "settings", "chosen by the server"),
         ({"settings": {"ref": "/etc/passwd"}}, "settings", "chosen by the server"),
         ({"settings": {"condition.references": "x.png"}}, "settings", "chosen by the server"),
@@ -64,6 +75,13 @@ def test_settings_are_checked_like_those_of_the_command_line(tmp_path):
         with pytest.raises(RequestError) as caught:
             read(tmp_path, {"settings": settings})
         assert message in f"{caught.value.message} {caught.value.hint}"
+
+
+def test_a_preset_of_the_model_is_taken(tmp_path):
+    values = {"prompt": "sea", "settings": {"config": "768px", "num_frames": 5}}
+    found = read_request(values, model="open-sora-v2", base={}, folder=tmp_path)
+    assert (found.settings.video.resolution, found.settings.num_frames) == ("768px", 5)
+    assert "--config 768px" in command_of(found.fields)
 
 
 def test_the_command_makes_the_same_video(tmp_path, monkeypatch):

@@ -2,10 +2,13 @@
 const find = (id) => document.getElementById(id);
 const jobs = new Map();
 const previews = new Map();
+const PRESET_FIELDS = ["res", "aspect_ratio", "num_frames", "steps"];
 let options = {};
 let compared = [];
-let reference = null;
+let references = [];
 let planned = 0;
+let queued = 0;
+let loading = null;
 
 async function call(method, path, body) {
   const init = { method };
@@ -26,11 +29,13 @@ async function call(method, path, body) {
 
 function formValues() {
   const settings = {};
-  for (const name of ["resolution", "aspect_ratio", "num_frames", "steps", "extend", "cond"]) {
+  const usual = preset();
+  if (usual !== options.presets[0]) settings.config = usual.name;
+  for (const name of [...PRESET_FIELDS, "extend", "cond"]) {
     const value = find(name).value;
-    if (value !== "") settings[name === "resolution" ? "res" : name] = value;
+    if (value !== "" && value !== String(usual[name])) settings[name] = value;
   }
-  if (!reference) delete settings.cond;
+  if (!references.length) delete settings.cond;
   if (settings.extend === "0") delete settings.extend;
   for (const line of find("more").value.split("\n")) {
     const [key, ...value] = line.split("=");
@@ -57,12 +62,12 @@ async function submit(event) {
 }
 
 async function create(values) {
-  if (!reference) return call("POST", "/v1/videos", values);
+  if (!references.length) return call("POST", "/v1/videos", values);
   const form = new FormData();
   form.append("prompt", values.prompt);
   form.append("seed", values.seed);
   form.append("settings", JSON.stringify(values.settings));
-  form.append("input_reference", reference, reference.name ?? "frame.png");
+  for (const file of references) form.append("input_reference", file);
   return call("POST", "/v1/videos", form);
 }
 
@@ -87,28 +92,41 @@ async function showPlan() {
   if (number === planned) find("plan").textContent = text;
 }
 
-function setReference(file) {
-  reference = file;
-  find("clear").hidden = !file;
-  const shown = find("reference_shown");
-  if (shown.src) URL.revokeObjectURL(shown.src);
-  shown.hidden = !file || !file.type.startsWith("image/");
-  if (!shown.hidden) shown.src = URL.createObjectURL(file);
-  if (!file) find("reference").value = "";
+function preset() {
+  return options.presets[find("config").selectedIndex];
+}
+
+function fillPreset() {
+  for (const name of PRESET_FIELDS) find(name).value = preset()[name];
+}
+
+function setReferences(files) {
+  const most = find("cond").value ? options.modes[find("cond").value] : Math.max(...Object.values(options.modes));
+  references = files.slice(-most);
+  const shown = references.map((file) => {
+    const button = Object.assign(document.createElement("button"), { type: "button", title: "Remove" });
+    const media = document.createElement(file.type.startsWith("image/") ? "img" : "video");
+    media.src = URL.createObjectURL(file);
+    media.alt = file.name;
+    button.append(media, `Remove ${file.name}`);
+    button.addEventListener("click", () => setReferences(references.filter((each) => each !== file)));
+    return button;
+  });
+  for (const media of find("references").querySelectorAll("img, video")) URL.revokeObjectURL(media.src);
+  find("references").replaceChildren(...shown);
+  find("reference").value = "";
 }
 
 function fillForm() {
-  const choose = (id, values, chosen) => {
-    find(id).replaceChildren(...values.map((value) => new Option(value, value, value === chosen, value === chosen)));
-  };
-  choose("resolution", options.resolutions, options.resolution);
-  choose("aspect_ratio", options.aspect_ratios, options.aspect_ratio);
-  choose("cond", ["", ...options.modes], "");
-  find("cond").options[0].textContent = "chosen by its kind";
-  find("num_frames").value = options.num_frames;
+  const choose = (id, values) => find(id).replaceChildren(...values.map((value) => new Option(value, value)));
+  choose("config", options.presets.map((each) => each.name));
+  choose("res", options.resolutions);
+  choose("aspect_ratio", options.aspect_ratios);
+  choose("cond", ["", ...Object.keys(options.modes)]);
+  find("cond").options[0].textContent = "as its kind asks for";
   find("num_frames").max = options.max_frames;
-  find("steps").value = options.steps;
   find("model").textContent = options.model;
+  fillPreset();
   for (const text of options.examples) {
     const button = Object.assign(document.createElement("button"), { type: "button", textContent: text });
     button.addEventListener("click", () => {
@@ -129,7 +147,11 @@ function stateOf(job) {
   const { stage, done, total, eta_s: rest } = job.stage;
   if (!stage) return "starting";
   const steps = total ? ` ${done} of ${total}` : "";
-  return `${stage}${steps}${rest == null ? "" : `, about ${rest} s left`}`;
+  return `${stage}${steps}${rest == null ? "" : `, about ${duration(rest)} left`}`;
+}
+
+function duration(seconds) {
+  return seconds < 90 ? `${seconds} s` : `${Math.round(seconds / 60)} min`;
 }
 
 function render() {
@@ -137,7 +159,8 @@ function render() {
   const waiting = all.filter((job) => ["queued", "in_progress"].includes(job.status));
   waiting.sort((a, b) => (a.place ?? 0) - (b.place ?? 0));
   sync(find("queue"), waiting, "job", showJob);
-  find("idle").hidden = waiting.length > 0;
+  const more = queued - waiting.filter((job) => job.status === "queued").length;
+  find("waiting").textContent = waiting.length ? (more > 0 ? `${more} more are waiting.` : "") : "Nothing is waiting.";
   const over = all.filter((job) => !waiting.includes(job));
   over.sort((a, b) => b.created_at - a.created_at || (a.id < b.id ? 1 : -1));
   sync(find("gallery"), over, "result", showResult);
@@ -152,10 +175,12 @@ function sync(list, shown, template, show) {
     show(item, job);
     return item;
   });
-  for (const item of list.children) if (!items.includes(item)) item.remove();
+  const focused = document.activeElement;
+  for (const item of [...list.children]) if (!items.includes(item)) item.remove();
   items.forEach((item, place) => {
     if (list.children[place] !== item) list.insertBefore(item, list.children[place] ?? null);
   });
+  if (list.contains(focused)) focused.focus(); // a moved element loses it
 }
 
 function showJob(item, job) {
@@ -178,15 +203,15 @@ function showResult(item, job) {
   item.classList.toggle("failed", job.status === "failed");
   item.querySelector(".prompt").textContent = job.prompt;
   item.querySelector(".state").textContent = stateOf(job);
-  item.querySelector("pre").textContent = `${JSON.stringify({ size: job.size, seed: job.seed, ...job.settings }, null, 1)}
-${job.command}`;
+  item.querySelector("pre").textContent = JSON.stringify({ size: job.size, seed: job.seed, ...job.settings }, null, 1);
+  item.querySelector("code").textContent = job.command;
   const isDone = job.status === "completed";
   for (const name of ["extend", "last", "compare"]) item.querySelector(`[data-do=${name}]`).hidden = !isDone;
   const link = item.querySelector("a");
   link.hidden = !isDone;
   link.href = `/v1/videos/${job.id}/content`;
   const media = item.querySelector(".media");
-  if (isDone && !media.firstChild) media.append(mediaOf(job));
+  if (isDone && !media.firstChild) media.append(playUnderPointer(mediaOf(job)));
 }
 
 function mediaOf(job) {
@@ -198,11 +223,26 @@ function mediaOf(job) {
     Object.assign(element, { loop: true, muted: true, controls: true, playsInline: true, preload: "none" });
     element.poster = `/v1/videos/${job.id}/content?variant=thumbnail`;
     element.setAttribute("aria-label", job.prompt);
-    element.addEventListener("mouseenter", () => element.play().catch(() => {}));
-    element.addEventListener("mouseleave", () => element.pause());
   }
   element.src = `/v1/videos/${job.id}/content`;
   return element;
+}
+
+function playUnderPointer(media) {
+  if (!(media instanceof HTMLVideoElement)) return media;
+  media.addEventListener("mouseenter", () => media.play().catch(() => {}));
+  media.addEventListener("mouseleave", () => media.pause());
+  return media;
+}
+
+// Let one video follow another one: its time, and whether it plays.
+function follow(leader, other) {
+  const align = () => {
+    if (Math.abs(other.currentTime - leader.currentTime) > 0.06) other.currentTime = leader.currentTime;
+  };
+  for (const name of ["seeking", "timeupdate", "pause"]) leader.addEventListener(name, align);
+  leader.addEventListener("play", () => other.play().catch(() => {}));
+  leader.addEventListener("pause", () => other.pause());
 }
 
 // --- Actions ---
@@ -232,21 +272,30 @@ const actions = {
     await call("POST", `/v1/videos/${job.id}/remix`, { prompt: job.prompt, seed });
   },
   async extend(job) {
-    const settings = { ...job.settings, extend: Number(job.settings.extend ?? 0) + 1 };
+    const settings = { extend: Number(job.settings.extend ?? 0) + 1 };
     await call("POST", `/v1/videos/${job.id}/remix`, { prompt: job.prompt, settings });
   },
   async last(job) {
-    setReference(new File([await lastFrame(job)], "last_frame.png", { type: "image/png" }));
+    setReferences([new File([await lastFrame(job)], "last_frame.png", { type: "image/png" })]);
     find("prompt").value = job.prompt;
     find("prompt").focus();
   },
   async compare(job) {
     compared = [...compared.filter((each) => each.id !== job.id), job].slice(-2);
-    find("pair").replaceChildren(...compared.map(mediaOf));
+    const media = compared.map(mediaOf);
+    for (const each of media) each.preload = "auto";
+    find("pair").replaceChildren(...media);
+    const [leader, other] = find("pair").querySelectorAll("video");
+    if (other) {
+      follow(leader, other);
+      other.controls = false;
+    }
     find("compared").hidden = false;
   },
-  async copy(job) {
-    await navigator.clipboard.writeText(job.command);
+  async copy(job, item) {
+    // Browsers lend the clipboard to encrypted pages and to this machine's alone; elsewhere the text is selected.
+    if (navigator.clipboard) await navigator.clipboard.writeText(job.command);
+    else getSelection().selectAllChildren(item.querySelector("code"));
   },
 };
 
@@ -310,9 +359,12 @@ const heard = {
     jobs.delete(id);
     render();
   },
-  queue({ queue }) {
-    for (const job of jobs.values()) job.place = queue.includes(job.id) ? queue.indexOf(job.id) + 1 : null;
-    for (const id of queue) if (!jobs.has(id)) refresh(id);
+  async queue({ queue, running }) {
+    await loading;
+    queued = queue.length;
+    const places = new Map(queue.map((id, place) => [id, place + 1]));
+    for (const job of jobs.values()) job.place = places.get(job.id) ?? null;
+    for (const id of [...running, ...queue.slice(0, 50)]) if (!jobs.has(id)) refresh(id);
     render();
   },
   progress({ id, progress }) {
@@ -341,7 +393,7 @@ function listen() {
   events.addEventListener("open", () => {
     show(true);
     jobs.clear();
-    load();
+    loading = load();
   });
   events.addEventListener("error", () => show(false));
 }
@@ -352,8 +404,9 @@ find("form").addEventListener("input", () => {
   clearTimeout(timer);
   timer = setTimeout(showPlan, 400);
 });
-find("reference").addEventListener("change", () => setReference(find("reference").files[0] ?? null));
-find("clear").addEventListener("click", () => setReference(null));
+find("config").addEventListener("change", fillPreset);
+find("reference").addEventListener("change", () => setReferences([...references, ...find("reference").files]));
+find("cond").addEventListener("change", () => setReferences(references));
 find("drop").addEventListener("dragover", (event) => {
   event.preventDefault();
   find("drop").classList.add("over");
@@ -362,7 +415,7 @@ find("drop").addEventListener("dragleave", () => find("drop").classList.remove("
 find("drop").addEventListener("drop", (event) => {
   event.preventDefault();
   find("drop").classList.remove("over");
-  if (event.dataTransfer.files[0]) setReference(event.dataTransfer.files[0]);
+  setReferences([...references, ...event.dataTransfer.files]);
 });
 find("queue").addEventListener("click", act);
 find("gallery").addEventListener("click", act);
@@ -372,10 +425,9 @@ find("close_pair").addEventListener("click", () => {
   find("compared").hidden = true;
 });
 find("play_both").addEventListener("click", () => {
-  for (const media of find("pair").querySelectorAll("video")) {
-    media.currentTime = 0;
-    media.play();
-  }
+  const leader = find("pair").querySelector("video");
+  if (leader?.paused) leader.play();
+  else leader?.pause();
 });
 
 options = await call("GET", "/v1/options");

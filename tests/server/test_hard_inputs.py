@@ -1,0 +1,178 @@
+"""Requests, clients and machines that a server must survive."""
+
+import json
+import socket
+import struct
+import time
+import zlib
+from contextlib import suppress
+from urllib.parse import quote
+
+import psutil
+import pytest
+from served import BOUNDARY, SMALL, Served, form, picture
+
+GIB = 2**30
+MULTIPART = f"Content-Type: multipart/form-data; boundary={BOUNDARY}\r\n"
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hard")
+    (folder / "tmp").mkdir()
+    with Served(folder / "serve", TMPDIR=str(folder / "tmp")) as served:
+        served.finished(served.make())
+        yield served
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(served):
+    """Check that the server keeps no file, connection or memory of what it refused, and reports no bug."""
+    process = psutil.Process(served.process.pid)
+
+    def files():
+        return {path for folder in (served.folder / "jobs", served.folder.parent / "tmp") for path in folder.iterdir()}
+
+    before, memory = files(), process.memory_info().rss
+    descriptors = process.num_fds()
+    yield
+    limit = time.monotonic() + 30
+    while process.num_fds() > descriptors or not files() <= before:
+        assert time.monotonic() < limit, (process.num_fds(), files() - before)
+        time.sleep(0.05)
+    assert process.memory_info().rss < memory + 48 * 2**20
+    assert "Traceback" not in served.log.read_text()
+
+
+def opened(served, text=""):
+    """Return a connection on which `text` was sent."""
+    connection = socket.create_connection(("127.0.0.1", served.port), timeout=60)
+    connection.sendall(text.replace("HOST", f"Host: 127.0.0.1:{served.port}\r\n").encode())
+    return connection
+
+
+def upload(served, content, name="boat.png"):
+    body, kind = form(prompt="a boat", settings=json.dumps(SMALL), input_reference=content)
+    return served.error("POST", "/v1/videos", body.replace(b"../../upload.png", name.encode()), content_type=kind)
+
+
+def test_a_large_upload_is_refused_by_its_length(served):
+    with opened(served, f"POST /v1/videos HTTP/1.1\r\nHOST{MULTIPART}Content-Length: {5 * GIB}\r\n\r\n") as connection:
+        answer = connection.recv(4096)
+        assert answer.startswith(b"HTTP/1.1 413")
+        assert b"connection: close" in answer.lower()
+
+
+@pytest.mark.slow
+def test_a_large_upload_without_a_length_is_refused_while_it_streams(served):
+    head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="input_reference"; filename="a.png"\r\n\r\n'.encode()
+    chunk = b"100000\r\n" + bytes(2**20) + b"\r\n"
+    sent, answer = 0, b""
+    with opened(served, f"POST /v1/videos HTTP/1.1\r\nHOST{MULTIPART}Transfer-Encoding: chunked\r\n\r\n") as connection:
+        connection.sendall(f"{len(head):x}\r\n".encode() + head + b"\r\n")
+        with suppress(OSError):
+            while sent < 5 * GIB:
+                connection.sendall(chunk)
+                sent += 2**20
+        with suppress(OSError):  # the answer may be lost when the server closes while the client sends
+            answer = connection.recv(4096)
+    assert sent < 0.6 * GIB
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 413")
+
+
+def png_bomb():
+    """Return a small PNG file of 50,000 x 50,000 pixels."""
+    packer = zlib.compressobj()
+    row = bytes(1 + 50_000 // 8)
+    pixels = b"".join(packer.compress(row * 1000) for _ in range(50)) + packer.flush()
+
+    def block(name, data):
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", 50_000, 50_000, 1, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + block(b"IHDR", header) + block(b"IDAT", pixels) + block(b"IEND", b"")
+
+
+def large_gif():
+    content = bytearray(picture(64, 64, "GIF"))
+    content[6:10] = struct.pack("<HH", 65_535, 65_535)
+    return bytes(content)
+
+
+def large_jpeg():
+    content = bytearray(picture(64, 64, "JPEG"))
+    place = content.index(b"\xff\xc0") + 5
+    content[place : place + 4] = struct.pack(">HH", 65_500, 65_500)
+    return bytes(content)
+
+
+@pytest.mark.parametrize("bomb", [png_bomb, large_gif, large_jpeg])
+def test_picture_bombs_are_refused(served, bomb):
+    content = bomb()
+    assert len(content) < 2**20
+    started = time.monotonic()
+    status, error = upload(served, content)
+    assert (status, error["code"]) == (400, "media_error")
+    assert "pixels" in error["message"]
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../../../evil.png", "/etc/passwd", "..\\evil.png", "x" * 5000, "jobs.sqlite", "a\x00.png", ".", "$(id).png"],
+)
+def test_names_of_files_never_become_paths(served, name):
+    before = {path for path in served.folder.parent.rglob("*") if "jobs/" not in str(path)}
+    status, error = upload(served, b"no picture", name)
+    assert (status, error["type"]) == (400, "invalid_request_error")
+    after = {path for path in served.folder.parent.rglob("*") if "jobs/" not in str(path)}
+    assert {path.name for path in after - before} <= {"jobs.sqlite-wal", "jobs.sqlite-shm"}
+
+
+@pytest.mark.parametrize("name", ["..", "../../etc/passwd", "%2e%2e", ".\x00", "jobs.sqlite", "video_", "' OR 1=1 --"])
+def test_ids_never_become_paths(served, name):
+    for path in (name, quote(name, safe="")):
+        for method, end in (("GET", ""), ("GET", "/content"), ("GET", "/preview"), ("DELETE", ""), ("POST", "/cancel")):
+            with opened(
+                served, f"{method} /v1/videos/{quote(path, safe='/%.')}{end} HTTP/1.1\r\nHOST\r\n"
+            ) as connection:
+                assert connection.recv(4096)[9:12] in (b"404", b"405"), (method, path, end)
+    assert (served.folder / "jobs.sqlite").exists()
+
+
+def test_clients_that_vanish_in_an_upload_or_an_event_stream_leave_nothing(served):
+    body, _ = form(prompt="a boat", input_reference=picture(200, 100))
+    head = f"POST /v1/videos HTTP/1.1\r\nHOST{MULTIPART}Content-Length: {len(body)}\r\n\r\n"
+    for _ in range(20):
+        with opened(served, head) as connection:
+            connection.sendall(body[: len(body) // 2])
+    for path in ("/v1/events", "/v1/events", "/v1/videos"):
+        connections = [opened(served, f"GET {path} HTTP/1.1\r\nHOST\r\n") for _ in range(20)]
+        for connection in connections[::2]:
+            assert connection.recv(64).startswith(b"HTTP/1.1 200")
+        for connection in connections:
+            connection.close()
+    video_id = served.make()
+    assert served.finished(video_id)["status"] == "completed"
+    served.call("DELETE", f"/v1/videos/{video_id}")
+
+
+def test_slow_clients_do_not_slow_the_others_down(served):
+    body, _ = form(prompt="a boat", input_reference=picture(200, 100))
+    texts = (
+        "",
+        "GET /v1/videos HT",
+        f"POST /v1/videos HTTP/1.1\r\nHOST{MULTIPART}Content-Length: {len(body)}\r\n\r\n--",
+        "GET /v1/events HTTP/1.1\r\nHOST\r\n",
+        "GET /page.js HTTP/1.1\r\nHOST\r\n" * 50,  # answers that nobody reads
+    )
+    connections = [opened(served, text) for text in texts for _ in range(40)]
+    video_id = served.make()
+    assert served.finished(video_id)["status"] == "completed"
+    started = time.monotonic()
+    for _ in range(20):
+        served.call("GET", "/healthz")
+    assert time.monotonic() - started < 4
+    for connection in connections:
+        connection.close()
+    served.call("DELETE", f"/v1/videos/{video_id}")
