@@ -88,7 +88,8 @@ class ToyTask(Task):
         self.answer = answer.detach()
         loss = (answer - batch.x_BC.sum(dim=1, keepdim=True)).square().mean()
         if batch.number in self._not_finite:
-            loss = loss + float("nan")  # The gradient stays finite.
+            # Sums of both infinities have no value. The gradient stays finite.
+            loss = loss + float("inf") * (-1) ** batch.number
         if batch.number in self._steep:
             loss = loss + (answer * 0).abs().sqrt().sum()
         return loss, {"scale": float(batch.x_BC.std())}

@@ -6,16 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_frozen
 import tiny_training
 import torch
 from safetensors.torch import save_file
 from tiny_strategies import Case
 from torch import Tensor
 
-from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.train.build import build_task
-from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.transformer import empty_transformer, fill_parts, new_transformer
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit.model import MMDiT
@@ -129,31 +125,3 @@ def test_weights_beside_an_adapter_are_those_of_one_process(pool: Pool, tmp_path
     for _, _, weights, trained in pool(2).run(_divided, Case("zero3", 2), settings):
         _assert_same(weights, model)
         assert trained == adapter
-
-
-def _built(case: Case | None, settings: TrainSettings) -> dict[str, Tensor]:
-    distribution = case.open() if case else Distribution(torch.device("cpu"))
-    module = build_task(settings, distribution=distribution, reporter=SilentReporter()).module
-    return {
-        distribution.whole_name(name): distribution.whole(name, weight).clone()
-        for name, weight in module.named_parameters()
-    }
-
-
-@pytest.mark.parametrize(
-    ("case", "changes"),
-    [(Case("zero3", 2), LORA), pytest.param(Case("ddp", 2), {"compile": True}, marks=pytest.mark.slow)],
-    ids=["lora", "compile"],
-)
-def test_runs_start_with_the_weights_of_one_process(
-    pool: Pool, tmp_path: Path, case: Case, changes: dict[str, object]
-) -> None:
-    if "lora.rank" in changes:
-        pytest.importorskip("peft")
-    weights = tiny_frozen.save_frozen_parts(tmp_path / "weights")
-    init = _saved(tmp_path, torch.float32) if "lora.rank" in changes else None
-    settings = _settings(init, weights, **changes)
-    expected = _built(None, settings)
-    for ours in pool(case.ranks).run(_built, case, settings):
-        assert ours.keys() == expected.keys()
-        assert [name for name, weight in ours.items() if not torch.equal(weight, expected[name])] == []

@@ -34,7 +34,8 @@ Pool = Callable[[int], Any]
 Trained = Callable[[Case], Any]
 
 DATA = [
-    *(Case(strategy, ranks) for strategy in ("ddp", "zero1", "zero2", "zero3") for ranks in (2, 4)),
+    *(Case(strategy, 2) for strategy in ("ddp", "zero1", "zero2", "zero3")),
+    Case("zero3", 4),
     (REPLICATED := Case("zero1", 4, (("dp_replicate_degree", 2),))),
     (GROUPS := Case("zero3", 4, (("dp_shard_degree", 2),))),
 ]
@@ -43,24 +44,20 @@ HYBRID = [
     Case("hybrid", 2, (("ulysses_degree", 2),)),
     Case("hybrid", 2, (("ring_degree", 2),)),
     Case("hybrid", 4, (("tensor_parallel_degree", 2),)),
-    Case("hybrid", 4, (("ulysses_degree", 2),)),
     Case("hybrid", 4, (("ring_degree", 2), ("dp_replicate_degree", 2))),
     Case("hybrid", 4, (("tensor_parallel_degree", 2), ("ulysses_degree", 2))),
     Case("hybrid", 4, (("tensor_parallel_degree", 2), ("ring_degree", 2))),
     Case("hybrid", 4, (("ulysses_degree", 2), ("ring_degree", 2))),
 ]
 TENSOR, ULYSSES, RING = HYBRID[:3]
-TENSOR_AND_ULYSSES, TENSOR_AND_RING = HYBRID[6:8]
+TENSOR_AND_ULYSSES, TENSOR_AND_RING = HYBRID[5:7]
 WHOLE_COPIES = Case("zero2", 2, (("dp_replicate_degree", 2),))
 """Nothing is divided, though the strategy would."""
 SENT_BYTES = {
     "ddp-2": 563_032,
-    "ddp-4": 1_689_096,
     "zero1-2": 564_032,
-    "zero1-4": 1_698_000,
     "zero1-4-dp_replicate2": 1_692_080,
     "zero2-2": 846_040,
-    "zero2-4": 1_698_000,
     "zero3-2": 1_532_896,
     "zero3-4": 2_308_224,
     "zero3-4-dp_shard2": 2_096_928,
@@ -68,7 +65,6 @@ SENT_BYTES = {
     "hybrid-2-ulysses2": 1_590_240,
     "hybrid-2-ring2": 1_647_584,
     "hybrid-4-tensor_parallel2": 1_365_016,
-    "hybrid-4-ulysses2": 2_365_568,
     "hybrid-4-ring2-dp_replicate2": 2_211_616,
     "hybrid-4-tensor_parallel2-ulysses2": 2_648_192,
     "hybrid-4-tensor_parallel2-ring2": 2_705_536,
@@ -206,7 +202,7 @@ def _round_trip(case: Case, mlp_ratio: float) -> tuple[int, list[str]]:
         (TENSOR_AND_ULYSSES, 0.125),
         *(
             pytest.param(case, mlp_ratio, marks=pytest.mark.slow)
-            for case, mlp_ratio in ((ULYSSES, 0.625), (HYBRID[3], 0.125), (HYBRID[5], 0.125), (TENSOR_AND_RING, 0.625))
+            for case, mlp_ratio in ((ULYSSES, 0.625), (HYBRID[3], 0.125), (HYBRID[4], 0.125), (TENSOR_AND_RING, 0.625))
         ),
     ],
     ids=str,
@@ -245,17 +241,10 @@ def _in_a_mode(case: Case, backend: str | None, checkpoints: bool, offload: bool
         *(
             pytest.param(*row, marks=pytest.mark.slow)
             for row in (
-                (Case("ddp", 4), None, True, False),
                 (Case("ddp", 2), "aot_eager", True, True),
-                (Case("zero1", 2), None, True, True),
-                (Case("zero2", 4), None, True, False),
                 (Case("zero2", 2), "aot_eager", False, False),
-                (Case("zero2", 4), "eager", True, True),
                 (Case("zero3", 2), "aot_eager", True, True),
-                (GROUPS, "aot_eager", True, False),
                 (RING, None, True, True),
-                (HYBRID[4], None, True, False),
-                (TENSOR_AND_RING, None, True, False),
             )
         ),
     ],
@@ -311,7 +300,7 @@ def _with_frozen_weights(case: Case, alone: bool) -> tuple[list[float], list[flo
     return run.losses, run.norms, run.whole()
 
 
-@_cases([TENSOR_AND_ULYSSES], [HYBRID[3], HYBRID[5]])
+@_cases([TENSOR_AND_ULYSSES], [HYBRID[3], HYBRID[4]])
 def test_frozen_weights_keep_their_values(pool: Pool, case: Case) -> None:
     losses, norms, weights = _with_frozen_weights(case, True)
     before = dict(tiny_transformer().named_parameters())
@@ -343,28 +332,3 @@ def test_an_infinite_gradient_is_seen_by_all_ranks(pool: Pool, case: Case) -> No
         assert norm == float("inf")
         assert (some, none) == (True, False)
         assert mean == (case.parallel.data_ranks(Strategy(case.strategy)) - 1) / 2
-
-
-def _from_meta(case: Case) -> tuple[int, bool]:
-    plain = tiny_transformer()
-    with torch.device("meta"):
-        model = tiny_transformer()
-    distribution = case.open()
-    run = Run(distribution, model, case.micro_batches)
-    held = sum(local(weight).untyped_storage().nbytes() for weight in model.parameters())
-    weights = dict(plain.named_parameters())
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            local(weight).copy_(distribution.part(name, weights[distribution.whole_name(name)]))
-    run.step()
-    twin = Run(case.open(), plain, case.micro_batches)
-    twin.step()
-    return held, run.losses == twin.losses
-
-
-@_cases([TENSOR], [Case("zero2", 2), Case("zero3", 4), ULYSSES])
-def test_weights_can_come_after_dividing(pool: Pool, case: Case) -> None:
-    whole = sum(weight.nbytes for weight in tiny_transformer().parameters())
-    for held, same in pool(case.ranks).run(_from_meta, case):
-        assert held < (0.9 if "tensor_parallel_degree" in dict(case.degrees) else 1.1 / case.ranks) * whole
-        assert same

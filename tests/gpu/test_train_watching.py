@@ -8,7 +8,7 @@ import tiny_frozen
 import tiny_training
 import torch
 
-from opensora_cli.engine.train.metrics import peak_tflops
+from opensora_cli.engine.train.mfu import peak_tflops
 from opensora_cli.engine.train.run import train
 from opensora_cli.media.read import probe
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from opensora_cli.checkpoint.formats.colossal import all_epoch_folders
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
@@ -9,6 +10,10 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.weights import packaged_demo, warn_of_missing
 from opensora_cli.engine.encode import inputs
 from opensora_cli.settings.train import TrainSettings
+
+if TYPE_CHECKING:
+    from opensora_cli.data.source import ClipSource
+    from opensora_cli.engine.train.objectives.base import TokenWeights
 
 LOG_FILE = "log.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -22,6 +27,14 @@ class Resume:
 
     folder: Path | None = None
     allow_older: bool = False
+
+
+class Given(NamedTuple):
+    """Arguments of `train` that a command cannot give."""
+
+    source: "ClipSource | None" = None
+    held_out: "ClipSource | None" = None
+    token_weights: "TokenWeights | None" = None
 
 
 def checkpoints_to_try(output: Path, resume: Resume) -> list[Path]:
@@ -41,22 +54,43 @@ def checkpoints_to_try(output: Path, resume: Resume) -> list[Path]:
     return folders if resume.allow_older else folders[:1]
 
 
-def refuse_early(settings: TrainSettings, *, resume: Resume | None, overwrite: bool, has_source: bool = False) -> None:
+def refuse_early(
+    settings: TrainSettings, *, resume: Resume | None, overwrite: bool, given: Given | None = None
+) -> None:
     """Check a run as far as that is possible without torch.
 
     With a source of its own, a run needs no table.
 
     Raises:
-        RequestError: `resume` and `overwrite` contradict each other, or no table is named.
+        RequestError: Arguments contradict each other or the settings, or no clips are named.
         FileProblem: A table is missing.
         CheckpointError: The checkpoint to resume from, the first weights or frozen parts are missing.
         OutputError: The folder holds an earlier run, and neither `resume` nor `overwrite` is given.
     """
+    given = given or Given()
+    _check_given(settings, given)
     check_output(settings, resume=resume, overwrite=overwrite)
     require_first_weights(settings)
     require_first_adapter(settings)
-    inputs.require_tables(settings, has_source=has_source)
+    inputs.require_tables(settings, has_source=given.source is not None)
     require_frozen_weights(settings)
+
+
+def _check_given(settings: TrainSettings, given: Given) -> None:
+    """Raise RequestError if settings contradict what a program gives, or if validation has no clips."""
+    validation = settings.validation
+    for source, table, key in (
+        (given.source, settings.data.table, "data.table"),
+        (given.held_out, validation.table, "validation.table"),
+    ):
+        if source is not None and table is not None:
+            raise RequestError(f"{key}={table} does not go with clips of a program", hint="drop one of them")
+    if given.token_weights is not None and settings.train_mmdit.masked_loss:
+        raise RequestError("train_mmdit.masked_loss=true does not go with token_weights", hint="use one of them")
+    if validation.every and given.held_out is None and validation.table is None:
+        raise RequestError(
+            f"validation.every={validation.every} needs held-out clips", hint="pass held_out, or set validation.table"
+        )
 
 
 def warn_of_missing_inputs(settings: TrainSettings, reporter: Reporter) -> None:

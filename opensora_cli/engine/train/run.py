@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
 
 from opensora_cli.checkpoint.formats.colossal import all_epoch_folders
 from opensora_cli.core.device import multiplies_bf16, random_state_kept, tf32_products
@@ -24,7 +23,7 @@ from opensora_cli.engine.launch.rank import WatchedReporter, settings_of_ranks
 from opensora_cli.engine.train.build import build_task, open_clips_cache, refuse_before_ranks
 from opensora_cli.engine.train.checkpoints import CheckpointWriter, choose_checkpoint, prepare_output
 from opensora_cli.engine.train.distribution import Distribution, joined_ranks, start_ranks, training_device
-from opensora_cli.engine.train.early import Resume, refuse_early
+from opensora_cli.engine.train.early import Given, Resume, refuse_early
 from opensora_cli.engine.train.evaluate import Event, open_samples, open_validation
 from opensora_cli.engine.train.frozen_weights import streamed_weights
 from opensora_cli.engine.train.metrics import Metrics
@@ -102,63 +101,34 @@ def train(
         KeyboardInterrupt: Its argument tells how to resume.
     """
     reporter = reporter or SilentReporter()
-    given = _Given(source, held_out, token_weights)
-    _check_given(settings, given)
-    if context is not None:
-        refuse_lack_of_memory(settings_of_ranks(settings, context), rank=context.rank, reporter=reporter)
-        with joined_ranks(settings, context) as (agreed_settings, distribution):
-            watched = WatchedReporter(reporter)
-            plan = _checked_plan(agreed_settings, resume=resume, overwrite=overwrite, has_source=source is not None)
-            return _Run(plan, distribution, watched, given).run()
-    plan = _checked_plan(settings, resume=resume, overwrite=overwrite, has_source=source is not None)
-    if (ranks := settings.parallel.world_size) > 1:
-        if any(each is not None for each in given):
-            raise RequestError(
-                f"parallel.gpus={ranks} starts no ranks for the clips of a program",
-                hint=f"use torchrun --nproc-per-node {ranks}, and pass context=find_context(os.environ)",
-            )
-        refuse_before_ranks(settings)
-        start_ranks(settings, flags=rank_flags)
-        return None
-    refuse_lack_of_memory(settings, rank=0, reporter=reporter)
-    distribution = Distribution(training_device(settings))
-    return _Run(plan, distribution, reporter, given).run()
-
-
-class _Given(NamedTuple):
-    """Arguments of `train` that a command cannot give."""
-
-    source: ClipSource | None = None
-    held_out: ClipSource | None = None
-    token_weights: TokenWeights | None = None
-
-
-def _check_given(settings: TrainSettings, given: _Given) -> None:
-    """Raise RequestError if settings contradict what a program gives, or if validation has no clips."""
-    validation = settings.validation
-    for source, table, key in (
-        (given.source, settings.data.table, "data.table"),
-        (given.held_out, validation.table, "validation.table"),
-    ):
-        if source is not None and table is not None:
-            raise RequestError(f"{key}={table} does not go with clips of a program", hint="drop one of them")
-    if given.token_weights is not None and settings.train_mmdit.masked_loss:
-        raise RequestError("train_mmdit.masked_loss=true does not go with token_weights", hint="use one of them")
-    if validation.every and given.held_out is None and validation.table is None:
-        raise RequestError(
-            f"validation.every={validation.every} needs held-out clips", hint="pass held_out, or set validation.table"
-        )
-
-
-def _checked_plan(settings: TrainSettings, *, resume: Resume | None, overwrite: bool, has_source: bool) -> TrainPlan:
-    refuse_early(settings, resume=resume, overwrite=overwrite, has_source=has_source)
-    return plan_training(settings, resume=resume, overwrite=overwrite)
+    given = Given(source, held_out, token_weights)
+    with ExitStack() as stack:
+        distribution = None
+        if context is not None:
+            refuse_lack_of_memory(settings_of_ranks(settings, context), rank=context.rank, reporter=reporter)
+            settings, distribution = stack.enter_context(joined_ranks(settings, context))
+            reporter = WatchedReporter(reporter)
+        refuse_early(settings, resume=resume, overwrite=overwrite, given=given)
+        plan = plan_training(settings, resume=resume, overwrite=overwrite)
+        if distribution is None and (ranks := settings.parallel.world_size) > 1:
+            if any(each is not None for each in given):
+                raise RequestError(
+                    f"parallel.gpus={ranks} starts no ranks for the clips of a program",
+                    hint=f"use torchrun --nproc-per-node {ranks}, and pass context=find_context(os.environ)",
+                )
+            refuse_before_ranks(settings)
+            start_ranks(settings, flags=rank_flags)
+            return None
+        if distribution is None:
+            refuse_lack_of_memory(settings, rank=0, reporter=reporter)
+            distribution = Distribution(training_device(settings))
+        return _Run(plan, distribution, reporter, given).run()
 
 
 class _Run:
     """Part of a run in one process. The plan is the same on all ranks."""
 
-    def __init__(self, plan: TrainPlan, distribution: Distribution, reporter: Reporter, given: _Given) -> None:
+    def __init__(self, plan: TrainPlan, distribution: Distribution, reporter: Reporter, given: Given) -> None:
         self._plan = plan
         self._given = given
         self._distribution = distribution

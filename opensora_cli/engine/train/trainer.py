@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any, Protocol
 
 import torch
@@ -278,7 +277,7 @@ class Trainer:
         *,
         skipped: bool,
     ) -> StepReport:
-        means = {name: fmean(figures[name] for figures in read) for name in read[0]}
+        means = {name: sum(figures[name] for figures in read) / len(read) for name in read[0]}
         paths = [path for each in done for path in each.batch.paths]
         with self._clock.part("exchange"):
             means = self.distribution.mean({**means, _SAMPLES: len(paths), _TOKENS: sum(each.tokens for each in done)})

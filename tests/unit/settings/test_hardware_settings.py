@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from opensora_cli.core.exceptions import OsoraError
-from opensora_cli.engine.train.metrics import peak_tflops
+from opensora_cli.engine.train.mfu import peak_tflops
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.hardware import find_gpu, read_machine
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 from opensora_cli.engine.estimate.fake_tensors import Repeated, fake_device, fake_module
 from opensora_cli.engine.estimate.generation_work import evaluation_work, text_work
 from opensora_cli.engine.estimate.work import Work, WorkCounter
-from opensora_cli.engine.train.metrics import training_flops
+from opensora_cli.engine.train.mfu import training_flops
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.shares import MeshShape
 

@@ -7,7 +7,7 @@ from tiny_world import RecordingReporter
 
 from opensora_cli.core.exceptions import CheckpointError, FileProblem, RequestError
 from opensora_cli.engine.encode.inputs import require_frozen_parts
-from opensora_cli.engine.train.early import refuse_early, warn_of_missing_inputs
+from opensora_cli.engine.train.early import Given, refuse_early, warn_of_missing_inputs
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 
@@ -76,4 +76,4 @@ def test_a_run_needs_a_table_or_a_source() -> None:
     settings = recipe("vae_hunyuan", data__table=None)
     with pytest.raises(RequestError, match=r"data\.table is not set"):
         refuse_early(settings, resume=None, overwrite=False)
-    refuse_early(settings, resume=None, overwrite=False, has_source=True)
+    refuse_early(settings, resume=None, overwrite=False, given=Given(source=object()))

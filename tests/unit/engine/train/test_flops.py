@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from opensora_cli.core.attention import AttentionFn
 from opensora_cli.engine.train.lora import add_lora
-from opensora_cli.engine.train.metrics import peak_tflops, training_flops
+from opensora_cli.engine.train.mfu import peak_tflops, training_flops
 from opensora_cli.settings.train_loop import LoraSettings
 
 BATCH, TOKENS, TEXT = 2, 7, 4

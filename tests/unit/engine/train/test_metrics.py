@@ -17,7 +17,8 @@ from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.train import metrics as metrics_module
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume
-from opensora_cli.engine.train.metrics import JsonLog, Metrics, remove_records, training_flops, truncate_records
+from opensora_cli.engine.train.metrics import JsonLog, Metrics, remove_records, truncate_records
+from opensora_cli.engine.train.mfu import training_flops
 from opensora_cli.engine.train.plan import plan_training
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.trainer import PARTS, Clock, StepReport

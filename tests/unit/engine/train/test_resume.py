@@ -194,34 +194,6 @@ def test_a_folder_that_another_run_uses_is_refused(run):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
-def test_a_run_in_another_process_keeps_its_folder_and_is_resumed_after_a_kill(tmp_path, whole):
-    run, last = tmp_path / "run", 10**6
-    endless = {"loop.steps": last, "checkpoints.every": 1, "checkpoints.keep": last, "data.workers": 2}
-    process = _start(clips(run, **endless), tmp_path)
-    try:
-        _wait_for(run, steps=2, process=process)
-        process.send_signal(signal.SIGSTOP)
-        refusal = re.escape(f"{run} is in use by another run: process {process.pid} on ")
-        for choice in ({"resume": Resume()}, {"overwrite": True}):
-            with pytest.raises(OutputError, match=refusal):
-                train(clips(run), **choice)
-        assert json.loads((run / "settings.json").read_text())["loop"]["steps"] == last
-        assert process.poll() is None
-    finally:
-        process.kill()
-        process.communicate()
-    assert all(wrong_files(checkpoint) == [] for checkpoint in run.glob("epoch*"))
-    # At once: there is nothing to clean up. Up to step 4, a shorter run has the same rates.
-    saved = min(4, max(_step_of(path) for path in run.glob("epoch*")))
-    result = train(clips(run), resume=Resume(folder=next(run.glob(f"epoch*-global_step{saved}"))))
-    assert (result.resumed_from, result.steps) == (saved, STEPS)
-    assert not list(run.glob(".saving-*"))
-    assert log(run) == log(whole)
-    assert hashes(run, STEPS) == hashes(whole, STEPS)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(5))
 def test_runs_that_are_killed_four_times_are_resumed_bit_for_bit(tmp_path, whole, seed):
     run, rng = tmp_path / "run", random.Random(seed)
@@ -335,15 +307,6 @@ def test_resuming_from_an_older_checkpoint_sets_newer_ones_aside(tmp_path, whole
     assert log(run) == log(whole)
     assert hashes(run, STEPS) == hashes(whole, STEPS)
     assert [path.name for path in run.glob("aside*")] == ["aside-epoch1-global_step6"]
-
-
-def test_overwriting_leaves_nothing_of_the_earlier_run(run):
-    one_step = clips(run, **{"loop.steps": 1, "loop.seed": 1, "optimizer.decay_steps": 1})
-    with pytest.raises(OutputError, match=r"holds an earlier run: epoch0-global_step2, log\.jsonl, vae\.safetensors"):
-        train(one_step)
-    train(one_step, overwrite=True)
-    assert [line["step"] for line in log(run)] == [1]
-    assert [path.name for path in run.glob("epoch*")] == ["epoch0-global_step1"]
 
 
 def _flags_to_continue(run: Path) -> list[str]:

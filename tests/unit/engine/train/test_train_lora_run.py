@@ -143,18 +143,6 @@ def test_checkpoints_hold_the_adapter_alone(trained):
     assert all(".lora_A." in name or ".lora_B." in name for name in held)
 
 
-@pytest.mark.slow
-def test_a_resumed_adapter_equals_an_uninterrupted_one(trained, tmp_path):
-    # At a constant rate, the end of a shorter run is the middle of a longer one.
-    train(settings_of(tmp_path / "run", loop__steps="2"))
-    # The state of torch's global generator does not matter.
-    torch.manual_seed(1234)
-    train(settings_of(tmp_path / "run"), resume=Resume())
-    ours, theirs = (load_file(folder / "lora" / "adapter_model.safetensors") for folder in (tmp_path / "run", trained))
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
 def test_streamed_stopped_and_resumed_it_is_the_adapter_of_a_resident_run(trained, tmp_path):
     streamed = {"memory__checkpointing": "true", "memory__offload": "blocks"}
     train(settings_of(tmp_path / "run", loop__steps="1", **streamed))

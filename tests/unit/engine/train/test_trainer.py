@@ -191,6 +191,9 @@ class TestNotFinite:
         assert "learning_rate" in str(caught.value.hint)
         assert trainer.are_weights_finite()
 
+    def test_infinite_losses_of_both_signs_are_skipped(self):
+        assert toy_trainer(ToyTask(not_finite=(0, 1)), micro_batches=2).do_step().skipped
+
     @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
     def test_weights_and_averages_are_checked(self, value):
         for where in ("weights", "average"):

@@ -4,10 +4,6 @@ import pytest
 import torch
 from tiny_autoencoders import OPTIMIZER, UNCLIPPED, mixed_batches, vae_task, vae_trainer
 
-from opensora_cli.engine.train.checkpoints import CheckpointWriter
-from opensora_cli.engine.train.state import restore
-from opensora_cli.settings.train_loop import CheckpointSettings
-
 DISCRIMINATOR = {"weight": 0.05, "width": 8, "layers": 2, "learning_rate": 1e-3}
 
 
@@ -97,31 +93,3 @@ def test_accumulated_gradients_are_those_of_the_mean():
     for name, gradient in both.items():
         mean = 0.5 * (first[name] + second[name])
         assert torch.allclose(gradient, mean, rtol=1e-4, atol=1e-6 * largest), name
-
-
-@pytest.mark.parametrize(("kind", "saved_at"), [("hunyuan", 3), pytest.param("dc_ae", 1, marks=pytest.mark.slow)])
-def test_a_resumed_run_equals_an_uninterrupted_one_bit_for_bit(tmp_path, kind, saved_at):
-    """Before and after the discriminator starts, at step 2."""
-    objective = {
-        "discriminator": {**DISCRIMINATOR, "start_step": 2},
-        "single_frame_share": 0.5,
-        **({"kl_weight": 1e-3} if kind == "hunyuan" else {}),
-    }
-
-    def run(first, last, *, resume):
-        trainer = vae_trainer(vae_task(kind, **objective), mixed_batches(kind), steps=5)
-        if resume:
-            restore(trainer, resume)
-            assert trainer.step == first
-        return trainer, [trainer.do_step().figures for _ in range(first, last)]
-
-    whole, figures = run(0, 5, resume=None)
-    interrupted, before = run(0, saved_at, resume=None)
-    writer = CheckpointWriter(tmp_path, CheckpointSettings())
-    folder = writer.save(interrupted)
-    writer.wait()
-    resumed, after = run(saved_at, 5, resume=folder)
-    assert before + after == figures
-    assert equal(copy_of(whole.task.module), copy_of(resumed.task.module))
-    assert equal(copy_of(whole.task.adversary.module), copy_of(resumed.task.adversary.module))
-    assert equal(whole.ema, resumed.ema)

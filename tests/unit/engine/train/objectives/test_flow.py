@@ -4,7 +4,7 @@ import pytest
 import torch
 from closeness import assert_close
 
-from opensora_cli.engine.train.objectives.flow_matching import flow_target, get_batch_loss, noisy_latents, shifted_time
+from opensora_cli.engine.train.objectives.flow_matching import flow_target, get_batch_loss, noisy_latents
 
 SIGMA = 0.2
 
@@ -20,24 +20,12 @@ def test_ends():
     assert torch.equal(noisy_latents(data, noise, torch.ones(2), sigma_min=SIGMA), noise)
 
 
-def test_every_sample_has_its_time():
-    data, noise = pair()
-    mixed = noisy_latents(data, noise, torch.tensor([0.0, 1.0]), sigma_min=0.0)
-    assert torch.equal(mixed, torch.stack([data[0], noise[1]]))
-
-
 def test_the_target_is_the_derivative_by_time():
     data, noise = (value.double() for value in pair())
     t = torch.tensor([0.3, 0.8], dtype=torch.float64, requires_grad=True)
     noisy_latents(data, noise, t, sigma_min=SIGMA).sum().backward()
     target = flow_target(data, noise, sigma_min=SIGMA)
     assert_close(t.grad, target.sum(dim=(1, 2)))
-
-
-def test_shift():
-    normal = torch.tensor([-2.0, 0.0, 2.0])
-    assert_close(shifted_time(normal, shift=1.0), torch.sigmoid(normal))
-    assert shifted_time(normal, shift=3.0)[1].item() == pytest.approx(0.75)
 
 
 def test_loss_is_taken_in_float32():

@@ -317,14 +317,6 @@ class TestStep:
         original = batch(pixels(2))
         assert running.tokens(original) == running.tokens(cached(original, encoders(vae), settings())) == 2 * 4 * 16
 
-    def test_one_module_trained_through_another(self, vae):
-        """The loss is asked of `forward`, which strategies replace, and never of the module."""
-        running, asked = task(encoders(vae)), []
-        inner = running.module
-        running.forward = lambda latents, **inputs: asked.append(len(latents)) or inner(latents, **inputs)
-        running.loss(batch(pixels(2)), rng(0))
-        assert asked == [2]
-
 
 class TestText:
     def test_captions_are_dropped_independently(self, vae):
