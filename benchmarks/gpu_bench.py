@@ -15,8 +15,9 @@ from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.estimate.generation_work import evaluation_work
 from opensora_cli.engine.generate import loading
+from opensora_cli.engine.generate.chain import alone
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.plan import Plan, alone
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.mem_profile.measured_stages import random_transformer
 from opensora_cli.models.mmdit.model import MMDiT

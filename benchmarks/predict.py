@@ -1,4 +1,4 @@
-"""Predicted times beside measured and published ones, and the tables of the page "Before you rent".
+"""Predicted times beside measured and published ones, and the tables of the pages about predictions.
 
 The efficiencies of products, attention and the autoencoder are fitted to times of an H100 in the log of `gpu.py`.
 `python benchmarks/predict.py --fit` fits the efficiencies of the reference implementation to two of its five published
@@ -8,7 +8,6 @@ times, and predicts the other three; `--tables` prints the tables.
 import argparse
 import itertools
 import json
-import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,8 +17,9 @@ from typing import TypeVar
 from opensora_cli.core.device import GIB
 from opensora_cli.core.formatting import duration
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.estimate.predicted_time import TRAFFIC, PredictedTime, Seconds, added, times, total
-from opensora_cli.engine.generate.plan import Plan, alone
+from opensora_cli.engine.estimate.predicted_time import TRAFFIC, Seconds, added, times, total
+from opensora_cli.engine.generate.chain import alone
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.predicted import decoding, evaluation, loading, predict_time, text
 from opensora_cli.engine.generate.ranks import hardware_of_ranks
@@ -36,14 +36,10 @@ EVALUATIONS = 150
 LOG = Path(__file__).parent / "logs" / "gpu_h100.json"
 PRESETS = ("256px", "768px")
 GPUS = ("4090", "A100-80GB", "H100", "H200")
+TRAINING_GPUS = ("H100", "H200")
 STAGES = ("image", "stage1", "stage2")
 COUNTS = (1, 2, 4, 8)
 RECOMPUTING = (("stage1_lora_16gib", "1x4090"), ("stage1", "16xH100"), ("stage2", "16xH200"))
-CARD_OF_16_GIB = """extends: hardware/4090
-name: 16GiB
-memory: 16384MiB
-"""
-"""Description of a user's GPU: an RTX 4090 with less memory."""
 
 
 @dataclass(frozen=True)
@@ -188,37 +184,27 @@ def fit_table(gpu: GpuSettings) -> list[str]:
 def truth_table(gpu: GpuSettings) -> list[str]:
     """Return published times beside the predictions for the reference and for our own plan of the same work."""
     two, reference = FITTED_TO, fit(FITTED_TO, gpu)
-    rows = ["| preset | GPUs | published | predicted | error | our plan, predicted |", "|---|---|---|---|---|---|"]
+    rows = [_row(("H100 GPUs", "published", "predicted", "error", "osora, predicted")), _row(["---"] * 5)]
     for time, error in errors(reference).items():
         ours = predict_time(alone(plan_on(time.resolution, f"{time.gpus}xH100")), gpu).seconds
         shown = "fitted" if time in two else f"{error:+.1%}"
         predicted = f"{time.seconds * (1 + error):,.0f} s"
-        rows.append(
-            f"| {time.resolution} | {time.gpus} | {time.seconds:,.0f} s | {predicted} | {shown} | {ours:,.0f} s |"
-        )
+        cells = f"{time.resolution} on {time.gpus}", f"{time.seconds:,.0f} s", predicted, shown, f"{ours:,.0f} s"
+        rows.append(_row(cells))
     return rows
 
 
-def generation_row(resolution: str, machine: str) -> str:
-    """Return the row for the needs of a preset on hardware, with the command that prints them."""
-    plan = plan_on(resolution, machine)
-    found = predict_time(alone(plan), read_machine(machine).gpu)
-    peak, free = plan.peak_bytes / GIB, plan.budget_bytes / GIB
-    verdict = "" if plan.fits else ", does not fit"
-    cells = (
-        f'`osora generate "raining, sea" --res {resolution} --dry-run --on {machine}`',
-        f"{peak:.1f} of {free:.1f} GiB{verdict}",
-        plan.offload.mode.value,
-        *_time_cells(found),
-    )
-    return _row(cells)
+def generation_row(resolution: str, gpu: str) -> str:
+    """Return the row for a GPU: the predicted times of a preset on 1, 2, 4 and 8 of them."""
+    plans = [plan_on(resolution, f"{count}x{gpu}") for count in COUNTS]
+    seconds = [predict_time(alone(plan), read_machine(gpu).gpu).seconds if plan.fits else None for plan in plans]
+    return _row((gpu, *("does not fit" if each is None else duration(each) for each in seconds)))
 
 
 def generation_table(resolution: str) -> list[str]:
     """Return the table of a preset."""
-    machines = (f"{count}x{gpu}" for gpu in GPUS for count in COUNTS)
-    head = _row(("command", "memory of a GPU", "offload", "predicted", "most of it"))
-    return [head, _row(["---"] * 5), *(generation_row(resolution, machine) for machine in machines)]
+    head = _row(("GPU", *("1 GPU" if count == 1 else f"{count} GPUs" for count in COUNTS)))
+    return [head, _row(["---"] * 5), *(generation_row(resolution, gpu) for gpu in GPUS)]
 
 
 def train_plan(recipe: str, machine: str, changes: Mapping[str, object]) -> TrainPlan:
@@ -238,32 +224,32 @@ def step_bytes(recipe: str, ranks: int, changes: tuple[tuple[str, object], ...])
     return estimate_training(settings).device_peak_bytes
 
 
-def training_row(recipe: str, ranks: int, gpu: str, *, shown: str | None = None) -> str:
-    """Return the row for a step of a recipe on hardware, with its command; `shown` replaces the hardware's name."""
-    # All GPUs share a clip.
-    changes: dict[str, object] = {}
-    if recipe == "stage2" and ranks < 4:
-        changes = {"parallel.ring_degree": 2} if ranks == 2 else {"strategy": "zero3", "parallel.ring_degree": "none"}
-    machine = f"{ranks}x{gpu}"
-    given = "".join(f" --set {key}={value}" for key, value in changes.items())
-    needed, free = step_bytes(recipe, ranks, tuple(changes.items())), read_machine(machine).gpu.free_bytes
-    cells = f"{needed / GIB:.1f} of {free / GIB:.1f} GiB, does not fit", "-", "-"
-    if needed <= free:
-        found = predict_step(train_plan(recipe, machine, changes).settings, read_machine(machine).gpu)
-        cells = (f"{needed / GIB:.1f} of {free / GIB:.1f} GiB", *_time_cells(found))
-    return _row((f"`osora train --config {recipe}{given} --dry-run --on {shown or machine}`", *cells))
+def stage2_changes(recipe: str, ranks: int) -> dict[str, object]:
+    """Return the settings for fewer GPUs than the recipe asks for."""
+    if recipe != "stage2" or ranks >= 4:
+        return {}
+    return {"parallel.ring_degree": 2} if ranks == 2 else {"strategy": "zero3", "parallel.ring_degree": "none"}
+
+
+def training_row(recipe: str, ranks: int) -> str:
+    """Return the row for a step of a recipe: the memory of the first rank, and the predicted time on each GPU."""
+    changes = stage2_changes(recipe, ranks)
+    needed = step_bytes(recipe, ranks, tuple(changes.items()))
+    seconds = []
+    for name in TRAINING_GPUS:
+        gpu = read_machine(name).gpu
+        fits = needed <= gpu.free_bytes
+        plan = train_plan(recipe, f"{ranks}x{name}", changes) if fits else None
+        seconds.append("-" if plan is None else duration(predict_step(plan.settings, gpu).seconds))
+    return _row((f"`{recipe}`", str(ranks), f"{needed / GIB:.1f} GiB", *seconds))
 
 
 def training_table() -> list[str]:
     """Return the table of the training stages and of an adapter."""
-    rows = [training_row(stage, count, gpu) for stage in STAGES for gpu in GPUS for count in COUNTS]
-    rows += [training_row("stage2", 64, gpu) for gpu in GPUS]
-    with tempfile.TemporaryDirectory() as folder:
-        card = Path(folder, "16GiB.yaml")
-        card.write_text(CARD_OF_16_GIB, encoding="utf-8")
-        rows.append(training_row("stage1_lora_16gib", 1, str(card), shown="1x16GiB.yaml"))
-    rows += [training_row("stage1_lora_16gib", 1, gpu) for gpu in GPUS]
-    return [_row(("command", "memory of a GPU", "a step, predicted", "most of it")), _row(["---"] * 4), *rows]
+    rows = [training_row(stage, count) for stage in STAGES for count in COUNTS]
+    rows += [training_row("stage2", 64), training_row("stage1_lora_16gib", 1)]
+    head = _row(("recipe", "GPUs", "memory of a GPU", *(f"a step, {gpu}" for gpu in TRAINING_GPUS)))
+    return [head, _row(["---"] * 5), *rows]
 
 
 def recomputing_row(recipe: str, machine: str, *, is_selective: bool) -> str:
@@ -287,11 +273,6 @@ def recomputing_table() -> list[str]:
     head = _row(("command", "memory of a GPU", "computed again", "a step, predicted"))
     rows = [recomputing_row(*each, is_selective=way) for each in RECOMPUTING for way in (False, True)]
     return [head, _row(["---"] * 4), *rows]
-
-
-def _time_cells(found: PredictedTime) -> tuple[str, str]:
-    part, seconds = next(iter(found.parts_s.items()))
-    return duration(found.seconds), f"{part} {seconds / found.seconds:.0%}"
 
 
 def _row(cells: Iterable[str]) -> str:

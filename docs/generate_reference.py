@@ -1,4 +1,9 @@
-"""Build the reference pages from the code: commands, settings and JSON documents. `mkdocs.yml` runs this as a hook."""
+"""Write the reference pages for commands, settings and JSON documents from the code.
+
+    python docs/generate_reference.py
+
+The pages are committed in `docs/reference/`, and a test fails if they differ from the code.
+"""
 
 import ast
 import enum
@@ -13,8 +18,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mkdocs.config.defaults import MkDocsConfig
-from mkdocs.structure.files import File, Files
 from pydantic import BaseModel
 
 import opensora_cli
@@ -24,48 +27,60 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.vae import ReconstructSettings
 
-PICTURES = Path(__file__).parents[1] / ".readme"
+FOLDER = Path(__file__).parent / "reference"
+
+COMMAND_OF_SCHEMA = {
+    "generate": ("generate", "plan", "batch", "batch-plan"),
+    "train": ("train", "train-plan", "train-plot", "new-recipe", "recipes", "data-check"),
+    "data": ("data-scan", "data-shard", "data-preview", "data-cache"),
+    "ckpt": ("ckpt.convert", "ckpt.diff", "ckpt.download", "ckpt.inspect", "ckpt.merge-lora", "ckpt.verify"),
+    "vae": ("vae-reconstruct", "vae-stats"),
+    "mem-profile": ("mem-profile",),
+    "bench-generate": ("bench-generate",),
+    "bench-comm": ("bench-comm",),
+    "env-check": ("env-check", "env-profile"),
+    "show": ("show",),
+    "presets": ("presets",),
+    "gallery": ("gallery",),
+}
+"""Schema names by the command that prints the documents."""
+
+LONG = "---\nlong: generated from the code\n---"
+LONG_WITHOUT_SEARCH = "---\nlong: generated from the code\nsearch:\n  exclude: true\n---"
 
 Schema = Mapping[str, Any]
 
 
-def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the generated pages and the pictures of the README to those that mkdocs found."""
-    for name, text in pages().items():
-        files.append(File.generated(config, f"reference/{name}", content=text))
-    for picture in sorted(PICTURES.glob("*.gif")):
-        files.append(File.generated(config, f"pictures/{picture.name}", abs_src_path=str(picture)))
-    return files
-
-
 def pages() -> dict[str, str]:
-    """Return the Markdown of each generated page, by file name."""
+    """Return the Markdown of each generated page, by its path below `docs/reference/`."""
     return {
         "commands.md": commands_page(),
         "settings_generate.md": settings_page(
             GenerateSettings,
             "Settings of `osora generate`",
-            "The defaults are those of the schema. A preset sets its own values: "
+            "The table has the defaults of the schema. A preset sets its own values: "
             "`osora presets --json` prints all of them.",
         ),
         "settings_train.md": settings_page(
             TrainSettings,
             "Settings of `osora train`",
-            "`target` has no default: every recipe in `configs/train/` sets it. `osora data cache` reads them, too.",
+            "`target` has no default: every recipe in `configs/train/` sets it. `osora data cache` reads the same "
+            "settings.",
         ),
         "settings_vae.md": settings_page(
             ReconstructSettings,
             "Settings of `osora vae`",
-            "The configurations of the autoencoders are in `configs/vae/`. `osora vae stats` has all but `output`.",
+            "`configs/vae/` has the configurations of the autoencoders. `osora vae stats` has all settings except "
+            "`output`.",
         ),
-        "json_documents.md": documents_page(),
+        **documents_pages(),
     }
 
 
 def commands_page() -> str:
     """Return the page of all commands with their arguments and options."""
     root = load_commands()
-    parts = ["# Commands", "The same text as `osora COMMAND --help`."]
+    parts = [LONG, "# Commands", "`osora COMMAND --help-all` prints the same text."]
     for name, command in _commands(root, "osora"):
         parts.append(f"## `{name}`")
         parts.extend(_help_paragraphs(command.help or ""))
@@ -115,7 +130,7 @@ def _parameter_row(parameter: Any) -> tuple[str, ...]:
 def settings_page(settings: type[BaseModel], title: str, about: str) -> str:
     """Return the page of one command's settings, a table for each section."""
     schema = settings.model_json_schema(mode="validation")
-    parts = [f"# {title}", about]
+    parts = [LONG, f"# {title}", about]
     parts.extend(_sections(schema, schema.get("$defs", {}), key=""))
     return "\n\n".join(parts) + "\n"
 
@@ -137,27 +152,57 @@ def _sections(section: Schema, named: Schema, *, key: str) -> Iterator[str]:
         yield from _sections(target, named, key=f"{name}.")
 
 
-def documents_page() -> str:
-    """Return the page of the JSON documents that commands print and write."""
-    parts = [
-        "# JSON documents",
-        "What `--json` prints and what is written beside results. The number after `/` is the version: it changes "
-        "when a key is removed or changes its meaning.",
-    ]
+def documents_pages() -> dict[str, str]:
+    """Return the overview of the JSON documents and a page for each command that prints some."""
     documents = _documents()
     notes = {document.__name__: _notes(document) for document in documents}
-    for document in sorted((each for each in documents if each.SCHEMA), key=lambda each: str(each.SCHEMA)):
-        schema = document.model_json_schema(mode="serialization")
-        named = schema.pop("$defs", {})
-        parts.append(f"## `{document.SCHEMA}`")
-        parts.append(_first_paragraph(document.__doc__))
-        parts.append(_keys_table(schema, named, notes[document.__name__]))
-        for name, part in named.items():
-            if "properties" in part:
-                parts.append(f"**`{name}`** {_first_paragraph(part.get('description'))}")
-                parts.append(_keys_table(part, named, notes.get(name, {})))
-        parts.append('??? note "JSON schema"\n\n    ```json\n' + _indented({**schema, "$defs": named}) + "\n    ```")
-    return "\n\n".join(parts) + "\n"
+    if len(notes) < len(documents):
+        raise ValueError("two documents have one name, and their notes would be mixed")
+    by_name = {str(each.SCHEMA).split("/")[0].removeprefix("osora."): each for each in documents if each.SCHEMA}
+    of_commands = {name: command for command, names in COMMAND_OF_SCHEMA.items() for name in names}
+    if by_name.keys() != of_commands.keys():
+        raise ValueError(f"COMMAND_OF_SCHEMA differs from the schemas in {by_name.keys() ^ of_commands.keys()}")
+    settings = _settings_sections()
+    found = {}
+    rows = []
+    for command, names in COMMAND_OF_SCHEMA.items():
+        parts = [LONG_WITHOUT_SEARCH, f"# JSON of `osora {command}`"]
+        for name in names:
+            parts.extend(_document_section(by_name[name], notes, settings))
+        found[f"json/{command}.md"] = "\n\n".join(parts) + "\n"
+        rows.append(
+            (f"[`osora {command}`](json/{command}.md)", ", ".join(f"`{by_name[name].SCHEMA}`" for name in names))
+        )
+    found["json_documents.md"] = (
+        "# JSON documents\n\n`--json` prints one document to stdout. Its key `schema` has the name and the version, "
+        "such as `osora.plan/5`. The version rises when a key is removed or changes its meaning.\n\n"
+        f"{_table(('command', 'documents'), rows)}\n"
+    )
+    return found
+
+
+def _document_section(document: type[Document], notes: Mapping[str, Schema], settings: frozenset[str]) -> Iterator[str]:
+    """Yield the paragraphs and tables of one document. Sections of settings are on pages of their own."""
+    schema = document.model_json_schema(mode="serialization")
+    named = schema.pop("$defs", {})
+    yield f"## `{document.SCHEMA}`"
+    yield _first_paragraph(document.__doc__)
+    yield _keys_table(schema, named, notes[document.__name__])
+    for name, part in named.items():
+        if "properties" in part and name not in settings:
+            yield f"**`{name}`** {_first_paragraph(part.get('description'))}"
+            yield _keys_table(part, named, notes.get(name, {}))
+    yield f"JSON schema: `{document.__module__}.{document.__name__}.model_json_schema()`."
+
+
+def _settings_sections() -> frozenset[str]:
+    """Return the names of all classes that the pages of settings describe."""
+    classes = (GenerateSettings, TrainSettings, ReconstructSettings)
+    return frozenset(
+        name
+        for each in classes
+        for name in (each.__name__, *each.model_json_schema(mode="serialization").get("$defs", {}))
+    )
 
 
 def _documents() -> list[type[Document]]:
@@ -248,10 +293,6 @@ def _first_paragraph(text: str | None) -> str:
     return " ".join((text or "").split("\n\n")[0].split())
 
 
-def _indented(value: object) -> str:
-    return "\n".join(f"    {line}" for line in json.dumps(value, indent=1).splitlines())
-
-
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
     return "\n".join(f"| {' | '.join(_cell(cell) for cell in line)} |" for line in lines)
@@ -260,3 +301,22 @@ def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
 def _cell(text: str) -> str:
     # A bar outside of code would end the cell, and <...> would be HTML.
     return re.sub(r"\s+", " ", text).replace("|", "\\|").replace("<", "&lt;")
+
+
+def main() -> None:
+    """Write the pages whose text has changed, and remove pages that the code no longer makes."""
+    wanted = pages()
+    for name, text in wanted.items():
+        path = FOLDER / name
+        path.parent.mkdir(exist_ok=True)
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+            print(path)
+    for path in (FOLDER / "json").glob("*.md"):
+        if f"json/{path.name}" not in wanted:
+            path.unlink()
+            print(f"{path} removed")
+
+
+if __name__ == "__main__":
+    main()

@@ -10,6 +10,7 @@ import gc
 import hashlib
 import os
 import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Generator, Iterator
@@ -27,6 +28,9 @@ _CACHES = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_CACHES] = caches = tempfile.TemporaryDirectory(prefix="osora-caches-")
     os.environ["XDG_CACHE_HOME"] = caches.name
+    # The package is compiled once, and not by every worker and every program that tests start.
+    sys.dont_write_bytecode = False
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     # Before torch is imported: many processes that each take all cores wait for one another.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     # No deadline, which a busy machine misses, and the same examples in each run.

@@ -4,8 +4,10 @@ Use it in a process of its own, which has no other threads: it forks.
 """
 
 import io
+import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +57,16 @@ def kill_at_every_step(
             return deaths
         assert os.WTERMSIG(status) == signal.SIGKILL
         deaths += 1
+
+
+def run_script(file: str, *arguments: object) -> Any:
+    """Run a test module as a program, which may fork and count what it writes, and return the JSON that it prints."""
+    tests = Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
+    command = [sys.executable, file, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def tree(path: Path) -> Tree:

@@ -144,12 +144,6 @@ def act(asked: argparse.Namespace, context: RankContext, stage: str) -> None:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(120)", str(asked.mark)])
             time.sleep(120)
-        case "silence":
-            beat(stage, 0.01)
-            time.sleep(120)
-        case "spin":
-            beat(stage, 0.01)
-            compute(120)
         case "compute":
             compute(4)
         case "terminal" if sys.stdout.isatty():

@@ -5,6 +5,7 @@ from torch import Tensor, nn
 
 from opensora_cli.core.attention import AttentionFn
 from opensora_cli.models.attention.sdpa import sdpa
+from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
 
@@ -20,21 +21,22 @@ def transformer(
     heads: int = 4,
     mlp_ratio: float = 4.0,
     attention: AttentionFn = sdpa,
+    **others: object,
 ) -> MMDiT:
-    """Return a transformer in which every weight matters."""
+    """Return a transformer in which every weight matters; `others` are fields of its configuration."""
     width = hidden // heads
-    config = MMDiTConfig(
-        in_channels=16,
-        vec_in_dim=8,
-        context_in_dim=12,
-        hidden_size=hidden,
-        num_heads=heads,
-        mlp_ratio=mlp_ratio,
-        depth=depth,
-        depth_single_blocks=single,
-        axes_dim=(width // 2, width // 4, width // 4),
-    )
-    model = MMDiT(config, attention=attention)
+    config = {
+        "in_channels": 16,
+        "vec_in_dim": 8,
+        "context_in_dim": 12,
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "mlp_ratio": mlp_ratio,
+        "depth": depth,
+        "depth_single_blocks": single,
+        "axes_dim": (width // 2, width // 4, width // 4),
+    }
+    model = MMDiT(MMDiTConfig.model_validate(config | others), attention=attention)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in model.parameters():
@@ -49,14 +51,18 @@ def inputs(model: MMDiT, *, batch: int = 2, tokens: int = 12, text: int = 5, see
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    return {
+    given = {
         "packed_latents_BND": draw(batch, tokens, config.in_channels),
         "position_ids_BN3": torch.randint(0, 8, (1, tokens, 3), generator=generator),
         "timesteps_B": torch.rand(batch, generator=generator),
         "prompt_embeds_BLC": draw(batch, text, config.context_in_dim),
         "pooled_prompt_embeds_BV": draw(batch, config.vec_in_dim),
-        "conditioning_BNK": draw(batch, tokens, config.conditioning_channels),
     }
+    if config.cond_embed:
+        given["conditioning_BNK"] = draw(batch, tokens, config.conditioning_channels)
+    if config.guidance_embed:
+        given["embedded_guidance_B"] = torch.full((batch,), 4.0)
+    return given
 
 
 def loss_of(model: nn.Module, arguments: dict[str, Tensor]) -> Tensor:
@@ -83,3 +89,13 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
     different = [name for name in ours if not torch.equal(ours[name], theirs[name])]
     assert different == []
     assert all(value.any() for name, value in ours.items() if "weight" in name)
+
+
+def linears_of_blocks(config: MMDiTConfig) -> tuple[str, ...]:
+    """Return the paths in the model of all linear layers of the sharding plans, in the order of the blocks."""
+    return tuple(
+        f"{stack.module_path}.{index}.{linear.path}"
+        for stack in repeated_blocks(config)
+        for index in range(stack.count)
+        for linear in stack.linears
+    )

@@ -327,10 +327,17 @@ def _save_text_model(folder: Path, model_class: type, config: object, *, templat
     torch.manual_seed(0)
     with folders.quiet():
         model_class(config).save_pretrained(folder)
+    save_tokenizer(folder, template)
+
+
+def save_tokenizer(folder: Path, template: str | None) -> None:
+    """Write a lower-casing tokenizer with a vocabulary of `WORDS`; without a template, a text has no end token."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=[("<s>", 3), ("</s>", 1)])
+    if template is not None:
+        special = [("<s>", 3), ("</s>", 1)]
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
     transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
     ).save_pretrained(folder)

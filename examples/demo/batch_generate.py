@@ -11,12 +11,13 @@ from opensora_cli.core.conditions import T2V, ConditionMode, reference_parts
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.encode.clips import cut_part
+from opensora_cli.engine.generate.chain import alone
 from opensora_cli.engine.generate.decode import Clip, decode_latents
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.pipeline import make
-from opensora_cli.engine.generate.plan import Plan, alone
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.references import Reference
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.media.resize import fit_frames

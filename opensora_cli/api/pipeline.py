@@ -207,7 +207,7 @@ def _with_keywords(text: str) -> str:
 
 
 class _BarReporter(ConsoleReporter):
-    """Shows bars; warnings, and notes at the level INFO, are logged."""
+    """Reporter that shows bars, and logs warnings, and notes at the level INFO."""
 
     def note(self, text: str) -> None:
         _log.info("%s", text)
@@ -217,7 +217,7 @@ class _BarReporter(ConsoleReporter):
 
 
 class _LoggingReporter(SilentReporter):
-    """Logs warnings, and notes at the level INFO; progress goes to a function."""
+    """Reporter that logs warnings, and notes at the level INFO, and calls a function with the progress."""
 
     def __init__(self, on_progress: OnProgress | None) -> None:
         self._on_progress = on_progress

@@ -18,9 +18,9 @@ from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.media_choices import MediaFormat
+from opensora_cli.engine.generate.chain import VIDEO
 from opensora_cli.engine.generate.decode import Figures, HeldVideo, write_video
 from opensora_cli.engine.generate.outputs import Claims, check_outputs, find_target, sample_files
-from opensora_cli.engine.generate.plan import VIDEO
 from opensora_cli.engine.generate.saved_latents import remove_latents
 from opensora_cli.engine.generate.sidecar import sample_settings
 from opensora_cli.media.write import write_media
@@ -37,7 +37,7 @@ class Video:
     frames: Final[NDArray[np.uint8]]
     """Frames (T, H, W, 3), RGB, read-only."""
     fps: Final[int]
-    """Frames a second."""
+    """Frames per second."""
     seed: Final[int]
     """Seed of the noise."""
     settings: Final[GenerateSettings]

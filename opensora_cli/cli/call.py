@@ -63,7 +63,7 @@ class Call:
 
     @cached_property
     def reporter(self) -> Reporter:
-        """Shows progress and messages. Of ranks that run the command together only the first does."""
+        """Reporter of progress and messages. Of ranks that run the command together, only the first one reports."""
         context = output.rank_context() if self.on_ranks else None
         is_quiet = "--quiet" in self.given or not (context is None or context.is_main)
         return output.make_reporter(quiet=is_quiet, is_brief=self.is_brief and VERBOSE not in self.given)

@@ -16,7 +16,7 @@ from opensora_cli.cli.call import VERBOSE, Call
 from opensora_cli.cli.errors import interruptible
 from opensora_cli.cli.group import HELP, hide_types, unwrapped
 from opensora_cli.cli.options import PRINTED
-from opensora_cli.core.section import Section, alternatives
+from opensora_cli.core.section import Section, alternatives, shown
 from opensora_cli.settings.flags import Option, given_by
 from opensora_cli.settings.layers import Layer, validate
 
@@ -59,7 +59,8 @@ class Command(TyperCommand):
         for parameter, (label, row) in zip(parameters, self.rows.items(), strict=True):
             field = self.fields[label]
             about, kind = row.help or field.description, _kind(row, field)
-            default = row.default or defaults.get(label) or _shown(field)
+            own = None if field is None or field.is_required() else field.default
+            default = row.default or defaults.get(label) or shown_default(own)
             if unset := _UNSET.fullmatch(about):
                 about, default = unset[1], default or unset[2]
             if parameter.metavar == "NAME" and _is_enum(kind):
@@ -207,7 +208,6 @@ def _metavar(kind: Any) -> str | None:
     return choices if len(choices) <= _WIDEST_CHOICES else "NAME"
 
 
-def _shown(field: Any) -> str:
-    """Return the default of a field for the help text; empty for no default."""
-    default = None if field is None or field.is_required() else field.default
-    return "" if default is None or isinstance(default, bool | tuple) or default == "" else f"{default}"
+def shown_default(value: object) -> str:
+    """Return a value as it can be typed; empty if a help text does not show it."""
+    return "" if value is None or isinstance(value, bool | tuple) else shown(value)

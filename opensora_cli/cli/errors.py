@@ -15,6 +15,7 @@ from opensora_cli.core.rank_link import INTERRUPTED
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.reading import is_lack_of_memory, refused_by_system
 from opensora_cli.core.signals import interrupts
+from opensora_cli.settings.flags import FLAGS, option_of
 
 # Typer vendors Click and exposes only this subclass of the error for a command line that does not parse.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -126,7 +127,12 @@ def _usage_error(error: Exception) -> RequestError:
 def reference_option(option: str) -> str:
     """Return osora's name for an option of the reference's scripts."""
     name = option.lstrip("-").replace("-", "_").rpartition(".")[2]
-    return RENAMED.get(name, f"--{name.replace('_', '-')}")
+    if name in RENAMED:
+        return RENAMED[name]
+    from opensora_cli.settings.reference import SAMPLING_NAMES
+
+    options = {row.key: option_of(flag) for flag, row in FLAGS.items()}
+    return options.get(SAMPLING_NAMES[name], "--set") if name in SAMPLING_NAMES else option_of(name)
 
 
 @contextmanager

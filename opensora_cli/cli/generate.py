@@ -4,15 +4,16 @@ import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
 
 from opensora_cli.api.request import generate_request
 from opensora_cli.cli import options
 from opensora_cli.cli.call import VERBOSE, Call
-from opensora_cli.cli.command import make_command
+from opensora_cli.cli.command import make_command, shown_default
 from opensora_cli.core.documents import Document
 from opensora_cli.core.ranks import RankContext, find_context
+from opensora_cli.core.section import shown
 from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets
@@ -126,26 +127,14 @@ def _make_rows(
 
 def _preset_defaults() -> Mapping[str, str]:
     """Return the values of the released model's presets, and the demo's where they differ."""
-    values = {name: load_preset(name, prompt="any").model_dump(mode="json") for name in list_presets("generate")}
-    demo, released = values.pop(DEMO), next(iter(values.values()))
-    return {
-        option_of(name): shown if shown == own else f"{shown}; demo {own}"
-        for name, row in FLAGS.items()
-        if (shown := _shown(released, row.key)) and (own := _shown(demo, row.key))
-    }
-
-
-def _shown(values: Mapping[str, Any], key: str) -> str:
-    """Return a setting as it can be typed; empty if the help text says what unset means."""
-    *sections, name = key.split(".")
-    for section in sections:
-        values = values[section]
-    value = values[name]
-    if value is None:
-        return "none" if key == "prompt_suffix.motion_score" else ""
-    if value == "" or isinstance(value, bool | list):
-        return ""
-    return f"{value:g}" if isinstance(value, float) else f"{value}"
+    presets = {name: load_preset(name, prompt="any") for name in list_presets("generate")}
+    demo, released = presets.pop(DEMO), next(iter(presets.values()))
+    found = {}
+    for name, row in FLAGS.items():
+        usual, own = (attrgetter(row.key)(preset) for preset in (released, demo))
+        if text := shown_default(usual):
+            found[option_of(name)] = text if usual == own else f"{text}; demo {shown(own)}"
+    return found
 
 
 _OWN_ROWS = {

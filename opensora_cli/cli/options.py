@@ -13,22 +13,8 @@ from opensora_cli.settings.flags import MACHINE, OUTPUT, Option
 
 _SETTINGS_FILES = (".json", ".py", ".yaml", ".yml")
 
-RENAMED = {
-    "save_dir": "--out",
-    "cond_type": "--cond",
-    "offload_model": "--offload",
-    "resolution": "--res",
-    "num_steps": "--steps",
-    "guidance": "--guidance-scale",
-    "guidance_img": "--image-guidance-scale",
-    "flow_shift": "--set",
-    "is_causal_vae": "--set",
-    "num_sample": "--num-samples",
-    "fps_save": "--fps",
-    "prompt_refine": "--refine",
-    "ckpt_path": "--weights",
-}
-"""Options that have another name in the reference implementation's scripts, by the last part of that name."""
+RENAMED = {"offload_model": "--offload", "is_causal_vae": "--set", "ckpt_path": "--weights"}
+"""Options of the reference implementation's scripts that the tables of `settings.reference` do not name."""
 
 REPLACED = {
     "--profile": "osora bench-generate",

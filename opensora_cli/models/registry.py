@@ -39,6 +39,7 @@ class WeightNames(Section):
     vae: FileName = Field(default="hunyuan_vae.safetensors", description="Autoencoder weights.")
     t5: FileName = Field(default="google/t5-v1_1-xxl", description="T5 folder in the transformers layout.")
     clip: FileName = Field(default="openai/clip-vit-large-patch14", description="CLIP folder in that layout.")
+    turbo: FileName = Field(default="turbo", description="Folder of the few-step adapter of --turbo.")
     hub_repo: FileName = Field(default="hpcai-tech/Open-Sora-v2", description="Hub repository of all these files.")
 
 

@@ -69,7 +69,7 @@ def _vae(place: str) -> tuple[Applies, ...]:
 VAE = _vae("vae")
 
 _RECORDED_IF_CHANGED = (
-    "video.extend prompts_at condition.seamless condition.continued loras compile precision.linear "
+    "video.extend prompts_at condition.seamless condition.continued loras compile precision.linear sampling.turbo "
     "sampling.stop_at sampling.step_cache sampling.solver sampling.timesteps sampling.mean_guidance_of "
     "sampling.guidance_interval memory.resident_blocks memory.limit memory.host_weights runtime.weights "
     "runtime.threads"
@@ -95,6 +95,7 @@ GENERATE = (
     # The number of devices changes only rounding, unless they compress what they exchange.
     Applies("parallel", lambda s: False, but="compression"),
     Applies("parallel.compression", lambda s: s.parallel.compression != "none"),
+    Applies("files.turbo", lambda s: s.sampling.turbo),
     Applies("refine", lambda s: False, but="original"),
     Applies("refine.original", lambda s: s.refine.original is not None),
     _typed(
@@ -180,7 +181,7 @@ GENERATE = (
 
 SAME_FOR_ALL_RUNS = Applies(
     "prompt prompts_at negative_prompt refine prompt_suffix text loras model files video condition picture draft "
-    "from_latents resume output sampling.seed sampling.num_samples sampling.stop_at "
+    "from_latents resume output sampling.seed sampling.num_samples sampling.stop_at sampling.turbo "
     "runtime.weights runtime.model_choice runtime.device runtime.prompt_cache runtime.prompt_cache_limit "
     "parallel.gpus parallel.devices parallel.nnodes parallel.data_parallel_degree",
     lambda s: False,

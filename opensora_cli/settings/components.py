@@ -115,7 +115,7 @@ def settings_of(model: str) -> dict[str, Any]:
 
 
 def picture_values(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `given`, settings of the model of a first picture, over those in the entry of that model."""
+    """Return the settings of the model that makes the first picture: `given` over the entry in the registry."""
     model, vae, files = (dict(given.get(name) or {}) for name in ("model", "vae", "files"))
     name = str(model.get("name", FLUX1_DEV))
     # Validation reports an unknown name.

@@ -84,16 +84,21 @@ class ExchangeSettings(DeviceSettings):
 
     def exchange_problems(self, *, ulysses: int, tensor: int) -> list[str]:
         """Return one line for each setting that has no effect, or cannot work, with these ranks along the axes."""
-        problems = []
+        fields, is_hierarchical = type(self).model_fields, self.all_to_all is AllToAll.HIERARCHICAL
+        given = {
+            name: getattr(self, name) for name in ("all_to_all", "compression", "ulysses_chunks") if name in fields
+        }
         if ulysses == 1:
-            problems += [
-                f"parallel.{name}={getattr(self, name)} has no effect, since no tokens are exchanged for heads: "
+            return [
+                f"parallel.{name}={value} has no effect, since no tokens are exchanged for heads: "
                 "use parallel.ulysses_degree over 1, or drop it"
-                for name in ("all_to_all", "compression")
-                if getattr(self, name) != type(self).model_fields[name].default
+                for name, value in given.items()
+                if value != fields[name].default
             ]
-        elif self.all_to_all is AllToAll.HIERARCHICAL:
-            problems += self._hierarchy_problems(ulysses=ulysses, tensor=tensor)
+        problems = self._hierarchy_problems(ulysses=ulysses, tensor=tensor) if is_hierarchical else []
+        if is_hierarchical and (chunks := given.get("ulysses_chunks", 1)) > 1:
+            both = f"parallel.ulysses_chunks={chunks} does not go with parallel.all_to_all=hierarchical"
+            problems.append(f"{both}: use one of them")
         return problems
 
     def head_problems(self, num_heads: int) -> Iterator[str]:
@@ -145,17 +150,6 @@ class ParallelSettings(ExchangeSettings):
         default=1, description="Parts of an exchange of heads, which overlap with attention. 1: no overlap."
     )
 
-    def exchange_problems(self, *, ulysses: int, tensor: int) -> list[str]:
-        """Return one line for each setting that has no effect, or cannot work, with these ranks along the axes."""
-        problems = super().exchange_problems(ulysses=ulysses, tensor=tensor)
-        if self.ulysses_chunks > 1:
-            named = f"parallel.ulysses_chunks={self.ulysses_chunks}"
-            if ulysses == 1:
-                problems.append(f"{named} has no effect, since no tokens are exchanged for heads: drop it")
-            elif self.all_to_all is AllToAll.HIERARCHICAL:
-                problems.append(f"{named} does not go with parallel.all_to_all=hierarchical: use one of them")
-        return problems
-
 
 class Strategy(StrEnum):
     """Sharding of weights, gradients and optimizer states over devices (Rajbhandari et al. 2020, ZeRO)."""
@@ -168,7 +162,7 @@ class Strategy(StrEnum):
 
     @property
     def means(self) -> str:
-        """Strategy in the terms of torch."""
+        """Description of the strategy in the terms of torch."""
         return {
             Strategy.DDP: "DistributedDataParallel",
             Strategy.ZERO1: "FSDP2 without resharding after forward; gradients are reduced once an update",

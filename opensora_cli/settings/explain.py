@@ -13,7 +13,7 @@ from opensora_cli.core.strict_json import as_unicode
 
 _LONGEST = 200
 _SHORTENED = 0.85
-"""Likeness of a name that lacks words of another; a single wrong letter is more alike."""
+"""Similarity of a name that lacks words of another one. A single wrong letter counts as more similar."""
 _LEADING_KEY = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*(?=[= ])")
 _PLAIN = re.compile(r"[^\s'\"]+")
 _RULES = {

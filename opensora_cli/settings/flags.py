@@ -60,7 +60,7 @@ class Flags(TypedDict, total=False):
         str | Sequence[str] | None,
         Option("prompts_at", PROMPT, "With --extend: prompt from a time on, as in 2s=snow. Repeatable.", "Ts=PROMPT"),
     ]
-    res: Annotated[str | None, Option("video.resolution", VIDEO, metavar="SIZE", is_common=True)]
+    res: Annotated[str | None, Option("video.resolution", VIDEO, "Size, as in 768px.", "SIZE", is_common=True)]
     aspect_ratio: Annotated[str | None, Option("video.aspect_ratio", VIDEO, metavar="W:H", is_common=True)]
     width: Annotated[int | str | None, Option("video.width", VIDEO)]
     height: Annotated[int | str | None, Option("video.height", VIDEO)]
@@ -96,6 +96,10 @@ class Flags(TypedDict, total=False):
     fast: Annotated[
         bool | None,
         Option("sampling.fast", SAMPLING, "Use fewer evaluations for nearly the same video.", is_common=True),
+    ]
+    turbo: Annotated[
+        bool | None,
+        Option("sampling.turbo", SAMPLING, "Use the few-step adapter of the model.", is_common=True),
     ]
     solver: Annotated[str | None, Option("sampling.solver", SAMPLING)]
     guidance_scale: Annotated[float | str | None, Option("sampling.guidance_scale", SAMPLING, metavar="X")]

@@ -47,6 +47,7 @@ _CONFLICTS = (
     Pair("refine.prompt", "prompts_at", "a server rewrites one prompt, so drop one of them"),
     Pair("condition.seamless", "video.extend", "segments continue after the last frame, so drop one of them"),
     Pair("sampling.stop_at", "video.extend", "a run stops in its first segment, so drop one of them"),
+    Pair("sampling.fast", "sampling.turbo", "the adapter has its own steps, so drop one of them"),
     Pair("draft.resolution", "video.extend", "a draft is for one clip, so drop one of them"),
     Pair("draft.resolution", "picture.first", "make the picture alone, and give it with --ref"),
     Pair("parallel.devices", "runtime.device!=auto", "drop one of them"),

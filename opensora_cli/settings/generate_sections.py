@@ -237,6 +237,9 @@ class SamplingSettings(Section):
         description="Unless they are set: solver=ab2, num_inference_steps=15, step_cache=0.15 and "
         "mean_guidance_of=the preset's steps.",
     )
+    turbo: bool = Field(
+        default=False, description="Add the few-step adapter of the model, and use the sampling that it asks for."
+    )
     timesteps: tuple[Share, ...] | None = Field(
         default=None, description="Times between the steps, from 1 (noise) to 0 (video). None means by flow_shift."
     )

@@ -38,7 +38,7 @@ SIDECAR_SCHEMAS = ("osora.generate/1", SIDECAR_SCHEMA)
 """Schemas of sidecars that can be read. Their settings have one form."""
 _FAST_STEPS, _FAST_CACHE = 15, 0.15
 ANY_PROMPT = "raining, sea"
-"""Prompt of runs that measure."""
+"""Prompt of benchmarks, and of plans without a prompt."""
 _ANY = {"prompt": Given(ANY_PROMPT, "prompt")}
 
 
@@ -52,8 +52,6 @@ class SavedSettings:
     """Whether the launcher of this rank wrote the file. All of its settings are taken then."""
     decodes: bool = False
     """Whether the file has finished latents, which are decoded."""
-    output: Path | None = None
-    """Place of the result unless the command line names one. None means the usual place."""
 
     @cached_property
     def layer(self) -> dict[str, Given]:
@@ -138,8 +136,6 @@ class GenerateRequest:
         path = {**below, **self.overrides}.get("output.path")
         if path is not None and named_format(str(path.value)) is not None:
             taken.pop("output.format", None)
-        if saved.output is not None:
-            taken["output.path"] = Given(str(saved.output), saved.source)
         return {**below, **taken}
 
 

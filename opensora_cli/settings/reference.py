@@ -10,30 +10,27 @@ from typing import Any
 
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem
-from opensora_cli.core.section import nested
+from opensora_cli.core.section import Section, nested
+from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.registry import OPEN_SORA_V2, OPEN_SORA_V2_DC_AE
+from opensora_cli.models.vae.config import DCAEConfig, FluxAEConfig, HunyuanSizes
 from opensora_cli.settings.files import CODE, PLAIN_VALUES, ConfigFile
 
 Sections = tuple[dict[str, Any], list[str]]
 """Settings, nested as in a YAML file, and the names that were not carried over."""
 
-_AUTOENCODERS = {
-    "hunyuan_vae": ("hunyuan", "vae"),
-    "dc_ae": ("dc_ae", "vae.dc_ae"),
-    "autoencoder_2d": ("flux_ae", "vae.flux_ae"),
+_AUTOENCODERS: Mapping[str, tuple[str, str, type[Section]]] = {
+    "hunyuan_vae": ("hunyuan", "vae", HunyuanSizes),
+    "dc_ae": ("dc_ae", "vae.dc_ae", DCAEConfig),
+    "autoencoder_2d": ("flux_ae", "vae.flux_ae", FluxAEConfig),
 }
-"""Kind of each autoencoder, and the section of its sizes."""
-_SIZES = {
-    "model": "in_channels vec_in_dim context_in_dim hidden_size mlp_ratio num_heads depth depth_single_blocks axes_dim "
-    "theta qkv_bias guidance_embed patch_size cond_embed",
-    "vae": "layers_per_block latent_channels block_out_channels scale_factor shift_factor time_compression_ratio "
-    "spatial_compression_ratio",
-    "vae.dc_ae": "scaling_factor spatial_tile_size temporal_tile_size tile_overlap_factor",
-    "vae.flux_ae": "ch ch_mult num_res_blocks z_channels scale_factor shift_factor",
-}
-"""Sizes that have the same name here, by section."""
+"""Kind of each autoencoder, the section of its sizes, and the sizes, which have the same names."""
 _TILING = {"use_spatial_tiling": "vae.spatial_tiling", "use_temporal_tiling": "vae.temporal_tiling"}
-
+_SHARED = {
+    **{f"model.{name}": f"model.{name}" for name in MMDiTConfig.model_fields},
+    "t5.max_length": "text.t5_max_length",
+    "clip.max_length": "text.clip_max_length",
+}
 _SAMPLING = {
     "resolution": "video.resolution",
     "aspect_ratio": "video.aspect_ratio",
@@ -41,22 +38,16 @@ _SAMPLING = {
     "num_steps": "sampling.num_inference_steps",
     "guidance": "sampling.guidance_scale",
     "guidance_img": "sampling.image_guidance_scale",
+    "flow_shift": "sampling.flow_shift",
+    "text_osci": "sampling.text_oscillation",
+    "image_osci": "sampling.image_oscillation",
+    "scale_temporal_osci": "sampling.temporal_image_scaling",
 }
-_SHARED = {
-    **{f"model.{name}": f"model.{name}" for name in _SIZES["model"].split()},
-    "t5.max_length": "text.t5_max_length",
-    "clip.max_length": "text.clip_max_length",
-}
-_GENERATION = {
+"""Names in the section `sampling_option`. A name that stands alone wins over the one in the section."""
+SAMPLING_NAMES = {
     **_SHARED,
-    **{f"sampling_option.{name}": ours for name, ours in _SAMPLING.items()},
-    "sampling_option.seed": "sampling.seed",
-    "sampling_option.flow_shift": "sampling.flow_shift",
-    "sampling_option.text_osci": "sampling.text_oscillation",
-    "sampling_option.image_osci": "sampling.image_oscillation",
-    "sampling_option.scale_temporal_osci": "sampling.temporal_image_scaling",
-    # A name that stands alone wins over the one in sampling_option.
     **_SAMPLING,
+    "sampling_option.seed": "sampling.seed",
     "cond_type": "condition.mode",
     "fps_save": "video.fps",
     "img_resolution": "picture.resolution",
@@ -68,6 +59,7 @@ _GENERATION = {
     "save_dir": "output.path",
     "use_t2i2v": "picture.first",
 }
+"""Setting of each name in a file for sampling."""
 _TRAINING = {
     **_SHARED,
     **{f"condition_config.{mode}": f"train_mmdit.mode_weights.{mode}" for mode in CONDITION_MODES},
@@ -167,16 +159,17 @@ def read_reference_generation(file: ConfigFile) -> Sections:
         del values["motion_score"]
         found["refine.motion_score"] = True
     if values.get("use_t2i2v"):
-        values.take({f"img_flux.{name}": f"picture.model.{name}" for name in _SIZES["model"].split()})
+        values.take({f"img_flux.{name}": f"picture.model.{name}" for name in MMDiTConfig.model_fields})
         if values.has("img_flux_ae"):
             values.take_autoencoder("img_flux_ae", prefix="picture.")
         for section, ours in (("img_flux", "transformer"), ("img_flux_ae", "vae")):
             values.take_file(f"{section}.from_pretrained", f"picture.files.{ours}")
+    values.take({f"sampling_option.{name}": ours for name, ours in _SAMPLING.items()})
     values.take_dtype()
     # The autoencoder and model.patch_size decide.
     for name in ("patch_size", "ae_spatial_compression", "sampling_option.is_causal_vae"):
         values.pop(name, None)
-    return values.carried_over(_GENERATION)
+    return values.carried_over(SAMPLING_NAMES)
 
 
 def read_reference_autoencoder(file: ConfigFile) -> Sections:
@@ -287,9 +280,9 @@ class _Values(dict[str, Any]):
                 f"{self._path}: {section}.type={theirs!r:.80} is no autoencoder that osora knows",
                 hint=f"these are: {', '.join(_AUTOENCODERS)}",
             )
-        kind, place = _AUTOENCODERS[theirs]
+        kind, place, sizes = _AUTOENCODERS[theirs]
         self.found[f"{prefix}vae.kind"] = kind
-        names = {**_TILING, **{name: f"{place}.{name}" for name in _SIZES[place].split()}}
+        names = {**_TILING, **{name: f"{place}.{name}" for name in sizes.model_fields}}
         self.take({f"{section}.{name}": f"{prefix}{ours}" for name, ours in names.items()})
         if kind == "dc_ae" and self.get(f"{section}.model_name") in (None, _DEEP_NAME):
             for name in ("model_name", "from_scratch"):
@@ -313,7 +306,7 @@ class _Values(dict[str, Any]):
             self.found[key] = str(file) if key in ("files.t5", "files.clip") else os.path.abspath(file)
 
     def take_dtype(self) -> None:
-        """Carry over the dtype of a run that trains nothing."""
+        """Carry over the dtype of a generation or a reconstruction."""
         if str(self.get("dtype")) in _DTYPES:
             self.found["runtime.dtype"] = _DTYPES[self.pop("dtype")]
 

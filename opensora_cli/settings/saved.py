@@ -30,7 +30,7 @@ video.aspect_ratios video.max_frames video.extend video.causal_lengths draft.res
 condition.mode condition.references condition.fit condition.ref_fps condition.video_latent_frames
 condition.seamless condition.continued condition.easy_latent_frames
 picture.first picture.save picture.resolution picture.own_model
-sampling.num_inference_steps sampling.solver sampling.fast sampling.timesteps sampling.stop_at
+sampling.num_inference_steps sampling.solver sampling.fast sampling.turbo sampling.timesteps sampling.stop_at
 sampling.guidance_scale sampling.image_guidance_scale sampling.text_oscillation sampling.image_oscillation
 sampling.mean_guidance_of sampling.step_cache sampling.temporal_image_scaling sampling.guidance_interval
 sampling.flow_shift sampling.seed sampling.num_samples sampling.embedded_guidance
@@ -44,7 +44,7 @@ TYPED = frozenset({"refine.prompt", "refine.motion_score"})
 """Settings that only the command line can set beside such a file, whose prompt is rewritten already."""
 
 _SAMPLED_WITH = (
-    *("files.transformer", "files.t5", "files.clip"),
+    *("files.transformer", "files.t5", "files.clip", "files.turbo"),
     *("picture.files.transformer", "picture.files.vae", "picture.files.hub_repo", "loras"),
 )
 """Files that decoding does not read. A file of latents records them."""
@@ -63,27 +63,12 @@ def description(saved: Layer, *, decodes: bool) -> dict[str, Given]:
     if score is not None and score.value == "auto":
         # `auto` would ask a server.
         del taken["prompt_suffix.motion_score"]
-    ending = _named_format(saved)
-    if not _has_value(taken.get("output.format")) and ending not in (None, _usual_format(saved)):
-        taken["output.format"] = Given(str(ending), saved["output.path"].source)
+    path, frames = saved.get("output.path"), saved.get("video.num_frames")
+    ending = None if path is None else named_format(str(path.value))
+    usual = MediaFormat.PNG if frames is not None and str(frames.value) == "1" else MediaFormat.MP4
+    if path is not None and ending not in (None, usual) and not _has_value(taken.get("output.format")):
+        taken["output.format"] = Given(str(ending), path.source)
     return taken
-
-
-def saved_format(saved: Layer) -> MediaFormat:
-    """Return the file format of the result that an earlier run described."""
-    given = saved.get("output.format")
-    if given is not None and given.value in list(MediaFormat):
-        return MediaFormat(str(given.value))
-    return _named_format(saved) or _usual_format(saved)
-
-
-def _usual_format(saved: Layer) -> MediaFormat:
-    frames = saved.get("video.num_frames")
-    return MediaFormat.PNG if frames is not None and str(frames.value) == "1" else MediaFormat.MP4
-
-
-def _named_format(saved: Layer) -> MediaFormat | None:
-    return named_format(str(saved["output.path"].value)) if "output.path" in saved else None
 
 
 def files_needed(saved: Layer, settings: GenerateSettings, *, decodes: bool, given: Collection[str]) -> dict[str, str]:

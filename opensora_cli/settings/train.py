@@ -87,7 +87,7 @@ class TrainSettings(Section):
 
     @property
     def held_out(self) -> "TrainSettings":
-        """The same run on the clips of `validation.table`, in the shapes of the training clips."""
+        """Settings of the same run on the clips of `validation.table`, in the shapes of the training clips."""
         table, seed = self.validation.table, self.validation.seed
         return self.replace({"data.table": table, "data.workers": 0, "loop.seed": seed, "validation.every": None})
 
@@ -342,7 +342,7 @@ def _sample_problems(settings: TrainSettings) -> Iterator[str]:
 
 
 class Target(NamedTuple):
-    """Objective as far as settings know it."""
+    """Properties of an objective that the rules of the settings need."""
 
     trains_transformer: bool
     rules: Callable[[TrainSettings], Iterator[str]]

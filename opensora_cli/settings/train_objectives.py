@@ -28,7 +28,7 @@ class ModeWeights(create_model("_ModeWeights", __base__=Section, **_FIELDS)):  #
     """Relative frequency of each condition mode in training."""
 
     def by_mode(self) -> dict[str, float]:
-        """Return the weights over 0."""
+        """Return the modes with a weight over 0, with their weights."""
         weights = {mode: float(getattr(self, mode)) for mode in type(self).model_fields}
         return {mode: weight for mode, weight in weights.items() if weight > 0}
 

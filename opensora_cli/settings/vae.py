@@ -24,7 +24,7 @@ _RELEASED_WEIGHTS = ("OSORA_WEIGHTS", "OSORA_RUNTIME__WEIGHTS")
 
 
 class VAEWeightsSettings(Section):
-    """Source of the weights."""
+    """Location of the weights."""
 
     file: FileName = Field(default=ARCHITECTURES[DEMO].files.vae, description="Name of the file in the weights folder.")
     hub_repo: FileName | None = Field(default=None, description="Hub repository. None means that osora contains it.")

@@ -46,15 +46,6 @@ def test_the_video_shows_a_rainy_sea(run):
     assert torch.diff(frames_THWC[:, :48], dim=0).abs().mean() > 2
 
 
-@pytest.mark.slow
-def test_words_that_the_demo_does_not_know_are_reported_once(run):
-    warnings = [line for line in run[1].splitlines() if "zeppelin" in line]
-
-    assert len(warnings) == 1
-    assert "boat" in warnings[0]
-    assert "desert" in warnings[0]
-
-
 def test_is_small_enough_to_be_embedded():
     folder = Path(str(importlib.resources.files("opensora_cli") / "assets" / "demo"))
 

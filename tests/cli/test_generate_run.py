@@ -306,7 +306,7 @@ def test_ctrl_c_while_denoising(world, osora, out, monkeypatch, capsys):
     shown = json.loads(capsys.readouterr().out)
     assert (shown["kind"], shown["prompt"], shown["seed"]) == ("state", "sea", 42)
     assert (code, stdout) == (130, "")
-    [command] = re.findall(r"go on with: osora (.*)", stderr)
+    [command] = re.findall(r"continue with: osora (.*)", stderr)
     assert command == f"generate --from {state} --weights {world.released}"
     monkeypatch.setattr(denoising, "denoise", denoise)
     # --from finds out what the file is.

@@ -151,7 +151,7 @@ def test_no_text_steers_a_terminal(text: io.StringIO, capsys: pytest.CaptureFixt
 def test_a_brief_reporter_leaves_out_stages_and_details(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     reporter = ConsoleReporter(has_bars=False, is_brief=True, every_s=5, clock=clock)
-    for line in ("model: demo", "threads: 3 (as set)", "attention: sdpa", "go on with: osora"):
+    for line in ("model: demo", "threads: 3 (as set)", "attention: sdpa", "continue with: osora"):
         reporter.note(line)
     reporter.warn("odd")
     with reporter.stage("denoise", total=6, unit="steps") as stage:
@@ -160,7 +160,7 @@ def test_a_brief_reporter_leaves_out_stages_and_details(capsys: pytest.CaptureFi
             stage.advance()
     assert capsys.readouterr().err.splitlines() == [
         "model: demo",
-        "go on with: osora",
+        "continue with: osora",
         "warning: odd",
         "denoise: 5/6 steps, 5.0 s, about 1.0 s left",
     ]

@@ -83,7 +83,7 @@ def test_a_run_does_not_fail_where_the_server_does(start: Start, osora: Osora, t
     start(500, 500, 500)
     code, _, stderr = osora("raining, sea", "--seed", "3", "--refine")
     assert code == 0
-    assert "the prompt stays as it is: " in stderr
+    assert "the prompt stays unchanged: " in stderr
     written = sidecar(tmp_path / "out" / "raining-sea_seed3.mp4")
     assert (written["prompt"], written["original_prompt"]) == ("raining, sea", None)
     assert "refine" not in written["settings"]

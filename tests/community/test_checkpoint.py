@@ -226,6 +226,7 @@ def test_a_hub_that_cannot_be_asked_is_one_line_without_the_password(
 ):
     connect(FakeHub(endpoint=endpoint), monkeypatch)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("time.sleep", lambda seconds: None)  # huggingface_hub waits between attempts
     with pytest.raises(CheckpointError, match="cannot be fetched from the Hugging Face Hub: ") as caught:
         load_from_hf_hub(name, cache_dir=str(tmp_path))
     assert "secret" not in caught.value.message

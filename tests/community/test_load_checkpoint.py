@@ -13,8 +13,6 @@ from opensora_cli.community.checkpoint import load_checkpoint
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.weight_choices import Format
 
-FORMATS = list(Format)
-
 
 def model(seed):
     torch.manual_seed(seed)
@@ -30,8 +28,8 @@ def equal(loaded, weights):
     return bit_equal(loaded.state_dict(), weights)
 
 
-@pytest.mark.parametrize("format", FORMATS)
-def test_every_format_is_loaded(tmp_path, weights, format):
+@pytest.mark.parametrize("format", [Format.TORCH, Format.DCP])
+def test_a_format_is_recognized_and_loaded(tmp_path, weights, format):
     write_checkpoint(held(weights), tmp_path / "a", format=format, shard_bytes=30)
     assert equal(load_checkpoint(model(1), tmp_path / "a"), weights)
     with torch.device("meta"):

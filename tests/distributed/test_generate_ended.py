@@ -150,7 +150,7 @@ def test_in_each_stage(stage, rank, event, tmp_path, picture, whole, processes, 
     assert set(Path("/dev/shm").glob("osora*")) <= shared
 
     latents = out / "raining-sea_seed7.latents.safetensors"
-    advice = re.findall(r"go on with: osora (.*)", err)
+    advice = re.findall(r"continue with: osora (.*)", err)
     flags = ["--device", "cpu"]
     if stage not in KEEPING:
         assert (advice, files(out)) == ([], [])
@@ -181,8 +181,8 @@ def test_the_same_command_goes_on(tmp_path, picture, whole, processes, temporary
     assert code == 0, err
     assert printed.splitlines() == [f"{out / name(seed)}.mp4" for seed in (7, 8, 9)]
     assert f"made before by the same request: {out / name(7)}.mp4\n" in err
-    assert [line for line in err.splitlines() if "going on" in line] == [
-        f"going on from latents of the same request: {out / each}" for each in saved
+    assert [line for line in err.splitlines() if "continuing from" in line] == [
+        f"continuing from latents of the same request: {out / each}" for each in saved
     ]
     assert "denoise" not in err
     assert videos(out) == whole
@@ -201,7 +201,7 @@ def test_what_is_stopped_in_the_middle_of_denoising_goes_on(ranks, tmp_path, pro
     code, _, err = processes.program(tmp_path, osora, [*short, "--gpus", "2", "--out", str(out)]).end(LIMIT_S)
     assert code == 130, err
     [state] = out.iterdir()
-    assert f"go on with: osora generate --from {state} --device cpu\n" in err
+    assert f"continue with: osora generate --from {state} --device cpu\n" in err
 
     (tmp_path / "acting" / "sitecustomize.py").unlink()
     resumed = ["generate", "--from", str(state), "--device", "cpu", "--gpus", str(ranks)]

@@ -238,29 +238,10 @@ class TestFrozen:
         assert "rank 0" in failure.message
 
 
-class TestSilent:
-    """Hung ranks: the one that the others wait for is named, and its log shows where it hangs."""
-
-    @pytest.mark.parametrize(
-        ("rank", "stage", "act"),
-        [
-            pytest.param(1, "load", "wait", marks=pytest.mark.slow),
-            pytest.param(0, "denoise", "silence", marks=pytest.mark.slow),
-            pytest.param(1, "denoise", "spin", marks=pytest.mark.slow),
-        ],
-    )
-    def test_one_of_them(self, tmp_path, rank, stage, act):
-        failure = failing(tmp_path, "--gloo", "--rank", str(rank), "--stage", stage, "--act", act, "--silence", "1.5")
-        where = f"rank {rank} on {socket.gethostname()}, in the stage {stage}"
-        assert failure.message.startswith(f"{where}: no progress for ")
-        assert failure.exit_code == 4
-        assert f"log: {tmp_path}/logs/rank{rank}.log" in failure.hint
-        assert "launch_rank.py" in log(tmp_path, rank)
-
-    @pytest.mark.slow
-    def test_waiting_on_a_peer_that_works_is_no_failure(self, tmp_path, capfd):
-        run(tmp_path, "--gloo", "--rank", "1", "--stage", "load", "--act", "compute", "--silence", "1")
-        assert capfd.readouterr().out == "result of rank 0 of 2 on 1\n"
+@pytest.mark.slow
+def test_waiting_on_a_peer_that_works_is_no_failure(tmp_path, capfd):
+    run(tmp_path, "--gloo", "--rank", "1", "--stage", "load", "--act", "compute", "--silence", "1")
+    assert capfd.readouterr().out == "result of rank 0 of 2 on 1\n"
 
 
 class TestInterrupted:

@@ -3,11 +3,12 @@
 import pytest
 import torch
 import torch.distributed as dist
+from small_hunyuan import SMALL_HUNYUAN
 
 from opensora_cli.core.rank_messages import broadcast_tensors
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.launch.rank import agreed
-from opensora_cli.models.vae.config import DCAEConfig, HunyuanVAEConfig
+from opensora_cli.models.vae.config import DCAEConfig
 from opensora_cli.models.vae.dc_ae import DCAE
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.tiles import Tiling
@@ -62,16 +63,8 @@ def test_branches_are_shared(pool):
 
 
 def tiny_vae():
-    config = HunyuanVAEConfig(
-        latent_channels=4,
-        block_out_channels=(8, 8, 8, 8),
-        layers_per_block=1,
-        norm_num_groups=2,
-        sample_size=32,
-        sample_tsize=16,
-    )
     torch.manual_seed(1)
-    return HunyuanVAE(config).requires_grad_(False).eval()
+    return HunyuanVAE(SMALL_HUNYUAN).requires_grad_(False).eval()
 
 
 def tiny_dc_ae():

@@ -144,11 +144,11 @@ def test_compiled_blocks_exchange_tokens_in_one_graph_of_each_kind(pool, degrees
     ("mode", "degrees", "step_bytes"),
     [
         ("v2v_tail", {"ulysses": 2}, 30_146_560),
-        ("i2v_head", {"ulysses": 2, "ring": 2}, 61_603_840),
         # Every condition and every way to share the work at least once.
         *(
             pytest.param(mode, degrees, step_bytes, marks=pytest.mark.slow)
             for mode, degrees, step_bytes in (
+                ("i2v_head", {"ulysses": 2, "ring": 2}, 61_603_840),
                 ("t2v", {"ring": 2}, 30_146_560),
                 ("i2v_tail", {"tensor_parallel": 2}, 34_603_008),
                 ("i2v_loop", {"cfg_parallel": 2}, 1_310_720),
@@ -263,7 +263,7 @@ def drawn_with_adapters(degrees, changes):
         ({"tensor_parallel": 2}, False, 1e-3),
         # Halves of a row have scales of their own.
         pytest.param({"tensor_parallel": 2}, True, 0.05, marks=pytest.mark.slow),
-        ({"ulysses": 2}, False, 1e-3),
+        pytest.param({"ulysses": 2}, False, 1e-3, marks=pytest.mark.slow),
     ],
     ids=str,
 )

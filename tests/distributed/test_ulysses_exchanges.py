@@ -9,14 +9,23 @@ import torch
 import torch.distributed as dist
 from shared_tokens import mesh_of, random_qkv
 
-from opensora_cli.engine.components.parallelize import AttentionSizes
+from opensora_cli.engine.components.parallelize import exchanged_bytes
 from opensora_cli.models.attention.sdpa import sdpa
+from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.parallel.all_to_all import open_stages
 from opensora_cli.parallel.sequence import sequence_attention
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape, SequenceLengths, shares, span
 
 HEADS, VIDEO, TEXT = 8, 13, 5
 TWO_MACHINES = ExchangePlan(inner=2)
+
+
+def _planned(plan: ExchangePlan, ranks: int, heads: int, *, blocks: int, **sizes: int) -> dict[str, int]:
+    """Return the planned bytes for a model with this number of blocks and of heads, 8 wide."""
+    config = MMDiTConfig(
+        hidden_size=8 * heads, num_heads=heads, axes_dim=(4, 2, 2), depth=blocks, depth_single_blocks=0
+    )
+    return exchanged_bytes(plan, MeshShape(ulysses=ranks), config, **sizes)
 
 
 def _attended(plan: ExchangePlan, backward: bool) -> tuple[float, float, int, int]:
@@ -66,8 +75,7 @@ def _attended(plan: ExchangePlan, backward: bool) -> tuple[float, float, int, in
 )
 def test_bytes_and_results(pool: Callable[[int], Any], ranks: int, plan: ExchangePlan, tolerance: float) -> None:
     answers = pool(ranks).run(_attended, plan, True)
-    sizes = AttentionSizes(attentions=1, num_heads=HEADS, head_dim=8, video_tokens=VIDEO, text_tokens=TEXT, itemsize=4)
-    planned = sum(sizes.exchanged_bytes(plan, MeshShape(ulysses=ranks)).values())
+    planned = sum(_planned(plan, ranks, HEADS, blocks=1, video_tokens=VIDEO, text_tokens=TEXT, itemsize=4).values())
     assert sum(forward for _, _, forward, _ in answers) == planned
     assert sum(both for _, _, _, both in answers) == 2 * planned
     for error, of_gradient, _, _ in answers:
@@ -87,11 +95,11 @@ def test_chunks_send_the_same(pool: Callable[[int], Any], wire: Any) -> None:
 
 
 def test_stages_of_two_machines() -> None:
-    sizes = AttentionSizes(attentions=3, num_heads=4, head_dim=8, video_tokens=16, text_tokens=0, itemsize=2)
-    direct = sizes.exchanged_bytes(ExchangePlan(), MeshShape(ulysses=4))
+    sizes = {"blocks": 3, "video_tokens": 16, "text_tokens": 0, "itemsize": 2}
+    direct = _planned(ExchangePlan(), 4, 4, **sizes)
     # 4 tokens and 1 head a rank: each of q, k, v and the result sends 3 parts of 4 tokens, 8 wide.
     assert direct == {"sent": 3 * 4 * 4 * 3 * 4 * 8 * 2}
-    staged = sizes.exchanged_bytes(TWO_MACHINES, MeshShape(ulysses=4))
+    staged = _planned(TWO_MACHINES, 4, 4, **sizes)
     assert staged == {"inside": direct["sent"] * 2 // 3, "between": direct["sent"] * 2 // 3}
-    compressed = sizes.exchanged_bytes(ExchangePlan(wire="fp8"), MeshShape(ulysses=4))
+    compressed = _planned(ExchangePlan(wire="fp8"), 4, 4, **sizes)
     assert compressed["sent"] * 8 * 2 == direct["sent"] * (8 + 4)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Written by docs/generate_reference.py. The commands in it are the examples of the help texts.
+PAGES.remove(ROOT / "docs" / "reference" / "commands.md")
 PAGES.append(ROOT / "examples" / "demo" / "README.md")
 
 NEEDS: dict[str, frozenset[int]] = {
@@ -64,7 +66,7 @@ class Block:
             for part in re.split(r"&&|;(?= )", line):
                 words = tuple(shlex.split(part.replace('eval "$(', "").removesuffix(')"'), comments=True))
                 for name in ("osora", "opensora_cli"):
-                    if name in words:
+                    if name in words and words[0] not in ("git", "cd"):
                         found.append(words[words.index(name) + 1 :])
         return found
 

@@ -125,7 +125,7 @@ def _parse(command: Any, arguments: Sequence[str]) -> None:
 
 
 def test_the_table_for_those_who_come_from_the_reference_names_options_that_there_are() -> None:
-    page = PAGES_BY_NAME["docs/how_to/coming_from_the_reference.md"].read_text(encoding="utf-8")
+    page = PAGES_BY_NAME["docs/how_to/migrate_from_open_sora.md"].read_text(encoding="utf-8")
     sections = dict(part.split("\n", 1) for part in page.split("\n## ")[1:])
     assert "| `torchrun --nproc_per_node 8 scripts/diffusion/inference.py FILE --prompt P` |" in sections["Generating"]
     commands = {
@@ -156,13 +156,18 @@ def test_every_fence_of_a_page_is_read_as_a_block() -> None:
         assert set(fences[1::2]) <= {"```"}, name
 
 
-def test_the_reference_describes_every_command_and_document() -> None:
+def test_the_generated_reference_is_fresh_and_complete() -> None:
     spec = importlib.util.spec_from_file_location("generate_reference", ROOT / "docs" / "generate_reference.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    text = "\n".join(module.pages().values())
+    pages = module.pages()
+    folder = ROOT / "docs" / "reference"
+    stale = [name for name, text in pages.items() if (folder / name).read_text(encoding="utf-8") != text]
+    assert stale == [], "run: python docs/generate_reference.py"
+    assert {f"json/{path.name}" for path in (folder / "json").glob("*.md")} <= pages.keys()
+    text = "\n".join(pages.values())
     # Other tests make documents of their own.
     ours = [document for document in Document.__subclasses__() if document.__module__.startswith("opensora_cli.")]
     documents = [document.SCHEMA for document in ours if document.SCHEMA is not None]

@@ -50,10 +50,7 @@ def along(**degrees):
     return {**{f"parallel__{name}_degree": degree for name, degree in degrees.items()}, **ONE_BRANCH}
 
 
-FAST = {
-    "tensor parallel": Row("256px", 2, changes=along(tensor_parallel=2)),
-}
-SLOW = {
+ROWS = {
     # presets
     "768px": Row("768px"),
     "256px from a picture": Row("t2i2v_256px", mode="i2v_head", changes=PICTURE),
@@ -75,6 +72,7 @@ SLOW = {
         "256px", 2, changes=along(tensor_parallel=2) | FP8_PRODUCTS | FP8
     ),
     # meshes
+    "tensor parallel": Row("256px", 2, changes=along(tensor_parallel=2)),
     "Ulysses, both ends": Row("256px", 2, "i2v_loop", {"parallel__ulysses_degree": 2}),
     "ring": Row("768px", 2, changes=along(ring=2)),
     "three branches": Row("256px", 3, "i2v_loop", {"parallel__cfg_parallel_degree": 3}),
@@ -106,11 +104,8 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize(
-    "row",
-    [*(pytest.param(row, id=name) for name, row in FAST.items())]
-    + [pytest.param(row, id=name, marks=pytest.mark.slow) for name, row in SLOW.items()],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_every_rank_asks_for_what_it_may_and_takes_the_memory_that_is_planned(tmp_path, row):
     """At full depth rank 0 of 8 takes a turn."""
     rehearsed_without_faults(tmp_path, row)

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from attention_parts import gradients, merged
 from torch import Tensor
 
 from opensora_cli.core.attention_kinds import ATTENTION_KINDS
 from opensora_cli.engine.components.attention import AttentionUse, choose_attention, why_unusable
 from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.attention.math import math
-from opensora_cli.parallel.ring import merge
 from opensora_cli.settings.enums import AttentionChoice
 
 LENGTH, CUTS = 333, (200, 132, 1)
@@ -59,16 +59,9 @@ def test_parts_make_the_whole_and_its_gradients(name: str, dtype: torch.dtype) -
     kernel = attention_backend(name).part_kernel
     assert kernel is not None
     of_parts = kernel(q, k, v)
-    pieces = [[part.contiguous() for part in piece] for piece in zip(k.split(CUTS, 2), v.split(CUTS, 2), strict=True)]
-    (out, lse), *others = [of_parts.attend(q, *piece) for piece in pieces]
-    out = out.float()
-    for part, part_lse in others:
-        lse = merge(out, lse, part, part_lse)
-    assert lse.shape == q.shape[:3]
+    out, lse = merged(of_parts, q, k, v, CUTS)
     assert (out.double() - expected).abs().max() < TOLERANCES[dtype]
-    merged = out.to(dtype)
-    of_q, of_k, of_v = zip(*(of_parts.gradients(gradient, q, *piece, merged, lse) for piece in pieces), strict=True)
-    grads = sum(of_q), torch.cat(of_k, 2), torch.cat(of_v, 2)
+    grads = gradients(of_parts, gradient, q, k, v, out.to(dtype), lse, CUTS)
     for found, other in zip(grads, torch.autograd.grad(expected, exact, gradient.double()), strict=True):
         assert (found.double() - other).abs().max() < 2 * TOLERANCES[dtype]
 

@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from attention_parts import gradients, merged
 from rank_processes import run_as_ranks
 from shared_tokens import attention_errors
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from opensora_cli.core.attention import PartKernel, accumulation_dtype
+from opensora_cli.core.attention import PartKernel
 from opensora_cli.core.device import collective_backends
 from opensora_cli.models.attention import sdpa as kernels
 from opensora_cli.models.attention.math import MATH_PARTS
 from opensora_cli.models.attention.sdpa import part_kernel
-from opensora_cli.parallel.ring import merge
 from opensora_cli.parallel.shares import shares
 
 CUTS = (33, 70, 1)
@@ -60,17 +60,9 @@ def test_parts_make_the_whole(name: str, dtype: torch.dtype, tolerance: float, w
     expected_grads = torch.autograd.grad(expected, exact, gradient.double())
 
     kernel = kernel_of(name, q, k, v)
-    pieces = list(zip(k.split(CUTS, 2), v.split(CUTS, 2), strict=True))
-    (out, lse), *others = [kernel.attend(q, *piece) for piece in pieces]
-    out = out.to(accumulation_dtype(dtype))
-    for part, part_lse in others:
-        lse = merge(out, lse, part, part_lse)
-    assert lse.shape == q.shape[:3]
+    out, lse = merged(kernel, q, k, v, CUTS)
     assert (out.double() - expected).abs().max() < tolerance
-
-    out = out.to(dtype)
-    of_q, of_k, of_v = zip(*(kernel.gradients(gradient, q, *piece, out, lse) for piece in pieces), strict=True)
-    grads = sum(of_q), torch.cat(of_k, 2), torch.cat(of_v, 2)
+    grads = gradients(kernel, gradient, q, k, v, out.to(dtype), lse, CUTS)
     for found, exact_grad in zip(grads, expected_grads, strict=True):
         assert (found.double() - exact_grad).abs().max() < 2 * tolerance
 

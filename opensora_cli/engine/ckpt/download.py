@@ -93,7 +93,7 @@ class DownloadRepo(Document):
         return f"{self.name}: licence {self.licence or 'not stated'}{gate}"
 
 
-class PlannedFile(Document):
+class PlannedDownload(Document):
     """File to download."""
 
     name: str
@@ -124,7 +124,7 @@ class DownloadPlan(Document):
     repos: tuple[DownloadRepo, ...]
     bytes: int
     bytes_to_fetch: int
-    files: tuple[PlannedFile, ...]
+    files: tuple[PlannedDownload, ...]
     hub_repos: tuple[HubRepo, ...] = Field(exclude=True)
 
     def lines(self) -> list[str]:
@@ -221,7 +221,7 @@ def download(settings: DownloadSettings, *, reporter: Reporter | None = None) ->
     return plan.model_copy(update={"files": present, "bytes_to_fetch": 0})
 
 
-def _bytes_to_fetch(files: Iterable[PlannedFile]) -> int:
+def _bytes_to_fetch(files: Iterable[PlannedDownload]) -> int:
     return sum(planned.bytes - planned.bytes_here for planned in files)
 
 
@@ -264,7 +264,7 @@ def _needed(source: _Source, repo: HubRepo) -> dict[str, HubFile]:
     return needed
 
 
-def _planned(file: HubFile, name: str, folder: Path) -> PlannedFile:
+def _planned(file: HubFile, name: str, folder: Path) -> PlannedDownload:
     """Compare a file with the local file, without reading it."""
     target, part = folder / name, part_of(file, folder / name)
     here = file.size
@@ -277,7 +277,7 @@ def _planned(file: HubFile, name: str, folder: Path) -> PlannedFile:
         state = State.PRESENT if digest == file.digest else State.OTHER
     else:
         state = State.UNCHECKED
-    return PlannedFile(
+    return PlannedDownload(
         name=name,
         repo=file.repo,
         commit=file.commit,
@@ -289,7 +289,7 @@ def _planned(file: HubFile, name: str, folder: Path) -> PlannedFile:
     )
 
 
-def _checked(plan: DownloadPlan, reporter: Reporter) -> list[PlannedFile]:
+def _checked(plan: DownloadPlan, reporter: Reporter) -> list[PlannedDownload]:
     """Compare the local files again, which another run may have fetched, and hash those without a record."""
     files = [_planned(planned.file, planned.name, plan.folder) for planned in plan.files]
     unchecked = [number for number, planned in enumerate(files) if planned.state is State.UNCHECKED]

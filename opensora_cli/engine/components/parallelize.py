@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import prod
 from typing import Self
 
@@ -14,6 +13,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.models.linears import ShardedLinear
 from opensora_cli.models.mmdit.blocks import RepeatedBlocks, repeated_blocks
+from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.encoders import T5Encoder
 from opensora_cli.models.text.t5 import keep_heads, t5_linears
@@ -121,37 +121,29 @@ def plan_exchange(parallel: ExchangeSettings, mesh: MeshShape, *, num_heads: int
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionSizes:
-    """Sizes of a model and a sample that decide how many bytes its attention exchanges."""
+def exchanged_bytes(
+    plan: ExchangePlan, mesh: MeshShape, config: MMDiTConfig, *, video_tokens: int, text_tokens: int, itemsize: int
+) -> dict[str, int]:
+    """Return the bytes that all ranks of one forward pass send in the exchanges of `UlyssesAttention`.
 
-    attentions: int
-    num_heads: int
-    head_dim: int
-    video_tokens: int
-    text_tokens: int
-    itemsize: int
-    """Bytes of an element of q, k and v."""
-
-    def exchanged_bytes(self, plan: ExchangePlan, mesh: MeshShape) -> dict[str, int]:
-        """Return the bytes that all ranks of one forward pass send in the exchanges of `UlyssesAttention`.
-
-        The keys are those of `ExchangePlan.stage_bytes`. A backward pass sends the same number, in the same dtype.
-        """
-        ranks = mesh.ring * mesh.ulysses
-        # `SequenceParallel` divides tokens in the same way.
-        cut = zip(shares(self.video_tokens, ranks), shares(self.text_tokens, ranks)[::-1], strict=True)
-        tokens = [sum(of_rank) for of_rank in cut]
-        found: Counter[str] = Counter()
-        for heads in shares(self.num_heads, mesh.tensor):
-            for place in range(mesh.ring):
-                lengths = tuple(tokens[place * mesh.ulysses : (place + 1) * mesh.ulysses])
-                of_ranks = shares(heads, mesh.ulysses)
-                there = Parts(3 * self.head_dim, lengths, of_ranks, self.head_dim)
-                back = Parts(self.head_dim, of_ranks, lengths, self.head_dim)
-                for parts in (there, back):
-                    found.update(plan.stage_bytes(parts, self.itemsize))
-        return {stage: self.attentions * nbytes for stage, nbytes in found.items()}
+    The keys are those of `ExchangePlan.stage_bytes`. A backward pass sends the same number, in the same dtype.
+    `itemsize` is the bytes of an element of q, k and v.
+    """
+    ranks, head_dim = mesh.ring * mesh.ulysses, config.head_dim
+    # `SequenceParallel` divides tokens in the same way.
+    cut = zip(shares(video_tokens, ranks), shares(text_tokens, ranks)[::-1], strict=True)
+    tokens = [sum(of_rank) for of_rank in cut]
+    found: Counter[str] = Counter()
+    for heads in shares(config.num_heads, mesh.tensor):
+        for place in range(mesh.ring):
+            lengths = tuple(tokens[place * mesh.ulysses : (place + 1) * mesh.ulysses])
+            of_ranks = shares(heads, mesh.ulysses)
+            there = Parts(3 * head_dim, lengths, of_ranks, head_dim)
+            back = Parts(head_dim, of_ranks, lengths, head_dim)
+            for parts in (there, back):
+                found.update(plan.stage_bytes(parts, itemsize))
+    attentions = config.depth + config.depth_single_blocks
+    return {stage: attentions * nbytes for stage, nbytes in found.items()}
 
 
 class PlannedExchange(Document):
@@ -169,14 +161,16 @@ class PlannedExchange(Document):
     """Text of `describe_exchange`."""
 
     @classmethod
-    def of(cls, parallel: ExchangeSettings, plan: ExchangePlan, mesh: MeshShape, sizes: AttentionSizes) -> Self:
+    def of(
+        cls, parallel: ExchangeSettings, plan: ExchangePlan, mesh: MeshShape, *, bytes_per_evaluation: Mapping[str, int]
+    ) -> Self:
         """Return the document for an exchange plan."""
         return cls(
             all_to_all=parallel.all_to_all,
             compression=parallel.compression,
             inner_ranks=plan.inner,
             chunks=plan.chunks,
-            bytes_per_evaluation=sizes.exchanged_bytes(plan, mesh),
+            bytes_per_evaluation=bytes_per_evaluation,
             how=describe_exchange(parallel, plan, mesh),
         )
 

@@ -228,7 +228,7 @@ class _OwnRows:
                     beat("rows")
                     time.sleep(_LOOK_S)
             except KeyboardInterrupt as interrupt:
-                finished = f"{len(self._outputs)} of {len(self._rows)} rows are finished: the same command goes on"
+                finished = f"{len(self._outputs)} of {len(self._rows)} rows are finished: the same command continues"
                 raise KeyboardInterrupt(finished) from interrupt
         failed = tuple(failed_row(row, error) for row, error in self._errors)
         return _Part(made=self._made, outputs=self._outputs, failed=failed)

@@ -136,7 +136,7 @@ class ChatServer:
         return parse_object(bytes(content))
 
     def _reason(self, error: HTTPError) -> str:
-        """Return the words of the server about an error."""
+        """Return the reason of an error as text, with the message of the server."""
         if 300 <= error.code < 400:
             target = error.headers.get("Location", "elsewhere")
             return f"it redirects to {plain(target)}, which is not followed: set {REFINE_URL} to where it is"

@@ -17,10 +17,11 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import count_decoder_tiles, vae_tiling
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
+from opensora_cli.engine.generate.chain import PICTURE, Chain
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import SampleFiles, is_begun, last_frame_path, read_made
-from opensora_cli.engine.generate.plan import PICTURE, Chain, Plan
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.references import LOW_PSNR_DB, GivenFramesPSNR
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.sidecar import FirstPicture, first_picture, sidecar_document
@@ -61,7 +62,7 @@ class Figures:
     timings_s: Mapping[str, float]
     """Seconds of each stage. Loading and text cover the whole run."""
     peak_memory_gib: Mapping[str, float]
-    """Result of `hardware.peak_memory_gib` after the sample."""
+    """Peak memory of the device or of the process, by the keys of `device.peak_memory_gib`."""
     given_frames_psnr_db: float | None
     """PSNR of the given frames in the video; None without references."""
     linear_products: LinearProductsReport | None
@@ -232,7 +233,7 @@ def decode_samples(
 
 
 class GeneratedVideo(Document):
-    """Finished result."""
+    """Result in files, as `--json` prints it."""
 
     path: Path
     """File, or folder of a PNG sequence."""
@@ -284,14 +285,12 @@ def save(clip: Clip) -> GeneratedVideo:
     with events.timed(_SAVE), ExitStack() as saving, closing(decoded()) as pieces:
         write_video(pieces, chain, sample, figures)
     if plan.settings.condition.seamless:
-        events.reporter.note(
-            f"seamless: the last frame, which repeats the first, is left out: {plan.num_frames} frames"
-        )
+        events.reporter.note(f"seamless: the last frame, which repeats the first, is dropped: {plan.num_frames} frames")
     stop = plan.settings.sampling.stop_at
     events.complete(sample, keeps_latents=stop is not None)
     if stop is not None and sample.latents is not None:
         where = f"stopped after step {stop} of {plan.num_steps}"
-        events.reporter.note(f"{where}: go on with {sample.command(sample.latents, is_begun=True)}")
+        events.reporter.note(f"{where}: continue with {sample.command(sample.latents, is_begun=True)}")
     psnr_db = clip.figures().given_frames_psnr_db
     report_given_frames(psnr_db, sample.seed, events.reporter, made_first=chain.find(PICTURE) is not None)
     events.note_saved(sample.media)

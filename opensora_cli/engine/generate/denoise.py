@@ -119,7 +119,7 @@ class _Saver:
     def __init__(self, sample: Sample, plan: Plan, events: Events, ranks: OneProcess, finishing: ExitStack) -> None:
         self._sample, self._plan, self._events = sample, plan, events
         self._finishing = finishing
-        """Holds back Ctrl-C from the last step until the complete latents are saved."""
+        """Context in which Ctrl-C waits, from the last step until the complete latents are saved."""
         self._path = sample.files.latents if ranks.is_main else None
         self._has_others = ranks.count > 1
         self._last: tuple[int, Sequence[torch.Tensor]] | None = None

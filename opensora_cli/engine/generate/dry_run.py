@@ -14,6 +14,7 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.solvers import Solver
 from opensora_cli.engine.components.attention import AttentionPlan
+from opensora_cli.engine.components.few_steps import require_turbo
 from opensora_cli.engine.components.parallelize import PlannedExchange, describe_mesh
 from opensora_cli.engine.components.weights import Component, require_weights_of, warn_of_missing
 from opensora_cli.engine.encode.prompt_cache import PromptCache
@@ -28,8 +29,9 @@ from opensora_cli.engine.generate.batch import (
     refuse_one_file,
     settings_of,
 )
+from opensora_cli.engine.generate.chain import DRAFT, PICTURE, Chain
 from opensora_cli.engine.generate.outputs import SampleFiles, check_outputs, sample_files, sheet_path
-from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain, gib_or_less
+from opensora_cli.engine.generate.plan import gib_or_less
 from opensora_cli.engine.generate.planning import CACHED_TEXT_LINE, make_chain, note_ignored_offload, require_fit
 from opensora_cli.engine.generate.predicted import predict_known_time
 from opensora_cli.engine.generate.previews import known_map
@@ -52,7 +54,7 @@ _OF_A_ROW: Mapping[str, bool | set[str]] = {
     "sampling": {"seed"},
     "condition": {"references"},
 }
-"""Settings of rows with the same plan that may differ."""
+"""Settings that may differ between rows with the same plan."""
 
 
 class PlannedStage(Document):
@@ -289,7 +291,7 @@ class BatchPlan(Document):
     shapes: tuple[PlannedShape, ...]
 
     def lines(self) -> list[str]:
-        """Return the plan as lines of text, that of the largest shape first."""
+        """Return the plans as lines of text. The plan that needs the most memory comes first."""
         shapes = "1 shape" if len(self.shapes) == 1 else f"{len(self.shapes)} shapes"
         head = f"rows      {self.rows} of {shapes}, and {len(self.failed)} that would be refused"
         largest_first = sorted(self.shapes, key=lambda shape: -shape.plan.peak_bytes)
@@ -341,6 +343,7 @@ def chain_to_plan(
     else:
         for part in filter(None, (picture_settings(settings), settings)):
             warn_of_missing(partial(require_weights_of, part), reporter)
+        warn_of_missing(partial(require_turbo, settings), reporter)
         hardware = planned_hardware(settings, reporter) if context is None else None
     return make_chain(with_mode(settings, reporter), hardware=hardware, tries_device=hardware is None)
 

@@ -104,7 +104,9 @@ class Events:
 
     @contextmanager
     def saving(self, latents: Path, sample: SampleFiles, *, is_begun: bool) -> Iterator[None]:
-        """List the latents of a sample that the block saves; `is_begun` means that some steps are missing."""
+        """Record the file of latents that the block saves, for the report of a run that ends early.
+
+        `is_begun` means that some steps are missing."""
         # Before the block: an interruption may come after the file is written and before the call returns.
         self._latents[latents] = sample, is_begun
         yield
@@ -112,7 +114,7 @@ class Events:
         self.hooks.on_saved(latents)
 
     def complete(self, sample: SampleFiles, *, keeps_latents: bool) -> None:
-        """List a finished result, and remove the latents that were saved for it unless a run can continue them."""
+        """Record a finished result, and remove the latents that were saved for it unless a run can continue them."""
         if self.keeps_results:
             self._finished.append(sample.media)
         if not keeps_latents:
@@ -169,7 +171,9 @@ class Events:
             for path, (sample, is_begun) in self._latents.items()
             if path.is_file()
         }
-        saved = [f"go on with: {sample.command(path, is_begun=is_begun)}" for path, sample, is_begun in there.values()]
+        saved = [
+            f"continue with: {sample.command(path, is_begun=is_begun)}" for path, sample, is_begun in there.values()
+        ]
         rest = len(self._files) - len(finished) - len(there)
         if not (finished or saved) or rest <= 0:
             return [*finished, *saved]
@@ -177,4 +181,4 @@ class Events:
         counts = {"finished": len(finished), "with saved latents": len(there) - begun, "begun": begun}
         states = [f"{count} {state}" for state, count in counts.items() if count or state == "finished"]
         line = f"of {len(self._files)} samples: {', '.join(states)}, {rest} still to be made"
-        return [*finished, *saved, line + (": the same command goes on" if self._can_repeat else "")]
+        return [*finished, *saved, line + (": the same command continues" if self._can_repeat else "")]

@@ -31,7 +31,7 @@ class ExploredSeed(Document):
 
 
 def is_explored(sample: SampleFiles) -> bool:
-    """Return whether the saved latents of a sample have been through the steps to explore, or more."""
+    """Return whether the saved latents of a sample have at least the steps that are explored."""
     stop = sample.settings.sampling.stop_at
     assert stop is not None
     return sample.saved is not None and (sample.saved_steps is None or sample.saved_steps >= stop)

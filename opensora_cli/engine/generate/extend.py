@@ -9,10 +9,11 @@ import torch
 
 from opensora_cli.core.device import peak_memory_gib
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
+from opensora_cli.engine.generate.chain import Chain
 from opensora_cli.engine.generate.decode import Clip, Figures, HeldVideo, SegmentFigures
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.outputs import SampleFiles
-from opensora_cli.engine.generate.plan import Chain, Plan
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.media.read import read_video
 from opensora_cli.media.resize import fit_frames, to_uint8
 
@@ -20,7 +21,7 @@ _LUMA = torch.tensor([0.299, 0.587, 0.114]).double()
 
 
 class ExtendedVideo:
-    """Sample with joined segments."""
+    """Video that is joined from its segments."""
 
     def __init__(self, chain: Chain, files: SampleFiles, events: Events, kept_THWC: torch.Tensor | None = None) -> None:
         """`kept_THWC` are the frames of the clip that the video continues, from `continued_clip`."""

@@ -135,7 +135,7 @@ class LoadedModels:
     def release_others(self, stage: str, *, for_good: bool = False) -> bool:
         """Release all models except the model of a stage; return whether any was released.
 
-        With `for_good` no model stays after a run from now on.
+        With `for_good`, later runs release their models at their end.
         """
         others = self._held.keys() - {MODEL_OF[stage]}
         self._stay = self._stay and not for_good

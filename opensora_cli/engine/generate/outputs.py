@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from opensora_cli.core.exceptions import CheckpointError, InUseError, OutputError
 from opensora_cli.core.files import nearest_existing
 from opensora_cli.core.folder_lock import lock_beside, lock_holder, locked_file
-from opensora_cli.engine.generate.saved_latents import LATENTS_ENDING, REQUEST_KEY, read_header, steps_in
+from opensora_cli.engine.generate.saved_latents import LATENTS_ENDING, REQUEST_KEY, open_latents
 from opensora_cli.media.files import media_path
 from opensora_cli.media.names import file_stem, prompt_stem
 from opensora_cli.media.results import (
@@ -30,7 +30,7 @@ from opensora_cli.settings.load import SIDECAR_SCHEMAS, usual_settings
 from opensora_cli.settings.saved import flags_again
 
 if TYPE_CHECKING:
-    from opensora_cli.engine.generate.plan import Chain
+    from opensora_cli.engine.generate.chain import Chain
 
 _SEEDS_PER_SEGMENT = 10_000
 _BYTES_PER_PIXEL = 0.1
@@ -63,7 +63,7 @@ class SampleFiles:
     saved: Path | None = None
     """Latents to continue from, requested or of an unfinished run of the same request; None without any."""
     saved_steps: int | None = None
-    """Steps that the latents to continue from have been through; None for all steps."""
+    """Steps done in the latents to continue from; None for all steps."""
     segment: int = 0
     """Number of the segment of an extended video."""
 
@@ -199,7 +199,7 @@ def _usable(sample: SampleFiles, *, has_one_name: bool) -> SampleFiles | None:
         if request != sample.request_sha256:
             raise CheckpointError(
                 f"{state} is of another request: settings, weights, versions, device or dtype are not the same",
-                hint="go on where it was begun, without options that change the video",
+                hint="continue where it was begun, without options that change the video",
             )
         if not overwrite:
             refuse_existing(sample.media, sample.sidecar)
@@ -211,7 +211,7 @@ def _usable(sample: SampleFiles, *, has_one_name: bool) -> SampleFiles | None:
         refuse_existing(sample.media, sample.sidecar)
         raise OutputError(
             f"{sample.latents} is there from a run that did not finish",
-            hint=f"go on with osora generate --from {shlex.quote(str(sample.latents))}, or start again with "
+            hint=f"continue with osora generate --from {shlex.quote(str(sample.latents))}, or start again with "
             "--overwrite",
         )
     return None
@@ -254,11 +254,11 @@ def _begun(sample: SampleFiles) -> tuple[str | None, int | None]:
 
 def _saved_request(latents: Path) -> tuple[str | None, int | None]:
     """Return the hash of the request of saved latents and their steps; None for both if they are unreadable."""
-    header = read_header(latents) or {}
     try:
-        return header.get(REQUEST_KEY), steps_in(header)
-    except ValueError:
+        saved = open_latents(latents)
+    except CheckpointError:
         return None, None
+    return saved.request_sha256, saved.steps
 
 
 def check_outputs(files: Sequence[SampleFiles], chain: "Chain", *, create: bool) -> None:

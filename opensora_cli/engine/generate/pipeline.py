@@ -12,11 +12,12 @@ from opensora_cli.core.media_choices import Fit
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.threads import threads_used
 from opensora_cli.engine.components.velocity import PromptEmbeds
+from opensora_cli.engine.generate.chain import DRAFT, PICTURE, Chain, alone
 from opensora_cli.engine.generate.decode import Clip, decode_samples, hold, write_video
 from opensora_cli.engine.generate.denoise import denoise_samples, encode_references, save_state
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain, Plan, alone
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.references import Reference, reference_latents, references_of, references_to
 from opensora_cli.engine.generate.sample import Sample, unfinished
 from opensora_cli.engine.generate.saved_latents import segment_path

@@ -1,22 +1,21 @@
 """Plans of the jobs of a request: sizes, steps, and the memory of each stage."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
 
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths
 from opensora_cli.core.device import GIB
 from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.private_memory import read_private_memory
-from opensora_cli.core.threads import ThreadChoice, pick_threads
+from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.autoencoders import decodes_in_chunks
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.loras import Lora, lora_ranks
-from opensora_cli.engine.components.parallelize import AttentionSizes, PlannedExchange
+from opensora_cli.engine.components.parallelize import PlannedExchange, exchanged_bytes
 from opensora_cli.engine.components.weights import Component, WeightFiles, needed_components
 from opensora_cli.engine.estimate.file_bytes import FileWeights, can_be_cast_later
 from opensora_cli.engine.estimate.generation import GenerationSizes, computes_modulation_first, estimate_generation
@@ -31,8 +30,7 @@ from opensora_cli.engine.estimate.offload import (
     stronger_offload,
 )
 from opensora_cli.engine.estimate.transformer import streamed_bytes
-from opensora_cli.engine.estimate.verdict import HostMemory, verdict_line
-from opensora_cli.engine.generate.outputs import num_samples
+from opensora_cli.engine.estimate.verdict import HostMemory
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape
 from opensora_cli.sampling.denoise import last_times
 from opensora_cli.sampling.guidance import (
@@ -46,9 +44,6 @@ from opensora_cli.sampling.guidance import (
 from opensora_cli.sampling.step_cache import CachedStep, Phase, cached_steps, one_of_each_phase
 from opensora_cli.settings.enums import HostWeights
 from opensora_cli.settings.generate import GenerateSettings
-
-PICTURE, DRAFT, VIDEO, SEGMENT = "picture", "draft", "video", "extend"
-"""Roles of jobs. Names of stages begin with the role of their job; stages of the video have no prefix."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,16 +193,15 @@ class Plan:
         """Exchange of tokens for heads between ranks; None without one."""
         if self.mesh.ulysses == 1 or self.decodes_only:
             return None
-        config = mmdit_config(self.settings.model)
-        sizes = AttentionSizes(
-            attentions=config.depth + config.depth_single_blocks,
-            num_heads=config.num_heads,
-            head_dim=config.head_dim,
+        exchanged = exchanged_bytes(
+            self.exchange,
+            self.mesh,
+            mmdit_config(self.settings.model),
             video_tokens=self.video_tokens,
             text_tokens=self.settings.text.t5_max_length,
             itemsize=self.hardware.dtype.itemsize,
         )
-        return PlannedExchange.of(self.settings.parallel, self.exchange, self.mesh, sizes)
+        return PlannedExchange.of(self.settings.parallel, self.exchange, self.mesh, bytes_per_evaluation=exchanged)
 
     @property
     def sizes(self) -> GenerationSizes:
@@ -329,154 +323,6 @@ class Plan:
             files=self.files,
         )
         return tuple(replace(stage, data_bytes=stage.data_bytes + on_cpu * self.held_bytes) for stage in stages)
-
-
-class Job(NamedTuple):
-    """One clip to make for each sample of a request."""
-
-    role: str
-    """PICTURE, DRAFT, VIDEO or SEGMENT."""
-    plan: Plan
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """Jobs of one request in order: the output of a job is the reference or the start of the next.
-
-    A chain is one video, with or without one of these: a picture that it shows, a draft that it starts from, or the
-    segments that extend it.
-    """
-
-    jobs: tuple[Job, ...]
-
-    def find(self, role: str) -> Plan | None:
-        """Return the plan of the first job with a role; None if there is none."""
-        return next((job.plan for job in self.jobs if job.role == role), None)
-
-    @property
-    def video(self) -> Plan:
-        """Plan of the video, or of its first segment."""
-        plan = self.find(VIDEO)
-        assert plan is not None
-        return plan
-
-    @property
-    def settings(self) -> GenerateSettings:
-        """Settings of the request."""
-        return self.video.settings
-
-    @property
-    def segments(self) -> tuple[Plan, ...]:
-        """Plans of the video and of the segments that extend it."""
-        return tuple(job.plan for job in self.jobs if job.role in (VIDEO, SEGMENT))
-
-    @property
-    def num_samples(self) -> int:
-        """Number of videos."""
-        return num_samples(self.settings)
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of all segments of a sample."""
-        return sum(plan.num_steps for plan in self.segments)
-
-    @property
-    def model_evaluations(self) -> int:
-        """Model evaluations for one sample, without its picture."""
-        return self.evaluations_after(0)
-
-    def evaluations_after(self, steps_done: int) -> int:
-        """Return the number of model evaluations of a sample after some of `num_steps`."""
-        draft = self.find(DRAFT)
-        left = draft.model_evaluations if draft is not None and not steps_done else 0
-        for plan in self.segments:
-            if steps_done < plan.num_steps:
-                left += plan.evaluations_after(max(0, steps_done))
-            steps_done -= plan.num_steps
-        return left
-
-    @property
-    def latent_bytes(self) -> int:
-        """Size of the latents of one sample."""
-        return sum(plan.latent_bytes for plan in self.segments)
-
-    @property
-    def stages(self) -> tuple[StageMemory, ...]:
-        """Stages of all jobs, named after their roles. All segments that extend a video have the same stages."""
-        return tuple(
-            stage if role == VIDEO else replace(stage, name=f"{role} {stage.name}")
-            for role, plan in dict(self.jobs).items()
-            for stage in plan.stages
-            if not (role == SEGMENT and stage.name == TEXT)
-        )
-
-    @property
-    def peak_bytes(self) -> int:
-        """Device memory of the largest stage."""
-        return max(stage.total_bytes for stage in self.stages)
-
-    @property
-    def fits(self) -> bool:
-        """Whether every stage fits in memory."""
-        return self.peak_bytes <= self.video.budget_bytes
-
-    @property
-    def host(self) -> HostMemory:
-        """Host memory of a machine: that of the job that needs the most."""
-        return max((plan.host for _, plan in self.jobs), key=lambda host: host.pinned_bytes + host.page_cache_bytes)
-
-    @property
-    def usable_bytes(self) -> int | None:
-        """Usable memory of the device: the free memory, or `memory.limit`; None if it is not known."""
-        is_known = self.video.hardware.memory_is_known or self.settings.memory.limit is not None
-        return self.video.budget_bytes if is_known else None
-
-    def verdict(self, seconds: float | None) -> str:
-        """Return the verdict of the request, with its predicted time if that is known."""
-        return verdict_line(
-            needed=self.peak_bytes,
-            usable=self.usable_bytes,
-            fits=self.fits,
-            on_gpu=self.video.hardware.device.type != "cpu",
-            host=self.host,
-            seconds=seconds,
-        )
-
-    def change(self, change: Callable[[Plan], Plan], *, only: str | None = None) -> "Chain":
-        """Return the chain with every plan changed, or `only` the plans of one role."""
-        return Chain(
-            tuple(Job(role, change(plan)) if only in (None, role) else Job(role, plan) for role, plan in self.jobs)
-        )
-
-    def with_threads(self) -> "Chain":
-        """Return the chain with the CPU threads of all jobs chosen for the video.
-
-        On a CPU the settings record the number, since sums depend on it.
-        """
-        plan, settings = self.video, self.settings
-        if plan.threads is not None:
-            threads = plan.threads
-        else:
-            # Values in one layer of the model that takes longest.
-            values = settings.video.num_frames * plan.height * plan.width * settings.vae.sizes.pixel_width
-            if not plan.decodes_only:
-                evaluations = max(1, plan.model_evaluations // plan.num_steps)
-                values = (plan.video_tokens + settings.text.t5_max_length) * settings.model.hidden_size * evaluations
-            ranks = settings.parallel.ranks_per_node
-            threads = pick_threads(asked=settings.runtime.threads, values=values, ranks=ranks)
-
-        def change(plan: Plan) -> Plan:
-            recorded = plan.settings.runtime.threads
-            if plan.hardware.device.type == "cpu" and recorded != threads.count:
-                plan = replace(plan, settings=plan.settings.replace({"runtime.threads": threads.count}))
-            return replace(plan, threads=threads)
-
-        return self.change(change)
-
-
-def alone(plan: Plan) -> Chain:
-    """Return a chain of one job."""
-    return Chain((Job(VIDEO, plan),))
 
 
 def gib_or_less(num_bytes: int) -> str:

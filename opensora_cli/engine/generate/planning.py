@@ -18,6 +18,7 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.attention import AttentionUse, choose_attention
 from opensora_cli.engine.components.autoencoders import require_same_scale
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config
+from opensora_cli.engine.components.few_steps import adapters_of
 from opensora_cli.engine.components.hardware import Hardware, pick_hardware
 from opensora_cli.engine.components.linear_products import require_products
 from opensora_cli.engine.components.loras import Lora
@@ -25,7 +26,8 @@ from opensora_cli.engine.components.parallelize import choose_mesh, describe_mes
 from opensora_cli.engine.components.weights import Component, find_weights
 from opensora_cli.engine.estimate.file_bytes import file_weights
 from opensora_cli.engine.estimate.generation import computes_modulation_first
-from opensora_cli.engine.generate.plan import DRAFT, PICTURE, SEGMENT, VIDEO, Chain, Job, Plan, gib_or_less
+from opensora_cli.engine.generate.chain import DRAFT, PICTURE, SEGMENT, VIDEO, Chain, Job
+from opensora_cli.engine.generate.plan import Plan, gib_or_less
 from opensora_cli.engine.generate.request import (
     PICTURE_MODE,
     draft_settings,
@@ -122,10 +124,10 @@ def make_plan(
     require_branches(mesh, scales)
 
     exchange, attention, loras = ExchangePlan(), None, tuple[Lora, ...]()
-    if samples and settings.loras:
+    if samples and (adapters := adapters_of(settings)):
         from opensora_cli.engine.components.lora_files import open_loras
 
-        loras = open_loras(settings.loras, model)
+        loras = open_loras(adapters, model)
     if samples:
         itemsize = hardware.dtype.itemsize
         exchange = plan_exchange(settings.parallel, mesh, num_heads=model.num_heads, itemsize=itemsize)

@@ -35,7 +35,8 @@ from opensora_cli.engine.estimate.predicted_time import (
     total,
 )
 from opensora_cli.engine.estimate.transformer import bytes_of_blocks, modulation_bytes, streamed_bytes
-from opensora_cli.engine.generate.plan import SEGMENT, VIDEO, Chain, Plan
+from opensora_cli.engine.generate.chain import SEGMENT, VIDEO, Chain
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.shares import shares
 from opensora_cli.settings.enums import HostWeights
@@ -111,7 +112,7 @@ def modulation(plan: Plan, gpu: GpuSettings) -> Seconds:
 
 
 def text(plan: Plan, gpu: GpuSettings) -> Seconds:
-    """Return the seconds of the prompt and the negative prompt; ranks share T5."""
+    """Return the seconds in which the prompt and the negative prompt are encoded; ranks share T5."""
     paths, lengths, dtype = plan.weights.paths, plan.settings.text, plan.hardware.dtype
     t5, clip = T5Sizes.of(paths.get(Component.T5)), ClipSizes.of(paths.get(Component.CLIP))
     work = text_work(t5, clip, (lengths.t5_max_length, lengths.clip_max_length), dtype.itemsize)
@@ -132,7 +133,7 @@ def encoding(plan: Plan, gpu: GpuSettings) -> Seconds:
 
 
 def evaluation(plan: Plan, gpu: GpuSettings) -> Seconds:
-    """Return the seconds of the transformer for one clip and one branch of guidance."""
+    """Return the seconds of one evaluation of the transformer, for one clip and one branch of guidance."""
     settings, dtype, exchange = plan.settings, plan.hardware.dtype, plan.planned_exchange
     config = mmdit_config(settings.model)
     linear, text_tokens = settings.precision.linear, settings.text.t5_max_length

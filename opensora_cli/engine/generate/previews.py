@@ -108,7 +108,7 @@ def latent_colors(autoencoder: Autoencoder, clip_3THW: torch.Tensor) -> torch.Te
 
 
 def color_blocks(autoencoder: Autoencoder) -> tuple[int, Iterator[torch.Tensor]]:
-    """Return the number of clips_3THW of plain color blocks that change once, and the clips.
+    """Return the number of clips to fit a map to, and the clips_3THW: plain color blocks that change once.
 
     They have 16 positions for each unknown of a map. A map that is fitted to them shows the scenes of the demo at 22 dB
     PSNR; the own map of the demo, fitted to such scenes, at 23 dB; one that is fitted to smooth colors at 16 dB.

@@ -53,7 +53,7 @@ def refined(settings: GenerateSettings, *, reporter: Reporter) -> GenerateSettin
                 score = settings.prompt_suffix.motion_score
                 kept = f"the motion score stays {'unset' if score is None else score}"
                 reason = f"{error.message} ({error.hint})" if error.hint else error.message
-                reporter.warn(f"{kept if is_score else 'the prompt stays as it is'}: {reason}")
+                reporter.warn(f"{kept if is_score else 'the prompt stays unchanged'}: {reason}")
             else:
                 reporter.note(f"{'motion score' if is_score else 'refined prompt'}: {escaped(answer)}")
                 if is_score:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -12,6 +13,7 @@ from opensora_cli.core.exceptions import CheckpointError, OsoraError, RequestErr
 from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
+from opensora_cli.engine.components.few_steps import asked_sampling, described, require_turbo
 from opensora_cli.engine.components.weights import choose_model, require_weights_of
 from opensora_cli.engine.generate.outputs import num_samples, read_made, sample_files
 from opensora_cli.engine.generate.saved_latents import LATENTS_ENDING, open_latents, require_latents
@@ -21,8 +23,7 @@ from opensora_cli.models.registry import AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.sampling.sizes import image_size, nearest_training_size, num_pixels, ratio_value
 from opensora_cli.settings.explain import Given, explain
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings
-from opensora_cli.settings.saved import saved_format
+from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings, usual_settings
 
 PICTURE_MODE = "i2v_head"
 """Condition mode of a video whose picture is made first, if no mode is set."""
@@ -62,7 +63,7 @@ def resolve(
     """
     if context is not None:
         request = request_of_rank(request, context)
-    request = _with_saved_latents(request)
+    request, latents = _with_saved_latents(request)
     choice, weights, device = request.model, request.text("runtime.weights"), request.text("runtime.device") or "auto"
 
     @contextmanager
@@ -75,6 +76,13 @@ def resolve(
     for line in request.notes:
         reporter.note(line)
     settings = load_generate_settings(request, model=model)
+    if request.saved is None and (asked := asked_sampling(settings)):
+        settings = load_generate_settings(replace(request, config={**asked, **request.config}), model=model)
+        for line in described(asked, settings):
+            reporter.note(line)
+    if latents is not None and "output.path" not in request.overrides:
+        name = f"{latents.name.removesuffix(LATENTS_ENDING)}.{settings.output_format}"
+        settings = settings.replace({"output.path": str(latents.with_name(name))})
     degree = settings.parallel.data_parallel_degree
     if not is_row and degree is not None and degree > 1:
         raise RequestError(
@@ -105,27 +113,25 @@ def request_of_rank(request: GenerateRequest, context: RankContext) -> GenerateR
     return replace(request, overrides={**counted, **given})
 
 
-def _with_saved_latents(request: GenerateRequest) -> GenerateRequest:
-    """Return the request with the settings in the latents that it decodes or continues.
+def _with_saved_latents(request: GenerateRequest) -> tuple[GenerateRequest, Path | None]:
+    """Return the request with the settings in the latents that it decodes or continues, and their file.
 
-    The result goes beside the latents, under their name.
+    The file is None if there are no latents, or if a sidecar has the settings.
     """
     decodes = "resume" not in request.overrides
     given = request.overrides.get("from_latents" if decodes else "resume")
     if given is None:
-        return request
+        return request, None
     latents = str(given.value)
     require_latents(latents)
     if request.saved is not None:
-        return request
+        return request, None
     saved = SavedSettings(source=latents, values=open_latents(latents).settings, decodes=decodes)
     try:
-        ending = saved_format(saved.layer)
+        _ = saved.layer
     except RequestError as error:
         raise CheckpointError(f"{latents} holds settings that this version of osora does not know") from error
-    place = Path(latents)
-    output = place.with_name(f"{place.name.removesuffix(LATENTS_ENDING)}.{ending}")
-    return replace(request, saved=replace(saved, output=output))
+    return replace(request, saved=saved), Path(latents)
 
 
 def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
@@ -137,6 +143,7 @@ def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
             raise CheckpointError(f"{lora.path} is no folder with an adapter, and no file of one")
     if dry_run:
         return
+    require_turbo(settings)
     if settings.refine.is_on:
         from opensora_cli.engine.generate.refinement import require_refinement
 
@@ -235,11 +242,20 @@ def picture_settings(settings: GenerateSettings) -> GenerateSettings | None:
             **{f"files.{name}": value for name, value in picture.files.model_dump().items()},
             "runtime.model_choice": picture.model.name,
             "loras": (),
+            "sampling.turbo": False,
+            **_own_sampling(settings),
         }
     try:
         return settings.replace(changes)
     except ValidationError as error:
         raise RequestError("\n".join(f"the picture: {line}" for line in explain(error))) from error
+
+
+def _own_sampling(settings: GenerateSettings) -> dict[str, object]:
+    """Return the sampling without what an adapter of the video asks for, for a picture of another model."""
+    usual = usual_settings(settings.model.name)
+    asked = {key: given.value for key, given in asked_sampling(settings).items()}
+    return {key: attrgetter(key)(usual) for key, value in asked.items() if attrgetter(key)(settings) == value}
 
 
 def size_of_picture(settings: GenerateSettings, resolution: str) -> tuple[int, int, str | None]:

@@ -17,6 +17,7 @@ from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.attention import AttentionPlan, keep_attention
 from opensora_cli.engine.components.linear_products import LinearProductsReport
+from opensora_cli.engine.generate.chain import PICTURE, VIDEO, Chain
 from opensora_cli.engine.generate.decode import GeneratedVideo, HeldVideo, hold, report_given_frames, save
 from opensora_cli.engine.generate.events import Events, Hooks
 from opensora_cli.engine.generate.explore import ExploredSeed, explored_seed, is_explored, write_sheet
@@ -30,7 +31,6 @@ from opensora_cli.engine.generate.outputs import (
     sample_files,
 )
 from opensora_cli.engine.generate.pipeline import computing, make
-from opensora_cli.engine.generate.plan import PICTURE, VIDEO, Chain
 from opensora_cli.engine.generate.planning import (
     attention_use,
     make_chain,
@@ -299,7 +299,7 @@ def _note_earlier_work(files: Sequence[SampleFiles], reporter: Reporter) -> None
             _note_made(sample, reporter)
         elif sample.saved is not None and sample.settings.from_latents is None:
             after = "" if sample.saved_steps is None else f", after step {sample.saved_steps}"
-            word = "kept:" if sample.settings.output.explore and is_explored(sample) else "going on from"
+            word = "kept:" if sample.settings.output.explore and is_explored(sample) else "continuing from"
             reporter.note(f"{word} latents of the same request: {sample.saved}{after}")
 
 

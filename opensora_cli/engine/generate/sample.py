@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.engine.generate.chain import Chain
 from opensora_cli.engine.generate.outputs import SampleFiles
-from opensora_cli.engine.generate.plan import Chain, Plan
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.process import OneProcess
 from opensora_cli.engine.generate.references import Reference
 from opensora_cli.engine.generate.saved_latents import open_latents, segment_path
@@ -39,7 +40,7 @@ class Sample:
     files: SampleFiles
     references: Sequence[Reference] = ()
     saved: Sequence[DenoisedSample] = ()
-    """Latents from files: complete ones of each finished segment, and of the last one that was begun."""
+    """Latents from files: of each finished segment in order, then of the segment in progress."""
     reference_latents: Sequence[torch.Tensor] | None = None
     """latents_CTHW of each reference; None without references."""
     draft_CTHW: torch.Tensor | None = None
@@ -81,7 +82,7 @@ def read_saved(chain: Chain, files: SampleFiles, ranks: OneProcess) -> tuple[Den
         after = "all steps" if files.saved_steps is None else f"step {files.saved_steps}"
         raise RequestError(
             f"sampling.stop_at={stop} is over: {files.saved} was saved after {after}",
-            hint="go on without --stop-at, or stop later",
+            hint="continue without --stop-at, or stop later",
         )
     steps = chain.num_steps if files.saved_steps is None else files.saved_steps
     is_begun = 0 < steps < chain.num_steps
@@ -101,7 +102,7 @@ def read_saved(chain: Chain, files: SampleFiles, ranks: OneProcess) -> tuple[Den
     if any(tuple(each.shape) != plan.latent_shape for each in tensors):
         raise RequestError(
             f"{files.saved} holds latents of {tuple(tensors[-1].shape)}, and the settings ask for {plan.latent_shape}",
-            hint="change neither size, length nor model when going on from latents",
+            hint="change neither size, length nor model when continuing from latents",
         )
     if not tensors or len(tensors) != count + len(past):
         raise CheckpointError(

@@ -135,16 +135,6 @@ def read_header(path: Path) -> dict[str, str] | None:
     return metadata if metadata.get("schema", "").startswith("osora.latents/") else None
 
 
-def steps_in(metadata: Mapping[str, str]) -> int | None:
-    """Return the steps done, including those of earlier segments; None for all steps. Raises ValueError if broken."""
-    words = metadata.get(STEPS_KEY)
-    if words is None:
-        return None
-    if not words.isdecimal() or len(words) > 6:
-        raise ValueError(f"{STEPS_KEY} is {words[:20]!r}")
-    return int(words)
-
-
 def open_latents(path: str | Path, *, segment: int | None = None) -> SavedLatents:
     """Open the latents of a sample, or of a finished `segment`.
 
@@ -163,15 +153,15 @@ def open_latents(path: str | Path, *, segment: int | None = None) -> SavedLatent
         raise CheckpointError(f"{path} holds {held}", hint="continue from the file without .segment in its name")
     if dtype not in _DTYPES:
         raise CheckpointError(f"{path} holds latents of {dtype}, not of {', '.join(_DTYPES)}", hint=LATENTS_HINT)
-    try:
-        steps = steps_in(metadata)
-    except ValueError as error:
-        raise CheckpointError(f"{path} holds no latents of osora: {plain(str(error))}", hint=LATENTS_HINT) from error
+    steps = metadata.get(STEPS_KEY)
+    if steps is not None and (not steps.isdecimal() or len(steps) > 6):
+        raise CheckpointError(f"{path} is damaged: {STEPS_KEY} is {plain(repr(steps))}", hint=LATENTS_HINT)
     try:
         settings = parse_object(metadata["settings"].encode("utf-8", "surrogatepass"))
     except (KeyError, ValueError):
         raise CheckpointError(f"{path} does not say which settings made it", hint=LATENTS_HINT) from None
-    return SavedLatents(path, settings, metadata.get(REQUEST_KEY) or None, steps, metadata.get(_ATTENTION))
+    done = None if steps is None else int(steps)
+    return SavedLatents(path, settings, metadata.get(REQUEST_KEY) or None, done, metadata.get(_ATTENTION))
 
 
 def require_latents(path: str | Path) -> None:

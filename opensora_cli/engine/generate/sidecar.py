@@ -16,6 +16,7 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.engine.components.hardware import versions
 from opensora_cli.engine.components.weights import stamp_of
+from opensora_cli.engine.generate.chain import DRAFT, PICTURE, Chain, alone
 from opensora_cli.engine.generate.outputs import (
     Claims,
     SampleFiles,
@@ -25,7 +26,7 @@ from opensora_cli.engine.generate.outputs import (
     num_samples,
     read_made,
 )
-from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Chain, Plan, alone
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.request import picture_path
 from opensora_cli.engine.generate.saved_latents import REQUEST_KEY, open_latents
 from opensora_cli.engine.generate.text import full_prompt
@@ -90,7 +91,7 @@ def _saved_request(settings: GenerateSettings, latents: str) -> str | None:
     if saved.steps is not None:
         raise RequestError(
             f"{latents} was saved after step {saved.steps} of {settings.sampling.num_inference_steps}",
-            hint=f"go on with osora generate --from {shlex.quote(latents)}",
+            hint=f"continue with osora generate --from {shlex.quote(latents)}",
         )
 
     def deciding(settings: GenerateSettings) -> dict[str, Any]:
@@ -200,9 +201,11 @@ def sample_settings(plan: Plan, sample: SampleFiles) -> GenerateSettings:
         "output.overwrite": False,
     }
     if plan.loras:
-        # The hash detects another file of the same name.
+        # The hash detects another file of the same name. The adapter of `sampling.turbo` comes last, and is no file
+        # that the user named.
         changes["loras"] = tuple(
-            {"path": str(lora.path.absolute()), "scale": lora.scale, "sha256": lora.sha256} for lora in plan.loras
+            {"path": str(lora.path.absolute()), "scale": lora.scale, "sha256": lora.sha256}
+            for lora in plan.loras[: len(settings.loras)]
         )
     if num_samples(settings) > 1 and (output.named_format is not None or output.name_from is NameFrom.PROMPT):
         changes["output.path"] = str(sample.target)

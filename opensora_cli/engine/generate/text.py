@@ -20,10 +20,11 @@ from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component, stamp_of
 from opensora_cli.engine.encode.prompt_cache import PromptCache, TextEmbeds
 from opensora_cli.engine.estimate.offload import TEXT
+from opensora_cli.engine.generate.chain import Chain, alone
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.loading import prompt_readers
 from opensora_cli.engine.generate.models import LoadedModels, retried
-from opensora_cli.engine.generate.plan import Chain, Plan, alone
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.planning import require_fit
 from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
 from opensora_cli.sampling.text import add_fps_info_to_text, add_motion_score_to_text

@@ -9,8 +9,8 @@ from opensora_cli.core.files import require_writable
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.hardware import Hardware, out_of_memory_reported, pick_hardware
+from opensora_cli.engine.generate.chain import VIDEO
 from opensora_cli.engine.generate.dry_run import chain_to_plan
-from opensora_cli.engine.generate.plan import VIDEO
 from opensora_cli.engine.generate.predicted import predict_known_time
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.mem_profile.batch import generation_batch, training_batch

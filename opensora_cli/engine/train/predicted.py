@@ -14,7 +14,7 @@ import torch
 from opensora_cli.core.device_names import GPU
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
-from opensora_cli.engine.components.parallelize import AttentionSizes
+from opensora_cli.engine.components.parallelize import exchanged_bytes
 from opensora_cli.engine.encode.encoders import frozen_dtype
 from opensora_cli.engine.encode.inputs import find_frozen_parts
 from opensora_cli.engine.estimate.generation_work import encoding_work, evaluation_work, text_work
@@ -145,22 +145,26 @@ def _of_clip(settings: TrainSettings) -> MeshShape:
 
 def _exchanged(settings: TrainSettings, gpu: GpuSettings, config: MMDiTConfig) -> Exchanged:
     shape, mesh = largest_batch_shape(settings), _of_clip(settings)
-    sizes = AttentionSizes(
-        attentions=config.depth + config.depth_single_blocks,
-        num_heads=config.num_heads,
-        head_dim=config.head_dim,
-        video_tokens=shape.batch_size * prod(shape.token_grid(settings)),
-        text_tokens=shape.batch_size * settings.text.t5_max_length,
-        itemsize=torch_dtype(settings.precision.compute).itemsize,
-    )
+    video_tokens = shape.batch_size * prod(shape.token_grid(settings))
+    text_tokens = shape.batch_size * settings.text.t5_max_length
+    itemsize = torch_dtype(settings.precision.compute).itemsize
     return Exchanged(
         config=config,
         mesh=mesh,
         links=Links(gpu, settings.parallel.ranks_per_node),
-        video_tokens=sizes.video_tokens,
-        text_tokens=sizes.text_tokens,
-        itemsize=sizes.itemsize,
-        for_heads=sizes.exchanged_bytes(training_exchange(settings), mesh) if mesh.ulysses > 1 else {},
+        video_tokens=video_tokens,
+        text_tokens=text_tokens,
+        itemsize=itemsize,
+        for_heads=exchanged_bytes(
+            training_exchange(settings),
+            mesh,
+            config,
+            video_tokens=video_tokens,
+            text_tokens=text_tokens,
+            itemsize=itemsize,
+        )
+        if mesh.ulysses > 1
+        else {},
     )
 
 

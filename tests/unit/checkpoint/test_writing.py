@@ -9,7 +9,7 @@ import killing
 import pytest
 import torch
 from safetensors.torch import save_file
-from tiny_weights import bit_equal, held, read
+from tiny_weights import awkward_state, bit_equal, held, read
 
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.opening import open_checkpoint
@@ -27,9 +27,7 @@ INDEX = "model.safetensors.index.json"
 
 @pytest.fixture
 def tensors():
-    generator = torch.Generator().manual_seed(0)
-    made = {f"blocks.{index}.weight": torch.rand(40, index + 1, generator=generator) for index in range(6)}
-    return made | {"steps": torch.tensor(7), "half": torch.rand(5, generator=generator).bfloat16()}
+    return awkward_state()
 
 
 def write(tensors, path, format, **options):

@@ -68,3 +68,37 @@ def test_the_default_device_of_a_rank_is_its_current_gpu(monkeypatch):
     assert device.current_device() == torch.device("cuda", 3)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert device.current_device() == torch.device("cpu")
+
+
+def test_names_of_devices(monkeypatch):
+    assert device.pick_device("cpu") == torch.device("cpu")
+    assert device.device_name(torch.device("cpu")) == "cpu"
+    with pytest.raises(HardwareError, match="device=gpu is not a device: use auto, cpu, cuda or cuda:N"):
+        device.pick_device("gpu")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(HardwareError, match=r"device=cuda is not there: .*(no usable|without CUDA)") as refused:
+        device.pick_device("cuda")
+    assert refused.value.hint.startswith("use --device cpu, or ")
+
+
+def test_memory_of_a_mac_is_what_its_driver_recommends(monkeypatch):
+    sizes = {"recommended_max_memory": 100, "current_allocated_memory": 30, "driver_allocated_memory": 40}
+    for name, value in sizes.items():
+        monkeypatch.setattr(torch.mps, name, lambda value=value: value)
+    mps = torch.device("mps")
+    assert device.free_and_total_bytes(mps) == (70, 100)
+    assert device.reserved_bytes(mps) == 40
+    assert not device.has_peaks(mps)
+
+
+def test_a_limit_of_memory_is_a_share_that_ends_with_the_block(monkeypatch):
+    shares = [0.9]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=100))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda _: shares[-1])
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", lambda share, _: shares.append(share))
+    for limit, share in ((25, 0.25), (200, 1.0)):
+        with device.limited_memory(torch.device("cuda", 0), limit):
+            assert shares[-1] == share
+        assert shares[-1] == 0.9
+    with device.limited_memory(torch.device("cpu"), 25), device.limited_memory(torch.device("cuda", 0), None):
+        assert len(shares) == 5

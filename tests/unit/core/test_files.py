@@ -6,13 +6,23 @@ import os
 import stat
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from opensora_cli.core import files
-from opensora_cli.core.exceptions import OsoraWarning, OutputError
-from opensora_cli.core.files import atomic_folder, atomic_path, write_bytes_atomic, write_json_atomic
+from opensora_cli.core.exceptions import FileProblem, OsoraWarning, OutputError
+from opensora_cli.core.files import (
+    atomic_folder,
+    atomic_path,
+    require_space,
+    require_there,
+    require_writable,
+    write_bytes_atomic,
+    write_json_atomic,
+)
 
 
 def test_the_content_arrives_and_nothing_else_is_left(tmp_path: Path) -> None:
@@ -287,3 +297,37 @@ def test_a_pipe_is_not_replaced(tmp_path: Path, write: Callable[[Path, str], Non
         write(tmp_path / "a", "content")
     assert (tmp_path / "a").is_fifo()
     assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "overwrite", "message"),
+    [
+        ("new/a.bin", False, None),
+        ("old.bin", True, None),
+        ("old.bin", False, "exists already"),
+        ("folder", True, "is a folder"),
+        ("old.bin/a.bin", False, "cannot write"),
+    ],
+)
+def test_a_place_for_a_file_is_checked_before_the_work(
+    tmp_path: Path, name: str, overwrite: bool, message: str | None
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "old.bin").touch()
+    with nullcontext() if message is None else pytest.raises(OutputError, match=message):
+        require_writable(tmp_path / name, overwrite=overwrite)
+    assert sorted(os.listdir(tmp_path)) == ["folder", "old.bin"]
+
+
+def test_the_room_on_a_disk_is_checked_where_it_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    require_space(tmp_path / "new" / "a", 1)
+    with pytest.raises(OutputError, match=r"a needs 4611686\.0 TB, and its disk has .* free"):
+        require_space(tmp_path / "a", 2**62)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=0, free=0))
+    require_space(tmp_path / "a", 2**62)
+
+
+def test_what_a_command_reads_must_be_there(tmp_path: Path) -> None:
+    require_there(str(tmp_path))
+    with pytest.raises(FileProblem, match="gone does not exist"):
+        require_there(str(tmp_path), str(tmp_path / "gone"))

@@ -54,3 +54,10 @@ def test_the_longest_clip_is_the_longest_that_comes_back(grid: LatentGrid) -> No
 
     for frames in range(1, 40):
         assert grid.longest_clip(frames) == max(shorter for shorter in range(1, frames + 1) if comes_back(shorter))
+
+
+def test_sides_are_divided_or_refused() -> None:
+    assert CAUSAL.latent_size(256, 448) == (32, 56)
+    for height, width in ((257, 448), (256, 449), (0, 448)):
+        with pytest.raises(RequestError, match=f"height={height} and width={width} must be multiples of 8"):
+            CAUSAL.latent_size(height, width)

@@ -8,7 +8,15 @@ import pytest
 
 from opensora_cli.cli.errors import translate
 from opensora_cli.core.exceptions import CheckpointError, FileProblem, HardwareError, OsoraError
-from opensora_cli.core.reading import read_bytes, read_json_object, read_text, reading, require_file
+from opensora_cli.core.reading import (
+    read_bytes,
+    read_json_object,
+    read_text,
+    reading,
+    require_file,
+    require_schema,
+    stays_inside,
+)
 
 
 def _system(number: int, name: str | None = None) -> OSError:
@@ -146,3 +154,20 @@ def test_a_name_that_no_file_has_is_one_line(name: str) -> None:
     assert len(caught.value.message.splitlines()) == 1
     assert len(caught.value.message) < 1000
     caught.value.message.encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        *(("a", True), ("a/b.bin", True), ("..", False), ("a/../../b", False), ("/a", False), ("C:a", False)),
+        *(("\\a", False), ("a\\..\\b", False), ("", False), ("a\nb", False), (3, False), (None, False)),
+    ],
+)
+def test_a_name_in_a_document_stays_inside_its_folder_on_every_system(name: object, expected: bool) -> None:
+    assert stays_inside(name) is expected
+
+
+def test_another_schema_is_refused_with_both() -> None:
+    require_schema({"schema": "a/1"}, "a/1", "x.json")
+    with pytest.raises(CheckpointError, match=r"x\.json has the schema 'a/2', and this version of osora reads 'a/1'"):
+        require_schema({"schema": "a/2"}, "a/1", "x.json", problem=CheckpointError)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from opensora_cli.core.redaction import Redactor, shown_value
+from opensora_cli.core.redaction import Redactor, shown_value, shown_variables
 
 REDACTOR = Redactor(
     {"ada": "<user>", "analytical": "<host>", "analytical.example.org": "<host>"},
@@ -62,3 +62,19 @@ def test_values_that_are_always_hidden():
     assert shown_value("HF_TOKEN", "x") == "<hidden>"
     assert shown_value("HF_ENDPOINT", "https://me:pw@hub.example") == "https://<hidden>@hub.example"
     assert shown_value("NCCL_DEBUG", "INFO") == "INFO"
+
+
+def test_only_variables_that_matter_are_shown():
+    environment = {"NCCL_DEBUG": "INFO", "HF_TOKEN": "opensesame", "SHELL": "/bin/bash"}
+    assert shown_variables(environment) == {"HF_TOKEN": "<hidden>", "NCCL_DEBUG": "INFO"}
+
+
+def test_user_and_host_of_this_machine_are_hidden(monkeypatch):
+    monkeypatch.setattr("getpass.getuser", lambda: "ada")
+    monkeypatch.setattr("socket.gethostname", lambda: "analytical.example.org")
+    monkeypatch.setattr("psutil.net_if_addrs", lambda: {"lo": [], "enx0242ac11": []})
+    text = Redactor.of_this_machine(folders=["/mnt/the engine"]).text
+    assert text("ada on analytical by enx0242ac11 and lo") == "<user> on <host> by <interface> and lo"
+    assert text("at /mnt/the engine") == "at <path>"
+    monkeypatch.setattr("getpass.getuser", lambda: "root")
+    assert Redactor.of_this_machine(folders=[]).text("the root of it") == "the root of it"

@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -97,13 +96,7 @@ KILLS = {
 
 
 def test_a_kill_at_any_step_leaves_media_that_are_whole_or_none(tmp_path: Path) -> None:
-    tests = Path(__file__).parents[2]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tests.parent), str(tests)])}
-    # In a process of its own: it forks, and counts what it writes.
-    command = [sys.executable, __file__, str(tmp_path / "work")]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    for found, order in zip(json.loads(done.stdout), KILLS.values(), strict=True):
+    for found, order in zip(killing.run_script(__file__, tmp_path / "work"), KILLS.values(), strict=True):
         assert len(found) > 10
         assert found == sorted(found, key=order.index)
         assert set(found) == set(order)

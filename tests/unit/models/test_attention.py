@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from attention_parts import gradients, merged
 from closeness import assert_close
+from tiny_transformer import inputs, transformer
 from torch.nn import functional
 
 from opensora_cli.core.attention import accumulation_dtype
@@ -11,9 +13,7 @@ from opensora_cli.models import attention
 from opensora_cli.models.attention import attention_backend, backend_names
 from opensora_cli.models.attention.math import MATH_PARTS, math
 from opensora_cli.models.attention.sdpa import sdpa
-from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.ring import RingAttention, merge
+from opensora_cli.parallel.ring import RingAttention
 
 WIDTH = 8
 ADDED = """
@@ -71,26 +71,9 @@ def test_a_file_in_the_package_is_a_backend_for_models_rings_and_comparison(tmp_
     backend = attention_backend("added")
     calls = backend.attend.__globals__["calls"]
 
-    config = MMDiTConfig(
-        in_channels=4,
-        vec_in_dim=4,
-        context_in_dim=4,
-        hidden_size=16,
-        num_heads=2,
-        depth=1,
-        depth_single_blocks=1,
-        axes_dim=(2, 2, 4),
-        cond_embed=False,
-        patch_size=1,
-    )
-    given = {
-        "position_ids_BN3": torch.zeros(1, 3, 3),
-        "timesteps_B": torch.ones(1),
-        "prompt_embeds_BLC": torch.ones(1, 2, 4),
-        "pooled_prompt_embeds_BV": torch.ones(1, 4),
-    }
-    MMDiT(config, attention=backend)(torch.ones(1, 3, 4), **given)
-    assert calls == [(1, 2, 5, 8)] * 2
+    model = transformer(depth=1, single=1, attention=backend)
+    model(**inputs(model))
+    assert calls == [(2, 4, 12 + 5, 8)] * 2
     assert dict(backend.compared).keys() == {"added"}
     assert RingAttention(backend, None, None)._part_kernel is backend.part_kernel
 
@@ -117,13 +100,7 @@ def test_parts_make_the_whole(dtype, tolerance, cuts, scale, kernel):
     q, k = q * scale, k * scale
     scores = q.double() @ k.double().mT / WIDTH**0.5
     expected = scores.softmax(-1) @ v.double()
-    attend = kernel_of(kernel, q, k, v).attend
-    parts = [attend(q, *part) for part in zip(k.split(cuts, 2), v.split(cuts, 2), strict=True)]
-    assert all(part.dtype is dtype for part, _ in parts)
-    (out, lse), *others = parts
-    out = out.to(accumulation_dtype(dtype))
-    for part, part_lse in others:
-        lse = merge(out, lse, part, part_lse)
+    out, lse = merged(kernel_of(kernel, q, k, v), q, k, v, cuts)
     assert lse.dtype is out.dtype is accumulation_dtype(dtype)
     of_scores = 10 * torch.finfo(lse.dtype).eps * scale**2
     assert (out.double() - expected).abs().max() <= tolerance + of_scores
@@ -142,9 +119,7 @@ def test_gradients_of_parts_make_those_of_the_whole(dtype, tolerance, kernel):
     gradient = gradient.transpose(1, 2).contiguous().transpose(1, 2)
     chosen = kernel_of(kernel, q, k, v)
     out, lse = chosen.attend(q, k, v)
-    pieces = zip(k.split((3, 4), 2), v.split((3, 4), 2), strict=True)
-    of_q, of_k, of_v = zip(*(chosen.gradients(gradient, q, *piece, out, lse) for piece in pieces), strict=True)
-    for found, exact_one in zip((sum(of_q), torch.cat(of_k, 2), torch.cat(of_v, 2)), expected, strict=True):
+    for found, exact_one in zip(gradients(chosen, gradient, q, k, v, out, lse, (3, 4)), expected, strict=True):
         assert found.dtype is dtype
         assert (found.double() - exact_one).abs().max() < tolerance
 

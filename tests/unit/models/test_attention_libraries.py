@@ -3,11 +3,11 @@
 import pytest
 import torch
 from attention_libraries import FLASH3_B1, HALF, fake_flash2, fake_flash3, fake_flash4, fake_xformers
+from attention_parts import gradients, merged
 
 from opensora_cli.core.attention_kinds import ATTENTION_KINDS
 from opensora_cli.models.attention import attention_backend, backend_names
 from opensora_cli.models.attention.math import math
-from opensora_cli.parallel.ring import merge
 from opensora_cli.settings.enums import AttentionChoice
 
 LIBRARIES = {
@@ -53,18 +53,11 @@ def test_parts_make_the_whole_and_its_gradients(monkeypatch, name, fake):
     kernel = attention_backend(name).part_kernel(q, k, v)
     exact = [tensor.float().requires_grad_() for tensor in (q, k, v)]
     expected = math(*exact)
-    pieces = list(zip(k.split((3, 4), 2), v.split((3, 4), 2), strict=True))
-    (out, lse), (part, part_lse) = (kernel.attend(q, *piece) for piece in pieces)
-    out = out.float()
-    lse = merge(out, lse, part, part_lse)
-    assert lse.shape == (2, 3, 5)
+    out, lse = merged(kernel, q, k, v, (3, 4))
     assert (out - expected).abs().max() < TOLERANCE
     # As a model hands it back: heads behind tokens in memory.
     gradient = gradient.transpose(1, 2).contiguous().transpose(1, 2)
-    of_q, of_k, of_v = zip(
-        *(kernel.gradients(gradient, q, *piece, out.bfloat16(), lse) for piece in pieces), strict=True
-    )
-    grads = sum(of_q), torch.cat(of_k, 2), torch.cat(of_v, 2)
+    grads = gradients(kernel, gradient, q, k, v, out.bfloat16(), lse, (3, 4))
     for found, exact_one in zip(grads, torch.autograd.grad(expected, exact, gradient.float()), strict=True):
         assert found.dtype is torch.bfloat16
         assert (found.float() - exact_one).abs().max() < TOLERANCE

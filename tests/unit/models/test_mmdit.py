@@ -4,12 +4,12 @@ import pytest
 import torch
 from closeness import assert_close
 from pydantic import ValidationError
+from tiny_transformer import inputs, transformer
 from torch import nn
 
 from opensora_cli.models.attention.math import math
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit.blocks import Split, repeated_blocks
-from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layers import (
     HeadNorm,
     modulated_norm,
@@ -20,54 +20,6 @@ from opensora_cli.models.mmdit.layers import (
 )
 from opensora_cli.models.mmdit.layout import converter, is_fused
 from opensora_cli.models.mmdit.model import MMDiT
-
-
-def small_config(**changes):
-    sizes = {
-        "in_channels": 8,
-        "vec_in_dim": 6,
-        "context_in_dim": 10,
-        "hidden_size": 48,
-        "num_heads": 4,
-        "mlp_ratio": 2.0,
-        "depth": 2,
-        "depth_single_blocks": 2,
-        "axes_dim": (4, 4, 4),
-        "patch_size": 2,
-    }
-    return MMDiTConfig(**(sizes | changes))
-
-
-def filled(config, *, attention=sdpa, seed=0):
-    """A model whose every weight matters: a fresh one has zeros in places."""
-    model = MMDiT(config, attention=attention)
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        parameter.data = 1 + 0.1 * noise if name.endswith("scale") else noise * parameter.shape[-1] ** -0.5
-    return model
-
-
-def inputs(config, *, batch=2, frames=2, rows=3, columns=2, text=5, seed=1):
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape):
-        return torch.randn(shape, generator=generator)
-
-    axes = [torch.arange(size) for size in (frames, rows, columns)]
-    ids = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(1, -1, 3)
-    given = {
-        "packed_latents_BND": draw(batch, ids.shape[1], config.in_channels),
-        "position_ids_BN3": ids.expand(batch, -1, -1),
-        "timesteps_B": torch.linspace(0.9, 0.1, batch),
-        "prompt_embeds_BLC": draw(batch, text, config.context_in_dim),
-        "pooled_prompt_embeds_BV": draw(batch, config.vec_in_dim),
-    }
-    if config.cond_embed:
-        given["conditioning_BNK"] = draw(batch, ids.shape[1], config.in_channels + config.patch_size**2)
-    if config.guidance_embed:
-        given["embedded_guidance_B"] = torch.full((batch,), 4.0)
-    return given
 
 
 def run(model, given, **changes):
@@ -81,9 +33,9 @@ class TestPredictedData:
 
     def both(self, **changes):
         """What the last layer puts out, and the velocity that a model with the same weights makes of it."""
-        given = inputs(small_config()) | changes
-        velocity = run(filled(small_config(predicts_data=True)), given)
-        return given, run(filled(small_config()), given), velocity
+        model = transformer()
+        given = inputs(model) | changes
+        return given, run(model, given), run(transformer(predicts_data=True), given)
 
     def test_the_velocity_leads_from_the_sample_to_the_data(self):
         given, data, velocity = self.both()
@@ -94,7 +46,7 @@ class TestPredictedData:
         # x_t = (1-t)·data + t·noise
         given, data, _ = self.both()
         noise, t_B11 = torch.randn_like(data), given["timesteps_B"].view(-1, 1, 1)
-        model = filled(small_config(predicts_data=True))
+        model = transformer(predicts_data=True)
         model.final_layer.forward = lambda latents, vector: data
         velocity = run(model, given, packed_latents_BND=(1 - t_B11) * data + t_B11 * noise)
         assert_close(velocity, noise - data, tolerance=1e-5)
@@ -119,29 +71,28 @@ class TestPrecision:
 
     @pytest.mark.parametrize("latents_dtype", [torch.bfloat16, torch.float32])
     def test_bf16_model_answers_in_the_callers_dtype(self, latents_dtype):
-        config = small_config()
-        given = inputs(config)
+        model = transformer()
+        given = inputs(model)
         # A time that bf16 holds, so that only the arithmetic differs.
         given["timesteps_B"] = torch.tensor([0.75, 0.25])
-        exact = run(filled(config), given)
+        exact = run(model, given)
         latents = given["packed_latents_BND"].to(latents_dtype)
-        velocity = run(filled(config).bfloat16(), given, packed_latents_BND=latents)
+        velocity = run(model.bfloat16(), given, packed_latents_BND=latents)
         assert velocity.dtype == latents_dtype
         assert (velocity - exact).abs().max() < 0.1 * exact.abs().max()
 
     def test_autocast_keeps_the_residual_stream_in_fp32(self):
-        config = small_config()
-        model = filled(config)
+        model = transformer()
         streams = []
         for block in model.single_blocks:
             block.register_forward_hook(lambda module, args, out: streams.append(out.dtype))
         for block in model.double_blocks:
             block.register_forward_hook(lambda module, args, out: streams.extend(x.dtype for x in out))
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            velocity = run(model, inputs(config))
-        assert streams == [torch.float32] * 6
+            velocity = run(model, inputs(model))
+        assert streams == [torch.float32] * (3 + 2 * 2)
         assert velocity.dtype == torch.float32
-        exact = run(model, inputs(config))
+        exact = run(model, inputs(model))
         assert (velocity - exact).abs().max() < 0.1 * exact.abs().max()
 
     def test_attention_runs_in_bf16_under_autocast(self):
@@ -151,9 +102,9 @@ class TestPrecision:
             dtypes.update((q.dtype, k.dtype, v.dtype))
             return sdpa(q, k, v)
 
-        config = small_config()
+        model = transformer(attention=watching)
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            run(filled(config, attention=watching), inputs(config))
+            run(model, inputs(model))
         assert dtypes == {torch.bfloat16}
 
     def test_epsilon_of_both_norms(self):
@@ -190,15 +141,15 @@ class TestWithoutGradients:
         assert_close(found.float(), expected.float(), tolerance=tolerance)
 
     def test_velocity_is_the_same_and_no_input_changes(self):
-        config = small_config()
-        model, given = filled(config), inputs(config)
+        model = transformer()
+        given = inputs(model)
         before = {name: tensor.clone() for name, tensor in given.items()}
         inputs_of_blocks = []
         for block in (*model.double_blocks, *model.single_blocks):
             block.register_forward_pre_hook(lambda module, args: inputs_of_blocks.append((args[0], args[0].clone())))
         with torch.no_grad():
             found = run(model, given)
-        assert len(inputs_of_blocks) == 4
+        assert len(inputs_of_blocks) == 2 + 3
         assert all(torch.equal(tensor, copy) for tensor, copy in inputs_of_blocks)
         assert all(torch.equal(given[name], before[name]) for name in given)
         assert_close(found, run(model, given))
@@ -207,28 +158,27 @@ class TestWithoutGradients:
 class TestInputs:
     @pytest.mark.parametrize("patch_size", [1, 2, 4])
     def test_patch_size_sets_the_width_of_the_condition(self, patch_size):
-        config = small_config(in_channels=16, patch_size=patch_size)
-        assert MMDiT(config).cond_in.in_features == 16 + patch_size**2
-        assert run(filled(config), inputs(config)).shape == (2, 12, 16)
+        model = transformer(patch_size=patch_size)
+        assert model.cond_in.in_features == 16 + patch_size**2
+        assert run(model, inputs(model)).shape == (2, 12, 16)
 
     def test_model_uses_what_it_is_handed(self):
-        config = small_config()
         seen = []
 
         def watching(q, k, v):
             seen.append((q.shape, k.shape, v.shape))
             return math(q, k, v)
 
-        watched, plain = filled(config, attention=watching), filled(config)
-        given = inputs(config)
+        watched, plain = transformer(attention=watching), transformer()
+        given = inputs(plain)
         assert_close(run(watched, given), run(plain, given))
-        # 5 text and 12 latent tokens attend to each other in each of the 2 + 2 blocks.
-        assert seen == [((2, 4, 17, 12),) * 3] * 4
+        # 5 text and 12 latent tokens attend to each other in each of the 2 + 3 blocks.
+        assert seen == [((2, 4, 17, 8),) * 3] * 5
 
     def test_samples_do_not_mix(self):
-        config = small_config(guidance_embed=True)
-        model, given = filled(config), inputs(config)
-        alone = run(model, {key: value[1:] for key, value in given.items()})
+        model = transformer(guidance_embed=True)
+        given = inputs(model)
+        alone = run(model, {key: value[-1:] for key, value in given.items()})
         assert_close(run(model, given)[1:], alone)
 
     @pytest.mark.parametrize(
@@ -236,33 +186,32 @@ class TestInputs:
         [({"cond_embed": True}, "conditioning_BNK"), ({"guidance_embed": True}, "embedded_guidance_B")],
     )
     def test_missing_or_useless_input_is_refused(self, changes, name):
-        config = small_config(**({"cond_embed": False} | changes))
-        given = inputs(config)
+        wanting, without = transformer(**({"cond_embed": False} | changes)), transformer(cond_embed=False)
+        given = inputs(wanting)
         with pytest.raises(ValueError, match=name):
-            run(MMDiT(config), given, **{name: None})
-        without = small_config(cond_embed=False)
+            run(wanting, given, **{name: None})
         with pytest.raises(ValueError, match=name):
-            run(MMDiT(without), inputs(without), **{name: given[name]})
+            run(without, inputs(without), **{name: given[name]})
 
 
 class TestConfig:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"num_heads": 5}, r"model\.num_heads=5 must divide model\.hidden_size=48"),
-            ({"axes_dim": (4, 4, 6)}, r"model\.axes_dim=4,4,6 must be three even numbers .* add up to 12"),
+            ({"num_heads": 5}, r"model\.num_heads=5 must divide model\.hidden_size=32"),
+            ({"axes_dim": (4, 4, 6)}, r"model\.axes_dim=4,4,6 must be three even numbers .* add up to 8"),
             ({"axes_dim": (3, 5, 4)}, r"model\.axes_dim=3,5,4 must be three even numbers"),
         ],
     )
     def test_contradictions_are_named(self, changes, message):
         with pytest.raises(ValidationError, match=message):
-            small_config(**changes)
+            transformer(**changes)
 
 
 class TestInitialisation:
     def test_blocks_start_as_the_identity_but_can_learn(self):
-        config = small_config(depth=1, depth_single_blocks=1)
-        model, given = MMDiT(config), inputs(config)
+        model = MMDiT(transformer(depth=1, single=1).config)
+        given = inputs(model)
         target = torch.randn(given["packed_latents_BND"].shape, generator=torch.Generator().manual_seed(5))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         losses = []
@@ -299,21 +248,20 @@ def fuse(weights):
 class TestLayout:
     @pytest.mark.parametrize("qkv_bias", [True, False])
     def test_fused_half_split_file(self, qkv_bias):
-        config = small_config(qkv_bias=qkv_bias)
-        weights = filled(config).state_dict()
+        model = transformer(qkv_bias=qkv_bias)
+        weights = model.state_dict()
         fused = fuse(weights)
         assert is_fused(fused)
         assert not is_fused(weights)
-        back = dict(converter(config, interleaved=False)(fused))
+        back = dict(converter(model.config, interleaved=False)(fused))
         assert back.keys() == weights.keys()
         assert all(torch.equal(back[key], weights[key]) for key in weights)
 
 
 class TestTables:
     def test_paths_and_counts_are_the_models(self):
-        config = small_config(depth=3, depth_single_blocks=1)
-        model = MMDiT(config)
-        for blocks in repeated_blocks(config):
+        model = transformer(depth=3, single=1)
+        for blocks in repeated_blocks(model.config):
             stack = model.get_submodule(blocks.module_path)
             assert len(stack) == blocks.count
             for plan in blocks.linears:

@@ -88,6 +88,13 @@ def test_a_clip_shorter_than_what_is_given_is_refused():
         prepare_inference_condition(_latents(8), "v2v_head", [[_latents(9)[0]]])
 
 
+def test_a_reference_that_is_too_short_is_refused():
+    with pytest.raises(
+        RequestError, match=r"condition\.mode=v2v_head needs 9 latent frames of its reference, which has 8"
+    ):
+        prepare_inference_condition(_latents(33), "v2v_head", [[_latents(8)[0]]])
+
+
 def test_a_reference_of_another_size_is_refused():
     with pytest.raises(ValueError, match="does not fit latents"):
         prepare_inference_condition(_latents(3), "i2v_head", [[torch.zeros(4, 1, 1, 1)]])

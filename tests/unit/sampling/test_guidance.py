@@ -15,6 +15,7 @@ from opensora_cli.sampling.guidance import (
     Guidance,
     GuidanceScales,
     branches_needed,
+    busiest,
     combine_branches,
     count_evaluations,
     guidance_scales,
@@ -171,3 +172,14 @@ def test_what_the_branches_see():
         UNCOND: (False, True),
         UNCOND2: (False, False),
     }
+
+
+def test_the_busiest_step_evaluates_the_most_branches():
+    plain, all_three = GuidanceScales(1.0, (1.0,)), GuidanceScales(7.5, (3.0,))
+    assert busiest([plain, all_three, UNGUIDED]) is all_three
+
+
+def test_scales_of_frames_need_tokens_of_whole_frames():
+    velocities = {branch: torch.zeros(1, 7, 2) for branch in Branch}
+    with pytest.raises(ValueError, match="7 tokens do not divide into 3 latent frames"):
+        combine_branches(velocities, GuidanceScales(7.5, (1.0, 2.0, 3.0)))

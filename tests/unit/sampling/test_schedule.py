@@ -20,6 +20,13 @@ def test_automatic_shift():
     assert flow_shift_for(tokens_per_frame=2176, num_latent_frames=9) == pytest.approx(6.0)
 
 
+def test_a_given_shift_takes_the_place_of_the_automatic_one():
+    automatic, given = (
+        flow_timesteps(4, tokens_per_frame=4096, num_latent_frames=1, flow_shift=shift) for shift in (None, 3.0)
+    )
+    assert automatic == given != flow_timesteps(4, tokens_per_frame=4096, num_latent_frames=1, flow_shift=1.0)
+
+
 @pytest.mark.parametrize("steps", [0, -3])
 def test_no_steps_are_refused(steps):
     with pytest.raises(RequestError, match=f"num_inference_steps={steps} must be at least 1"):

@@ -8,6 +8,7 @@ from opensora_cli.sampling.sizes import (
     RESOLUTIONS,
     image_size,
     inference_sizes,
+    nearest_training_size,
     num_pixels,
     training_sizes,
 )
@@ -59,3 +60,10 @@ def test_a_ratio_that_is_none_is_refused(ratio):
 def test_too_small_a_resolution_is_refused():
     with pytest.raises(RequestError, match=r"video\.resolution=16px has no frame of .* in multiples of 16 pixels"):
         image_size("16px", "1:1")
+
+
+@pytest.mark.parametrize(
+    ("asked", "nearest"), [("16:9", "16:9"), ("8:5", "3:2"), (1.0, "1:1"), (1.7, "16:9"), (100.0, "2.39:1")]
+)
+def test_a_clip_is_trained_in_the_size_that_is_nearest_in_shape(asked, nearest):
+    assert nearest_training_size("256px", asked) == (nearest, *training_sizes("256px")[nearest])

@@ -71,6 +71,17 @@ def test_every_number_of_every_section_has_a_lower_and_an_upper_bound() -> None:
     assert lacking == []
 
 
+def test_every_setting_is_described() -> None:
+    """A section in another one is described by its class, and figures of a data sheet by their names."""
+    lacking = [
+        f"{section.__name__}.{name}"
+        for section in set(_sections(Section))
+        for name, details in section.model_fields.items()
+        if not details.description and not isinstance(details.default, Section)
+    ]
+    assert sorted(lacking) == ["GpuSettings.fp16_tflops", "GpuSettings.fp32_tflops"]
+
+
 def test_bytes_seeds_and_factors_alone_may_be_over_a_billion() -> None:
     """A seed has the number of the sample added to it, and stays within 64 bits."""
     far = {name for name, numbers in _all_numbers().items() if any(min(high) > 1e9 for _, high in numbers)}

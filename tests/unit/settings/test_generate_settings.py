@@ -126,6 +126,12 @@ def test_settings_survive_json() -> None:
             "condition.mode=i2v_head needs a model that takes references",
         ),
         (
+            {"condition.continued": 0, "condition.references": "a.mp4", "condition.mode": "i2v_head"},
+            "condition.mode=i2v_head does not continue a video",
+        ),
+        ({"condition.continued": 0}, "condition.continued needs 1 reference, and 0 files are given: use --continue"),
+        ({"condition.continued": 0, "condition.seamless": True}, "does not go with condition.seamless=true"),
+        (
             {"output.path": "a.mp4", "output.format": "gif"},
             "output.format=gif must agree with the ending of output.path=a.mp4: drop one of them",
         ),

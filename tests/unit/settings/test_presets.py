@@ -6,7 +6,6 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.models.registry import ARCHITECTURES, DEMO
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets, preset_path, read_settings_file
-from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, load_generate_settings, load_preset, usual_settings
 
 PRESETS = list_presets("generate")
@@ -40,10 +39,3 @@ def test_unknown_resolution_starts_from_the_first_preset_of_a_model(model: str, 
     else:
         with pytest.raises(RequestError, match=f"{resolution} (is not a size of the {model} model|must be a pixel)"):
             load_generate_settings(GenerateRequest(overrides=overrides), model=model)
-
-
-def test_settings_have_a_description_for_every_key() -> None:
-    for section in GenerateSettings.model_fields.values():
-        for name, details in getattr(section.annotation, "model_fields", {"": section}).items():
-            if name:
-                assert details.description, name

@@ -12,7 +12,7 @@ from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import all_keys
 from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings
-from opensora_cli.settings.saved import _DESCRIPTION, _SIZES, TYPED, is_description, saved_format
+from opensora_cli.settings.saved import _DESCRIPTION, _SIZES, TYPED, is_description
 
 
 def load(
@@ -25,7 +25,7 @@ def load(
 
 RESERVED = """
 from_latents resume loras refine.prompt refine.motion_score refine.instructions refine.timeout_s refine.tries
-files.transformer files.vae files.t5 files.clip files.hub_repo
+files.transformer files.vae files.t5 files.turbo files.clip files.hub_repo
 picture.files.transformer picture.files.vae picture.files.hub_repo
 output.path output.name_from output.overwrite output.explore
 runtime.weights runtime.device runtime.prompt_cache runtime.prompt_cache_limit
@@ -121,15 +121,6 @@ def test_the_ending_of_the_result_is_taken(
 ) -> None:
     settings = load({"output": {"path": path}, "video": {"num_frames": frames}}, given=given)
     assert settings.output.format == expected
-
-
-@pytest.mark.parametrize(
-    ("output", "expected"),
-    [({"format": "gif"}, "gif"), ({"format": "a/b"}, "mp4"), ({"path": "x.png"}, "png"), ({"format": None}, "mp4")],
-)
-def test_format_of_the_result_of_saved_latents(output: dict[str, object], expected: str) -> None:
-    saved = SavedSettings(source="a.latents.safetensors", values={"output": output})
-    assert saved_format(saved.layer) == expected
 
 
 def test_references_of_a_file_are_sent_to_no_server() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import struct
 
 import pytest
@@ -14,7 +13,6 @@ from tiny_weights import bit_equal, held, read
 
 from opensora_cli.checkpoint.formats.pickles import DTYPES as ALL_DTYPES
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors, write_safetensors
-from opensora_cli.checkpoint.lazy import bytes_of
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.strict_json import MAX_JSON_BYTES
 
@@ -120,22 +118,17 @@ BROKEN = {
     "long length": (struct.pack("<Q", MAX_JSON_BYTES + 1) + b"{}", "too long"),
     "length over the end": (struct.pack("<Q", 9_000_000) + b"{}", "truncated"),
     "no JSON": (pack(b'{"a": '), "is no sound safetensors file"),
-    "deep list": (pack(b'{"a":' + b"[" * 200_000), "is no sound safetensors file"),
-    "half a character": (pack(b'{"\\ud800": 1}'), "is no sound safetensors file"),
-    "metadata number": (pack({"__metadata__": {"a": 1}}), "is no sound safetensors file"),
     "endless name": (pack({"n" * 1_000_000: [1]}), "is no sound safetensors file"),
     "unknown dtype": (pack({"a": described("F31")}, b"1234"), "is no sound safetensors file"),
     "dtype of less than a byte": (pack({"a": described("F4", shape=[8])}, b"1234"), "which torch cannot have"),
-    "negative size": (pack({"a": described(shape=[-1])}, b"1234"), "is no sound safetensors file"),
-    "overflow": (pack({"a": described(shape=[2**32, 2**32, 2**32], offsets=(0, 0))}), "is no sound safetensors file"),
     "hidden overflow": (pack({"a": described(shape=[0, 2**62, 2**62], offsets=(0, 0))}), ""),
     "many dimensions": (pack({"a": described(shape=[1] * 65)}, b"1234"), "which torch cannot have"),
     "too short for its shape": (pack({"a": described(shape=[2])}, b"1234"), "is no sound safetensors file"),
+    # The places of tensors follow from their sizes.
     "overlap": (pack({"a": described(), "b\x1b[2J": described(offsets=(2, 6))}, b"123456"), "no sound safetensors"),
     "gap": (pack({"a": described(), "b": described(offsets=(6, 10))}, b"1234567890"), "is no sound safetensors file"),
-    "data missing": (pack({"a": described()}, b"123"), "is truncated, or longer"),
     "data beyond": (pack({"a": described()}, b"12345"), "is truncated, or longer"),
-    "data without tensors": (pack({}, b"1"), "is truncated, or longer"),
+    "data missing": (pack({"a": described()}, b"123"), "is truncated, or longer"),
 }  # fmt: skip
 
 
@@ -161,59 +154,3 @@ def test_what_is_not_read_again_is_not_written(tmp_path):
     with pytest.raises(RequestError, match=r"10000 tensors .* too much"):
         write_safetensors(tmp_path / "a", held(names), metadata={})
     assert os.listdir(tmp_path) == []
-
-
-def sound_file(rng):
-    header, end = {"__metadata__": {"format": "pt"}}, 0
-    for index in range(rng.randint(1, 4)):
-        shape = [rng.randint(0, 3) for _ in range(rng.randint(0, 3))]
-        size = 4 * torch.Size(shape).numel()
-        header[f"layer.{index}"] = described(shape=shape, offsets=(end, end + size))
-        end += size
-    return header, end
-
-
-def mutated(rng):
-    """Return a file that was sound before something was done to it."""
-    header, end = sound_file(rng)
-    tensor = header[rng.choice([name for name in header if name.startswith("layer")])]
-    numbers = [-1, 0, 1, 3, 4, 2**31, 2**63 - 1, 2**64, 1.5, None, True, "4", [], {}]
-    change = rng.choice(["offset", "shape", "dtype", "field", "length", "cut", "flip", "extra", "nothing"])
-    if change == "offset":
-        tensor["data_offsets"][rng.randrange(2)] = rng.choice(numbers)
-    elif change == "shape":
-        tensor["shape"] = [rng.choice(numbers) for _ in range(rng.randint(0, 4))]
-    elif change == "dtype":
-        tensor["dtype"] = rng.choice(["F64", "F16", "f32", "", None, 4, "I128", "F4"])
-    elif change == "field":
-        tensor[rng.choice(list(tensor))] = rng.choice(numbers)
-    content = bytearray(pack(header, rng.randbytes(end)))
-    if change == "length":
-        content[:8] = struct.pack("<Q", rng.choice([0, 1, 7, 2**20, 2**32, 2**63, 2**64 - 1, len(content)]))
-    elif change == "cut":
-        del content[rng.randrange(len(content)) :]
-    elif change == "flip":
-        for _ in range(rng.randint(1, 5)):
-            content[rng.randrange(len(content))] = rng.randrange(256)
-    elif change == "extra":
-        content += rng.randbytes(rng.randint(1, 20))
-    return bytes(content)
-
-
-def check_content(path, content):
-    """What the file says is either refused in one line, or it is exactly as long as it says, and readable."""
-    path.write_bytes(content)
-    if refusal(path) is not None:
-        return False
-    entries, _ = open_safetensors(path)
-    length = struct.unpack("<Q", content[:8])[0]
-    assert b"".join(bytes(bytes_of(e.read())) for e in entries.values()) == (content[8 + length :])
-    assert bit_equal(load_file(path), read(entries))  # what passes here passes there, with the same result
-    return True
-
-
-@pytest.mark.parametrize("count", [100, pytest.param(20_000, marks=pytest.mark.slow)])
-def test_mutated_files_are_refused_or_right(tmp_path, count):
-    rng = random.Random(0)
-    passed = sum(check_content(tmp_path / "a", mutated(rng)) for _ in range(count))
-    assert count / 10 < passed < count / 3

@@ -10,7 +10,6 @@ from tiny_world import (
     RecordingReporter,
     dc_ae_settings,
     demo_settings,
-    flux_settings,
     picture_first_settings,
     released_settings,
 )
@@ -127,11 +126,15 @@ def _with_reference(world, folder):
     [
         (_with_reference, [6, 3], "encode"),
         (lambda world, folder: demo_settings(world, folder, video__extend="1"), [8, 4], "denoise"),
-        (lambda world, folder: picture_first_settings(world, folder / "out"), [6, 3], "picture denoise"),
-        (dc_ae_settings, [4, 2], "denoise"),
-        (lambda world, folder: flux_settings(world, folder, video__num_frames="1"), [2, 1], "denoise"),
+        pytest.param(
+            lambda world, folder: picture_first_settings(world, folder / "out"),
+            [6, 3],
+            "picture denoise",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(dc_ae_settings, [4, 2], "denoise", marks=pytest.mark.slow),
     ],
-    ids=["reference", "segments", "picture first", "dc_ae", "flux"],
+    ids=["reference", "segments", "picture first", "dc_ae"],
 )
 def test_other_models_and_requests_are_compared(world, tmp_path, make, evaluations, stage):
     report = compared(make(world, tmp_path), "sampling.num_inference_steps=1")

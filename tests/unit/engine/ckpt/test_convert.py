@@ -1,7 +1,6 @@
 """Converting: from every form to every other and back, with and without changes on the way."""
 
 import hashlib
-import itertools
 import json
 from pathlib import Path
 
@@ -32,19 +31,6 @@ def metadata_of(path: Path) -> dict[str, str]:
         return file.metadata()
 
 
-@pytest.fixture(scope="module")
-def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[Format, Path]:
-    """The same weights in every form, converted from what the safetensors library wrote."""
-    folder = tmp_path_factory.mktemp("forms")
-    save_file(awkward_state(), folder / "source.safetensors", metadata={"note": "kept"})
-    made = {}
-    for form in Format:
-        options = {"shard_size": "4000"} if form.has_shards else {}
-        target = folder / f"form-{form}{SUFFIXES.get(form, '')}"
-        made[form] = converted(folder / "source.safetensors", target, format=form, **options)
-    return made
-
-
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     """Some weights by the safetensors library."""
@@ -54,13 +40,11 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source.safetensors"
 
 
-@pytest.mark.parametrize(("first", "second"), [*itertools.pairwise([*Format, next(iter(Format))])], ids=str)
-def test_every_format_is_read_and_written(
-    first: Format, second: Format, forms: dict[Format, Path], tmp_path: Path
-) -> None:
-    there = converted(forms[first], tmp_path / f"there{SUFFIXES.get(second, '')}", format=second)
-    back = load_file(converted(there, tmp_path / "back.safetensors"))
-    assert bit_equal(back, awkward_state())
+@pytest.mark.parametrize("form", [Format.TORCH_SHARDS, Format.DCP])
+def test_another_format_and_back_is_bitwise_identical(form: Format, tmp_path: Path) -> None:
+    save_file(awkward_state(), tmp_path / "source.safetensors")
+    there = converted(tmp_path / "source.safetensors", tmp_path / "there", format=form)
+    assert bit_equal(load_file(converted(there, tmp_path / "back.safetensors")), awkward_state())
 
 
 def test_metadata_is_kept_and_provenance_added(source: Path, tmp_path: Path) -> None:

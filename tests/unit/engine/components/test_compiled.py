@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from block_layers import linears_of_blocks
-from tiny_transformer import assert_same, gradients, inputs, transformer
+from tiny_transformer import assert_same, gradients, inputs, linears_of_blocks, transformer
 from torch import fx
 from torch._dynamo.utils import counters
 
@@ -211,7 +210,7 @@ COMPILE = """
 import sys
 import torch
 from opensora_cli.engine.components.compiled import compile_blocks
-from tiny_transformer import inputs, transformer
+from tiny_transformer import inputs, linears_of_blocks, transformer
 torch.set_num_threads(1)
 model = transformer()
 compile_blocks(model, warn=lambda text: sys.exit(text))

@@ -4,8 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
-from block_layers import linears_of_blocks
-from tiny_transformer import inputs, transformer
+from tiny_transformer import inputs, linears_of_blocks, transformer
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.linear_products import LinearProducts

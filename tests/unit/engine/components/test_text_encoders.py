@@ -11,15 +11,15 @@ import torch
 import transformers
 from closeness import assert_close
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from tiny_world import WORDS, save_tokenizer
+from tokenizers import Tokenizer, models
 
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, RequestError
 from opensora_cli.engine.components.text_encoders import load_clip, load_t5
 from opensora_cli.models.text import folder as folders
 from opensora_cli.models.text.files import CLIP_VOCABULARIES, T5_VOCABULARIES, missing_files
 
-WORDS = ["<pad>", "</s>", "<unk>", "<s>", "a", "red", "boat", "on", "the", "sea", "rain", "raining", "at", "night", ","]
-SENTENCES = ["a red boat on the sea", "rain over the forest at night", "snow in the desert", "a blue ball moves left"]
+SENTENCES = ["a night boat on the sea", "rain over the forest at night", "snow in the desert", "a blue ball moves left"]
 T5_SIZES = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "feed_forward_proj": "gated-gelu"}
 CLIP_SIZES = {
     "hidden_size": 16,
@@ -41,21 +41,6 @@ VISION = {
 }
 
 
-def save_word_tokenizer(folder, template="$A </s>"):
-    """Write a word-level, lower-casing tokenizer such as the demo has."""
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
-    tokenizer.normalizer = normalizers.Lowercase()
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    if template:
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=template, special_tokens=[("<s>", 3), ("</s>", 1)]
-        )
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
-    )
-    fast.save_pretrained(folder)
-
-
 def save_model(folder, model_class, config):
     torch.manual_seed(0)
     with folders.quiet():
@@ -66,7 +51,7 @@ def save_model(folder, model_class, config):
 def t5_words(tmp_path_factory):
     folder = tmp_path_factory.mktemp("t5_words")
     save_model(folder, transformers.T5EncoderModel, transformers.T5Config(vocab_size=len(WORDS), **T5_SIZES))
-    save_word_tokenizer(folder)
+    save_tokenizer(folder, "$A </s>")
     return folder
 
 
@@ -97,7 +82,7 @@ def clip(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clip")
     text = {"vocab_size": len(WORDS), **CLIP_SIZES}
     save_model(folder, transformers.CLIPModel, transformers.CLIPConfig(text_config=text, vision_config=VISION))
-    save_word_tokenizer(folder, template="<s> $A </s>")
+    save_tokenizer(folder, "<s> $A </s>")
     return folder
 
 
@@ -123,7 +108,7 @@ class TestT5:
     @pytest.mark.parametrize("folder_name", ["t5_words", "t5_pieces"])
     def test_equals_transformers_without_attention_mask(self, request, folder_name):
         folder = request.getfixturevalue(folder_name)
-        texts = ["a red boat on the sea", "rain"]
+        texts = ["a night boat on the sea", "raining"]
         encoder = t5(folder, max_length=24)
         states = encoder.encode(texts)
         with folders.quiet():
@@ -139,23 +124,23 @@ class TestT5:
 
     def test_a_long_text_is_truncated_before_its_end_token(self, t5_words):
         encoder = t5(t5_words, max_length=4)
-        cut = encoder.encode(["a red boat on the sea"])
+        cut = encoder.encode(["a night boat on the sea"])
         assert cut.shape == (1, 4, 16)
-        assert torch.equal(cut, encoder.encode(["a red boat rain rain"]))
-        ids = encoder._input_ids(["a red boat on the sea"])
-        assert ids.tolist() == [[WORDS.index(word) for word in ("a", "red", "boat", "</s>")]]
+        assert torch.equal(cut, encoder.encode(["a night boat raining raining"]))
+        ids = encoder._input_ids(["a night boat on the sea"])
+        assert ids.tolist() == [[WORDS.index(word) for word in ("a", "night", "boat", "</s>")]]
 
     def test_truncated_counts_special_tokens(self, t5_words, capfd):
         encoder = t5(t5_words, max_length=4)
-        assert not encoder.truncated("a red boat")
-        assert encoder.truncated("a red boat on")
+        assert not encoder.truncated("a night boat")
+        assert encoder.truncated("a night boat on")
         assert encoder.truncated("sea " * 5000)
         assert capfd.readouterr() == ("", "")
 
     @pytest.mark.parametrize(
         ("text", "unknown"),
         [
-            ("A red BOAT, on the sea!", []),
+            ("A night BOAT, on the sea!", []),
             ("a zebra at night. Zebra, a lion: a zebra", ["zebra", "Zebra", "lion"]),
             ("raining ☃, (sea)", ["☃"]),
             ("", []),
@@ -164,7 +149,7 @@ class TestT5:
     def test_unknown_words(self, t5_words, text, unknown):
         assert t5(t5_words).unknown_words(text) == unknown
 
-    @pytest.mark.parametrize("text", ["a red boat", " a  red\tboat ", "ﬁne sea", "A zebra, 海.", ""])
+    @pytest.mark.parametrize("text", ["a night boat", " a  night\tboat ", "ﬁne sea", "A zebra, 海.", ""])
     def test_pieces_are_sentencepieces(self, t5_pieces, text):
         processor = sentencepiece.SentencePieceProcessor(model_file=str(t5_pieces / "spiece.model"))
         expected = [*processor.encode(text), 1]
@@ -186,7 +171,7 @@ class TestT5:
 
 class TestClip:
     def test_equals_transformers(self, clip):
-        texts = ["a red boat on the sea", "rain"]
+        texts = ["a night boat on the sea", "raining"]
         pooled = clip_encoder(clip, max_length=12).encode(texts)
         with folders.quiet():
             model = transformers.CLIPTextModel.from_pretrained(clip)
@@ -213,10 +198,10 @@ class TestClip:
 
     def test_truncation_and_unknown_words(self, clip):
         encoder = clip_encoder(clip, max_length=5)
-        assert not encoder.truncated("a red boat")
-        assert encoder.truncated("a red boat on")
-        assert encoder.unknown_words("a red zebra") == ["zebra"]
-        assert encoder.encode(["a red boat on the sea"]).shape == (1, 16)
+        assert not encoder.truncated("a night boat")
+        assert encoder.truncated("a night boat on")
+        assert encoder.unknown_words("a night zebra") == ["zebra"]
+        assert encoder.encode(["a night boat on the sea"]).shape == (1, 16)
 
     def test_length_over_the_models_positions(self, clip):
         with pytest.raises(RequestError, match=r"clip_max_length=13 is over the 12 positions"):
@@ -257,17 +242,17 @@ class TestIncompleteFolders:
             missing_files(folder, vocabularies=T5_VOCABULARIES)
 
     def test_sharded_and_pickled_weights_load(self, t5_words, copied):
-        expected = t5(t5_words).encode(["a red boat"])
+        expected = t5(t5_words).encode(["a night boat"])
         sharded = copied(t5_words, without=["model.safetensors"])
         with folders.quiet():
             model = transformers.T5EncoderModel.from_pretrained(t5_words)
             model.save_pretrained(sharded, max_shard_size="5KB")
         assert (sharded / "model.safetensors.index.json").exists()
-        assert torch.equal(t5(sharded).encode(["a red boat"]), expected)
+        assert torch.equal(t5(sharded).encode(["a night boat"]), expected)
         for file in sharded.glob("model*"):
             file.unlink()
         torch.save(model.state_dict(), sharded / "pytorch_model.bin")
-        assert torch.equal(t5(sharded).encode(["a red boat"]), expected)
+        assert torch.equal(t5(sharded).encode(["a night boat"]), expected)
 
     def test_pickled_shards_as_published(self, t5_words, copied):
         folder = copied(t5_words, without=["model.safetensors"])
@@ -279,7 +264,7 @@ class TestIncompleteFolders:
         for name in names:
             torch.save({key: tensor for key, tensor in state.items() if shard_of[key] == name}, folder / name)
         assert missing_files(folder, vocabularies=T5_VOCABULARIES) == []
-        assert torch.equal(t5(folder).encode(["a red boat"]), t5(t5_words).encode(["a red boat"]))
+        assert torch.equal(t5(folder).encode(["a night boat"]), t5(t5_words).encode(["a night boat"]))
 
     @pytest.mark.parametrize(
         ("package", "module"), [("sentencepiece", "sentencepiece"), ("protobuf", "google.protobuf")]
@@ -354,9 +339,9 @@ QUERY, TABLE = "encoder.block.1.layer.0.SelfAttention.q.weight", "shared.weight"
         ("t5_words", halve("model.safetensors"), r"model\.safetensors"),
         ("t5_words", halve("config.json"), r"config\.json is broken"),
         ("t5_words", halve("tokenizer.json"), "vocabulary in .* cannot be loaded"),
-        ("t5_words", take_a_small_model, "ids up to 14, its model only 8 rows"),
+        ("t5_words", take_a_small_model, "ids up to 19, its model only 8 rows"),
         ("t5_words", take_a_vocabulary_without_words, "has no words"),
-        ("clip", lambda folder: save_word_tokenizer(folder, template=None), "does not end a text with token 1"),
+        ("clip", lambda folder: save_tokenizer(folder, None), "does not end a text with token 1"),
         ("clip", say_a_length_that_is_none, "vocabulary in .* cannot be used"),
         ("t5_words", say_a_length_that_is_none, "vocabulary in .* cannot be used"),
     ],
@@ -380,8 +365,8 @@ class TestSilence:
 
         monkeypatch.setattr(socket.socket, "connect", refuse)
         monkeypatch.setattr(socket, "getaddrinfo", refuse)
-        t5(t5_pieces).encode(["a red boat"])
-        clip_encoder(clip).encode(["a red boat"])
+        t5(t5_pieces).encode(["a night boat"])
+        clip_encoder(clip).encode(["a night boat"])
         assert capfd.readouterr() == ("", "")
         assert (control.get_verbosity(), control.is_progress_bar_enabled()) == before
 

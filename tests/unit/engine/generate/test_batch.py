@@ -142,12 +142,6 @@ def test_many_rows_are_planned_once_for_each_shape(tmp_path, asked, reporter, mo
     assert result.lines()[-1] == "rows      100 of 1 shape, and 0 that would be refused"
 
 
-def test_a_plan_says_that_the_server_for_prompts_is_missing(asked, rows_of, reporter, monkeypatch):
-    monkeypatch.delenv("OSORA_REFINE_URL", raising=False)
-    plan_rows(asked(refine__prompt=True), rows_of("sea", kind="txt"), shard=Shard(), reporter=reporter)
-    assert reporter.warnings[0].startswith("row 1: a run would be refused: OSORA_REFINE_URL is not set")
-
-
 def test_shards_make_different_rows(asked, rows_of, reporter, monkeypatch):
     rows = rows_of("sea\ndesert\n", kind="txt")
     request = asked(video__num_frames=1)
@@ -220,7 +214,7 @@ def test_ctrl_c_says_how_much_is_finished(asked, rows_of, reporter, monkeypatch)
         return generate_alone(settings, **options)
 
     monkeypatch.setattr(batch, "generate", interrupt)
-    with pytest.raises(KeyboardInterrupt, match="1 of 2 rows are finished: the same command goes on"):
+    with pytest.raises(KeyboardInterrupt, match="1 of 2 rows are finished: the same command continues"):
         run(asked(video__num_frames=1), rows_of("sea\ndesert\n", kind="txt"), reporter)
 
 

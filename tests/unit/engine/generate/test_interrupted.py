@@ -100,7 +100,7 @@ class TestCtrlC:
             with pytest.raises(KeyboardInterrupt) as caught:
                 generate(released_settings(world, tmp_path / "out"))
         latents = tmp_path / "out" / LATENTS
-        assert caught.value.args == (f"go on with: osora generate --from {latents} --weights {world.released}",)
+        assert caught.value.args == (f"continue with: osora generate --from {latents} --weights {world.released}",)
         assert names(tmp_path / "out") == [LATENTS]
         video = go_on(latents, reporter).videos[0]
         assert video.path.read_bytes() == expected
@@ -115,7 +115,7 @@ class TestCtrlC:
             return real(*args)
 
         monkeypatch.setattr(denoise, "_unpacked", interrupted)
-        with pytest.raises(KeyboardInterrupt, match="go on with: osora generate --from"):
+        with pytest.raises(KeyboardInterrupt, match="continue with: osora generate --from"):
             generate(released_settings(world, tmp_path))
         assert open_latents(tmp_path / LATENTS).steps is None
 
@@ -153,44 +153,15 @@ class TestCtrlC:
             generate(released_settings(world, tmp_path, sampling__num_samples="4"), reporter=reporter)
         assert caught.value.args[0].splitlines() == [
             *(f"finished: {tmp_path}/raining-sea_seed{seed}.mp4" for seed in (42, 43)),
-            "of 4 samples: 2 finished, 2 still to be made: the same command goes on",
+            "of 4 samples: 2 finished, 2 still to be made: the same command continues",
         ]
         assert names(tmp_path) == [f"raining-sea_seed{seed}.mp4{end}" for seed in (42, 43) for end in ("", ".json")]
         assert reporter.stages.count("load") == 3
 
-    def test_second_sample(self, world, tmp_path, monkeypatch):
-        decode_latents = decode.decode_latents
-        done = []
-
-        def second_time(*args, **options):
-            if done:
-                raise KeyboardInterrupt
-            done.append(1)
-            return decode_latents(*args, **options)
-
-        monkeypatch.setattr(decode, "decode_latents", second_time)
-        with pytest.raises(KeyboardInterrupt) as caught:
-            generate(released_settings(world, tmp_path / "my out", sampling__num_samples="3", **ONE_MODEL))
-        folder = tmp_path / "my out"
-        commands = [
-            f"osora generate --from '{folder}/raining-sea_seed{seed}.latents.safetensors' --weights {world.released}"
-            for seed in (43, 44)
-        ]
-        assert caught.value.args[0].splitlines() == [
-            f"finished: {folder}/raining-sea_seed42.mp4",
-            *(f"go on with: {command}" for command in commands),
-        ]
-        assert names(folder) == [
-            "raining-sea_seed42.mp4",
-            "raining-sea_seed42.mp4.json",
-            "raining-sea_seed43.latents.safetensors",
-            "raining-sea_seed44.latents.safetensors",
-        ]
-
     @pytest.mark.parametrize(
         ("changes", "advice"),
         [
-            ({}, ": the same command goes on"),
+            ({}, ": the same command continues"),
             ({"output.overwrite": True}, ""),  # which makes all of them again
             ({"output.metadata": False}, ""),  # which does not know the results of the first
         ],
@@ -211,7 +182,7 @@ class TestCtrlC:
                 generate(settings)
         assert names(tmp_path) == [LATENTS]
         assert caught.value.args[0].splitlines() == [
-            f"go on with: osora generate --from {tmp_path / LATENTS} --weights {world.released}",
+            f"continue with: osora generate --from {tmp_path / LATENTS} --weights {world.released}",
             f"of 2 samples: 0 finished, 1 with saved latents, 1 still to be made{advice}",
         ]
         latents = {"from_latents": Given(str(tmp_path / LATENTS), "--from"), **weights_of(tmp_path / LATENTS)}
@@ -238,7 +209,7 @@ class TestCtrlC:
         result = generate(settings, reporter=reporter)
         assert [note for note in reporter.notes if "same request" in note] == [
             f"made before by the same request: {tmp_path}/raining-sea_seed42.mp4",
-            f"going on from latents of the same request: {saved}",
+            f"continuing from latents of the same request: {saved}",
         ]
         assert denoised == [43, 44, 44]
         assert [(video.seed, video.made_before) for video in result.videos] == [(42, True), (43, False), (44, False)]
@@ -249,21 +220,6 @@ class TestCtrlC:
         whole = generate(released_settings(world, tmp_path / "whole", sampling__seed="43", sampling__num_samples="2"))
         for video in whole.videos:
             assert (tmp_path / video.path.name).read_bytes() == video.path.read_bytes()
-
-    def test_the_same_command_goes_on_from_latents_without_the_transformer(
-        self, world, tmp_path, monkeypatch, expected, reporter
-    ):
-        settings = released_settings(world, tmp_path / "clip.mp4")
-        with monkeypatch.context() as patched:
-            patched.setattr(decode, "decode_latents", raising(KeyboardInterrupt()))
-            for _ in range(2):  # also where it is interrupted again
-                with pytest.raises(KeyboardInterrupt, match="go on with: osora generate --from"):
-                    generate(settings, reporter=reporter)
-        assert reporter.stages.count("denoise") == 1
-        [video] = generate(settings, reporter=reporter).videos
-        assert (reporter.stages.count("text"), reporter.stages.count("denoise")) == (1, 1)
-        assert video.path.read_bytes() == expected
-        assert names(tmp_path) == ["clip.mp4", "clip.mp4.json"]
 
 
 class TestFailures:
@@ -281,7 +237,7 @@ class TestFailures:
         assert caught.value.exit_code == 3
         assert names(tmp_path) == [LATENTS]
         assert reporter.warnings == [
-            f"go on with: osora generate --from {tmp_path / LATENTS} --weights {world.released}"
+            f"continue with: osora generate --from {tmp_path / LATENTS} --weights {world.released}"
         ]
 
     @pytest.mark.parametrize("overwrite", ["false", "true"])
@@ -416,12 +372,8 @@ class TestFromLatents:
         monkeypatch.setattr(decode, "write_media", raising(OutputError("disk on fire")))
         with pytest.raises(OutputError):
             go_on(saved, reporter, **{"output.path": Given(str(saved.parent), "--out")})
-        assert reporter.warnings == [f"go on with: osora generate --from {saved} --weights {world.demo}"]
+        assert reporter.warnings == [f"continue with: osora generate --from {saved} --weights {world.demo}"]
         assert saved.exists()
-
-    def test_other_size(self, saved, reporter):
-        with pytest.raises(RequestError, match=r"holds latents of .* and the settings ask for"):
-            go_on(saved, reporter, **{"video.num_frames": Given("13", "--num-frames")})
 
     def test_no_such_file_or_a_truncated_one(self, tmp_path, saved, reporter):
         with pytest.raises(CheckpointError, match="does not exist"):

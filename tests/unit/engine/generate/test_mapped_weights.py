@@ -240,7 +240,7 @@ class TestMemoryThatOthersTake:
         kept = list(tmp_path.glob("**/*.safetensors"))
         assert len(kept) == (name == "decode")
         assert [line for line in reporter.warnings if "--from" in line] == [
-            f"go on with: osora generate --from {path} --weights {world.released}" for path in kept
+            f"continue with: osora generate --from {path} --weights {world.released}" for path in kept
         ]
 
     def test_what_still_fits_goes_on_with_less(self, world, tmp_path, monkeypatch, reporter):

@@ -15,10 +15,10 @@ from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate import decode, denoise
 from opensora_cli.engine.generate import models as generate_models
 from opensora_cli.engine.generate import text as generate_text
+from opensora_cli.engine.generate.chain import alone
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
-from opensora_cli.engine.generate.plan import alone
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.references import references_of
 from opensora_cli.engine.generate.run import generate

@@ -12,8 +12,8 @@ from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputE
 from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.estimate.offload import StageMemory
 from opensora_cli.engine.generate import decode, pipeline, ranks
+from opensora_cli.engine.generate.chain import PICTURE
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
-from opensora_cli.engine.generate.plan import PICTURE
 from opensora_cli.engine.generate.planning import make_chain, require_fit
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.request import picture_settings, refuse_early, resolve, size_of_picture
@@ -214,7 +214,7 @@ class TestMade:
         [video] = generate(decoded).videos
         assert (video.path.read_bytes(), video.picture) == (whole, None)
         [video] = generate(ended, reporter=reporter).videos
-        assert f"going on from latents of the same request: {latents}" in reporter.notes
+        assert f"continuing from latents of the same request: {latents}" in reporter.notes
         assert (video.path.read_bytes(), reporter.stages) == (whole, ["load", "decode", "save"])
 
     def test_a_dry_run_reports_the_nearest_size(self, world, tmp_path, reporter):

@@ -17,8 +17,8 @@ from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate import planning
+from opensora_cli.engine.generate.chain import PICTURE, alone
 from opensora_cli.engine.generate.dry_run import PlanDocument
-from opensora_cli.engine.generate.plan import PICTURE, alone
 from opensora_cli.engine.generate.planning import make_chain, make_plan, require_fit
 from opensora_cli.models.registry import OPEN_SORA_V2
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes

@@ -81,7 +81,7 @@ class TestRefined:
         settings, reporter = run(settings_of())
         assert settings == settings_of(refine__prompt=False)
         [warning] = reporter.warnings
-        assert warning.startswith(f"the prompt stays as it is: {stub.url} ")
+        assert warning.startswith(f"the prompt stays unchanged: {stub.url} ")
         # Nothing of it is kept: the next run asks again.
         assert run(settings_of())[0].prompt == "a boat"
         assert len(stub.asked) > len(answers)

@@ -57,12 +57,12 @@ def test_what_is_stopped_after_a_step_goes_on_to_the_same_bytes(world, tmp_path,
     folder = tmp_path / "my out"
     words = stopped(demo_settings(world, folder, **T2V), steps)
     state = folder / STATE
-    assert words == f"go on with: osora generate --from {shlex.quote(str(state))} --weights {world.demo}"
+    assert words == f"continue with: osora generate --from {shlex.quote(str(state))} --weights {world.demo}"
     assert (names(folder), steps_in(state)) == ([STATE], str(steps))
     result, reporter = go_on(state)
     assert result.videos[0].path == folder / f"{NAME}.mp4"
     assert result.videos[0].path.read_bytes() == whole
-    assert f"going on from latents of the same request: {state}, after step {steps}" in reporter.notes
+    assert f"continuing from latents of the same request: {state}, after step {steps}" in reporter.notes
     assert result.model_evaluations == reporter.totals["denoise"] == 2 * (STEPS - steps)
     assert names(folder) == [f"{NAME}.mp4", f"{NAME}.mp4.json"]
 
@@ -147,8 +147,8 @@ def test_one_of_several_samples(world, tmp_path):
     first = "raining-sea_seed42.mp4"
     assert words.splitlines() == [
         f"finished: {tmp_path / 'out' / first}",
-        f"go on with: osora generate --from {second} --weights {world.demo}",
-        "of 3 samples: 1 finished, 1 begun, 1 still to be made: the same command goes on",
+        f"continue with: osora generate --from {second} --weights {world.demo}",
+        "of 3 samples: 1 finished, 1 begun, 1 still to be made: the same command continues",
     ]
     alone, _ = go_on(second)
     made = [first, "raining-sea_seed43.mp4"]
@@ -220,7 +220,7 @@ def test_an_error_in_the_middle_keeps_what_is_done(world, tmp_path, monkeypatch,
         patched.setattr(denoise, "GuidedVelocity", Failing)
         with pytest.raises(HardwareError, match="rank 1 was lost"):
             generate(demo_settings(world, tmp_path, **T2V), reporter=reporter)
-    assert reporter.warnings == [f"go on with: osora generate --from {tmp_path / STATE} --weights {world.demo}"]
+    assert reporter.warnings == [f"continue with: osora generate --from {tmp_path / STATE} --weights {world.demo}"]
     result, _ = go_on(tmp_path / STATE)
     assert result.videos[0].path.read_bytes() == whole
 
@@ -253,7 +253,7 @@ def test_a_state_is_no_finished_latents(state, reporter):
     request = GenerateRequest(overrides=overrides)
     with pytest.raises(RequestError, match=f"was saved after step 2 of {STEPS}") as caught:
         generate(resolve(request, reporter=reporter), reporter=reporter)
-    assert caught.value.hint == f"go on with osora generate --from {state}"
+    assert caught.value.hint == f"continue with osora generate --from {state}"
     with pytest.raises((RequestError, ValueError), match="drop one of them"):
         go_on(state, from_latents=str(state))
 
@@ -268,7 +268,7 @@ def rewritten(state, **metadata):
 @pytest.mark.parametrize("steps", ["-1", "two", "2.0", "9999999", ""])
 def test_nonsense_in_the_place_of_steps(state, steps):
     rewritten(state, steps_done=steps)
-    with pytest.raises(CheckpointError, match="holds no latents of osora: steps_done is"):
+    with pytest.raises(CheckpointError, match="is damaged: steps_done is"):
         go_on(state)
 
 
@@ -317,7 +317,7 @@ def test_a_run_that_is_to_stop_leaves_a_video_and_a_state_that_goes_on(world, tm
     assert result.model_evaluations == reporter.totals["denoise"] == 4
     assert json.loads((tmp_path / f"{partial.name}.json").read_text())["model_evaluations"] == 4
     command = f"osora generate --from {state} --weights {world.demo}"
-    assert f"stopped after step 2 of {STEPS}: go on with {command}" in reporter.notes
+    assert f"stopped after step 2 of {STEPS}: continue with {command}" in reporter.notes
     frames = read_video(partial).frames_THWC.float()
     assert frames.shape[0] == settings.video.num_frames
     [again] = generate(settings).videos

@@ -13,17 +13,17 @@ from tiny_clips import write_clip
 from tiny_world import RecordingReporter, demo_settings, weights_of
 
 from opensora_cli import Pipeline
-from opensora_cli.core.exceptions import CheckpointError, MediaError, OutputError, RequestError
+from opensora_cli.core.exceptions import CheckpointError, MediaError, OutputError
 from opensora_cli.core.private_memory import PrivateMemory
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate import references, text
+from opensora_cli.engine.generate.chain import SEGMENT
 from opensora_cli.engine.generate.decode import HeldVideo
 from opensora_cli.engine.generate.dry_run import PlanDocument
 from opensora_cli.engine.generate.extend import follow
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
-from opensora_cli.engine.generate.plan import SEGMENT
 from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.engine.generate.process import ALONE
 from opensora_cli.engine.generate.references import references_of, with_mode
@@ -145,7 +145,7 @@ def whole(world, tmp_path_factory):
 )
 def test_what_is_stopped_in_a_segment_goes_on_to_the_same_bytes(world, tmp_path, monkeypatch, whole, steps):
     said = stopped(demo_settings(world, tmp_path, **EXTENDED), steps)
-    assert said == f"go on with: osora generate --from {tmp_path / STATE} --weights {world.demo}"
+    assert said == f"continue with: osora generate --from {tmp_path / STATE} --weights {world.demo}"
     if steps % 2:
         result = generate(demo_settings(world, tmp_path, **EXTENDED))
     else:
@@ -183,9 +183,6 @@ def test_what_cannot_be_written_is_decoded_from_the_latents_of_all_segments(worl
     result = generate(resolve(GenerateRequest(overrides=overrides), reporter=SilentReporter()))
     assert result.model_evaluations == 0
     assert result.videos[0].path.read_bytes() == whole
-    overrides["video.extend"] = Given("1", "--extend")
-    with pytest.raises(RequestError, match="--extend 1 has no effect on finished latents"):
-        generate(resolve(GenerateRequest(overrides=overrides), reporter=SilentReporter()))
 
 
 def test_latents_of_another_number_of_segments_are_refused(world, tmp_path):
@@ -342,16 +339,3 @@ def test_what_cannot_be_continued_is_refused(world, tmp_path, monkeypatch, repor
     with pytest.raises(MediaError) as raised:
         with_mode(continuing(world, tmp_path, path), reporter)
     assert says in raised.value.message
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"condition__mode": "i2v_head"}, "condition.mode=i2v_head does not continue a video"),
-        ({"condition__references": ""}, "condition.continued needs 1 reference"),
-        ({"condition__seamless": "true"}, "does not go with condition.seamless=true"),
-    ],
-)
-def test_settings_that_continue_nothing_are_refused(world, tmp_path, changes, says):
-    with pytest.raises(RequestError, match=says):
-        continuing(world, tmp_path, world.video, **changes)

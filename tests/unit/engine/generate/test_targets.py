@@ -35,9 +35,8 @@ def make(sample, **changes):
 
 def begin(path, request, **metadata):
     """Write the latents of a run that did not finish."""
-    save_file(
-        {"latents": np.zeros(1)}, path, metadata={"schema": LATENTS_SCHEMA, "request_sha256": request, **metadata}
-    )
+    header = {"schema": LATENTS_SCHEMA, "settings": "{}", "request_sha256": request, **metadata}
+    save_file({"latents": np.zeros(1, dtype=np.float32)}, path, metadata=header)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +103,7 @@ def test_saved_latents_of_the_same_request_are_continued(settings, tmp_path, met
     assert (other.media.name, other.saved) == (SECOND, None)
     with pytest.raises(OutputError) as caught:
         find(settings.replace({"output.path": str(tmp_path / f"{NAME}.mp4")}), "b")
-    assert caught.value.hint.startswith(f"go on with osora generate --from {latents}")
+    assert caught.value.hint.startswith(f"continue with osora generate --from {latents}")
 
 
 def test_overwriting_replaces_the_result_of_the_same_request_or_the_first(settings):

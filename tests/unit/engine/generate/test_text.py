@@ -13,10 +13,10 @@ from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.generate import models as generate_models
+from opensora_cli.engine.generate.chain import PICTURE, alone
 from opensora_cli.engine.generate.dry_run import plan_generation
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.plan import PICTURE, alone
 from opensora_cli.engine.generate.planning import CACHED_TEXT_LINE, make_chain, make_plan
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.text import (
