@@ -12,8 +12,9 @@ from served import Served, is_running
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_a_video_is_the_same_after_any_process_was_killed(tmp_path):
-    settings = {"num_frames": 17, "steps": 12}
+    settings = {"num_frames": 5, "steps": 12}
     with Served(tmp_path / "serve") as served:
         whole = served.make(settings=settings)
         assert served.finished(whole)["status"] == "completed"
