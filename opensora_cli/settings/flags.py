@@ -95,7 +95,7 @@ class Flags(TypedDict, total=False):
     seed: Annotated[int | str | None, Option("sampling.seed", SAMPLING, is_common=True)]
     fast: Annotated[
         bool | None,
-        Option("sampling.fast", SAMPLING, "Use fewer evaluations for nearly the same video.", is_common=True),
+        Option("sampling.fast", SAMPLING, "Use fewer evaluations for a similar video.", is_common=True),
     ]
     turbo: Annotated[
         bool | None,
