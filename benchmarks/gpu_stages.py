@@ -21,10 +21,10 @@ from opensora_cli.engine.encode.encoders import EmptyPrompt
 from opensora_cli.engine.estimate.generation_work import evaluation_work
 from opensora_cli.engine.mem_profile.measured_stages import measure_stage
 from opensora_cli.engine.train.activations import largest_batch_shape, plan_activations
-from opensora_cli.engine.train.build import largest_batches
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
 from opensora_cli.engine.train.parallelize import checkpoint_blocks
+from opensora_cli.engine.train.stand_ins import largest_batches
 from opensora_cli.engine.train.trainer import Clock, Trainer
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.explain import Given
