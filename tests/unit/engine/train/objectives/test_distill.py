@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from tiny_training import StopAfter
 
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch, SampleRng
 from opensora_cli.engine.components.few_steps import METADATA_KEY, asked_sampling
 from opensora_cli.engine.train.distribution import Distribution
@@ -58,22 +59,24 @@ def settings_of(output: Path, **changes: object) -> TrainSettings:
     return load_train_settings(config=Path("demo_distill"), overrides=overrides, environment={})
 
 
+def new_task(settings: TrainSettings) -> DistillTask:
+    return distill.build(
+        settings,
+        distribution=Distribution(torch.device("cpu")),
+        clips=None,
+        token_weights=None,
+        reporter=SilentReporter(),
+    )
+
+
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> DistillTask:
-    """Return the task with a random adapter, which a new one is not."""
-    settings = settings_of(tmp_path_factory.mktemp("distill"), train_distill__image_guidance_scale=2.0)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        made = distill.build(
-            settings,
-            distribution=Distribution(torch.device("cpu")),
-            clips=None,
-            token_weights=None,
-            reporter=StopAfter(-1),
-        )
-        for name, weight in made.module.named_parameters():
-            if ".lora_B." in name:
-                torch.nn.init.normal_(weight, std=0.05)
+    """Return the task with a random adapter; a new one changes nothing."""
+    made = new_task(settings_of(tmp_path_factory.mktemp("distill"), train_distill__image_guidance_scale=2.0))
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in made.module.named_parameters():
+        if ".lora_B." in name:
+            weight.data.normal_(std=0.05, generator=generator)
     return made
 
 
@@ -184,6 +187,20 @@ def test_the_file_states_its_sampling_and_an_interrupted_run_ends_the_same(tmp_p
     found = load_file(tmp_path / "parts" / "lora" / "adapter_model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.slow
+def test_the_adapter_comes_nearer_to_its_teacher(tmp_path):
+    learned = new_task(settings_of(tmp_path, train_distill__steps=1, lora__rank=16))
+    optimizer = torch.optim.AdamW([each for each in learned.module.parameters() if each.requires_grad], lr=3e-3)
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss, _ = learned.loss(batch(), SampleRng.of(0, 0))
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.5 * losses[0]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,121 @@
+"""A few-step adapter learned by ranks that share weights or tokens, against one process."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_strategies import LATENT_TOKENS, Case, micro_batch, tiny_transformer
+from torch import Tensor
+
+from opensora_cli.core.conditions import CONDITION_MODES
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.data.batches import SampledBatches, SampleRng
+from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.lora import add_lora
+from opensora_cli.engine.train.objectives.distill import DistillTask
+from opensora_cli.engine.train.objectives.mmdit import MMDiTTask, PreparedClips
+from opensora_cli.engine.train.trainer import Clock, Trainer
+from opensora_cli.models.mmdit.model import MMDiT
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.train import TrainSettings, load_train_settings
+from opensora_cli.settings.train_loop import Compute, LoopSettings, LoraSettings, OptimizerSettings
+
+STEPS = 4
+MODES = ("t2v", "i2v_head", "v2v_tail")
+
+
+class _Batch:
+    paths = ("clip",)
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class _Clips(MMDiTTask):
+    """Micro-batches of random tokens, with another condition mode in each."""
+
+    def __init__(self, module: MMDiT) -> None:
+        self.module = self.forward = module
+
+    def prepare(self, batch: Any, rng: SampleRng) -> PreparedClips:
+        given, noise_BND = micro_batch(self.module, batch.number)
+        count = len(noise_BND)
+        return PreparedClips(
+            data_BND=given["packed_latents_BND"],
+            noise_BND=noise_BND,
+            normal_B=torch.zeros(count),
+            modes=[CONDITION_MODES[MODES[batch.number % len(MODES)]]] * count,
+            mask_B1THW=torch.zeros(count, 1, LATENT_TOKENS, 1, 1),
+            conditioning_BNK=given.get("conditioning_BNK"),
+            prompt_embeds_BLC=given["prompt_embeds_BLC"],
+            pooled_prompt_embeds_BV=given["pooled_prompt_embeds_BV"],
+            guidance_B=given.get("embedded_guidance_B"),
+            grid=(LATENT_TOKENS, 1, 1),
+        )
+
+    def empty_prompts(self, count: int) -> tuple[Tensor, Tensor]:
+        given, _ = micro_batch(self.module, 1_000)
+        return given["prompt_embeds_BLC"][:1].expand(count, -1, -1), given["pooled_prompt_embeds_BV"][:1].expand(
+            count, -1
+        )
+
+    def tokens(self, batch: Any) -> int:
+        return 1
+
+
+def _settings() -> TrainSettings:
+    given = {
+        "data.table": "clips.csv",
+        "train_distill.steps": 2,
+        "train_distill.teacher_steps": 2,
+        "train_distill.image_guidance_scale": 2.0,
+    }
+    overrides = {key: Given(value, "test") for key, value in given.items()}
+    return load_train_settings(config=Path("demo_distill"), overrides=overrides, environment={})
+
+
+def _distilled(case: Case | None) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    distribution = case.open() if case else Distribution(torch.device("cpu"))
+    model = tiny_transformer()
+    add_lora(model, LoraSettings(rank=3), seed=0)
+    task = DistillTask(_Clips(model), _settings())
+    task.shard(distribution)
+    trainer = Trainer(
+        task,
+        SampledBatches(
+            lambda rng, number: _Batch(number), seed=0, rank=distribution.data_rank, ranks=distribution.data_ranks
+        ),
+        loop=LoopSettings(steps=STEPS, micro_batches=4, ema_decay=0.9),
+        optimizer=OptimizerSettings(learning_rate=1e-2, warmup_steps=0, eps=1e-3),
+        compute=Compute.FP32,
+        distribution=distribution,
+        clock=Clock(),
+        reporter=SilentReporter(),
+        trained_only=True,
+    )
+    figures = [dict(trainer.do_step().figures) for _ in range(STEPS)]
+    weights = [(name, weight) for name, weight in task.module.named_parameters() if weight.requires_grad]
+    return figures, {
+        distribution.whole_name(name): distribution.whole(name, weight).clone() for name, weight in weights
+    }
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("zero3", 2),
+        Case("hybrid", 2, (("ulysses_degree", 2),)),
+        pytest.param(Case("ddp", 2), marks=pytest.mark.slow),
+        pytest.param(Case("hybrid", 2, (("ring_degree", 2),)), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_ranks_learn_the_adapter_of_one_process(pool: Callable[[int], Any], case: Case) -> None:
+    figures, adapter = _distilled(None)
+    for our_figures, ours in pool(case.ranks).run(_distilled, case):
+        for found, expected in zip(our_figures, figures, strict=True):
+            assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
+        assert ours.keys() == adapter.keys()
+        assert all(torch.allclose(ours[name], value, rtol=0, atol=1e-3) for name, value in adapter.items())
