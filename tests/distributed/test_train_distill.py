@@ -106,7 +106,7 @@ def _distilled(case: Case | None) -> tuple[list[dict[str, float]], dict[str, Ten
     "case",
     [
         Case("zero3", 2),
-        Case("hybrid", 2, (("ulysses_degree", 2),)),
+        pytest.param(Case("hybrid", 2, (("ulysses_degree", 2),)), marks=pytest.mark.slow),
         pytest.param(Case("ddp", 2), marks=pytest.mark.slow),
         pytest.param(Case("hybrid", 2, (("ring_degree", 2),)), marks=pytest.mark.slow),
     ],

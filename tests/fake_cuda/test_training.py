@@ -46,6 +46,7 @@ def waits(turn):
     return counts
 
 
+@pytest.mark.slow
 def test_a_step_of_an_adapter_beside_streamed_blocks(tmp_path):
     turn = rehearse(with_weights(tmp_path, recipe("stage1_lora_16gib", **LORA)))
     assert wrong({0: turn}) == []

@@ -92,6 +92,7 @@ def check_kills(folder: Path, cases: list[str], *, stride: int) -> None:
         assert found.count("new") >= 1, what
 
 
+@pytest.mark.slow
 def test_saves_killed_at_some_steps(tmp_path: Path) -> None:
     check_kills(tmp_path, ["training over old"], stride=11)
 

@@ -257,6 +257,7 @@ def test_what_fits_is_chosen(world, tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_what_would_fit_is_named(world, tmp_path, monkeypatch):
     on_machine_with(600_000, monkeypatch)
     made = make_plan(released_settings(world, tmp_path, memory__offload="none", **HEAVY))

@@ -23,6 +23,7 @@ def events(output: Path, event: str | None = None) -> list[float]:
     return [line["loss"] for line in lines if line.get("event") == event]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_bitwise_identical_and_held_out_clips_are_validated_on(tmp_path: Path) -> None:
     whole, resumed = (vae_settings(tmp_path / name, **{"validation.every": 2}) for name in ("whole", "resumed"))
     sources = {"source": Colors(), "held_out": Colors(fingerprint="held out")}

@@ -162,6 +162,7 @@ def test_all_steps_are_drawn_and_repeat_after_a_resume(task):
     assert set(drawn) == {0, 1}
 
 
+@pytest.mark.slow
 def test_the_file_states_its_sampling_and_an_interrupted_run_ends_the_same(tmp_path):
     whole = settings_of(tmp_path / "whole")
     train(whole)
