@@ -1,4 +1,4 @@
-"""Door of the server: host and origin of a request, its token, its size, and the headers of answers.
+"""Guard of the server: checks host, origin, token and size of a request, and adds headers to answers.
 
 A web page elsewhere must neither post jobs nor read results, also if a name of its own resolves to this machine (DNS
 rebinding).

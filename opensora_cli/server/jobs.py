@@ -51,7 +51,7 @@ class Status(StrEnum):
 
 
 class QueueFull(RequestError):
-    """The queue has no place for another job."""
+    """The queue is full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class JobStore:
         self._database.row_factory = sqlite3.Row
         try:
             self._database.execute("PRAGMA journal_mode=WAL")
-            # A result that the client was told of must survive a power loss.
+            # A result that a client knows must survive a power loss.
             self._database.execute("PRAGMA synchronous=FULL")
             self._open(path)
         except sqlite3.DatabaseError as error:

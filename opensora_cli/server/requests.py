@@ -55,8 +55,8 @@ SIZE = re.compile(r"(\d{1,5})x(\d{1,5})", re.ASCII | re.IGNORECASE)
 class InvalidField(RequestError):
     """A field of a request is invalid."""
 
-    def __init__(self, field: str, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
         self.field = field
 
 

@@ -1,4 +1,4 @@
-// The page keeps no state of its own: everything shown is the server's, told by /v1/videos and /v1/events.
+// The page keeps no state of its own: all that it shows comes from /v1/videos and /v1/events.
 const find = (id) => document.getElementById(id);
 const jobs = new Map();
 const previews = new Map();
