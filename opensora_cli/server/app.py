@@ -24,6 +24,8 @@ from opensora_cli.settings.load import load_preset
 
 _PAGE = Path(__file__).parent / "page"
 _EXAMPLES = ("raining, sea", "a red boat on the sea, sunset", "snow falls on a city at night")
+_LINES_WITH_PATHS = ("weights", "lora", "missing", "writes", "keeps")
+_FIELDS_WITH_PATHS = ("weights", "loras", "missing_weights", "outputs", "pictures", "sheet", "settings")
 _LOGIN = """<form method="post" action="/login">
 <label for="token">Token, from the file that the server was started with</label>
 <input id="token" name="token" type="password" autocomplete="current-password" required autofocus>
@@ -84,13 +86,14 @@ def _add_others(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/plan")
     async def plan(request: Request) -> dict[str, Any]:
-        """Return the plan of a request, as `osora generate --dry-run` prints it."""
+        """Return the plan of a request, as `osora generate --dry-run` prints it, without the files of the server."""
         values, _ = await read_body(request)
-        read = await asyncio.to_thread(
+        settings, _ = await asyncio.to_thread(
             read_request, values, model=server.model, base=server.base, folder=server.folder / "plan"
         )
-        report = await server.scheduler.plan(read.settings.model_dump(mode="json"))
-        return {"plan": report["plan"], "lines": report["lines"], "notes": report["notes"]}
+        report = await server.scheduler.plan(settings.model_dump(mode="json"))
+        lines = [line for line in report["lines"] if line.split()[0] not in _LINES_WITH_PATHS]
+        return {"plan": _without_paths(report["plan"]), "lines": lines, "notes": report["notes"]}
 
     @app.get("/healthz")
     async def health() -> dict[str, str]:
@@ -129,6 +132,12 @@ def _add_others(app: FastAPI, server: Server) -> None:
         app.add_api_route(path, _file_route(_PAGE / file), methods=["GET"], include_in_schema=False)
 
 
+def _without_paths(document: Any) -> Any:
+    if isinstance(document, dict):
+        return {name: _without_paths(each) for name, each in document.items() if name not in _FIELDS_WITH_PATHS}
+    return [_without_paths(each) for each in document] if isinstance(document, list) else document
+
+
 def _file_route(path: Path) -> Any:
     async def route() -> FileResponse:
         return FileResponse(path, headers={"Cache-Control": "no-cache"})
@@ -165,5 +174,9 @@ def _figures(server: Server) -> bytes:
     memory = Gauge("osora_resident_bytes", "Memory of processes.", ["process"], registry=registry)
     own = psutil.Process()
     memory.labels("server").set(own.memory_info().rss)
-    memory.labels("workers").set(sum(each.memory_info().rss for each in own.children()))
+    workers = 0
+    for each in own.children():
+        with suppress(psutil.NoSuchProcess):
+            workers += each.memory_info().rss
+    memory.labels("workers").set(workers)
     return generate_latest(registry)

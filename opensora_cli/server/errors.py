@@ -62,7 +62,7 @@ def add_errors(app: FastAPI) -> None:
     @app.exception_handler(OSError)
     @app.exception_handler(sqlite3.OperationalError)
     async def disk_error(_: Request, error: OSError | sqlite3.OperationalError) -> JSONResponse:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
+        reason = getattr(error, "strerror", None) or error
         return JSONResponse(error_body(507, f"the server cannot write: {reason}"), 507)
 
     @app.exception_handler(ClientDisconnect)

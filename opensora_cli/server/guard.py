@@ -1,4 +1,4 @@
-"""Door of the server: host and origin of a request, its token, its size, and the headers of answers.
+"""Guard of the server: checks host, origin, token and size of a request, and adds headers to answers.
 
 A web page elsewhere must neither post jobs nor read results, also if a name of its own resolves to this machine (DNS
 rebinding).
@@ -28,6 +28,8 @@ _CLOSE = {"Connection": "close"}
 """The rest of a refused body is not read."""
 _OPEN_PATHS = ("/login", "/healthz", "/style.css")
 """Paths that need no token."""
+_LARGEST_OPEN = 2**14
+"""Most bytes of a request that needs no token."""
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; "
     "media-src 'self' blob:; connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
@@ -49,7 +51,6 @@ class Guard:
 
     def __init__(self, app: Asgi, *, hosts: Iterable[str], token: str | None, largest_body: int) -> None:
         self._app, self._hosts, self._token, self._largest = app, frozenset(hosts), token, largest_body
-        self._too_large = f"a request may have {largest_body} bytes"
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
@@ -62,17 +63,18 @@ class Guard:
             await _refuse(send, *refusal)
             return
         length = headers.get("content-length", "0")
-        if not length.isdigit() or int(length) > self._largest:
-            await _refuse(send, 413, self._too_large)
+        largest = min(self._largest, _LARGEST_OPEN) if scope["path"] in _OPEN_PATHS else self._largest
+        if not length.isdigit() or int(length) > largest:
+            await _refuse(send, 413, _too_large(largest))
             return
-        await self._app(scope, self._limited(receive), _with_headers(send))
+        await self._app(scope, _limited(receive, largest), _with_headers(send))
 
     def _refusal(self, path: str, headers: dict[str, str]) -> tuple[int, str] | None:
         host = headers.get("host", "")
         if self._hosts and _name_of(f"//{host}") not in self._hosts:
             return 403, "this server is not addressed by that name"
         origin = headers.get("origin")
-        if origin is not None and urlsplit(origin).netloc != host:
+        if origin is not None and origin.partition("://")[2] != host:
             return 403, "requests of other web pages are refused"
         if self._token is not None and path not in _OPEN_PATHS and not self._knows(headers):
             return 401, "a token is needed: Authorization: Bearer TOKEN"
@@ -88,25 +90,30 @@ class Guard:
             given = "" if cookie is None else cookie.value
         return is_token(given, self._token)
 
-    def _limited(self, receive: Receive) -> Receive:
-        """Return `receive` for a body of unknown length, which raises HTTPException if it is too long or stops."""
-        left, is_whole = self._largest, False
 
-        async def limited() -> Message:
-            nonlocal left, is_whole
-            if is_whole:  # the end of the connection, which may take any time
-                return await receive()
-            try:
-                message = await asyncio.wait_for(receive(), PATIENCE_S)
-            except TimeoutError:
-                raise HTTPException(408, f"nothing came for {PATIENCE_S:g} s", headers=_CLOSE) from None
-            left -= len(message.get("body", b""))
-            is_whole = not message.get("more_body", False)
-            if left < 0:
-                raise HTTPException(413, self._too_large, headers=_CLOSE)
-            return message
+def _limited(receive: Receive, left: int) -> Receive:
+    """Return `receive` for a body, which raises HTTPException if it has more than `left` bytes, or stops."""
+    largest, is_whole = left, False
 
-        return limited
+    async def limited() -> Message:
+        nonlocal left, is_whole
+        if is_whole:  # the end of the connection, which may take any time
+            return await receive()
+        try:
+            message = await asyncio.wait_for(receive(), PATIENCE_S)
+        except TimeoutError:
+            raise HTTPException(408, f"nothing came for {PATIENCE_S:g} s", headers=_CLOSE) from None
+        left -= len(message.get("body", b""))
+        is_whole = not message.get("more_body", False)
+        if left < 0:
+            raise HTTPException(413, _too_large(largest), headers=_CLOSE)
+        return message
+
+    return limited
+
+
+def _too_large(largest: int) -> str:
+    return f"a request may have {largest} bytes"
 
 
 def is_token(given: str, token: str | None) -> bool:

@@ -9,12 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from threading import RLock
 from typing import Any
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 _CREATE = """
 CREATE TABLE jobs (
     id TEXT PRIMARY KEY,
@@ -27,10 +26,13 @@ CREATE TABLE jobs (
     settings TEXT NOT NULL,
     error TEXT,
     deaths INTEGER NOT NULL DEFAULT 0,
-    remixed_from TEXT
+    remixed_from TEXT,
+    is_cancelled INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX jobs_by_status ON jobs (status, place);
 """
+_STEPS = {0: _CREATE, 2: "ALTER TABLE jobs ADD COLUMN is_cancelled INTEGER NOT NULL DEFAULT 0"}
+"""Statements that bring a file of each older version to the newest one."""
 
 
 class Status(StrEnum):
@@ -49,7 +51,7 @@ class Status(StrEnum):
 
 
 class QueueFull(RequestError):
-    """The queue has no place for another job."""
+    """The queue is full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +67,7 @@ class Job:
     created_at: int
     """Seconds since 1970, like `started_at` and `completed_at`."""
     request: Mapping[str, Any]
-    """Fields of the request that answers repeat: model, prompt, seconds, size."""
+    """Fields that answers repeat, such as model, prompt, seconds and size."""
     settings: Mapping[str, Any]
     """Settings as `GenerateSettings.model_dump(mode="json")` writes them."""
     started_at: int | None = None
@@ -75,21 +77,22 @@ class Job:
     deaths: int = 0
     """Workers that died during the job."""
     remixed_from: str | None = None
+    is_cancelled: bool = False
+    """Whether a client cancelled the job while it ran: it ends at its next step, also if the server dies before."""
 
 
 class JobStore:
-    """Jobs in the file `jobs.sqlite`. Threads may share it.
+    """Jobs in the file `jobs.sqlite`, for one thread.
 
     Raises CheckpointError if the file is broken or was written by a newer version.
     """
 
     def __init__(self, path: Path) -> None:
-        self._lock = RLock()
-        self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        self._database = sqlite3.connect(path, isolation_level=None)
         self._database.row_factory = sqlite3.Row
         try:
             self._database.execute("PRAGMA journal_mode=WAL")
-            # A result that the client was told of must survive a power loss.
+            # A result that a client knows must survive a power loss.
             self._database.execute("PRAGMA synchronous=FULL")
             self._open(path)
         except sqlite3.DatabaseError as error:
@@ -98,9 +101,9 @@ class JobStore:
 
     def _open(self, path: Path) -> None:
         version = self._database.execute("PRAGMA user_version").fetchone()[0]
-        if version == 0:
+        if version in _STEPS:
             with self._transaction():
-                for statement in filter(str.strip, _CREATE.split(";")):
+                for statement in filter(str.strip, _STEPS[version].split(";")):
                     self._database.execute(statement)
                 self._database.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
         elif version != SCHEMA_VERSION:
@@ -111,8 +114,7 @@ class JobStore:
 
     def close(self) -> None:
         """Close the file."""
-        with self._lock:
-            self._database.close()
+        self._database.close()
 
     def add(
         self,
@@ -127,26 +129,17 @@ class JobStore:
         with self._transaction():
             if self.counts()[Status.QUEUED] >= max_queue:
                 raise QueueFull(f"{max_queue} videos are waiting already")
-            last = self._database.execute("SELECT MAX(place) FROM jobs").fetchone()[0]
+            place = self._database.execute("SELECT COALESCE(MAX(place), 0.0) + 1.0 FROM jobs").fetchone()[0]
             self._database.execute(
                 "INSERT INTO jobs (id, place, status, created_at, request, settings, remixed_from) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (
-                    job_id,
-                    (last or 0.0) + 1.0,
-                    Status.QUEUED,
-                    int(time.time()),
-                    json.dumps(request),
-                    json.dumps(settings),
-                    remixed_from,
-                ),
+                (job_id, place, Status.QUEUED, int(time.time()), *map(json.dumps, (request, settings)), remixed_from),
             )
         return self.get(job_id)
 
     def get(self, job_id: str) -> Job:
         """Return a job. Raises KeyError if there is none with this ID."""
-        with self._lock:
-            row = self._database.execute("SELECT rowid AS number, * FROM jobs WHERE id = ?", (job_id,)).fetchone()
+        row = self._database.execute("SELECT rowid AS number, * FROM jobs WHERE id = ?", (job_id,)).fetchone()
         if row is None:
             raise KeyError(job_id)
         return _job(row)
@@ -158,27 +151,24 @@ class JobStore:
         """
         order, sign = ("DESC", "<") if newest_first else ("ASC", ">")
         condition, values = "", list[Any]()
-        with self._lock:
-            if after is not None:
-                row = self._database.execute("SELECT rowid FROM jobs WHERE id = ?", (after,)).fetchone()
-                if row is None:
-                    raise KeyError(after)
-                condition, values = f"WHERE rowid {sign} ?", [row[0]]
-            rows = self._database.execute(
-                f"SELECT rowid AS number, * FROM jobs {condition} ORDER BY rowid {order} LIMIT ?", (*values, limit + 1)
-            ).fetchall()
+        if after is not None:
+            row = self._database.execute("SELECT rowid FROM jobs WHERE id = ?", (after,)).fetchone()
+            if row is None:
+                raise KeyError(after)
+            condition, values = f"WHERE rowid {sign} ?", [row[0]]
+        rows = self._database.execute(
+            f"SELECT rowid AS number, * FROM jobs {condition} ORDER BY rowid {order} LIMIT ?", (*values, limit + 1)
+        ).fetchall()
         return [_job(row) for row in rows[:limit]], len(rows) > limit
 
     def ids(self, status: Status) -> list[str]:
         """Return the IDs of the jobs in a state, in the order of the queue."""
-        with self._lock:
-            rows = self._database.execute("SELECT id FROM jobs WHERE status = ? ORDER BY place", (status,))
-            return [row[0] for row in rows]
+        rows = self._database.execute("SELECT id FROM jobs WHERE status = ? ORDER BY place", (status,))
+        return [row[0] for row in rows]
 
     def counts(self) -> dict[Status, int]:
         """Return the number of jobs in each state."""
-        with self._lock:
-            rows = self._database.execute("SELECT status, COUNT(*) FROM jobs GROUP BY status").fetchall()
+        rows = self._database.execute("SELECT status, COUNT(*) FROM jobs GROUP BY status").fetchall()
         return dict.fromkeys(Status, 0) | {Status(row[0]): row[1] for row in rows}
 
     def take(self) -> Job | None:
@@ -203,6 +193,10 @@ class JobStore:
         )
         return self.get(job_id)
 
+    def cancel(self, job_id: str) -> None:
+        """Record that a running job must end."""
+        self._update(job_id, "is_cancelled = 1", ())
+
     def requeue(self, job_id: str, *, has_died: bool = False) -> None:
         """Put an unfinished job back at the head of the queue; `has_died` means that its worker died."""
         with self._transaction():
@@ -213,9 +207,8 @@ class JobStore:
 
     def place_in_queue(self, job: Job) -> int:
         """Return the number of queued jobs up to this one."""
-        with self._lock:
-            query = "SELECT COUNT(*) FROM jobs WHERE status = ? AND place <= ?"
-            return int(self._database.execute(query, (Status.QUEUED, job.place)).fetchone()[0])
+        query = "SELECT COUNT(*) FROM jobs WHERE status = ? AND place <= ?"
+        return int(self._database.execute(query, (Status.QUEUED, job.place)).fetchone()[0])
 
     def move(self, job_id: str, *, before: str | None) -> None:
         """Put a queued job before another one; None means at the end.
@@ -223,6 +216,8 @@ class JobStore:
         Raises KeyError if there is no such job, and RequestError if one of them is not queued.
         """
         with self._transaction():
+            if before == job_id:
+                raise RequestError(f"{job_id} cannot be moved before itself")
             order = [each for each in self.ids(Status.QUEUED) if each != job_id]
             for each in filter(None, (job_id, before)):
                 if self.get(each).status is not Status.QUEUED:
@@ -233,23 +228,16 @@ class JobStore:
 
     def delete(self, job_id: str) -> None:
         """Forget a job."""
-        with self._lock:
-            self._database.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
+        self._database.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
-        with self._lock:
+        with self._database:  # also rolls back if the commit fails, as on a full disk
             self._database.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-            except BaseException:
-                self._database.execute("ROLLBACK")
-                raise
-            self._database.execute("COMMIT")
+            yield
 
     def _update(self, job_id: str, assignments: str, values: tuple[Any, ...]) -> None:
-        with self._lock:
-            self._database.execute(f"UPDATE jobs SET {assignments} WHERE id = ?", (*values, job_id))
+        self._database.execute(f"UPDATE jobs SET {assignments} WHERE id = ?", (*values, job_id))
 
 
 def new_id() -> str:
@@ -259,12 +247,6 @@ def new_id() -> str:
 
 def _job(row: sqlite3.Row) -> Job:
     values = dict(row)
-    return Job(
-        **{
-            **values,
-            "status": Status(values["status"]),
-            "request": json.loads(values["request"]),
-            "settings": json.loads(values["settings"]),
-            "error": None if values["error"] is None else json.loads(values["error"]),
-        }
-    )
+    for name in ("request", "settings", "error"):
+        values[name] = json.loads(values[name] or "null")
+    return Job(**values | {"status": Status(row["status"]), "is_cancelled": bool(row["is_cancelled"])})

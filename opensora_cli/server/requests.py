@@ -1,9 +1,9 @@
 """Requests of clients: from the fields of the API to the settings of a job, without torch."""
 
+import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,12 @@ _ALLOWED = frozenset(
     ]
 )
 """Settings of a client: they describe the video, and name no file, server, device or memory."""
+SAME = {
+    "seconds": ("num_frames", "video.num_frames"),
+    "size": ("width", "height", "res", "aspect_ratio", "video.width", "video.height"),
+    "seed": ("seed", "sampling.seed"),
+}
+"""Options and settings that a field stands for."""
 _OF_ONE_VIDEO = ("sampling.num_samples", "sampling.stop_at")
 """Settings that do not make one whole video."""
 _PREVIEW_EVERY = 5
@@ -46,27 +52,18 @@ MAX_PROMPT = 4000
 SIZE = re.compile(r"(\d{1,5})x(\d{1,5})", re.ASCII | re.IGNORECASE)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VideoRequest:
-    """A validated request."""
-
-    fields: Mapping[str, Any]
-    """Fields that answers repeat: prompt, model, seconds, size."""
-    settings: GenerateSettings
-
-
 class InvalidField(RequestError):
     """A field of a request is invalid."""
 
-    def __init__(self, field: str, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
         self.field = field
 
 
 def read_request(
     values: Mapping[str, Any], *, model: str, base: Layer, folder: Path, references: Sequence[Path] = ()
-) -> VideoRequest:
-    """Return the settings of a request.
+) -> tuple[GenerateSettings, dict[str, Any]]:
+    """Return the settings of a request, and its fields as answers repeat them.
 
     Args:
         values: fields of the request: prompt, model, seconds, size, seed, settings.
@@ -90,6 +87,7 @@ def read_request(
     if values.get("model") not in (None, "", "auto", model):
         raise InvalidField("model", f"model={values['model']} is not loaded: this server has {model}")
     flags, assignments = _options(values.get("settings"))
+    options = flags | assignments
     preset = flags.pop("config", None)
     if preset is not None and preset not in presets_of(model):
         raise InvalidField("settings", f"config={preset} is no preset of {model}: {', '.join(presets_of(model))}")
@@ -111,14 +109,13 @@ def read_request(
         **({"condition.references": tuple(map(str, references))} if references else {}),
     }
     request = generate_request(
-        {**given, **{key: Given(value, "the server") for key, value in own.items() if key not in given}},
+        {**given, **{key: Given(value, "the server") for key, value in own.items()}},
         below=base,
         assignments=assignments,
         config=None if preset is None else Path(preset),
     )
     settings = resolve(request, reporter=SilentReporter())
     video = settings.video
-    options = dict(values.get("settings") or {})
     if "video.num_frames" not in options:
         options.setdefault("num_frames", video.num_frames)
     answered = {
@@ -132,7 +129,7 @@ def read_request(
         "fps": video.fps,
         "num_references": len(references),
     }
-    return VideoRequest(fields=answered, settings=settings)
+    return settings, answered
 
 
 @cache
@@ -167,16 +164,16 @@ def _is_picture(given: Layer, assignments: Mapping[str, Any]) -> bool:
 
 def _frames(seconds: str, flags: Mapping[str, Any], usual: GenerateSettings) -> int:
     """Return the number of frames nearest to a time that the model can make."""
+    grid, longest, fps = usual.vae.grid, usual.video.max_frames, flags.get("fps") or usual.video.fps
     try:
-        length = float(seconds)
-        fps = float(flags.get("fps") or usual.video.fps)
-    except ValueError:
-        raise InvalidField("seconds", f"seconds={seconds} is no number") from None
-    grid, longest = usual.vae.grid, usual.video.max_frames
-    if not 0 < length <= longest / fps + 1:
-        raise InvalidField("seconds", f"seconds={seconds} must be above 0 and at most {longest / fps:.3g}")
+        length, longest_s = float(seconds), longest / float(fps)
+        frames = length * float(fps)
+    except (TypeError, ValueError, ArithmeticError):
+        raise InvalidField("seconds", f"seconds={seconds} is no number, or fps={fps} is none above 0") from None
+    if not (0 < length <= longest_s + 1 and frames < math.inf):
+        raise InvalidField("seconds", f"seconds={seconds} must be above 0 and at most {longest_s:.3g}")
     ratio = grid.time_compression_ratio
-    steps = max(1, round((length * fps - grid.is_causal) / ratio))
+    steps = max(1, round((frames - grid.is_causal) / ratio))
     return min(steps * ratio + grid.is_causal, longest)
 
 

@@ -20,6 +20,7 @@ from opensora_cli.engine.generate.request import resolve
 from opensora_cli.server.app import make_app
 from opensora_cli.server.guard import PATIENCE_S, Guard
 from opensora_cli.server.jobs import JobStore
+from opensora_cli.server.scheduler import Scheduler
 from opensora_cli.server.uploads import LARGEST
 from opensora_cli.server.videos import Server
 from opensora_cli.settings.explain import Given
@@ -59,10 +60,10 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
         try:
             server = Server(
                 store=store,
+                scheduler=Scheduler(store, folder, groups=settings.groups),
                 folder=folder,
                 model=model,
                 base=base,
-                groups=settings.groups,
                 max_queue=settings.max_queue,
                 token=token,
             )
@@ -70,7 +71,8 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
             hosts = LOOPBACK if token is None else ()
             guard = Guard(make_app(server), hosts=hosts, token=token, largest_body=LARGEST + 2**20)
             sock = _listen(settings)
-            address = f"http://{settings.host}:{settings.port}"
+            host = f"[{settings.host}]" if ":" in settings.host else settings.host
+            address = f"http://{host}:{settings.port}"
             reporter.note(f"osora serves {model} at {address} (page), {address}/v1 (API); Ctrl-C ends it")
             config = uvicorn.Config(
                 guard,

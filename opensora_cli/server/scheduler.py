@@ -20,6 +20,7 @@ _MOST_WAITING = 200
 _ROOM, _RESERVE = 32 * 2**20, 2**20
 """Free bytes of the disk that a job needs to begin, and bytes that are kept for the records of jobs."""
 _PLAN_S = 120.0
+_NO_PLAN = {"event": "failed", "error": {"message": "the planner did not answer", "hint": "try again", "exit_code": 4}}
 _RETRY_S = 1.0
 """Seconds until a worker that ended starts again, and until a write to a full disk is tried again."""
 
@@ -51,12 +52,11 @@ class Scheduler:
         self._workers: set[Process] = set()
         self._planner: Process | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
         self._plans: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
         self._numbers = itertools.count()
         self._running: dict[str, Process] = {}
         """Worker of each running job."""
-        self._cancelled: set[str] = set()
-        """Running jobs that will end within a step."""
         self._is_stopping = False
         self.progress: dict[str, Mapping[str, Any]] = {}
         """Last progress of each running job: stage, done, total, unit, eta_s, percent."""
@@ -74,8 +74,8 @@ class Scheduler:
     async def run(self) -> None:
         """Make all queued jobs until the task is cancelled. Jobs of a server that died continue."""
         self._keep_reserve()
-        for job_id in self._store.ids(Status.IN_PROGRESS):
-            await self._requeue(job_id)
+        for job_id in reversed(self._store.ids(Status.IN_PROGRESS)):  # each becomes the first
+            await self._interrupted(job_id)
         async with asyncio.TaskGroup() as tasks:
             for number in range(self._groups):
                 tasks.create_task(self._work(number))
@@ -105,7 +105,7 @@ class Scheduler:
             raise RequestError(f"{job_id} is {job.status} already, and cannot be cancelled")
         if job.status is Status.QUEUED:
             return self._end(job_id, Status.CANCELLED)
-        self._cancelled.add(job_id)
+        await self._written(lambda: self._store.cancel(job_id))
         if job_id in self._running:
             await self._running[job_id].send(do="cancel", id=job_id)
         return job
@@ -114,24 +114,29 @@ class Scheduler:
         """Forget a job, and remove its files. Raises KeyError if there is none."""
         if not self._store.get(job_id).status.is_over:
             await self.cancel(job_id)
-            while not self._store.get(job_id).status.is_over:
-                await asyncio.sleep(0.05)
+            with suppress(KeyError):  # another client deleted it, too
+                while not self._store.get(job_id).status.is_over:
+                    await asyncio.sleep(0.05)
         self._store.delete(job_id)
         await asyncio.to_thread(shutil.rmtree, self.job_folder(job_id), ignore_errors=True)
         self.publish({"event": "deleted", "id": job_id})
 
     async def plan(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the report of the planner. Raises PlanFailed."""
-        if self._planner is None:
-            self._planner = await Process.start("plans")
-            # The event loop alone would not keep the task.
-            self._reading = asyncio.create_task(self._read_plans(self._planner))
+        async with self._starting:
+            if self._planner is None:
+                self._planner = await Process.start("plans")
+                # The event loop alone would not keep the task.
+                self._reading = asyncio.create_task(self._read_plans(self._planner))
+            planner = self._planner
         number = next(self._numbers)
         answer: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
         self._plans[number] = answer
         try:
-            await self._planner.send(do="plan", id=number, settings=settings)
+            await planner.send(do="plan", id=number, settings=settings)
             report = await asyncio.wait_for(answer, _PLAN_S)
+        except TimeoutError:
+            report = _NO_PLAN
         finally:
             self._plans.pop(number, None)
         if report["event"] == "failed":
@@ -191,8 +196,6 @@ class Scheduler:
                 self.publish({"event": "job", "id": job.id})
                 self.publish({"event": "queue"})
                 await worker.send(do="make", id=job.id, settings=job.settings, folder=str(self.job_folder(job.id)))
-                if job.id in self._cancelled:
-                    await worker.send(do="cancel", id=job.id)
             await self._wakes.wait()
 
     async def _hear(self, report: Mapping[str, Any]) -> None:
@@ -206,10 +209,8 @@ class Scheduler:
                 await self._finish(report["id"], Status.COMPLETED)
             case "failed":
                 await self._finish(report["id"], Status.FAILED, report["error"])
-            case "stopped" if report["id"] in self._cancelled:
-                await self._finish(report["id"], Status.CANCELLED)
             case "stopped":
-                await self._requeue(report["id"])
+                await self._interrupted(report["id"])
             case _:
                 self.publish(report)
 
@@ -232,8 +233,11 @@ class Scheduler:
         await self._written(lambda: self._end(job_id, status, error))
         self._leave(job_id)
 
-    async def _requeue(self, job_id: str, *, has_died: bool = False) -> None:
-        """Put a running job back at the head of the queue."""
+    async def _interrupted(self, job_id: str, *, has_died: bool = False) -> None:
+        """End a job that was cancelled, and put another one back at the head of the queue."""
+        if self._store.get(job_id).is_cancelled:
+            await self._finish(job_id, Status.CANCELLED)
+            return
         await self._written(lambda: self._store.requeue(job_id, has_died=has_died))
         self.publish({"event": "job", "id": job_id})
         self._leave(job_id)
@@ -251,7 +255,6 @@ class Scheduler:
         self._running.pop(job_id, None)
         self.progress.pop(job_id, None)
         self._keep_reserve()
-        self._cancelled.discard(job_id)
         self.wake()
 
     def _end(self, job_id: str, status: Status, error: Mapping[str, Any] | None = None) -> Job:
@@ -263,12 +266,9 @@ class Scheduler:
         return job
 
     async def _worker_died(self, job_id: str, code: int) -> None:
-        if job_id in self._cancelled:
-            await self._finish(job_id, Status.CANCELLED)
-            return
-        has_died = not self._is_stopping
-        if self._store.get(job_id).deaths + has_died < _MOST_DEATHS:
-            await self._requeue(job_id, has_died=has_died)
+        job, has_died = self._store.get(job_id), not self._is_stopping
+        if job.is_cancelled or job.deaths + has_died < _MOST_DEATHS:
+            await self._interrupted(job_id, has_died=has_died)
             return
         ended = f"signal {-code}" if code < 0 else f"exit code {code}"
         error = {
@@ -287,14 +287,4 @@ class Scheduler:
         self._planner = None
         for answer in self._plans.values():
             if not answer.done():
-                answer.set_result(
-                    {
-                        "event": "failed",
-                        "error": {
-                            "code": "planner_died",
-                            "message": "the planner ended",
-                            "hint": "try again",
-                            "exit_code": 4,
-                        },
-                    }
-                )
+                answer.set_result(_NO_PLAN)

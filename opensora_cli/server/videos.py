@@ -4,7 +4,7 @@ import asyncio
 import json
 import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,7 @@ from starlette.datastructures import UploadFile
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.server.errors import ApiError
 from opensora_cli.server.jobs import Job, JobStore, Status, new_id
-from opensora_cli.server.requests import SIZE, command_of, read_request
+from opensora_cli.server.requests import SAME, SIZE, command_of, read_request
 from opensora_cli.server.results import SHEET, THUMBNAIL
 from opensora_cli.server.scheduler import Scheduler
 from opensora_cli.server.uploads import keep
@@ -27,23 +27,18 @@ _PING_S = 15.0
 _MEDIA = {".mp4": "video/mp4", ".png": "image/png", ".webp": "image/webp", ".gif": "image/gif", ".jpg": "image/jpeg"}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
     """Jobs, their scheduler, and the settings of the server, which all routes share."""
 
-    def __init__(
-        self,
-        *,
-        store: JobStore,
-        folder: Path,
-        model: str,
-        base: Layer,
-        groups: int,
-        max_queue: int,
-        token: str | None,
-    ) -> None:
-        self.store, self.folder = store, folder
-        self.scheduler = Scheduler(store, folder, groups=groups)
-        self.model, self.base, self.max_queue, self.token = model, base, max_queue, token
+    store: JobStore
+    scheduler: Scheduler
+    folder: Path
+    model: str
+    base: Layer
+    """Settings of all videos."""
+    max_queue: int
+    token: str | None
 
     def job(self, video_id: str) -> Job:
         """Return a job. Raises ApiError if there is none."""
@@ -57,7 +52,7 @@ class Server:
         if job.status is not Status.COMPLETED:
             raise ApiError(409, f"{job.id} is {job.status}: it has no content yet", code="not_completed")
         for path in sorted(self.scheduler.job_folder(job.id).glob("video.*")):
-            if path.suffix in _MEDIA and ".preview" not in path.name:
+            if path.suffix in _MEDIA and path.stem == "video":  # no preview, no last frame
                 return path
         raise ApiError(410, f"the file of {job.id} was removed", code="gone")
 
@@ -70,27 +65,19 @@ class Server:
         return {
             "id": job.id,
             "object": "video",
-            "model": job.request["model"],
             "status": job.status,
             "progress": done,
             "created_at": job.created_at,
             "started_at": job.started_at,
             "completed_at": job.completed_at,
             "expires_at": None,
-            "prompt": job.request["prompt"],
-            "seconds": job.request["seconds"],
-            "size": job.request["size"],
+            **job.request,
             "remixed_from_video_id": job.remixed_from,
             "error": error,
             "hint": None if job.error is None else job.error["hint"],
             "number": job.number,
             "place": self.store.place_in_queue(job) if job.status is Status.QUEUED else None,
             "stage": dict(stage),
-            "settings": job.request["settings"],
-            "seed": job.request["seed"],
-            "num_frames": job.request["num_frames"],
-            "fps": job.request["fps"],
-            "num_references": job.request["num_references"],
             "preview": next((path.name for path in folder.glob("*.preview.*")), None),
             "command": command_of(job.request),
         }
@@ -116,13 +103,13 @@ class Server:
                 for path in sorted(self.scheduler.job_folder(remixed_from.id).glob("reference_*")):
                     folder.mkdir(parents=True, exist_ok=True)
                     references.append(await asyncio.to_thread(shutil.copyfile, path, folder / path.name))
-            request = await asyncio.to_thread(
+            settings, fields = await asyncio.to_thread(
                 read_request, values, model=self.model, base=self.base, folder=folder, references=references
             )
             folder.mkdir(parents=True, exist_ok=True)
             job = self.store.add(
-                request.fields,
-                request.settings.model_dump(mode="json"),
+                fields,
+                settings.model_dump(mode="json"),
                 job_id=job_id,
                 max_queue=self.max_queue,
                 remixed_from=None if remixed_from is None else remixed_from.id,
@@ -143,7 +130,8 @@ async def read_body(request: Request) -> tuple[dict[str, Any], list[UploadFile]]
         if isinstance(fields.get("settings"), str):
             fields["settings"] = _json(str(fields["settings"]))
         for name in [name for name in fields if name.startswith("settings[")]:
-            fields.setdefault("settings", {})[name[9:-1]] = fields.pop(name)
+            if isinstance(settings := fields.setdefault("settings", {}), dict):
+                settings[name[9:-1]] = fields.pop(name)
         if len(uploads) < len(form.getlist("input_reference")):
             raise _invalid_reference("input_reference must be an uploaded file")
         return fields, uploads
@@ -162,7 +150,10 @@ async def read_body(request: Request) -> tuple[dict[str, Any], list[UploadFile]]
 
 def _json(text: str) -> Any:
     try:
-        return json.loads(text)
+        values = json.loads(text)
+        # What an answer cannot repeat is refused, too: NaN, and halves of surrogate pairs.
+        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
+        return values
     except (ValueError, RecursionError):
         raise ApiError(400, "the body is no JSON", code="invalid_json") from None
 
@@ -229,14 +220,16 @@ def add_videos(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/videos/{video_id}/remix")
     async def remix(job: Found, request: Request) -> dict[str, Any]:
-        """Make a video with the settings of another one, but for those that are given."""
+        """Make a video with the settings of another one; the fields of the request replace them."""
         values, _ = await read_body(request)
         before = job.request
-        fields = {name: before[name] for name in ("prompt", "seed", "settings")} | values
+        fields = {"prompt": before["prompt"], "seed": before["seed"], **values}
         if SIZE.fullmatch(before["size"]):
             fields.setdefault("size", before["size"])
-        if isinstance(fields["settings"], dict):
-            fields["settings"] = before["settings"] | fields["settings"]
+        given = values.get("settings") or {}
+        if isinstance(given, dict):
+            replaced = {key for name, keys in SAME.items() if values.get(name) is not None for key in keys}
+            fields["settings"] = {key: each for key, each in before["settings"].items() if key not in replaced} | given
         return server.answer(await server.add(fields, remixed_from=job))
 
     @app.get("/v1/videos/{video_id}/content")
@@ -295,10 +288,12 @@ async def _events_of(server: Server, job_id: str | None) -> AsyncIterator[str]:
             if event["event"] == "queue":
                 event = _queue_event(server)
             if event["event"] == "job":
-                with suppress(KeyError):
+                try:
                     event = {"event": "state", **server.answer(server.store.get(event["id"]))}
+                except KeyError:  # it was deleted, as another event tells
+                    continue
             yield _event(event)
-            if job_id is not None and event["event"] == "state" and Status(event["status"]).is_over:
+            if job_id is not None and (event["event"] == "deleted" or Status(event.get("status", "queued")).is_over):
                 return
 
 

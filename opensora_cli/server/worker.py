@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TextIO
@@ -67,10 +68,6 @@ class JobReporter(SilentReporter):
         self._before = 0.0
         """Percent of the finished stages."""
 
-    def note(self, text: str) -> None:
-        """Send a note."""
-        self._report(event="note", id=self._id, text=text)
-
     def warn(self, text: str) -> None:
         """Send a warning."""
         self._report(event="warning", id=self._id, text=text)
@@ -78,37 +75,32 @@ class JobReporter(SilentReporter):
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
         """Send the progress of a stage."""
-        stage = _Stage(self, name, total, unit)
-        stage.advance(0)
-        yield stage
-        self._before = min(99.0, self._before + _SHARES.get(name.split()[-1], 0))
-
-    def send(self, name: str, done: int, total: int | None, unit: str, *, since_s: float) -> None:
-        """Send the progress of the running stage, which began at `since_s`."""
-        part = done / total if total else 0.0
-        percent = min(99.0, self._before + _SHARES.get(name.split()[-1], 0) * part)
-        now = time.monotonic()
-        eta_s = None
-        if part:
-            rest = (now - since_s) * (1 - part) / part
-            share = _SHARES.get(name.split()[-1], 0)
-            later = 100 - self._before - share
-            eta_s = round(rest + ((now - since_s) / part) * later / share) if share else None
-        progress = {"stage": name, "done": done, "total": total, "unit": unit, "percent": percent, "eta_s": eta_s}
-        self._report(event="progress", id=self._id, progress=progress)
+        share = _SHARES.get(name.split()[-1], 0)
+        send = partial(self._report, event="progress", id=self._id)
+        yield _Stage(send, {"stage": name, "total": total, "unit": unit}, before=self._before, share=share)
+        self._before = min(99.0, self._before + share)
 
 
 class _Stage:
-    def __init__(self, reporter: JobReporter, name: str, total: int | None, unit: str) -> None:
-        self._reporter, self._name, self._total, self._unit = reporter, name, total, unit
-        self._done, self._since_s, self._sent_s = 0, time.monotonic(), -_EVERY_S
+    """Progress of a stage that takes `share` percent of a job's time, after `before` percent."""
+
+    def __init__(self, send: Report, named: Mapping[str, Any], *, before: float, share: int) -> None:
+        self._send, self._named, self._before, self._share = send, named, before, share
+        self._done, self._since_s, self._sent_s = 0, time.monotonic(), 0.0
+        self.advance(0)
 
     def advance(self, amount: int = 1) -> None:
         self._done += amount
-        now = time.monotonic()
-        if now - self._sent_s >= _EVERY_S or self._done in (0, self._total):
-            self._sent_s = now
-            self._reporter.send(self._name, self._done, self._total, self._unit, since_s=self._since_s)
+        now, total = time.monotonic(), self._named["total"]
+        if now - self._sent_s < _EVERY_S and self._done not in (0, total):
+            return
+        self._sent_s = now
+        part, eta_s = self._done / total if total else 0.0, None
+        if part and self._share:
+            whole_s = (now - self._since_s) / part
+            eta_s = round(whole_s * (1 - part) + whole_s * (100 - self._before - self._share) / self._share)
+        percent = min(99.0, self._before + self._share * part)
+        self._send(progress={**self._named, "done": self._done, "percent": percent, "eta_s": eta_s})
 
 
 def main(kind: str, number: str | None = None) -> None:
@@ -152,7 +144,6 @@ def _make_videos(commands: Commands, report: Report, number: str | None) -> None
 
     own_device = indexed(int(number)) if number is not None and _devices() else None
     with LoadedModels(stay=True) as models:
-        report(event="ready")
         while (command := commands.waiting.get()) is not None:
             job_id, folder = command["id"], Path(command["folder"])
             try:
@@ -207,23 +198,21 @@ def _generate(
 def _plan(commands: Commands, report: Report) -> None:
     from opensora_cli.engine.generate.dry_run import plan_generation
 
-    report(event="ready")
     while (command := commands.waiting.get()) is not None:
-        notes: list[str] = []
-        reporter = _Notes(notes)
+        notes = _Notes()
         try:
-            plan = plan_generation(GenerateSettings.model_validate(command["settings"]), reporter=reporter)
-            report(event="plan", id=command["id"], plan=plan.to_json(), lines=list(plan.lines()), notes=notes)
+            plan = plan_generation(GenerateSettings.model_validate(command["settings"]), reporter=notes)
+            report(event="plan", id=command["id"], plan=plan.to_json(), lines=list(plan.lines()), notes=notes.texts)
         except Exception as error:
             report(event="failed", id=command["id"], error=failure(error))
 
 
 class _Notes(SilentReporter):
-    def __init__(self, notes: list[str]) -> None:
-        self._notes = notes
+    def __init__(self) -> None:
+        self.texts: list[str] = []
 
     def warn(self, text: str) -> None:
-        self._notes.append(text)
+        self.texts.append(text)
 
 
 def failure(error: Exception) -> dict[str, Any]:

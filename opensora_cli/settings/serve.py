@@ -20,16 +20,10 @@ class ServeSettings(Section):
     folder: FileName = Field(default="serve", description="Folder of jobs and their results.")
     token_file: FileName | None = Field(default=None, description="File with the secret that requests must bring.")
     max_queue: int = Field(default=100, ge=1, le=100_000, description="Most videos that wait.")
-
     groups: int = Field(default=1, ge=1, le=64, description="Videos made at the same time, each on its own device.")
 
-    @property
-    def is_loopback(self) -> bool:
-        """Whether other machines cannot reach the server."""
-        return self.host in LOOPBACK
-
     def rules(self) -> Iterator[str]:
-        if not self.is_loopback and self.token_file is None:
+        if self.host not in LOOPBACK and self.token_file is None:
             yield f"host={self.host} lets other machines make videos: give --token-file, too"
 
 

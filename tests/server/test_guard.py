@@ -45,6 +45,7 @@ def answer(guard, *, path="/v1/videos", bodies=(b"",), **headers):
         ({"host": "localhost:8000", "origin": "http://localhost:9000"}, 403),
         ({"host": "localhost:8000", "origin": "null"}, 403),
         ({"host": "[::1"}, 403),
+        ({"host": "localhost:8000", "origin": "http://[evil"}, 403),
         ({}, 403),
     ],
 )
@@ -92,6 +93,14 @@ def test_long_bodies_are_refused_with_and_without_a_length():
     with pytest.raises(HTTPException) as caught:
         answer(guard, bodies=(b"12345", b"678901", b"2"))
     assert (caught.value.status_code, caught.value.headers) == (413, {"Connection": "close"})
+
+
+def test_a_request_without_a_token_is_small():
+    guard = Guard(app, hosts=(), token=TOKEN, largest_body=2**20)
+    assert answer(guard, path="/login", content_length="16384")[0] == 200
+    assert answer(guard, path="/login", content_length="16385")[0] == 413
+    with pytest.raises(HTTPException, match="16384 bytes"):
+        answer(guard, path="/login", bodies=(bytes(9000), bytes(9000)))
 
 
 def test_a_body_that_stops_is_not_waited_for(monkeypatch):

@@ -58,6 +58,8 @@ def test_queued_jobs_are_moved(store):
     store.take()
     with pytest.raises(RequestError, match="is not queued anymore"):
         store.move(b, before=a)
+    with pytest.raises(RequestError, match="before itself"):
+        store.move(b, before=b)
     with pytest.raises(KeyError):
         store.move("video_0", before=None)
     assert store.ids(Status.QUEUED) == [b, c]
@@ -73,6 +75,19 @@ def test_pages_have_every_job_once(store):
     assert [job.id for job in store.page(after=ids[0], limit=9, newest_first=False)[0]] == ids[1:]
     with pytest.raises(KeyError):
         store.page(after="video_0", limit=1, newest_first=True)
+
+
+def test_a_file_of_an_older_version_keeps_its_jobs(store, tmp_path):
+    (job_id,) = add(store, 1)
+    store.close()
+    with sqlite3.connect(tmp_path / "jobs.sqlite") as database:
+        database.execute("ALTER TABLE jobs DROP COLUMN is_cancelled")
+        database.execute("PRAGMA user_version=2")
+    newer = JobStore(tmp_path / "jobs.sqlite")
+    assert not newer.get(job_id).is_cancelled
+    newer.cancel(job_id)
+    assert newer.get(job_id).is_cancelled
+    newer.close()
 
 
 def test_other_files_and_newer_versions_are_refused(tmp_path):

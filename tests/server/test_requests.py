@@ -13,8 +13,7 @@ def read(tmp_path, values, **options):
 
 def test_fields_become_settings(tmp_path):
     fields = {"seconds": "1", "size": "96x128", "seed": 7, "settings": {"steps": 4, "sampling.guidance_scale": 5}}
-    found = read(tmp_path, fields)
-    settings = found.settings
+    settings, answered = read(tmp_path, fields)
     assert (settings.video.num_frames, settings.video.width, settings.video.height) == (13, 96, 128)
     assert (settings.sampling.seed, settings.sampling.num_inference_steps, settings.sampling.guidance_scale) == (
         7,
@@ -22,20 +21,19 @@ def test_fields_become_settings(tmp_path):
         5,
     )
     assert settings.output.path == str(tmp_path / "video.mp4")
-    assert found.fields["seconds"] == "1.08333"
-    assert found.fields["settings"] == {"steps": 4, "sampling.guidance_scale": 5, "num_frames": 13}
+    assert answered["seconds"] == "1.08333"
+    assert answered["settings"] == {"steps": 4, "sampling.guidance_scale": 5, "num_frames": 13}
 
 
 def test_an_extended_video_is_made_again_with_the_same_first_segment(tmp_path):
-    first = read(tmp_path, {"settings": {"extend": 1}})
-    again = read(tmp_path, {"settings": first.fields["settings"]})
-    assert first.fields["num_frames"] > first.settings.video.num_frames
-    assert again.fields == first.fields
-    assert " --num-frames 33 " in command_of(first.fields) + " "
+    settings, first = read(tmp_path, {"settings": {"extend": 1}})
+    assert first["num_frames"] > settings.video.num_frames
+    assert read(tmp_path, {"settings": first["settings"]})[1] == first
+    assert " --num-frames 33 " in command_of(first) + " "
 
 
 def test_a_reference_is_the_uploaded_file(tmp_path):
-    settings = read(tmp_path, {}, references=[tmp_path / "reference_1.png"]).settings
+    settings = read(tmp_path, {}, references=[tmp_path / "reference_1.png"])[0]
     assert settings.condition.references == (str(tmp_path / "reference_1.png"),)
 
 
@@ -48,6 +46,9 @@ def test_a_reference_is_the_uploaded_file(tmp_path):
         ({"seconds": "1000"}, "seconds", "at most 2.75"),
         ({"seconds": "soon"}, "seconds", "is no number"),
         ({"seconds": "nan"}, "seconds", "must be above 0"),
+        ({"seconds": "1", "settings": {"fps": [1]}}, "seconds", "fps="),
+        ({"seconds": "1", "settings": {"fps": "0"}}, "seconds", "fps=0"),
+        ({"seconds": "1", "settings": {"fps": "inf"}}, "seconds", "at most 0"),
         ({"size": "big"}, "size", "WIDTHxHEIGHT"),
         ({"model": "sora-2"}, "model", "is not loaded"),
         ({"output": "x"}, "output", "is not a field"),
@@ -79,15 +80,15 @@ def test_settings_are_checked_like_those_of_the_command_line(tmp_path):
 
 def test_a_preset_of_the_model_is_taken(tmp_path):
     values = {"prompt": "sea", "settings": {"config": "768px", "num_frames": 5}}
-    found = read_request(values, model="open-sora-v2", base={}, folder=tmp_path)
-    assert (found.settings.video.resolution, found.settings.num_frames) == ("768px", 5)
-    assert "--config 768px" in command_of(found.fields)
+    settings, fields = read_request(values, model="open-sora-v2", base={}, folder=tmp_path)
+    assert (settings.video.resolution, settings.num_frames) == ("768px", 5)
+    assert "--config 768px" in command_of(fields)
 
 
 def test_the_command_makes_the_same_video(tmp_path, monkeypatch):
-    settings = {"steps": 2, "num_frames": 5, "sampling.guidance_scale": 5}
+    settings = {"steps": 2, "num-frames": 5, "sampling.guidance_scale": 5}
     values = {"prompt": "it's raining", "size": "96x128", "seed": 7, "settings": settings}
-    fields = read(tmp_path, values).fields
+    _, fields = read(tmp_path, values)
     command = command_of(fields)
     assert command.startswith("osora generate 'it'\"'\"'s raining' --model demo --seed 7")
     monkeypatch.chdir(tmp_path)

@@ -10,6 +10,7 @@ import pytest
 from served import SMALL, Served, form, picture
 
 from opensora_cli.cli.app import main
+from opensora_cli.engine.components.weights import packaged_demo
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +35,13 @@ def test_a_video_is_made_shown_and_deleted(served):
     assert remixed["settings"] == {**SMALL, "steps": 1}
     assert (remixed["remixed_from_video_id"], remixed["num_frames"], remixed["prompt"]) == (video_id, 5, "snow")
     served.finished(remixed["id"])
+    fields = {"prompt": "snow", "seconds": "0.1", "size": "64x64", "seed": 11}
+    remixed = served.call("POST", f"/v1/videos/{remixed['id']}/remix", fields)
+    assert (remixed["num_frames"], remixed["size"], remixed["seed"]) == (5, "64x64", 11)
+    longer = served.call("POST", f"/v1/videos/{remixed['id']}/remix", {"seconds": "0.7", "seed": 12})
+    assert (longer["num_frames"] > 5, longer["size"], longer["seed"]) == (True, "64x64", 12)
+    for each in (longer, remixed):
+        served.call("DELETE", f"/v1/videos/{each['id']}")
     assert served.call("DELETE", f"/v1/videos/{video_id}") == {
         "id": video_id,
         "deleted": True,
@@ -63,6 +71,12 @@ def test_a_remix_keeps_its_reference_when_the_first_video_is_deleted(served):
     assert served.finished(remixed["id"])["status"] == "completed"
 
 
+def test_settings_of_a_form_are_an_object(served):
+    body, kind = form(**{"prompt": "a boat", "settings": "5", "settings[steps]": "3"})
+    status, error = served.error("POST", "/v1/videos", body, content_type=kind)
+    assert (status, error["code"]) == (400, "invalid_field")
+
+
 @pytest.mark.parametrize("content", [b"no picture", picture(40, 40)[:60], b"\x00\x00\x00\x18ftypmp42" + bytes(100)])
 def test_what_is_no_picture_or_video_is_refused(served, content):
     body, kind = form(prompt="a boat", input_reference=content)
@@ -77,6 +91,8 @@ def test_what_is_no_picture_or_video_is_refused(served, content):
     [
         ("POST", "/v1/videos", b"{", 400, "invalid_json"),
         ("POST", "/v1/videos", b"[]", 400, "invalid_json"),
+        ("POST", "/v1/videos", b'{"prompt": "sea", "settings": {"guidance": 1e999}}', 400, "invalid_json"),
+        ("POST", "/v1/videos", b'{"prompt": "sea", "\\ud800": 1}', 400, "invalid_json"),
         ("POST", "/v1/videos", b" " * 2**21, 413, "too_large"),
         ("POST", "/v1/videos", {}, 400, "invalid_field"),
         ("POST", "/v1/videos", {"prompt": "sea", "input_reference": "/etc/passwd"}, 400, "invalid_reference"),
@@ -97,6 +113,9 @@ def test_a_plan_is_that_of_a_dry_run(served):
     plan = served.call("POST", "/v1/plan", {"prompt": "sea", "settings": {"num_frames": 5}})
     assert plan["lines"][0].startswith("Fits: ")
     assert plan["plan"]["schema"].startswith("osora.")
+    assert plan["plan"]["jobs"][0]["num_frames"] == 5
+    for folder in (served.folder, packaged_demo()):
+        assert str(folder) not in json.dumps(plan)
 
 
 def test_the_queue_is_bounded_moved_and_cancelled(served):

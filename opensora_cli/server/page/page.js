@@ -1,4 +1,4 @@
-// The page keeps no state of its own: everything shown is the server's, told by /v1/videos and /v1/events.
+// The page keeps no state of its own: all that it shows comes from /v1/videos and /v1/events.
 const find = (id) => document.getElementById(id);
 const jobs = new Map();
 const previews = new Map();
@@ -7,7 +7,7 @@ let options = {};
 let compared = [];
 let references = [];
 let planned = 0;
-let queued = 0;
+let order = []; // IDs of the waiting videos, also of those that are not shown
 let loading = null;
 
 async function call(method, path, body) {
@@ -82,8 +82,7 @@ async function showPlan() {
   let text;
   try {
     const { lines, notes } = await call("POST", "/v1/plan", values);
-    // Paths of the server are of no use here.
-    text = [...notes, ...lines.filter((line) => !/^(weights|writes) /.test(line))].join("\n");
+    text = [...notes, ...lines].join("\n");
     find("problem").textContent = "";
   } catch (error) {
     text = "";
@@ -160,7 +159,7 @@ function render() {
   const waiting = all.filter((job) => ["queued", "in_progress"].includes(job.status));
   waiting.sort((a, b) => (a.place ?? 0) - (b.place ?? 0));
   sync(find("queue"), waiting, "job", showJob);
-  const more = queued - waiting.filter((job) => job.status === "queued").length;
+  const more = order.length - waiting.filter((job) => job.status === "queued").length;
   find("waiting").textContent = waiting.length ? (more > 0 ? `${more} more are waiting.` : "") : "Nothing is waiting.";
   const over = all.filter((job) => !waiting.includes(job));
   over.sort((a, b) => b.number - a.number);
@@ -255,15 +254,12 @@ const actions = {
   async delete(job) {
     await call("DELETE", `/v1/videos/${job.id}`);
   },
-  async up(job, item) {
-    const before = item.previousElementSibling;
-    if (before && jobs.get(before.dataset.id).status === "queued") {
-      await call("POST", `/v1/videos/${job.id}/move`, { before: before.dataset.id });
-    }
+  async up(job) {
+    const before = order[order.indexOf(job.id) - 1];
+    if (before) await call("POST", `/v1/videos/${job.id}/move`, { before });
   },
-  async down(job, item) {
-    const after = item.nextElementSibling?.nextElementSibling;
-    await call("POST", `/v1/videos/${job.id}/move`, { before: after?.dataset.id ?? null });
+  async down(job) {
+    await call("POST", `/v1/videos/${job.id}/move`, { before: order[order.indexOf(job.id) + 2] ?? null });
   },
   async again(job) {
     await call("POST", `/v1/videos/${job.id}/remix`, { prompt: job.prompt });
@@ -362,7 +358,7 @@ const heard = {
   },
   async queue({ queue, running }) {
     await loading;
-    queued = queue.length;
+    order = queue;
     const places = new Map(queue.map((id, place) => [id, place + 1]));
     for (const job of jobs.values()) job.place = places.get(job.id) ?? null;
     for (const id of [...running, ...queue.slice(0, 50)]) if (!jobs.has(id)) refresh(id);
