@@ -8,15 +8,17 @@ from tiny_transformer import inputs, transformer
 from torch import Tensor
 
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.data.batches import SampledBatches
 from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.distribution import Distribution, local, open_distribution
+from opensora_cli.engine.train.objectives.base import Task
 from opensora_cli.engine.train.trainer import Clock, Trainer
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.devices import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_loop import Compute
+from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
 
 MAX_NORM = 2.5
 LATENT_TOKENS, TEXT_TOKENS, BATCH = 7, 4, 2
@@ -71,6 +73,41 @@ def open_trainer(settings: TrainSettings, distribution: Distribution) -> Trainer
         clock=Clock(),
         reporter=reporter,
     )
+
+
+@dataclass(frozen=True)
+class NumberedBatch:
+    """Micro-batch that has only its number."""
+
+    number: int
+    paths: tuple[str, ...] = ("clip",)
+
+
+def train_task(
+    task: Task, distribution: Distribution, *, steps: int
+) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Train a sharded task with four micro-batches a step. Return the figures of each step, and the whole weights."""
+    trainer = Trainer(
+        task,
+        SampledBatches(
+            lambda rng, number: NumberedBatch(number),
+            seed=0,
+            rank=distribution.data_rank,
+            ranks=distribution.data_ranks,
+        ),
+        loop=LoopSettings(steps=steps, micro_batches=4, ema_decay=0.9),
+        optimizer=OptimizerSettings(learning_rate=1e-2, warmup_steps=0, eps=1e-3),
+        compute=Compute.FP32,
+        distribution=distribution,
+        clock=Clock(),
+        reporter=SilentReporter(),
+        trained_only=True,
+    )
+    figures = [dict(trainer.do_step().figures) for _ in range(steps)]
+    weights = task.module.named_parameters()
+    return figures, {
+        distribution.whole_name(name): distribution.whole(name, weight).clone() for name, weight in weights
+    }
 
 
 def tiny_transformer(*, hidden: int = 40, heads: int = 5, mlp_ratio: float = 0.625) -> MMDiT:

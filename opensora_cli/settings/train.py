@@ -347,6 +347,15 @@ def _distill_problems(settings: TrainSettings) -> Iterator[str]:
         yield "train_mmdit.masked_loss=true has no effect with target=distill: drop it"
 
 
+def _distill_evaluations(settings: TrainSettings) -> float:
+    distill, modes = settings.train_distill, settings.train_mmdit.mode_weights.by_mode()
+    branches = 1
+    if not settings.model.guidance_embed:
+        gives_frames = any(CONDITION_MODES[name].needs_reference for name in modes)
+        branches += (distill.guidance_scale != 1) + (gives_frames and distill.image_guidance_scale != 1)
+    return (distill.steps - 1) / 2 + distill.teacher_steps * branches
+
+
 def _sample_problems(settings: TrainSettings) -> Iterator[str]:
     samples, grid = settings.samples, settings.vae.grid
     if samples.every is None:
@@ -380,6 +389,6 @@ class Target(NamedTuple):
 TARGETS = {
     "vae": Target(False, VAE_FILE, _autoencoder_problems),
     "mmdit": Target(True, TRANSFORMER_FILE, _transformer_problems),
-    "distill": Target(True, TRANSFORMER_FILE, _distill_problems, lambda settings: settings.train_distill.evaluations),
+    "distill": Target(True, TRANSFORMER_FILE, _distill_problems, _distill_evaluations),
 }
 """Objectives by name. `engine/train/objectives` has a module of the same name for each."""

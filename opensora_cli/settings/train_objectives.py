@@ -92,12 +92,6 @@ class DistillTrainSettings(Section):
         description="Use the mean of guidance that oscillates over this many steps. None: no.",
     )
 
-    @property
-    def evaluations(self) -> float:
-        """Mean number of evaluations without gradients of a clip in a step, for a model that takes references."""
-        branches = 1 + (self.guidance_scale != 1) + (self.image_guidance_scale != 1)
-        return (self.steps - 1) / 2 + self.teacher_steps * branches
-
 
 class DiscriminatorSettings(Section):
     """Discriminator between decoded and real clips, which the autoencoder learns to deceive."""

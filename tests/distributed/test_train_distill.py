@@ -6,31 +6,21 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_strategies import LATENT_TOKENS, Case, micro_batch, tiny_transformer
+from tiny_strategies import LATENT_TOKENS, Case, micro_batch, tiny_transformer, train_task
 from torch import Tensor
 
 from opensora_cli.core.conditions import CONDITION_MODES
-from opensora_cli.core.progress import SilentReporter
-from opensora_cli.data.batches import SampledBatches, SampleRng
+from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.objectives.distill import DistillTask
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask, PreparedClips
-from opensora_cli.engine.train.trainer import Clock, Trainer
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.train import TrainSettings, load_train_settings
-from opensora_cli.settings.train_loop import Compute, LoopSettings, LoraSettings, OptimizerSettings
+from opensora_cli.settings.train_loop import LoraSettings
 
-STEPS = 4
 MODES = ("t2v", "i2v_head", "v2v_tail")
-
-
-class _Batch:
-    paths = ("clip",)
-
-    def __init__(self, number: int) -> None:
-        self.number = number
 
 
 class _Clips(MMDiTTask):
@@ -82,24 +72,7 @@ def _distilled(case: Case | None) -> tuple[list[dict[str, float]], dict[str, Ten
     add_lora(model, LoraSettings(rank=3), seed=0)
     task = DistillTask(_Clips(model), _settings())
     task.shard(distribution)
-    trainer = Trainer(
-        task,
-        SampledBatches(
-            lambda rng, number: _Batch(number), seed=0, rank=distribution.data_rank, ranks=distribution.data_ranks
-        ),
-        loop=LoopSettings(steps=STEPS, micro_batches=4, ema_decay=0.9),
-        optimizer=OptimizerSettings(learning_rate=1e-2, warmup_steps=0, eps=1e-3),
-        compute=Compute.FP32,
-        distribution=distribution,
-        clock=Clock(),
-        reporter=SilentReporter(),
-        trained_only=True,
-    )
-    figures = [dict(trainer.do_step().figures) for _ in range(STEPS)]
-    weights = [(name, weight) for name, weight in task.module.named_parameters() if weight.requires_grad]
-    return figures, {
-        distribution.whole_name(name): distribution.whole(name, weight).clone() for name, weight in weights
-    }
+    return train_task(task, distribution, steps=4)
 
 
 @pytest.mark.parametrize(

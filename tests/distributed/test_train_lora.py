@@ -1,26 +1,23 @@
 """Adapters trained by each strategy over real processes, against one process."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_strategies import Case, Run, micro_batch, tiny_transformer
+from tiny_strategies import Case, NumberedBatch, Run, micro_batch, tiny_transformer, train_task
 from torch import Tensor
 
-from opensora_cli.core.progress import SilentReporter
-from opensora_cli.data.batches import SampledBatches, SampleRng
+from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.objectives.base import MODEL, Losses, Role, Task
-from opensora_cli.engine.train.trainer import Clock, Trainer
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.settings.train_loop import Compute, LoopSettings, LoraSettings, OptimizerSettings
+from opensora_cli.settings.train_loop import LoraSettings, OptimizerSettings
 
 STEPS = 5
 MICRO_BATCHES = 2
@@ -94,12 +91,6 @@ def test_whole_copies_stream_their_frozen_blocks(pool: Callable[[int], Any]) -> 
         assert max((ours[name] - value).abs().max().item() for name, value in adapter.items()) < 1e-3
 
 
-@dataclass(frozen=True)
-class _Batch:
-    number: int
-    paths: tuple[str, ...] = ("clip",)
-
-
 class _Alternating(Task):
     """Two adapters of one model, the first of which learns in every second step."""
 
@@ -119,22 +110,22 @@ class _Alternating(Task):
     def begin_step(self, step: int) -> None:
         self._step = step
 
-    def loss(self, batch: _Batch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(self, batch: NumberedBatch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
         return self._error("default", self.forward, batch), {}
 
-    def losses(self, batch: _Batch, rng: SampleRng) -> Losses:
+    def losses(self, batch: NumberedBatch, rng: SampleRng) -> Losses:
         if self._step % 2 == 0:
             yield MODEL, *self.loss(batch, rng)
         yield "critic", self._error("critic", self.roles["critic"].forward, batch), {}
 
-    def _error(self, adapter: str, forward: Callable[..., Tensor], batch: _Batch) -> Tensor:
+    def _error(self, adapter: str, forward: Callable[..., Tensor], batch: NumberedBatch) -> Tensor:
         for layer in self.module.modules():
             if hasattr(layer, "lora_A"):
                 layer._active_adapter = [adapter]
         given, target = micro_batch(self.module, batch.number)
         return (forward(given.pop("packed_latents_BND"), **given) - target).square().mean()
 
-    def tokens(self, batch: _Batch) -> int:
+    def tokens(self, batch: NumberedBatch) -> int:
         return 1
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
@@ -143,25 +134,7 @@ class _Alternating(Task):
 
 def _alternated(case: Case | None) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     distribution = case.open() if case else Distribution(torch.device("cpu"))
-    task = _Alternating(distribution)
-    trainer = Trainer(
-        task,
-        SampledBatches(
-            lambda rng, number: _Batch(number), seed=0, rank=distribution.data_rank, ranks=distribution.data_ranks
-        ),
-        loop=LoopSettings(steps=4, micro_batches=4, ema_decay=0.9),
-        optimizer=OptimizerSettings(learning_rate=1e-2, warmup_steps=0, eps=1e-3),
-        compute=Compute.FP32,
-        distribution=distribution,
-        clock=Clock(),
-        reporter=SilentReporter(),
-        trained_only=True,
-    )
-    figures = [dict(trainer.do_step().figures) for _ in range(4)]
-    weights = task.module.named_parameters()
-    return figures, {
-        distribution.whole_name(name): distribution.whole(name, weight).clone() for name, weight in weights
-    }
+    return train_task(_Alternating(distribution), distribution, steps=4)
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")

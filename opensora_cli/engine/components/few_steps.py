@@ -1,6 +1,6 @@
 """Few-step adapters: the adapter that `--turbo` adds, and the sampling that adapters ask for. It needs no torch.
 
-An adapter that was distilled to few steps (Yin et al., "Improved Distribution Matching Distillation", arXiv 2405.14867)
+An adapter that was distilled to few steps (Meng et al., "On Distillation of Guided Diffusion Models", arXiv 2210.03142)
 works with its own steps and without guidance. Its file states them as JSON in the metadata `osora.sampling`.
 """
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from opensora_cli.checkpoint.formats.peft import adapter_files
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.section import shown
 from opensora_cli.core.strict_json import parse_object
@@ -21,7 +22,6 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.generate_sections import SamplingSettings
 
 METADATA_KEY = "osora.sampling"
-_FILE_IN_FOLDER = "adapter_model.safetensors"
 _ASKED = ("num_inference_steps", "timesteps", "solver", "guidance_scale", "image_guidance_scale")
 _USUAL = {"num_inference_steps": 4, "guidance_scale": 1.0, "image_guidance_scale": 1.0}
 """Sampling that a dry run assumes for an adapter that is missing."""
@@ -84,8 +84,7 @@ def described(asked: Mapping[str, Given], settings: GenerateSettings) -> Iterato
 
 def _stated(path: Path, model: str) -> dict[str, object]:
     """Return the sampling in the metadata of an adapter; empty without one, or if the file cannot be read."""
-    places = [path / _FILE_IN_FOLDER, path / "lora" / _FILE_IN_FOLDER] if path.is_dir() else [path]
-    file = next((place for place in places if place.is_file()), None)
+    file = next((weights for place in (path, path / "lora") if (weights := adapter_files(place)[1]).is_file()), None)
     if file is None or file.suffix != ".safetensors":
         return {}
     try:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.conditions import CONDITION_MODES, T2V, ConditionMode
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.data.batches import ClipBatch, SampleRng
 from opensora_cli.engine.components.few_steps import sampling_metadata
@@ -27,7 +28,6 @@ from opensora_cli.engine.train.lora import adapters_off, save_lora
 from opensora_cli.engine.train.objectives import mmdit
 from opensora_cli.engine.train.objectives.base import Task, TokenWeights
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask, PreparedClips, layer_values, outline
-from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.sampling.denoise import euler_step
 from opensora_cli.sampling.guidance import (
     NO_GUIDANCE,
@@ -52,7 +52,12 @@ def build(
     token_weights: TokenWeights | None,
     reporter: Reporter,
 ) -> "DistillTask":
-    """Return the task of the adapter, beside the frozen weights of its model."""
+    """Return the task of the adapter, beside the frozen weights of its model.
+
+    Raises RequestError for `token_weights`: every token is learned from the teacher alike.
+    """
+    if token_weights is not None:
+        raise RequestError("token_weights do not go with target=distill", hint="train with target=mmdit, or drop them")
     clip_task = mmdit.build(settings, distribution=distribution, clips=clips, token_weights=None, reporter=reporter)
     return DistillTask(clip_task, settings)
 
@@ -164,12 +169,11 @@ class DistillTask(Task):
     def _scales(
         self, mode: ConditionMode, grid: tuple[int, int, int], times: Sequence[float]
     ) -> tuple[GuidanceScales, ...]:
-        return guidance_scales(
-            self._guidance(self._clips.module.config), mode=mode, timesteps=tuple(times), num_latent_frames=grid[0]
-        )
+        return guidance_scales(self._guidance, mode=mode, timesteps=tuple(times), num_latent_frames=grid[0])
 
-    def _guidance(self, config: MMDiTConfig) -> Guidance:
-        if config.guidance_embed:
+    @property
+    def _guidance(self) -> Guidance:
+        if self._clips.module.config.guidance_embed:
             return NO_GUIDANCE
         mean_of = self._settings.mean_guidance_of
         return Guidance(

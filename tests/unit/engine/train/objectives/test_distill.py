@@ -11,6 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tiny_training import StopAfter
 
+from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch, SampleRng
@@ -215,3 +216,23 @@ def test_the_adapter_comes_nearer_to_its_teacher(tmp_path):
 def test_wrong_settings_are_refused(tmp_path, changes, message):
     with pytest.raises(RequestError, match=message):
         settings_of(tmp_path, **changes)
+
+
+def test_weights_of_tokens_are_refused(tmp_path):
+    with pytest.raises(RequestError, match="token_weights do not go with target=distill"):
+        distill.build(
+            settings_of(tmp_path),
+            distribution=Distribution(torch.device("cpu")),
+            clips=None,
+            token_weights=lambda batch, grid: torch.ones(1, 1),
+            reporter=SilentReporter(),
+        )
+
+
+@pytest.mark.parametrize(("image", "modes", "evaluations"), [(2.0, {}, 6.5), (1.0, {}, 4.5), (2.0, {"t2v"}, 4.5)])
+def test_the_predicted_evaluations_are_those_of_a_task(tmp_path, image, modes, evaluations):
+    weights = {f"train_mmdit__mode_weights__{name}": 0 for name in CONDITION_MODES if modes and name not in modes}
+    settings = settings_of(tmp_path, train_distill__image_guidance_scale=image, **weights)
+    # Half a step of the student in the mean, and two steps of the teacher in each branch.
+    assert settings.objective.evaluations(settings) == evaluations
+    assert len(new_task(settings)._branches) * 2 + 0.5 == evaluations
