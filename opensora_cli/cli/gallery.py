@@ -24,5 +24,9 @@ def gallery(settings: GallerySettings, call: Call) -> None:
     call.show(write_gallery(settings, reporter=call.reporter))
 
 
-_ROWS = {"FOLDER": Option("folder"), "--output": Option("output", metavar="FILE", short="-o")}
+_ROWS = {
+    "FOLDER": Option("folder"),
+    "--output": Option("output", metavar="FILE", short="-o"),
+    "--overwrite": Option("overwrite"),
+}
 COMMAND = make_command("gallery", gallery, _ROWS, settings=GallerySettings)

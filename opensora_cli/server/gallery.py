@@ -13,7 +13,7 @@ import av
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import FileProblem, OsoraError
-from opensora_cli.core.files import atomic_path
+from opensora_cli.core.files import atomic_path, require_writable
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.show import Shown, show_recorded
 from opensora_cli.media.results import read_sidecar
@@ -43,10 +43,11 @@ def write_gallery(settings: GallerySettings, *, reporter: Reporter) -> Gallery:
 
     Raises:
         FileProblem: there are no results.
-        OutputError: the page cannot be written.
+        OutputError: the page exists already, or cannot be written.
     """
     folder = Path(settings.folder)
     output = folder / "gallery.html" if settings.output is None else Path(settings.output)
+    require_writable(output, overwrite=settings.overwrite)
     found = sorted(_results(folder), key=lambda path: path.stat().st_mtime, reverse=True)
     items = []
     with reporter.stage("read", total=len(found), unit="results") as progress:
@@ -64,7 +65,7 @@ def write_gallery(settings: GallerySettings, *, reporter: Reporter) -> Gallery:
     template = Template((_PAGE / "gallery.html").read_text("utf-8"))
     style = (_PAGE / "style.css").read_text("utf-8")
     page = template.substitute(style=style, count=len(items), items="\n".join(items))
-    with atomic_path(output) as path:
+    with atomic_path(output, replace=settings.overwrite) as path:
         path.write_text(page, "utf-8")
     return Gallery(path=output, results=len(items))
 

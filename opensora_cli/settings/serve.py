@@ -32,6 +32,7 @@ class GallerySettings(Section):
 
     folder: FileName = Field(description="Folder of results, with the folders in it.")
     output: FileName | None = Field(default=None, description="Page to write. None means FOLDER/gallery.html.")
+    overwrite: bool = Field(default=False, description="Replace an existing page.")
 
     def rules(self) -> Iterator[str]:
         if self.output is not None and not self.output.endswith(".html"):

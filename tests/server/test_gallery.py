@@ -65,6 +65,16 @@ def test_a_page_elsewhere_names_the_results_from_there(folder, tmp_path, capsys)
     assert 'src="./re%20sults%231/a%20boat%25.mp4"' in output.read_text()
 
 
+def test_an_existing_file_is_replaced_with_overwrite_alone(folder, capsys):
+    page = folder / "gallery.html"
+    page.write_text("another page")
+    assert main(["gallery", str(folder)]) == 3
+    assert f"{page} exists already" in capsys.readouterr().err
+    assert page.read_text() == "another page"
+    assert main(["gallery", str(folder), "--overwrite"]) == 0
+    assert page.read_text().count('<li class="result">') == 2
+
+
 def test_a_folder_without_results_and_other_endings_are_refused(tmp_path, capsys):
     assert main(["gallery", str(tmp_path)]) == 3
     assert "has no results" in capsys.readouterr().err
