@@ -381,6 +381,8 @@ class Target(NamedTuple):
     """Name of the exported weights, and of the demo's weights of the same part."""
     rules: Callable[[TrainSettings], Iterator[str]]
     """Function that yields one line for each broken rule of the objective."""
+    weighs_tokens: bool = False
+    """Whether a program can give the loss a weight for each token."""
     evaluations: Callable[[TrainSettings], float] = lambda settings: 0.0
     """Function that returns the mean number of evaluations of the transformer without gradients, beside the forward
     pass of a step."""
@@ -388,7 +390,7 @@ class Target(NamedTuple):
 
 TARGETS = {
     "vae": Target(False, VAE_FILE, _autoencoder_problems),
-    "mmdit": Target(True, TRANSFORMER_FILE, _transformer_problems),
-    "distill": Target(True, TRANSFORMER_FILE, _distill_problems, _distill_evaluations),
+    "mmdit": Target(True, TRANSFORMER_FILE, _transformer_problems, weighs_tokens=True),
+    "distill": Target(True, TRANSFORMER_FILE, _distill_problems, evaluations=_distill_evaluations),
 }
 """Objectives by name. `engine/train/objectives` has a module of the same name for each."""

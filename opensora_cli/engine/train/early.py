@@ -85,6 +85,8 @@ def _check_given(settings: TrainSettings, given: Given) -> None:
     ):
         if source is not None and table is not None:
             raise RequestError(f"{key}={table} does not go with clips of a program", hint="drop one of them")
+    if given.token_weights is not None and not settings.objective.weighs_tokens:
+        raise RequestError(f"token_weights does not go with target={settings.target}", hint="drop it, or use mmdit")
     if given.token_weights is not None and settings.train_mmdit.masked_loss:
         raise RequestError("train_mmdit.masked_loss=true does not go with token_weights", hint="use one of them")
     if validation.every and given.held_out is None and validation.table is None:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.conditions import CONDITION_MODES, T2V, ConditionMode
-from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.data.batches import ClipBatch, SampleRng
 from opensora_cli.engine.components.few_steps import sampling_metadata
@@ -52,12 +51,7 @@ def build(
     token_weights: TokenWeights | None,
     reporter: Reporter,
 ) -> "DistillTask":
-    """Return the task of the adapter, beside the frozen weights of its model.
-
-    Raises RequestError for `token_weights`: every token is learned from the teacher alike.
-    """
-    if token_weights is not None:
-        raise RequestError("token_weights do not go with target=distill", hint="train with target=mmdit, or drop them")
+    """Return the task of the adapter, beside the frozen weights of its model."""
     clip_task = mmdit.build(settings, distribution=distribution, clips=clips, token_weights=None, reporter=reporter)
     return DistillTask(clip_task, settings)
 

@@ -60,8 +60,13 @@ def test_what_contradicts_a_source_is_refused(tmp_path: Path) -> None:
         ),
         ({"validation.every": 1}, {"source": source}, r"validation\.every=1 needs held-out clips"),
         ({"parallel.gpus": 2, "device": "cpu"}, {"source": source}, r"parallel\.gpus=2 starts no ranks for the clips"),
-        ({"train_mmdit.masked_loss": True}, {"source": source, "token_weights": len}, "does not go with token_weights"),
+        ({}, {"source": source, "token_weights": len}, "token_weights does not go with target=vae"),
     ):
         with pytest.raises(RequestError, match=message):
             train(settings.replace(changes), **given)
+    masked = tiny_training.mmdit_settings(tmp_path / "run").replace(
+        {"data.table": None, "train_mmdit.masked_loss": True}
+    )
+    with pytest.raises(RequestError, match="masked_loss=true does not go with token_weights"):
+        train(masked, source=source, token_weights=len)
     assert not (tmp_path / "run").exists()
