@@ -185,7 +185,7 @@ class TestOutput:
 
 
 class TestEnd:
-    """Runs that fail or are interrupted."""
+    """Runs that fail, are interrupted, or warn."""
 
     def settings(self, folder, **changes):
         return tiny_training.vae_settings(folder).replace({"checkpoints.every": 2, **changes})
@@ -223,6 +223,14 @@ class TestEnd:
         with pytest.raises(HardwareError, match="CUDA out of memory") as caught:
             train(self.settings(tmp_path))
         assert caught.value.hint.startswith("start again with --overwrite, and use smaller batches")
+
+    @pytest.mark.parametrize(("compute", "multiplies"), [("bf16", False), ("bf16", True), ("fp32", False)])
+    def test_a_cpu_that_is_slow_at_what_was_chosen_is_named(self, tmp_path, monkeypatch, compute, multiplies):
+        monkeypatch.setattr(run, "multiplies_bf16", lambda device: multiplies)
+        listener = Listener()
+        train(self.settings(tmp_path, **{"loop.steps": 1, "precision.compute": compute}), reporter=listener)
+        told = ["use --set precision.compute=fp32" in line for line in listener.warnings]
+        assert told == ([True] if compute == "bf16" and not multiplies else [])
 
     @pytest.mark.parametrize("during_validation", [False, True])
     def test_ctrl_c_skips_what_has_not_started(self, tmp_path, monkeypatch, during_validation):
