@@ -15,7 +15,6 @@ from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.train.distribution import Distribution, local
 from opensora_cli.engine.train.early import find_first_weights
 from opensora_cli.engine.train.lora import add_lora, first_adapter, open_first_adapter, read_adapter
-from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.memory.fp8_storage import Fp8Linear
 from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.mmdit.blocks import repeated_blocks
@@ -55,7 +54,7 @@ def build_transformer(settings: TrainSettings, *, distribution: Distribution) ->
     exceed the host's memory. Raises the errors of `new_transformer` and `plan_attention`.
     """
     device = distribution.device
-    transformer = _outline(settings) if distribution.divides else new_transformer(settings, device=device)
+    transformer = empty_transformer(settings) if distribution.divides else new_transformer(settings, device=device)
     plan = plan_attention(settings, device=device)
     assert plan is not None
     transformer.set_attention(attention_backend(plan.backend))
@@ -81,7 +80,7 @@ def new_transformer(settings: TrainSettings, *, device: torch.device) -> MMDiT:
     With `memory.offload`, frozen weights of blocks are on the host, for `streamed_weights`. On a CPU they stay mapped,
     in the dtype of their file. Raises the errors of `empty_transformer` and `first_weights`.
     """
-    transformer, memory = _outline(settings), settings.memory
+    transformer, memory = empty_transformer(settings), settings.memory
     stacks = tuple(f"{stack.module_path}." for stack in repeated_blocks(transformer.config))
     for name, first in first_weights(settings):
         path, _, key = name.rpartition(".")
@@ -129,7 +128,7 @@ def first_weights(settings: TrainSettings) -> Iterator[tuple[str, Tensor]]:
     if not settings.lora.is_on:
         yield from weights
         return
-    transformer = _outline(settings)
+    transformer = empty_transformer(settings)
     names = {name.replace(".base_layer.", "."): name for name, _ in transformer.named_parameters()}
     for name, weight in weights:
         yield names[name], weight
@@ -141,13 +140,6 @@ def first_weights(settings: TrainSettings) -> Iterator[tuple[str, Tensor]]:
     for name, weight in first_adapter(transformer, seed=settings.loop.seed):
         if name not in read:
             yield name, weight
-
-
-def _outline(settings: TrainSettings) -> MMDiT:
-    """Return `empty_transformer`, with all adapters of the objective."""
-    outline = find_objective(settings).outline(settings)
-    assert isinstance(outline, MMDiT)
-    return outline
 
 
 def _random_weights(settings: TrainSettings) -> Iterator[tuple[str, Tensor]]:

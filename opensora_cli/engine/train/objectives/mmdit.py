@@ -51,6 +51,8 @@ from opensora_cli.settings.train_objectives import MMDiTTrainSettings
 _THREADS = 8
 """Number of threads that draw noise for a GPU."""
 
+outline = empty_transformer
+
 Export = Callable[[Mapping[str, Tensor], Path], None]
 """Function that writes weights, given by name, to a folder."""
 
@@ -137,11 +139,6 @@ def stand_in(settings: TrainSettings) -> "tuple[MMDiTTask, list[nn.Module]]":
         encoders=lambda: stand_in_encoders(settings, cast(Autoencoder, frozen[0])),
     )
     return task, frozen
-
-
-def outline(settings: TrainSettings) -> MMDiT:
-    """Return the transformer on the meta device, with its adapter if there is one."""
-    return empty_transformer(settings)
 
 
 def layer_values(settings: TrainSettings, shape: BatchShape) -> int:
