@@ -16,6 +16,7 @@ from opensora_cli.core.folder_lock import sole_run
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.core.reading import read_text
+from opensora_cli.engine.components.few_steps import turbo_path
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.server.app import make_app
 from opensora_cli.server.guard import PATIENCE_S, Guard
@@ -66,6 +67,7 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
                 base=base,
                 max_queue=settings.max_queue,
                 token=token,
+                has_turbo=turbo_path(usual).exists(),
             )
             # A page of another name that resolves to this machine does not know the token.
             hosts = LOOPBACK if token is None else ()

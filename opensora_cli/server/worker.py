@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +21,7 @@ from opensora_cli.core.device_names import indexed
 from opensora_cli.core.exceptions import OsoraError
 from opensora_cli.core.progress import SilentReporter, StageProgress
 from opensora_cli.core.signals import end_with_parent
+from opensora_cli.server.processes import without_paths
 from opensora_cli.settings.generate import GenerateSettings
 
 _EVERY_S = 0.25
@@ -224,6 +226,8 @@ def failure(error: Exception) -> dict[str, Any]:
             "hint": error.hint,
             "exit_code": error.exit_code,
         }
+    # A bug keeps its traceback, in the log of the server.
+    print(without_paths("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
     return {"code": "internal_error", "message": f"{type(error).__name__}: {error}", "hint": None, "exit_code": 1}
 
 
