@@ -11,7 +11,7 @@ from pathlib import Path
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from opensora_cli.core.exceptions import FileProblem, HardwareError, OutputError
+from opensora_cli.core.exceptions import FileProblem, HardwareError, OutputError, RequestError
 from opensora_cli.core.folder_lock import sole_run
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.python_processes import module_command, safe_environment
@@ -37,7 +37,7 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
     """Answer requests until a signal ends the server.
 
     Raises:
-        RequestError: settings of `base` are wrong.
+        RequestError: settings of `base` are wrong, or share one video among GPUs.
         HardwareError: this machine has GPUs, but fewer than groups.
         FileProblem: the token file is missing or too short, or the folder cannot be used.
     """
@@ -50,6 +50,11 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
         reporter=reporter,
     )
     model = usual.model.name
+    if usual.parallel.world_size > 1:
+        raise RequestError(
+            f"parallel.gpus={usual.parallel.world_size} shares one video, and a server makes each on one GPU",
+            hint="drop it; --groups makes several videos at the same time",
+        )
     if settings.groups > 1 and usual.runtime.device == "auto":
         _require_devices(settings.groups)
     try:

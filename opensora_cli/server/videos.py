@@ -100,15 +100,14 @@ class Server:
         job_id = new_id()
         folder = self.scheduler.job_folder(job_id)
         try:
+            folder.mkdir(parents=True)
             references = [await keep(upload, folder, number=number) for number, upload in enumerate(uploads)]
             if remixed_from is not None:
                 for path in sorted(self.scheduler.job_folder(remixed_from.id).glob("reference_*")):
-                    folder.mkdir(parents=True, exist_ok=True)
                     references.append(await asyncio.to_thread(shutil.copyfile, path, folder / path.name))
             settings, fields = await asyncio.to_thread(
                 read_request, values, model=self.model, base=self.base, folder=folder, references=references
             )
-            folder.mkdir(parents=True, exist_ok=True)
             job = self.store.add(
                 fields,
                 settings.model_dump(mode="json"),

@@ -111,7 +111,9 @@ def main(kind: str, number: str | None = None) -> None:
     """
     end_with_parent()
     if kind == "devices":
-        print(_devices())
+        from opensora_cli.core.device import device_count
+
+        print(device_count())
         return
     # What libraries print must not mix with the reports.
     reports = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -119,8 +121,11 @@ def main(kind: str, number: str | None = None) -> None:
     lock = threading.Lock()
 
     def report(**fields: Any) -> None:
-        with lock, _server_may_be_gone():
-            print(json.dumps(fields), file=reports, flush=True)
+        with lock:
+            try:
+                print(json.dumps(fields), file=reports, flush=True)
+            except BrokenPipeError:  # the server is gone
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     commands = Commands(sys.stdin)
     try:
@@ -132,19 +137,12 @@ def main(kind: str, number: str | None = None) -> None:
         sys.exit(130)
 
 
-@contextmanager
-def _server_may_be_gone() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
 def _make_videos(commands: Commands, report: Report, number: str | None) -> None:
+    from opensora_cli.core.device import device_count
     from opensora_cli.engine.generate.models import LoadedModels
     from opensora_cli.server.results import write_extras
 
-    own_device = indexed(int(number)) if number is not None and _devices() else None
+    own_device = indexed(int(number)) if number is not None and device_count() else None
     with LoadedModels(stay=True) as models:
         while (command := commands.waiting.get()) is not None:
             job_id, folder = command["id"], Path(command["folder"])
@@ -159,12 +157,6 @@ def _make_videos(commands: Commands, report: Report, number: str | None) -> None
             except Exception as error:
                 report(event="failed", id=job_id, error=failure(error))
             commands.cancelled.discard(job_id)
-
-
-def _devices() -> int:
-    from opensora_cli.core.device import device_count
-
-    return device_count()
 
 
 def _generate(

@@ -1,10 +1,12 @@
 import shlex
 
 import pytest
+from served import turbo_weights
 
 from opensora_cli.cli.app import main
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.server.requests import InvalidField, command_of, read_request, remixed
+from opensora_cli.settings.explain import Given
 
 
 def read(tmp_path, values, **options):
@@ -114,6 +116,15 @@ def test_a_preset_of_the_model_is_taken(tmp_path):
     settings, fields = read_request(values, model="open-sora-v2", base={}, folder=tmp_path)
     assert (settings.video.resolution, settings.num_frames) == ("768px", 5)
     assert "--config 768px" in command_of(fields)
+
+
+def test_turbo_takes_the_steps_of_the_adapter(tmp_path):
+    base = {"runtime.weights": Given(str(turbo_weights(tmp_path / "weights")), "--set")}
+    settings, fields = read_request(
+        {"prompt": "sea", "settings": {"turbo": True}}, model="demo", base=base, folder=tmp_path
+    )
+    assert (settings.sampling.turbo, settings.sampling.num_inference_steps) == (True, 3)
+    assert "--turbo" in shlex.split(command_of(fields))
 
 
 def test_the_command_makes_the_same_video(tmp_path, monkeypatch):
