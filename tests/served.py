@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -13,6 +14,12 @@ from pathlib import Path
 
 import psutil
 from PIL import Image
+from safetensors.torch import load_file, save_file
+from tiny_adapters import write_lora
+
+from opensora_cli.engine.components.few_steps import sampling_metadata
+from opensora_cli.engine.components.weights import packaged_demo
+from opensora_cli.settings.load import usual_settings
 
 SMALL = {"num_frames": 5, "steps": 2}
 LONG_S = 120
@@ -120,6 +127,19 @@ def picture(width, height, kind="PNG"):
     file = io.BytesIO()
     Image.new("RGB", (width, height), "red").save(file, kind)
     return file.getvalue()
+
+
+def turbo_weights(folder):
+    """Write the demo's transformer with a few-step adapter of 3 steps, and return the folder."""
+    from opensora_cli.engine.components.configs import transformer_on_meta
+
+    folder.mkdir()
+    shutil.copy(packaged_demo() / "transformer.safetensors", folder)
+    write_lora(folder / "turbo", transformer_on_meta(usual_settings("demo").model), like=r"single_blocks\.0\.linear2")
+    file = folder / "turbo" / "adapter_model.safetensors"
+    sampling = {"num_inference_steps": 3, "guidance_scale": 1.0}
+    save_file(load_file(file), file, metadata=sampling_metadata("demo", sampling))
+    return folder
 
 
 def is_running(video):

@@ -19,7 +19,8 @@ from opensora_cli.server.errors import ApiError, add_errors
 from opensora_cli.server.guard import COOKIE, is_token
 from opensora_cli.server.jobs import Status
 from opensora_cli.server.requests import presets_of, read_request
-from opensora_cli.server.videos import Server, add_videos, read_body
+from opensora_cli.server.results import STAND_INS, stand_in
+from opensora_cli.server.videos import MOST_FILES, Server, add_videos, read_body
 from opensora_cli.settings.load import load_preset
 
 _PAGE = Path(__file__).parent / "page"
@@ -57,8 +58,8 @@ def make_app(server: Server) -> FastAPI:
 def _add_others(app: FastAPI, server: Server) -> None:
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """Return the model that is loaded."""
-        model = {"id": server.model, "object": "model", "created": 0, "owned_by": "osora"}
+        """Return the model that is loaded, and whether it has a few-step adapter for `settings.turbo`."""
+        model = {"id": server.model, "object": "model", "created": 0, "owned_by": "osora", "turbo": server.has_turbo}
         return {"object": "list", "data": [model]}
 
     @app.get("/v1/options")
@@ -86,18 +87,28 @@ def _add_others(app: FastAPI, server: Server) -> None:
 
     @app.post("/v1/plan")
     async def plan(request: Request) -> dict[str, Any]:
-        """Return the plan of a request, as `osora generate --dry-run` prints it, without the files of the server."""
+        """Return the plan of a request, as `osora generate --dry-run` prints it, without the files of the server.
+
+        `references` lists the kinds of files that the video will have: `picture` or `video`.
+        """
         values, _ = await read_body(request)
+        kinds, folder = values.pop("references", []), server.folder / "plan"
+        if not isinstance(kinds, list) or len(kinds) > MOST_FILES or any(kind not in [*STAND_INS] for kind in kinds):
+            raise ApiError(400, f"references must be up to {MOST_FILES} of {', '.join(STAND_INS)}", param="references")
+        references = [await asyncio.to_thread(stand_in, kind, folder) for kind in kinds]
         settings, _ = await asyncio.to_thread(
-            read_request, values, model=server.model, base=server.base, folder=server.folder / "plan"
+            read_request, values, model=server.model, base=server.base, folder=folder, references=references
         )
         report = await server.scheduler.plan(settings.model_dump(mode="json"))
         lines = [line for line in report["lines"] if line.split()[0] not in _LINES_WITH_PATHS]
-        return {"plan": _without_paths(report["plan"]), "lines": lines, "notes": report["notes"]}
+        notes = [note for note in report["notes"] if not any(path.name in note for path in references)]
+        return {"plan": _without_paths(report["plan"]), "lines": lines, "notes": notes}
 
     @app.get("/healthz")
     async def health() -> dict[str, str]:
-        """Return whether the server answers."""
+        """Return whether the server makes videos; 503 if a bug stopped it."""
+        if server.scheduler.problem is not None:
+            raise ApiError(503, server.scheduler.problem, code="stopped")
         return {"status": "ok"}
 
     @app.get("/metrics")

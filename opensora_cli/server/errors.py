@@ -11,6 +11,7 @@ from starlette.requests import ClientDisconnect
 
 from opensora_cli.core.exceptions import MediaError, OsoraError
 from opensora_cli.server.jobs import QueueFull
+from opensora_cli.server.processes import without_paths
 from opensora_cli.server.requests import InvalidField
 
 _RETRY_AFTER_S = 30
@@ -57,7 +58,13 @@ def add_errors(app: FastAPI) -> None:
         code = "".join(f"_{each.lower()}" if each.isupper() else each for each in type(error).__name__).strip("_")
         message = error.message if error.hint is None else f"{error.message}: {error.hint}"
         param = error.field if isinstance(error, InvalidField) else None
-        return JSONResponse(error_body(status, message, code=code, param=param), status, headers=headers)
+        return JSONResponse(error_body(status, without_paths(message), code=code, param=param), status, headers=headers)
+
+    @app.exception_handler(Exception)
+    async def internal_error(_: Request, error: Exception) -> JSONResponse:
+        # The framework raises the error again, and uvicorn logs its traceback.
+        message = "the server has a bug, and its log has the details"
+        return JSONResponse(error_body(500, message, code="internal_error"), 500)
 
     @app.exception_handler(OSError)
     @app.exception_handler(sqlite3.OperationalError)

@@ -64,7 +64,7 @@ class Guard:
             return
         length = headers.get("content-length", "0")
         largest = min(self._largest, _LARGEST_OPEN) if scope["path"] in _OPEN_PATHS else self._largest
-        if not length.isdigit() or int(length) > largest:
+        if not length.isdecimal() or int(length) > largest:
             await _refuse(send, 413, _too_large(largest))
             return
         await self._app(scope, _limited(receive, largest), _with_headers(send))

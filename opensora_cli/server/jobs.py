@@ -144,6 +144,10 @@ class JobStore:
             raise KeyError(job_id)
         return _job(row)
 
+    def has(self, job_id: str) -> bool:
+        """Return whether there is a job with this ID."""
+        return self._database.execute("SELECT 1 FROM jobs WHERE id = ?", (job_id,)).fetchone() is not None
+
     def page(self, *, after: str | None, limit: int, newest_first: bool) -> tuple[list[Job], bool]:
         """Return up to `limit` jobs after the job `after`, by time of creation, and whether more follow.
 

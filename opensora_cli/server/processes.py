@@ -3,15 +3,33 @@
 import asyncio
 import json
 import os
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from opensora_cli.core.python_processes import module_command, safe_environment
 
+_PART = r"[^\s/:,;'\"()<>]+"
+# Names of folders may contain blanks; only before the last slash, they can be distinguished from words.
+_PATH = re.compile(rf"(?<![\w/<>.@-])(?:~|\.\.?)?(?:/{_PART}(?: {_PART})*(?=/))*/{_PART}/?")
+_REFERENCE = re.compile(r"reference_(\d+)_[0-9a-f]{8}\.\w+")
 _LONGEST_LINE = 16 * 2**20
 _STOP_S = 120.0
 """Seconds that a process may take to finish its step and to save its state."""
+
+
+def without_paths(document: Any) -> Any:
+    """Return a JSON value whose texts name no folder of the server: files keep their names, and uploads are counted."""
+    if isinstance(document, dict):
+        return {name: without_paths(each) for name, each in document.items()}
+    if isinstance(document, list):
+        return [without_paths(each) for each in document]
+    if not isinstance(document, str):
+        return document
+    text = _PATH.sub(lambda match: Path(match[0]).name, document.replace("file://", ""))
+    return _REFERENCE.sub(lambda match: f"reference {int(match[1]) + 1}", text)
 
 
 class Process:
@@ -47,7 +65,7 @@ class Process:
         """Yield the reports of the process until it ends."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
-            yield json.loads(line)
+            yield without_paths(json.loads(line))
 
     async def ended(self) -> int:
         """Wait for the end of the process, and return its exit code; that of a signal is negative."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.engine.components.few_steps import turbo_path
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.models.registry import ARCHITECTURES
 from opensora_cli.settings.explain import Given
@@ -38,18 +39,16 @@ _ALLOWED = frozenset(
     ]
 )
 """Settings of a client: they describe the video, and name no file, server, device or memory."""
-SAME = {
-    "seconds": ("num_frames", "video.num_frames"),
-    "size": ("width", "height", "res", "aspect_ratio", "video.width", "video.height"),
-    "seed": ("seed", "sampling.seed"),
-}
-"""Options and settings that a field stands for."""
+_SIDES = {"video.width", "video.height"}
+_SHAPE = {"video.resolution", "video.aspect_ratio"}
+_SAME = {"seconds": {"video.num_frames"}, "size": _SIDES, "seed": {"sampling.seed"}}
+"""Settings that a field stands for."""
 _OF_ONE_VIDEO = ("sampling.num_samples", "sampling.stop_at")
 """Settings that do not make one whole video."""
 _PREVIEW_EVERY = 5
 """Steps between two previews."""
 MAX_PROMPT = 4000
-SIZE = re.compile(r"(\d{1,5})x(\d{1,5})", re.ASCII | re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,5})x(\d{1,5})", re.ASCII | re.IGNORECASE)
 
 
 class InvalidField(RequestError):
@@ -116,13 +115,15 @@ def read_request(
     )
     settings = resolve(request, reporter=SilentReporter())
     video = settings.video
+    if settings.sampling.turbo and not turbo_path(settings).exists():
+        raise InvalidField("settings", f"turbo needs a few-step adapter, and this server has none for {model}")
     if "video.num_frames" not in options:
         options.setdefault("num_frames", video.num_frames)
     answered = {
         "prompt": prompt,
         "model": model,
         "seconds": f"{settings.num_frames / video.fps:g}",
-        "size": size or video.resolution or "",
+        "size": video.resolution if video.width is None else f"{video.width}x{video.height}",
         "settings": options,
         "seed": settings.sampling.seed,
         "num_frames": settings.num_frames,
@@ -130,6 +131,31 @@ def read_request(
         "num_references": len(references),
     }
     return settings, answered
+
+
+def remixed(before: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a remix: those of an earlier request, as answers repeat them, replaced by new ones."""
+    fields = {"prompt": before["prompt"], "seed": before["seed"], **values}
+    flags, assignments = _options(values.get("settings"))
+    new = {_key(name) for name in (flags | assignments)}
+    new |= {key for field, keys in _SAME.items() if values.get(field) is not None for key in keys}
+    inherited = dict(before["settings"])
+    if size := _SIZE.fullmatch(before["size"]):
+        inherited |= {"width": size[1], "height": size[2]}
+    if new & _SHAPE:
+        new |= _SIDES  # a size in pixels would win over the shape
+    elif new & _SIDES:
+        new |= _SHAPE
+    if "sampling.seed" in new and values.get("seed") is None:
+        del fields["seed"]
+    kept = {name: value for name, value in inherited.items() if _key(name) not in new}
+    return {**fields, "settings": kept | flags | assignments}
+
+
+def _key(name: str) -> str:
+    """Return the setting of an option."""
+    row = FLAGS.get(name.replace("-", "_"))
+    return name if row is None else row.key
 
 
 @cache
@@ -179,7 +205,7 @@ def _frames(seconds: str, flags: Mapping[str, Any], usual: GenerateSettings) -> 
 
 def _sides(size: str) -> tuple[int, int]:
     """Return width and height."""
-    match = SIZE.fullmatch(size)
+    match = _SIZE.fullmatch(size)
     if match is None:
         raise InvalidField("size", f"size={size} must be WIDTHxHEIGHT, such as 128x128")
     return int(match[1]), int(match[2])
@@ -198,7 +224,7 @@ def command_of(fields: Mapping[str, Any]) -> str:
     """Return the command line that makes the video of a request."""
     words = ["osora", "generate", fields["prompt"], "--model", fields["model"], "--seed", str(fields["seed"])]
     settings = dict(fields["settings"])
-    if size := SIZE.fullmatch(fields["size"]):
+    if size := _SIZE.fullmatch(fields["size"]):
         settings |= {"width": size[1], "height": size[2]}
     settings.pop("seed", None)
     for name, value in settings.items():

@@ -11,11 +11,12 @@ from pathlib import Path
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from opensora_cli.core.exceptions import FileProblem, HardwareError, OutputError
+from opensora_cli.core.exceptions import FileProblem, HardwareError, OutputError, RequestError
 from opensora_cli.core.folder_lock import sole_run
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.core.reading import read_text
+from opensora_cli.engine.components.few_steps import turbo_path
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.server.app import make_app
 from opensora_cli.server.guard import PATIENCE_S, Guard
@@ -36,7 +37,7 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
     """Answer requests until a signal ends the server.
 
     Raises:
-        RequestError: settings of `base` are wrong.
+        RequestError: settings of `base` are wrong, or share one video among GPUs.
         HardwareError: this machine has GPUs, but fewer than groups.
         FileProblem: the token file is missing or too short, or the folder cannot be used.
     """
@@ -49,6 +50,11 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
         reporter=reporter,
     )
     model = usual.model.name
+    if usual.parallel.world_size > 1:
+        raise RequestError(
+            f"parallel.gpus={usual.parallel.world_size} shares one video, and a server makes each on one GPU",
+            hint="drop it; --groups makes several videos at the same time",
+        )
     if settings.groups > 1 and usual.runtime.device == "auto":
         _require_devices(settings.groups)
     try:
@@ -66,6 +72,7 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
                 base=base,
                 max_queue=settings.max_queue,
                 token=token,
+                has_turbo=turbo_path(usual).exists(),
             )
             # A page of another name that resolves to this machine does not know the token.
             hosts = LOOPBACK if token is None else ()

@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import logging
+import re
 import shutil
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -21,6 +23,8 @@ _ROOM, _RESERVE = 32 * 2**20, 2**20
 """Free bytes of the disk that a job needs to begin, and bytes that are kept for the records of jobs."""
 _PLAN_S = 120.0
 _NO_PLAN = {"event": "failed", "error": {"message": "the planner did not answer", "hint": "try again", "exit_code": 4}}
+_DELETED = ".deleted"
+_JOB_ID = re.compile(r"video_[0-9a-f]{24}")
 _RETRY_S = 1.0
 """Seconds until a worker that ended starts again, and until a write to a full disk is tried again."""
 
@@ -58,6 +62,8 @@ class Scheduler:
         self._running: dict[str, Process] = {}
         """Worker of each running job."""
         self._is_stopping = False
+        self.problem: str | None = None
+        """Reason why no more videos are made: a bug, whose traceback is in the log."""
         self.progress: dict[str, Mapping[str, Any]] = {}
         """Last progress of each running job: stage, done, total, unit, eta_s, percent."""
         self.seconds: dict[str, float] = {}
@@ -73,12 +79,20 @@ class Scheduler:
 
     async def run(self) -> None:
         """Make all queued jobs until the task is cancelled. Jobs of a server that died continue."""
-        self._keep_reserve()
-        for job_id in reversed(self._store.ids(Status.IN_PROGRESS)):  # each becomes the first
-            await self._interrupted(job_id)
-        async with asyncio.TaskGroup() as tasks:
-            for number in range(self._groups):
-                tasks.create_task(self._work(number))
+        try:
+            with suppress(OSError, sqlite3.OperationalError):  # the next start sweeps again
+                self._sweep()
+            self._keep_reserve()
+            for job_id in reversed(self._store.ids(Status.IN_PROGRESS)):  # each becomes the first
+                await self._interrupted(job_id)
+            async with asyncio.TaskGroup() as tasks:
+                for number in range(self._groups):
+                    tasks.create_task(self._work(number))
+        except Exception as error:
+            logging.getLogger("uvicorn.error").exception("no more videos are made")
+            while isinstance(error, ExceptionGroup):
+                error = error.exceptions[0]
+            self.problem = f"no more videos are made: {type(error).__name__}"
 
     async def stop(self) -> None:
         """Save the running jobs, and end the processes."""
@@ -117,8 +131,12 @@ class Scheduler:
             with suppress(KeyError):  # another client deleted it, too
                 while not self._store.get(job_id).status.is_over:
                     await asyncio.sleep(0.05)
+        # A killed server leaves a folder whose name says that its job was deleted.
+        deleted = self.job_folder(job_id).with_suffix(_DELETED)
+        with suppress(FileNotFoundError):
+            self.job_folder(job_id).rename(deleted)
         self._store.delete(job_id)
-        await asyncio.to_thread(shutil.rmtree, self.job_folder(job_id), ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, deleted, ignore_errors=True)
         self.publish({"event": "deleted", "id": job_id})
 
     async def plan(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -172,13 +190,14 @@ class Scheduler:
                 await asyncio.sleep(_RETRY_S)
                 continue
             self._workers.add(worker)
-            feeding = asyncio.create_task(self._feed(worker))
             try:
-                async for report in worker.reports():
-                    await self._hear(report)
-                code = await worker.ended()
+                async with asyncio.TaskGroup() as tasks:
+                    feeding = tasks.create_task(self._feed(worker))
+                    async for report in worker.reports():
+                        await self._hear(report)
+                    code = await worker.ended()
+                    feeding.cancel()
             finally:
-                feeding.cancel()
                 self._workers.discard(worker)
             for job_id in [each for each, its_worker in self._running.items() if its_worker is worker]:
                 await self._worker_died(job_id, code)
@@ -242,6 +261,21 @@ class Scheduler:
         self.publish({"event": "job", "id": job_id})
         self._leave(job_id)
 
+    def _sweep(self) -> None:
+        """Remove what a killed server left: deleted jobs, and uploads that became no job. Other files stay."""
+        for folder in self._folder.glob("jobs/video_*"):
+            if not _JOB_ID.fullmatch(folder.stem) or folder.is_symlink() or not folder.is_dir():
+                continue
+            if folder.suffix == _DELETED:
+                self._store.delete(folder.stem)
+            elif (
+                folder.suffix
+                or self._store.has(folder.stem)
+                or not all(path.name.startswith("reference_") for path in folder.iterdir())
+            ):
+                continue
+            shutil.rmtree(folder, ignore_errors=True)
+
     def _keep_reserve(self) -> None:
         """Keep room on the disk for the record that a job failed because the disk is full."""
         if not self._reserve.exists():
@@ -280,11 +314,13 @@ class Scheduler:
         await self._finish(job_id, Status.FAILED, error)
 
     async def _read_plans(self, planner: Process) -> None:
-        async for report in planner.reports():
-            answer = self._plans.get(report.get("id", -1))
-            if answer is not None and not answer.done():
-                answer.set_result(report)
-        self._planner = None
-        for answer in self._plans.values():
-            if not answer.done():
-                answer.set_result(_NO_PLAN)
+        try:
+            async for report in planner.reports():
+                answer = self._plans.get(report["id"])
+                if answer is not None and not answer.done():
+                    answer.set_result(report)
+        finally:  # the next plan starts another planner
+            self._planner = None
+            for answer in self._plans.values():
+                if not answer.done():
+                    answer.set_result(_NO_PLAN)

@@ -41,7 +41,6 @@ async def keep(upload: UploadFile, folder: Path, *, number: int) -> Path:
     """
     head = await upload.read(_CHUNK)
     path = folder / f"reference_{number}_{secrets.token_hex(4)}{_ending(head)}"
-    folder.mkdir(parents=True, exist_ok=True)
     size = 0
     try:
         with path.open("xb") as file:

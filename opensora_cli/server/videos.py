@@ -15,14 +15,14 @@ from starlette.datastructures import UploadFile
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.server.errors import ApiError
 from opensora_cli.server.jobs import Job, JobStore, Status, new_id
-from opensora_cli.server.requests import SAME, SIZE, command_of, read_request
+from opensora_cli.server.requests import command_of, read_request, remixed
 from opensora_cli.server.results import SHEET, THUMBNAIL
 from opensora_cli.server.scheduler import Scheduler
 from opensora_cli.server.uploads import keep
 from opensora_cli.settings.layers import Layer
 
 _LARGEST_JSON = 2**20
-_MOST_FILES = max(mode.max_references for mode in CONDITION_MODES.values())
+MOST_FILES = max(mode.max_references for mode in CONDITION_MODES.values())
 _PING_S = 15.0
 _MEDIA = {".mp4": "video/mp4", ".png": "image/png", ".webp": "image/webp", ".gif": "image/gif", ".jpg": "image/jpeg"}
 
@@ -38,7 +38,9 @@ class Server:
     base: Layer
     """Settings of all videos."""
     max_queue: int
-    token: str | None
+    token: str | None = None
+    has_turbo: bool = False
+    """Whether the model has a few-step adapter."""
 
     def job(self, video_id: str) -> Job:
         """Return a job. Raises ApiError if there is none."""
@@ -98,15 +100,14 @@ class Server:
         job_id = new_id()
         folder = self.scheduler.job_folder(job_id)
         try:
+            folder.mkdir(parents=True)
             references = [await keep(upload, folder, number=number) for number, upload in enumerate(uploads)]
             if remixed_from is not None:
                 for path in sorted(self.scheduler.job_folder(remixed_from.id).glob("reference_*")):
-                    folder.mkdir(parents=True, exist_ok=True)
                     references.append(await asyncio.to_thread(shutil.copyfile, path, folder / path.name))
             settings, fields = await asyncio.to_thread(
                 read_request, values, model=self.model, base=self.base, folder=folder, references=references
             )
-            folder.mkdir(parents=True, exist_ok=True)
             job = self.store.add(
                 fields,
                 settings.model_dump(mode="json"),
@@ -124,7 +125,7 @@ class Server:
 async def read_body(request: Request) -> tuple[dict[str, Any], list[UploadFile]]:
     """Return the fields of a request in JSON or of a form, and the uploaded references."""
     if request.headers.get("content-type", "").startswith("multipart/form-data"):
-        form = await request.form(max_files=_MOST_FILES, max_fields=50)
+        form = await request.form(max_files=MOST_FILES, max_fields=50)
         uploads = [each for each in form.getlist("input_reference") if isinstance(each, UploadFile)]
         fields: dict[str, Any] = {name: value for name, value in form.items() if name != "input_reference"}
         if isinstance(fields.get("settings"), str):
@@ -222,15 +223,7 @@ def add_videos(app: FastAPI, server: Server) -> None:
     async def remix(job: Found, request: Request) -> dict[str, Any]:
         """Make a video with the settings of another one; the fields of the request replace them."""
         values, _ = await read_body(request)
-        before = job.request
-        fields = {"prompt": before["prompt"], "seed": before["seed"], **values}
-        if SIZE.fullmatch(before["size"]):
-            fields.setdefault("size", before["size"])
-        given = values.get("settings") or {}
-        if isinstance(given, dict):
-            replaced = {key for name, keys in SAME.items() if values.get(name) is not None for key in keys}
-            fields["settings"] = {key: each for key, each in before["settings"].items() if key not in replaced} | given
-        return server.answer(await server.add(fields, remixed_from=job))
+        return server.answer(await server.add(remixed(job.request, values), remixed_from=job))
 
     @app.get("/v1/videos/{video_id}/content")
     async def content(job: Found, variant: Literal["video", "thumbnail", "spritesheet"] = "video") -> FileResponse:

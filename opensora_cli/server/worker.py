@@ -9,6 +9,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +21,7 @@ from opensora_cli.core.device_names import indexed
 from opensora_cli.core.exceptions import OsoraError
 from opensora_cli.core.progress import SilentReporter, StageProgress
 from opensora_cli.core.signals import end_with_parent
+from opensora_cli.server.processes import without_paths
 from opensora_cli.settings.generate import GenerateSettings
 
 _EVERY_S = 0.25
@@ -109,7 +111,9 @@ def main(kind: str, number: str | None = None) -> None:
     """
     end_with_parent()
     if kind == "devices":
-        print(_devices())
+        from opensora_cli.core.device import device_count
+
+        print(device_count())
         return
     # What libraries print must not mix with the reports.
     reports = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -117,8 +121,11 @@ def main(kind: str, number: str | None = None) -> None:
     lock = threading.Lock()
 
     def report(**fields: Any) -> None:
-        with lock, _server_may_be_gone():
-            print(json.dumps(fields), file=reports, flush=True)
+        with lock:
+            try:
+                print(json.dumps(fields), file=reports, flush=True)
+            except BrokenPipeError:  # the server is gone
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
     commands = Commands(sys.stdin)
     try:
@@ -130,19 +137,12 @@ def main(kind: str, number: str | None = None) -> None:
         sys.exit(130)
 
 
-@contextmanager
-def _server_may_be_gone() -> Iterator[None]:
-    try:
-        yield
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
 def _make_videos(commands: Commands, report: Report, number: str | None) -> None:
+    from opensora_cli.core.device import device_count
     from opensora_cli.engine.generate.models import LoadedModels
     from opensora_cli.server.results import write_extras
 
-    own_device = indexed(int(number)) if number is not None and _devices() else None
+    own_device = indexed(int(number)) if number is not None and device_count() else None
     with LoadedModels(stay=True) as models:
         while (command := commands.waiting.get()) is not None:
             job_id, folder = command["id"], Path(command["folder"])
@@ -157,12 +157,6 @@ def _make_videos(commands: Commands, report: Report, number: str | None) -> None
             except Exception as error:
                 report(event="failed", id=job_id, error=failure(error))
             commands.cancelled.discard(job_id)
-
-
-def _devices() -> int:
-    from opensora_cli.core.device import device_count
-
-    return device_count()
 
 
 def _generate(
@@ -224,6 +218,8 @@ def failure(error: Exception) -> dict[str, Any]:
             "hint": error.hint,
             "exit_code": error.exit_code,
         }
+    # A bug keeps its traceback, in the log of the server.
+    print(without_paths("".join(traceback.format_exception(error))), file=sys.stderr, flush=True)
     return {"code": "internal_error", "message": f"{type(error).__name__}: {error}", "hint": None, "exit_code": 1}
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from served import Served
+from served import Served, turbo_weights
 
 pytestmark = pytest.mark.slow
 LONG_MS = 30_000
@@ -211,6 +211,32 @@ def test_references_are_dropped_for_each_mode(opened):
         assert f"--cond {mode}" in code
     page.locator("#references button").click()
     assert page.locator("#references button").count() == 0
+
+
+def test_the_plan_counts_references(opened):
+    page = opened()
+    assert page.locator("label:visible", has_text="Turbo").count() == 0
+    page.fill("#prompt", "sea")
+    page.evaluate(DROP)
+    plan = "document.getElementById('plan').textContent"
+    until(page, f"{plan}.includes('i2v_loop')")
+    page.select_option("#cond", "i2v_tail")
+    until(page, f"{plan}.includes('i2v_tail')")
+
+
+def test_turbo_is_offered_by_a_model_with_a_few_step_adapter(tmp_path, browser):
+    weights = turbo_weights(tmp_path / "weights")
+    with Served(tmp_path / "serve", "--set", f"runtime.weights={weights}") as served:
+        page = browser.new_page()
+        page.goto(f"http://127.0.0.1:{served.port}/")
+        page.check("#turbo")
+        page.fill("#num_frames", "5")
+        page.fill("#prompt", "sea")
+        until(page, "document.getElementById('plan').textContent.includes('3 steps')")
+        page.click("#submit")
+        assert "--turbo" in made(page, "sea").locator("code").text_content()
+        assert served.call("GET", "/v1/models")["data"][0]["turbo"] is True
+        page.close()
 
 
 def test_two_videos_are_compared_in_step(opened):

@@ -1,10 +1,12 @@
 import shlex
 
 import pytest
+from served import turbo_weights
 
 from opensora_cli.cli.app import main
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.server.requests import InvalidField, command_of, read_request
+from opensora_cli.server.requests import InvalidField, command_of, read_request, remixed
+from opensora_cli.settings.explain import Given
 
 
 def read(tmp_path, values, **options):
@@ -30,6 +32,36 @@ def test_an_extended_video_is_made_again_with_the_same_first_segment(tmp_path):
     assert first["num_frames"] > settings.video.num_frames
     assert read(tmp_path, {"settings": first["settings"]})[1] == first
     assert " --num-frames 33 " in command_of(first) + " "
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "size"),
+    [
+        ({"size": "96x128"}, {}, "96x128"),
+        ({"size": "96x128"}, {"settings": {"res": "768px"}}, "768px"),
+        ({"settings": {"video.width": 96, "video.height": 128}}, {"settings": {"aspect_ratio": "1:1"}}, "256px 1:1"),
+        ({"settings": {"width": 96, "height": 128}}, {"size": "64x64"}, "64x64"),
+        ({"settings": {"video.width": 96, "height": 128}}, {"settings": {"width": 64}}, "64x128"),
+        ({"settings": {"res": "768px"}}, {"size": "64x64"}, "64x64"),
+        ({"settings": {"aspect_ratio": "1:1"}}, {"settings": {"res": "768px"}}, "768px 1:1"),
+        ({"settings": {"res": "768px"}}, {"settings": {"video.resolution": "256px"}}, "256px"),
+    ],
+)
+def test_the_size_of_a_remix_replaces_that_of_the_first_video(first, second, size, tmp_path):
+    named = {"model": "open-sora-v2", "base": {}, "folder": tmp_path}
+    _, before = read_request({"prompt": "sea", **first}, **named)
+    settings, after = read_request(remixed(before, second), **named)
+    assert f"{after['size']} {settings.video.aspect_ratio}".startswith(size)
+
+
+def test_a_remix_replaces_settings_by_any_of_their_names(tmp_path):
+    _, before = read(tmp_path, {"seed": 7, "settings": {"steps": 3, "sampling.guidance_scale": 5}})
+    new = {"seconds": "1", "settings": {"sampling.num_inference_steps": 4, "guidance-scale": 6, "sampling.seed": 8}}
+    settings, _ = read(tmp_path, remixed(before, new))
+    sampling = settings.sampling
+    assert (sampling.num_inference_steps, sampling.guidance_scale, sampling.seed) == (4, 6, 8)
+    assert settings.video.num_frames == 13
+    assert read(tmp_path, remixed(before, {}))[1] == before
 
 
 def test_a_reference_is_the_uploaded_file(tmp_path):
@@ -60,6 +92,7 @@ def test_a_reference_is_the_uploaded_file(tmp_path):
         ({"settings": {"condition.references": "x.png"}}, "settings", "chosen by the server"),
         ({"settings": {"lora": "x"}}, "settings", "chosen by the server"),
         ({"settings": {"weights": "x"}}, "settings", "chosen by the server"),
+        ({"settings": {"turbo": True}}, "settings", "has none for demo"),
         ({"settings": {"refine": True}}, "settings", "chosen by the server"),
         ({"settings": {"num_samples": 3}}, "settings", "chosen by the server"),
         ({"settings": {"memory.offload": "blocks"}}, "settings", "chosen by the server"),
@@ -83,6 +116,15 @@ def test_a_preset_of_the_model_is_taken(tmp_path):
     settings, fields = read_request(values, model="open-sora-v2", base={}, folder=tmp_path)
     assert (settings.video.resolution, settings.num_frames) == ("768px", 5)
     assert "--config 768px" in command_of(fields)
+
+
+def test_turbo_takes_the_steps_of_the_adapter(tmp_path):
+    base = {"runtime.weights": Given(str(turbo_weights(tmp_path / "weights")), "--set")}
+    settings, fields = read_request(
+        {"prompt": "sea", "settings": {"turbo": True}}, model="demo", base=base, folder=tmp_path
+    )
+    assert (settings.sampling.turbo, settings.sampling.num_inference_steps) == (True, 3)
+    assert "--turbo" in shlex.split(command_of(fields))
 
 
 def test_the_command_makes_the_same_video(tmp_path, monkeypatch):

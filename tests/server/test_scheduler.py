@@ -2,10 +2,12 @@
 
 import asyncio
 import json
+from dataclasses import replace
 
 import pytest
 
 from opensora_cli.server import scheduler as scheduling
+from opensora_cli.server.app import make_app
 from opensora_cli.server.jobs import JobStore, Status
 from opensora_cli.server.scheduler import PlanFailed, Scheduler
 from opensora_cli.server.videos import Server, _events_of
@@ -19,7 +21,7 @@ def server(tmp_path):
     store = JobStore(tmp_path / "jobs.sqlite")
     store.add(REQUEST, {}, job_id="video_1", max_queue=5)
     scheduler = Scheduler(store, tmp_path, groups=0)
-    yield Server(store=store, scheduler=scheduler, folder=tmp_path, model="demo", base={}, max_queue=5, token=None)
+    yield Server(store=store, scheduler=scheduler, folder=tmp_path, model="demo", base={}, max_queue=5)
     store.close()
 
 
@@ -69,6 +71,96 @@ def test_the_video_is_found_beside_its_last_frame(server):
     for name in ("video.last.png", "video.mp4", "video.mp4.json", "video.preview.gif"):
         (folder / name).touch()
     assert server.result(server.store.finish("video_1", Status.COMPLETED)).name == "video.mp4"
+
+
+def test_what_a_killed_server_left_is_swept_and_other_files_stay(server):
+    jobs = server.folder / "jobs"
+    one, two, three, four = (f"video_{number:024x}" for number in range(4))
+    kept = [f"{one}/reference_0_0123abcd.png", f"{two}/video.mp4", f"{three}/notes.txt", "video_holiday/a.png"]
+    kept += ["other/reference_0_0123abcd.png", f"{one}.copy/reference_0_0123abcd.png", f"{'video_' + 'f' * 24}"]
+    swept = [f"{four}/reference_0_0123abcd.png", f"{'video_' + 'e' * 24}.deleted/video.mp4"]
+    outside = server.folder / "outside"
+    for path in [*(jobs / name for name in (*kept, *swept)), outside / "reference_0_0123abcd.png"]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    (jobs / f"video_{'d' * 24}").symlink_to(outside)
+    for job_id in (one, "video_" + "e" * 24):  # the second was deleted, but the record stayed
+        server.store.add(REQUEST, {}, job_id=job_id, max_queue=5)
+    asyncio.run(server.scheduler.run())
+    assert server.store.ids(Status.QUEUED) == ["video_1", one]
+    assert all((jobs / name).exists() for name in kept)
+    assert (outside / "reference_0_0123abcd.png").exists()
+    assert not any((jobs / name).parent.exists() for name in swept)
+
+
+def test_a_deleted_video_leaves_a_folder_that_is_swept_when_the_server_is_killed(server, monkeypatch):
+    job_id = "video_" + "a" * 24
+    server.store.add(REQUEST, {}, job_id=job_id, max_queue=5)
+    folder = server.scheduler.job_folder(job_id)
+    folder.mkdir(parents=True)
+    (folder / "video.mp4").touch()
+    with monkeypatch.context() as context:
+        context.setattr(scheduling.shutil, "rmtree", lambda *_, **__: None)
+        asyncio.run(server.scheduler.delete(job_id))
+    assert not server.store.has(job_id)
+    assert not folder.exists()
+    assert list(folder.parent.iterdir())
+    asyncio.run(server.scheduler.run())
+    assert not list(folder.parent.iterdir())
+
+
+class Worker:
+    """Stand-in for a process that makes videos, and reports nothing."""
+
+    @classmethod
+    async def start(cls, *words):
+        return cls()
+
+    async def send(self, **command):
+        raise KeyError("/srv/secret")
+
+    async def reports(self):
+        await asyncio.sleep(60)
+        yield {}
+
+
+def test_a_bug_of_the_scheduler_is_logged_and_answered_by_healthz(server, monkeypatch, caplog):
+    monkeypatch.setattr(scheduling, "Process", Worker)
+    scheduler = Scheduler(server.store, server.folder, groups=2)
+    served = replace(server, scheduler=scheduler)
+    status, _ = asyncio.run(answer_of(make_app(served), "/healthz"))
+    assert status == 200
+    asyncio.run(asyncio.wait_for(scheduler.run(), 10))
+    assert "/srv/secret" in caplog.text  # with its traceback
+    status, body = asyncio.run(answer_of(make_app(served), "/healthz"))
+    assert (status, body["error"]["type"]) == (503, "server_error")
+    assert body["error"]["message"] == "no more videos are made: KeyError"
+
+
+def test_a_bug_in_a_route_is_answered_in_the_shape_of_errors_and_raised_for_the_log(server, monkeypatch):
+    monkeypatch.setattr(JobStore, "page", lambda *_, **__: [][0])
+    answers = []
+    with pytest.raises(IndexError):
+        asyncio.run(answer_of(make_app(server), "/v1/videos", answers))
+    status, body = answers
+    assert status == 500
+    assert body["error"].keys() == {"code", "message", "param", "type"}
+    assert (body["error"]["code"], body["error"]["type"]) == ("internal_error", "server_error")
+
+
+async def answer_of(app, path, answers=None):
+    """Return status and JSON of an answer."""
+    answers = [] if answers is None else answers
+
+    async def receive():
+        return {"type": "http.request", "body": b""}
+
+    async def send(message):
+        answers.append(message["status"] if "status" in message else json.loads(message["body"]))
+
+    scope = {"type": "http", "method": "GET", "path": path, "query_string": b"", "headers": [], "http_version": "1.1"}
+    await app({**scope, "scheme": "http", "server": ("127.0.0.1", 80), "client": None, "root_path": ""}, receive, send)
+    return answers
 
 
 class Planner:

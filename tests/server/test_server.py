@@ -118,6 +118,42 @@ def test_a_plan_is_that_of_a_dry_run(served):
         assert str(folder) not in json.dumps(plan)
 
 
+@pytest.mark.parametrize(
+    ("fields", "mode"),
+    [
+        ({"references": ["picture"]}, "i2v_head"),
+        ({"references": ["picture"], "settings": {"cond": "i2v_tail"}}, "i2v_tail"),
+        ({"references": ["picture", "picture"]}, "i2v_loop"),
+        ({"references": ["video"]}, "v2v_head"),
+        ({"references": []}, "t2v"),
+    ],
+)
+def test_a_plan_counts_references(served, fields, mode):
+    plan = served.call("POST", "/v1/plan", {"prompt": "sea", **fields})
+    assert any(line.startswith(f"sampling  {mode}, ") for line in plan["lines"])
+    assert "stand_in" not in json.dumps(plan)
+
+
+def test_a_plan_of_other_kinds_of_references_is_refused(served):
+    for references in (["sound"], "picture", ["picture"] * 9, [[]]):
+        status, error = served.error("POST", "/v1/plan", {"prompt": "sea", "references": references})
+        assert (status, error["param"]) == (400, "references")
+
+
+def test_a_failed_video_names_no_folder_of_the_server(served):
+    waiting = served.make(settings={"steps": 200})
+    body, kind = form(prompt="a boat", settings=json.dumps(SMALL), input_reference=picture(200, 100))
+    failing = served.call("POST", "/v1/videos", body, content_type=kind)["id"]
+    for path in (served.folder / "jobs" / failing).glob("reference_*"):
+        path.write_bytes(b"broken")
+    served.call("DELETE", f"/v1/videos/{waiting}")
+    assert served.finished(failing)["status"] == "failed"
+    texts = [served.request("GET", f"/v1/videos/{failing}{end}")[2].decode() for end in ("", "/events")]
+    for text in (*texts, served.log.read_text()):
+        assert str(served.folder.parent) not in text
+    assert "reference 1" in served.call("GET", f"/v1/videos/{failing}")["error"]["message"]
+
+
 def test_the_queue_is_bounded_moved_and_cancelled(served):
     running = served.make(settings={"steps": 200})
     served.until(running, lambda video: video["stage"].get("stage") == "denoise")
@@ -190,6 +226,7 @@ def test_the_server_answers_without_torch_while_a_video_is_made(served):
         (["--token-file", "short"], 3, "at least 16"),
         (["--groups", "0"], 2, "groups"),
         (["--set", "memory.offlod=blocks"], 2, "memory.offload"),
+        (["--set", "parallel.gpus=2"], 2, "a server makes each on one GPU"),
     ],
 )
 def test_a_server_with_wrong_settings_does_not_start(options, code, message, tmp_path, monkeypatch, capsys):

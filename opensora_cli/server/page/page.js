@@ -37,6 +37,7 @@ function formValues() {
   }
   if (!references.length) delete settings.cond;
   if (settings.extend === "0") delete settings.extend;
+  if (find("turbo").checked) settings.turbo = true;
   for (const line of find("more").value.split("\n")) {
     const [key, ...value] = line.split("=");
     if (key.trim()) settings[key.trim()] = value.join("=").trim();
@@ -74,7 +75,9 @@ async function create(values) {
 async function showPlan() {
   const number = ++planned;
   const values = formValues();
-  delete values.settings.cond;
+  // A GIF usually moves.
+  const isPicture = (file) => file.type.startsWith("image/") && file.type !== "image/gif";
+  values.references = references.map((file) => (isPicture(file) ? "picture" : "video"));
   if (!values.prompt.trim()) {
     find("plan").textContent = "";
     return;
@@ -115,6 +118,7 @@ function setReferences(files) {
   for (const media of find("references").querySelectorAll("img, video")) URL.revokeObjectURL(media.src);
   find("references").replaceChildren(...shown);
   find("reference").value = "";
+  showPlan();
 }
 
 function fillForm() {
@@ -273,8 +277,8 @@ const actions = {
     await call("POST", `/v1/videos/${job.id}/remix`, { prompt: job.prompt, settings });
   },
   async last(job) {
-    setReferences([new File([await lastFrame(job)], "last_frame.png", { type: "image/png" })]);
     find("prompt").value = job.prompt;
+    setReferences([new File([await lastFrame(job)], "last_frame.png", { type: "image/png" })]);
     find("prompt").focus();
   },
   async compare(job) {
@@ -428,5 +432,7 @@ find("play_both").addEventListener("click", () => {
 });
 
 options = await call("GET", "/v1/options");
+const [model] = (await call("GET", "/v1/models")).data;
+find("turbo").parentElement.hidden = !model.turbo;
 fillForm();
 listen();
