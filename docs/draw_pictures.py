@@ -26,7 +26,6 @@ GIB = 2**30
 RESOLUTIONS = {"256px": "#3f51b5", "768px": "#e65100"}
 SIZES = (6, 8, 12, 16, 24, 32)
 COUNTS = (1, 2, 4, 8)
-AVERAGED = 10
 GPUS = {"4090": "RTX 4090", "A100-80GB": "A100", "H100": "H100"}
 STYLE = {
     "svg.fonttype": "none",
@@ -102,10 +101,18 @@ def memory_over_a_run(axes: Any) -> None:
 def lora_loss(axes: Any) -> None:
     """Draw the loss of the LoRA tutorial."""
     rows = [json.loads(line) for line in LORA_LOG.read_text(encoding="utf-8").splitlines()]
-    steps, losses = [row["step"] for row in rows], [row["loss"] for row in rows]
-    means = [sum(losses[:end][-AVERAGED:]) / min(end, AVERAGED) for end in range(1, len(losses) + 1)]
-    axes.plot(steps, losses, color="#9fa8da", linewidth=1, label="a step")
-    axes.plot(steps, means, color="#3f51b5", linewidth=2, label=f"mean of the last {AVERAGED} steps")
+    steps = [row for row in rows if "event" not in row]
+    validations = [row for row in rows if row.get("event") == "validation"]
+    axes.plot(
+        [row["step"] for row in steps], [row["loss"] for row in steps], color="#9fa8da", linewidth=1, label="step"
+    )
+    axes.plot(
+        [row["step"] for row in validations],
+        [row["loss"] for row in validations],
+        color="#e65100",
+        linewidth=2,
+        label="validation: four other clips, always the same noise",
+    )
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
     axes.set_title("Training of demo_lora on eight clips", fontsize=9)
