@@ -1,4 +1,4 @@
-"""Draw the plots of the pages from the plans of `osora generate --dry-run --json`.
+"""Draw the plots of the pages from plans of `osora generate --dry-run --json` and from the log of a training.
 
     python docs/draw_pictures.py
     python docs/draw_pictures.py gpu_memory time_by_gpus
@@ -21,6 +21,7 @@ mpl.use("svg")
 import matplotlib.pyplot as plt
 
 FOLDER = Path(__file__).parent / "pictures"
+LORA_LOG = Path(__file__).parents[1] / "benchmarks" / "logs" / "demo_lora.jsonl"
 GIB = 2**30
 RESOLUTIONS = {"256px": "#3f51b5", "768px": "#e65100"}
 SIZES = (6, 8, 12, 16, 24, 32)
@@ -97,11 +98,34 @@ def memory_over_a_run(axes: Any) -> None:
     axes.legend(fontsize=8, loc="upper left")
 
 
+def lora_loss(axes: Any) -> None:
+    """Draw the loss of the LoRA tutorial."""
+    rows = [json.loads(line) for line in LORA_LOG.read_text(encoding="utf-8").splitlines()]
+    steps = [row for row in rows if "event" not in row]
+    validations = [row for row in rows if row.get("event") == "validation"]
+    axes.plot(
+        [row["step"] for row in steps], [row["loss"] for row in steps], color="#9fa8da", linewidth=1, label="step"
+    )
+    axes.plot(
+        [row["step"] for row in validations],
+        [row["loss"] for row in validations],
+        color="#e65100",
+        linewidth=2,
+        label="validation: four other clips, always the same noise",
+    )
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.set_title("Training of demo_lora on eight clips", fontsize=9)
+    axes.legend(fontsize=8)
+    axes.set_ylim(bottom=0)
+
+
 PICTURES: dict[str, tuple[Callable[[Any], None], ...]] = {
     "gpu_memory": (gpu_memory,),
     "time_by_gpus": (time_by_gpus,),
     "memory_over_a_run": (memory_over_a_run,),
     "memory_and_time": (gpu_memory, time_by_gpus),
+    "lora_loss": (lora_loss,),
 }
 """Panels of each picture."""
 

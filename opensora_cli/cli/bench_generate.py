@@ -67,7 +67,7 @@ _SHARED = (
     *("--device", "--gpus", "--devices"),
 )
 _ROWS = {
-    "PROMPT": Option("prompt", help="What the video shows."),
+    "PROMPT": Option("prompt", help="Description of the video."),
     "--try": Option(
         panel=_COMPARED,
         kind=list[str],

@@ -162,7 +162,7 @@ _OWN_ROWS = {
 }
 _ALL_ROWS = {**_OWN_ROWS, **{option_of(name): row for name, row in FLAGS.items() if row.key != "from_latents"}}
 ROWS = {
-    "PROMPT": Option("prompt", help="What the video shows."),
+    "PROMPT": Option("prompt", help="Description of the video."),
     **{label: row for panel in _PANELS for label, row in _ALL_ROWS.items() if row.panel == panel},
 }
 COMMAND = make_command(

@@ -16,7 +16,7 @@ _FILES = "Files"
 def mem_profile(settings: MemProfileSettings, call: Call) -> None:
     """Show where the memory of a generation or a training goes, predicted and measured.
 
-    Needs no weights: random ones of the same sizes take the same memory. What does not fit here is only predicted.
+    Needs no weights: random weights of the same sizes take the same memory. Stages that do not fit are only predicted.
 
     Examples:
 

@@ -60,11 +60,11 @@ class GenerateSettings(Section):
 
     applies = GENERATE
 
-    prompt: Words = Field(default="", description="What the video shows.")
+    prompt: Words = Field(default="", description="Description of the video.")
     prompts_at: PromptsAt = Field(
         default=(), description="Prompts of an extended video from a time on, each 2s=PROMPT, separated by ;."
     )
-    negative_prompt: Words = Field(default="", description="What the video should not show.")
+    negative_prompt: Words = Field(default="", description="Description of things that the video should not show.")
     from_latents: str | None = Field(default=None, description="Finished latents to decode, as --from does.")
     resume: str | None = Field(default=None, description="Saved latents of a stopped run to continue, as --from does.")
     loras: LoraFiles = Field(default=(), description="Adapters, each FILE or FILE:SCALE, separated by ;.")

@@ -1,7 +1,7 @@
 """The shell commands of README.md, CONTRIBUTING.md and the pages in docs/, and what each of them needs.
 
 A fenced `bash` block may have a comment on the line before it, `<!-- needs: weights, GPUs -->`, with what a machine
-that runs the tests does not have; so has a table whose cells are commands.
+that runs the tests does not have.
 """
 
 import re
@@ -32,8 +32,6 @@ NEEDS: dict[str, frozenset[int]] = {
 _BLOCK = re.compile(
     r"^(?:<!-- (?:needs: (.*?)|\.ci/run runs this block) -->\n)?```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 )
-
-_TABLE = re.compile(r"^<!-- needs: (.*?) -->\n((?:\|.*\n)+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -79,6 +77,4 @@ def blocks_of(page: Path) -> list[Block]:
         if language in ("bash", "console", "sh", "shell"):
             assert language == "bash", f"{name}: shell blocks are bash, without prompts"
             found.append(Block(name, tuple(need for need in needs.split(", ") if need), text))
-    for needs, rows in _TABLE.findall(page.read_text(encoding="utf-8")):
-        found.append(Block(name, tuple(needs.split(", ")), "\n".join(re.findall(r"`(osora [^`]+)`", rows))))
     return found

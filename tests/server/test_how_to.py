@@ -16,7 +16,8 @@ from opensora_cli.cli.app import main
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/how_to/serve.md").read_text()
-DOCKERFILE = ROOT / "examples/serve/Dockerfile"
+EXAMPLES = ROOT / "examples/serve"
+DOCKERFILE = EXAMPLES / "Dockerfile"
 TOKEN = "a-secret-of-letters"
 
 
@@ -77,7 +78,8 @@ def test_each_line_of_curl_is_answered(served, tmp_path):
 
 
 def test_a_page_behind_nginx_is_served(served):
-    config = block("server {")
+    assert "examples/serve/nginx.conf" in PAGE
+    config = (EXAMPLES / "nginx.conf").read_text().partition("\n")[2]
     assert config.count("{") == config.count("}")
     assert all(line.strip()[-1] in ";{}" for line in config.splitlines())
     assert int(re.search(r"client_max_body_size (\d+)m;", config)[1]) == 512
@@ -99,7 +101,8 @@ def test_a_page_behind_nginx_is_served(served):
 
 
 def test_the_unit_of_systemd_is_valid(tmp_path, capsys):
-    unit = block("[Unit]")
+    assert "examples/serve/osora.service" in PAGE
+    unit = (EXAMPLES / "osora.service").read_text()
     command = shlex.split(re.search(r"ExecStart=(.*)", unit)[1])
     assert is_command(command, capsys)
     if (analyze := shutil.which("systemd-analyze")) is None:
