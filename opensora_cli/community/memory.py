@@ -14,18 +14,9 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from opensora_cli.core.device import (
-    current_device,
-    free_and_total_bytes,
-    has_gpu,
-    has_peaks,
-    peak_allocated_bytes,
-    reset_peaks,
-)
-from opensora_cli.core.progress import SilentReporter
+from opensora_cli.core.device import current_device, free_and_total_bytes, has_gpu, release_memory
 from opensora_cli.memory import checkpointing
 from opensora_cli.memory.checkpointing import GradCheckpoint, run_checkpointed
-from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.streaming import stream_model
 
 
@@ -282,21 +273,21 @@ def adaptive_batch_size(model: nn.Module, input_shape: Sequence[int], max_memory
     Gradients are disabled, and a GB is 2**30 bytes. The result is 1 even if not even one input fits.
     """
     from opensora_cli.engine.mem_profile.batch import largest_batch
+    from opensora_cli.engine.mem_profile.measure import peak_bytes, unless_out_of_memory
 
     weight = next(model.parameters())
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     limit = int(0.8 * max_memory_gb * 2**30)
 
     @torch.no_grad()
-    def peak_of(size: int) -> int:
-        inputs = torch.zeros(size, *input_shape, dtype=weight.dtype, device=weight.device)
-        if has_peaks(weight.device):
-            reset_peaks(weight.device)
-            model(inputs)
-            return peak_allocated_bytes(weight.device)
-        with TensorBytes(limit=limit) as counter:
-            counter.add(model)
-            model(inputs)
-        return int(counter.peak_bytes) + inputs.nbytes
+    def evaluate(size: int) -> None:
+        model(torch.zeros(size, *input_shape, dtype=weight.dtype, device=weight.device))
 
-    found = largest_batch(peak_of, of="samples", limit_bytes=limit, device=weight.device, reporter=SilentReporter())
-    return max(found.batch_size, 1)
+    def peak_of(size: int) -> int | None:
+        added = unless_out_of_memory(
+            lambda: peak_bytes(lambda: evaluate(size), device=weight.device, limit=limit - held)
+        )
+        release_memory(weight.device)
+        return None if added is None else held + added
+
+    return max(largest_batch(peak_of, limit_bytes=limit).batch_size, 1)

@@ -21,7 +21,7 @@ from opensora_cli.engine.mem_profile.measure import (
     unless_out_of_memory,
     why_not_measured,
 )
-from opensora_cli.engine.mem_profile.measured_stages import measure_stage, time_stage
+from opensora_cli.engine.mem_profile.measured_stages import measure_stage
 from opensora_cli.engine.mem_profile.report import AttentionCost, Technique, compared, mib
 from opensora_cli.engine.train.estimate import estimate_training, measure_training, time_training
 from opensora_cli.models.attention import attention_backend, backend_names
@@ -38,7 +38,7 @@ _HOST_IS_DEVICE = "not measured: without a GPU, its weights would move from the 
 _WHOLE_TILES = "not measured: this autoencoder decodes all frames of a tile at once"
 _STEP, _HELD = "a training step", "what is held for backward"
 _CHECKPOINTING, _ACTIVATION_OFFLOAD = "gradient checkpointing", "activation offload"
-_OPTIMIZER_OFFLOAD, _MIXED_PRECISION = "optimizer offload", "mixed precision (bf16 autocast)"
+_MIXED_PRECISION = "mixed precision (bf16 autocast)"
 
 Rows = Iterator[Technique]
 
@@ -66,7 +66,7 @@ def _counted(rows: Rows, reporter: Reporter) -> Rows:
 def _training_rows(plain: TrainSettings, hardware: Hardware) -> Rows:
     reason = why_not_measured(estimate_training(plain).peak_bytes, hardware)
     if reason is not None:
-        for name in (_CHECKPOINTING, _ACTIVATION_OFFLOAD, _OPTIMIZER_OFFLOAD, _MIXED_PRECISION):
+        for name in (_CHECKPOINTING, _ACTIVATION_OFFLOAD, _MIXED_PRECISION):
             yield Technique(name=name, reason=f"not measured: without it, {reason}")
         return
     step, held = _training_cost(plain)
@@ -81,9 +81,6 @@ def _training_rows(plain: TrainSettings, hardware: Hardware) -> Rows:
     else:
         for name in (_CHECKPOINTING, _ACTIVATION_OFFLOAD):
             yield Technique(name=name, reason="not measured: only the transformer's training has it")
-    yield Technique(
-        name=_OPTIMIZER_OFFLOAD, reason="not measured: training runs on the CPU, where all its memory is the host's"
-    )
     mixed_step, _ = _training_cost(plain.replace({"precision.compute": "bf16"}))
     yield compared(_MIXED_PRECISION, before=step, after=mixed_step, of=_STEP)
 
@@ -137,11 +134,9 @@ def _generation_rows(plan: Plan) -> Rows:
 
 def _stage_cost(plan: Plan, stage: str) -> tuple[int, float] | None:
     """Return peak bytes and seconds of a stage; None means that memory was not enough."""
-    peak_bytes = unless_out_of_memory(lambda: measure_stage(plan, stage).peak_bytes)
+    measured = unless_out_of_memory(lambda: measure_stage(plan, stage, runs=1))
     release_memory(plan.hardware.device)
-    seconds = None if peak_bytes is None else unless_out_of_memory(lambda: time_stage(plan, stage))
-    release_memory(plan.hardware.device)
-    return None if peak_bytes is None or seconds is None else (peak_bytes, seconds)
+    return None if measured is None else (measured.peak_bytes, measured.times[0].mean_s)
 
 
 def _what_does_not_fit(plan: Plan) -> dict[str, str]:

@@ -53,8 +53,6 @@ WEIGHTS, BESIDE_WEIGHTS = "weights", "data and activations"
 _READY = "weights are loaded"
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _RANDOM_NUMBERS = 2**20
-_WASTEFUL = 0.2
-"""Share of unused reserved memory at the peak above which the report advises a setting."""
 _STEPS = 2
 """Sampling steps to run: the second and later steps hold latents besides the noise."""
 
@@ -109,11 +107,7 @@ def allocator_use(measured: Sequence[Measured]) -> Allocator | None:
     most = max(measured, key=lambda result: result.reserved_bytes, default=None)
     if most is None or not most.reserved_bytes:
         return None
-    unused = 1 - most.allocated_bytes / most.reserved_bytes
-    advice = "fragmentation is low: nothing to fix"
-    if unused > _WASTEFUL:
-        advice = f"{unused:.0%} is reserved and unused: try PYTORCH_ALLOC_CONF=expandable_segments:True"
-    return Allocator(allocated_bytes=most.allocated_bytes, reserved_bytes=most.reserved_bytes, advice=advice)
+    return Allocator.of(allocated=most.allocated_bytes, reserved=most.reserved_bytes)
 
 
 def _profile(stage: StageMemory, measured: Measured | None, reason: str | None) -> StageProfile:
@@ -191,15 +185,6 @@ def measure_stage(plan: Plan, name: str, *, runs: int = 0) -> Measured:
     return Measured(
         peak, counter, reserved, allocated, parameters, tuple(TimedPart.of(*item) for item in spreads.items())
     )
-
-
-def time_stage(plan: Plan, name: str) -> float:
-    """Run one stage like `measure_stage`, but twice and without counting, and return the seconds of the second run."""
-    device = plan.hardware.device
-    with torch.inference_mode(), ExitStack() as stack:
-        _, run = _STAGES[name](plan, stack)
-        timed(run, device)
-        return timed(run, device)
 
 
 def random_transformer(plan: Plan) -> MMDiT:
