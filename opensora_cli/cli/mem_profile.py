@@ -62,7 +62,7 @@ _ROWS = {
     "--compare": Option("compare", help="Measure techniques that save memory, one by one, and attention backends."),
     "--runs": Option("runs", help="Timed runs after the measured one, by stage and block; 0 for none.", kind=int),
     "--adaptive-batch": Option("adaptive_batch"),
-    "--memory-limit": Option("memory_limit", "", "Memory for the batch, as in 24GiB.", "SIZE", default="what is free"),
+    "--memory-limit": Option("memory_limit", "", "Memory for the batch, as in 24GiB.", "SIZE", default="free memory"),
     "--snapshot": Option("snapshot", _FILES, "Write a file for PyTorch's memory viewer.", "FILE"),
     "--plot": Option("plot", _FILES, "Write charts: .png, .svg or .pdf.", "FILE"),
     "--overwrite": Option("overwrite", _FILES),

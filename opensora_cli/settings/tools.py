@@ -82,7 +82,9 @@ class MemProfileSettings(Section):
 
     compare: bool = Field(default=False, description="Measure techniques that save memory, one by one.")
     adaptive_batch: bool = Field(default=False, description="Predict the largest batch of a training.")
-    memory_limit: ByteSize | None = Field(default=None, description="Memory for the batch, as in 24GiB. None: what is free.")
+    memory_limit: ByteSize | None = Field(
+        default=None, description="Memory for the batch, as in 24GiB. None: free memory."
+    )
     runs: int = Field(default=3, ge=0, le=1000, description="Timed repeats. 0 disables timing.")
     snapshot: FileName | None = Field(default=None, description="File for PyTorch's memory viewer.")
     plot: PlotFile | None = Field(default=None, description="Chart file: .png, .svg or .pdf.")

@@ -171,7 +171,7 @@ def _placed(result: Any, on_host: bool) -> Any:
 
 
 def _elementwise(args: tuple[Any, ...], *, floats: bool = False) -> Tensor:
-    """Return the result that TensorIterator allocates: the layout is that of the first operand with the common shape."""
+    """Return the result that TensorIterator allocates, in the layout of the first operand with the common shape."""
     tensors = [arg for arg in args if isinstance(arg, Tensor)]
     # Numbers and 0-d tensors count less than tensors with axes.
     main = max(tensors, key=Tensor.dim)

@@ -8,22 +8,17 @@ import torch
 
 from opensora_cli.core.attention import ComparedKernel
 from opensora_cli.core.attention_kinds import ATTENTION_KINDS
-from opensora_cli.core.device import release_memory
+from opensora_cli.core.device import release_memory, timed
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.attention import AttentionUse, why_unusable
-from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory
+from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory, unless_out_of_memory
 from opensora_cli.engine.estimate.generation import computes_modulation_first
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, OffloadPlan
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.mem_profile.measure import (
-    OUT_OF_MEMORY,
-    memory_and_time,
-    unless_out_of_memory,
-    why_not_measured,
-)
-from opensora_cli.engine.mem_profile.measured_stages import measure_stage
+from opensora_cli.engine.mem_profile.measured_stages import OUT_OF_MEMORY, measure_stage, why_not_measured
 from opensora_cli.engine.mem_profile.report import AttentionCost, Technique, compared, mib
 from opensora_cli.engine.train.estimate import estimate_training, measure_training, time_training
+from opensora_cli.memory.monitor import peak_bytes
 from opensora_cli.models.attention import attention_backend, backend_names
 from opensora_cli.settings.components import ModelSettings
 from opensora_cli.settings.enums import OffloadMode
@@ -110,17 +105,17 @@ def _generation_rows(plan: Plan) -> Rows:
         "weights stored in 8 bits": (DENOISE, {"fp8_storage": True}),
         "decoding 4 frames at a time": (DECODE, {"chunk_frames": 4}),
     }
-    too_large = _what_does_not_fit(plan)
+    sizes = {stage.name: stage.total_bytes + stage.mapped_bytes for stage in plan.with_offload(plan.offload).stages}
     costs: dict[str, tuple[int, float] | None] = {}
     for name, (stage, change) in changes.items():
         if name == "block streaming" and plan.hardware.device.type == "cpu":
             yield Technique(name=name, reason=_HOST_IS_DEVICE)
         elif stage == DECODE and not plan.offloadable.frames:
             yield Technique(name=name, reason=_WHOLE_TILES)
-        elif stage in too_large:
-            yield Technique(name=name, reason=too_large[stage])
-        elif not any(each.name == stage for each in plan.stages):
+        elif stage not in sizes:
             yield Technique(name=name, reason=f"not measured: there is no stage {stage}")
+        elif (problem := why_not_measured(sizes[stage], plan.hardware)) is not None:
+            yield Technique(name=name, reason=f"not measured: without it, {problem}")
         else:
             if stage not in costs:
                 costs[stage] = _stage_cost(plan, stage)
@@ -137,14 +132,6 @@ def _stage_cost(plan: Plan, stage: str) -> tuple[int, float] | None:
     measured = unless_out_of_memory(lambda: measure_stage(plan, stage, runs=1))
     release_memory(plan.hardware.device)
     return None if measured is None else (measured.peak_bytes, measured.times[0].mean_s)
-
-
-def _what_does_not_fit(plan: Plan) -> dict[str, str]:
-    """Return the stages that cannot run without any technique, with reasons, by name."""
-    stages = plan.with_offload(plan.offload).stages
-    sizes = {stage.name: stage.total_bytes + stage.mapped_bytes for stage in stages}
-    reasons = {name: why_not_measured(size, plan.hardware) for name, size in sizes.items()}
-    return {name: f"not measured: without it, {reason}" for name, reason in reasons.items() if reason is not None}
 
 
 def attention_costs(
@@ -182,7 +169,8 @@ def _cost(kind: str, kernel: ComparedKernel, hardware: Hardware, shape: tuple[in
         with torch.inference_mode(), warnings.catch_warnings():
             # Torch warns about every missing kernel, and the table shows them.
             warnings.simplefilter("ignore")
-            memory, seconds = memory_and_time(lambda: kernel.attend(q, k, v), device=hardware.device, repeats=_REPEATS)
+            memory = peak_bytes(lambda: kernel.attend(q, k, v), device=hardware.device)
+            seconds = min(timed(lambda: kernel.attend(q, k, v), hardware.device) for _ in range(_REPEATS))
     except RuntimeError as error:
         reason = "out of memory" if is_out_of_memory(error) else "this device has no such kernel for these sizes"
         return AttentionCost(kind=kind, tokens=tokens, reason=reason)

@@ -15,8 +15,7 @@ from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.mem_profile.batch import training_batch
 from opensora_cli.engine.mem_profile.chart import profile_figure
 from opensora_cli.engine.mem_profile.compare import attention_costs, compare_generation, compare_training
-from opensora_cli.engine.mem_profile.measure import why_not_measured
-from opensora_cli.engine.mem_profile.measured_stages import allocator_use, profile_generation
+from opensora_cli.engine.mem_profile.measured_stages import allocator_use, profile_generation, why_not_measured
 from opensora_cli.engine.mem_profile.report import (
     MemProfile,
     Part,

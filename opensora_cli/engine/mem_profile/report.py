@@ -176,7 +176,8 @@ class LargestBatch(Document):
         if not self.batch_size:
             return f"not even 1 clip fits into {mib(self.limit_bytes)}"
         more = ", the largest that is tried" if self.reached_most else ""
-        return f"{self.batch_size} fits into {mib(self.limit_bytes)}{more}: {mib(self.peak_bytes)} at the peak (predicted)"
+        needed = f"{mib(self.peak_bytes)} at the peak (predicted)"
+        return f"{self.batch_size} fits into {mib(self.limit_bytes)}{more}: {needed}"
 
 
 class Allocator(Document):
