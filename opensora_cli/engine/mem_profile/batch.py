@@ -2,12 +2,11 @@
 
 from collections.abc import Callable
 
-from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.progress import Reporter
+from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.mem_profile.report import LargestBatch
 from opensora_cli.engine.train.activations import with_batch_size
-from opensora_cli.engine.train.estimate import estimate_training
-from opensora_cli.settings.hardware import PlannedMachine
+from opensora_cli.engine.train.rank_memory import estimate_rank
 from opensora_cli.settings.train import TrainSettings
 
 MOST = 1024
@@ -42,22 +41,14 @@ def largest_batch(peak_of: Callable[[int], int | None], *, limit_bytes: int, mos
     )
 
 
-def training_batch(
-    settings: TrainSettings, *, limit: int | None, on: PlannedMachine | None, reporter: Reporter
-) -> LargestBatch:
-    """Predict the largest micro-batch of a rank; the batch of the settings is ignored.
-
-    The batch must fit into `limit` bytes; None means the free memory of a GPU of `on`, or else of this machine.
-    """
-    if limit is None and on is not None:
-        limit = on.gpu.free_bytes
-    elif limit is None:
-        limit = read_private_memory().free_bytes // settings.parallel.ranks_per_node
+def training_batch(settings: TrainSettings, *, limit_bytes: int, reporter: Reporter) -> LargestBatch:
+    """Predict the largest micro-batch of a rank, by the bytes of the verdict; the batch of the settings is ignored."""
+    on_gpu = device_type(settings.device_name) != "cpu"
     with reporter.stage("batch", unit="attempts") as progress:
 
         def peak_of(size: int) -> int:
-            memory = estimate_training(with_batch_size(settings, size))
+            memory = estimate_rank(with_batch_size(settings, size))
             progress.advance()
-            return memory.peak_bytes if on is None else memory.device_peak_bytes
+            return memory.device_peak_bytes if on_gpu else memory.peak_bytes - memory.mapped_bytes
 
-        return largest_batch(peak_of, limit_bytes=limit)
+        return largest_batch(peak_of, limit_bytes=limit_bytes)

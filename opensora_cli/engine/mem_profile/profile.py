@@ -127,6 +127,7 @@ def _of_training(
     stage, predicted, memory = _profile_training(what, hardware, on, runs=settings.runs, reporter=reporter)
     judged = judge(what, RankMemory.of(predicted, what), machine=on)
     _write_snapshot(settings, [memory.counter], hardware)
+    limit = settings.memory_limit or judged.free_bytes or hardware.free_bytes
     compares_attention = settings.compare and what.trains_transformer
     devices = f", devices {parallel.describe(what.strategy)}" if has_peers else ""
     return MemProfile(
@@ -144,9 +145,7 @@ def _of_training(
         rank=RankMemory.of(memory, what) if has_peers else None,
         techniques=compare_training(what, hardware, reporter=reporter) if settings.compare else (),
         attention=attention_costs(hardware, what.model, reporter=reporter) if compares_attention else (),
-        batch=training_batch(what, limit=settings.memory_limit, on=on, reporter=reporter)
-        if settings.adaptive_batch
-        else None,
+        batch=training_batch(what, limit_bytes=limit, reporter=reporter) if settings.adaptive_batch else None,
         files=_files(settings),
     )
 
