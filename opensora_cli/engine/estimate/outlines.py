@@ -197,8 +197,18 @@ def _like(
     **_: object,
 ) -> Tensor:
     """Return the result of `torch.empty_like`, which itself would import sympy; other options have no effect."""
-    result: Tensor = _on_meta(tensor).clone(memory_format=memory_format or torch.preserve_format)
-    return result if dtype in (None, result.dtype) else result.to(dtype)
+    dtype = dtype or tensor.dtype
+    if memory_format not in (None, torch.preserve_format):
+        return torch.empty(tensor.shape, dtype=dtype, device=_META, memory_format=memory_format)
+    # The axes keep their order; one that repeats values stays beside the next.
+    order = list(tensor.stride())
+    for axis in reversed(range(tensor.ndim - 1)):
+        order[axis] = order[axis] or order[axis + 1]
+    strides, step = [0] * tensor.ndim, 1
+    for axis in sorted(range(tensor.ndim), key=lambda axis: (order[axis], -axis)):
+        strides[axis] = step
+        step *= max(tensor.shape[axis], 1)
+    return torch.empty_strided(tensor.shape, strides, dtype=dtype, device=_META)
 
 
 def _copied(on_host: bool, tensor: Tensor, *_: object, **options: Any) -> Tensor:
@@ -387,7 +397,9 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _aten.zeros_like.default: _copied,
     _aten.ones_like.default: _copied,
     _aten.full_like.default: _copied,
+    _aten.clone.default: _copied,
     _aten.flip.default: _copied,
+    _aten._to_copy.default: _copied,
     _aten.cat.default: _joined,
     _aten.stack.default: _stacked,
     _aten.repeat.default: _repeated,
