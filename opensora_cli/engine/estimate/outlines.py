@@ -5,7 +5,7 @@ Outlines have fast rules for the operations that models use most: only the sizes
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache, reduce
+from functools import cache, lru_cache, reduce
 from itertools import zip_longest
 from math import ceil
 from typing import Any
@@ -200,15 +200,21 @@ def _like(
     dtype = dtype or tensor.dtype
     if memory_format not in (None, torch.preserve_format):
         return torch.empty(tensor.shape, dtype=dtype, device=_META, memory_format=memory_format)
-    # The axes keep their order; one that repeats values stays beside the next.
-    order = list(tensor.stride())
-    for axis in reversed(range(tensor.ndim - 1)):
-        order[axis] = order[axis] or order[axis + 1]
-    strides, step = [0] * tensor.ndim, 1
-    for axis in sorted(range(tensor.ndim), key=lambda axis: (order[axis], -axis)):
-        strides[axis] = step
-        step *= max(tensor.shape[axis], 1)
+    strides = _dense_strides(tensor.shape, tensor.stride())
     return torch.empty_strided(tensor.shape, strides, dtype=dtype, device=_META)
+
+
+@lru_cache(maxsize=4096)
+def _dense_strides(shape: torch.Size, layout: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides without gaps and repeated values. An axis that repeats values stays beside the next one."""
+    order = list(layout)
+    for axis in reversed(range(len(shape) - 1)):
+        order[axis] = order[axis] or order[axis + 1]
+    strides, step = [0] * len(shape), 1
+    for axis in sorted(range(len(shape)), key=lambda axis: (order[axis], -axis)):
+        strides[axis] = step
+        step *= max(shape[axis], 1)
+    return tuple(strides)
 
 
 def _copied(on_host: bool, tensor: Tensor, *_: object, **options: Any) -> Tensor:
