@@ -8,7 +8,7 @@ from opensora_cli.cli.command import make_command
 from opensora_cli.core import device_names
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.hardware import read_machine
-from opensora_cli.settings.tools import MemProfileSettings, profiled_settings
+from opensora_cli.settings.tools import MemProfileSettings, profiled_settings, require_profile
 
 _FILES = "Files"
 
@@ -31,7 +31,7 @@ def mem_profile(settings: MemProfileSettings, call: Call) -> None:
     name = call.value("--on", str)
     machine = None if name is None else read_machine(name)
     if machine is not None:
-        call.refuse(("--device", "--compare", "--adaptive-batch", "--snapshot"), beside="--on, which measures nothing")
+        call.refuse(("--device", "--compare", "--snapshot"), beside="--on, which measures nothing")
     what = profiled_settings(
         call.config,
         assignments=call.assignments,
@@ -41,6 +41,7 @@ def mem_profile(settings: MemProfileSettings, call: Call) -> None:
         environment=os.environ,
         report=call.reporter.note,
     )
+    require_profile(settings, what)
     with call.loading():
         from opensora_cli.engine.mem_profile.profile import mem_profile as profile
 
@@ -61,7 +62,7 @@ _ROWS = {
     "--compare": Option("compare", help="Measure techniques that save memory, one by one, and attention backends."),
     "--runs": Option("runs", help="Timed runs after the measured one, by stage and block; 0 for none.", kind=int),
     "--adaptive-batch": Option("adaptive_batch"),
-    "--memory-limit": Option("memory_limit", "", "Memory for the batch, as in 24GiB.", "SIZE", default="all"),
+    "--memory-limit": Option("memory_limit", "", "Memory for the batch, as in 24GiB.", "SIZE", default="free memory"),
     "--snapshot": Option("snapshot", _FILES, "Write a file for PyTorch's memory viewer.", "FILE"),
     "--plot": Option("plot", _FILES, "Write charts: .png, .svg or .pdf.", "FILE"),
     "--overwrite": Option("overwrite", _FILES),

@@ -2,11 +2,10 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,13 +13,7 @@ from torch import Tensor
 
 from opensora_cli.core.device import synchronize
 from opensora_cli.core.exceptions import HardwareError, RequestError
-from opensora_cli.parallel.collectives import (
-    Group,
-    Layout,
-    all_gather_single,
-    all_to_all,
-    gather_forward_split_backward,
-)
+from opensora_cli.parallel.collectives import Group, all_to_all, gather_forward_split_backward
 
 _SCATTER, _GATHER = 1, 2
 """Dimensions of an exchange that is named only `all_to_all`."""
@@ -57,21 +50,20 @@ class Scheduled:
     """Scheduled collective, through which no gradient flows."""
 
     scheduler: "CommunicationScheduler"
-    nbytes: int
-    start: Callable[[], dist.Work]
-    finish: Callable[[], Tensor]
-    work: dist.Work | None = None
+    comm_type: str
+    tensor: Tensor
+    group: dist.ProcessGroup
+    result: Tensor | None = None
 
     def wait(self) -> Tensor:
-        """Wait for the result and return it, after issuing the collectives that it needs."""
-        while self.work is None:
+        """Return the result, after the collectives that are before it in the queues of all ranks."""
+        while self.result is None:
             self.scheduler.issue()
-        self.work.wait()
-        return self.finish()
+        return self.result
 
 
 class CommunicationScheduler:
-    """Scheduler that issues the smallest of the collectives first that all ranks have scheduled.
+    """Scheduler that runs the smallest of the collectives first that all ranks have scheduled.
 
     All ranks schedule the same collectives in the same order, and wait for each at some time, in any order.
     `comm_type` is `all_to_all`, which divides dimension 1 and joins dimension 2, or `gather_split`, which joins the
@@ -82,46 +74,37 @@ class CommunicationScheduler:
         self._group = group
         self.bandwidth_monitor = monitor or BandwidthMonitor()
         self.pending_ops: list[Scheduled] = []
-        """Scheduled collectives that have not been issued."""
+        """Scheduled collectives that have not run."""
 
     def schedule_communication(self, comm_type: str, tensor: Tensor, group: Group = None) -> Scheduled:
         """Queue a collective until a caller waits for it or a later one."""
-        group = _ranks(group)
-        shape, gather, ranks = _result(tensor, comm_type, group)
-        gathered, rank = (gather, (tensor.shape[gather],) * ranks), dist.get_rank(group)
-        if comm_type == "all_to_all":
-            layout = Layout((tensor,), rank, (_SCATTER, (shape[_SCATTER],) * ranks), gathered)
-            sent = layout.pack((tensor.detach(),))
-            received = torch.empty_like(sent)
-            start = partial(dist.all_to_all_single, received, sent, group=group, async_op=True)
-        else:
-            layout = Layout((tensor,), rank, (0, (tensor.shape[0],) * ranks), gathered)
-            sent = tensor.detach().contiguous().view(-1)
-            received = sent.new_empty(ranks * sent.numel())
-            start = partial(all_gather_single, received, sent, group=group, async_op=True)
-        scheduled = Scheduled(self, received.nbytes, start, lambda: layout.unpack(received)[0])
+        _result_shape(tensor, comm_type, group)
+        scheduled = Scheduled(self, comm_type, tensor.detach(), _ranks(group))
         self.pending_ops.append(scheduled)
         return scheduled
 
     def execute_communication(self, comm_type: str, tensor: Tensor, group: Group = None) -> Tensor:
-        """Issue and measure a collective after all scheduled ones, and return its result, which has a gradient."""
-        group = _ranks(group)
-        _result(tensor, comm_type, group)
+        """Run and measure a collective after all scheduled ones, and return its result, which has a gradient."""
+        _result_shape(tensor, comm_type, group)
         while self.pending_ops:
             self.issue()
-        with self.bandwidth_monitor.measure(group, tensor.nbytes, device=tensor.device):
-            if comm_type == "all_to_all":
-                return all_to_all(tensor, group, _SCATTER, _GATHER)
-            return gather_forward_split_backward(tensor, -1, group)
+        with self.bandwidth_monitor.measure(_ranks(group), tensor.nbytes, device=tensor.device):
+            return _run(comm_type, tensor, _ranks(group))
 
     def issue(self) -> None:
-        """Issue the collectives that all ranks have scheduled. All ranks call this until theirs are issued."""
+        """Run the collectives that all ranks have scheduled. All ranks call this until theirs have run."""
         # A rank calls this only for scheduled collectives, so that the count is at least one.
         count = torch.tensor(len(self.pending_ops))
         dist.all_reduce(count, op=dist.ReduceOp.MIN, group=self._group)
         batch, self.pending_ops = self.pending_ops[: int(count)], self.pending_ops[int(count) :]
-        for scheduled in sorted(batch, key=lambda each: each.nbytes):
-            scheduled.work = scheduled.start()
+        for scheduled in sorted(batch, key=lambda each: each.tensor.nbytes):
+            scheduled.result = _run(scheduled.comm_type, scheduled.tensor, scheduled.group)
+
+
+def _run(comm_type: str, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if comm_type == "all_to_all":
+        return all_to_all(tensor, group, _SCATTER, _GATHER)
+    return gather_forward_split_backward(tensor, -1, group)
 
 
 class RobustCommunication:
@@ -192,7 +175,7 @@ class RobustCommunication:
 
     def calculate_expected_shape(self, input_tensor: Tensor, comm_type: str) -> torch.Size:
         """Return the shape of a result over all ranks; `CommunicationScheduler` describes `comm_type`."""
-        return _result(input_tensor, comm_type, None)[0]
+        return _result_shape(input_tensor, comm_type, None)
 
 
 def _ranks(group: Group) -> dist.ProcessGroup:
@@ -201,15 +184,14 @@ def _ranks(group: Group) -> dist.ProcessGroup:
     return chosen
 
 
-def _result(tensor: Tensor, comm_type: str, group: Group) -> tuple[torch.Size, int, int]:
-    """Return the shape of a result, the joined dimension, and the number of ranks."""
+def _result_shape(tensor: Tensor, comm_type: str, group: Group) -> torch.Size:
+    """Return the shape of a result. Raises RequestError for another type, and ValueError for uneven shares."""
     if comm_type not in ("all_to_all", "gather_split"):
         raise RequestError(f"comm_type={comm_type!r} must be all_to_all or gather_split")
-    shape, gather = list(tensor.shape), _GATHER if comm_type == "all_to_all" else tensor.ndim - 1
-    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-    shape[gather] *= ranks
+    shape, ranks = list(tensor.shape), dist.get_world_size(group) if dist.is_initialized() else 1
+    shape[_GATHER if comm_type == "all_to_all" else -1] *= ranks
     if comm_type == "all_to_all":
         if shape[_SCATTER] % ranks:
             raise ValueError(f"{shape[_SCATTER]} along dimension {_SCATTER} are not {ranks} equal shares")
         shape[_SCATTER] //= ranks
-    return torch.Size(shape), gather, ranks
+    return torch.Size(shape)

@@ -14,18 +14,11 @@ from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from opensora_cli.core.device import (
-    current_device,
-    free_and_total_bytes,
-    has_gpu,
-    has_peaks,
-    peak_allocated_bytes,
-    reset_peaks,
-)
-from opensora_cli.core.progress import SilentReporter
+from opensora_cli.core.device import current_device, free_and_total_bytes, has_gpu, release_memory
+from opensora_cli.engine.components.hardware import unless_out_of_memory
 from opensora_cli.memory import checkpointing
 from opensora_cli.memory.checkpointing import GradCheckpoint, run_checkpointed
-from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.memory.monitor import peak_bytes
 from opensora_cli.memory.streaming import stream_model
 
 
@@ -37,7 +30,7 @@ class ActivationManager:
     buffer: Tensor | None = None
 
     def __init__(self) -> None:
-        self._slots: list[_Slot] = []
+        self._slots: list[weakref.ref[_Slot]] = []
         self._moved: list[tuple[Tensor, _Slot]] = []
         self._ignored: Any = WeakTensorKeyDictionary()
 
@@ -51,9 +44,12 @@ class ActivationManager:
     @property
     def avail_offset(self) -> int:
         """Number of used elements of the buffer."""
-        while self._slots and self._slots[-1].is_free:
+        while self._slots:
+            last = self._slots[-1]()
+            if last is not None:
+                return last.stop
             self._slots.pop()
-        return self._slots[-1].stop if self._slots else 0
+        return 0
 
     def offload(self, x: Tensor) -> Tensor | None:
         """Move the data of `x` to the buffer, in place, and return `x`. `onload` moves it back.
@@ -72,7 +68,7 @@ class ActivationManager:
         if not self.is_top_tensor(x):
             raise AssertionError("wrong order: onload first what was offloaded last")
         _, slot = self._moved.pop()
-        x.data, slot.is_free = slot.fetch(), True
+        x.data = slot.fetch()
         return x
 
     def is_top_tensor(self, x: Tensor) -> bool:
@@ -87,7 +83,7 @@ class ActivationManager:
         """Return a context that offloads the tensors that autograd saves inside it, except those of other dtypes."""
         if not self.enable:
             return nullcontext()
-        return saved_tensors_hooks(self._pack, lambda saved: saved.slot.fetch() if isinstance(saved, _Saved) else saved)
+        return saved_tensors_hooks(self._pack, lambda saved: saved.fetch() if isinstance(saved, _Slot) else saved)
 
     def reset(self) -> None:
         """Release all space. The data of offloaded tensors is lost."""
@@ -97,10 +93,10 @@ class ActivationManager:
     def _moves(self, x: Tensor) -> bool:
         return True
 
-    def _pack(self, x: Tensor) -> "Tensor | _Saved":
+    def _pack(self, x: Tensor) -> "Tensor | _Slot":
         assert self.buffer is not None
         is_weight = isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
-        return x if is_weight or x.dtype != self.buffer.dtype or not self._moves(x) else _Saved(self._slot(x))
+        return x if is_weight or x.dtype != self.buffer.dtype or not self._moves(x) else self._slot(x)
 
     @torch.no_grad()
     def _slot(self, x: Tensor) -> "_Slot":
@@ -114,15 +110,15 @@ class ActivationManager:
         strides = torch.empty_like(x, device="meta").stride()
         slot = _Slot(stop, self.buffer[start:stop].as_strided(x.shape, strides), x.device)
         slot.host.copy_(x)
-        self._slots.append(slot)
+        self._slots.append(weakref.ref(slot))
         return slot
 
 
 class _Slot:
-    """Part of the buffer that ends before the element `stop`."""
+    """Part of the buffer that ends before the element `stop`. It is free again once nothing refers to this object."""
 
     def __init__(self, stop: int, host: Tensor, device: torch.device | None = None) -> None:
-        self.stop, self.host, self.is_free = stop, host, False
+        self.stop, self.host = stop, host
         self._device = device
 
     def fetch(self) -> Tensor:
@@ -130,16 +126,6 @@ class _Slot:
         if self._device is None:
             return self.host
         return torch.empty_like(self.host, device=self._device).copy_(self.host)
-
-
-class _Saved:
-    """Object that autograd holds instead of a saved tensor. The slot is released with it."""
-
-    def __init__(self, slot: _Slot) -> None:
-        self.slot = slot
-
-    def __del__(self) -> None:
-        self.slot.is_free = True
 
 
 def _used_and_total(device: torch.device) -> tuple[int, int]:
@@ -284,19 +270,18 @@ def adaptive_batch_size(model: nn.Module, input_shape: Sequence[int], max_memory
     from opensora_cli.engine.mem_profile.batch import largest_batch
 
     weight = next(model.parameters())
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     limit = int(0.8 * max_memory_gb * 2**30)
 
     @torch.no_grad()
-    def peak_of(size: int) -> int:
-        inputs = torch.zeros(size, *input_shape, dtype=weight.dtype, device=weight.device)
-        if has_peaks(weight.device):
-            reset_peaks(weight.device)
-            model(inputs)
-            return peak_allocated_bytes(weight.device)
-        with TensorBytes(limit=limit) as counter:
-            counter.add(model)
-            model(inputs)
-        return int(counter.peak_bytes) + inputs.nbytes
+    def evaluate(size: int) -> None:
+        model(torch.zeros(size, *input_shape, dtype=weight.dtype, device=weight.device))
 
-    found = largest_batch(peak_of, of="samples", limit_bytes=limit, device=weight.device, reporter=SilentReporter())
-    return max(found.batch_size, 1)
+    def peak_of(size: int) -> int | None:
+        added = unless_out_of_memory(
+            lambda: peak_bytes(lambda: evaluate(size), device=weight.device, limit=limit - held)
+        )
+        release_memory(weight.device)
+        return None if added is None else held + added
+
+    return max(largest_batch(peak_of, limit_bytes=limit).batch_size, 1)

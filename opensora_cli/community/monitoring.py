@@ -11,15 +11,16 @@ from torch import nn
 from opensora_cli.core.device import (
     GIB,
     allocated_bytes,
+    current_device,
     current_gpu,
     has_gpu,
     peak_allocated_bytes,
     peak_reserved_bytes,
     reserved_bytes,
+    timed,
 )
 from opensora_cli.engine.train.metrics import require_tensorboard
-from opensora_cli.memory import monitor
-from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.memory.monitor import Spread, peak_bytes
 
 _logger = logging.getLogger(__name__)
 
@@ -43,29 +44,32 @@ def create_tensorboard_writer(exp_dir: str | Path) -> Any:
     return require_tensorboard()(str(Path(exp_dir, "tensorboard")))
 
 
-class AccelerationProfiler(monitor.AccelerationProfiler):
-    """Profiler of calls, in addition to the phases of the engine's profiler."""
+class AccelerationProfiler:
+    """Profiler of calls. The default `device` is the first GPU if there is one."""
 
     def __init__(self, device: torch.device | str | None = None) -> None:
-        super().__init__(device)
+        self._device = current_device() if device is None else torch.device(device)
         kinds = ("timing_breakdown", "memory_breakdown", "communication_breakdown")
         self._report: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
 
     def profile_checkpoint(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function, and record its seconds and peak bytes under `checkpoint`. On a CPU tensors are counted."""
-        with TensorBytes() as counter, self.profile("checkpoint"):
-            result = func(*args, **kwargs)
-        seconds, gib = self.phases[-1].seconds, self.phases[-1].peak_allocated_gib
-        self._report["timing_breakdown"]["checkpoint"] = seconds
-        self._report["memory_breakdown"]["checkpoint"] = counter.peak_bytes if gib is None else gib * GIB
-        return result
+        results: list[Any] = []
+
+        def run() -> None:
+            self._report["timing_breakdown"]["checkpoint"] = timed(
+                lambda: results.append(func(*args, **kwargs)), self._device
+            )
+
+        self._report["memory_breakdown"]["checkpoint"] = peak_bytes(run, device=self._device)
+        return results[0]
 
     def profile_communication(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function, and record its seconds under its name."""
-        with self.profile(func.__name__):
-            result = func(*args, **kwargs)
-        self._report["communication_breakdown"][func.__name__] = self.phases[-1].seconds
-        return result
+        results: list[Any] = []
+        seconds = timed(lambda: results.append(func(*args, **kwargs)), self._device)
+        self._report["communication_breakdown"][func.__name__] = seconds
+        return results[0]
 
     def generate_report(self) -> dict[str, dict[str, float]]:
         """Return `timing_breakdown` and `communication_breakdown` in seconds, `memory_breakdown` in bytes."""
@@ -116,9 +120,6 @@ def log_model_params(model: nn.Module) -> None:
 @torch.no_grad()
 def profile_model_performance(model: nn.Module, input_data: Any, num_runs: int = 10) -> tuple[float, float]:
     """Return mean and standard deviation of the seconds of `model(input_data)`, after a warm-up run."""
-    profiler = monitor.AccelerationProfiler()
-    for _ in range(num_runs + 1):
-        with profiler.profile("run"):
-            model(input_data)
-    spread = monitor.Spread.of([phase.seconds for phase in profiler.phases[1:]])
+    seconds = [timed(lambda: model(input_data), current_device()) for _ in range(num_runs + 1)]
+    spread = Spread.of(seconds[1:])
     return spread.mean_s, spread.deviation_s

@@ -1,4 +1,4 @@
-"""Time and memory of a program's phases and of a model's blocks."""
+"""Peak memory of a call, times of a model's blocks, and the mean and deviation of repeated measurements."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,80 +11,32 @@ import torch
 from torch import nn
 
 from opensora_cli.core.device import (
-    GIB,
     allocated_bytes,
-    current_device,
     has_peaks,
     has_streams,
     peak_allocated_bytes,
-    peak_reserved_bytes,
     reset_peaks,
     seconds_between,
     synchronize,
+    timed,
     timing_event,
 )
+from opensora_cli.memory.counting import TensorBytes
 
 
-@dataclass(frozen=True, slots=True)
-class ProfiledPhase:
-    """Time and memory of one phase of a program."""
+def peak_bytes(run: Callable[[], object], *, device: torch.device, limit: int | None = None) -> int:
+    """Return the peak of memory that `run` adds: of the allocator on CUDA, and of counted tensors on a CPU.
 
-    name: str
-    seconds: float
-    """Wall-clock time until the device had finished."""
-    allocated_gib: float | None
-    """Memory in use on the device at the end of the phase; None without a GPU."""
-    peak_allocated_gib: float | None
-    """Peak of the memory in use during the phase."""
-    peak_reserved_gib: float | None
-    """Peak of the memory that torch's allocator reserved on the GPU during the phase."""
-
-
-class AccelerationProfiler:
-    """Profiler of the time and GPU memory of named phases, one after the other; without a GPU, only of the time.
-
-    The default `device` is the first GPU if there is one.
+    Raises MemoryError if more than `limit` bytes are counted on a CPU.
     """
-
-    def __init__(self, device: torch.device | str | None = None) -> None:
-        chosen = current_device() if device is None else torch.device(device)
-        self._gpu = chosen if has_peaks(chosen) else None
-        self.phases: list[ProfiledPhase] = []
-
-    @contextmanager
-    def profile(self, name: str) -> Iterator[None]:
-        """Measure the context as the phase `name`, even if it fails. Phases do not nest: each resets the peak."""
-        if self._gpu is not None:
-            synchronize(self._gpu)
-            reset_peaks(self._gpu)
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.phases.append(self._finished(name, start))
-
-    def summary(self) -> list[str]:
-        """Return one line for each phase."""
-        lines = []
-        for phase in self.phases:
-            memory = "no GPU to measure memory on"
-            if phase.peak_allocated_gib is not None:
-                memory = f"{phase.allocated_gib:.3f} GiB at the end, {phase.peak_allocated_gib:.3f} GiB at most"
-                memory += f", {phase.peak_reserved_gib:.3f} GiB reserved"
-            lines.append(f"{phase.name}: {phase.seconds:.3f} s, {memory}")
-        return lines
-
-    def _finished(self, name: str, start: float) -> ProfiledPhase:
-        if self._gpu is None:
-            return ProfiledPhase(name, time.perf_counter() - start, None, None, None)
-        synchronize(self._gpu)
-        return ProfiledPhase(
-            name,
-            time.perf_counter() - start,
-            allocated_bytes(self._gpu) / GIB,
-            peak_allocated_bytes(self._gpu) / GIB,
-            peak_reserved_bytes(self._gpu) / GIB,
-        )
+    if has_peaks(device):
+        before = allocated_bytes(device)
+        reset_peaks(device)
+        timed(run, device)
+        return peak_allocated_bytes(device) - before
+    with TensorBytes(limit=limit) as counter:
+        run()
+    return counter.peak_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +76,6 @@ class ModuleTimes:
         finally:
             for remove in removers:
                 remove()
-
-    def clear(self) -> None:
-        """Delete all times."""
-        self._seconds.clear()
-        self._events.clear()
 
     def spreads(self) -> dict[str, Spread]:
         """Return the mean and deviation over the calls of each called module. It waits for the device."""

@@ -81,8 +81,10 @@ class MemProfileSettings(Section):
     applies = (Applies("memory_limit", lambda s: s.adaptive_batch, "without adaptive_batch: give it, too"),)
 
     compare: bool = Field(default=False, description="Measure techniques that save memory, one by one.")
-    adaptive_batch: bool = Field(default=False, description="Find the largest batch that fits in memory.")
-    memory_limit: ByteSize | None = Field(default=None, description="Memory for the batch, as in 24GiB. None: all.")
+    adaptive_batch: bool = Field(default=False, description="Predict the largest batch of a training.")
+    memory_limit: ByteSize | None = Field(
+        default=None, description="Memory for the batch, as in 24GiB. None: free memory."
+    )
     runs: int = Field(default=3, ge=0, le=1000, description="Timed repeats. 0 disables timing.")
     snapshot: FileName | None = Field(default=None, description="File for PyTorch's memory viewer.")
     plot: PlotFile | None = Field(default=None, description="Chart file: .png, .svg or .pdf.")
@@ -124,3 +126,14 @@ def profiled_settings(
     if file is None and on is None:
         overrides.setdefault("runtime.model_choice", Given(DEMO, "mem-profile"))
     return read_request(overrides=overrides, config=file, environment=environment, on=on)
+
+
+def require_profile(settings: MemProfileSettings, what: GenerateRequest | TrainSettings) -> None:
+    """Raise RequestError if `settings` ask for what a profile of `what` does not have."""
+    if settings.adaptive_batch and not isinstance(what, TrainSettings):
+        raise RequestError(
+            "adaptive_batch=true needs a training recipe: a generation computes one clip at a time",
+            hint="name a recipe, as in --config demo_lora",
+        )
+    if settings.compare and isinstance(what, TrainSettings) and (ranks := what.parallel.world_size) > 1:
+        raise RequestError(f"compare measures in one process, and parallel.gpus={ranks}: drop one of them")

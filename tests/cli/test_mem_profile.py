@@ -64,8 +64,10 @@ def test_a_training_lists_its_kinds_of_memory(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.slow
-def test_the_largest_batch_of_a_generation(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--adaptive-batch", "--memory-limit", "40MiB", "--json"]) == 0
+def test_the_largest_batch_of_a_training_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = recipe(tiny_training.vae_settings(tmp_path / "run"), tmp_path)
+    search = ["--adaptive-batch", "--memory-limit", "40MiB"]
+    assert main(["mem-profile", "--config", config, "--runs", "0", *search, "--json"]) == 0
     batch = json.loads(capsys.readouterr().out)["batch"]
     assert batch["batch_size"] > 1
     assert batch["peak_bytes"] <= batch["limit_bytes"] == 40 * 2**20

@@ -77,7 +77,6 @@ def test_calls_are_measured_and_reported():
     }
     assert report["memory_breakdown"]["checkpoint"] == 4000
     assert report["timing_breakdown"]["checkpoint"] > 0
-    assert len(profiler.summary()) == 2
 
 
 def test_a_model_is_timed_after_a_warm_up():

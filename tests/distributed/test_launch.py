@@ -20,6 +20,7 @@ from opensora_cli.cli import errors
 from opensora_cli.core.threads import RANK_VARIABLE, VARIABLES
 from opensora_cli.engine.launch.failures import RankFailure
 from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch
+from opensora_cli.settings.devices import ParallelSettings
 
 COMMAND = (sys.executable, launch_rank.__file__)
 PACE = Pace(look_s=0.05, stopped_s=5.0, settle_s=1.0, interrupt_s=2.0, terminate_s=0.5)
@@ -33,7 +34,7 @@ pytestmark = [
 
 def request(folder, **changes):
     fields = {"gpus": 2, "device_type": "cpu", "log_dir": folder / "logs", "output_dir": folder}
-    return LaunchRequest(**{**fields, **changes})
+    return LaunchRequest(parallel=ParallelSettings(), **{**fields, **changes})
 
 
 def run(folder, *arguments, pace=PACE, **changes):

@@ -55,7 +55,7 @@ def ranks_to_start(settings: BenchCommSettings, *, log_dir: Path) -> LaunchReque
             )
     else:
         gpus = parallel.ranks_per_node
-    return LaunchRequest.of(parallel, gpus=gpus, device_type=kind, log_dir=log_dir)
+    return LaunchRequest(parallel=parallel, gpus=gpus, device_type=kind, log_dir=log_dir)
 
 
 def start_ranks(settings: BenchCommSettings, arguments: Sequence[str]) -> None:

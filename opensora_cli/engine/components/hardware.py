@@ -2,9 +2,10 @@
 
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -13,6 +14,8 @@ from opensora_cli.core.device import device_name, free_and_total_bytes, pick_dev
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.reading import is_lack_of_memory
+
+T = TypeVar("T")
 
 # Messages of CUDA when it loads a kernel or locks memory, and of its libraries.
 _NO_DEVICE_MEMORY = ("CUDA error: out of memory", "STATUS_ALLOC_FAILED")
@@ -74,6 +77,19 @@ def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, torch.OutOfMemoryError) or is_lack_of_memory(error):
         return True
     return any(text in str(error) for text in _NO_DEVICE_MEMORY)
+
+
+def unless_out_of_memory(run: Callable[[], T]) -> T | None:
+    """Return the result of `run`, or None if memory was not enough.
+
+    The memory of `run` can be released afterwards, because the exception is gone with the traceback that held it.
+    """
+    try:
+        return run()
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
 
 
 @contextmanager

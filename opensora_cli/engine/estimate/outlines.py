@@ -171,19 +171,17 @@ def _placed(result: Any, on_host: bool) -> Any:
 
 
 def _elementwise(args: tuple[Any, ...], *, floats: bool = False) -> Tensor:
-    """Return the result that TensorIterator allocates, with the common shape and the layout of its operands."""
-    first, *others = [arg for arg in args if isinstance(arg, Tensor)]
+    """Return the result that TensorIterator allocates, in the layout of the first operand with the common shape."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
     # Numbers and 0-d tensors count less than tensors with axes.
-    main = max((first, *others), key=Tensor.dim)
+    main = max(tensors, key=Tensor.dim)
     operands = (arg for arg in args if isinstance(arg, (Tensor, int, float)))
     dtype = reduce(torch.promote_types, (torch.result_type(main, operand) for operand in operands))
     if floats and not dtype.is_floating_point:
         dtype = torch.get_default_dtype()
-    if not others:
-        return _like(first, dtype=dtype)
-    shape = _common_shape((first, *others))
-    layouts = tuple(tensor.expand(shape).stride() for tensor in (first, *others))
-    return torch.empty_strided(shape, _dense_strides(shape, layouts), dtype=dtype, device=_META)
+    shape = _common_shape(tensors)
+    whole = next((tensor for tensor in tensors if tensor.shape == shape), None)
+    return _like(tensors[0].expand(shape) if whole is None else whole, dtype=dtype)
 
 
 def _common_shape(tensors: Iterable[Tensor]) -> torch.Size:
@@ -198,48 +196,25 @@ def _like(
     memory_format: torch.memory_format | None = torch.preserve_format,
     **_: object,
 ) -> Tensor:
-    """Return the result of `torch.empty_like`; other options have no effect."""
+    """Return the result of `torch.empty_like`, which itself would import sympy; other options have no effect."""
     dtype = dtype or tensor.dtype
     if memory_format not in (None, torch.preserve_format):
         return torch.empty(tensor.shape, dtype=dtype, device=_META, memory_format=memory_format)
-    strides = _dense_strides(tensor.shape, (tensor.stride(),))
+    strides = _dense_strides(tensor.shape, tensor.stride())
     return torch.empty_strided(tensor.shape, strides, dtype=dtype, device=_META)
 
 
 @lru_cache(maxsize=4096)
-def _dense_strides(shape: torch.Size, layouts: tuple[tuple[int, ...], ...]) -> tuple[int, ...]:
-    """Return the strides of a result whose operands have the same shape and the strides in `layouts`.
-
-    The order of the axes is the one of the first operand; where it repeats values, the next operand decides
-    (`reorder_dimensions` of ATen's TensorIterator).
-    """
-    inner_first = list(reversed(range(len(shape))))
-    for index in range(1, len(shape)):
-        place = index
-        for other in reversed(range(index)):
-            order = _order(shape, layouts, inner_first[other], inner_first[place])
-            if order > 0:
-                inner_first[other], inner_first[place] = inner_first[place], inner_first[other]
-                place = other
-            elif order < 0:
-                break
+def _dense_strides(shape: torch.Size, layout: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides without gaps and repeated values. An axis that repeats values stays beside the next one."""
+    order = list(layout)
+    for axis in reversed(range(len(shape) - 1)):
+        order[axis] = order[axis] or order[axis + 1]
     strides, step = [0] * len(shape), 1
-    for axis in inner_first:
+    for axis in sorted(range(len(shape)), key=lambda axis: (order[axis], -axis)):
         strides[axis] = step
         step *= max(shape[axis], 1)
     return tuple(strides)
-
-
-def _order(shape: torch.Size, layouts: tuple[tuple[int, ...], ...], inner: int, outer: int) -> int:
-    """Return 1 if two axes should change places, -1 if not, and 0 if the layouts do not decide."""
-    for strides in layouts:
-        if not strides[inner] or not strides[outer]:
-            continue
-        if strides[inner] != strides[outer]:
-            return 1 if strides[inner] > strides[outer] else -1
-        if shape[inner] > shape[outer]:
-            return 1
-    return 0
 
 
 def _copied(on_host: bool, tensor: Tensor, *_: object, **options: Any) -> Tensor:
@@ -273,10 +248,6 @@ def _product(on_host: bool, *operands: Tensor, **_: object) -> Tensor:
     return torch.empty((*left.shape[:-1], right.shape[-1]), dtype=left.dtype, device=_META)
 
 
-def _product_in_8_bits(on_host: bool, rows: Tensor, scale: float, zero: int, weight: Tensor, *_: object) -> Tensor:
-    return torch.empty((len(rows), len(weight)), dtype=torch.float32, device=_META)
-
-
 def _compared(on_host: bool, *operands: Any) -> Tensor:
     return _like(_elementwise(operands), dtype=torch.bool)
 
@@ -293,47 +264,38 @@ def _indexed(on_host: bool, values: Tensor, indices: list[Tensor]) -> Tensor:
     return torch.empty((*_common_shape(indices), *values.shape[len(indices) :]), dtype=values.dtype, device=_META)
 
 
-def _argmax(on_host: bool, values: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    shape = _reduced(values, None if dim is None else [dim], keepdim)
-    return torch.empty(shape, dtype=torch.int64, device=_META)
-
-
-def _mean(
-    on_host: bool, values: Tensor, dims: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
-    return torch.empty(_reduced(values, dims, keepdim), dtype=dtype or values.dtype, device=_META)
-
-
-def _sum(
-    on_host: bool, values: Tensor, dims: list[int] | None, keepdim: bool = False, *, dtype: torch.dtype | None = None
-) -> Tensor:
-    dtype = dtype or (values.dtype if values.dtype.is_floating_point else torch.int64)
-    return torch.empty(_reduced(values, dims, keepdim), dtype=dtype, device=_META)
-
-
-def _vector_norm(
+def _reduced(
     on_host: bool,
     values: Tensor,
-    order: float = 2,
-    dims: list[int] | None = None,
+    dims: int | list[int] | None = None,
     keepdim: bool = False,
     *,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    return torch.empty(_reduced(values, dims, keepdim), dtype=dtype or values.dtype, device=_META)
+    """Return the result of a reduction along some axes; None means all of them."""
+    named = [dims] if isinstance(dims, int) else dims or range(values.ndim)
+    axes = {dim % values.ndim for dim in named}
+    sizes = [1 if axis in axes else size for axis, size in enumerate(values.shape) if keepdim or axis not in axes]
+    return torch.empty(sizes, dtype=dtype or values.dtype, device=_META)
+
+
+def _argmax(on_host: bool, values: Tensor, *options: Any) -> Tensor:
+    return _reduced(on_host, values, *options, dtype=torch.int64)
+
+
+def _sum(on_host: bool, values: Tensor, *options: Any, dtype: torch.dtype | None = None) -> Tensor:
+    dtype = dtype or (values.dtype if values.dtype.is_floating_point else torch.int64)
+    return _reduced(on_host, values, *options, dtype=dtype)
+
+
+def _vector_norm(on_host: bool, values: Tensor, order: float = 2, *options: Any, **named: Any) -> Tensor:
+    return _reduced(on_host, values, *options, **named)
 
 
 def _var_mean(
     on_host: bool, values: Tensor, dims: list[int] | None = None, *, correction: float = 1, keepdim: bool = False
 ) -> tuple[Tensor, Tensor]:
-    shape = _reduced(values, dims, keepdim)
-    return torch.empty(shape, dtype=values.dtype, device=_META), torch.empty(shape, dtype=values.dtype, device=_META)
-
-
-def _reduced(values: Tensor, dims: list[int] | None, keepdim: bool) -> list[int]:
-    axes = range(values.ndim) if not dims else [dim % values.ndim for dim in dims]
-    sizes = [1 if axis in axes else size for axis, size in enumerate(values.shape)]
-    return sizes if keepdim else [size for axis, size in enumerate(sizes) if axis not in axes]
+    return _reduced(on_host, values, dims, keepdim), _reduced(on_host, values, dims, keepdim)
 
 
 def _layer_norm(on_host: bool, rows: Tensor, shape: list[int], *weights: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -450,14 +412,12 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _aten.mm.default: _product,
     _aten.bmm.default: _product,
     _aten.addmm.default: _product,
-    torch.ops.onednn.qlinear_prepack.default: _copied,
-    torch.ops.onednn.qlinear_pointwise.default: _product_in_8_bits,
     **dict.fromkeys((_aten.lt.Scalar, _aten.gt.Scalar, _aten.eq.Scalar), _compared),
     _aten.where.self: _chosen,
     _aten.embedding.default: _embedded,
     _aten.index.Tensor: _indexed,
     _aten.argmax.default: _argmax,
-    _aten.mean.dim: _mean,
+    _aten.mean.dim: _reduced,
     _aten.sum.dim_IntList: _sum,
     _aten.linalg_vector_norm.default: _vector_norm,
     _aten.var_mean.correction: _var_mean,

@@ -86,18 +86,12 @@ def transformer_on_cpu(
     private += files.modulation.copied if streams else files.modulation.private
     shares_of_blocks: list[float] = []
     slots: list[float] = []
-    exact: list[float] = []
     for stack, block in stacks:
-        share, in_8_bits = _share(stack, block, tensor), _in_8_bits(stack, block, offload)
+        share = _share(stack, block, tensor)
         shares_of_blocks += [share] * stack.count
-        slots += [_slot_bytes(block, in_8_bits) * share] * stack.count
-        rest = _weight_bytes(block) - sum(_weight_bytes(block.get_submodule(path)) for path in in_8_bits)
-        exact += [rest / _weight_bytes(block)] * stack.count
-    if offload.in_8_bits:
-        # Unchanged weights may stay mapped if ranks do not share them.
-        as_before = [held.mapped * part for held, part in zip(files.blocks, exact, strict=True)]
-        still_mapped = 0 if offload.fp8_storage or tensor > 1 else round(sum(as_before))
-        return private + round(sum(slots)) - still_mapped, mapped + still_mapped
+        slots += [_slot_bytes(block, _in_8_bits(stack, block, offload)) * share] * stack.count
+    if offload.fp8_storage:
+        return private + round(sum(slots)), mapped
     kept = set(kept_blocks(len(slots), resident=offload.resident_blocks or 1)) if streams else set()
     for index, (held, share) in enumerate(zip(files.blocks, shares_of_blocks, strict=True)):
         in_file = held.mapped + (held.stored if streams else 0)

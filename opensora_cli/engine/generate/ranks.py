@@ -148,8 +148,8 @@ def require_devices(settings: GenerateSettings) -> None:
 
 
 def _launch_request(settings: GenerateSettings, log_dir: Path) -> LaunchRequest:
-    return LaunchRequest.of(
-        settings.parallel,
+    return LaunchRequest(
+        parallel=settings.parallel,
         gpus=settings.parallel.ranks_per_node,
         device_type=type_of_ranks(settings.runtime.device),
         log_dir=log_dir,

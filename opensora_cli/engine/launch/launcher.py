@@ -4,15 +4,9 @@ A rank gets the same environment as from torchrun, except for the store. The ran
 because every account of the machine can write to a store on a port. torchrun or srun starts the ranks of several
 machines, which `core.ranks` recognizes.
 
-`torch.distributed.elastic.multiprocessing` (torch 2.13) does not suffice. In a test of `start_processes` with two
-ranks, one of them killed, two requirements failed:
-
-- A dead rank ends the run within 20 s. `PContext.wait` sends SIGTERM to the other ranks and waits 30 s. With a rank
-  that was stopped, or that ignored SIGTERM, it returned after 31.2 s, with three lines of its own on stderr.
-- No process outlives the launcher. After SIGKILL of the launcher, a stopped rank remained. Here, a socket that the
-  rank inherits ends it, and `start_processes` does not pass on file descriptors.
-
-Without `wait` and `close`, it offers little more than `subprocess.Popen`.
+`torch.distributed.elastic.multiprocessing` of torch 2.13 does not suffice: with a stopped rank it returns after 31 s,
+with three lines of its own, and a stopped rank outlives a launcher that is killed. Here, a socket that the rank
+inherits ends it.
 """
 
 import os
@@ -56,57 +50,46 @@ _OF_LAUNCHER = ".launcher"
 class LaunchRequest:
     """Request to start ranks on this machine, one for each GPU.
 
-    `log_dir` gets a log file per rank, `rank0.log` and so on; a missing folder is created. `devices` are indexes of
-    GPUs that this process sees. None means the first `gpus`. Temporary files of killed ranks are removed from
-    `output_dir` and from the temporary folder of the system.
+    `log_dir` gets a log file per rank, `rank0.log` and so on; a missing folder is created. `parallel.devices` are
+    indexes of GPUs that this process sees. None means the first `gpus`. Temporary files of killed ranks are removed
+    from `output_dir` and from the temporary folder of the system.
     """
 
+    parallel: DeviceSettings
     gpus: int
     device_type: str
     log_dir: Path
-    devices: tuple[int, ...] | None = None
     output_dir: Path | None = None
-
-    @classmethod
-    def of(
-        cls,
-        parallel: DeviceSettings,
-        *,
-        gpus: int,
-        device_type: str,
-        log_dir: Path,
-        output_dir: Path | None = None,
-    ) -> "LaunchRequest":
-        """Return the request for `gpus` ranks on the devices in the settings.
-        Raises RequestError if the settings are for several machines.
-        """
-        if parallel.nnodes > 1:
-            raise RequestError(
-                f"parallel.nnodes={parallel.nnodes}, and ranks are started here on this machine only",
-                hint=f"on each machine: torchrun --nnodes {parallel.nnodes} --nproc-per-node {gpus} --rdzv-backend "
-                "c10d --rdzv-endpoint HOST:29500 --no-python osora ... (srun does it, too)",
-            )
-        return cls(gpus=gpus, device_type=device_type, log_dir=log_dir, devices=parallel.devices, output_dir=output_dir)
 
     def check(self) -> None:
         """Check the request against this machine.
-        Raises RequestError for GPU indexes with other devices, and HardwareError if the machine has fewer GPUs.
+
+        Raises RequestError for several machines and for GPU indexes with other devices, and HardwareError if the
+        machine has fewer GPUs.
         """
-        if self.devices is not None and self.device_type != GPU:
-            listed = ",".join(map(str, self.devices))
+        nodes, devices = self.parallel.nnodes, self.parallel.devices
+        if nodes > 1:
+            raise RequestError(
+                f"parallel.nnodes={nodes}, and ranks are started here on this machine only",
+                hint=f"on each machine: torchrun --nnodes {nodes} --nproc-per-node {self.gpus} --rdzv-backend "
+                "c10d --rdzv-endpoint HOST:29500 --no-python osora ... (srun does it, too)",
+            )
+        if devices is not None and self.device_type != GPU:
+            listed = ",".join(map(str, devices))
             raise RequestError(f"devices={listed} picks GPUs, and the device is {self.device_type}: drop one of them")
         if self.device_type != "cpu":
-            _require_devices(self.device_type, self.gpus, self.devices)
+            _require_devices(self.device_type, self.gpus, devices)
         if sys.platform == "win32":
             raise HardwareError("several ranks can be started on Linux and macOS only")
 
     def visible_devices(self) -> str | None:
-        """Return the value of CUDA_VISIBLE_DEVICES for `devices`. None means that it stays unchanged."""
-        if self.devices is None:
+        """Return the value of CUDA_VISIBLE_DEVICES for the chosen devices. None means that it stays unchanged."""
+        devices = self.parallel.devices
+        if devices is None:
             return None
         seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = seen.split(",") if seen else [str(index) for index in range(max(self.devices) + 1)]
-        return ",".join(names[index].strip() for index in self.devices)
+        names = seen.split(",") if seen else [str(index) for index in range(max(devices) + 1)]
+        return ",".join(names[index].strip() for index in devices)
 
 
 def _require_devices(kind: str, gpus: int, devices: tuple[int, ...] | None) -> None:

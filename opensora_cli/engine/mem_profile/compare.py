@@ -8,22 +8,17 @@ import torch
 
 from opensora_cli.core.attention import ComparedKernel
 from opensora_cli.core.attention_kinds import ATTENTION_KINDS
-from opensora_cli.core.device import release_memory
+from opensora_cli.core.device import release_memory, timed
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.attention import AttentionUse, why_unusable
-from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory
+from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory, unless_out_of_memory
 from opensora_cli.engine.estimate.generation import computes_modulation_first
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, OffloadPlan
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.mem_profile.measure import (
-    OUT_OF_MEMORY,
-    memory_and_time,
-    unless_out_of_memory,
-    why_not_measured,
-)
-from opensora_cli.engine.mem_profile.measured_stages import measure_stage, time_stage
+from opensora_cli.engine.mem_profile.measured_stages import OUT_OF_MEMORY, measure_stage, why_not_measured
 from opensora_cli.engine.mem_profile.report import AttentionCost, Technique, compared, mib
 from opensora_cli.engine.train.estimate import estimate_training, measure_training, time_training
+from opensora_cli.memory.monitor import peak_bytes
 from opensora_cli.models.attention import attention_backend, backend_names
 from opensora_cli.settings.components import ModelSettings
 from opensora_cli.settings.enums import OffloadMode
@@ -38,7 +33,7 @@ _HOST_IS_DEVICE = "not measured: without a GPU, its weights would move from the 
 _WHOLE_TILES = "not measured: this autoencoder decodes all frames of a tile at once"
 _STEP, _HELD = "a training step", "what is held for backward"
 _CHECKPOINTING, _ACTIVATION_OFFLOAD = "gradient checkpointing", "activation offload"
-_OPTIMIZER_OFFLOAD, _MIXED_PRECISION = "optimizer offload", "mixed precision (bf16 autocast)"
+_MIXED_PRECISION = "mixed precision (bf16 autocast)"
 
 Rows = Iterator[Technique]
 
@@ -66,7 +61,7 @@ def _counted(rows: Rows, reporter: Reporter) -> Rows:
 def _training_rows(plain: TrainSettings, hardware: Hardware) -> Rows:
     reason = why_not_measured(estimate_training(plain).peak_bytes, hardware)
     if reason is not None:
-        for name in (_CHECKPOINTING, _ACTIVATION_OFFLOAD, _OPTIMIZER_OFFLOAD, _MIXED_PRECISION):
+        for name in (_CHECKPOINTING, _ACTIVATION_OFFLOAD, _MIXED_PRECISION):
             yield Technique(name=name, reason=f"not measured: without it, {reason}")
         return
     step, held = _training_cost(plain)
@@ -81,9 +76,6 @@ def _training_rows(plain: TrainSettings, hardware: Hardware) -> Rows:
     else:
         for name in (_CHECKPOINTING, _ACTIVATION_OFFLOAD):
             yield Technique(name=name, reason="not measured: only the transformer's training has it")
-    yield Technique(
-        name=_OPTIMIZER_OFFLOAD, reason="not measured: training runs on the CPU, where all its memory is the host's"
-    )
     mixed_step, _ = _training_cost(plain.replace({"precision.compute": "bf16"}))
     yield compared(_MIXED_PRECISION, before=step, after=mixed_step, of=_STEP)
 
@@ -113,17 +105,17 @@ def _generation_rows(plan: Plan) -> Rows:
         "weights stored in 8 bits": (DENOISE, {"fp8_storage": True}),
         "decoding 4 frames at a time": (DECODE, {"chunk_frames": 4}),
     }
-    too_large = _what_does_not_fit(plan)
+    sizes = {stage.name: stage.total_bytes + stage.mapped_bytes for stage in plan.with_offload(plan.offload).stages}
     costs: dict[str, tuple[int, float] | None] = {}
     for name, (stage, change) in changes.items():
         if name == "block streaming" and plan.hardware.device.type == "cpu":
             yield Technique(name=name, reason=_HOST_IS_DEVICE)
         elif stage == DECODE and not plan.offloadable.frames:
             yield Technique(name=name, reason=_WHOLE_TILES)
-        elif stage in too_large:
-            yield Technique(name=name, reason=too_large[stage])
-        elif not any(each.name == stage for each in plan.stages):
+        elif stage not in sizes:
             yield Technique(name=name, reason=f"not measured: there is no stage {stage}")
+        elif (problem := why_not_measured(sizes[stage], plan.hardware)) is not None:
+            yield Technique(name=name, reason=f"not measured: without it, {problem}")
         else:
             if stage not in costs:
                 costs[stage] = _stage_cost(plan, stage)
@@ -137,19 +129,9 @@ def _generation_rows(plan: Plan) -> Rows:
 
 def _stage_cost(plan: Plan, stage: str) -> tuple[int, float] | None:
     """Return peak bytes and seconds of a stage; None means that memory was not enough."""
-    peak_bytes = unless_out_of_memory(lambda: measure_stage(plan, stage).peak_bytes)
+    measured = unless_out_of_memory(lambda: measure_stage(plan, stage, runs=1))
     release_memory(plan.hardware.device)
-    seconds = None if peak_bytes is None else unless_out_of_memory(lambda: time_stage(plan, stage))
-    release_memory(plan.hardware.device)
-    return None if peak_bytes is None or seconds is None else (peak_bytes, seconds)
-
-
-def _what_does_not_fit(plan: Plan) -> dict[str, str]:
-    """Return the stages that cannot run without any technique, with reasons, by name."""
-    stages = plan.with_offload(plan.offload).stages
-    sizes = {stage.name: stage.total_bytes + stage.mapped_bytes for stage in stages}
-    reasons = {name: why_not_measured(size, plan.hardware) for name, size in sizes.items()}
-    return {name: f"not measured: without it, {reason}" for name, reason in reasons.items() if reason is not None}
+    return None if measured is None else (measured.peak_bytes, measured.times[0].mean_s)
 
 
 def attention_costs(
@@ -187,7 +169,8 @@ def _cost(kind: str, kernel: ComparedKernel, hardware: Hardware, shape: tuple[in
         with torch.inference_mode(), warnings.catch_warnings():
             # Torch warns about every missing kernel, and the table shows them.
             warnings.simplefilter("ignore")
-            memory, seconds = memory_and_time(lambda: kernel.attend(q, k, v), device=hardware.device, repeats=_REPEATS)
+            memory = peak_bytes(lambda: kernel.attend(q, k, v), device=hardware.device)
+            seconds = min(timed(lambda: kernel.attend(q, k, v), hardware.device) for _ in range(_REPEATS))
     except RuntimeError as error:
         reason = "out of memory" if is_out_of_memory(error) else "this device has no such kernel for these sizes"
         return AttentionCost(kind=kind, tokens=tokens, reason=reason)

@@ -20,9 +20,11 @@ from opensora_cli.core.device import (
     timed,
 )
 from opensora_cli.core.linear_products import LinearProducts
+from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, vae_tiling
 from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta
+from opensora_cli.engine.components.hardware import Hardware, unless_out_of_memory
 from opensora_cli.engine.components.linear_products import use_in_block
 from opensora_cli.engine.components.loras import add_fake_loras, lora_ranks
 from opensora_cli.engine.components.text_encoders import STREAMED_LAYERS
@@ -31,16 +33,22 @@ from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, TEXT, StageMemory
 from opensora_cli.engine.generate.decode import decode_latents
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.loading import host_modulation, move_except, streamed_blocks
+from opensora_cli.engine.generate.loading import host_modulation, move_except, prepare, streamed_blocks
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.references import Reference, encode_references
-from opensora_cli.engine.mem_profile.measure import OUT_OF_MEMORY, unless_out_of_memory, why_not_measured
-from opensora_cli.engine.mem_profile.report import Allocator, Part, StageProfile, TimedPart, Timeline, module_shares
+from opensora_cli.engine.mem_profile.report import (
+    Allocator,
+    Part,
+    StageProfile,
+    TimedPart,
+    Timeline,
+    mib,
+    module_shares,
+)
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.monitor import ModuleTimes, Spread, blocks_of
 from opensora_cli.memory.streaming import stream_blocks
-from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.clip import ClipTextModel
@@ -49,12 +57,13 @@ from opensora_cli.models.text.t5 import T5Model
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.enums import OffloadMode
 
+MOST_ON_A_CPU = 4 * 2**30
+"""Limit in bytes; with much more, a CPU would compute for hours."""
+OUT_OF_MEMORY = "there was not enough memory after all"
 WEIGHTS, BESIDE_WEIGHTS = "weights", "data and activations"
 _READY = "weights are loaded"
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _RANDOM_NUMBERS = 2**20
-_WASTEFUL = 0.2
-"""Share of unused reserved memory at the peak above which the report advises a setting."""
 _STEPS = 2
 """Sampling steps to run: the second and later steps hold latents besides the noise."""
 
@@ -73,6 +82,25 @@ class Measured:
     """Name of a weight -> number of parameters, bytes, and zeros for gradients and optimizer states."""
     times: tuple[TimedPart, ...] = ()
     """Times of the stage and of blocks in the runs after the counted one."""
+
+
+def why_not_measured(needed: int, hardware: Hardware, *, weights: int = 0) -> str | None:
+    """Return the reason not to run a job that needs `needed` bytes of the device; None means to run it.
+
+    `weights` are the bytes of all weights that the host holds for streaming; 0 means no streaming.
+    """
+    if not hardware.is_here or not hardware.memory_is_known:
+        return f"{hardware.device_name} is not in this machine"
+    if needed > hardware.free_bytes:
+        return f"it needs {mib(needed)}, and {mib(hardware.free_bytes)} are free"
+    if hardware.device.type == "cpu":
+        if max(needed, weights) > MOST_ON_A_CPU:
+            return f"a CPU would take too long: only up to {mib(MOST_ON_A_CPU)} are run without a GPU"
+        return None
+    free = read_private_memory().free_bytes
+    if weights > free:
+        return f"random weights in the host's memory need {mib(weights)}, and {mib(free)} are free"
+    return None
 
 
 def profile_generation(
@@ -109,11 +137,7 @@ def allocator_use(measured: Sequence[Measured]) -> Allocator | None:
     most = max(measured, key=lambda result: result.reserved_bytes, default=None)
     if most is None or not most.reserved_bytes:
         return None
-    unused = 1 - most.allocated_bytes / most.reserved_bytes
-    advice = "fragmentation is low: nothing to fix"
-    if unused > _WASTEFUL:
-        advice = f"{unused:.0%} is reserved and unused: try PYTORCH_ALLOC_CONF=expandable_segments:True"
-    return Allocator(allocated_bytes=most.allocated_bytes, reserved_bytes=most.reserved_bytes, advice=advice)
+    return Allocator.of(allocated=most.allocated_bytes, reserved=most.reserved_bytes)
 
 
 def _profile(stage: StageMemory, measured: Measured | None, reason: str | None) -> StageProfile:
@@ -193,15 +217,6 @@ def measure_stage(plan: Plan, name: str, *, runs: int = 0) -> Measured:
     )
 
 
-def time_stage(plan: Plan, name: str) -> float:
-    """Run one stage like `measure_stage`, but twice and without counting, and return the seconds of the second run."""
-    device = plan.hardware.device
-    with torch.inference_mode(), ExitStack() as stack:
-        _, run = _STAGES[name](plan, stack)
-        timed(run, device)
-        return timed(run, device)
-
-
 def random_transformer(plan: Plan) -> MMDiT:
     """Return the transformer of `models.load_transformer`, with random weights."""
     offload, device, dtype = plan.offload, plan.hardware.device, plan.hardware.dtype
@@ -220,9 +235,7 @@ def random_transformer(plan: Plan) -> MMDiT:
                     store_in_fp8(block)
                 if not streams:
                     move_except(host_modulation(transformer, offload), block, device)
-    transformer.set_sequence_chunk(offload.chunk_tokens)
-    if plan.attention is not None:
-        transformer.set_attention(attention_backend(plan.attention.backend))
+    prepare(transformer, plan)
     return fill_randomly(transformer, device)
 
 

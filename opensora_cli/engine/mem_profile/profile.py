@@ -4,20 +4,18 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from opensora_cli.core.device_names import GPU
-from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.files import require_writable
-from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.hardware import Hardware, out_of_memory_reported, pick_hardware
 from opensora_cli.engine.generate.chain import VIDEO
 from opensora_cli.engine.generate.dry_run import chain_to_plan
 from opensora_cli.engine.generate.predicted import predict_known_time
 from opensora_cli.engine.generate.request import resolve
-from opensora_cli.engine.mem_profile.batch import generation_batch, training_batch
+from opensora_cli.engine.mem_profile.batch import training_batch
 from opensora_cli.engine.mem_profile.chart import profile_figure
 from opensora_cli.engine.mem_profile.compare import attention_costs, compare_generation, compare_training
-from opensora_cli.engine.mem_profile.measure import why_not_measured
-from opensora_cli.engine.mem_profile.measured_stages import allocator_use, profile_generation
+from opensora_cli.engine.mem_profile.measured_stages import allocator_use, profile_generation, why_not_measured
 from opensora_cli.engine.mem_profile.report import (
     MemProfile,
     Part,
@@ -56,7 +54,7 @@ def mem_profile(
     what: GenerateRequest | GenerateSettings | TrainSettings,
     settings: MemProfileSettings,
     *,
-    reporter: Reporter | None = None,
+    reporter: Reporter,
     on: PlannedMachine | None = None,
 ) -> MemProfile:
     """Profile a generation or a training; no weights are needed. On GPUs of another machine, `on`, all is predicted.
@@ -67,7 +65,6 @@ def mem_profile(
         OutputError: a file exists already, or cannot be written.
         HardwareError: the device is missing, or has not enough memory.
     """
-    reporter = reporter or SilentReporter()
     for path in _files(settings).values():
         require_writable(Path(path), overwrite=settings.overwrite)
     if settings.plot is not None:
@@ -100,7 +97,7 @@ def _of_generation(
         _write_snapshot(settings, [result.counter for result in measured], hardware)
     model = plan.settings.model
     predicted = predict_known_time(chain, on)
-    profile = MemProfile(
+    return MemProfile(
         verdict=chain.verdict(None if predicted is None else predicted.seconds),
         fits=None if chain.usable_bytes is None else chain.fits,
         host=chain.host,
@@ -112,16 +109,10 @@ def _of_generation(
         parameters={str(name): count for name, count in count_parameters(plan.settings, plan.weights).items()},
         allocator=allocator_use(measured),
         notes=tuple(f"offload: {line}" for line in plan.offload.lines()),
+        techniques=compare_generation(plan, reporter=reporter) if settings.compare else (),
+        attention=attention_costs(hardware, model, reporter=reporter) if settings.compare else (),
         files=_files(settings),
     )
-    if settings.compare:
-        techniques = compare_generation(plan, reporter=reporter)
-        attention = attention_costs(hardware, model, reporter=reporter)
-        profile = profile.model_copy(update={"techniques": techniques, "attention": attention})
-    if settings.adaptive_batch:
-        batch = generation_batch(plan, limit=settings.memory_limit, reporter=reporter)
-        profile = profile.model_copy(update={"batch": batch})
-    return profile
 
 
 def _of_training(
@@ -129,22 +120,21 @@ def _of_training(
 ) -> MemProfile:
     if on is not None:
         what = settings_on(what, on)
-    ranks = what.parallel.world_size
-    if on is None:
+    else:
         warn_of_missing_inputs(what, reporter)
-    for name, is_on in (("compare", settings.compare), ("adaptive_batch", settings.adaptive_batch)):
-        if is_on and ranks > 1:
-            raise RequestError(f"{name} measures in one process, and parallel.gpus={ranks}: drop one of them")
+    parallel, has_peers = what.parallel, what.parallel.world_size > 1
     hardware, steps = pick_hardware("cpu", "auto"), len(find_objective(what).measured_steps(what))
-    batch_size = largest_batch_shape(what).batch_size
     stage, predicted, memory = _profile_training(what, hardware, on, runs=settings.runs, reporter=reporter)
     judged = judge(what, RankMemory.of(predicted, what), machine=on)
     _write_snapshot(settings, [memory.counter], hardware)
-    profile = MemProfile(
+    limit = settings.memory_limit or judged.free_bytes or hardware.free_bytes
+    compares_attention = settings.compare and what.trains_transformer
+    devices = f", devices {parallel.describe(what.strategy)}" if has_peers else ""
+    return MemProfile(
         verdict=judged.verdict,
         fits=judged.fits,
         host=judged.host,
-        of=f"training {what.target}, batch {batch_size}{_shared(what)}",
+        of=f"training {what.target}, batch {largest_batch_shape(what).batch_size}{devices}",
         device=str(hardware.device) if on is None else GPU,
         device_name=hardware.device_name if on is None else on.gpu.device_name,
         how=_how(hardware, f"{steps} steps", measured=stage.measured_bytes is not None),
@@ -152,19 +142,12 @@ def _of_training(
         parameters={str(what.target): count_trained(what)},
         offloaded_bytes=memory.offloaded_bytes,
         allocator=None,
-        rank=RankMemory.of(memory, what) if ranks > 1 else None,
+        rank=RankMemory.of(memory, what) if has_peers else None,
+        techniques=compare_training(what, hardware, reporter=reporter) if settings.compare else (),
+        attention=attention_costs(hardware, what.model, reporter=reporter) if compares_attention else (),
+        batch=training_batch(what, limit_bytes=limit, reporter=reporter) if settings.adaptive_batch else None,
         files=_files(settings),
     )
-    if settings.compare:
-        techniques = compare_training(what, hardware, reporter=reporter)
-        profile = profile.model_copy(update={"techniques": techniques})
-        if what.trains_transformer:
-            attention = attention_costs(hardware, what.model, reporter=reporter)
-            profile = profile.model_copy(update={"attention": attention})
-    if settings.adaptive_batch:
-        batch = training_batch(what, hardware, limit=settings.memory_limit, reporter=reporter)
-        profile = profile.model_copy(update={"batch": batch})
-    return profile
 
 
 def _profile_training(
@@ -217,11 +200,6 @@ def _training_stage(predicted: TrainingMemory, measured: TrainingMemory | None, 
         modules=modules,
         timeline=Timeline.of(shown.counter),
     )
-
-
-def _shared(settings: TrainSettings) -> str:
-    described = settings.parallel.describe(settings.strategy)
-    return f", devices {described}" if settings.parallel.world_size > 1 else ""
 
 
 def _how(hardware: Hardware, steps: str, *, measured: bool) -> str:

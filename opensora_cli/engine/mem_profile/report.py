@@ -1,7 +1,7 @@
 """The result of a memory profile: a document, and lines for people."""
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from typing import ClassVar
 
 from opensora_cli.core.documents import Document
@@ -14,9 +14,8 @@ MIB = 2**20
 
 _TIMELINE_POINTS = 160
 _LISTED_MODULES = 8
-_BARS = "▁▂▃▄▅▆▇█"
-_BARS_IN_A_LINE = 80
-_PEAK = "peak"
+_WASTEFUL = 0.2
+"""Share of unused reserved memory at the peak above which the report advises a setting."""
 
 
 class Part(Document):
@@ -61,14 +60,6 @@ class Timeline(Document):
         marks = tuple((mark.name, mark.position / count) for mark in counter.marks)
         return cls(live_bytes=tuple(points), marks=marks)
 
-    def line(self) -> str:
-        """Return a row of bars for people; a full bar is the peak."""
-        width = min(len(self.live_bytes), _BARS_IN_A_LINE)
-        most = max(self.live_bytes, default=0) or 1
-        cuts = [index * len(self.live_bytes) // width for index in range(width + 1)]
-        tops = (max(self.live_bytes[begin:end]) for begin, end in pairwise(cuts))
-        return "".join(_BARS[top * (len(_BARS) - 1) // most] for top in tops)
-
 
 class TimedPart(Document):
     """Times of a stage, or of a block of a model, in the runs after a first one."""
@@ -108,7 +99,7 @@ class StageProfile(Document):
 
     def lines(self) -> list[str]:
         """Return a table for people."""
-        peak = Part(name=_PEAK, predicted_bytes=self.predicted_bytes, measured_bytes=self.measured_bytes)
+        peak = Part(name="peak", predicted_bytes=self.predicted_bytes, measured_bytes=self.measured_bytes)
         rows = [*self.parts, peak]
         found = [f"{self.name:36}{'predicted':>14}{'measured':>14}"]
         found += [f"  {row.name:34}{mib(row.predicted_bytes):>14}{mib(row.measured_bytes):>14}" for row in rows]
@@ -116,8 +107,6 @@ class StageProfile(Document):
             found[-1] += f"   predicted / measured {self.predicted_bytes / self.measured_bytes:.3f}"
         if self.not_measured:
             found.append(f"  not measured: {self.not_measured}")
-        if self.timeline:
-            found.append(f"  timeline  {self.timeline.line()}")
         found += _module_lines(self.modules)
         if self.times:
             found.append(f"  {'time':40}{'calls':>7}{'mean ms':>14}{'deviation':>12}")
@@ -172,18 +161,23 @@ class AttentionCost(Document):
 class LargestBatch(Document):
     """Result of the search for the largest batch."""
 
-    of: str
     batch_size: int
-    """Largest batch that fits; 0 means that not even one fits."""
+    """Largest batch that fits; 0 means that not even one clip fits."""
     limit_bytes: int
     peak_bytes: int
-    """Peak of the largest batch."""
+    """Predicted peak of the largest batch."""
     tried: tuple[tuple[int, int | None], ...]
-    """Batches and their peaks, in the order of the search; None means that the batch did not fit."""
+    """Batches and their peaks, in the order of the search; None means that the batch does not fit."""
     reached_most: bool
     """Whether the search ended at its upper limit."""
-    reason: str | None = None
-    """Reason why nothing was tried."""
+
+    def line(self) -> str:
+        """Return the result as text."""
+        if not self.batch_size:
+            return f"not even 1 clip fits into {mib(self.limit_bytes)}"
+        more = ", the largest that is tried" if self.reached_most else ""
+        needed = f"{mib(self.peak_bytes)} at the peak (predicted)"
+        return f"{self.batch_size} fits into {mib(self.limit_bytes)}{more}: {needed}"
 
 
 class Allocator(Document):
@@ -192,6 +186,18 @@ class Allocator(Document):
     allocated_bytes: int
     reserved_bytes: int
     advice: str
+
+    @classmethod
+    def of(cls, *, allocated: int, reserved: int) -> "Allocator":
+        """Return the peak with its advice."""
+        advice = "fragmentation is low: nothing to fix"
+        if (unused := 1 - allocated / reserved) > _WASTEFUL:
+            advice = f"{unused:.0%} is reserved and unused: try PYTORCH_ALLOC_CONF=expandable_segments:True"
+        return cls(allocated_bytes=allocated, reserved_bytes=reserved, advice=advice)
+
+    def line(self) -> str:
+        """Return the peak as text."""
+        return f"{mib(self.allocated_bytes)} allocated of {mib(self.reserved_bytes)} reserved; {self.advice}"
 
 
 class MemProfile(Document):
@@ -249,7 +255,8 @@ class MemProfile(Document):
             found.append(f"offloaded   {mib(self.offloaded_bytes)} of activations")
         if self.device != "cpu" and self.host is not None:
             found.append(f"host        {self.host.line()}")
-        found.append(f"allocator   {self._allocator_line()}")
+        if self.allocator is not None:
+            found.append(f"allocator   {self.allocator.line()}")
         found += [f"note        {note}" for note in self.notes]
         if self.techniques:
             found += ["", f"  {'technique':46}{'memory saved':>14}{'':8}{'time':>9}"]
@@ -257,16 +264,8 @@ class MemProfile(Document):
         if self.attention:
             found += ["", *attention_lines(self.attention)]
         if self.batch:
-            found += ["", *_batch_lines(self.batch)]
+            found += ["", f"batch       {self.batch.line()}"]
         return [*found, *(f"wrote       {path}" for path in self.files.values())]
-
-    def _allocator_line(self) -> str:
-        allocator = self.allocator
-        if allocator is None:
-            return "none: torch reserves no memory on a CPU" if self.device == "cpu" else "not measured"
-        share = 1 - allocator.allocated_bytes / max(allocator.reserved_bytes, 1)
-        held = f"{mib(allocator.allocated_bytes)} allocated of {mib(allocator.reserved_bytes)} reserved"
-        return f"{held}, {share:.0%} unused; {allocator.advice}"
 
 
 def module_shares(
@@ -336,15 +335,3 @@ def attention_lines(costs: Sequence[AttentionCost]) -> list[str]:
                 f"  {cost.kind:24}{cost.tokens:>10,}{mib(cost.memory_bytes):>16}{cost.seconds * 1e3:>11.1f} ms"
             )
     return found
-
-
-def _batch_lines(batch: LargestBatch) -> list[str]:
-    if batch.reason is not None:
-        return [f"batch       not searched: {batch.reason}"]
-    if not batch.batch_size:
-        return [f"batch       not even 1 of {batch.of} fits into {mib(batch.limit_bytes)}"]
-    more = ", the largest that is tried" if batch.reached_most else ""
-    return [
-        f"batch       {batch.batch_size} of {batch.of} fit into {mib(batch.limit_bytes)}{more}: "
-        f"{mib(batch.peak_bytes)} at the peak"
-    ]

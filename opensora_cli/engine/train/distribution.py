@@ -296,7 +296,7 @@ def start_ranks(settings: TrainSettings, *, flags: Sequence[str] = ()) -> None:
     with log_folder("train") as log_dir:
         parallel = settings.parallel
         kind = type_of_ranks(settings.device)
-        request = LaunchRequest.of(parallel, gpus=parallel.ranks_per_node, device_type=kind, log_dir=log_dir)
+        request = LaunchRequest(parallel=parallel, gpus=parallel.ranks_per_node, device_type=kind, log_dir=log_dir)
         saved = write_settings(log_dir, settings.model_dump(mode="json"))
         launch(request, ["train", "--from", str(saved), *flags], pace=Pace(finish_s=_SAVING_S))
 

@@ -18,6 +18,7 @@ from opensora_cli.engine.ckpt.hub_records import HubFile, read_listing, recorded
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch
 from opensora_cli.engine.train.evaluate import remove_later_samples
 from opensora_cli.engine.train.metrics import JsonLog
+from opensora_cli.settings.devices import ParallelSettings
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has other links, and no pipes in folders")
 
@@ -25,7 +26,7 @@ _FILE = HubFile(repo="a/b", commit="0" * 40, name="x", size=3, digest="0" * 64)
 
 
 def _rank_log(folder: Path) -> None:
-    request = LaunchRequest(gpus=1, device_type="cpu", log_dir=folder)
+    request = LaunchRequest(parallel=ParallelSettings(), gpus=1, device_type="cpu", log_dir=folder)
     launch(request, [], command=(sys.executable, "-c", "print('started')"))
 
 

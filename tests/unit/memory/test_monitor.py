@@ -1,23 +1,7 @@
-import pytest
 import torch
 from torch import nn
 
-from opensora_cli.memory.monitor import (
-    AccelerationProfiler,
-    ModuleTimes,
-    blocks_of,
-)
-
-
-def test_phases_are_kept_also_when_they_fail():
-    profiler = AccelerationProfiler("cpu")
-    with profiler.profile("load"):
-        pass
-    with pytest.raises(ValueError, match="no"), profiler.profile("run"):
-        raise ValueError("no")
-    assert [phase.name for phase in profiler.phases] == ["load", "run"]
-    assert all(phase.seconds >= 0 and phase.peak_allocated_gib is None for phase in profiler.phases)
-    assert [line.split(":")[0] for line in profiler.summary()] == ["load", "run"]
+from opensora_cli.memory.monitor import ModuleTimes, blocks_of
 
 
 def test_every_call_of_a_block_is_timed_while_it_is_watched():
@@ -35,5 +19,3 @@ def test_every_call_of_a_block_is_timed_while_it_is_watched():
     spreads = times.spreads()
     assert {name: spread.count for name, spread in spreads.items()} == {"model.blocks.0": 3, "model.blocks.1": 1}
     assert all(spread.mean_s >= 0 for spread in spreads.values())
-    times.clear()
-    assert times.spreads() == {}

@@ -15,8 +15,9 @@ from opensora_cli.engine.launch.launcher import LaunchRequest, log_folder, write
 from opensora_cli.settings.devices import ParallelSettings
 
 
-def request(**changes):
-    return LaunchRequest(**{"gpus": 2, "device_type": "cpu", "log_dir": Path("logs"), **changes})
+def request(*, devices=None, **changes):
+    given = {"gpus": 2, "device_type": "cpu", "log_dir": Path("logs"), "parallel": ParallelSettings(devices=devices)}
+    return LaunchRequest(**{**given, **changes})
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ def test_picked_gpus(monkeypatch, seen, expected):
 def test_several_machines_are_started_by_torchrun_or_srun():
     parallel = ParallelSettings(gpus=8, nnodes=2)
     with pytest.raises(RequestError, match="nnodes=2, and ranks are started here on this machine only") as caught:
-        LaunchRequest.of(parallel, gpus=8, device_type="cpu", log_dir=Path("logs"))
+        request(parallel=parallel, gpus=8).check()
     assert "torchrun --nnodes 2 --nproc-per-node 8 " in caught.value.hint
 
 
