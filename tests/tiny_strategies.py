@@ -12,10 +12,11 @@ from opensora_cli.data.batches import SampledBatches
 from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.build import build_task
-from opensora_cli.engine.train.distribution import Distribution, local, open_distribution
+from opensora_cli.engine.train.distribution import Distribution, local, mesh_shape
 from opensora_cli.engine.train.objectives.base import Task
 from opensora_cli.engine.train.trainer import Clock, Trainer
 from opensora_cli.models.mmdit.model import MMDiT
+from opensora_cli.parallel.mesh import ParallelMesh, use_mesh
 from opensora_cli.settings.devices import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
@@ -51,13 +52,10 @@ class Case:
         self, dtype: torch.dtype | None = None, device: str = "cpu", *, offload_states: bool = False
     ) -> Distribution:
         """Return the distribution of this process."""
-        return open_distribution(
-            Strategy(self.strategy),
-            self.parallel,
-            device=torch.device(device),
-            dtype=dtype,
-            offload_states=offload_states,
-        )
+        strategy = Strategy(self.strategy)
+        mesh = ParallelMesh(mesh_shape(strategy, self.parallel), device_type=device)
+        use_mesh(mesh)
+        return Distribution(torch.device(device), mesh, strategy=strategy, dtype=dtype, offload_states=offload_states)
 
 
 def open_trainer(settings: TrainSettings, distribution: Distribution) -> Trainer:

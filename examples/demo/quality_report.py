@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SCHEMA = "osora.benchmark.demo_quality/2"
+SCHEMA = "osora.benchmark.demo_quality/3"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,7 @@ MEAN_READ = Goal(97.0, "%")
 WORST_READ = Goal(92.0, "%")
 WORST_READ_OF_HARD = Goal(88.0, "%")
 STABLE = Goal(95.0, "%")
+BROKEN = Goal(3.3, "%", at_most=True)
 FIRST_FRAME = Goal(28.0, "dB")
 GENERATE = Goal(15.0, "s", at_most=True)
 
@@ -71,11 +72,21 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
             f"              worst {WORST_READ.judge(100 * trial['worst'])}",
             f"              same shape and colour in each third {STABLE.judge(100 * trial['stable'])}",
         ]
+        lines += [
+            f"              read from the middle frame alone: {percent(trial['middle_frame_accuracy'])}",
+            f"              comes apart {BROKEN.judge(100 * len(trial['broken']) / trial['videos'])}",
+        ]
         if hard := trial["hard"]:
             lines += [
                 f"              of {hard['videos']} by night, in rain or snow: {percent(hard['accuracy'])}",
                 f"              worst {WORST_READ_OF_HARD.judge(100 * hard['worst'])}",
             ]
+    if pictures := report.get("pictures"):
+        lines += [
+            f"pictures      {pictures['pictures']} single pictures, in %: {percent(pictures['accuracy'])}",
+            f"              from first frames of renders: {percent(pictures['accuracy_of_renders'])}",
+            f"              detail {pictures['detail_of_renders']:.2f} of that of renders",
+        ]
     for name, figures in report.get("conditions", {}).items():
         psnr = FIRST_FRAME.judge(figures["psnr_db"]) if name == "i2v_head" else f"{figures.get('psnr_db', 0):.1f} dB"
         given = f"given frames {psnr}, lowest {figures['lowest_psnr_db']:.1f}; " if "psnr_db" in figures else ""

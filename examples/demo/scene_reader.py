@@ -160,10 +160,25 @@ class Reader(nn.Module):
         return torch.cat(read)
 
 
-def accuracy(read_NA: Tensor, scenes: Sequence[Scene]) -> dict[str, float]:
+def accuracy(
+    read_NA: Tensor, scenes: Sequence[Scene], *, attributes: Sequence[str] = tuple(ANSWERS)
+) -> dict[str, float]:
     """Return the share of clips, 0 to 1, of which each attribute is read as the scene has it, and their mean."""
     right_A = (read_NA == torch.tensor([right_answers(scene) for scene in scenes])).double().mean(dim=0)
-    return {**dict(zip(ANSWERS, right_A.tolist(), strict=True)), "mean": right_A.mean().item()}
+    shares = {name: share for name, share in zip(ANSWERS, right_A.tolist(), strict=True) if name in attributes}
+    return {**shares, "mean": sum(shares.values()) / len(shares)}
+
+
+STILL = ("place", "weather", "time", "shape", "colour")
+"""Answers that a single frame shows."""
+
+
+def read_frame(reader: Reader, frames_NHWC: Clips, *, num_frames: int, fps: float) -> Tensor:
+    """Return the answers (N, 7) read from single frames, shown as clips that stand still.
+
+    Answers other than `STILL` mean nothing.
+    """
+    return reader.read(np.repeat(frames_NHWC[:, None], num_frames, axis=1), fps=fps)
 
 
 def is_stable(reader: Reader, clips_NTHWC: Clips, *, fps: float) -> Tensor:

@@ -19,12 +19,13 @@ from opensora_cli.cli.app import main
 from opensora_cli.core.exceptions import CheckpointError, OutputError, TrainingError
 from opensora_cli.engine.train import checkpoints
 from opensora_cli.engine.train.checkpoints import CheckpointWriter, choose_checkpoint
-from opensora_cli.engine.train.distribution import Distribution, open_distribution
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.state import restore
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.settings.devices import Strategy, TrainParallelSettings
+from opensora_cli.parallel.mesh import ParallelMesh
+from opensora_cli.parallel.shares import MeshShape
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import CheckpointSettings
 
@@ -36,8 +37,7 @@ def _distribution() -> Distribution:
     device = torch.device("cpu")
     if not dist.is_initialized():
         return Distribution(device)
-    parallel = TrainParallelSettings(gpus=dist.get_world_size())
-    return open_distribution(Strategy.DDP, parallel, device=device, dtype=None)
+    return Distribution(device, ParallelMesh(MeshShape(replicate=dist.get_world_size()), device_type="cpu"))
 
 
 def _trainer(task: ToyTask, reporter: Listener | None = None, **loop: object) -> Trainer:

@@ -62,8 +62,9 @@ class SceneSource:
     def requests(self) -> Iterator[ClipRequest]:
         """Yield the clip of each scene, and its first frame, if any epoch asks for them."""
         buckets = [int(length == 1 < self.scenes.num_frames) for length in self.scenes.kinds]
-        for sample in range(self.scenes.count):
-            for bucket in buckets:
+        # One kind after the other: ranks that take every n-th request then share both kinds evenly.
+        for bucket in buckets:
+            for sample in range(self.scenes.count):
                 yield self.request(sample, bucket=bucket, number=0, place=0)
 
     def read(self, request: ClipRequest) -> Tensor:

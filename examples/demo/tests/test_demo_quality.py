@@ -10,6 +10,8 @@ from tiny_world import World, demo_settings, make_world
 
 import demo_quality
 import scene_reader
+from breakups import is_broken, lowest_steadiness
+from clip_quality import detail, ssim
 from demo_world.english_captions import SPEED_WORDS
 from demo_world.scenes import (
     Colour,
@@ -26,12 +28,14 @@ from demo_world.scenes import (
     sample_scene,
 )
 from demo_world.translated_captions import Language, translated_words
+from measured_scenes import scene_set
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import CheckpointError, OsoraError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.references import with_mode
+from quality_measures import is_hard
 
 
 @pytest.fixture(scope="module")
@@ -182,15 +186,15 @@ def test_reader_comes_back_from_its_file(tmp_path: Path) -> None:
 def test_detail_is_lost_by_blurring_alone() -> None:
     clips = np.stack([render_scene(scene()), render_scene(scene(direction=Direction.LEFT))])
     blurred = (clips[:, :, 1:].astype(int) + clips[:, :, :-1]) // 2
-    assert demo_quality.detail(blurred.astype(np.uint8)) < 0.9 * demo_quality.detail(clips)
-    assert demo_quality.detail(clips[:, :, ::-1].copy()) == pytest.approx(demo_quality.detail(clips))
+    assert detail(blurred.astype(np.uint8)) < 0.9 * detail(clips)
+    assert detail(clips[:, :, ::-1].copy()) == pytest.approx(detail(clips))
 
 
 def test_similarity_falls_with_noise() -> None:
     clips = np.stack([render_scene(scene())])
     noisy = (clips + np.random.default_rng(0).normal(0, 20, clips.shape)).clip(0, 255).astype(np.uint8)
-    assert demo_quality.ssim(clips, clips) == pytest.approx(1.0)
-    assert 0.1 < demo_quality.ssim(noisy, clips) < 0.8
+    assert ssim(clips, clips) == pytest.approx(1.0)
+    assert 0.1 < ssim(noisy, clips) < 0.8
 
 
 def test_intervals_are_those_of_wilson() -> None:
@@ -201,24 +205,37 @@ def test_intervals_are_those_of_wilson() -> None:
 
 
 def test_captions_leave_nothing_to_chance() -> None:
-    scenes, prompts = demo_quality.scene_set(40, seed=0, part=1)
+    scenes, prompts = scene_set(40, seed=0, part=1)
     assert all(is_held_out(shown) for shown in scenes)
     for shown, prompt in zip(scenes, prompts, strict=True):
         assert shown.thing is not None
         words = set(prompt.replace(",", "").split())
         assert {shown.thing.colour, shown.thing.direction} <= words
         assert words & set(SPEED_WORDS[shown.thing.speed])
-    assert scenes == demo_quality.scene_set(40, seed=0, part=1)[0]
-    assert scenes[0] not in demo_quality.scene_set(40, seed=0, part=2)[0]
+    assert scenes == scene_set(40, seed=0, part=1)[0]
+    assert scenes[0] not in scene_set(40, seed=0, part=2)[0]
 
 
 @pytest.mark.parametrize("language", list(Language))
 def test_other_languages_have_the_same_scenes(language: Language) -> None:
-    english, (scenes, prompts) = (
-        demo_quality.scene_set(40, seed=0, part=1, language=each) for each in (None, language)
-    )
+    english, (scenes, prompts) = (scene_set(40, seed=0, part=1, language=each) for each in (None, language))
     assert scenes == english[0]
     assert set(" ".join(prompts).replace(",", "").split()) <= set(translated_words())
+
+
+def test_only_a_thing_that_changes_its_outline_is_broken() -> None:
+    things = [Thing(shape, colour, Direction.LEFT, Speed.FAST) for shape in Shape for colour in Colour]
+    scenes = [Scene(Place.SEA, Weather.RAIN, Time.SUNSET, thing, seed) for thing in things for seed in range(2)]
+    clips = [render_scene(each, size=128, num_frames=9) for each in scenes]
+    lowest = lowest_steadiness(clips[::2], scenes[::2])
+    for clip, each in zip(clips[1::2], scenes[1::2], strict=True):
+        assert not is_broken(clip, each, lowest)
+        torn = clip.copy()
+        torn[4] = np.where(np.arange(128)[:, None, None] % 16 < 8, np.roll(clip[4], 32, axis=1), clip[4])
+        assert is_broken(torn, each, lowest)
+        vanished = clip.copy()
+        vanished[3] = 0
+        assert is_broken(vanished, each, lowest)
 
 
 @pytest.mark.slow
@@ -242,7 +259,7 @@ def test_whole_benchmark_in_small(
     timed = {"seconds": 70.0, "stages_s": {"load": 1.0}, "cores": 2}
     monkeypatch.setattr(demo_quality, "measure_seconds", lambda arguments: run.append(arguments) or timed)
     arguments = ["--weights", str(world.demo), "--readers", str(tmp_path), "--json", str(report)]
-    arguments += ["--clips", "3", "--prompts", "3", "--given", "2", "--reader-clips", "4"]
+    arguments += ["--clips", "3", "--prompts", "3", "--pictures", "2", "--given", "2", "--reader-clips", "4"]
     arguments += ["--seeds", "2", "--steps", "2", "--guidance-scale", "1", "--guidance-scale", "4"]
     assert demo_quality.main([*arguments, *(part for each in overrides for part in ("--set", each))]) == 0
 
@@ -250,7 +267,7 @@ def test_whole_benchmark_in_small(
     assert found["vae"]["clips"] == 3
     assert np.average(
         list(found["vae"]["psnr_db_by_weather"].values()),
-        weights=weather_counts(demo_quality.scene_set(3, seed=0, part=0)[0]),
+        weights=weather_counts(scene_set(3, seed=0, part=0)[0]),
     ) == pytest.approx(found["vae"]["psnr_db"])
     assert 0 < found["vae"]["ssim"] < 1
     assert found["vae"]["detail_of_renders"] > 0
@@ -262,12 +279,17 @@ def test_whole_benchmark_in_small(
     assert {trial["num_inference_steps"] for trial in found["prompts"]} == {2}
     assert [trial["model_evaluations"] for trial in found["prompts"]] == [2, 4]
     assert all(trial["detail_of_renders"] > 0 for trial in found["prompts"])
-    hard = [demo_quality.is_hard(shown) for shown in demo_quality.scene_set(3, seed=0, part=1)[0]]
+    hard = [is_hard(shown) for shown in scene_set(3, seed=0, part=1)[0]]
     assert any(hard)
     for trial in found["prompts"]:
         assert trial["videos"] == 6
         assert 0 <= trial["stable"] <= 1
         assert trial["hard"]["videos"] == 2 * sum(hard)
+        assert set(trial["broken"]) <= set(range(6))
+        assert trial["middle_frame_accuracy"].keys() == {*scene_reader.STILL, "mean"}
+    assert found["pictures"]["pictures"] == 2
+    assert found["pictures"]["accuracy"].keys() == {*scene_reader.STILL, "mean"}
+    assert found["pictures"]["accuracy_of_renders"].keys() == {*scene_reader.STILL, "mean"}
     assert found["conditions"].keys() == CONDITION_MODES.keys()
     for name, figures in found["conditions"].items():
         assert figures["clips"] == 2

@@ -342,38 +342,20 @@ def distribution_of(
 ) -> Distribution:
     """Return the distribution of a run. All ranks call this after `dist.init_process_group`.
 
-    Raises RequestError if a setting of the exchange has no effect between these ranks, or is impossible.
+    A single process needs no group, and ignores the strategy. Raises RequestError if a setting of the exchange has no
+    effect between these ranks, or is impossible.
     """
-    dtype = torch_dtype(settings.precision.compute)
-    return open_distribution(
-        settings.strategy,
-        settings.parallel,
-        device=device,
-        dtype=None if dtype is torch.float32 else dtype,
-        exchange=training_exchange(settings),
-        offload_states=settings.optimizer.offload_states,
-        kind=kind,
-    )
-
-
-def open_distribution(
-    strategy: Strategy,
-    parallel: TrainParallelSettings,
-    *,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    exchange: ExchangePlan | None = None,
-    offload_states: bool = False,
-    kind: type[Distribution] = Distribution,
-) -> Distribution:
-    """Return the distribution of this run's work. All ranks call this after `dist.init_process_group`.
-
-    A single process needs no group, and ignores the strategy. `parallel` must be valid for the strategy. The other
-    arguments are those of `Distribution`.
-    """
-    shape = mesh_shape(strategy, parallel)
+    shape, exchange = mesh_shape(settings.strategy, settings.parallel), training_exchange(settings)
     if shape.size == 1:
         return Distribution(device)
     mesh = ParallelMesh(shape, device_type=device.type)
     use_mesh(mesh)
-    return kind(device, mesh, strategy=strategy, dtype=dtype, exchange=exchange, offload_states=offload_states)
+    dtype = torch_dtype(settings.precision.compute)
+    return kind(
+        device,
+        mesh,
+        strategy=settings.strategy,
+        dtype=None if dtype is torch.float32 else dtype,
+        exchange=exchange,
+        offload_states=settings.optimizer.offload_states,
+    )
