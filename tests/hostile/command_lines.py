@@ -1,6 +1,7 @@
 """Command lines from the application's own list of commands, and valid ones that were changed."""
 
 import random
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -8,7 +9,7 @@ from functools import cache
 from typing import Any, get_args
 
 from hostile.inputs import BASES, Base, Inputs
-from hostile.sandbox import Folder
+from hostile.sandbox import Folder, Signal
 from hostile.trial import Case
 from hostile.values import PATHS, close_obstacles, hostile_value, put_obstacles
 from pydantic import BaseModel
@@ -21,6 +22,8 @@ _NEW_RANKS = ("--gpus", "--devices", "parallel.gpus", "parallel.devices", "paral
 _FEW_RANKS = ("", "0", "-1", "1", "x", "1e9x", "0,0", "9" * 25, "nan")
 _LONG = ("--compare", "--adaptive-batch")
 """Flags that measure for most of a minute."""
+_SERVED_S = 20.0
+"""Seconds after which a server is ended."""
 _VARIABLES = (
     *("OSORA_WEIGHTS", "OSORA_SAMPLING__SEED", "OSORA_VIDEO__WIDTH", "OSORA_X", "OSORA_LOOP__STEPS", "HF_HOME", "HOME"),
     *("TMPDIR", "LANG", "COLUMNS", "OMP_NUM_THREADS", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR"),
@@ -95,6 +98,7 @@ def _case(name: str, argv: Sequence[str], base: Base | None, inputs: Inputs, env
         prepare=prepare,
         close=close_obstacles,
         environment=environment,
+        signals=(Signal(_SERVED_S, signal.SIGTERM),) if "serve" in argv else (),
         # What a changed line names as the place of its results is its own to replace.
         may_change=("work",) if "--overwrite" in argv else replaces,
         may_keep=("home/",) if "--install-completion" in argv else (),

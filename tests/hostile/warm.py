@@ -4,6 +4,7 @@ It stays without threads, so that what it forks is whole. Started by `hostile.sa
 JSON for each line that it reads. See `hostile.confined` for what a forked child may do.
 """
 
+import atexit
 import gc
 import importlib
 import json
@@ -70,6 +71,9 @@ def _forget_finalizers() -> None:
     """
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # no public list
         finalizer.atexit = False
+    # A command before imported dynamo, which imports more at the end, and fails where no file can be opened.
+    if (dynamo := sys.modules.get("torch._dynamo.utils")) is not None:
+        atexit.unregister(dynamo.dump_compile_times)
 
 
 def _learned() -> dict[str, Any]:
