@@ -232,4 +232,4 @@ def measure_unbroken(plan: Plan, models: LoadedModels, *, count: int, seed: int)
     each = [
         replace(scene, thing=replace(scene.thing, shape=shape)) for scene in scenes for shape in Shape if scene.thing
     ]
-    return lowest_steadiness(reconstruct(plan, models, film(each, plan)), each)
+    return lowest_steadiness([*reconstruct(plan, models, film(each, plan))], each)
