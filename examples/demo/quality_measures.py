@@ -125,7 +125,7 @@ def measure_prompts(
         "hard": measured_hard(read_NA, shown),
         "stable": stable_share,
         "stable_interval": confidence_interval(stable_share, videos),
-        "broken": [index for index, is_one in enumerate(broken) if is_one],
+        "broken": [index for index, comes_apart in enumerate(broken) if comes_apart],
         "seconds_per_video": seconds / videos,
         "misread": misread(read_NA, shown, prompts * options.seeds),
     }
@@ -165,7 +165,7 @@ def measure_pictures(
 
 
 def is_hard(scene: Scene) -> bool:
-    """Whether it is night, or rain or snow falls."""
+    """Return whether it is night, or rain or snow falls."""
     return scene.time is Time.NIGHT or scene.weather is not Weather.CLEAR
 
 

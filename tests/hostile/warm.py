@@ -71,7 +71,7 @@ def _forget_finalizers() -> None:
     """
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]  # no public list
         finalizer.atexit = False
-    # A command before imported dynamo, which imports more at the end, and fails where no file can be opened.
+    # At exit, torch._dynamo imports more modules, which fails where no file can be opened.
     if (dynamo := sys.modules.get("torch._dynamo.utils")) is not None:
         atexit.unregister(dynamo.dump_compile_times)
 
