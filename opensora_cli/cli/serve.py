@@ -1,9 +1,13 @@
 """`osora serve`: an API, a queue and a page for videos."""
 
+import os
+
 from opensora_cli.cli import options
 from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import make_command
 from opensora_cli.core.exceptions import missing_library
+from opensora_cli.core.ranks import find_context
+from opensora_cli.settings.explain import Given
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import collect_overrides
@@ -22,8 +26,16 @@ def serve(settings: ServeSettings, call: Call) -> None:
       osora serve --model open-sora-v2 --set memory.offload=blocks --folder videos
 
       osora serve --host 0.0.0.0 --token-file token.txt --groups 8
+
+      osora serve --gpus 8
     """
-    base = collect_overrides(GenerateSettings, {}, call.assignments)
+    given = {"parallel.gpus": Given(call.given["--gpus"], "--gpus")} if "--gpus" in call.given else {}
+    base = collect_overrides(GenerateSettings, given, call.assignments)
+    if (context := find_context(os.environ)) is not None:
+        from opensora_cli.server.ranks import make_in_rank
+
+        make_in_rank(context, base)
+        return
     try:
         from opensora_cli.server.run import serve as run
     except ImportError as error:
@@ -39,6 +51,7 @@ _ROWS = {
     "--token-file": Option("token_file", metavar="FILE"),
     "--max-queue": Option("max_queue", kind=int),
     "--groups": Option("groups", kind=int),
+    "--gpus": Option(kind=int, help="GPUs that share each video. [default: 1]", metavar="N"),
     "--set": options.set_row("Any setting of all videos, such as memory.offload=blocks."),
 }
 COMMAND = make_command("serve", serve, _ROWS, settings=ServeSettings)

@@ -37,8 +37,8 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
     """Answer requests until a signal ends the server.
 
     Raises:
-        RequestError: settings of `base` are wrong, or share one video among GPUs.
-        HardwareError: this machine has GPUs, but fewer than groups.
+        RequestError: settings of `base` are wrong, or name GPUs or machines that groups cannot use.
+        HardwareError: this machine has GPUs, but fewer than the groups need.
         FileProblem: the token file is missing or too short, or the folder cannot be used.
     """
     token = None if settings.token_file is None else _read_token(Path(settings.token_file))
@@ -50,13 +50,13 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
         reporter=reporter,
     )
     model = usual.model.name
-    if usual.parallel.world_size > 1:
-        raise RequestError(
-            f"parallel.gpus={usual.parallel.world_size} shares one video, and a server makes each on one GPU",
-            hint="drop it; --groups makes several videos at the same time",
-        )
-    if settings.groups > 1 and usual.runtime.device == "auto":
-        _require_devices(settings.groups)
+    parallel, groups = usual.parallel, settings.groups
+    if parallel.nnodes > 1:
+        raise RequestError(f"parallel.nnodes={parallel.nnodes}: a server has one machine", hint="run one on each")
+    if groups > 1 and parallel.devices is not None:
+        raise RequestError(f"parallel.devices names the GPUs of one group, and there are {groups}", hint="use --gpus N")
+    if usual.runtime.device == "auto":
+        _require_devices(groups, parallel.ranks_per_node)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
@@ -118,12 +118,19 @@ class _Uvicorn(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _require_devices(groups: int) -> None:
-    """Raise HardwareError if there are GPUs, but fewer than `groups`; torch counts them in a process of its own."""
+def _require_devices(groups: int, gpus: int) -> None:
+    """Raise HardwareError if there are GPUs, but too few for the groups; torch counts them in a process of its own."""
+    needed = groups * gpus
+    if needed == 1:
+        return
     command = [*module_command("opensora_cli.server.worker"), "devices"]
     counted = subprocess.run(command, env=safe_environment(os.environ), stdout=subprocess.PIPE, check=True)
-    if 0 < (devices := int(counted.stdout)) < groups:
-        raise HardwareError(f"--groups {groups} needs {groups} GPUs, and this machine has {devices}")
+    devices = int(counted.stdout)
+    if 0 < devices < needed:
+        each = f" of {gpus}" if gpus > 1 else ""
+        raise HardwareError(f"--groups {groups}{each} needs {needed} GPUs, and this machine has {devices}")
+    if devices == 0 and gpus > 1:
+        raise HardwareError(f"--gpus {gpus}, and this machine has no GPU", hint="use --set runtime.device=cpu")
 
 
 def _listen(settings: ServeSettings) -> socket.socket:

@@ -226,9 +226,9 @@ class Scheduler:
                 for stage, seconds in report["result"]["timings_s"].items():
                     self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
                 await self._finish(report["id"], Status.COMPLETED)
-            case "failed":
+            case "failed" if report["id"] in self._running:
                 await self._finish(report["id"], Status.FAILED, report["error"])
-            case "stopped":
+            case "stopped" if report["id"] in self._running:
                 await self._interrupted(report["id"])
             case _:
                 self.publish(report)

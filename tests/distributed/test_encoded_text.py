@@ -31,7 +31,7 @@ def _encode(settings: GenerateSettings) -> tuple[PromptEmbeds, int]:
     with patch.object(
         generate_models, "load_t5", lambda plan, **options: loads.append(plan) or load_t5(plan, **options)
     ):
-        models = LoadedModels(ranks=Ranks(MeshShape(ulysses=dist.get_world_size()), torch.device("cpu")))
+        models = LoadedModels(ranks=Ranks(torch.device("cpu"), MeshShape(ulysses=dist.get_world_size())))
         with models, torch.inference_mode():
             [embeds] = text_embeds(make_plan(settings), models, Events(RecordingReporter()))
     return embeds, len(loads)

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def ranks():
-    return Ranks(MeshShape(guidance=dist.get_world_size()), CPU)
+    return Ranks(CPU, MeshShape(guidance=dist.get_world_size()))
 
 
 def _agreed():

@@ -69,7 +69,7 @@ def plan_of(
 
 def on_this_rank(plan):
     """Return the ranks that share the work, None in one process, and the transformer or this rank's share of it."""
-    ranks = Ranks(plan.mesh, torch.device("cpu")) if plan.mesh.size > 1 else None
+    ranks = Ranks(torch.device("cpu"), plan.mesh) if plan.mesh.size > 1 else None
     transformer = loading.load_transformer(plan, group=None if ranks is None else ranks.tensor_group)
     transformer.set_attention(sdpa)
     return ranks, transformer
@@ -191,7 +191,7 @@ def test_memory_of_a_rank_is_predicted(pool, degrees):
 
 def mapped(plan):
     """Return the bytes of the weights, the file that each of them maps, and the bytes that this rank has for itself."""
-    machine_group = Ranks(plan.mesh, torch.device("cpu")).machine_group
+    machine_group = Ranks(torch.device("cpu"), plan.mesh).machine_group
     transformer = loading.load_transformer(plan, machine_group=machine_group)
     held = [weight for weight in transformer.state_dict().values() if weight.device.type == "cpu"]
     assert sum(float(weight.float().sum()) for weight in held) != 0  # touches every page

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from opensora_cli.core.progress import SilentReporter, StageProgress
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import denoise, pipeline
-from opensora_cli.engine.generate import ranks as generation_ranks
 from opensora_cli.engine.generate import run as generation_run
 from opensora_cli.engine.generate.chain import SEGMENT, Chain
 from opensora_cli.engine.generate.decode import Clip
@@ -28,7 +27,7 @@ from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.engine.generate.process import ALONE, OneProcess
-from opensora_cli.engine.generate.ranks import Ranks, chain_of_rank, joined_ranks
+from opensora_cli.engine.generate.ranks import joined_ranks
 from opensora_cli.engine.generate.references import references_of
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.models.mmdit.model import _computed_where
@@ -113,8 +112,7 @@ def rehearse(
     with rehearsal(world, rank, gpu=gpu) as turn, ExitStack() as stack:
         reporter = LoggedReporter(turn.log)
         # Plans are made of numbers, some of them counted on tensors of another kind.
-        for module in (generation_ranks, generation_run):
-            stack.enter_context(mock.patch.object(module, "make_chain", _planned))
+        stack.enter_context(mock.patch.object(generation_run, "make_chain", _planned))
         if not encodes:
             stack.enter_context(mock.patch.object(pipeline, "text_embeds", _text_embeds))
         # There are no numbers to write.
@@ -123,9 +121,8 @@ def rehearse(
         if world.size == 1:
             chain = generation_run.plan_here(settings, LoadedModels(), reporter=reporter)
         else:
-            settings, device = stack.enter_context(joined_ranks(settings, turn.context, reporter))
-            chain = chain_of_rank(settings, device)
-            ranks = Ranks(chain.video.mesh, device, chain.video.exchange)
+            settings, ranks = stack.enter_context(joined_ranks(settings, turn.context, reporter))
+            chain = generation_run.chain_of(settings, LoadedModels(ranks=ranks))
         _make(chain, ranks, reporter, decodes=decodes)
         return Turn(turn, chain)
 

@@ -226,7 +226,8 @@ def test_the_server_answers_without_torch_while_a_video_is_made(served):
         (["--token-file", "short"], 3, "at least 16"),
         (["--groups", "0"], 2, "groups"),
         (["--set", "memory.offlod=blocks"], 2, "memory.offload"),
-        (["--set", "parallel.gpus=2"], 2, "a server makes each on one GPU"),
+        (["--set", "parallel.nnodes=2"], 2, "a server has one machine"),
+        (["--groups", "2", "--set", "parallel.devices=0,1"], 2, "names the GPUs of one group"),
     ],
 )
 def test_a_server_with_wrong_settings_does_not_start(options, code, message, tmp_path, monkeypatch, capsys):

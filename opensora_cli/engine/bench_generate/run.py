@@ -7,8 +7,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-import torch
-
 from opensora_cli.core.device import peak_memory_gib, start_peak_memory
 from opensora_cli.core.exceptions import OsoraError
 from opensora_cli.core.progress import Reporter, SilentReporter
@@ -23,10 +21,11 @@ from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.planning import make_chain, require_fit, require_room, require_weights
+from opensora_cli.engine.generate.planning import require_fit, require_room, require_weights
+from opensora_cli.engine.generate.process import ALONE
 from opensora_cli.engine.generate.references import Reference, references_of
 from opensora_cli.engine.generate.refinement import refined
-from opensora_cli.engine.generate.run import plan_here
+from opensora_cli.engine.generate.run import chain_of, plan_here
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.media.similarity import SSIM_WINDOW, psnr_db, ssim
 from opensora_cli.settings.bench_generate import (
@@ -74,15 +73,13 @@ def bench_generate(
         return None
     settings = settings.replace(_NOTHING_KEPT)
     with ExitStack() as stack:
-        models = stack.enter_context(LoadedModels(stay=True))
-        device = None
-        if context is None:
-            chain = plan_here(settings, models, reporter=reporter)
-        else:
+        ranks = ALONE
+        if context is not None:
             reporter = generate_ranks.watched(reporter)
-            settings, device = stack.enter_context(generate_ranks.joined_ranks(settings, context, reporter))
-            chain = generate_ranks.chain_of_rank(settings, device)
-        runner = _Runner(reporter, device, models)
+            settings, ranks = stack.enter_context(generate_ranks.joined_ranks(settings, context, reporter))
+        models = stack.enter_context(LoadedModels(stay=True, ranks=ranks))
+        chain = plan_here(settings, models, reporter=reporter) if context is None else chain_of(settings, models)
+        runner = _Runner(reporter, models)
         rows, skipped = _planned(chain, tries, runner)
         exact = rows[0].chain.video
         is_main = context is None or context.is_main
@@ -208,18 +205,16 @@ def likeness(video: HeldVideo, exact: HeldVideo, *, on_frame: Callable[[], None]
 
 
 class _Runner:
-    """Planner and maker of videos in this process; `device` is set in one of several ranks."""
+    """Planner and maker of videos in this process or rank."""
 
-    def __init__(self, reporter: Reporter, device: torch.device | None, models: LoadedModels) -> None:
+    def __init__(self, reporter: Reporter, models: LoadedModels) -> None:
         self.reporter = reporter
         self.references: Sequence[Reference] = ()
-        self._device = device
         self._models = models
-        self._ranks: generate_ranks.Ranks | None = None
 
     def plan(self, settings: GenerateSettings) -> Chain:
         """Return the jobs of one video; all ranks call it."""
-        return make_chain(settings) if self._device is None else generate_ranks.chain_of_rank(settings, self._device)
+        return chain_of(settings, self._models)
 
     def run(self, chain: Chain) -> tuple[HeldVideo | None, dict[str, float], list[float]]:
         """Make a video; return it (on rank 0), the seconds of its stages, and the peak memory of each rank in GiB.
@@ -227,20 +222,13 @@ class _Runner:
         All ranks call it. Without a way to measure peaks the list is empty.
         """
         plan = chain.video
-        if self._device is not None and self._ranks is None:
-            self._ranks = generate_ranks.Ranks(plan.mesh, self._device, plan.exchange)
         events = Events(self.reporter, keeps_results=False)
-
-        with ExitStack() as stack:
-            models = self._models
-            if self._ranks is not None:
-                models = stack.enter_context(LoadedModels(ranks=self._ranks.of(plan)))
-            chain = chain.change(models.planned, only=VIDEO)
-            sample = Sample(chain, chain.video, sample_files(chain.settings, 0), self.references)
-            stack.enter_context(computing(plan, self.reporter))
+        chain = chain.change(self._models.planned, only=VIDEO)
+        sample = Sample(chain, chain.video, sample_files(chain.settings, 0), self.references)
+        with computing(plan, self.reporter):
             is_measured = start_peak_memory(plan.hardware.device)
-            videos = make(chain, [sample], models, events, finish=hold)
+            videos = make(chain, [sample], self._models, events, finish=hold)
             peaks = [*peak_memory_gib(plan.hardware.device).values()] if is_measured else []
-        if self._ranks is not None:
+        if self._models.ranks.count > 1:
             peaks = [peak for of_rank in all_gather_json(peaks) for peak in of_rank]
         return (videos[0] if videos else None), events.timings_s, peaks

@@ -180,7 +180,7 @@ class LoadedModels:
             with _loading(plan, Component.TRANSFORMER, events) as advance:
                 transformer = load_transformer(
                     plan,
-                    group=self.ranks.tensor_group,
+                    group=self.ranks.of(plan).tensor_group,
                     machine_group=self.ranks.machine_group,
                     advance=advance,
                     measured=errors.append,
@@ -288,6 +288,7 @@ def _model_key(plan: Plan, name: str) -> object:
             offload.linear,
             offload.modulation_on_host,
             streams and (offload.resident_blocks, offload.host_weights),
+            plan.mesh.tensor,
         )
     return files, plan.hardware.device, plan.hardware.dtype, made_of
 

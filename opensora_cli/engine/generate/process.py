@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -19,6 +20,8 @@ class OneProcess:
 
     count = 1
     """Number of processes."""
+    device: torch.device | None = None
+    """Device of this rank; None for a single process, which may choose."""
     text_group: dist.ProcessGroup | None = None
     """Ranks that share the layers of T5; None for a single process."""
     tensor_group: dist.ProcessGroup | None = None
@@ -37,6 +40,10 @@ class OneProcess:
 
     def same(self, value: Json) -> Json:
         """Return the value of rank 0; tuples arrive as lists on the others."""
+        return value
+
+    def least(self, value: int) -> int:
+        """Return the smallest value of all ranks."""
         return value
 
     def same_tensors(self, tensors: Sequence[Tensor] | None) -> Sequence[Tensor]:

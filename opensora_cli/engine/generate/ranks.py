@@ -3,7 +3,6 @@
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,10 +20,9 @@ from opensora_cli.core.rank_messages import Json, all_gather_json, broadcast_jso
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import UNKNOWN_BYTES, Hardware
 from opensora_cli.engine.estimate.offload import ON_DEVICE
-from opensora_cli.engine.generate.chain import DRAFT, PICTURE, Chain
+from opensora_cli.engine.generate.chain import DRAFT, PICTURE
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.planning import make_chain, rank_hardware
 from opensora_cli.engine.generate.process import OneProcess
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.refinement import refined
@@ -55,11 +53,19 @@ _LONGEST = timedelta(days=30)
 
 
 class Ranks(OneProcess):
-    """All processes of a run on a mesh, whose ranks exchange tokens for heads by the plan `exchange`."""
+    """All processes of a run on a mesh, whose ranks exchange tokens for heads by the plan `exchange`.
 
-    def __init__(self, shape: MeshShape, device: torch.device, exchange: ExchangePlan | None = None) -> None:
+    Without a mesh they only share prompts and messages; `of` returns them on the mesh of a plan.
+    """
+
+    device: torch.device
+
+    def __init__(
+        self, device: torch.device, shape: MeshShape | None = None, exchange: ExchangePlan | None = None
+    ) -> None:
         self.count = dist.get_world_size()
         self.text_group = dist.group.WORLD
+        shape = shape or MeshShape(replicate=self.count)
         self.mesh = ParallelMesh(shape, device_type=device.type)
         use_mesh(self.mesh)
         self.device = device
@@ -78,12 +84,16 @@ class Ranks(OneProcess):
         """Return the same processes on the mesh of a plan; all ranks call it."""
         key = plan.mesh, plan.exchange
         if key not in self._meshes:
-            self._meshes[key] = Ranks(plan.mesh, self.device, plan.exchange)
+            self._meshes[key] = Ranks(self.device, plan.mesh, plan.exchange)
         return self._meshes[key]
 
     def same(self, value: Json) -> Json:
         """Return the value of rank 0; tuples arrive as lists on the others."""
         return broadcast_json(value)
+
+    def least(self, value: int) -> int:
+        """Return the smallest value of all ranks."""
+        return int(min(all_gather_json(value)))
 
     def same_tensors(self, tensors: Sequence[Tensor] | None) -> Sequence[Tensor]:
         """Return the tensors of rank 0, on the device of each rank."""
@@ -183,22 +193,13 @@ def hardware_of_ranks(settings: GenerateSettings, *, gpu: GpuSettings | None = N
 @contextmanager
 def joined_ranks(
     settings: GenerateSettings, context: RankContext, reporter: Reporter
-) -> Iterator[tuple[GenerateSettings, torch.device]]:
-    """Join the other ranks, and yield the settings of rank 0 and this rank's device."""
+) -> Iterator[tuple[GenerateSettings, Ranks]]:
+    """Join the other ranks, and yield the settings of rank 0 and the ranks."""
     settings = settings_of_ranks(settings, context)
     if context.is_main:
         settings = refined(settings, reporter=reporter)
     with joined(context, device_type=device_type(settings.runtime.device)) as device:
-        yield agreed(with_mode(settings, reporter) if context.is_main else settings), device
-
-
-def chain_of_rank(settings: GenerateSettings, device: torch.device) -> Chain:
-    """Return the jobs of a request for this rank's device, planned for the GPU with the least free memory.
-
-    All ranks call it.
-    """
-    hardware = rank_hardware(settings, device=str(device))
-    return make_chain(settings, hardware=replace(hardware, free_bytes=min(all_gather_json(hardware.free_bytes))))
+        yield agreed(with_mode(settings, reporter) if context.is_main else settings), Ranks(device)
 
 
 @contextmanager

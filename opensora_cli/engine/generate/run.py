@@ -113,8 +113,9 @@ def generate(
     request keeps its name, and the new one is NAME_2.
 
     Args:
-        context: set in one of several ranks, which all call this function.
-        models: models that stay loaded after the run; None to load models for this run.
+        context: set in one of several ranks, which all call this function and join.
+        models: models that stay loaded after the run, perhaps of several ranks that have joined and call this function
+            with the same settings; None to load models for this run.
         device: device of a process that makes videos beside others; None for the device of the settings.
         rank_flags: options of the command line for the ranks that this process may start; None to start none.
         hooks: functions of the program that runs the generation.
@@ -135,18 +136,18 @@ def generate(
     if context is None and rank_flags is not None and settings.parallel.world_size > 1:
         return _generate_in_ranks(settings, reporter, rank_flags)
     with ExitStack() as stack:
-        if context is None:
-            models = models or stack.enter_context(LoadedModels(stay=num_samples(settings) > 1))
+        if context is not None:
+            from opensora_cli.engine.generate.ranks import joined_ranks, watched
+
+            reporter = watched(reporter)
+            settings, joined = stack.enter_context(joined_ranks(settings, context, reporter))
+            models = stack.enter_context(LoadedModels(ranks=joined))
+        models = models or stack.enter_context(LoadedModels(stay=num_samples(settings) > 1))
+        ranks, is_main = models.ranks, models.ranks.is_main
+        if ranks.count == 1:
             chain = plan_here(settings, models, reporter=reporter, device=device)
         else:
-            from opensora_cli.engine.generate import ranks as shared
-
-            reporter = shared.watched(reporter)
-            settings, own_device = stack.enter_context(shared.joined_ranks(settings, context, reporter))
-            chain = shared.chain_of_rank(settings, own_device)
-            together = shared.Ranks(chain.video.mesh, own_device, chain.video.exchange)
-            models = stack.enter_context(LoadedModels(ranks=together))
-        ranks, is_main = models.ranks, models.ranks.is_main
+            chain = chain_of(settings, models).change(models.planned, only=VIDEO)
         require_weights(chain, reporter)
         chosen = _on_all_ranks(chain, ranks, lambda: choose_outputs(chain))
         if all(sample.made_before for sample in chosen):
@@ -217,11 +218,19 @@ def plan_here(
 
         settings = refined(settings, reporter=reporter)
     settings = with_mode(settings, reporter)
-    hardware = rank_hardware(settings, device=device)
-    # The memory of loaded models can be released.
-    free = hardware.free_bytes + models.bytes_on(hardware.device)
-    chain = make_chain(settings, hardware=replace(hardware, free_bytes=free))
+    chain = chain_of(settings, models, device=device)
     return without_cached_text(chain, models.prompts).change(models.planned, only=VIDEO)
+
+
+def chain_of(settings: GenerateSettings, models: LoadedModels, *, device: str | None = None) -> Chain:
+    """Return the jobs of a request, planned for the device with the least free memory. All ranks call it.
+
+    The memory of loaded models can be released, and counts as free. `device` is that of a single process.
+    """
+    own = models.ranks.device
+    hardware = rank_hardware(settings, device=device if own is None else str(own))
+    free = models.ranks.least(hardware.free_bytes + models.bytes_on(hardware.device))
+    return make_chain(settings, hardware=replace(hardware, free_bytes=free))
 
 
 def _generate_in_ranks(

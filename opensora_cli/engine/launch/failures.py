@@ -23,9 +23,11 @@ _HUNG_HINT = "its log shows where it hangs; osora bench-comm shows whether the l
 class RankFailure(OsoraError):
     """A rank failed, and so the run ends; the message names rank, host, stage, cause and log file."""
 
-    def __init__(self, message: str, *, hint: str | None, exit_code: int) -> None:
+    def __init__(self, message: str, *, hint: str | None, exit_code: int, is_reported: bool = False) -> None:
         super().__init__(message, hint=hint)
         self.exit_code = exit_code
+        self.is_reported = is_reported
+        """Whether the rank raised an error. Otherwise it was killed, crashed, hung or lost the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,7 @@ def ended(process: RankProcess, code: int, *, out_of_memory: bool) -> Cause:
     if report.kind == "error":
         # The message stays as reported because a user can fix it.
         hint = "\n".join(filter(None, [report.hint, f"reported by {_where(process)}", f"log: {process.log}"]))
-        failure = RankFailure(report.message, hint=hint, exit_code=report.exit_code)
+        failure = RankFailure(report.message, hint=hint, exit_code=report.exit_code, is_reported=True)
         return Cause(_WEIGHTS["error"], process.rank, failure)
     if report.kind == "interrupted":
         return _cause(process, "interrupted", "interrupted", hint=report.hint, exit_code=INTERRUPTED)
@@ -113,7 +115,7 @@ def shared_error(processes: Iterable[RankProcess]) -> RankFailure | None:
     report = reports.pop()
     if reports or report is None or report.kind != "error":
         return None
-    return RankFailure(report.message, hint=report.hint, exit_code=report.exit_code)
+    return RankFailure(report.message, hint=report.hint, exit_code=report.exit_code, is_reported=True)
 
 
 def count_memory_kills() -> int:
@@ -141,7 +143,8 @@ def _killed(process: RankProcess, number: int, *, out_of_memory: bool) -> Cause:
 def _cause(process: RankProcess, kind: str, cause: str, *, hint: str | None, exit_code: int) -> Cause:
     message = f"{_where(process)}: {cause}"
     log = f"log: {process.log}"
-    failure = RankFailure(message, hint=f"{hint}\n{log}" if hint else log, exit_code=exit_code)
+    hint = f"{hint}\n{log}" if hint else log
+    failure = RankFailure(message, hint=hint, exit_code=exit_code, is_reported=kind == "bug")
     return Cause(_WEIGHTS[kind], process.rank, failure)
 
 

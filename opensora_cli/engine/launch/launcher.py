@@ -162,7 +162,8 @@ def launch(
             run.end(finish_s=pace.finish_s if is_interrupted else 0.0)
             hints = [failure.hint] if failure.hint else []
             hints += run.kept() or (run.failed() if is_interrupted else [])
-            raise RankFailure(failure.message, hint="\n".join(hints) or None, exit_code=failure.exit_code)
+            failure.hint = "\n".join(hints) or None
+            raise failure
 
 
 @contextmanager

@@ -1,0 +1,87 @@
+"""A group of two ranks that make each video of a server together."""
+
+import json
+import signal
+import time
+from contextlib import suppress
+
+import psutil
+import pytest
+from served import SMALL, Served, form, is_running, picture
+
+SETTINGS = {"num_frames": 5, "steps": 12}
+LONG = {"num_frames": 5, "steps": 300}
+
+
+@pytest.fixture
+def served(tmp_path):
+    with Served(tmp_path / "serve", "--gpus", "2", "--set", "runtime.device=cpu") as served:
+        yield served
+
+
+def ranks_of(served):
+    """Return the processes of the ranks, in order."""
+    found = {}
+    for process in psutil.Process(served.process.pid).children(recursive=True):
+        with suppress(psutil.Error):
+            environment = process.environ()
+            if "OSORA_RANK_CHANNEL" in environment and "serve" in process.cmdline():
+                found[environment["RANK"]] = process
+    return [found[rank] for rank in sorted(found)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ranks_keep_their_models_until_a_video_is_cancelled_or_fails(served):
+    whole = served.make(settings=SETTINGS)
+    assert served.finished(whole)["status"] == "completed"
+    first = ranks_of(served)
+    assert len(first) == 2
+    plan = served.call("POST", "/v1/plan", {"prompt": "sea", "settings": SETTINGS})
+    assert any(line.startswith("devices   2") for line in plan["lines"]), plan
+    again = served.make(settings=SETTINGS)
+    assert served.finished(again)["status"] == "completed"
+    assert ranks_of(served) == first
+    assert served.result(again) == served.result(whole)
+    running, next_one = served.make(settings=LONG), served.make(settings=SETTINGS)
+    served.until(running, is_running)
+    body, kind = form(prompt="a boat", settings=json.dumps(SMALL), input_reference=picture(200, 100))
+    broken = served.call("POST", "/v1/videos", body, content_type=kind)["id"]
+    for path in (served.folder / "jobs" / broken).glob("reference_*"):
+        path.write_bytes(b"broken")
+    served.call("POST", f"/v1/videos/{running}/cancel")
+    assert served.finished(running)["status"] == "cancelled"
+    assert served.finished(next_one)["status"] == "completed"
+    assert served.result(next_one) == served.result(whole)
+    second = ranks_of(served)
+    assert len(second) == 2
+    assert not set(first) & set(second)
+    video = served.finished(broken)
+    assert video["status"] == "failed"
+    assert "reference 1" in video["error"]["message"]
+    assert served.finished(served.make(settings=SETTINGS))["status"] == "completed"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_video_of_ranks_is_the_same_after_any_process_was_killed(served):
+    whole = served.make(settings=SETTINGS)
+    assert served.finished(whole)["status"] == "completed"
+    for killed in ("rank 0", "rank 1", "worker", "server", "term"):
+        video_id = served.make(settings=SETTINGS)
+        served.until(video_id, is_running)
+        ranks = ranks_of(served)
+        if killed.startswith("rank"):
+            ranks[int(killed[-1])].kill()
+        elif killed == "worker":
+            ranks[0].parent().kill()
+        else:
+            served.process.send_signal(signal.SIGTERM if killed == "term" else signal.SIGKILL)
+            served.process.wait(60)
+            limit = time.monotonic() + 10
+            while any(process.is_running() for process in ranks):
+                assert time.monotonic() < limit, killed
+                time.sleep(0.1)
+            served.start()
+        assert served.finished(video_id)["status"] == "completed", killed
+        assert served.result(video_id) == served.result(whole), killed
