@@ -34,19 +34,19 @@ def add_lora(transformer: MMDiT, settings: LoraSettings, *, seed: int) -> None:
     if the transformer is. The layer `x` gets `x.lora_A.default` and `x.lora_B.default`, and its own weights move to
     `x.base_layer`. Raises HardwareError if PEFT is not installed.
     """
-    peft = require_peft()
-    # PEFT initializes from torch's global generator; `first_adapter` replaces these weights.
-    with torch.random.fork_rng(devices=[]):
-        peft.inject_adapter_in_model(_config(transformer.config, settings), transformer, adapter_name=_ADAPTER)
+    device = next(transformer.parameters()).device
+    # On the meta device, where PEFT computes no first weights of its own.
+    require_peft().inject_adapter_in_model(
+        _config(transformer.config, settings), transformer, adapter_name=_ADAPTER, low_cpu_mem_usage=True
+    )
     for name, weight in transformer.named_parameters():
-        trained = _is_of_adapter(name)
-        weight.requires_grad_(trained)
-        if trained:
+        weight.requires_grad_(_is_of_adapter(name))
+        if weight.requires_grad:
             weight.data = weight.data.float()
-    weights = dict(transformer.named_parameters())
-    for name, first in first_adapter(transformer, seed=seed):
-        if not weights[name].is_meta:
-            weights[name].data.copy_(first)
+    if device.type != "meta":
+        for name, first in first_adapter(transformer, seed=seed):
+            path, _, key = name.rpartition(".")
+            setattr(transformer.get_submodule(path), key, nn.Parameter(first.to(device)))
 
 
 @contextmanager
