@@ -67,7 +67,7 @@ def make_in_ranks(
         except OsoraError as error:
             if isinstance(error, RankFailure) and not error.is_reported:
                 raise
-            print(f"{error.message}\n{error.hint}", file=sys.stderr, flush=True)
+            print("\n".join(filter(None, [error.message, error.hint])), file=sys.stderr, flush=True)
             reports(event="failed", id=current(), error=failure(error))
 
 

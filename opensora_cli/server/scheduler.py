@@ -218,6 +218,8 @@ class Scheduler:
             await self._wakes.wait()
 
     async def _hear(self, report: Mapping[str, Any]) -> None:
+        if report["event"] in ("failed", "stopped") and report["id"] not in self._running:
+            return  # a group of ranks ended after its video
         match report["event"]:
             case "progress":
                 self.progress[report["id"]] = report["progress"]
@@ -226,9 +228,9 @@ class Scheduler:
                 for stage, seconds in report["result"]["timings_s"].items():
                     self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
                 await self._finish(report["id"], Status.COMPLETED)
-            case "failed" if report["id"] in self._running:
+            case "failed":
                 await self._finish(report["id"], Status.FAILED, report["error"])
-            case "stopped" if report["id"] in self._running:
+            case "stopped":
                 await self._interrupted(report["id"])
             case _:
                 self.publish(report)
