@@ -103,6 +103,7 @@ def _relayed(commands: Commands, first: Mapping[str, Any], pipe: Path) -> Iterat
     finally:
         ended.set()
         relaying.join()
+        del os.environ[_PIPE_VARIABLE]
 
 
 def make_in_rank(context: RankContext, base: Layer) -> None:

@@ -1,6 +1,7 @@
-"""A group of two ranks that make each video of a server together."""
+"""Groups of ranks that make each video of a server together."""
 
 import json
+import os
 import signal
 import time
 from contextlib import suppress
@@ -8,6 +9,10 @@ from contextlib import suppress
 import psutil
 import pytest
 from served import SMALL, Served, form, is_running, picture
+
+from opensora_cli.cli.app import main
+from opensora_cli.server.channel import Commands
+from opensora_cli.server.ranks import _relayed
 
 SETTINGS = {"num_frames": 5, "steps": 12}
 LONG = {"num_frames": 5, "steps": 300}
@@ -28,6 +33,38 @@ def ranks_of(served):
             if "OSORA_RANK_CHANNEL" in environment and "serve" in process.cmdline():
                 found[environment["RANK"]] = process
     return [found[rank] for rank in sorted(found)]
+
+
+def test_commands_are_relayed_until_the_video_is_cancelled(tmp_path):
+    theirs, ours = os.pipe()
+    pipe, relayed = tmp_path / "commands", []
+
+    def talk():
+        with (
+            os.fdopen(theirs) as stream,
+            os.fdopen(ours, "w", buffering=1) as server,
+            _relayed(Commands(stream), {"do": "make", "id": "first"}, pipe) as current,
+            pipe.open() as to_rank,
+        ):
+            relayed.append(json.loads(to_rank.readline()))
+            server.write('{"do": "cancel", "id": "other"}\n{"do": "make", "id": "second"}\n')
+            relayed.append(json.loads(to_rank.readline()))
+            assert current() == "second"
+            server.write('{"do": "cancel", "id": "second"}\n')
+            time.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        talk()
+    assert relayed == [{"do": "make", "id": "first"}, {"do": "make", "id": "second"}]
+
+
+def test_ranks_that_no_server_started_are_refused(tmp_path, monkeypatch, capsys):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["serve", "--folder", str(tmp_path)]) == 2
+    assert "a server starts its own ranks" in capsys.readouterr().err
 
 
 @pytest.mark.slow

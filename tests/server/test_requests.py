@@ -92,7 +92,6 @@ def test_a_reference_is_the_uploaded_file(tmp_path):
         ({"settings": {"condition.references": "x.png"}}, "settings", "chosen by the server"),
         ({"settings": {"lora": "x"}}, "settings", "chosen by the server"),
         ({"settings": {"weights": "x"}}, "settings", "chosen by the server"),
-        ({"settings": {"turbo": True}}, "settings", "has none for demo"),
         ({"settings": {"refine": True}}, "settings", "chosen by the server"),
         ({"settings": {"num_samples": 3}}, "settings", "chosen by the server"),
         ({"settings": {"memory.offload": "blocks"}}, "settings", "chosen by the server"),
@@ -116,6 +115,12 @@ def test_a_preset_of_the_model_is_taken(tmp_path):
     settings, fields = read_request(values, model="open-sora-v2", base={}, folder=tmp_path)
     assert (settings.video.resolution, settings.num_frames) == ("768px", 5)
     assert "--config 768px" in command_of(fields)
+
+
+def test_turbo_without_an_adapter_is_a_wrong_field(tmp_path):
+    base = {"files.turbo": Given("missing", "--set")}
+    with pytest.raises(InvalidField, match="has none for demo"):
+        read_request({"prompt": "sea", "settings": {"turbo": True}}, model="demo", base=base, folder=tmp_path)
 
 
 def test_turbo_takes_the_steps_of_the_adapter(tmp_path):
