@@ -46,6 +46,18 @@ def test_the_video_shows_a_rainy_sea(run):
     assert torch.diff(frames_THWC[:, :48], dim=0).abs().mean() > 2
 
 
+@pytest.mark.slow
+def test_turbo_comes_nearer_to_the_usual_video_than_as_few_steps_without_an_adapter(run, tmp_path, capsys):
+    usual_THWC, errors = read_video(run[0]).frames_THWC.float(), {}
+    few = ["--steps", "4", "--set", "sampling.guidance_scale=1"]
+    for name, options in {"turbo": ["--turbo"], "few": few}.items():
+        out = tmp_path / f"{name}.mp4"
+        assert main(["generate", PROMPT, "--out", str(out), "--model", "demo", "--json", *options]) == 0
+        assert json.loads(capsys.readouterr().out)["model_evaluations"] == 4
+        errors[name] = float((read_video(out).frames_THWC.float() - usual_THWC).square().mean())
+    assert errors["turbo"] < 0.7 * errors["few"]
+
+
 def test_is_small_enough_to_be_embedded():
     folder = Path(str(importlib.resources.files("opensora_cli") / "assets" / "demo"))
 

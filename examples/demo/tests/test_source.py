@@ -84,7 +84,15 @@ def test_every_recipe_loads_and_they_follow_each_other() -> None:
     text = recipes.pop("demo_text")
     assert isinstance(text, TextRecipe)
     trained = {name: recipe.settings for name, recipe in recipes.items() if isinstance(recipe, Recipe)}
-    assert {*trained} == {"demo", "demo_short", "demo_vae", "demo_vae_pictures", "demo_decoder", "demo_finish"}
+    assert {*trained} == {
+        "demo",
+        "demo_short",
+        "demo_vae",
+        "demo_vae_pictures",
+        "demo_decoder",
+        "demo_finish",
+        "demo_turbo",
+    }
     demo, short, decoder, vae = (trained[name] for name in ("demo", "demo_short", "demo_decoder", "demo_vae"))
     assert vae.init == f"{trained['demo_vae_pictures'].output}/vae.safetensors"
     assert decoder.init == f"{vae.output}/vae.safetensors"
@@ -92,8 +100,9 @@ def test_every_recipe_loads_and_they_follow_each_other() -> None:
     assert demo.weights == short.weights == (decoder.output, text.output)
     assert demo.vae == short.vae == decoder.vae == vae.vae
     assert demo.model == short.model
-    # The last one continues the embedded weights.
-    assert (trained["demo_finish"].init, trained["demo_finish"].weights) == ("demo", ("demo",))
+    # The last two begin with the embedded weights.
+    for name in ("demo_finish", "demo_turbo"):
+        assert (trained[name].init, trained[name].weights) == ("demo", ("demo",))
     sizes = text.text_encoders
     assert (demo.text.t5_max_length, demo.text.clip_max_length) == (sizes.t5_max_length, sizes.clip_max_length)
     assert (demo.model.context_in_dim, demo.model.vec_in_dim) == (sizes.t5_width, sizes.clip_width)
