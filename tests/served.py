@@ -95,6 +95,14 @@ class Served:
     def make(self, prompt="raining, sea", **values):
         return self.call("POST", "/v1/videos", {"prompt": prompt, "settings": SMALL, **values})["id"]
 
+    def make_broken(self):
+        """Queue a video whose reference is then damaged; another one must be running."""
+        body, kind = form(prompt="a boat", settings=json.dumps(SMALL), input_reference=picture(200, 100))
+        video_id = self.call("POST", "/v1/videos", body, content_type=kind)["id"]
+        for path in (self.folder / "jobs" / video_id).glob("reference_*"):
+            path.write_bytes(b"broken")
+        return video_id
+
     def until(self, video_id, condition):
         """Wait until a video meets a condition, and return it."""
         limit = time.monotonic() + LONG_S

@@ -11,14 +11,14 @@ import os
 import select
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty
 from typing import Any, TextIO
 
 from opensora_cli.core.device_names import type_of_ranks
-from opensora_cli.core.exceptions import OsoraError, RequestError
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.core.rank_link import beat
 from opensora_cli.core.ranks import RankContext
@@ -57,49 +57,51 @@ def make_in_ranks(
     count = parallel.ranks_per_node
     if group is not None and kind != "cpu":
         parallel = parallel.replace({"devices": tuple(range(group * count, (group + 1) * count))})
-    with log_folder("serve") as folder, _relayed(commands, command, folder / "commands") as current:
-        request = LaunchRequest(parallel=parallel, gpus=count, device_type=kind, log_dir=folder)
-        try:
-            with reports.inherited():
-                launch(request, ["serve", "--set", f"runtime.device={kind}"])
-        except KeyboardInterrupt:
-            reports(event="stopped", id=current())
-        except OsoraError as error:
-            if isinstance(error, RankFailure) and not error.is_reported:
+    job_ids = [command["id"]]
+    try:
+        with (
+            log_folder("serve") as folder,
+            _relayed(commands, command, folder / "commands", job_ids=job_ids),
+            reports.inherited(),
+        ):
+            request = LaunchRequest(parallel=parallel, gpus=count, device_type=kind, log_dir=folder)
+            launch(request, ["serve", "--set", f"runtime.device={kind}"])
+    except KeyboardInterrupt:
+        reports(event="stopped", id=job_ids[-1])
+    except Exception as error:
+        if isinstance(error, RankFailure):
+            if not error.is_reported:
                 raise
             print("\n".join(filter(None, [error.message, error.hint])), file=sys.stderr, flush=True)
-            reports(event="failed", id=current(), error=failure(error))
+        reports(event="failed", id=job_ids[-1], error=failure(error))
 
 
 @contextmanager
-def _relayed(commands: Commands, first: Mapping[str, Any], pipe: Path) -> Iterator[Callable[[], str]]:
-    """Write the first command and those that arrive to a new pipe during the block; yield a function that returns the
-    ID of the last job. A command that ends it interrupts the main thread.
+def _relayed(commands: Commands, first: Mapping[str, Any], pipe: Path, *, job_ids: list[str]) -> Iterator[None]:
+    """Write the first command and those that arrive to a new pipe during the block, and add their IDs to `job_ids`,
+    which has that of the first. A command that ends the last job interrupts the main thread.
     """
     os.mkfifo(pipe, 0o600)
     os.environ[_PIPE_VARIABLE] = str(pipe)
-    ended, job_id = threading.Event(), first["id"]
+    ended = threading.Event()
 
     def relay() -> None:
-        nonlocal job_id
         # Opened for both, so that it does not wait for rank 0.
         with open(os.open(pipe, os.O_RDWR), "w", encoding="utf-8") as stream:
-            command: Mapping[str, Any] | None = first
+            print(json.dumps(first), file=stream, flush=True)
             while not ended.is_set():
-                if command is not None:
-                    job_id = command["id"]
-                    print(json.dumps(command), file=stream, flush=True)
-                if commands.is_cancelled(job_id):
+                if commands.is_cancelled(job_ids[-1]):
                     _thread.interrupt_main()
                     return
-                command = None
                 with suppress(Empty):
-                    command = commands.waiting.get(timeout=_LOOK_S)
+                    if (command := commands.waiting.get(timeout=_LOOK_S)) is not None:
+                        job_ids.append(command["id"])
+                        print(json.dumps(command), file=stream, flush=True)
 
     relaying = threading.Thread(target=relay)
     relaying.start()
     try:
-        yield lambda: job_id
+        yield
     finally:
         ended.set()
         relaying.join()

@@ -43,7 +43,11 @@ def _make_videos(commands: Commands, reports: Reports, number: int | None) -> No
     with LoadedModels(stay=True) as models:
         while not commands.stopped.is_set() and (command := commands.waiting.get()) is not None:
             job_id = command["id"]
-            settings = GenerateSettings.model_validate(command["settings"])
+            try:
+                settings = GenerateSettings.model_validate(command["settings"])
+            except ValueError as error:  # another version of osora queued it
+                reports(event="failed", id=job_id, error=failure(error))
+                continue
             if settings.parallel.world_size > 1:
                 from opensora_cli.server.ranks import make_in_ranks
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import psutil
 import pytest
-from served import SMALL, Served, form, is_running, picture
+from served import Served, is_running
 
 from opensora_cli.cli.app import main
 from opensora_cli.server.channel import Commands
@@ -37,19 +37,19 @@ def ranks_of(served):
 
 def test_commands_are_relayed_until_the_video_is_cancelled(tmp_path):
     theirs, ours = os.pipe()
-    pipe, relayed = tmp_path / "commands", []
+    pipe, relayed, job_ids = tmp_path / "commands", [], ["first"]
 
     def talk():
         with (
             os.fdopen(theirs) as stream,
             os.fdopen(ours, "w", buffering=1) as server,
-            _relayed(Commands(stream), {"do": "make", "id": "first"}, pipe) as current,
+            _relayed(Commands(stream), {"do": "make", "id": "first"}, pipe, job_ids=job_ids),
             pipe.open() as to_rank,
         ):
             relayed.append(json.loads(to_rank.readline()))
             server.write('{"do": "cancel", "id": "other"}\n{"do": "make", "id": "second"}\n')
             relayed.append(json.loads(to_rank.readline()))
-            assert current() == "second"
+            assert job_ids == ["first", "second"]
             server.write('{"do": "cancel", "id": "second"}\n')
             time.sleep(60)
 
@@ -82,10 +82,7 @@ def test_ranks_keep_their_models_until_a_video_is_cancelled_or_fails(served):
     assert served.result(again) == served.result(whole)
     running, next_one = served.make(settings=LONG), served.make(settings=SETTINGS)
     served.until(running, is_running)
-    body, kind = form(prompt="a boat", settings=json.dumps(SMALL), input_reference=picture(200, 100))
-    broken = served.call("POST", "/v1/videos", body, content_type=kind)["id"]
-    for path in (served.folder / "jobs" / broken).glob("reference_*"):
-        path.write_bytes(b"broken")
+    broken = served.make_broken()
     served.call("POST", f"/v1/videos/{running}/cancel")
     assert served.finished(running)["status"] == "cancelled"
     assert served.finished(next_one)["status"] == "completed"

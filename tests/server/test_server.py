@@ -142,10 +142,7 @@ def test_a_plan_of_other_kinds_of_references_is_refused(served):
 
 def test_a_failed_video_names_no_folder_of_the_server(served):
     waiting = served.make(settings={"steps": 200})
-    body, kind = form(prompt="a boat", settings=json.dumps(SMALL), input_reference=picture(200, 100))
-    failing = served.call("POST", "/v1/videos", body, content_type=kind)["id"]
-    for path in (served.folder / "jobs" / failing).glob("reference_*"):
-        path.write_bytes(b"broken")
+    failing = served.make_broken()
     served.call("DELETE", f"/v1/videos/{waiting}")
     assert served.finished(failing)["status"] == "failed"
     texts = [served.request("GET", f"/v1/videos/{failing}{end}")[2].decode() for end in ("", "/events")]
