@@ -349,13 +349,9 @@ def _distill_problems(settings: TrainSettings) -> Iterator[str]:
 
 def _distill_evaluations(settings: TrainSettings) -> float:
     distill = settings.train_distill
-    return (distill.steps - 1) / 2 + distill.teacher_steps * _teacher_branches(settings)
-
-
-def _dmd_evaluations(settings: TrainSettings) -> float:
-    distill = settings.train_distill
-    # In some steps the teacher and the critic judge the student. In all others it computes no gradient.
-    return (distill.steps - 1) / 2 + 1 + _teacher_branches(settings) / distill.critic_steps
+    # The student's backward pass takes about as long as an evaluation, because weights of the model have no gradient.
+    judging = 2 + _teacher_branches(settings)
+    return (distill.steps - 1) / 2 + 1 + judging / distill.critic_steps
 
 
 def _teacher_branches(settings: TrainSettings) -> int:
@@ -403,7 +399,6 @@ class Target(NamedTuple):
 TARGETS = {
     "vae": Target(False, VAE_FILE, _autoencoder_problems),
     "mmdit": Target(True, TRANSFORMER_FILE, _transformer_problems, weighs_tokens=True),
-    "distill": Target(True, TRANSFORMER_FILE, _distill_problems, evaluations=_distill_evaluations),
-    "dmd": Target(True, TRANSFORMER_FILE, _distill_problems, evaluations=_dmd_evaluations, has_critic=True),
+    "distill": Target(True, TRANSFORMER_FILE, _distill_problems, evaluations=_distill_evaluations, has_critic=True),
 }
 """Objectives by name. `engine/train/objectives` has a module of the same name for each."""
