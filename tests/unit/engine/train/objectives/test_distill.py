@@ -20,6 +20,7 @@ from opensora_cli.data.batches import ClipBatch, SampleRng
 from opensora_cli.engine.components.few_steps import METADATA_KEY, asked_sampling
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume
+from opensora_cli.engine.train.estimate import estimate_training, measure_training
 from opensora_cli.engine.train.lora import CRITIC
 from opensora_cli.engine.train.objectives import distill
 from opensora_cli.engine.train.objectives.base import MODEL
@@ -277,3 +278,10 @@ def test_the_predicted_evaluations_are_those_of_a_task(tmp_path, image, modes, b
     # Half a step of the adapter in the mean, and the one that learns. In every second update it is judged by all
     # branches of the teacher and by the critic, and its backward pass counts as one.
     assert settings.objective.evaluations(settings) == 0.5 + 1 + (branches + 1 + 1) / 2
+
+
+def test_the_memory_of_both_adapters_is_estimated(tmp_path):
+    settings = settings_of(tmp_path, train_distill__image_guidance_scale=2.0)
+    expected, found = estimate_training(settings), measure_training(settings)
+    assert expected.peak_bytes == pytest.approx(found.peak_bytes, rel=0.01)
+    assert expected.most == found.most
