@@ -41,7 +41,7 @@ RESOLUTIONS = {"256px": "#3f51b5", "768px": "#e65100"}
 SIZES = (6, 8, 12, 16, 24, 32)
 COUNTS = (1, 2, 4, 8)
 GPUS = {"4090": "RTX 4090", "A100-80GB": "A100", "H100": "H100"}
-STYLE = {
+STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "osora",
     "font.family": "sans-serif",
@@ -146,7 +146,9 @@ def demo_modes(axes: Any) -> None:
         axes.plot(evaluations, values, color=color, marker="o", markersize=4, label=label)
         for place, value in zip(evaluations, values, strict=True):
             axes.annotate(f"{value:.3g} %", (place, value), (0, 5), textcoords="offset points", ha="center", fontsize=8)
-    names = [f"{row['evaluations']}\n{row['name']}\n{row['seconds_of_default']:.0%} of the time" for row in rows]
+    names = [
+        f"{row['evaluations']}\n{row['name']}\n{100 * row['seconds_of_default']:.0f} % of the time" for row in rows
+    ]
     axes.set_xticks(evaluations, names, fontsize=8)
     axes.set_xlabel("evaluations")
     axes.set_ylabel("percent")

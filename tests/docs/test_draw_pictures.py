@@ -52,7 +52,7 @@ def test_quality_is_drawn_against_evaluations(
     monkeypatch.setattr(script, "MODES_LOG", log)
     monkeypatch.setattr(script, "FOLDER", tmp_path)
     drawn = script.plot("demo_modes").read_text(encoding="utf-8")
-    for text in ("turbo", "44% of the time", "90.4 %", "50 %", "broken videos"):
+    for text in ("turbo", "44 % of the time", "90.4 %", "50 %", "broken videos"):
         assert f">{text}<" in drawn
 
 
