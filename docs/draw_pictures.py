@@ -313,7 +313,8 @@ def terminal(name: str) -> Path:
 def server_page(name: str) -> Path:
     """Take a picture of the page of `osora serve` with Chromium, and return its path."""
     path = ROOT / "docs" / "images" / f"{name}.png"
-    command = [sys.executable, "-m", "pytest", "-q", "tests/server/test_page.py", "-k", "picture_of_the_page"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "slow", "-k", "picture_of_the_page"]
+    command.append("tests/server/test_page.py")
     subprocess.run(command, cwd=ROOT, env={**os.environ, "OSORA_SCREENSHOT": str(path)}, check=True)
     return path
 
