@@ -1,33 +1,47 @@
-"""Draw the plots of the pages from plans of `osora generate --dry-run --json` and from the log of a training.
+"""Draw the pictures of README and pages: plots, contact sheets, videos, the terminal and the page of the server.
 
     python docs/draw_pictures.py
-    python docs/draw_pictures.py gpu_memory time_by_gpus
+    python docs/draw_pictures.py gpu_memory time_by_gpus red-boat
 
-Needs the extra `plot`. The pictures are written to `docs/pictures/`.
+Plots come from plans of `osora generate --dry-run --json` and from logs. The demo model makes sheets and videos, in ten
+minutes of processor time. A video's description on the page is its prompt. `serve` needs Chromium, and all the
+development environment.
 """
 
 import argparse
 import json
+import os
+import re
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import torch
+from PIL import Image
+
+from opensora_cli.media.read import read_video
+from opensora_cli.media.sheets import contact_sheet
 
 mpl.use("svg")
 import matplotlib.pyplot as plt
 
-FOLDER = Path(__file__).parent / "pictures"
-LORA_LOG = Path(__file__).parents[1] / "benchmarks" / "logs" / "demo_lora.jsonl"
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "pictures"
+VIDEOS = ROOT / ".readme"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "index.md")
+LORA_LOG = ROOT / "benchmarks" / "logs" / "demo_lora.jsonl"
+MODES_LOG = ROOT / "benchmarks" / "logs" / "demo_modes.json"
 GIB = 2**30
 RESOLUTIONS = {"256px": "#3f51b5", "768px": "#e65100"}
 SIZES = (6, 8, 12, 16, 24, 32)
 COUNTS = (1, 2, 4, 8)
 GPUS = {"4090": "RTX 4090", "A100-80GB": "A100", "H100": "H100"}
-STYLE = {
+STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "osora",
     "font.family": "sans-serif",
@@ -120,19 +134,43 @@ def lora_loss(axes: Any) -> None:
     axes.set_ylim(bottom=0)
 
 
-PICTURES: dict[str, tuple[Callable[[Any], None], ...]] = {
+def demo_modes(axes: Any) -> None:
+    """Draw quality against evaluations of the demo: exact, `--fast` and `--turbo`."""
+    rows = sorted(json.loads(MODES_LOG.read_text(encoding="utf-8")), key=lambda row: row["evaluations"])
+    evaluations = [row["evaluations"] for row in rows]
+    for label, color, values in (
+        ("words of the prompt read back", "#3f51b5", [row["read_back"] for row in rows]),
+        ("detail, of that of renders", "#e65100", [100 * row["detail"] for row in rows]),
+        ("broken videos", "#6d4c41", [row["broken"] for row in rows]),
+    ):
+        axes.plot(evaluations, values, color=color, marker="o", markersize=4, label=label)
+        for place, value in zip(evaluations, values, strict=True):
+            axes.annotate(f"{value:.3g} %", (place, value), (0, 5), textcoords="offset points", ha="center", fontsize=8)
+    names = [
+        f"{row['evaluations']}\n{row['name']}\n{100 * row['seconds_of_default']:.0f} % of the time" for row in rows
+    ]
+    axes.set_xticks(evaluations, names, fontsize=8)
+    axes.set_xlabel("evaluations")
+    axes.set_ylabel("percent")
+    axes.set_title("Quality of the demo (measured)", fontsize=9)
+    axes.set_ylim(0, 110)
+    axes.legend(fontsize=8, loc="center right")
+
+
+PLOTS: dict[str, tuple[Callable[[Any], None], ...]] = {
     "gpu_memory": (gpu_memory,),
     "time_by_gpus": (time_by_gpus,),
     "memory_over_a_run": (memory_over_a_run,),
     "memory_and_time": (gpu_memory, time_by_gpus),
     "lora_loss": (lora_loss,),
+    "demo_modes": (demo_modes,),
 }
-"""Panels of each picture."""
+"""Panels of each plot."""
 
 
-def draw(name: str) -> Path:
-    """Draw a picture, and return its path."""
-    panels = PICTURES[name]
+def plot(name: str) -> Path:
+    """Draw a plot, and return its path."""
+    panels = PLOTS[name]
     with mpl.rc_context(STYLE):
         figure, grid = plt.subplots(1, len(panels), figsize=(5.2 * len(panels), 3.4), squeeze=False)
         for panel, axes in zip(panels, grid[0], strict=True):
@@ -144,6 +182,153 @@ def draw(name: str) -> Path:
     return path
 
 
+def generate(folder: Path, *words: str) -> None:
+    """Run `osora generate` with the demo model in a folder."""
+    command = [sys.executable, "-m", "opensora_cli", "generate", *words]
+    command += ["--model", "demo", "--device", "cpu", "--overwrite", "--quiet"]
+    subprocess.run(command, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+
+
+def strip(path: Path, places: Iterable[int], *, given: Sequence[int] = ()) -> torch.Tensor:
+    """Return some frames of a video side by side, with an orange border around the given ones."""
+    frames_THWC = read_video(path).frames_THWC
+    gap_HWC = torch.full_like(frames_THWC[0, :, :4], 32)
+    shown: list[torch.Tensor] = []
+    for place in places:
+        picture_HWC = frames_THWC[place].clone()
+        if place in given:
+            inside_HWC = picture_HWC[4:-4, 4:-4].clone()
+            picture_HWC[:] = torch.tensor([255, 152, 0], dtype=torch.uint8)
+            picture_HWC[4:-4, 4:-4] = inside_HWC
+        shown += [gap_HWC, picture_HWC]
+    return torch.cat(shown[1:], dim=1)
+
+
+FIVE_FRAMES = (0, 8, 16, 24, 32)
+Cells = list[tuple[str, torch.Tensor]]
+
+
+def demo_world(folder: Path) -> Cells:
+    """Make videos of the demo's places, weathers, times and things: two frames of each."""
+    prompts = [
+        *("sunny, sea, a red boat moving left", "raining, sea, night", "snowing, city, a yellow car"),
+        *("city, sunset, a blue bird", "raining, forest, a green ball", "snowing, forest, night"),
+        *("sunny, desert, a blue car", "desert, sunset, a red bird"),
+    ]
+    rows = [f'{number},"{prompt}"' for number, prompt in enumerate(prompts)]
+    (folder / "prompts.csv").write_text("\n".join(["name,prompt", *rows]), encoding="utf-8")
+    generate(folder, "--prompts", "prompts.csv", "--out", ".")
+    return [(prompt, strip(folder / f"{number}.mp4", (8, 24))) for number, prompt in enumerate(prompts)]
+
+
+def condition_modes(folder: Path) -> Cells:
+    """Make the videos of the tutorial about given pictures."""
+    prompt = "a red boat moving left on the sea"
+    generate(folder, prompt, "--num-frames", "1", "--out", "boat.png")
+    generate(folder, prompt, "--out", "boat.mp4")
+    cells = [("t2v: boat.mp4", strip(folder / "boat.mp4", FIVE_FRAMES))]
+    for mode, reference, given in (
+        ("i2v_head", "boat.png", (0,)),
+        ("i2v_tail", "boat.png", (32,)),
+        ("i2v_loop", "boat.png;boat.png", (0, 32)),
+        ("v2v_head", "boat.mp4", (0, 8)),
+        ("v2v_tail", "boat.mp4", (24, 32)),
+    ):
+        generate(folder, prompt, "--ref", reference, "--cond", mode, "--out", f"{mode}.mp4")
+        cells.append((f"{mode}: {reference}", strip(folder / f"{mode}.mp4", FIVE_FRAMES, given=given)))
+    return cells
+
+
+def fast_and_turbo(folder: Path) -> Cells:
+    """Make a video exactly, with `--fast` and with `--turbo`."""
+    cells = []
+    for name, options in (("exact", ()), ("--fast", ("--fast",)), ("--turbo", ("--turbo",))):
+        generate(folder, "a red boat moving left on the sea at night", *options, "--out", f"{name}.mp4")
+        cells.append((name, strip(folder / f"{name}.mp4", FIVE_FRAMES)))
+    return cells
+
+
+def explore(folder: Path) -> Image.Image:
+    """Explore six seeds, and return the sheet at half its size."""
+    generate(folder, "raining, sea", "--explore", "6", "--explore-steps", "8", "--out", "sea.mp4")
+    (path,) = folder.glob("*.explore.png")
+    return Image.open(path).reduce(2)
+
+
+SHEETS: dict[str, Callable[[Path], Cells | Image.Image]] = {
+    "demo_world": demo_world,
+    "condition_modes": condition_modes,
+    "explore": explore,
+    "fast_and_turbo": fast_and_turbo,
+}
+"""Functions that make the parts of each contact sheet in a folder."""
+
+
+def sheet(name: str) -> Path:
+    """Draw a contact sheet, and return its path."""
+    with tempfile.TemporaryDirectory() as folder:
+        made = SHEETS[name](Path(folder))
+    picture = made if isinstance(made, Image.Image) else Image.fromarray(contact_sheet(made).numpy())
+    path = FOLDER / f"{name}.webp"
+    picture.save(path, quality=80, method=6)
+    return path
+
+
+_SHOWN = (
+    re.compile(r'<img src="\.readme/(?P<name>[\w-]+)\.gif"[^>]* alt="(?P<prompt>[^"]+)"'),
+    re.compile(r"!\[(?P<prompt>[^\]]+)\]\(pictures/(?P<name>[\w-]+)\.gif\)"),
+)
+
+
+def shown_prompts(pages: Sequence[Path] = PAGES) -> dict[str, str]:
+    """Return the prompt of each video that the pages show, by its name.
+
+    Raises:
+        ValueError: two pages describe a video differently.
+    """
+    prompts: dict[str, str] = {}
+    for text in (page.read_text(encoding="utf-8") for page in pages):
+        for match in (match for form in _SHOWN for match in form.finditer(text)):
+            name, prompt = match["name"], match["prompt"]
+            if prompts.setdefault(name, prompt) != prompt:
+                raise ValueError(f"{name}.gif is described as {prompts[name]!r} and as {prompt!r}")
+    return prompts
+
+
+def video(name: str) -> Path:
+    """Make a video of README or the first page, and return its path."""
+    path = VIDEOS / f"{name}.gif"
+    generate(ROOT, shown_prompts()[name], "--out", str(path))
+    # The page says how the video was made, so it needs no sidecar.
+    path.with_name(f"{path.name}.json").unlink()
+    return path
+
+
+def terminal(name: str) -> Path:
+    """Record the terminal of a first run, and return the path of its picture."""
+    subprocess.run([sys.executable, ROOT / "docs" / "record_terminal.py"], check=True, stdout=subprocess.DEVNULL)
+    return FOLDER / f"{name}.svg"
+
+
+def server_page(name: str) -> Path:
+    """Take a picture of the page of `osora serve` with Chromium, and return its path."""
+    path = ROOT / "docs" / "images" / f"{name}.png"
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "slow", "-k", "picture_of_the_page"]
+    command.append("tests/server/test_page.py")
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "OSORA_SCREENSHOT": str(path)}, check=True)
+    return path
+
+
+PICTURES: dict[str, Callable[[str], Path]] = {
+    **dict.fromkeys(SHEETS, sheet),
+    **dict.fromkeys(shown_prompts(), video),
+    "terminal": terminal,
+    "serve": server_page,
+    **dict.fromkeys(PLOTS, plot),
+}
+"""Functions that draw a picture by its name, and return its path."""
+
+
 def main() -> None:
     """Draw the named pictures, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -152,7 +337,7 @@ def main() -> None:
     if unknown := set(names) - PICTURES.keys():
         parser.error(f"no such picture: {', '.join(sorted(unknown))}")
     for name in names or PICTURES:
-        print(draw(name))
+        print(PICTURES[name](name), flush=True)
 
 
 if __name__ == "__main__":

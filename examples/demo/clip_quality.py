@@ -19,6 +19,12 @@ def ssim(clips_NTHWC: Clips, others_NTHWC: Clips) -> float:
     return float(np.mean([similarity.ssim(frame_HWC, other_HWC) for frame_HWC, other_HWC in pairs]))
 
 
+def root_mean_square(clips_NTHWC: Clips, others_NTHWC: Clips) -> float:
+    """Return the root mean squared difference of clips, averaged over them, as a share of the range 0 to 255."""
+    pairs = zip(torch.from_numpy(clips_NTHWC), torch.from_numpy(others_NTHWC), strict=True)
+    return float(np.mean([(clip.float() - other.float()).square().mean().sqrt().item() / 255 for clip, other in pairs]))
+
+
 def detail(clips_NTHWC: Clips) -> float:
     """Return how sharp clips are: the mean squared difference of pixels that are side by side or above each other."""
     squares = [

@@ -11,7 +11,8 @@ Five parts, on scenes whose combination of place, weather, time and thing was he
   to the last; and in how many it comes apart for some frames. The classifier was trained on rendered clips alone; its
   accuracy on held-out renders stands beside. Shares have intervals of 95 % confidence. With `--choosing`, prompts have
   combinations that are not held out: checkpoints, steps and guidance are chosen by these, so that what is reported was
-  not chosen by itself. `--language ko` takes the same scenes in Korean words.
+  not chosen by itself. `--language ko` takes the same scenes in Korean words. `--mode fast --mode turbo` measures
+  `--fast` and `--turbo`. With several seeds, diversity is the distance between videos of one prompt.
 - `pictures`: the same of single pictures, as far as one frame shows it.
 - `conditions`: for each way of giving frames, how well they come back, in dB of PSNR, and what is read from the video.
 - `seconds`: how long `osora generate` takes on this machine, from start to finish, as its own process.
@@ -25,10 +26,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from breakups import Steadiness
+from demo_world.scenes import Shape
 from demo_world.translated_captions import Language
 from opensora_cli.core.exceptions import OsoraError
 from opensora_cli.core.progress import SilentReporter
@@ -36,11 +39,12 @@ from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.references import with_mode
+from opensora_cli.engine.generate.request import resolve
 from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import collect_overrides
-from opensora_cli.settings.load import GenerateRequest, load_generate_settings
+from opensora_cli.settings.load import GenerateRequest
 from quality_measures import (
     measure_conditions,
     measure_pictures,
@@ -53,6 +57,8 @@ from quality_report import SCHEMA, percent, report_lines
 from scene_reader import Readers, obtain_readers
 
 PARTS = ("vae", "prompts", "pictures", "conditions", "seconds")
+MODES: Mapping[str, tuple[str, ...]] = {"exact": (), "fast": ("sampling.fast=true",), "turbo": ("sampling.turbo=true",)}
+"""Settings of each way to make a video."""
 
 
 def measure_seconds(arguments: Sequence[str], *, prompt: str = "raining, sea") -> dict[str, Any]:
@@ -91,7 +97,7 @@ def measure_seconds(arguments: Sequence[str], *, prompt: str = "raining, sea") -
 def demo_settings(
     weights: str | None, assignments: Sequence[str], *, seed: int, device: str = "cpu"
 ) -> GenerateSettings:
-    """Return the demo's preset with what the command line changes in it.
+    """Return the demo's preset with changes, and with the sampling that its few-step adapter asks for, if one is used.
 
     Raises:
         RequestError: a key is unknown, or a value breaks a rule.
@@ -104,7 +110,8 @@ def demo_settings(
     if weights is not None:
         flags["runtime.weights"] = Given(str(Path(weights).resolve()), "--weights")
     overrides = collect_overrides(GenerateSettings, flags, assignments)
-    return with_mode(load_generate_settings(GenerateRequest(overrides=overrides), model=DEMO), SilentReporter())
+    request = GenerateRequest(overrides={**overrides, "runtime.model_choice": Given(DEMO, "this benchmark")})
+    return with_mode(resolve(request, reporter=SilentReporter()), SilentReporter())
 
 
 def try_guidance(
@@ -113,13 +120,12 @@ def try_guidance(
     readers: Readers,
     options: argparse.Namespace,
     *,
+    lowest: Mapping[Shape, Steadiness],
     say: Callable[[str], None],
 ) -> tuple[list[dict[str, Any]], Plan]:
     """Return a report for each choice of steps and guidance that is asked for, and the plan of the best on average."""
     sampling = settings.sampling
     trials = []
-    plan = make_plan(settings)
-    lowest = measure_unbroken(plan, models, count=options.clips, seed=options.seed)
     for steps, scale in itertools.product(
         options.steps or [sampling.num_inference_steps], options.guidance_scale or [sampling.guidance_scale]
     ):
@@ -132,8 +138,12 @@ def try_guidance(
 
 
 def measure(options: argparse.Namespace, *, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure what the command line asks for, and return the report."""
-    settings = demo_settings(options.weights, options.set, seed=options.seed, device=options.device)
+    """Measure what the command line asks for, and return the report. Pictures and conditions are of the first mode."""
+    modes = {
+        mode: demo_settings(options.weights, [*options.set, *MODES[mode]], seed=options.seed, device=options.device)
+        for mode in options.mode
+    }
+    settings = modes[options.mode[0]]
     plan = make_plan(settings)
     models = LoadedModels(stay=True)
     report: dict[str, Any] = {"schema": SCHEMA, "seed": options.seed, "settings": settings.model_dump(mode="json")}
@@ -145,19 +155,24 @@ def measure(options: argparse.Namespace, *, say: Callable[[str], None]) -> dict[
     if "vae" in options.part:
         say(f"autoencoder: {options.clips} clips")
         report["vae"] = measure_vae(plan, models, readers.whole, count=options.clips, seed=options.seed)
-    best = plan
+    best = {mode: make_plan(own) for mode, own in modes.items()}
     if "prompts" in options.part:
-        report["prompts"], best = try_guidance(settings, models, readers, options, say=say)
+        report["prompts"] = []
+        lowest = measure_unbroken(plan, models, count=options.clips, seed=options.seed)
+        for mode, own in modes.items():
+            trials, best[mode] = try_guidance(own, models, readers, options, lowest=lowest, say=say)
+            report["prompts"] += [{"mode": mode, **trial} for trial in trials]
     if "pictures" in options.part:
-        report["pictures"] = measure_pictures(best, models, readers.whole, options, say=say)
+        report["pictures"] = measure_pictures(best[options.mode[0]], models, readers.whole, options, say=say)
     if "conditions" in options.part:
-        report["conditions"] = measure_conditions(best, models, readers.whole, options, say=say)
+        report["conditions"] = measure_conditions(best[options.mode[0]], models, readers.whole, options, say=say)
     if "seconds" in options.part:
         say("osora generate, as its own process")
         weights = ["--weights", str(Path(options.weights).resolve())] if options.weights else []
-        report["generate"] = measure_seconds(
-            [*weights, "--device", "cpu", *(part for each in options.set for part in ("--set", each))]
-        )
+        report["generate"] = {}
+        for mode in modes:
+            changes = [part for each in (*options.set, *MODES[mode]) for part in ("--set", each)]
+            report["generate"][mode] = measure_seconds([*weights, "--device", "cpu", *changes])
     return report
 
 
@@ -170,6 +185,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="as in osora generate")
     parser.add_argument("--device", default="cpu", help="as in osora generate, but for `seconds` (%(default)s)")
     parser.add_argument("--part", choices=PARTS, action="append", help="measure only this; may be repeated")
+    parser.add_argument("--mode", choices=list(MODES), action="append", help="may be repeated; default: exact")
     parser.add_argument("--prompts", type=_count, default=200, metavar="N", help="videos to read (%(default)s)")
     parser.add_argument("--seeds", type=_count, default=1, metavar="N", help="of noise, for each prompt (%(default)s)")
     parser.add_argument("--pictures", type=_count, default=200, metavar="N", help="pictures to read (%(default)s)")
@@ -194,6 +210,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     options = parser.parse_args(arguments)
     options.part = options.part or list(PARTS)
+    options.mode = options.mode or ["exact"]
     return options
 
 

@@ -11,7 +11,7 @@ import torch
 
 from batch_generate import Clips, generate_clips, given_of, reconstruct
 from breakups import Steadiness, is_broken, lowest_steadiness
-from clip_quality import detail, psnr_db, ssim
+from clip_quality import detail, psnr_db, root_mean_square, ssim
 from demo_world.scenes import Scene, Shape, Time, Weather
 from measured_scenes import (
     CONDITION_SCENES,
@@ -84,7 +84,8 @@ def measure_prompts(
 ) -> dict[str, Any]:
     """Return how well the readers read back what prompts say, from the videos made for them with the plan.
 
-    `lowest` has the figures of unbroken clips; see `breakups`.
+    `lowest` has the figures of unbroken clips; see `breakups`. `diversity` is the mean distance between the videos of a
+    prompt with one seed and the next, as a share of the range of pixels; None for one seed.
     """
     count, fps = options.prompts, plan.settings.video.fps
     scenes, prompts = scene_set(
@@ -92,7 +93,8 @@ def measure_prompts(
     )
     sampling = plan.settings.sampling
     start = time.perf_counter()
-    read, frames, stable, broken, details = [], [], [], [], []
+    read, frames, stable, broken, details, distances = [], [], [], [], [], []
+    other: Clips | None = None
     for done in range(0, count * options.seeds, count):
 
         def on_done(more: int, done: int = done) -> None:
@@ -107,6 +109,8 @@ def measure_prompts(
         stable.append(is_stable(readers.third, clips, fps=fps))
         broken += [is_broken(clip, scene, lowest) for clip, scene in zip(clips, scenes, strict=True)]
         details.append(detail(clips))
+        distances += [] if other is None else [root_mean_square(clips, other)]
+        other = clips
     seconds, videos = time.perf_counter() - start, count * options.seeds
     read_NA, shown, stable_N = torch.cat(read), scenes * options.seeds, torch.cat(stable)
     shares, stable_share = accuracy(read_NA, shown), stable_N.double().mean().item()
@@ -117,6 +121,7 @@ def measure_prompts(
         "num_inference_steps": sampling.num_inference_steps,
         "model_evaluations": plan.model_evaluations,
         "detail_of_renders": float(np.mean(details)) / detail(film(scenes, plan)),
+        "diversity": float(np.mean(distances)) if distances else None,
         "guidance_scale": sampling.guidance_scale,
         "accuracy": shares,
         "intervals": {name: confidence_interval(shares[name], videos) for name in ANSWERS},

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-SCHEMA = "osora.benchmark.demo_quality/3"
+SCHEMA = "osora.benchmark.demo_quality/4"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +62,11 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
     for trial in report.get("prompts", []):
         combinations = "other" if trial["choosing"] else "held-out"
         lines += [
-            f"prompts       {trial['videos']} videos of {combinations} combinations ({trial['language']}), "
-            f"{trial['num_inference_steps']} steps "
+            f"prompts       {trial['mode']}: {trial['videos']} videos of {combinations} combinations "
+            f"({trial['language']}), {trial['num_inference_steps']} steps "
             f"({trial['model_evaluations']} evaluations), guidance {trial['guidance_scale']:g}",
-            f"              detail {trial['detail_of_renders']:.2f} of that of renders",
+            f"              detail {trial['detail_of_renders']:.2f} of that of renders, "
+            f"{trial['seconds_per_video']:.1f} s a video",
             f"              read from the videos, in %: {percent(trial['accuracy'])}",
             f"              with 95 % confidence: {_intervals(trial['intervals'])}",
             f"              mean {MEAN_READ.judge(100 * trial['accuracy']['mean'])}",
@@ -76,6 +77,8 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
             f"              read from the middle frame alone: {percent(trial['middle_frame_accuracy'])}",
             f"              comes apart {BROKEN.judge(100 * len(trial['broken']) / trial['videos'])}",
         ]
+        if trial["diversity"] is not None:
+            lines += [f"              distance between seeds {trial['diversity']:.3f} of the range of pixels"]
         if hard := trial["hard"]:
             lines += [
                 f"              of {hard['videos']} by night, in rain or snow: {percent(hard['accuracy'])}",
@@ -91,10 +94,10 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
         psnr = FIRST_FRAME.judge(figures["psnr_db"]) if name == "i2v_head" else f"{figures.get('psnr_db', 0):.1f} dB"
         given = f"given frames {psnr}, lowest {figures['lowest_psnr_db']:.1f}; " if "psnr_db" in figures else ""
         lines += [f"{name:<14}{figures['clips']} videos: {given}read {100 * figures['accuracy']['mean']:.1f} %"]
-    if run := report.get("generate"):
+    for mode, run in report.get("generate", {}).items():
         stages = "  ".join(f"{name} {seconds:.1f}" for name, seconds in run["stages_s"].items())
         lines += [
-            f"generate      {GENERATE.judge(run['seconds'])} on {run['cores']} cores",
+            f"generate      {mode}: {GENERATE.judge(run['seconds'])} on {run['cores']} cores",
             f"              {stages}",
         ]
     return lines

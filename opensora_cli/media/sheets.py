@@ -8,7 +8,8 @@ import torch
 from PIL import Image, ImageDraw
 
 _STRIP_FRAMES = 3
-_GAP, _LABEL_HEIGHT = 8, 16
+_GAP = 8
+_SMALLEST_LETTERS = 10
 _EMPTY_SIZE = (64, 192)
 _BACKGROUND, _LETTERS = (32, 32, 32), (240, 240, 240)
 
@@ -32,18 +33,20 @@ def film_strip(frames_THWC: torch.Tensor) -> torch.Tensor:
 def contact_sheet(cells: Sequence[tuple[str, torch.Tensor | None]]) -> torch.Tensor:
     """Return one or more uint8 RGB pictures (H, W, 3) of one size, each below its label, on about a square.
 
-    The place of a missing picture is empty.
+    The place of a missing picture is empty. Letters grow with the pictures.
     """
     sizes = [tuple(picture_HWC.shape[:2]) for _, picture_HWC in cells if picture_HWC is not None] or [_EMPTY_SIZE]
     height, width = (max(size[axis] for size in sizes) for axis in range(2))
-    cell_height, cell_width = height + _LABEL_HEIGHT + _GAP, width + _GAP
+    letters = max(_SMALLEST_LETTERS, height // 9)
+    label_height = letters + 6
+    cell_height, cell_width = height + label_height + _GAP, width + _GAP
     columns = max(1, min(len(cells), round(math.sqrt(len(cells) * cell_height / cell_width))))
     rows = math.ceil(len(cells) / columns)
     sheet = Image.new("RGB", (columns * cell_width + _GAP, rows * cell_height + _GAP), _BACKGROUND)
     draw = ImageDraw.Draw(sheet)
     for index, (label, picture_HWC) in enumerate(cells):
         left, top = _GAP + index % columns * cell_width, _GAP + index // columns * cell_height
-        draw.text((left, top), label, fill=_LETTERS)
+        draw.text((left, top), label, fill=_LETTERS, font_size=letters)
         if picture_HWC is not None:
-            sheet.paste(Image.fromarray(picture_HWC.numpy()), (left, top + _LABEL_HEIGHT))
+            sheet.paste(Image.fromarray(picture_HWC.numpy()), (left, top + label_height))
     return torch.from_numpy(np.array(sheet))

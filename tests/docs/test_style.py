@@ -1,9 +1,12 @@
 """README, pages and help texts follow the style rules of CONTRIBUTING.md."""
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from docs.pages import ROOT
 from docs.style import Fault, faults_of_page, faults_of_prose
 
@@ -48,6 +51,26 @@ def page_faults() -> Iterator[Fault]:
         for fault in faults_of_page(str(page.relative_to(ROOT)), page.read_text(encoding="utf-8")):
             if page not in GENERATED or fault.rule.startswith("more than 5 columns") or "front matter" in fault.rule:
                 yield fault
+
+
+def pages_in(navigation: Any) -> Iterator[Path]:
+    """Yield the pages of a part of the navigation that people write."""
+    if isinstance(navigation, str):
+        page = DOCS / navigation
+        if page not in GENERATED:
+            yield page
+        return
+    for below in navigation.values() if isinstance(navigation, dict) else navigation:
+        yield from pages_in(below)
+
+
+@pytest.mark.parametrize(("section", "most_words"), [("Use", 16_000), ("Develop", 8_000)])
+def test_a_section_is_short(section: str, most_words: int) -> None:
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    (pages,) = (part[section] for part in navigation if section in part)
+    texts = [re.sub(r"<!--.*?-->", "", page.read_text(encoding="utf-8")) for page in pages_in(pages)]
+    assert len(texts) >= 10
+    assert sum(len(text.split()) for text in texts) <= most_words
 
 
 def test_pages_and_help_texts_follow_the_style_rules() -> None:

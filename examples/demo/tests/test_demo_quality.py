@@ -261,6 +261,7 @@ def test_whole_benchmark_in_small(
     arguments = ["--weights", str(world.demo), "--readers", str(tmp_path), "--json", str(report)]
     arguments += ["--clips", "3", "--prompts", "3", "--pictures", "2", "--given", "2", "--reader-clips", "4"]
     arguments += ["--seeds", "2", "--steps", "2", "--guidance-scale", "1", "--guidance-scale", "4"]
+    arguments += ["--mode", "exact", "--mode", "fast"]
     assert demo_quality.main([*arguments, *(part for each in overrides for part in ("--set", each))]) == 0
 
     found = json.loads(report.read_text())
@@ -271,14 +272,17 @@ def test_whole_benchmark_in_small(
     ) == pytest.approx(found["vae"]["psnr_db"])
     assert 0 < found["vae"]["ssim"] < 1
     assert found["vae"]["detail_of_renders"] > 0
-    assert [trial["guidance_scale"] for trial in found["prompts"]] == [1.0, 4.0]
+    assert [(trial["mode"], trial["guidance_scale"]) for trial in found["prompts"]] == [
+        ("exact", 1.0), ("exact", 4.0), ("fast", 1.0), ("fast", 4.0),
+    ]  # fmt: skip
     for trial in found["prompts"]:
         assert all(
             low - 1e-9 <= trial["accuracy"][name] <= high + 1e-9 for name, (low, high) in trial["intervals"].items()
         )
     assert {trial["num_inference_steps"] for trial in found["prompts"]} == {2}
-    assert [trial["model_evaluations"] for trial in found["prompts"]] == [2, 4]
+    assert [trial["model_evaluations"] for trial in found["prompts"][:2]] == [2, 4]
     assert all(trial["detail_of_renders"] > 0 for trial in found["prompts"])
+    assert all(0 < trial["diversity"] < 1 for trial in found["prompts"])
     hard = [is_hard(shown) for shown in scene_set(3, seed=0, part=1)[0]]
     assert any(hard)
     for trial in found["prompts"]:
@@ -296,10 +300,11 @@ def test_whole_benchmark_in_small(
         assert 0 <= figures["accuracy"]["mean"] <= 1
         if name != "t2v":
             assert figures["lowest_psnr_db"] <= figures["psnr_db"] < 40
-    assert run[0][:2] == ["--weights", str(world.demo)]
+    assert [each[:2] for each in run] == 2 * [["--weights", str(world.demo)]]
+    assert [each[-1] for each in run][1] == "sampling.fast=true"
     shown = capsys.readouterr().out
-    assert "generate      70.0 s (goal: at most 15, missed) on 2 cores" in shown
-    assert shown.count("same shape and colour in each third") == 2
+    assert "generate      fast: 70.0 s (goal: at most 15, missed) on 2 cores" in shown
+    assert shown.count("same shape and colour in each third") == 4
 
 
 def weather_counts(scenes: list[Scene]) -> list[int]:

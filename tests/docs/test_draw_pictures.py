@@ -1,0 +1,66 @@
+"""The script that draws the pictures of README and pages."""
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from docs.pages import PAGES, ROOT
+
+# A picture is loaded on a phone, too.
+MOST_BYTES = 250_000
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    spec = importlib.util.spec_from_file_location("draw_pictures", ROOT / "docs" / "draw_pictures.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_script_draws_every_picture_that_the_pages_show(script: ModuleType) -> None:
+    folders = [ROOT / "docs" / "pictures", ROOT / "docs" / "images", ROOT / ".readme"]
+    pictures = [path for folder in folders for path in folder.iterdir()]
+    assert {path.stem for path in pictures} <= script.PICTURES.keys()
+    assert {name for name in script.PICTURES if name != "demo_modes"} <= {path.stem for path in pictures}
+    texts = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    assert [path.name for path in pictures if f"/{path.name}" not in texts] == []
+    assert [path.name for path in pictures if path.suffix != ".gif" and path.stat().st_size > MOST_BYTES] == []
+
+
+def test_quality_is_drawn_against_evaluations(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [
+        {
+            "name": name,
+            "evaluations": evaluations,
+            "read_back": 90 + evaluations / 10,
+            "detail": 0.5,
+            "broken": 3,
+            "seconds_of_default": evaluations / 50,
+        }
+        for name, evaluations in (("exact", 50), ("fast", 22), ("turbo", 4))
+    ]
+    log = tmp_path / "modes.json"
+    log.write_text(json.dumps(rows), encoding="utf-8")
+    monkeypatch.setattr(script, "MODES_LOG", log)
+    monkeypatch.setattr(script, "FOLDER", tmp_path)
+    drawn = script.plot("demo_modes").read_text(encoding="utf-8")
+    for text in ("turbo", "44 % of the time", "90.4 %", "50 %", "broken videos"):
+        assert f">{text}<" in drawn
+
+
+def test_pages_may_not_describe_a_video_differently(script: ModuleType, tmp_path: Path) -> None:
+    pages = [tmp_path / "one.md", tmp_path / "other.md"]
+    pages[0].write_text('<img src=".readme/boat.gif" width="192" alt="a red boat">', encoding="utf-8")
+    pages[1].write_text("![a red boat](pictures/boat.gif)", encoding="utf-8")
+    assert script.shown_prompts(pages) == {"boat": "a red boat"}
+    pages[1].write_text("![a blue boat](pictures/boat.gif)", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"boat\.gif is described as 'a red boat' and as 'a blue boat'"):
+        script.shown_prompts(pages)
