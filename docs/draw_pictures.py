@@ -136,19 +136,19 @@ def lora_loss(axes: Any) -> None:
 
 def demo_modes(axes: Any) -> None:
     """Draw quality against evaluations of the demo: exact, `--fast` and `--turbo`."""
-    rows = sorted(json.loads(MODES_LOG.read_text(encoding="utf-8")), key=lambda row: row["evaluations"])
-    evaluations = [row["evaluations"] for row in rows]
+    report = json.loads(MODES_LOG.read_text(encoding="utf-8"))
+    trials = sorted(report["prompts"], key=lambda trial: trial["model_evaluations"])
+    evaluations = [trial["model_evaluations"] for trial in trials]
     for label, color, values in (
-        ("words of the prompt read back", "#3f51b5", [row["read_back"] for row in rows]),
-        ("detail, of that of renders", "#e65100", [100 * row["detail"] for row in rows]),
-        ("broken videos", "#6d4c41", [row["broken"] for row in rows]),
+        ("words of the prompt read back", "#3f51b5", [trial["accuracy"]["mean"] for trial in trials]),
+        ("detail, of that of renders", "#e65100", [trial["detail_of_renders"] for trial in trials]),
+        ("broken videos", "#6d4c41", [len(trial["broken"]) / trial["videos"] for trial in trials]),
     ):
-        axes.plot(evaluations, values, color=color, marker="o", markersize=4, label=label)
+        axes.plot(evaluations, [100 * value for value in values], color=color, marker="o", markersize=4, label=label)
         for place, value in zip(evaluations, values, strict=True):
-            axes.annotate(f"{value:.3g} %", (place, value), (0, 5), textcoords="offset points", ha="center", fontsize=8)
-    names = [
-        f"{row['evaluations']}\n{row['name']}\n{100 * row['seconds_of_default']:.0f} % of the time" for row in rows
-    ]
+            text, at = f"{100 * value:.3g} %", (place, 100 * value)
+            axes.annotate(text, at, (0, 5), textcoords="offset points", ha="center", fontsize=8)
+    names = [f"{trial['model_evaluations']}\n{trial['mode']}" for trial in trials]
     axes.set_xticks(evaluations, names, fontsize=8)
     axes.set_xlabel("evaluations")
     axes.set_ylabel("percent")

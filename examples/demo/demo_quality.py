@@ -7,12 +7,12 @@ Five parts, on scenes whose combination of place, weather, time and thing was he
 
 - `vae`: how well the autoencoder gives clips back: PSNR, SSIM and detail.
 - `prompts`: how often a classifier reads back what the prompt says, from videos made for complete captions; the same of
-  the harder ones (by night, in rain or snow); in how many the thing keeps shape and colour from the first third
-  to the last; and in how many it comes apart for some frames. The classifier was trained on rendered clips alone; its
-  accuracy on held-out renders stands beside. Shares have intervals of 95 % confidence. With `--choosing`, prompts have
-  combinations that are not held out: checkpoints, steps and guidance are chosen by these, so that what is reported was
-  not chosen by itself. `--language ko` takes the same scenes in Korean words. `--mode fast --mode turbo` measures
-  `--fast` and `--turbo`. With several seeds, diversity is the distance between videos of one prompt.
+  the harder ones (by night, in rain or snow); and in how many the thing comes apart for some frames. The classifier was
+  trained on rendered clips alone; its accuracy on held-out renders stands beside. Shares have intervals of 95 %
+  confidence. With `--choosing`, prompts have combinations that are not held out: checkpoints, steps and guidance are
+  chosen by these, so that what is reported was not chosen by itself. `--language ko` takes the same scenes in Korean
+  words. `--mode fast --mode turbo` measures `--fast` and `--turbo`. With several seeds, diversity is the distance
+  between videos of one prompt.
 - `pictures`: the same of single pictures, as far as one frame shows it.
 - `conditions`: for each way of giving frames, how well they come back, in dB of PSNR, and what is read from the video.
 - `seconds`: how long `osora generate` takes on this machine, from start to finish, as its own process.
@@ -54,7 +54,7 @@ from quality_measures import (
     measure_vae,
 )
 from quality_report import SCHEMA, percent, report_lines
-from scene_reader import Readers, obtain_readers
+from scene_reader import Reader, obtain_reader
 
 PARTS = ("vae", "prompts", "pictures", "conditions", "seconds")
 MODES: Mapping[str, tuple[str, ...]] = {"exact": (), "fast": ("sampling.fast=true",), "turbo": ("sampling.turbo=true",)}
@@ -117,7 +117,7 @@ def demo_settings(
 def try_guidance(
     settings: GenerateSettings,
     models: LoadedModels,
-    readers: Readers,
+    reader: Reader,
     options: argparse.Namespace,
     *,
     lowest: Mapping[Shape, Steadiness],
@@ -130,7 +130,7 @@ def try_guidance(
         options.steps or [sampling.num_inference_steps], options.guidance_scale or [sampling.guidance_scale]
     ):
         plan = make_plan(settings.replace({"sampling.num_inference_steps": steps, "sampling.guidance_scale": scale}))
-        trial = measure_prompts(plan, models, readers, options, lowest=lowest, say=say)
+        trial = measure_prompts(plan, models, reader, options, lowest=lowest, say=say)
         say(f"{steps} steps, guidance {scale:g}: {percent(trial['accuracy'])}")
         trials.append((trial, plan))
     _, best = max(trials, key=lambda tried: float(tried[0]["accuracy"]["mean"]))
@@ -148,24 +148,24 @@ def measure(options: argparse.Namespace, *, say: Callable[[str], None]) -> dict[
     models = LoadedModels(stay=True)
     report: dict[str, Any] = {"schema": SCHEMA, "seed": options.seed, "settings": settings.model_dump(mode="json")}
     if set(options.part) - {"seconds"}:
-        readers = obtain_readers(
-            options.readers, num_frames=plan.settings.video.num_frames, fps=plan.settings.video.fps, say=say
+        reader = obtain_reader(
+            options.reader, num_frames=plan.settings.video.num_frames, fps=plan.settings.video.fps, say=say
         )
-        report["reader"] = measure_reader(readers.whole, plan, count=options.reader_clips, seed=options.seed)
+        report["reader"] = measure_reader(reader, plan, count=options.reader_clips, seed=options.seed)
     if "vae" in options.part:
         say(f"autoencoder: {options.clips} clips")
-        report["vae"] = measure_vae(plan, models, readers.whole, count=options.clips, seed=options.seed)
+        report["vae"] = measure_vae(plan, models, reader, count=options.clips, seed=options.seed)
     best = {mode: make_plan(own) for mode, own in modes.items()}
     if "prompts" in options.part:
         report["prompts"] = []
         lowest = measure_unbroken(plan, models, count=options.clips, seed=options.seed)
         for mode, own in modes.items():
-            trials, best[mode] = try_guidance(own, models, readers, options, lowest=lowest, say=say)
+            trials, best[mode] = try_guidance(own, models, reader, options, lowest=lowest, say=say)
             report["prompts"] += [{"mode": mode, **trial} for trial in trials]
     if "pictures" in options.part:
-        report["pictures"] = measure_pictures(best[options.mode[0]], models, readers.whole, options, say=say)
+        report["pictures"] = measure_pictures(best[options.mode[0]], models, reader, options, say=say)
     if "conditions" in options.part:
-        report["conditions"] = measure_conditions(best[options.mode[0]], models, readers.whole, options, say=say)
+        report["conditions"] = measure_conditions(best[options.mode[0]], models, reader, options, say=say)
     if "seconds" in options.part:
         say("osora generate, as its own process")
         weights = ["--weights", str(Path(options.weights).resolve())] if options.weights else []
@@ -202,8 +202,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0, help="of scenes, captions and noise (%(default)s)")
     parser.add_argument(
-        "--readers", type=Path, default=Path("runs/readers"), metavar="DIR",
-        help="the trained readers; trained first if they are not there (%(default)s)",
+        "--reader", type=Path, default=Path("runs/reader.pt"), metavar="FILE",
+        help="the trained reader; trained first if it is not there (%(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the report there too, misread prompts included"

@@ -31,10 +31,8 @@ from scene_reader import (
     ANSWERS,
     STILL,
     Reader,
-    Readers,
     accuracy,
     confidence_interval,
-    is_stable,
     read_frame,
     right_answers,
 )
@@ -76,13 +74,13 @@ def measure_reader(reader: Reader, plan: Plan, *, count: int, seed: int) -> dict
 def measure_prompts(
     plan: Plan,
     models: LoadedModels,
-    readers: Readers,
+    reader: Reader,
     options: argparse.Namespace,
     *,
     lowest: Mapping[Shape, Steadiness],
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Return how well the readers read back what prompts say, from the videos made for them with the plan.
+    """Return how well the reader reads back what prompts say, from the videos made for them with the plan.
 
     `lowest` has the figures of unbroken clips; see `breakups`. `diversity` is the mean distance between the videos of a
     prompt with one seed and the next, as a share of the range of pixels; None for one seed.
@@ -93,7 +91,7 @@ def measure_prompts(
     )
     sampling = plan.settings.sampling
     start = time.perf_counter()
-    read, frames, stable, broken, details, distances = [], [], [], [], [], []
+    read, frames, broken, details, distances = [], [], [], [], []
     other: Clips | None = None
     for done in range(0, count * options.seeds, count):
 
@@ -103,17 +101,16 @@ def measure_prompts(
 
         first = sampling.seed + done
         clips = generate_clips(plan, models, prompts, seeds=range(first, first + count), on_done=on_done)
-        read.append(readers.whole.read(clips, fps=fps))
+        read.append(reader.read(clips, fps=fps))
         middle = clips[:, clips.shape[1] // 2]
-        frames.append(read_frame(readers.whole, middle, num_frames=clips.shape[1], fps=fps))
-        stable.append(is_stable(readers.third, clips, fps=fps))
+        frames.append(read_frame(reader, middle, num_frames=clips.shape[1], fps=fps))
         broken += [is_broken(clip, scene, lowest) for clip, scene in zip(clips, scenes, strict=True)]
         details.append(detail(clips))
         distances += [] if other is None else [root_mean_square(clips, other)]
         other = clips
     seconds, videos = time.perf_counter() - start, count * options.seeds
-    read_NA, shown, stable_N = torch.cat(read), scenes * options.seeds, torch.cat(stable)
-    shares, stable_share = accuracy(read_NA, shown), stable_N.double().mean().item()
+    read_NA, shown = torch.cat(read), scenes * options.seeds
+    shares = accuracy(read_NA, shown)
     return {
         "videos": videos,
         "choosing": options.choosing,
@@ -128,8 +125,6 @@ def measure_prompts(
         "worst": min(shares[name] for name in ANSWERS),
         "middle_frame_accuracy": accuracy(torch.cat(frames), shown, attributes=STILL),
         "hard": measured_hard(read_NA, shown),
-        "stable": stable_share,
-        "stable_interval": confidence_interval(stable_share, videos),
         "broken": [index for index, comes_apart in enumerate(broken) if comes_apart],
         "seconds_per_video": seconds / videos,
         "misread": misread(read_NA, shown, prompts * options.seeds),

@@ -30,7 +30,6 @@ DETAIL = Goal(0.8, "", digits=2)
 MEAN_READ = Goal(97.0, "%")
 WORST_READ = Goal(92.0, "%")
 WORST_READ_OF_HARD = Goal(88.0, "%")
-STABLE = Goal(95.0, "%")
 BROKEN = Goal(3.3, "%", at_most=True)
 FIRST_FRAME = Goal(28.0, "dB")
 GENERATE = Goal(15.0, "s", at_most=True)
@@ -71,7 +70,6 @@ def report_lines(report: Mapping[str, Any]) -> list[str]:
             f"              with 95 % confidence: {_intervals(trial['intervals'])}",
             f"              mean {MEAN_READ.judge(100 * trial['accuracy']['mean'])}",
             f"              worst {WORST_READ.judge(100 * trial['worst'])}",
-            f"              same shape and colour in each third {STABLE.judge(100 * trial['stable'])}",
         ]
         lines += [
             f"              read from the middle frame alone: {percent(trial['middle_frame_accuracy'])}",

@@ -9,7 +9,6 @@ degraded while it is trained.
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -58,24 +57,9 @@ _Z = 1.96
 """Standard deviations to either side of the mean that hold 95 % of a normal distribution."""
 
 
-@dataclass(frozen=True)
-class Look:
-    """How a reader looks at clips."""
-
-    every: float
-    """Frames in a second."""
-    seconds: float
-    """From a clip's first frame to its last."""
-
-    @classmethod
-    def at_whole(cls, num_frames: int, fps: float) -> "Look":
-        """Return how to look at such a clip from its first frame to its last."""
-        return cls(every=fps / ((num_frames - 1) // (FRAMES - 1)), seconds=(num_frames - 1) / fps)
-
-    @classmethod
-    def at_third(cls, num_frames: int, fps: float) -> "Look":
-        """Return how to look at a third of such a clip."""
-        return cls(every=fps / ((num_frames // 3 - 1) // (FRAMES - 1)), seconds=(num_frames - 1) / fps)
+def frames_a_second(num_frames: int, fps: float) -> float:
+    """Return how many frames in a second a reader looks at, from the first frame of such a clip to its last."""
+    return fps / ((num_frames - 1) // (FRAMES - 1))
 
 
 def right_answers(scene: Scene) -> list[int]:
@@ -127,14 +111,14 @@ class Reader(nn.Module):
     """A small residual network over the frames stacked as channels, with one head for each attribute.
 
     Args:
+        every: frames in a second that it looks at.
         width: channels after the first layer; they double twice.
-        look: how it looks at clips.
     """
 
-    def __init__(self, look: Look, *, width: int = 32) -> None:
+    def __init__(self, every: float, *, width: int = 32) -> None:
         super().__init__()
         self.width = width
-        self.look = look
+        self.every = every
         self.stem = nn.Conv2d(3 * FRAMES, width, 5, stride=2, padding=2, bias=False)
         self.norm = nn.BatchNorm2d(width)
         self.blocks = nn.Sequential(_Block(width, 2 * width), _Block(2 * width, 4 * width))
@@ -154,7 +138,7 @@ class Reader(nn.Module):
         self.eval()
         read = []
         for start in range(0, len(clips_NTHWC), _CHUNK):
-            logits = self(frames_to_read(clips_NTHWC[start : start + _CHUNK], fps=fps, every=self.look.every))
+            logits = self(frames_to_read(clips_NTHWC[start : start + _CHUNK], fps=fps, every=self.every))
             read.append(torch.stack([each.argmax(dim=1) for each in logits.values()], dim=1))
         self.train(was_training)
         return torch.cat(read)
@@ -179,23 +163,6 @@ def read_frame(reader: Reader, frames_NHWC: Clips, *, num_frames: int, fps: floa
     Answers other than `STILL` mean nothing.
     """
     return reader.read(np.repeat(frames_NHWC[:, None], num_frames, axis=1), fps=fps)
-
-
-def is_stable(reader: Reader, clips_NTHWC: Clips, *, fps: float) -> Tensor:
-    """Return of which clips, (N,), the same thing of the same colour is read in the first, middle and last third.
-
-    Args:
-        reader: one that looks at thirds.
-        clips_NTHWC: clips.
-        fps: of the clips.
-    """
-    length = 1 + round((FRAMES - 1) * fps / reader.look.every)
-    third = clips_NTHWC.shape[1] / 3
-    starts = [round((part + 0.5) * third - 0.5 * length) for part in range(3)]
-    columns = [list(ANSWERS).index(name) for name in ("shape", "colour")]
-    first, middle, last = (reader.read(clips_NTHWC[:, start : start + length], fps=fps)[:, columns] for start in starts)
-    there = first[:, 0] != ANSWERS["shape"].index(NOTHING)
-    return there & (first == middle).all(dim=1) & (first == last).all(dim=1)
 
 
 def confidence_interval(share: float, count: int) -> tuple[float, float]:
@@ -236,20 +203,15 @@ def degrade(frames_BTCHW: Tensor, *, generator: torch.Generator) -> Tensor:
     return (frames + uniform(0, 0.06) * blotches + uniform(0, 0.05) * grain).clamp(0.0, 1.0)
 
 
-def training_batch(rng: np.random.Generator, *, batch_size: int, look: Look) -> tuple[Tensor, Tensor]:
+def training_batch(rng: np.random.Generator, *, batch_size: int, every: float) -> tuple[Tensor, Tensor]:
     """Return fresh degraded frames (B, FRAMES, 3, SIZE, SIZE) of scenes that are not held out, and answers (B, 7).
-
-    They are from somewhere in the clip.
 
     Half of the clips are shown in a mirror and half backwards, and their direction is answered accordingly. Things look
     where they go; in a film shown backwards they do not, so that the direction can only be read from the motion.
     """
     scenes = [sample_scene(rng) for _ in range(batch_size)]
-    num_frames = 1 + math.floor(look.seconds * look.every + 1e-6)
-    clips = [render_scene(scene, size=SIZE, num_frames=num_frames, fps=look.every) for scene in scenes]
-    starts = rng.integers(num_frames - FRAMES + 1, size=batch_size)
-    shown = np.stack([clip[start : start + FRAMES] for clip, start in zip(clips, starts, strict=True)])
-    frames = frames_to_read(shown, fps=look.every, every=look.every)
+    clips = np.stack([render_scene(scene, size=SIZE, num_frames=FRAMES, fps=every) for scene in scenes])
+    frames = frames_to_read(clips, fps=every, every=every)
     answers = torch.tensor([right_answers(scene) for scene in scenes])
     mirrored, backwards = (torch.from_numpy(rng.random(batch_size) < 0.5) for _ in range(2))
     frames = torch.where(mirrored.view(-1, 1, 1, 1, 1), frames.flip(4), frames)
@@ -262,7 +224,7 @@ def training_batch(rng: np.random.Generator, *, batch_size: int, look: Look) -> 
 
 
 def train_reader(
-    look: Look,
+    every: float,
     *,
     steps: int,
     batch_size: int = 64,
@@ -275,7 +237,7 @@ def train_reader(
     multiplies it) with weights in float32.
 
     Args:
-        look: how it looks at clips.
+        every: frames in a second that it looks at.
         steps: updates, each on fresh clips.
         batch_size: clips of an update.
         learning_rate: its highest.
@@ -284,14 +246,14 @@ def train_reader(
         say: called with the loss now and then.
     """
     torch.manual_seed(seed)
-    reader = Reader(look, width=width).train()
+    reader = Reader(every, width=width).train()
     reader.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # not in torch's stubs
     optimizer = torch.optim.AdamW(reader.parameters(), lr=learning_rate, weight_decay=0.02)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, learning_rate, total_steps=steps, pct_start=0.2)
     in_bfloat16 = multiplies_bf16(torch.device("cpu"))
     started = time.perf_counter()
     for step in range(1, steps + 1):
-        frames, answers = training_batch(np.random.default_rng((seed, step)), batch_size=batch_size, look=look)
+        frames, answers = training_batch(np.random.default_rng((seed, step)), batch_size=batch_size, every=every)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=in_bfloat16):
             logits = reader(frames)
         losses = [
@@ -311,7 +273,7 @@ def train_reader(
 def save_reader(reader: Reader, path: Path) -> None:
     """Write the weights; OutputError if that fails."""
     with atomic_path(path) as temporary:
-        torch.save({"width": reader.width, "look": asdict(reader.look), "weights": reader.state_dict()}, temporary)
+        torch.save({"width": reader.width, "every": reader.every, "weights": reader.state_dict()}, temporary)
 
 
 def load_reader(path: Path) -> Reader:
@@ -322,7 +284,7 @@ def load_reader(path: Path) -> Reader:
     """
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-        reader = Reader(Look(**saved["look"]), width=saved["width"])
+        reader = Reader(saved["every"], width=saved["width"])
         reader.load_state_dict(saved["weights"])
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
@@ -332,27 +294,12 @@ def load_reader(path: Path) -> Reader:
     return reader.eval()
 
 
-@dataclass(frozen=True)
-class Readers:
-    """What reads whole clips, and what reads thirds of them."""
-
-    whole: Reader
-    third: Reader
-
-
-def obtain_readers(folder: Path, *, num_frames: int, fps: float, say: Callable[[str], None]) -> Readers:
-    """Return the readers in `folder`; where there is none for such clips, train it and save it there."""
-
-    def obtain(name: str, look: Look) -> Reader:
-        path = folder / name
-        if path.exists() and (reader := load_reader(path)).look == look:
-            return reader
-        say(f"training a reader, {_STEPS} steps, for {path}")
-        reader = train_reader(look, steps=_STEPS, say=say)
-        save_reader(reader, path)
+def obtain_reader(path: Path, *, num_frames: int, fps: float, say: Callable[[str], None]) -> Reader:
+    """Return the reader in a file. If there is none for such clips, train it and save it there."""
+    every = frames_a_second(num_frames, fps)
+    if path.exists() and (reader := load_reader(path)).every == every:
         return reader
-
-    return Readers(
-        whole=obtain("whole.pt", Look.at_whole(num_frames, fps)),
-        third=obtain("third.pt", Look.at_third(num_frames, fps)),
-    )
+    say(f"training a reader, {_STEPS} steps, for {path}")
+    reader = train_reader(every, steps=_STEPS, say=say)
+    save_reader(reader, path)
+    return reader

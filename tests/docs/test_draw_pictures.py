@@ -36,23 +36,23 @@ def test_the_script_draws_every_picture_that_the_pages_show(script: ModuleType) 
 def test_quality_is_drawn_against_evaluations(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = [
+    trials = [
         {
-            "name": name,
-            "evaluations": evaluations,
-            "read_back": 90 + evaluations / 10,
-            "detail": 0.5,
-            "broken": 3,
-            "seconds_of_default": evaluations / 50,
+            "mode": mode,
+            "model_evaluations": evaluations,
+            "accuracy": {"mean": 0.9 + evaluations / 1000},
+            "detail_of_renders": 0.5,
+            "broken": [1, 4],
+            "videos": 50,
         }
-        for name, evaluations in (("exact", 50), ("fast", 22), ("turbo", 4))
+        for mode, evaluations in (("exact", 50), ("fast", 22), ("turbo", 4))
     ]
     log = tmp_path / "modes.json"
-    log.write_text(json.dumps(rows), encoding="utf-8")
+    log.write_text(json.dumps({"prompts": trials}), encoding="utf-8")
     monkeypatch.setattr(script, "MODES_LOG", log)
     monkeypatch.setattr(script, "FOLDER", tmp_path)
     drawn = script.plot("demo_modes").read_text(encoding="utf-8")
-    for text in ("turbo", "44 % of the time", "90.4 %", "50 %", "broken videos"):
+    for text in ("turbo", "90.4 %", "50 %", "4 %", "broken videos"):
         assert f">{text}<" in drawn
 
 
