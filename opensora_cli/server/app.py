@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, gen
 
 import opensora_cli
 from opensora_cli.core.conditions import CONDITION_MODES
+from opensora_cli.engine.components.few_steps import turbo_path
 from opensora_cli.server.errors import ApiError, add_errors
 from opensora_cli.server.guard import COOKIE, is_token
 from opensora_cli.server.jobs import Status
@@ -57,9 +58,10 @@ def make_app(server: Server) -> FastAPI:
 
 def _add_others(app: FastAPI, server: Server) -> None:
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    def models() -> dict[str, Any]:
         """Return the model that is loaded, and whether it has a few-step adapter for `settings.turbo`."""
-        model = {"id": server.model, "object": "model", "created": 0, "owned_by": "osora", "turbo": server.has_turbo}
+        has_turbo = turbo_path(server.usual).exists()
+        model = {"id": server.model, "object": "model", "created": 0, "owned_by": "osora", "turbo": has_turbo}
         return {"object": "list", "data": [model]}
 
     @app.get("/v1/options")

@@ -4,6 +4,7 @@ import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -67,7 +68,7 @@ def read_request(
     Args:
         values: fields of the request: prompt, model, seconds, size, seed, settings.
         model: model of the server.
-        base: settings of the server, below those of the request.
+        base: settings of the server, which give way to those of the request.
         folder: folder of the job, in which the result is written.
         references: uploaded pictures or videos.
 
@@ -109,10 +110,11 @@ def read_request(
     }
     request = generate_request(
         {**given, **{key: Given(value, "the server") for key, value in own.items()}},
-        below=base,
         assignments=assignments,
         config=None if preset is None else Path(preset),
     )
+    # A setting of the server that has no effect beside those of the request is no error of the client.
+    request = replace(request, environment={**request.environment, **base})
     settings = resolve(request, reporter=SilentReporter())
     video = settings.video
     if settings.sampling.turbo and not turbo_path(settings).exists():

@@ -16,7 +16,6 @@ from opensora_cli.core.folder_lock import sole_run
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.core.reading import read_text
-from opensora_cli.engine.components.few_steps import turbo_path
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.server.app import make_app
 from opensora_cli.server.guard import PATIENCE_S, Guard
@@ -49,7 +48,6 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
         ),
         reporter=reporter,
     )
-    model = usual.model.name
     parallel, groups = usual.parallel, settings.groups
     if parallel.nnodes > 1:
         raise RequestError(f"parallel.nnodes={parallel.nnodes}: a server has one machine", hint="run one on each")
@@ -68,11 +66,10 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
                 store=store,
                 scheduler=Scheduler(store, folder, groups=settings.groups),
                 folder=folder,
-                model=model,
+                usual=usual,
                 base=base,
                 max_queue=settings.max_queue,
                 token=token,
-                has_turbo=turbo_path(usual).exists(),
             )
             # A page of another name that resolves to this machine does not know the token.
             hosts = LOOPBACK if token is None else ()
@@ -80,7 +77,7 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
             sock = _listen(settings)
             host = f"[{settings.host}]" if ":" in settings.host else settings.host
             address = f"http://{host}:{settings.port}"
-            reporter.note(f"osora serves {model} at {address} (page), {address}/v1 (API); Ctrl-C ends it")
+            reporter.note(f"osora serves {server.model} at {address} (page), {address}/v1 (API); Ctrl-C ends it")
             config = uvicorn.Config(
                 guard,
                 http=_Connection,

@@ -19,6 +19,7 @@ from opensora_cli.server.requests import command_of, read_request, remixed
 from opensora_cli.server.results import SHEET, THUMBNAIL
 from opensora_cli.server.scheduler import Scheduler
 from opensora_cli.server.uploads import keep
+from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer
 
 _LARGEST_JSON = 2**20
@@ -34,13 +35,17 @@ class Server:
     store: JobStore
     scheduler: Scheduler
     folder: Path
-    model: str
+    usual: GenerateSettings
+    """Settings of a video that asks for nothing else."""
     base: Layer
-    """Settings of all videos."""
+    """Settings of all videos that requests may replace."""
     max_queue: int
     token: str | None = None
-    has_turbo: bool = False
-    """Whether the model has a few-step adapter."""
+
+    @property
+    def model(self) -> str:
+        """Name of the model."""
+        return self.usual.model.name
 
     def job(self, video_id: str) -> Job:
         """Return a job. Raises ApiError if there is none."""

@@ -64,6 +64,24 @@ def test_a_remix_replaces_settings_by_any_of_their_names(tmp_path):
     assert read(tmp_path, remixed(before, {}))[1] == before
 
 
+@pytest.mark.parametrize(
+    ("server", "values", "size"),
+    [
+        ({"video.width": 96, "video.height": 128}, {}, "96x128"),
+        ({"video.width": 96, "video.height": 128}, {"settings": {"res": "768px"}}, "768px"),
+        ({"video.width": 96, "video.height": 128}, {"settings": {"aspect_ratio": "1:1"}}, "256px"),
+        ({"video.width": 96, "video.height": 128}, {"size": "64x64"}, "64x64"),
+        ({"video.width": 96, "video.height": 128}, {"settings": {"width": 64}}, "64x128"),
+        ({"video.resolution": "768px", "video.aspect_ratio": "1:1"}, {"size": "64x64"}, "64x64"),
+        ({"video.resolution": "768px", "condition.ref_fps": "match"}, {}, "768px"),
+    ],
+)
+def test_the_choice_of_a_request_wins_over_that_of_the_server(server, values, size, tmp_path):
+    base = {key: Given(value, "--set") for key, value in server.items()}
+    _, fields = read_request({"prompt": "sea", **values}, model="open-sora-v2", base=base, folder=tmp_path)
+    assert fields["size"] == size
+
+
 def test_a_reference_is_the_uploaded_file(tmp_path):
     settings = read(tmp_path, {}, references=[tmp_path / "reference_1.png"])[0]
     assert settings.condition.references == (str(tmp_path / "reference_1.png"),)

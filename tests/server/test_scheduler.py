@@ -1,16 +1,20 @@
 """The scheduler and the events of a server, without its processes."""
 
 import asyncio
+import errno
 import json
+import sqlite3
 from dataclasses import replace
 
 import pytest
+from served import turbo_weights
 
 from opensora_cli.server import scheduler as scheduling
 from opensora_cli.server.app import make_app
 from opensora_cli.server.jobs import JobStore, Status
 from opensora_cli.server.scheduler import PlanFailed, Scheduler
 from opensora_cli.server.videos import Server, _events_of
+from opensora_cli.settings.load import usual_settings
 
 REQUEST = {"prompt": "sea", "model": "demo", "seconds": "1", "size": "256px", "settings": {}, "seed": 1}
 REQUEST |= {"num_frames": 5, "fps": 24, "num_references": 0}
@@ -21,7 +25,7 @@ def server(tmp_path):
     store = JobStore(tmp_path / "jobs.sqlite")
     store.add(REQUEST, {}, job_id="video_1", max_queue=5)
     scheduler = Scheduler(store, tmp_path, groups=0)
-    yield Server(store=store, scheduler=scheduler, folder=tmp_path, model="demo", base={}, max_queue=5)
+    yield Server(store=store, scheduler=scheduler, folder=tmp_path, usual=usual_settings("demo"), base={}, max_queue=5)
     store.close()
 
 
@@ -146,6 +150,49 @@ def test_a_bug_in_a_route_is_answered_in_the_shape_of_errors_and_raised_for_the_
     assert status == 500
     assert body["error"].keys() == {"code", "message", "param", "type"}
     assert (body["error"]["code"], body["error"]["type"]) == ("internal_error", "server_error")
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/srv/secret"), 507, "disk_full"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded", "/srv/secret"), 507, "disk_full"),
+        (PermissionError(errno.EACCES, "Permission denied", "/srv/secret"), 500, "file_error"),
+        (TimeoutError(), 500, "file_error"),
+    ],
+)
+def test_only_a_full_disk_is_answered_as_one(server, monkeypatch, caplog, error, status, code):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(JobStore, "page", fail)
+    found, body = asyncio.run(answer_of(make_app(server), "/v1/videos"))
+    assert (found, body["error"]["code"], body["error"]["type"]) == (status, code, "server_error")
+    assert "/srv" not in body["error"]["message"]
+    assert ("Traceback" in caplog.text) == (status == 500)
+
+
+@pytest.mark.parametrize(("code", "status"), [(sqlite3.SQLITE_FULL, 507), (sqlite3.SQLITE_BUSY, 500)])
+def test_only_a_full_database_is_answered_as_a_full_disk(server, monkeypatch, code, status):
+    def fail(*_, **__):
+        error = sqlite3.OperationalError("odd")
+        error.sqlite_errorcode = code
+        raise error
+
+    monkeypatch.setattr(JobStore, "page", fail)
+    assert asyncio.run(answer_of(make_app(server), "/v1/videos"))[0] == status
+
+
+def test_an_adapter_that_is_added_while_the_server_runs_is_found(server, tmp_path):
+    weights = turbo_weights(tmp_path / "weights")
+    (weights / "turbo").rename(weights / "later")
+    app = make_app(replace(server, usual=server.usual.replace({"runtime.weights": str(weights)})))
+    found = []
+    for _ in range(2):
+        found.append(asyncio.run(answer_of(app, "/v1/models"))[1]["data"][0]["turbo"])
+        if len(found) == 1:
+            (weights / "later").rename(weights / "turbo")
+    assert found == [False, True]
 
 
 async def answer_of(app, path, answers=None):

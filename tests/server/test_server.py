@@ -1,13 +1,15 @@
 """`osora serve` as a whole: processes, files and answers."""
 
 import json
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 import psutil
 import pytest
-from served import SMALL, Served, form, picture
+from served import SMALL, Served, form, is_running, picture
 
 from opensora_cli.cli.app import main
 from opensora_cli.engine.components.weights import packaged_demo
@@ -149,6 +151,20 @@ def test_a_failed_video_names_no_folder_of_the_server(served):
     for text in (*texts, served.log.read_text()):
         assert str(served.folder.parent) not in text
     assert "reference 1" in served.call("GET", f"/v1/videos/{failing}")["error"]["message"]
+
+
+def test_a_video_whose_settings_another_version_wrote_fails_with_its_reason(served):
+    running = served.make(settings={"steps": 200})
+    served.until(running, is_running)
+    other, last = served.make(), served.make()
+    with closing(sqlite3.connect(served.folder / "jobs.sqlite")) as database, database:
+        database.execute("UPDATE jobs SET settings = json_set(settings, '$.video.odd', 1) WHERE id = ?", (other,))
+    served.call("DELETE", f"/v1/videos/{running}")
+    video = served.finished(other)
+    assert (video["status"], video["error"]["code"]) == ("failed", "RequestError")
+    assert "video.odd" in video["error"]["message"]
+    assert "another version" in video["hint"]
+    assert served.finished(last)["status"] == "completed"
 
 
 def test_the_queue_is_bounded_moved_and_cancelled(served):
