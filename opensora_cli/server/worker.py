@@ -77,9 +77,9 @@ def _plan(commands: Commands, reports: Reports) -> None:
         notes = _Notes()
         try:
             plan = plan_generation(settings_of(command), reporter=notes)
-            reports(event="plan", id=command["id"], plan=plan.to_json(), lines=list(plan.lines()), notes=notes.texts)
+            reports(event="plan", plan=plan.to_json(), lines=list(plan.lines()), notes=notes.texts)
         except Exception as error:
-            reports(event="failed", id=command["id"], error=failure(error))
+            reports(event="failed", error=failure(error))
 
 
 class _Notes(SilentReporter):

@@ -77,20 +77,7 @@ def test_pages_have_every_job_once(store):
         store.page(after="video_0", limit=1, newest_first=True)
 
 
-def test_a_file_of_an_older_version_keeps_its_jobs(store, tmp_path):
-    (job_id,) = add(store, 1)
-    store.close()
-    with sqlite3.connect(tmp_path / "jobs.sqlite") as database:
-        database.execute("ALTER TABLE jobs DROP COLUMN is_cancelled")
-        database.execute("PRAGMA user_version=2")
-    newer = JobStore(tmp_path / "jobs.sqlite")
-    assert not newer.get(job_id).is_cancelled
-    newer.cancel(job_id)
-    assert newer.get(job_id).is_cancelled
-    newer.close()
-
-
-def test_other_files_and_newer_versions_are_refused(tmp_path):
+def test_other_files_and_versions_are_refused(tmp_path):
     path = tmp_path / "jobs.sqlite"
     path.write_bytes(b"no database" * 100)
     with pytest.raises(CheckpointError, match="is not a file of jobs"):

@@ -116,6 +116,8 @@ def test_a_deleted_video_leaves_a_folder_that_is_swept_when_the_server_is_killed
 class Worker:
     """Stand-in for a process that makes videos, and reports nothing."""
 
+    has_ended = False
+
     @classmethod
     async def start(cls, *words):
         return cls()
@@ -213,7 +215,7 @@ async def answer_of(app, path, answers=None):
 class Planner:
     """Stand-in for a process that plans."""
 
-    started = 0
+    started, killed = 0, 0
 
     def __init__(self):
         self.asked = asyncio.Queue()
@@ -229,21 +231,33 @@ class Planner:
 
     async def reports(self):
         while True:
-            yield {"event": "plan", "id": (await self.asked.get())["id"]}
+            yield {"event": "plan", "settings": (await self.asked.get())["settings"]}
+
+    def kill(self):
+        type(self).killed += 1
 
 
 def test_plans_that_are_asked_for_at_once_share_one_process(server, monkeypatch):
     monkeypatch.setattr(scheduling, "Process", Planner)
 
     async def run():
-        return await asyncio.gather(*(server.scheduler.plan({}) for _ in range(3)))
+        return await asyncio.gather(*(server.scheduler.plan(number) for number in range(3)))
 
-    assert [report["event"] for report in asyncio.run(run())] == ["plan"] * 3
+    assert [report["settings"] for report in asyncio.run(run())] == [0, 1, 2]
     assert Planner.started == 1
 
 
 def test_a_plan_that_takes_too_long_is_an_error_of_the_planner(server, monkeypatch):
     monkeypatch.setattr(scheduling, "Process", Planner)
-    monkeypatch.setattr(scheduling, "_PLAN_S", 0.0)
-    with pytest.raises(PlanFailed, match="did not answer"):
-        asyncio.run(server.scheduler.plan({}))
+    monkeypatch.setattr(scheduling, "_PLAN_S", 0.2)
+
+    async def run():
+        with monkeypatch.context() as context:
+            context.setattr(Planner, "reports", Worker.reports)
+            with pytest.raises(PlanFailed, match="did not answer"):
+                await server.scheduler.plan("slow")
+        return await server.scheduler.plan("next")
+
+    # A late report of the first plan would be that of the second one.
+    assert asyncio.run(run())["settings"] == "next"
+    assert Planner.killed == 1
