@@ -67,7 +67,8 @@ def _add_others(app: FastAPI, server: Server) -> None:
     @app.get("/v1/options")
     async def options() -> dict[str, Any]:
         """Return the choices and defaults of the model, for forms."""
-        presets = [(name, load_preset(name, prompt="any")) for name in presets_of(server.model)]
+        presets = {name: load_preset(name, prompt="any") for name in presets_of(server.model)}
+        video = server.usual.video
         return {
             "model": server.model,
             "presets": [
@@ -78,13 +79,13 @@ def _add_others(app: FastAPI, server: Server) -> None:
                     "num_frames": preset.video.num_frames,
                     "steps": preset.sampling.num_inference_steps,
                 }
-                for name, preset in presets
+                for name, preset in presets.items()
             ],
-            "resolutions": list(presets[0][1].video.resolutions),
-            "aspect_ratios": list(presets[0][1].video.aspect_ratios),
-            "max_frames": presets[0][1].video.max_frames,
+            "resolutions": video.resolutions,
+            "aspect_ratios": video.aspect_ratios,
+            "max_frames": video.max_frames,
             "modes": {mode.name: mode.max_references for mode in CONDITION_MODES.values() if mode.needs_reference},
-            "examples": list(_EXAMPLES),
+            "examples": _EXAMPLES,
         }
 
     @app.post("/v1/plan")

@@ -62,7 +62,7 @@ class Reports:
             try:
                 print(json.dumps(fields), file=self._file, flush=True)
             except BrokenPipeError:  # the server is gone
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
 
     @contextmanager
     def inherited(self) -> Iterator[None]:

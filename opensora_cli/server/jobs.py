@@ -196,11 +196,12 @@ class JobStore:
 
     def requeue(self, job_id: str, *, has_died: bool = False) -> None:
         """Put an unfinished job back at the head of the queue; `has_died` means that its worker died."""
-        with self._transaction():
-            first = self._database.execute("SELECT MIN(place) FROM jobs WHERE status = ?", (Status.QUEUED,)).fetchone()
-            place = self.get(job_id).place
-            place = place if first[0] is None else min(place, first[0] - 1.0)
-            self._update(job_id, "status = ?, place = ?, deaths = deaths + ?", (Status.QUEUED, place, has_died))
+        self._update(
+            job_id,
+            "status = ?, deaths = deaths + ?, "
+            "place = MIN(place, COALESCE((SELECT MIN(place) - 1.0 FROM jobs WHERE status = ?), place))",
+            (Status.QUEUED, has_died, Status.QUEUED),
+        )
 
     def place_in_queue(self, job: Job) -> int:
         """Return the number of queued jobs up to this one."""

@@ -93,18 +93,23 @@ def read_request(
         raise InvalidField("settings", f"config={preset} is no preset of {model}: {', '.join(presets_of(model))}")
     usual = usual_settings(model)
     if (seconds := _text(values, "seconds")) is not None:
-        flags.setdefault("num_frames", _frames(seconds, flags, usual))
+        of_server = base["video.fps"].value if "video.fps" in base else usual.video.fps
+        fps = flags.get("fps") or assignments.get("video.fps") or of_server
+        flags.setdefault("num_frames", _frames(seconds, fps, usual))
     if (size := _text(values, "size")) is not None:
-        width, height = _sides(size)
-        flags.setdefault("width", width)
-        flags.setdefault("height", height)
+        if (sides := _SIZE.fullmatch(size)) is None:
+            raise InvalidField("size", f"size={size} must be WIDTHxHEIGHT, such as 128x128")
+        flags = {"width": sides[1], "height": sides[2], **flags}
     if values.get("seed") is not None:
         flags.setdefault("seed", values["seed"])
     given = {"prompt": Given(prompt, "prompt"), **given_flags(flags)}
-    _refuse_others([*given, *assignments])
+    for key in [*given, *assignments]:
+        sections = key, ".".join(key.split(".")[:2]), key.partition(".")[0]
+        if key in _OF_ONE_VIDEO or _ALLOWED.isdisjoint(sections):
+            raise InvalidField("settings", f"{key} is chosen by the server, not by requests")
     own = {
         "runtime.model_choice": model,
-        "output.path": str(folder / ("video.png" if _is_picture(given, assignments) else "video.mp4")),
+        "output.path": str(folder),
         "output.preview_every": _PREVIEW_EVERY,
         **({"condition.references": tuple(map(str, references))} if references else {}),
     }
@@ -116,6 +121,7 @@ def read_request(
     # A setting of the server that has no effect beside those of the request is no error of the client.
     request = replace(request, environment={**request.environment, **base})
     settings = resolve(request, reporter=SilentReporter())
+    settings = settings.replace({"output.path": str(folder / f"video.{settings.output_format}")})
     video = settings.video
     if settings.sampling.turbo and not turbo_path(settings).exists():
         raise InvalidField("settings", f"turbo needs a few-step adapter, and this server has none for {model}")
@@ -178,21 +184,9 @@ def _options(values: object) -> tuple[dict[str, Any], dict[str, Any]]:
     return flags, {name: value for name, value in values.items() if "." in name}
 
 
-def _refuse_others(keys: list[str]) -> None:
-    for key in keys:
-        sections = [".".join(key.split(".")[:count]) for count in (1, 2)]
-        if key in _OF_ONE_VIDEO or not any(section in _ALLOWED for section in sections):
-            raise InvalidField("settings", f"{key} is chosen by the server, not by requests")
-
-
-def _is_picture(given: Layer, assignments: Mapping[str, Any]) -> bool:
-    frames = given["video.num_frames"].value if "video.num_frames" in given else assignments.get("video.num_frames")
-    return str(frames) == "1"
-
-
-def _frames(seconds: str, flags: Mapping[str, Any], usual: GenerateSettings) -> int:
+def _frames(seconds: str, fps: Any, usual: GenerateSettings) -> int:
     """Return the number of frames nearest to a time that the model can make."""
-    grid, longest, fps = usual.vae.grid, usual.video.max_frames, flags.get("fps") or usual.video.fps
+    grid, longest = usual.vae.grid, usual.video.max_frames
     try:
         length, longest_s = float(seconds), longest / float(fps)
         frames = length * float(fps)
@@ -203,14 +197,6 @@ def _frames(seconds: str, flags: Mapping[str, Any], usual: GenerateSettings) -> 
     ratio = grid.time_compression_ratio
     steps = max(1, round((frames - grid.is_causal) / ratio))
     return min(steps * ratio + grid.is_causal, longest)
-
-
-def _sides(size: str) -> tuple[int, int]:
-    """Return width and height."""
-    match = _SIZE.fullmatch(size)
-    if match is None:
-        raise InvalidField("size", f"size={size} must be WIDTHxHEIGHT, such as 128x128")
-    return int(match[1]), int(match[2])
 
 
 def _text(values: Mapping[str, Any], name: str) -> str | None:

@@ -82,6 +82,7 @@ class Server:
             "remixed_from_video_id": job.remixed_from,
             "error": error,
             "hint": None if job.error is None else job.error["hint"],
+            "exit_code": None if job.error is None else job.error["exit_code"],
             "number": job.number,
             "place": self.store.place_in_queue(job) if job.status is Status.QUEUED else None,
             "stage": dict(stage),

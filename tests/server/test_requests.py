@@ -82,6 +82,29 @@ def test_the_choice_of_a_request_wins_over_that_of_the_server(server, values, si
     assert fields["size"] == size
 
 
+def test_seconds_are_counted_at_the_rate_of_the_request_or_the_server(tmp_path):
+    base = {"video.fps": Given("12", "--set")}
+    for settings, frames in (({}, 25), ({"fps": 6}, 13), ({"video.fps": 6}, 13)):
+        values = {"prompt": "sea", "seconds": "2", "settings": settings}
+        assert read_request(values, model="demo", base=base, folder=tmp_path)[1]["num_frames"] == frames
+
+
+@pytest.mark.parametrize(
+    ("server", "settings", "name"),
+    [
+        ({}, {"num_frames": 1}, "video.png"),
+        ({"video.num_frames": 1}, {}, "video.png"),
+        ({"video.num_frames": 1}, {"video.num_frames": 5}, "video.mp4"),
+        ({"output.format": "webp"}, {}, "video.webp"),
+    ],
+)
+def test_the_file_has_the_format_of_the_video(server, settings, name, tmp_path):
+    base = {key: Given(value, "--set") for key, value in server.items()}
+    values = {"prompt": "sea", "settings": settings}
+    found, _ = read_request(values, model="demo", base=base, folder=tmp_path)
+    assert found.output.path == str(tmp_path / name)
+
+
 def test_a_reference_is_the_uploaded_file(tmp_path):
     settings = read(tmp_path, {}, references=[tmp_path / "reference_1.png"])[0]
     assert settings.condition.references == (str(tmp_path / "reference_1.png"),)

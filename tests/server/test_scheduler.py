@@ -57,6 +57,21 @@ def test_the_events_of_a_deleted_video_end(server):
     assert [json.loads(text.splitlines()[1][6:])["event"] for text in found] == ["state", "deleted"]
 
 
+def test_a_listener_that_does_not_read_is_dropped(server):
+    async def run():
+        async with server.scheduler.listening() as slow, server.scheduler.listening() as quick:
+            for number in range(scheduling._MOST_WAITING + 1):
+                server.scheduler.publish({"event": "odd", "number": number})
+                assert quick.get_nowait()["number"] == number
+            assert slow.qsize() == scheduling._MOST_WAITING
+            while (event := slow.get_nowait()) is not None:
+                last = event
+            server.scheduler.publish({"event": "odd", "number": -1})
+            return last["number"], slow.qsize(), quick.qsize()
+
+    assert asyncio.run(run()) == (scheduling._MOST_WAITING - 1, 0, 1)
+
+
 def test_two_clients_delete_a_running_video(server):
     async def run():
         server.store.take()

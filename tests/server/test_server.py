@@ -163,7 +163,7 @@ def test_a_video_whose_settings_another_version_wrote_fails_with_its_reason(serv
     video = served.finished(other)
     assert (video["status"], video["error"]["code"]) == ("failed", "RequestError")
     assert "video.odd" in video["error"]["message"]
-    assert "another version" in video["hint"]
+    assert ("another version" in video["hint"], video["exit_code"]) == (True, 2)
     assert served.finished(last)["status"] == "completed"
 
 
@@ -191,6 +191,26 @@ def test_events_tell_of_progress_and_the_end(served):
     assert states[0]["event"] == "state"
     assert states[-1]["status"] == "completed"
     assert "denoise" in {state["progress"]["stage"] for state in states if state["event"] == "progress"}
+
+
+def test_a_running_video_has_previews_steps_and_a_remaining_time(served):
+    video_id = served.make(settings={"num_frames": 5, "steps": 60})
+    previewed = served.until(video_id, lambda video: video["preview"] and video["stage"].get("eta_s") is not None)
+    stage = previewed["stage"]
+    assert stage["stage"] in ("denoise", "decode")
+    assert 0 <= stage["done"] <= stage["total"]
+    assert 0 < previewed["progress"] < 100
+    status, headers, content = served.request("GET", f"/v1/videos/{video_id}/preview")
+    assert (status, headers["content-type"], content[:4]) == (200, "image/gif", b"GIF8")
+    _, _, text = served.request("GET", f"/v1/videos/{video_id}/events")
+    assert "event: preview\n" in text.decode()
+
+
+def test_an_idle_worker_that_is_killed_is_started_again(served):
+    assert served.finished(served.make())["status"] == "completed"
+    (worker,) = [child for child in served.children() if "videos" in child.cmdline()]
+    worker.kill()
+    assert served.finished(served.make())["status"] == "completed"
 
 
 def test_metrics_count_jobs(served):
@@ -249,6 +269,14 @@ def test_a_server_with_wrong_settings_does_not_start(options, code, message, tmp
     assert main(["serve", "--model", "demo", *options]) == code
     assert message in capsys.readouterr().err
     assert not (tmp_path / "serve").exists()
+
+
+def test_the_extra_is_named_where_it_is_missing(tmp_path):
+    code = "import sys\nsys.modules['uvicorn'] = None\nfrom opensora_cli.cli.app import main\nsys.exit(main(['serve']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 4
+    assert ".[serve]" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_second_server_on_the_folder_is_refused(served):
