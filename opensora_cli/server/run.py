@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import uvicorn
@@ -59,38 +59,37 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise OutputError(f"--folder {folder} cannot be made: {error.strerror}") from error
-    with sole_run(folder / ".lock", problem=f"{folder} has a server already", hint="name another --folder"):
-        store = JobStore(folder / "jobs.sqlite")
-        try:
-            server = Server(
-                store=store,
-                scheduler=Scheduler(store, folder, groups=settings.groups),
-                folder=folder,
-                usual=usual,
-                base=base,
-                max_queue=settings.max_queue,
-                token=token,
-            )
-            # A page of another name that resolves to this machine does not know the token.
-            hosts = LOOPBACK if token is None else ()
-            guard = Guard(make_app(server), hosts=hosts, token=token, largest_body=LARGEST + 2**20)
-            sock = _listen(settings)
-            host = f"[{settings.host}]" if ":" in settings.host else settings.host
-            address = f"http://{host}:{settings.port}"
-            reporter.note(f"osora serves {server.model} at {address} (page), {address}/v1 (API); Ctrl-C ends it")
-            config = uvicorn.Config(
-                guard,
-                http=_Connection,
-                log_level="warning",
-                access_log=False,
-                timeout_graceful_shutdown=_STOP_S,
-                server_header=False,
-            )
-            # A signal is how a server ends: uvicorn sends it again once the running job is saved.
-            with suppress(KeyboardInterrupt):
-                asyncio.run(_Uvicorn(config, server.scheduler.stop).serve(sockets=[sock]))
-        finally:
-            store.close()
+    with (
+        sole_run(folder / ".lock", problem=f"{folder} has a server already", hint="name another --folder"),
+        closing(JobStore(folder / "jobs.sqlite")) as store,
+    ):
+        server = Server(
+            store=store,
+            scheduler=Scheduler(store, folder, groups=groups),
+            folder=folder,
+            usual=usual,
+            base=base,
+            max_queue=settings.max_queue,
+            token=token,
+        )
+        # A page of another name that resolves to this machine does not know the token.
+        hosts = LOOPBACK if token is None else ()
+        guard = Guard(make_app(server), hosts=hosts, token=token, largest_body=LARGEST + 2**20)
+        sock = _listen(settings)
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        address = f"http://{host}:{settings.port}"
+        reporter.note(f"osora serves {server.model} at {address} (page), {address}/v1 (API); Ctrl-C ends it")
+        config = uvicorn.Config(
+            guard,
+            http=_Connection,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=_STOP_S,
+            server_header=False,
+        )
+        # A signal is how a server ends: uvicorn sends it again once the running job is saved.
+        with suppress(KeyboardInterrupt):
+            asyncio.run(_Uvicorn(config, server.scheduler.stop).serve(sockets=[sock]))
 
 
 class _Connection(H11Protocol):

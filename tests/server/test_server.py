@@ -194,7 +194,7 @@ def test_events_tell_of_progress_and_the_end(served):
 
 
 def test_a_running_video_has_previews_steps_and_a_remaining_time(served):
-    video_id = served.make(settings={"num_frames": 5, "steps": 60})
+    video_id = served.make(settings={"num_frames": 5, "steps": 30})
     previewed = served.until(video_id, lambda video: video["preview"] and video["stage"].get("eta_s") is not None)
     stage = previewed["stage"]
     assert stage["stage"] in ("denoise", "decode")
