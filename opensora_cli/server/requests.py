@@ -4,6 +4,7 @@ import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -14,6 +15,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.few_steps import turbo_path
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.models.registry import ARCHITECTURES
+from opensora_cli.settings.applies import refuse_without_effect
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.flags import FLAGS, given_flags
@@ -104,8 +106,7 @@ def read_request(
         flags.setdefault("seed", values["seed"])
     given = {"prompt": Given(prompt, "prompt"), **given_flags(flags)}
     for key in [*given, *assignments]:
-        sections = key, ".".join(key.split(".")[:2]), key.partition(".")[0]
-        if key in _OF_ONE_VIDEO or _ALLOWED.isdisjoint(sections):
+        if not _is_allowed(key):
             raise InvalidField("settings", f"{key} is chosen by the server, not by requests")
     own = {
         "runtime.model_choice": model,
@@ -127,6 +128,12 @@ def read_request(
         raise InvalidField("settings", f"turbo needs a few-step adapter, and this server has none for {model}")
     if "video.num_frames" not in options:
         options.setdefault("num_frames", video.num_frames)
+    # Settings of the server that had an effect are repeated, too: a remix and the command line make the same video.
+    for key in sorted(base.keys() - given.keys() - assignments.keys() - set[str]().union(*_SAME.values())):
+        if _is_allowed(key):
+            with suppress(RequestError):
+                refuse_without_effect(settings, {key: base[key]})
+                options[key] = base[key].value
     answered = {
         "prompt": prompt,
         "model": model,
@@ -182,6 +189,12 @@ def _options(values: object) -> tuple[dict[str, Any], dict[str, Any]]:
         raise InvalidField("settings", "settings must be an object of options, such as {'steps': 20}")
     flags = {name.replace("-", "_"): value for name, value in values.items() if "." not in name}
     return flags, {name: value for name, value in values.items() if "." in name}
+
+
+def _is_allowed(key: str) -> bool:
+    """Return whether requests may give a setting."""
+    sections = key, ".".join(key.split(".")[:2]), key.partition(".")[0]
+    return key not in _OF_ONE_VIDEO and not _ALLOWED.isdisjoint(sections)
 
 
 def _frames(seconds: str, fps: Any, usual: GenerateSettings) -> int:

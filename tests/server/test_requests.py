@@ -105,6 +105,18 @@ def test_the_file_has_the_format_of_the_video(server, settings, name, tmp_path):
     assert found.output.path == str(tmp_path / name)
 
 
+def test_a_remix_and_the_command_have_the_settings_of_the_server(tmp_path):
+    base = {"sampling.num_inference_steps": "4", "video.resolution": "64px", "memory.offload": "none"}
+    base = {key: Given(value, "--set") for key, value in base.items()}
+    values = {"prompt": "sea", "size": "96x128", "seed": 7}
+    settings, fields = read_request(values, model="demo", base=base, folder=tmp_path)
+    assert fields["settings"] == {"num_frames": 33, "sampling.num_inference_steps": "4"}
+    assert "--set sampling.num_inference_steps=4" in command_of(fields)
+    again, _ = read(tmp_path, remixed(fields, {}))
+    assert (again.sampling, again.video.width) == (settings.sampling, 96)
+    assert read(tmp_path, remixed(fields, {"settings": {"steps": 5}}))[0].sampling.num_inference_steps == 5
+
+
 def test_a_reference_is_the_uploaded_file(tmp_path):
     settings = read(tmp_path, {}, references=[tmp_path / "reference_1.png"])[0]
     assert settings.condition.references == (str(tmp_path / "reference_1.png"),)
