@@ -15,6 +15,7 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, gen
 
 import opensora_cli
 from opensora_cli.core.conditions import CONDITION_MODES
+from opensora_cli.engine.components.few_steps import turbo_path
 from opensora_cli.server.errors import ApiError, add_errors
 from opensora_cli.server.guard import COOKIE, is_token
 from opensora_cli.server.jobs import Status
@@ -57,15 +58,17 @@ def make_app(server: Server) -> FastAPI:
 
 def _add_others(app: FastAPI, server: Server) -> None:
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    def models() -> dict[str, Any]:
         """Return the model that is loaded, and whether it has a few-step adapter for `settings.turbo`."""
-        model = {"id": server.model, "object": "model", "created": 0, "owned_by": "osora", "turbo": server.has_turbo}
+        has_turbo = turbo_path(server.usual).exists()
+        model = {"id": server.model, "object": "model", "created": 0, "owned_by": "osora", "turbo": has_turbo}
         return {"object": "list", "data": [model]}
 
     @app.get("/v1/options")
     async def options() -> dict[str, Any]:
         """Return the choices and defaults of the model, for forms."""
-        presets = [(name, load_preset(name, prompt="any")) for name in presets_of(server.model)]
+        presets = {name: load_preset(name, prompt="any") for name in presets_of(server.model)}
+        video = server.usual.video
         return {
             "model": server.model,
             "presets": [
@@ -76,13 +79,13 @@ def _add_others(app: FastAPI, server: Server) -> None:
                     "num_frames": preset.video.num_frames,
                     "steps": preset.sampling.num_inference_steps,
                 }
-                for name, preset in presets
+                for name, preset in presets.items()
             ],
-            "resolutions": list(presets[0][1].video.resolutions),
-            "aspect_ratios": list(presets[0][1].video.aspect_ratios),
-            "max_frames": presets[0][1].video.max_frames,
+            "resolutions": video.resolutions,
+            "aspect_ratios": video.aspect_ratios,
+            "max_frames": video.max_frames,
             "modes": {mode.name: mode.max_references for mode in CONDITION_MODES.values() if mode.needs_reference},
-            "examples": list(_EXAMPLES),
+            "examples": _EXAMPLES,
         }
 
     @app.post("/v1/plan")

@@ -10,8 +10,12 @@ from contextlib import contextmanager
 from queue import SimpleQueue
 from typing import Any, TextIO
 
-from opensora_cli.core.exceptions import OsoraError
+from pydantic import ValidationError
+
+from opensora_cli.core.exceptions import OsoraError, RequestError
 from opensora_cli.server.processes import without_paths
+from opensora_cli.settings.explain import explain
+from opensora_cli.settings.generate import GenerateSettings
 
 Report = Callable[..., None]
 
@@ -58,7 +62,7 @@ class Reports:
             try:
                 print(json.dumps(fields), file=self._file, flush=True)
             except BrokenPipeError:  # the server is gone
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self._file.fileno())
 
     @contextmanager
     def inherited(self) -> Iterator[None]:
@@ -68,6 +72,15 @@ class Reports:
             yield
         finally:
             os.dup2(2, 1)
+
+
+def settings_of(command: Mapping[str, Any]) -> GenerateSettings:
+    """Return the settings of a job. Raises RequestError if this version cannot read them."""
+    try:
+        return GenerateSettings.model_validate(command["settings"])
+    except ValidationError as error:
+        hint = "another version of osora took the request: send it again"
+        raise RequestError("; ".join(explain(error)), hint=hint) from error
 
 
 def failure(error: Exception) -> dict[str, Any]:

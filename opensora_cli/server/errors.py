@@ -1,5 +1,7 @@
 """Errors of the API, in the shape of OpenAI's: code, message, parameter and type."""
 
+import errno
+import logging
 import sqlite3
 from typing import Any
 
@@ -69,8 +71,15 @@ def add_errors(app: FastAPI) -> None:
     @app.exception_handler(OSError)
     @app.exception_handler(sqlite3.OperationalError)
     async def disk_error(_: Request, error: OSError | sqlite3.OperationalError) -> JSONResponse:
-        reason = getattr(error, "strerror", None) or error
-        return JSONResponse(error_body(507, f"the server cannot write: {reason}"), 507)
+        if isinstance(error, OSError):
+            is_full, reason = error.errno in (errno.ENOSPC, errno.EDQUOT), error.strerror or type(error).__name__
+        else:
+            is_full, reason = error.sqlite_errorcode == sqlite3.SQLITE_FULL, str(error)
+        if is_full:
+            return JSONResponse(error_body(507, "the disk of the server is full"), 507)
+        logging.getLogger("uvicorn.error").error("a file cannot be used", exc_info=error)
+        body = error_body(500, f"the server cannot use one of its files: {reason}", code="file_error")
+        return JSONResponse(body, 500)
 
     @app.exception_handler(ClientDisconnect)
     async def client_left(_: Request, error: ClientDisconnect) -> Response:

@@ -6,20 +6,16 @@ rebinding).
 
 import asyncio
 import hmac
-import json
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from http.cookies import CookieError, SimpleCookie
-from typing import Any
+from collections.abc import Iterable
 from urllib.parse import urlsplit
 
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from opensora_cli.server.errors import error_body
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-Asgi = Callable[[Message, Receive, Send], Awaitable[None]]
 
 COOKIE = "osora_token"
 PATIENCE_S = 30.0
@@ -49,46 +45,37 @@ class Guard:
         largest_body: most bytes of a request.
     """
 
-    def __init__(self, app: Asgi, *, hosts: Iterable[str], token: str | None, largest_body: int) -> None:
+    def __init__(self, app: ASGIApp, *, hosts: Iterable[str], token: str | None, largest_body: int) -> None:
         self._app, self._hosts, self._token, self._largest = app, frozenset(hosts), token, largest_body
 
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        refusal = self._refusal(scope["path"], headers)
-        if refusal is not None:
-            await _refuse(send, *refusal)
-            return
-        length = headers.get("content-length", "0")
-        largest = min(self._largest, _LARGEST_OPEN) if scope["path"] in _OPEN_PATHS else self._largest
-        if not length.isdecimal() or int(length) > largest:
-            await _refuse(send, 413, _too_large(largest))
-            return
-        await self._app(scope, _limited(receive, largest), _with_headers(send))
-
-    def _refusal(self, path: str, headers: dict[str, str]) -> tuple[int, str] | None:
-        host = headers.get("host", "")
+        request, send, is_open = HTTPConnection(scope), _with_headers(send), scope["path"] in _OPEN_PATHS
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        length = request.headers.get("content-length", "0")
+        largest = min(self._largest, _LARGEST_OPEN) if is_open else self._largest
+        status, headers = 403, None
         if self._hosts and _name_of(f"//{host}") not in self._hosts:
-            return 403, "this server is not addressed by that name"
-        origin = headers.get("origin")
-        if origin is not None and origin.partition("://")[2] != host:
-            return 403, "requests of other web pages are refused"
-        if self._token is not None and path not in _OPEN_PATHS and not self._knows(headers):
-            return 401, "a token is needed: Authorization: Bearer TOKEN"
-        return None
+            message = "this server is not addressed by that name"
+        elif origin is not None and origin.partition("://")[2] != host:
+            message = "requests of other web pages are refused"
+        elif self._token is not None and not is_open and not is_token(_token_of(request), self._token):
+            status, headers = 401, {"WWW-Authenticate": "Bearer"}
+            message = "a token is needed: Authorization: Bearer TOKEN"
+        elif not length.isdecimal() or int(length) > largest:
+            status, message, headers = 413, _too_large(largest), _CLOSE
+        else:
+            await self._app(scope, _limited(receive, largest), send)
+            return
+        await JSONResponse(error_body(status, message), status, headers=headers)(scope, receive, send)
 
-    def _knows(self, headers: dict[str, str]) -> bool:
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        if kind.lower() != "bearer":
-            try:
-                cookie = SimpleCookie(headers.get("cookie", "")).get(COOKIE)
-            except CookieError:
-                return False
-            given = "" if cookie is None else cookie.value
-        return is_token(given, self._token)
+
+def _token_of(request: HTTPConnection) -> str:
+    kind, _, given = request.headers.get("authorization", "").partition(" ")
+    return given if kind.lower() == "bearer" else request.cookies.get(COOKIE, "")
 
 
 def _limited(receive: Receive, left: int) -> Receive:
@@ -131,18 +118,8 @@ def _name_of(url: str) -> str:
 def _with_headers(send: Send) -> Send:
     async def with_headers(message: Message) -> None:
         if message["type"] == "http.response.start":
-            more = [(name.encode(), value.encode()) for name, value in _HEADERS.items()]
-            message = {**message, "headers": [*message.get("headers", []), *more]}
+            message.setdefault("headers", [])
+            MutableHeaders(scope=message).update(_HEADERS)
         await send(message)
 
     return with_headers
-
-
-async def _refuse(send: Send, status: int, message: str) -> None:
-    headers = [(b"content-type", b"application/json")]
-    if status == 413:
-        headers.append((b"connection", b"close"))
-    if status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    await _with_headers(send)({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": json.dumps(error_body(status, message)).encode()})

@@ -14,7 +14,8 @@ from typing import Any
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
 SCHEMA_VERSION = 3
-_CREATE = """
+_CREATE = f"""
+BEGIN IMMEDIATE;
 CREATE TABLE jobs (
     id TEXT PRIMARY KEY,
     place REAL NOT NULL,
@@ -30,9 +31,9 @@ CREATE TABLE jobs (
     is_cancelled INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX jobs_by_status ON jobs (status, place);
+PRAGMA user_version={SCHEMA_VERSION};
+COMMIT;
 """
-_STEPS = {0: _CREATE, 2: "ALTER TABLE jobs ADD COLUMN is_cancelled INTEGER NOT NULL DEFAULT 0"}
-"""Statements that bring a file of each older version to the newest one."""
 
 
 class Status(StrEnum):
@@ -84,7 +85,7 @@ class Job:
 class JobStore:
     """Jobs in the file `jobs.sqlite`, for one thread.
 
-    Raises CheckpointError if the file is broken or was written by a newer version.
+    Raises CheckpointError if the file is broken or was written by another version.
     """
 
     def __init__(self, path: Path) -> None:
@@ -94,19 +95,15 @@ class JobStore:
             self._database.execute("PRAGMA journal_mode=WAL")
             # A result that a client knows must survive a power loss.
             self._database.execute("PRAGMA synchronous=FULL")
-            self._open(path)
+            version = self._database.execute("PRAGMA user_version").fetchone()[0]
+            if version == 0:
+                self._database.executescript(_CREATE)
         except sqlite3.DatabaseError as error:
             self._database.close()
             raise CheckpointError(f"{path} is not a file of jobs: {error}", hint="name another --folder") from error
 
-    def _open(self, path: Path) -> None:
-        version = self._database.execute("PRAGMA user_version").fetchone()[0]
-        if version in _STEPS:
-            with self._transaction():
-                for statement in filter(str.strip, _STEPS[version].split(";")):
-                    self._database.execute(statement)
-                self._database.execute(f"PRAGMA user_version={SCHEMA_VERSION}")
-        elif version != SCHEMA_VERSION:
+        if version not in (0, SCHEMA_VERSION):
+            self._database.close()
             raise CheckpointError(
                 f"{path} has version {version}, and this osora reads version {SCHEMA_VERSION}",
                 hint="name another --folder, or use the osora that wrote it",
@@ -177,16 +174,12 @@ class JobStore:
 
     def take(self) -> Job | None:
         """Mark the next queued job as in progress, and return it; None if no job is queued."""
-        with self._transaction():
-            row = self._database.execute(
-                "SELECT id FROM jobs WHERE status = ? ORDER BY place LIMIT 1", (Status.QUEUED,)
-            ).fetchone()
-            if row is None:
-                return None
-            self._update(
-                row[0], "status = ?, started_at = COALESCE(started_at, ?)", (Status.IN_PROGRESS, int(time.time()))
-            )
-            return self.get(row[0])
+        rows = self._database.execute(
+            "UPDATE jobs SET status = ?, started_at = COALESCE(started_at, ?) "
+            "WHERE id = (SELECT id FROM jobs WHERE status = ? ORDER BY place LIMIT 1) RETURNING id",
+            (Status.IN_PROGRESS, int(time.time()), Status.QUEUED),
+        ).fetchall()
+        return self.get(rows[0][0]) if rows else None
 
     def finish(self, job_id: str, status: Status, *, error: Mapping[str, Any] | None = None) -> Job:
         """Record the end of a job."""
@@ -203,11 +196,12 @@ class JobStore:
 
     def requeue(self, job_id: str, *, has_died: bool = False) -> None:
         """Put an unfinished job back at the head of the queue; `has_died` means that its worker died."""
-        with self._transaction():
-            first = self._database.execute("SELECT MIN(place) FROM jobs WHERE status = ?", (Status.QUEUED,)).fetchone()
-            place = self.get(job_id).place
-            place = place if first[0] is None else min(place, first[0] - 1.0)
-            self._update(job_id, "status = ?, place = ?, deaths = deaths + ?", (Status.QUEUED, place, has_died))
+        self._update(
+            job_id,
+            "status = ?, deaths = deaths + ?, "
+            "place = MIN(place, COALESCE((SELECT MIN(place) - 1.0 FROM jobs WHERE status = ?), place))",
+            (Status.QUEUED, has_died, Status.QUEUED),
+        )
 
     def place_in_queue(self, job: Job) -> int:
         """Return the number of queued jobs up to this one."""

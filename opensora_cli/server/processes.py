@@ -71,11 +71,21 @@ class Process:
         """Wait for the end of the process, and return its exit code; that of a signal is negative."""
         return await self._process.wait()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.returncode is not None
+
+    def kill(self) -> None:
+        """End the process at once."""
+        with suppress(ProcessLookupError):
+            self._process.kill()
+
     async def stop(self) -> None:
         """Let the process finish its step, save its state and end; kill it if that takes too long."""
         await self.send(do="stop")
         try:
             await asyncio.wait_for(self._process.wait(), _STOP_S)
         except TimeoutError:
-            self._process.kill()
+            self.kill()
             await self._process.wait()

@@ -24,12 +24,11 @@ from opensora_cli.core.rank_link import beat
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.ranks import Ranks, watched
-from opensora_cli.engine.generate.references import with_mode
-from opensora_cli.engine.generate.refinement import refined
+from opensora_cli.engine.generate.references import refined_with_mode
 from opensora_cli.engine.launch.failures import RankFailure
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
 from opensora_cli.engine.launch.rank import joined
-from opensora_cli.server.channel import Commands, Reports, failure
+from opensora_cli.server.channel import Commands, Reports, failure, settings_of
 from opensora_cli.server.making import JobReporter, make_video
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer
@@ -129,8 +128,7 @@ def make_in_rank(context: RankContext, base: Layer) -> None:
             if command is None:
                 continue
             reporter = JobReporter(command["id"], reports) if context.is_main else SilentReporter()
-            settings = GenerateSettings.model_validate(command["settings"])
-            make_video(settings, command, models, reports, reporter=watched(reporter))
+            make_video(settings_of(command), command, models, reports, reporter=watched(reporter))
 
 
 def _next_command(stream: TextIO, reports: Reports) -> Mapping[str, Any] | None:
@@ -140,8 +138,7 @@ def _next_command(stream: TextIO, reports: Reports) -> Mapping[str, Any] | None:
     command = json.loads(stream.readline())
     reporter = JobReporter(command["id"], reports)
     try:
-        settings = refined(GenerateSettings.model_validate(command["settings"]), reporter=reporter)
-        settings = with_mode(settings, reporter)
+        settings = refined_with_mode(settings_of(command), reporter)
     except Exception as error:
         reports(event="failed", id=command["id"], error=failure(error))
         return None

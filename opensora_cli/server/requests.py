@@ -4,6 +4,8 @@ import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.few_steps import turbo_path
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.models.registry import ARCHITECTURES
+from opensora_cli.settings.applies import refuse_without_effect
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.flags import FLAGS, given_flags
@@ -67,7 +70,7 @@ def read_request(
     Args:
         values: fields of the request: prompt, model, seconds, size, seed, settings.
         model: model of the server.
-        base: settings of the server, below those of the request.
+        base: settings of the server, which give way to those of the request.
         folder: folder of the job, in which the result is written.
         references: uploaded pictures or videos.
 
@@ -92,33 +95,45 @@ def read_request(
         raise InvalidField("settings", f"config={preset} is no preset of {model}: {', '.join(presets_of(model))}")
     usual = usual_settings(model)
     if (seconds := _text(values, "seconds")) is not None:
-        flags.setdefault("num_frames", _frames(seconds, flags, usual))
+        of_server = base["video.fps"].value if "video.fps" in base else usual.video.fps
+        fps = flags.get("fps") or assignments.get("video.fps") or of_server
+        flags.setdefault("num_frames", _frames(seconds, fps, usual))
     if (size := _text(values, "size")) is not None:
-        width, height = _sides(size)
-        flags.setdefault("width", width)
-        flags.setdefault("height", height)
+        if (sides := _SIZE.fullmatch(size)) is None:
+            raise InvalidField("size", f"size={size} must be WIDTHxHEIGHT, such as 128x128")
+        flags = {"width": sides[1], "height": sides[2], **flags}
     if values.get("seed") is not None:
         flags.setdefault("seed", values["seed"])
     given = {"prompt": Given(prompt, "prompt"), **given_flags(flags)}
-    _refuse_others([*given, *assignments])
+    for key in [*given, *assignments]:
+        if not _is_allowed(key):
+            raise InvalidField("settings", f"{key} is chosen by the server, not by requests")
     own = {
         "runtime.model_choice": model,
-        "output.path": str(folder / ("video.png" if _is_picture(given, assignments) else "video.mp4")),
+        "output.path": str(folder),
         "output.preview_every": _PREVIEW_EVERY,
         **({"condition.references": tuple(map(str, references))} if references else {}),
     }
     request = generate_request(
         {**given, **{key: Given(value, "the server") for key, value in own.items()}},
-        below=base,
         assignments=assignments,
         config=None if preset is None else Path(preset),
     )
+    # A setting of the server that has no effect beside those of the request is no error of the client.
+    request = replace(request, environment={**request.environment, **base})
     settings = resolve(request, reporter=SilentReporter())
+    settings = settings.replace({"output.path": str(folder / f"video.{settings.output_format}")})
     video = settings.video
     if settings.sampling.turbo and not turbo_path(settings).exists():
         raise InvalidField("settings", f"turbo needs a few-step adapter, and this server has none for {model}")
     if "video.num_frames" not in options:
         options.setdefault("num_frames", video.num_frames)
+    # Settings of the server that had an effect are repeated, too: a remix and the command line make the same video.
+    for key in sorted(base.keys() - given.keys() - assignments.keys() - set[str]().union(*_SAME.values())):
+        if _is_allowed(key):
+            with suppress(RequestError):
+                refuse_without_effect(settings, {key: base[key]})
+                options[key] = base[key].value
     answered = {
         "prompt": prompt,
         "model": model,
@@ -176,21 +191,15 @@ def _options(values: object) -> tuple[dict[str, Any], dict[str, Any]]:
     return flags, {name: value for name, value in values.items() if "." in name}
 
 
-def _refuse_others(keys: list[str]) -> None:
-    for key in keys:
-        sections = [".".join(key.split(".")[:count]) for count in (1, 2)]
-        if key in _OF_ONE_VIDEO or not any(section in _ALLOWED for section in sections):
-            raise InvalidField("settings", f"{key} is chosen by the server, not by requests")
+def _is_allowed(key: str) -> bool:
+    """Return whether requests may give a setting."""
+    sections = key, ".".join(key.split(".")[:2]), key.partition(".")[0]
+    return key not in _OF_ONE_VIDEO and not _ALLOWED.isdisjoint(sections)
 
 
-def _is_picture(given: Layer, assignments: Mapping[str, Any]) -> bool:
-    frames = given["video.num_frames"].value if "video.num_frames" in given else assignments.get("video.num_frames")
-    return str(frames) == "1"
-
-
-def _frames(seconds: str, flags: Mapping[str, Any], usual: GenerateSettings) -> int:
+def _frames(seconds: str, fps: Any, usual: GenerateSettings) -> int:
     """Return the number of frames nearest to a time that the model can make."""
-    grid, longest, fps = usual.vae.grid, usual.video.max_frames, flags.get("fps") or usual.video.fps
+    grid, longest = usual.vae.grid, usual.video.max_frames
     try:
         length, longest_s = float(seconds), longest / float(fps)
         frames = length * float(fps)
@@ -201,14 +210,6 @@ def _frames(seconds: str, flags: Mapping[str, Any], usual: GenerateSettings) -> 
     ratio = grid.time_compression_ratio
     steps = max(1, round((frames - grid.is_causal) / ratio))
     return min(steps * ratio + grid.is_causal, longest)
-
-
-def _sides(size: str) -> tuple[int, int]:
-    """Return width and height."""
-    match = _SIZE.fullmatch(size)
-    if match is None:
-        raise InvalidField("size", f"size={size} must be WIDTHxHEIGHT, such as 128x128")
-    return int(match[1]), int(match[2])
 
 
 def _text(values: Mapping[str, Any], name: str) -> str | None:

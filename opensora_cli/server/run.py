@@ -5,7 +5,7 @@ import os
 import socket
 import subprocess
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import uvicorn
@@ -16,7 +16,6 @@ from opensora_cli.core.folder_lock import sole_run
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.core.reading import read_text
-from opensora_cli.engine.components.few_steps import turbo_path
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.server.app import make_app
 from opensora_cli.server.guard import PATIENCE_S, Guard
@@ -49,7 +48,6 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
         ),
         reporter=reporter,
     )
-    model = usual.model.name
     parallel, groups = usual.parallel, settings.groups
     if parallel.nnodes > 1:
         raise RequestError(f"parallel.nnodes={parallel.nnodes}: a server has one machine", hint="run one on each")
@@ -61,39 +59,37 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise OutputError(f"--folder {folder} cannot be made: {error.strerror}") from error
-    with sole_run(folder / ".lock", problem=f"{folder} has a server already", hint="name another --folder"):
-        store = JobStore(folder / "jobs.sqlite")
-        try:
-            server = Server(
-                store=store,
-                scheduler=Scheduler(store, folder, groups=settings.groups),
-                folder=folder,
-                model=model,
-                base=base,
-                max_queue=settings.max_queue,
-                token=token,
-                has_turbo=turbo_path(usual).exists(),
-            )
-            # A page of another name that resolves to this machine does not know the token.
-            hosts = LOOPBACK if token is None else ()
-            guard = Guard(make_app(server), hosts=hosts, token=token, largest_body=LARGEST + 2**20)
-            sock = _listen(settings)
-            host = f"[{settings.host}]" if ":" in settings.host else settings.host
-            address = f"http://{host}:{settings.port}"
-            reporter.note(f"osora serves {model} at {address} (page), {address}/v1 (API); Ctrl-C ends it")
-            config = uvicorn.Config(
-                guard,
-                http=_Connection,
-                log_level="warning",
-                access_log=False,
-                timeout_graceful_shutdown=_STOP_S,
-                server_header=False,
-            )
-            # A signal is how a server ends: uvicorn sends it again once the running job is saved.
-            with suppress(KeyboardInterrupt):
-                asyncio.run(_Uvicorn(config, server.scheduler.stop).serve(sockets=[sock]))
-        finally:
-            store.close()
+    with (
+        sole_run(folder / ".lock", problem=f"{folder} has a server already", hint="name another --folder"),
+        closing(JobStore(folder / "jobs.sqlite")) as store,
+    ):
+        server = Server(
+            store=store,
+            scheduler=Scheduler(store, folder, groups=groups),
+            folder=folder,
+            usual=usual,
+            base=base,
+            max_queue=settings.max_queue,
+            token=token,
+        )
+        # A page of another name that resolves to this machine does not know the token.
+        hosts = LOOPBACK if token is None else ()
+        guard = Guard(make_app(server), hosts=hosts, token=token, largest_body=LARGEST + 2**20)
+        sock = _listen(settings)
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        address = f"http://{host}:{settings.port}"
+        reporter.note(f"osora serves {server.model} at {address} (page), {address}/v1 (API); Ctrl-C ends it")
+        config = uvicorn.Config(
+            guard,
+            http=_Connection,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=_STOP_S,
+            server_header=False,
+        )
+        # A signal is how a server ends: uvicorn sends it again once the running job is saved.
+        with suppress(KeyboardInterrupt):
+            asyncio.run(_Uvicorn(config, server.scheduler.stop).serve(sockets=[sock]))
 
 
 class _Connection(H11Protocol):

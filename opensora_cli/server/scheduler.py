@@ -1,7 +1,6 @@
 """Scheduler of a server: gives the jobs of one queue to its workers, and tells listeners what happens."""
 
 import asyncio
-import itertools
 import logging
 import re
 import shutil
@@ -22,7 +21,7 @@ _MOST_WAITING = 200
 _ROOM, _RESERVE = 32 * 2**20, 2**20
 """Free bytes of the disk that a job needs to begin, and bytes that are kept for the records of jobs."""
 _PLAN_S = 120.0
-_NO_PLAN = {"event": "failed", "error": {"message": "the planner did not answer", "hint": "try again", "exit_code": 4}}
+_NO_PLAN = {"message": "the planner did not answer", "hint": "try again", "exit_code": 4}
 _DELETED = ".deleted"
 _JOB_ID = re.compile(r"video_[0-9a-f]{24}")
 _RETRY_S = 1.0
@@ -55,10 +54,7 @@ class Scheduler:
         self._listeners: set[asyncio.Queue[Mapping[str, Any] | None]] = set()
         self._workers: set[Process] = set()
         self._planner: Process | None = None
-        self._reading: asyncio.Task[None] | None = None
-        self._starting = asyncio.Lock()
-        self._plans: dict[int, asyncio.Future[Mapping[str, Any]]] = {}
-        self._numbers = itertools.count()
+        self._planning = asyncio.Lock()
         self._running: dict[str, Process] = {}
         """Worker of each running job."""
         self._is_stopping = False
@@ -140,25 +136,29 @@ class Scheduler:
         self.publish({"event": "deleted", "id": job_id})
 
     async def plan(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the report of the planner. Raises PlanFailed."""
-        async with self._starting:
-            if self._planner is None:
-                self._planner = await Process.start("plans")
-                # The event loop alone would not keep the task.
-                self._reading = asyncio.create_task(self._read_plans(self._planner))
-            planner = self._planner
-        number = next(self._numbers)
-        answer: asyncio.Future[Mapping[str, Any]] = asyncio.get_running_loop().create_future()
-        self._plans[number] = answer
-        try:
-            await planner.send(do="plan", id=number, settings=settings)
-            report = await asyncio.wait_for(answer, _PLAN_S)
-        except TimeoutError:
-            report = _NO_PLAN
-        finally:
-            self._plans.pop(number, None)
+        """Return the report of the planner, which makes one plan after the other. Raises PlanFailed."""
+        report: Mapping[str, Any] | None = None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_PLAN_S), self._planning:
+                report = await self._planned(settings)
+        if report is None:
+            raise PlanFailed(_NO_PLAN)
         if report["event"] == "failed":
             raise PlanFailed(report["error"])
+        return report
+
+    async def _planned(self, settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return the report of the planner; None if it ended."""
+        if self._planner is None:
+            self._planner = await Process.start("plans")
+        planner, report = self._planner, None
+        try:
+            await planner.send(do="plan", settings=settings)
+            report = await anext(planner.reports(), None)
+        finally:
+            if report is None:  # a late report would be that of the next plan
+                self._planner = None
+                planner.kill()
         return report
 
     def publish(self, event: Mapping[str, Any]) -> None:
@@ -191,49 +191,57 @@ class Scheduler:
                 continue
             self._workers.add(worker)
             try:
-                async with asyncio.TaskGroup() as tasks:
-                    feeding = tasks.create_task(self._feed(worker))
+                while (job := await self._next_job(worker)) is not None:
+                    self._running[job.id] = worker
+                    self.publish({"event": "job", "id": job.id})
+                    self.publish({"event": "queue"})
+                    folder = str(self.job_folder(job.id))
+                    await worker.send(do="make", id=job.id, settings=job.settings, folder=folder)
                     async for report in worker.reports():
-                        await self._hear(report)
-                    code = await worker.ended()
-                    feeding.cancel()
+                        if await self._is_end(report, job.id):
+                            break
+                    else:
+                        await self._worker_died(job.id, await worker.ended())
+                        break
             finally:
                 self._workers.discard(worker)
-            for job_id in [each for each, its_worker in self._running.items() if its_worker is worker]:
-                await self._worker_died(job_id, code)
             if not self._is_stopping:
                 await asyncio.sleep(_RETRY_S)
 
-    async def _feed(self, worker: Process) -> None:
+    async def _next_job(self, worker: Process) -> Job | None:
+        """Wait for a job; None if the server stops or the worker has ended."""
         while not self._is_stopping:
             self._wakes.clear()
+            if worker.has_ended:
+                return None
             if self.is_disk_full():
                 await asyncio.sleep(_RETRY_S)
-                continue
-            if worker not in self._running.values() and (job := await self._written(self._store.take)):
-                self._running[job.id] = worker
-                self.publish({"event": "job", "id": job.id})
-                self.publish({"event": "queue"})
-                await worker.send(do="make", id=job.id, settings=job.settings, folder=str(self.job_folder(job.id)))
-            await self._wakes.wait()
+            elif (job := await self._written(self._store.take)) is not None:
+                return job
+            else:
+                await self._wakes.wait()
+        return None
 
-    async def _hear(self, report: Mapping[str, Any]) -> None:
-        if report["event"] in ("failed", "stopped") and report["id"] not in self._running:
-            return  # a group of ranks ended after its video
+    async def _is_end(self, report: Mapping[str, Any], job_id: str) -> bool:
+        """Take a report of a worker, and return whether it ends the job."""
+        if report["id"] != job_id:
+            return False  # a group of ranks ended after its video
         match report["event"]:
             case "progress":
-                self.progress[report["id"]] = report["progress"]
-                self.publish(report)
+                self.progress[job_id] = report["progress"]
             case "completed":
                 for stage, seconds in report["result"]["timings_s"].items():
                     self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
-                await self._finish(report["id"], Status.COMPLETED)
+                await self._finish(job_id, Status.COMPLETED)
+                return True
             case "failed":
-                await self._finish(report["id"], Status.FAILED, report["error"])
+                await self._finish(job_id, Status.FAILED, report["error"])
+                return True
             case "stopped":
-                await self._interrupted(report["id"])
-            case _:
-                self.publish(report)
+                await self._interrupted(job_id)
+                return True
+        self.publish(report)
+        return False
 
     async def _written(self, write: Callable[[], _T]) -> _T | None:
         """Call a function that writes to the store until the disk has room for it, or until the server stops.
@@ -314,15 +322,3 @@ class Scheduler:
             "exit_code": 4,
         }
         await self._finish(job_id, Status.FAILED, error)
-
-    async def _read_plans(self, planner: Process) -> None:
-        try:
-            async for report in planner.reports():
-                answer = self._plans.get(report["id"])
-                if answer is not None and not answer.done():
-                    answer.set_result(report)
-        finally:  # the next plan starts another planner
-            self._planner = None
-            for answer in self._plans.values():
-                if not answer.done():
-                    answer.set_result(_NO_PLAN)

@@ -6,8 +6,8 @@ Run as a program, this module is that child process: it reads a picture or video
 import asyncio
 import os
 import secrets
+import shutil
 import sys
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from opensora_cli.core.exceptions import MediaError
 from opensora_cli.core.python_processes import module_command, safe_environment
 
 LARGEST = 512 * 2**20
-"""Most bytes of an uploaded file."""
+"""Most bytes of the uploaded files of a request."""
 _CHECK_S = 60.0
 _MEMORY = 4 * 2**30
 _MOST_PIXELS = 8192 * 8192
@@ -25,7 +25,6 @@ _MOST_FRAMES = 300
 """Frames of a video that are decoded."""
 _checks = asyncio.Semaphore(2)
 """Files that are decoded at the same time."""
-_CHUNK = 2**20
 _ENDINGS = {
     b"\x89PNG\r\n\x1a\n": ".png",
     b"\xff\xd8\xff": ".jpg",
@@ -37,25 +36,15 @@ _ENDINGS = {
 async def keep(upload: UploadFile, folder: Path, *, number: int) -> Path:
     """Write an upload into a folder, and return its file, whose name has the number but nothing from the client.
 
-    Raises MediaError if it is too large, of another type, or cannot be decoded within the limits.
+    Raises MediaError if it is of another type, or cannot be decoded within the limits.
     """
-    head = await upload.read(_CHUNK)
-    path = folder / f"reference_{number}_{secrets.token_hex(4)}{_ending(head)}"
-    size = 0
-    try:
-        with path.open("xb") as file:
-            while head:
-                size += len(head)
-                if size > LARGEST:
-                    raise MediaError(f"the reference has over {LARGEST // 2**20} MiB")
-                await asyncio.to_thread(file.write, head)
-                head = await upload.read(_CHUNK)
-        async with _checks:
-            await _check(path)
-    except BaseException:
-        with suppress(OSError):
-            path.unlink()
-        raise
+    ending = _ending(await upload.read(16))
+    path = folder / f"reference_{number}_{secrets.token_hex(4)}{ending}"
+    await upload.seek(0)
+    with path.open("xb") as file:
+        await asyncio.to_thread(shutil.copyfileobj, upload.file, file)
+    async with _checks:
+        await _check(path)
     return path
 
 

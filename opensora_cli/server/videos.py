@@ -19,6 +19,7 @@ from opensora_cli.server.requests import command_of, read_request, remixed
 from opensora_cli.server.results import SHEET, THUMBNAIL
 from opensora_cli.server.scheduler import Scheduler
 from opensora_cli.server.uploads import keep
+from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer
 
 _LARGEST_JSON = 2**20
@@ -34,13 +35,17 @@ class Server:
     store: JobStore
     scheduler: Scheduler
     folder: Path
-    model: str
+    usual: GenerateSettings
+    """Settings of a video that asks for nothing else."""
     base: Layer
-    """Settings of all videos."""
+    """Settings of all videos that requests may replace."""
     max_queue: int
     token: str | None = None
-    has_turbo: bool = False
-    """Whether the model has a few-step adapter."""
+
+    @property
+    def model(self) -> str:
+        """Name of the model."""
+        return self.usual.model.name
 
     def job(self, video_id: str) -> Job:
         """Return a job. Raises ApiError if there is none."""
@@ -77,6 +82,7 @@ class Server:
             "remixed_from_video_id": job.remixed_from,
             "error": error,
             "hint": None if job.error is None else job.error["hint"],
+            "exit_code": None if job.error is None else job.error["exit_code"],
             "number": job.number,
             "place": self.store.place_in_queue(job) if job.status is Status.QUEUED else None,
             "stage": dict(stage),
@@ -85,13 +91,9 @@ class Server:
         }
 
     async def add(
-        self,
-        values: Mapping[str, Any],
-        *,
-        uploads: Sequence[UploadFile] = (),
-        remixed_from: Job | None = None,
+        self, values: Mapping[str, Any], *, uploads: Sequence[UploadFile] = (), remixed_from: str | None = None
     ) -> Job:
-        """Validate a request, and append its job to the queue. The references of another job are copied.
+        """Validate a request, and append its job to the queue. The references of the job `remixed_from` are copied.
 
         Raises QueueFull if too many wait, and other errors of OsoraError if the request is wrong.
         """
@@ -103,7 +105,7 @@ class Server:
             folder.mkdir(parents=True)
             references = [await keep(upload, folder, number=number) for number, upload in enumerate(uploads)]
             if remixed_from is not None:
-                for path in sorted(self.scheduler.job_folder(remixed_from.id).glob("reference_*")):
+                for path in sorted(self.scheduler.job_folder(remixed_from).glob("reference_*")):
                     references.append(await asyncio.to_thread(shutil.copyfile, path, folder / path.name))
             settings, fields = await asyncio.to_thread(
                 read_request, values, model=self.model, base=self.base, folder=folder, references=references
@@ -113,7 +115,7 @@ class Server:
                 settings.model_dump(mode="json"),
                 job_id=job_id,
                 max_queue=self.max_queue,
-                remixed_from=None if remixed_from is None else remixed_from.id,
+                remixed_from=remixed_from,
             )
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
@@ -223,7 +225,7 @@ def add_videos(app: FastAPI, server: Server) -> None:
     async def remix(job: Found, request: Request) -> dict[str, Any]:
         """Make a video with the settings of another one; the fields of the request replace them."""
         values, _ = await read_body(request)
-        return server.answer(await server.add(remixed(job.request, values), remixed_from=job))
+        return server.answer(await server.add(remixed(job.request, values), remixed_from=job.id))
 
     @app.get("/v1/videos/{video_id}/content")
     async def content(job: Found, variant: Literal["video", "thumbnail", "spritesheet"] = "video") -> FileResponse:

@@ -8,10 +8,10 @@ import sys
 from functools import partial
 
 from opensora_cli.core.device_names import indexed
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.core.signals import end_with_parent
-from opensora_cli.server.channel import Commands, Reports, failure
-from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.server.channel import Commands, Reports, failure, settings_of
 
 
 def main(kind: str, number: str | None = None) -> None:
@@ -44,8 +44,8 @@ def _make_videos(commands: Commands, reports: Reports, number: int | None) -> No
         while not commands.stopped.is_set() and (command := commands.waiting.get()) is not None:
             job_id = command["id"]
             try:
-                settings = GenerateSettings.model_validate(command["settings"])
-            except ValueError as error:  # another version of osora queued it
+                settings = settings_of(command)
+            except RequestError as error:
                 reports(event="failed", id=job_id, error=failure(error))
                 continue
             if settings.parallel.world_size > 1:
@@ -76,10 +76,10 @@ def _plan(commands: Commands, reports: Reports) -> None:
     while (command := commands.waiting.get()) is not None:
         notes = _Notes()
         try:
-            plan = plan_generation(GenerateSettings.model_validate(command["settings"]), reporter=notes)
-            reports(event="plan", id=command["id"], plan=plan.to_json(), lines=list(plan.lines()), notes=notes.texts)
+            plan = plan_generation(settings_of(command), reporter=notes)
+            reports(event="plan", plan=plan.to_json(), lines=list(plan.lines()), notes=notes.texts)
         except Exception as error:
-            reports(event="failed", id=command["id"], error=failure(error))
+            reports(event="failed", error=failure(error))
 
 
 class _Notes(SilentReporter):

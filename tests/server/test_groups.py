@@ -1,8 +1,10 @@
 """Groups of ranks that make each video of a server together."""
 
+import errno
 import json
 import os
 import signal
+import tempfile
 import time
 from contextlib import suppress
 
@@ -12,7 +14,8 @@ from served import Served, is_running
 
 from opensora_cli.cli.app import main
 from opensora_cli.server.channel import Commands
-from opensora_cli.server.ranks import _relayed
+from opensora_cli.server.ranks import _relayed, make_in_ranks
+from opensora_cli.settings.load import usual_settings
 
 SETTINGS = {"num_frames": 5, "steps": 12}
 LONG = {"num_frames": 5, "steps": 300}
@@ -51,11 +54,30 @@ def test_commands_are_relayed_until_the_video_is_cancelled(tmp_path):
             relayed.append(json.loads(to_rank.readline()))
             assert job_ids == ["first", "second"]
             server.write('{"do": "cancel", "id": "second"}\n')
-            time.sleep(60)
+            for _ in range(600):
+                time.sleep(0.1)  # as the launcher waits
 
     with pytest.raises(KeyboardInterrupt):
         talk()
     assert relayed == [{"do": "make", "id": "first"}, {"do": "make", "id": "second"}]
+
+
+@pytest.mark.parametrize("missing", ["folder of log files", "commands"])
+def test_a_video_whose_ranks_cannot_be_started_fails_with_its_reason(missing, tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied", "commands")
+
+    if missing == "commands":
+        monkeypatch.setattr(os, "mkfifo", refuse)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path if missing == "commands" else tmp_path / "missing"))
+    settings = usual_settings("demo").replace({"parallel.gpus": 2, "runtime.device": "cpu"})
+    reports = []
+    with open(os.devnull) as stream:
+        make_in_ranks({"id": "a"}, settings, Commands(stream), lambda **report: reports.append(report), group=None)
+    ((event, job_id, error),) = [tuple(report.values()) for report in reports]
+    assert (event, job_id) == ("failed", "a")
+    assert missing in error["message"]
+    assert not list(tmp_path.iterdir())
 
 
 def test_ranks_that_no_server_started_are_refused(tmp_path, monkeypatch, capsys):

@@ -1,3 +1,4 @@
+import re
 import sqlite3
 
 import pytest
@@ -33,6 +34,12 @@ def test_jobs_are_queued_in_order_and_outlive_the_store(store, tmp_path):
     assert again.ids(Status.QUEUED) == ids[1:]
     assert again.counts() == {"queued": 2, "in_progress": 0, "completed": 0, "failed": 1, "cancelled": 0}
     again.close()
+
+
+def test_ids_are_random():
+    ids = {new_id() for _ in range(1000)}
+    assert len(ids) == 1000
+    assert all(re.fullmatch("video_[0-9a-f]{24}", each) for each in ids)
 
 
 def test_the_queue_is_bounded(store):
@@ -77,20 +84,7 @@ def test_pages_have_every_job_once(store):
         store.page(after="video_0", limit=1, newest_first=True)
 
 
-def test_a_file_of_an_older_version_keeps_its_jobs(store, tmp_path):
-    (job_id,) = add(store, 1)
-    store.close()
-    with sqlite3.connect(tmp_path / "jobs.sqlite") as database:
-        database.execute("ALTER TABLE jobs DROP COLUMN is_cancelled")
-        database.execute("PRAGMA user_version=2")
-    newer = JobStore(tmp_path / "jobs.sqlite")
-    assert not newer.get(job_id).is_cancelled
-    newer.cancel(job_id)
-    assert newer.get(job_id).is_cancelled
-    newer.close()
-
-
-def test_other_files_and_newer_versions_are_refused(tmp_path):
+def test_other_files_and_versions_are_refused(tmp_path):
     path = tmp_path / "jobs.sqlite"
     path.write_bytes(b"no database" * 100)
     with pytest.raises(CheckpointError, match="is not a file of jobs"):

@@ -215,7 +215,6 @@ def test_references_are_dropped_for_each_mode(opened):
 
 def test_the_plan_counts_references(opened):
     page = opened()
-    assert page.locator("label:visible", has_text="Turbo").count() == 0
     page.fill("#prompt", "sea")
     page.evaluate(DROP)
     plan = "document.getElementById('plan').textContent"
@@ -224,11 +223,16 @@ def test_the_plan_counts_references(opened):
     until(page, f"{plan}.includes('i2v_tail')")
 
 
-def test_turbo_is_offered_by_a_model_with_a_few_step_adapter(tmp_path, browser):
+def test_turbo_is_offered_once_the_model_has_a_few_step_adapter(tmp_path, browser):
     weights = turbo_weights(tmp_path / "weights")
+    (weights / "turbo").rename(weights / "later")
     with Served(tmp_path / "serve", "--set", f"runtime.weights={weights}") as served:
         page = browser.new_page()
         page.goto(f"http://127.0.0.1:{served.port}/")
+        page.wait_for_selector("#connection.on")
+        assert page.locator("label:visible", has_text="Turbo").count() == 0
+        (weights / "later").rename(weights / "turbo")
+        page.reload()
         page.check("#turbo")
         page.fill("#num_frames", "5")
         page.fill("#prompt", "sea")

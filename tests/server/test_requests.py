@@ -64,6 +64,59 @@ def test_a_remix_replaces_settings_by_any_of_their_names(tmp_path):
     assert read(tmp_path, remixed(before, {}))[1] == before
 
 
+@pytest.mark.parametrize(
+    ("server", "values", "size"),
+    [
+        ({"video.width": 96, "video.height": 128}, {}, "96x128"),
+        ({"video.width": 96, "video.height": 128}, {"settings": {"res": "768px"}}, "768px"),
+        ({"video.width": 96, "video.height": 128}, {"settings": {"aspect_ratio": "1:1"}}, "256px"),
+        ({"video.width": 96, "video.height": 128}, {"size": "64x64"}, "64x64"),
+        ({"video.width": 96, "video.height": 128}, {"settings": {"width": 64}}, "64x128"),
+        ({"video.resolution": "768px", "video.aspect_ratio": "1:1"}, {"size": "64x64"}, "64x64"),
+        ({"video.resolution": "768px", "condition.ref_fps": "match"}, {}, "768px"),
+    ],
+)
+def test_the_choice_of_a_request_wins_over_that_of_the_server(server, values, size, tmp_path):
+    base = {key: Given(value, "--set") for key, value in server.items()}
+    _, fields = read_request({"prompt": "sea", **values}, model="open-sora-v2", base=base, folder=tmp_path)
+    assert fields["size"] == size
+
+
+def test_seconds_are_counted_at_the_rate_of_the_request_or_the_server(tmp_path):
+    base = {"video.fps": Given("12", "--set")}
+    for settings, frames in (({}, 25), ({"fps": 6}, 13), ({"video.fps": 6}, 13)):
+        values = {"prompt": "sea", "seconds": "2", "settings": settings}
+        assert read_request(values, model="demo", base=base, folder=tmp_path)[1]["num_frames"] == frames
+
+
+@pytest.mark.parametrize(
+    ("server", "settings", "name"),
+    [
+        ({}, {"num_frames": 1}, "video.png"),
+        ({"video.num_frames": 1}, {}, "video.png"),
+        ({"video.num_frames": 1}, {"video.num_frames": 5}, "video.mp4"),
+        ({"output.format": "webp"}, {}, "video.webp"),
+    ],
+)
+def test_the_file_has_the_format_of_the_video(server, settings, name, tmp_path):
+    base = {key: Given(value, "--set") for key, value in server.items()}
+    values = {"prompt": "sea", "settings": settings}
+    found, _ = read_request(values, model="demo", base=base, folder=tmp_path)
+    assert found.output.path == str(tmp_path / name)
+
+
+def test_a_remix_and_the_command_have_the_settings_of_the_server(tmp_path):
+    base = {"sampling.num_inference_steps": "4", "video.resolution": "64px", "memory.offload": "none"}
+    base = {key: Given(value, "--set") for key, value in base.items()}
+    values = {"prompt": "sea", "size": "96x128", "seed": 7}
+    settings, fields = read_request(values, model="demo", base=base, folder=tmp_path)
+    assert fields["settings"] == {"num_frames": 33, "sampling.num_inference_steps": "4"}
+    assert "--set sampling.num_inference_steps=4" in command_of(fields)
+    again, _ = read(tmp_path, remixed(fields, {}))
+    assert (again.sampling, again.video.width) == (settings.sampling, 96)
+    assert read(tmp_path, remixed(fields, {"settings": {"steps": 5}}))[0].sampling.num_inference_steps == 5
+
+
 def test_a_reference_is_the_uploaded_file(tmp_path):
     settings = read(tmp_path, {}, references=[tmp_path / "reference_1.png"])[0]
     assert settings.condition.references == (str(tmp_path / "reference_1.png"),)

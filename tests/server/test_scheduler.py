@@ -1,16 +1,20 @@
 """The scheduler and the events of a server, without its processes."""
 
 import asyncio
+import errno
 import json
+import sqlite3
 from dataclasses import replace
 
 import pytest
+from served import turbo_weights
 
 from opensora_cli.server import scheduler as scheduling
 from opensora_cli.server.app import make_app
 from opensora_cli.server.jobs import JobStore, Status
 from opensora_cli.server.scheduler import PlanFailed, Scheduler
 from opensora_cli.server.videos import Server, _events_of
+from opensora_cli.settings.load import usual_settings
 
 REQUEST = {"prompt": "sea", "model": "demo", "seconds": "1", "size": "256px", "settings": {}, "seed": 1}
 REQUEST |= {"num_frames": 5, "fps": 24, "num_references": 0}
@@ -21,7 +25,7 @@ def server(tmp_path):
     store = JobStore(tmp_path / "jobs.sqlite")
     store.add(REQUEST, {}, job_id="video_1", max_queue=5)
     scheduler = Scheduler(store, tmp_path, groups=0)
-    yield Server(store=store, scheduler=scheduler, folder=tmp_path, model="demo", base={}, max_queue=5)
+    yield Server(store=store, scheduler=scheduler, folder=tmp_path, usual=usual_settings("demo"), base={}, max_queue=5)
     store.close()
 
 
@@ -51,6 +55,21 @@ def test_the_events_of_a_deleted_video_end(server):
 
     found = asyncio.run(asyncio.wait_for(run(), 10))
     assert [json.loads(text.splitlines()[1][6:])["event"] for text in found] == ["state", "deleted"]
+
+
+def test_a_listener_that_does_not_read_is_dropped(server):
+    async def run():
+        async with server.scheduler.listening() as slow, server.scheduler.listening() as quick:
+            for number in range(scheduling._MOST_WAITING + 1):
+                server.scheduler.publish({"event": "odd", "number": number})
+                assert quick.get_nowait()["number"] == number
+            assert slow.qsize() == scheduling._MOST_WAITING
+            while (event := slow.get_nowait()) is not None:
+                last = event
+            server.scheduler.publish({"event": "odd", "number": -1})
+            return last["number"], slow.qsize(), quick.qsize()
+
+    assert asyncio.run(run()) == (scheduling._MOST_WAITING - 1, 0, 1)
 
 
 def test_two_clients_delete_a_running_video(server):
@@ -112,6 +131,8 @@ def test_a_deleted_video_leaves_a_folder_that_is_swept_when_the_server_is_killed
 class Worker:
     """Stand-in for a process that makes videos, and reports nothing."""
 
+    has_ended = False
+
     @classmethod
     async def start(cls, *words):
         return cls()
@@ -148,6 +169,49 @@ def test_a_bug_in_a_route_is_answered_in_the_shape_of_errors_and_raised_for_the_
     assert (body["error"]["code"], body["error"]["type"]) == ("internal_error", "server_error")
 
 
+@pytest.mark.parametrize(
+    ("error", "status", "code"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/srv/secret"), 507, "disk_full"),
+        (OSError(errno.EDQUOT, "Disk quota exceeded", "/srv/secret"), 507, "disk_full"),
+        (PermissionError(errno.EACCES, "Permission denied", "/srv/secret"), 500, "file_error"),
+        (TimeoutError(), 500, "file_error"),
+    ],
+)
+def test_only_a_full_disk_is_answered_as_one(server, monkeypatch, caplog, error, status, code):
+    def fail(*_, **__):
+        raise error
+
+    monkeypatch.setattr(JobStore, "page", fail)
+    found, body = asyncio.run(answer_of(make_app(server), "/v1/videos"))
+    assert (found, body["error"]["code"], body["error"]["type"]) == (status, code, "server_error")
+    assert "/srv" not in body["error"]["message"]
+    assert ("Traceback" in caplog.text) == (status == 500)
+
+
+@pytest.mark.parametrize(("code", "status"), [(sqlite3.SQLITE_FULL, 507), (sqlite3.SQLITE_BUSY, 500)])
+def test_only_a_full_database_is_answered_as_a_full_disk(server, monkeypatch, code, status):
+    def fail(*_, **__):
+        error = sqlite3.OperationalError("odd")
+        error.sqlite_errorcode = code
+        raise error
+
+    monkeypatch.setattr(JobStore, "page", fail)
+    assert asyncio.run(answer_of(make_app(server), "/v1/videos"))[0] == status
+
+
+def test_an_adapter_that_is_added_while_the_server_runs_is_found(server, tmp_path):
+    weights = turbo_weights(tmp_path / "weights")
+    (weights / "turbo").rename(weights / "later")
+    app = make_app(replace(server, usual=server.usual.replace({"runtime.weights": str(weights)})))
+    found = []
+    for _ in range(2):
+        found.append(asyncio.run(answer_of(app, "/v1/models"))[1]["data"][0]["turbo"])
+        if len(found) == 1:
+            (weights / "later").rename(weights / "turbo")
+    assert found == [False, True]
+
+
 async def answer_of(app, path, answers=None):
     """Return status and JSON of an answer."""
     answers = [] if answers is None else answers
@@ -166,7 +230,7 @@ async def answer_of(app, path, answers=None):
 class Planner:
     """Stand-in for a process that plans."""
 
-    started = 0
+    started, killed = 0, 0
 
     def __init__(self):
         self.asked = asyncio.Queue()
@@ -182,21 +246,33 @@ class Planner:
 
     async def reports(self):
         while True:
-            yield {"event": "plan", "id": (await self.asked.get())["id"]}
+            yield {"event": "plan", "settings": (await self.asked.get())["settings"]}
+
+    def kill(self):
+        type(self).killed += 1
 
 
 def test_plans_that_are_asked_for_at_once_share_one_process(server, monkeypatch):
     monkeypatch.setattr(scheduling, "Process", Planner)
 
     async def run():
-        return await asyncio.gather(*(server.scheduler.plan({}) for _ in range(3)))
+        return await asyncio.gather(*(server.scheduler.plan(number) for number in range(3)))
 
-    assert [report["event"] for report in asyncio.run(run())] == ["plan"] * 3
+    assert [report["settings"] for report in asyncio.run(run())] == [0, 1, 2]
     assert Planner.started == 1
 
 
 def test_a_plan_that_takes_too_long_is_an_error_of_the_planner(server, monkeypatch):
     monkeypatch.setattr(scheduling, "Process", Planner)
-    monkeypatch.setattr(scheduling, "_PLAN_S", 0.0)
-    with pytest.raises(PlanFailed, match="did not answer"):
-        asyncio.run(server.scheduler.plan({}))
+    monkeypatch.setattr(scheduling, "_PLAN_S", 0.2)
+
+    async def run():
+        with monkeypatch.context() as context:
+            context.setattr(Planner, "reports", Worker.reports)
+            with pytest.raises(PlanFailed, match="did not answer"):
+                await server.scheduler.plan("slow")
+        return await server.scheduler.plan("next")
+
+    # A late report of the first plan would be that of the second one.
+    assert asyncio.run(run())["settings"] == "next"
+    assert Planner.killed == 1

@@ -1,13 +1,15 @@
 """`osora serve` as a whole: processes, files and answers."""
 
 import json
+import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 import psutil
 import pytest
-from served import SMALL, Served, form, picture
+from served import SMALL, Served, form, is_running, picture
 
 from opensora_cli.cli.app import main
 from opensora_cli.engine.components.weights import packaged_demo
@@ -151,6 +153,20 @@ def test_a_failed_video_names_no_folder_of_the_server(served):
     assert "reference 1" in served.call("GET", f"/v1/videos/{failing}")["error"]["message"]
 
 
+def test_a_video_whose_settings_another_version_wrote_fails_with_its_reason(served):
+    running = served.make(settings={"steps": 200})
+    served.until(running, is_running)
+    other, last = served.make(), served.make()
+    with closing(sqlite3.connect(served.folder / "jobs.sqlite")) as database, database:
+        database.execute("UPDATE jobs SET settings = json_set(settings, '$.video.odd', 1) WHERE id = ?", (other,))
+    served.call("DELETE", f"/v1/videos/{running}")
+    video = served.finished(other)
+    assert (video["status"], video["error"]["code"]) == ("failed", "RequestError")
+    assert "video.odd" in video["error"]["message"]
+    assert ("another version" in video["hint"], video["exit_code"]) == (True, 2)
+    assert served.finished(last)["status"] == "completed"
+
+
 def test_the_queue_is_bounded_moved_and_cancelled(served):
     running = served.make(settings={"steps": 200})
     served.until(running, lambda video: video["stage"].get("stage") == "denoise")
@@ -175,6 +191,26 @@ def test_events_tell_of_progress_and_the_end(served):
     assert states[0]["event"] == "state"
     assert states[-1]["status"] == "completed"
     assert "denoise" in {state["progress"]["stage"] for state in states if state["event"] == "progress"}
+
+
+def test_a_running_video_has_previews_steps_and_a_remaining_time(served):
+    video_id = served.make(settings={"num_frames": 5, "steps": 30})
+    previewed = served.until(video_id, lambda video: video["preview"] and video["stage"].get("eta_s") is not None)
+    stage = previewed["stage"]
+    assert stage["stage"] in ("denoise", "decode")
+    assert 0 <= stage["done"] <= stage["total"]
+    assert 0 < previewed["progress"] < 100
+    status, headers, content = served.request("GET", f"/v1/videos/{video_id}/preview")
+    assert (status, headers["content-type"], content[:4]) == (200, "image/gif", b"GIF8")
+    _, _, text = served.request("GET", f"/v1/videos/{video_id}/events")
+    assert "event: preview\n" in text.decode()
+
+
+def test_an_idle_worker_that_is_killed_is_started_again(served):
+    assert served.finished(served.make())["status"] == "completed"
+    (worker,) = [child for child in served.children() if "videos" in child.cmdline()]
+    worker.kill()
+    assert served.finished(served.make())["status"] == "completed"
 
 
 def test_metrics_count_jobs(served):
@@ -233,6 +269,14 @@ def test_a_server_with_wrong_settings_does_not_start(options, code, message, tmp
     assert main(["serve", "--model", "demo", *options]) == code
     assert message in capsys.readouterr().err
     assert not (tmp_path / "serve").exists()
+
+
+def test_the_extra_is_named_where_it_is_missing(tmp_path):
+    code = "import sys\nsys.modules['uvicorn'] = None\nfrom opensora_cli.cli.app import main\nsys.exit(main(['serve']))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 4
+    assert ".[serve]" in done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_second_server_on_the_folder_is_refused(served):

@@ -24,8 +24,7 @@ from opensora_cli.engine.generate.chain import DRAFT, PICTURE
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.process import OneProcess
-from opensora_cli.engine.generate.references import with_mode
-from opensora_cli.engine.generate.refinement import refined
+from opensora_cli.engine.generate.references import refined_with_mode
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder, write_settings
 from opensora_cli.engine.launch.rank import (
     WatchedReporter,
@@ -197,9 +196,9 @@ def joined_ranks(
     """Join the other ranks, and yield the settings of rank 0 and the ranks."""
     settings = settings_of_ranks(settings, context)
     if context.is_main:
-        settings = refined(settings, reporter=reporter)
+        settings = refined_with_mode(settings, reporter)
     with joined(context, device_type=device_type(settings.runtime.device)) as device:
-        yield agreed(with_mode(settings, reporter) if context.is_main else settings), Ranks(device)
+        yield agreed(settings), Ranks(device)
 
 
 @contextmanager

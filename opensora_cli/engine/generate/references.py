@@ -56,6 +56,15 @@ class Reference:
     """Whether these are the first frames of the video instead of the last."""
 
 
+def refined_with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
+    """Return `settings` with the prompt refined if requested, and with a condition mode."""
+    if settings.refine.is_on:
+        from opensora_cli.engine.generate.refinement import refined
+
+        settings = refined(settings, reporter=reporter)
+    return with_mode(settings, reporter)
+
+
 def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
     """Return `settings` with a condition mode, which the references suggest if none is set.
 

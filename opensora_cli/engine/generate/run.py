@@ -39,7 +39,7 @@ from opensora_cli.engine.generate.planning import (
     require_weights,
 )
 from opensora_cli.engine.generate.process import OneProcess
-from opensora_cli.engine.generate.references import references_of, with_mode
+from opensora_cli.engine.generate.references import references_of, refined_with_mode, with_mode
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.sample import Sample, read_saved
 from opensora_cli.engine.generate.saved_latents import open_latents
@@ -213,12 +213,7 @@ def plan_here(
             f"{parallel.world_size} devices are asked for, and this is one process",
             hint="start with osora generate --gpus N, torchrun or srun",
         )
-    if settings.refine.is_on:
-        from opensora_cli.engine.generate.refinement import refined
-
-        settings = refined(settings, reporter=reporter)
-    settings = with_mode(settings, reporter)
-    chain = chain_of(settings, models, device=device)
+    chain = chain_of(refined_with_mode(settings, reporter), models, device=device)
     return without_cached_text(chain, models.prompts).change(models.planned, only=VIDEO)
 
 
