@@ -68,6 +68,12 @@ def first_few(names: Sequence[str]) -> str:
     return f"{listed} and {rest} more" if rest > 0 else listed
 
 
+def aligned_rows(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return each row of a table as a line, with its cells in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
 def plain(name: str) -> str:
     """Return a name for a message: in one line, and shortened if it is long."""
     short = name if len(name) <= _LONGEST else f"{name[:_LONGEST]}..."
