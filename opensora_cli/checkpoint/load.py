@@ -65,7 +65,6 @@ def load_into_module(
     device: torch.device | str,
     dtype: torch.dtype,
     convert: ConvertFn | None = None,
-    allowed_missing: Sequence[str] = (),
     keep_on_host: Sequence[str] = (),
     keep_dtype: Sequence[str] = (),
     keep_fp32: Sequence[str] = (),
@@ -88,9 +87,7 @@ def load_into_module(
         dtype: dtype of all floating-point tensors; others keep theirs.
         convert: maps the file's tensors to the module's keys; None means that the keys are the same. It must also run
             on tensors of the meta device.
-        allowed_missing: shell-style patterns such as `cond_in.*` of keys that the file may lack. On the meta device
-            these start at zero, on other devices they keep their values.
-        keep_on_host: patterns of keys (`double_blocks.*`) that stay on the CPU, whatever `device` is.
+        keep_on_host: shell-style patterns of keys (`double_blocks.*`) that stay on the CPU, whatever `device` is.
         keep_dtype: patterns of keys that keep the file's dtype if they stay a map of it.
         keep_fp32: patterns of keys that are fp32, whatever `dtype` is.
         blocks: paths of modules inside the module that are filled one after the other.
@@ -108,12 +105,9 @@ def load_into_module(
     left = [name for name, buffer in module_on_meta.named_buffers() if buffer.is_meta and name not in persistent]
     if left:
         raise ValueError(f"non-persistent buffers on the meta device cannot be loaded: {first_few(left)}")
-    tensors, missing, mapped = _read(
-        module_on_meta, path, dtype=dtype, convert=convert, allowed_missing=allowed_missing, in_order=bool(blocks)
-    )
+    tensors, _, mapped = _read(module_on_meta, path, dtype=dtype, convert=convert, in_order=bool(blocks))
     block_of = {key: block for block in blocks for key in persistent if key.startswith(f"{block}.")}
-    waiting = Counter(block_of[key] for key in block_of if key not in missing)
-
+    waiting = Counter(block_of.values())
     stays_mapped = False
 
     def assign(key: str, tensor: Tensor) -> None:
@@ -138,9 +132,6 @@ def load_into_module(
                 finish_block(block_of[key])
         if advance is not None:
             advance(size)
-    for key, tensor in missing.items():
-        if tensor.is_meta:
-            assign(key, torch.zeros(tensor.shape, dtype=tensor.dtype))
     if stays_mapped:
         _require_same_on_call(module_on_meta, mapped.files)
 
@@ -165,8 +156,9 @@ def read_weights(
     """Yield the weights of a checkpoint that a module needs, for callers that use a part of each.
 
     Each item is a key of the module and its whole tensor on the CPU, either a private map of the file or a copy.
-    `convert`, `allowed_missing` and the CheckpointError are the same as for `load_into_module`. The module does not
-    change, `dtype` only applies to 8-bit tensors of the file, and missing tensors are zeros.
+    `convert` and the CheckpointError are the same as for `load_into_module`. `allowed_missing` are shell-style patterns
+    such as `cond_in.*` of keys that the file may lack; these tensors are zeros. The module does not change, and `dtype`
+    only applies to 8-bit tensors of the file.
     """
     tensors, missing, _ = _read(module_on_meta, path, dtype=dtype, convert=convert, allowed_missing=allowed_missing)
     yield from tensors
@@ -211,7 +203,7 @@ def _read(
     *,
     dtype: torch.dtype,
     convert: ConvertFn | None,
-    allowed_missing: Sequence[str],
+    allowed_missing: Sequence[str] = (),
     in_order: bool = False,
 ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor], "OpenTensors"]:
     """Return three things: a file's tensors by the module's keys, to be read one by one; the module's own tensors for
