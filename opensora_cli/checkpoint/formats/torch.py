@@ -16,7 +16,6 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
@@ -373,8 +372,7 @@ def _write_record(archive: zipfile.ZipFile, name: str, content: bytes | memoryvi
         record.write(content)
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
+class _Written(NamedTuple):
     """Tensor that fills the storage `key`."""
 
     key: str
