@@ -1,5 +1,6 @@
 """Streaming, strict, memory-mapped loading of a checkpoint into a module."""
 
+import os
 import re
 import warnings
 from collections import Counter
@@ -17,7 +18,6 @@ from opensora_cli.checkpoint.lazy import Extent, LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.dtypes import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError, HardwareError
-from opensora_cli.core.file_states import FileState, FileStates
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.reading import is_lack_of_memory
 
@@ -25,6 +25,8 @@ ConvertFn = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
 """Converts a file's tensors to a module's, reading each when it is needed: mapping -> iterator of (key, tensor)."""
 
 Shape = tuple[int, ...]
+_FileState = tuple[int, int, int, int]
+"""Device, inode, size and modification time of a file."""
 _WRAPPERS = ("model.diffusion_model.", "diffusion_model.", "_orig_mod.", "module.", "model.")
 """Prefixes of names from ComfyUI, `torch.compile`, DDP and trainers. No model of ours has a part of these names."""
 _NUMBER = re.compile(r"\d+")
@@ -133,16 +135,36 @@ def load_into_module(
         if advance is not None:
             advance(size)
     if stays_mapped:
-        _require_same_on_call(module_on_meta, mapped.files)
+        _require_same_on_call(module_on_meta, mapped.states)
 
 
-def _require_same_on_call(module: nn.Module, files: FileStates) -> None:
+def _require_same_on_call(module: nn.Module, states: Mapping[Path, _FileState | None]) -> None:
+    """Let a module refuse to compute if one of its mapped files was written to. Replaced and removed files pass.
+
+    Writing changes the weights, and after truncating, a signal that cannot be caught would end the process.
+    """
+
     def check(*_: object) -> None:
-        files.require_same(CheckpointError)
+        for path, before in states.items():
+            now = _state_of(path)
+            if now and before and now != before and now[:2] == before[:2]:
+                raise CheckpointError(
+                    f"{path} was changed while it was in use",
+                    hint="run it again; a new file that is renamed over the old one (mv) changes nothing for those who "
+                    "use the old one",
+                )
 
     for path, part in module.named_modules():
         if path.count(".") < _CHECKED_DEPTH:
             part.register_forward_pre_hook(check)
+
+
+def _state_of(path: Path) -> _FileState | None:
+    try:
+        state = os.stat(path)
+    except OSError:
+        return None
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def read_weights(
@@ -293,7 +315,8 @@ class OpenTensors(Mapping[str, Tensor]):
         self._meta = meta
         self._last: Tensor | None = None
         self._maps: dict[Path, torch.UntypedStorage] = {}
-        self._states: tuple[FileState, ...] = ()
+        self.states: dict[Path, _FileState | None] = {}
+        """Mapped files, with their states at the time of mapping."""
 
     def __getitem__(self, key: str) -> Tensor:
         entry = self._entries[key]
@@ -305,7 +328,7 @@ class OpenTensors(Mapping[str, Tensor]):
         if extent is None:
             return entry.read()
         if extent.path not in self._maps:
-            self._states += FileStates.of([extent.path]).states
+            self.states[extent.path] = _state_of(extent.path)
             self._maps[extent.path] = _map(extent.path)
         whole = torch.empty(0, dtype=torch.uint8).set_(self._maps[extent.path])
         if extent.offset + extent.length > whole.numel():
@@ -322,11 +345,6 @@ class OpenTensors(Mapping[str, Tensor]):
         if self._last is None or not tensor.is_contiguous():
             return False
         return bool(tensor.untyped_storage()._cdata == self._last.untyped_storage()._cdata)
-
-    @property
-    def files(self) -> FileStates:
-        """Mapped files, in their states at the time of mapping."""
-        return FileStates(self._states)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

@@ -1,6 +1,7 @@
 """Loading weights: strict, streamed, memory-mapped, and plain about broken files."""
 
 import json
+import os
 import struct
 import sys
 import weakref
@@ -188,6 +189,20 @@ class TestStrictness:
             load(model, file)
 
 
+def cut(path):
+    os.truncate(path, 100)
+
+
+def write_into(path):
+    with path.open("r+b") as opened:
+        opened.write(b"other")
+
+
+def append(path):
+    with path.open("ab") as opened:
+        opened.write(b"more")
+
+
 class TestFilesThatChange:
     """What is mapped is looked at again before it is computed with: a file that is cut short would end the process."""
 
@@ -198,14 +213,13 @@ class TestFilesThatChange:
         with pytest.raises(CheckpointError, match="has become shorter while it was read"):
             [*tensors.values()]
 
-    @pytest.mark.parametrize("part", ["", "inner"])
-    def test_before_it_is_used(self, file, part):
+    @pytest.mark.parametrize(("part", "change"), [("", cut), ("inner", cut), ("inner", write_into), ("", append)])
+    def test_before_it_is_used(self, file, part, change):
         module = load(on_meta(), file).requires_grad_(False).eval()
         used = module.get_submodule(part) if part else module.first
         row = torch.ones(1, 3 if part else 4)
         used(row)
-        with file.open("r+b") as opened:
-            opened.truncate(100)
+        change(file)
         with pytest.raises(CheckpointError, match=r"small\.safetensors was changed while it was in use"):
             used(row)
 
@@ -215,6 +229,8 @@ class TestFilesThatChange:
         other = file.with_name("other")
         save_file({name: tensor + 1 for name, tensor in weights.items()}, other)
         other.rename(file)
+        assert torch.equal(module.first(torch.ones(1, 4)), expected)
+        file.unlink()
         assert torch.equal(module.first(torch.ones(1, 4)), expected)
 
 
