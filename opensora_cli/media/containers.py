@@ -143,24 +143,17 @@ def decode_whole(path: Path, *, num_frames: int) -> None:
     Raises MediaError with the first damaged frame, or with the number of frames if some are missing. A codec without
     checksums shows some damage as other pictures.
     """
-    found, is_corrupt = 0, False
+    found = 0
     try:
         with _opened(path, threads=1) as (container, track):
             for frame in _whole_tracks(container.decode(track), path):
-                is_corrupt = bool(frame.is_corrupt)
-                if is_corrupt:
-                    break
+                if frame.is_corrupt:
+                    raise MediaError(f"{path} has a corrupt frame")
                 found += 1
     except MediaError as error:
-        raise _damaged(path, found, num_frames) from error
-    if is_corrupt:
-        raise _damaged(path, found, num_frames)
+        raise MediaError(f"{path} is damaged: frame {found + 1} of {num_frames} cannot be decoded") from error
     if found < num_frames:
         raise MediaError(f"{found} of {num_frames} frames of {path} can be decoded", hint="encode it again")
-
-
-def _damaged(path: Path, whole: int, num_frames: int) -> MediaError:
-    return MediaError(f"{path} is damaged: frame {whole + 1} of {num_frames} cannot be decoded")
 
 
 @contextmanager
