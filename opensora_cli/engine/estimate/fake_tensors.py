@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from opensora_cli.engine.components.on_meta import on_meta
-from opensora_cli.engine.estimate.outlines import OutlineMode
+from opensora_cli.engine.estimate.outline_mode import OutlineMode
 from opensora_cli.engine.estimate.work import Work, WorkCounter
 from opensora_cli.memory.counting import TensorBytes
 

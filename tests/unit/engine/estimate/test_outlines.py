@@ -14,7 +14,8 @@ from opensora_cli.engine.components.configs import count_parameters, mmdit_confi
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate import file_bytes, generation, text, tiles
 from opensora_cli.engine.estimate.fake_tensors import Need, fake_device, fake_module
-from opensora_cli.engine.estimate.outlines import HostOutline, OutlineMode
+from opensora_cli.engine.estimate.outline_mode import OutlineMode
+from opensora_cli.engine.estimate.outlines import HostOutline
 from opensora_cli.engine.estimate.tiles import tile_memory
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.memory.counting import TensorBytes
