@@ -42,6 +42,7 @@ class HostFacts:
     """Logical cores that this process may use."""
     total_bytes: int = 0
     available_bytes: int = 0
+    """Memory that is free for a run, also in the control groups."""
     container_limit_bytes: int | None = None
     """Memory limit of the control groups of this process. None means no limit."""
     shared_memory_bytes: int | None = None
@@ -52,12 +53,6 @@ class HostFacts:
     """Network interfaces."""
     infiniband: tuple[str, ...] = ()
     """InfiniBand and RoCE adapters."""
-
-    @property
-    def usable_bytes(self) -> int:
-        """Host memory that is free for a run."""
-        limit = self.container_limit_bytes
-        return self.available_bytes if limit is None else min(self.available_bytes, limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +111,10 @@ def read_weights(environment: Mapping[str, str]) -> WeightFacts:
 
 def check_memory(host: HostFacts, weights: WeightFacts, *, has_gpus: bool) -> Iterator[Finding]:
     """Compare host memory with the weights that are offloaded to it."""
-    size = f"{_gib(host.usable_bytes)} of {_gib(host.total_bytes)} host memory free"
-    if host.container_limit_bytes is not None and host.container_limit_bytes < host.total_bytes:
+    size = f"{_gib(host.available_bytes)} of {_gib(host.total_bytes)} host memory free"
+    if host.container_limit_bytes is not None:
         yield note(f"this container may use {_gib(host.container_limit_bytes)}")
-    if has_gpus and host.usable_bytes < weights.largest_bytes:
+    if has_gpus and host.available_bytes < weights.largest_bytes:
         yield warning(
             size,
             why=f"pinned for offload, the largest part of the released model takes {_gib(weights.largest_bytes)}; "

@@ -8,7 +8,7 @@ of fused attention, and the workspace of cuDNN's convolutions. Not counted are w
 matrix products of cuBLAS), the CUDA context, and the rounding and fragmentation of an allocator.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -123,9 +123,12 @@ def estimate_generation(
     )
     config = mmdit_config(settings.model)
     grid = settings.vae.grid
-    denoising = _denoising(
-        config, sizes, lengths[0], dtype, device_type, offload.chunk_tokens, grid.is_causal, offload.linear
-    )
+
+    def sample(of: GenerationSizes) -> Need:
+        chunk, causal = offload.chunk_tokens, grid.is_causal
+        return _sampling(config, of, lengths[0], dtype, device_type, chunk, causal, offload.linear)
+
+    denoising = _denoising(sample, sizes, config.patch_size, offload.chunk_tokens)
     workspace = dequantized_bytes(config, dtype, offload, tensor=sizes.mesh.tensor)
     frames = reference_frames(settings, sizes)
     kept = ((AUTOENCODER, weights[Component.VAE]),) if frames and offload.mode is OffloadMode.NONE else ()
@@ -177,24 +180,16 @@ def reference_frames(settings: GenerateSettings, sizes: GenerationSizes) -> tupl
 
 
 def _denoising(
-    config: MMDiTConfig,
-    sizes: GenerationSizes,
-    text_length: int,
-    dtype: torch.dtype,
-    device_type: str,
-    chunk_tokens: int | None,
-    causal: bool,
-    linear: LinearProducts,
+    sample: Callable[[GenerationSizes], Need], sizes: GenerationSizes, patch: int, chunk_tokens: int | None
 ) -> Need:
     """Return the need of sampling; that of many chunks of tokens follows from smaller clips."""
-    (channels, frames, height, width), patch = sizes.latent_shape, config.patch_size
+    channels, frames, height, width = sizes.latent_shape
     tokens, ranks = height * width // patch**2, sizes.mesh.ring * sizes.mesh.ulysses
     # The last chunk of the smaller clips is as long as that of the whole.
     step = tokens if chunk_tokens is None else max(round(_FEW_CHUNKS * chunk_tokens * ranks / frames), 1)
 
     def count(size: Size) -> Counts:
-        smaller = replace(sizes, latent_shape=(channels, frames, patch, patch * size[0]))
-        need = _sampling(config, smaller, text_length, dtype, device_type, chunk_tokens, causal, linear)
+        need = sample(replace(sizes, latent_shape=(channels, frames, patch, patch * size[0])))
         return {DATA: need.data, _ACTIVATIONS: need.activations}
 
     found = extrapolated(count, (tokens,), steps=(step,), few=(step,))
