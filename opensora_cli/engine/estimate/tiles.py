@@ -28,7 +28,7 @@ _FEW_TILES = 30
 _FEW_FRAMES = 4
 """Fewest frames between the two clips from which the memory of a longer one is extrapolated."""
 
-_PEAK, _KEPT, _CHANNELS = "peak", "kept", "channels"
+_PEAK, _CHANNELS = "peak", "channels"
 
 TileShape = tuple[int, int, int, int]
 """Channels, frames, height and width of an input."""
@@ -86,16 +86,18 @@ def tile_memory(
         if chunk_frames is not None:
             options |= {"chunk_frames": chunk_frames, "store": HOST if store_on_host else device}
         channels, frames, height, width = shape
+        kept: list[int] = []
 
         def run(size: Size) -> Counts:
-            """Return the peak for a clip of some frames, the bytes that the module keeps, and the result's channels."""
+            """Return the peak for a clip of some frames, and the channels of the result."""
             clip_1CTHW = torch.empty(1, channels, *size, height, width, dtype=dtype, device=device)
             with TensorBytes(device_type=device.type) as counter:
                 out_1CTHW: Tensor = module(clip_1CTHW, **options)
             out_channels = out_1CTHW.shape[1]
             del out_1CTHW
             # Kernels are there at the peak, which is at the highest resolution.
-            return {_PEAK: counter.peak_bytes - counter.live_bytes, _KEPT: counter.live_bytes, _CHANNELS: out_channels}
+            kept.append(counter.live_bytes)
+            return {_PEAK: counter.peak_bytes - counter.live_bytes, _CHANNELS: out_channels}
 
         chunk = chunk_frames
         if chunk is None and isinstance(module, (Encoder, Decoder)):
@@ -103,7 +105,8 @@ def tile_memory(
         # In a shorter clip, kernels could need more than frames.
         step = frames if chunk is None else chunk * -(-_FEW_FRAMES // chunk)
         found = extrapolated(run, (frames,), steps=(step,), few=(step + 1,))
-        return TileMemory(shape, found[_PEAK], found[_KEPT], found[_CHANNELS])
+        # The first call computes the kernels that the module keeps.
+        return TileMemory(shape, found[_PEAK], kept[0], found[_CHANNELS])
 
 
 def _coder(vae: Autoencoder, decodes: bool) -> nn.Module:
