@@ -43,14 +43,10 @@ class Extent:
             CheckpointError: the file cannot be read, or ends before the run does.
         """
         buffer = torch.empty(self.length, dtype=torch.uint8)
-        rest = buffer.numpy().data
-        with reading(self.path), self.path.open("rb", buffering=0) as file:
+        with reading(self.path), self.path.open("rb") as file:
             file.seek(self.offset)
-            while rest:
-                count = file.readinto(rest)
-                if not count:
-                    raise CheckpointError(f"{self.path} has become shorter while it was read")
-                rest = rest[count:]
+            if file.readinto(buffer.numpy().data) < self.length:
+                raise CheckpointError(f"{self.path} has become shorter while it was read")
         return buffer
 
 

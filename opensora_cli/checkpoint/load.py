@@ -1,5 +1,6 @@
 """Streaming, strict, memory-mapped loading of a checkpoint into a module."""
 
+import os
 import re
 import warnings
 from collections import Counter
@@ -17,7 +18,6 @@ from opensora_cli.checkpoint.lazy import Extent, LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.dtypes import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError, HardwareError
-from opensora_cli.core.file_states import FileState, FileStates
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.reading import is_lack_of_memory
 
@@ -25,6 +25,8 @@ ConvertFn = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
 """Converts a file's tensors to a module's, reading each when it is needed: mapping -> iterator of (key, tensor)."""
 
 Shape = tuple[int, ...]
+_FileState = tuple[int, int, int, int]
+"""Device, inode, size and modification time of a file."""
 _WRAPPERS = ("model.diffusion_model.", "diffusion_model.", "_orig_mod.", "module.", "model.")
 """Prefixes of names from ComfyUI, `torch.compile`, DDP and trainers. No model of ours has a part of these names."""
 _NUMBER = re.compile(r"\d+")
@@ -65,7 +67,6 @@ def load_into_module(
     device: torch.device | str,
     dtype: torch.dtype,
     convert: ConvertFn | None = None,
-    allowed_missing: Sequence[str] = (),
     keep_on_host: Sequence[str] = (),
     keep_dtype: Sequence[str] = (),
     keep_fp32: Sequence[str] = (),
@@ -88,9 +89,7 @@ def load_into_module(
         dtype: dtype of all floating-point tensors; others keep theirs.
         convert: maps the file's tensors to the module's keys; None means that the keys are the same. It must also run
             on tensors of the meta device.
-        allowed_missing: shell-style patterns such as `cond_in.*` of keys that the file may lack. On the meta device
-            these start at zero, on other devices they keep their values.
-        keep_on_host: patterns of keys (`double_blocks.*`) that stay on the CPU, whatever `device` is.
+        keep_on_host: shell-style patterns of keys (`double_blocks.*`) that stay on the CPU, whatever `device` is.
         keep_dtype: patterns of keys that keep the file's dtype if they stay a map of it.
         keep_fp32: patterns of keys that are fp32, whatever `dtype` is.
         blocks: paths of modules inside the module that are filled one after the other.
@@ -108,12 +107,9 @@ def load_into_module(
     left = [name for name, buffer in module_on_meta.named_buffers() if buffer.is_meta and name not in persistent]
     if left:
         raise ValueError(f"non-persistent buffers on the meta device cannot be loaded: {first_few(left)}")
-    tensors, missing, mapped = _read(
-        module_on_meta, path, dtype=dtype, convert=convert, allowed_missing=allowed_missing, in_order=bool(blocks)
-    )
+    tensors, _, mapped = _read(module_on_meta, path, dtype=dtype, convert=convert, in_order=bool(blocks))
     block_of = {key: block for block in blocks for key in persistent if key.startswith(f"{block}.")}
-    waiting = Counter(block_of[key] for key in block_of if key not in missing)
-
+    waiting = Counter(block_of.values())
     stays_mapped = False
 
     def assign(key: str, tensor: Tensor) -> None:
@@ -138,20 +134,37 @@ def load_into_module(
                 finish_block(block_of[key])
         if advance is not None:
             advance(size)
-    for key, tensor in missing.items():
-        if tensor.is_meta:
-            assign(key, torch.zeros(tensor.shape, dtype=tensor.dtype))
     if stays_mapped:
-        _require_same_on_call(module_on_meta, mapped.files)
+        _require_same_on_call(module_on_meta, mapped.states)
 
 
-def _require_same_on_call(module: nn.Module, files: FileStates) -> None:
+def _require_same_on_call(module: nn.Module, states: Mapping[Path, _FileState | None]) -> None:
+    """Let a module refuse to compute if one of its mapped files was written to. Replaced and removed files pass.
+
+    Writing changes the weights, and after truncating, a signal that cannot be caught would end the process.
+    """
+
     def check(*_: object) -> None:
-        files.require_same(CheckpointError)
+        for path, before in states.items():
+            now = _state_of(path)
+            if now and before and now != before and now[:2] == before[:2]:
+                raise CheckpointError(
+                    f"{path} was changed while it was in use",
+                    hint="run it again; a new file that is renamed over the old one (mv) changes nothing for those who "
+                    "use the old one",
+                )
 
     for path, part in module.named_modules():
         if path.count(".") < _CHECKED_DEPTH:
             part.register_forward_pre_hook(check)
+
+
+def _state_of(path: Path) -> _FileState | None:
+    try:
+        state = os.stat(path)
+    except OSError:
+        return None
+    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def read_weights(
@@ -165,8 +178,9 @@ def read_weights(
     """Yield the weights of a checkpoint that a module needs, for callers that use a part of each.
 
     Each item is a key of the module and its whole tensor on the CPU, either a private map of the file or a copy.
-    `convert`, `allowed_missing` and the CheckpointError are the same as for `load_into_module`. The module does not
-    change, `dtype` only applies to 8-bit tensors of the file, and missing tensors are zeros.
+    `convert` and the CheckpointError are the same as for `load_into_module`. `allowed_missing` are shell-style patterns
+    such as `cond_in.*` of keys that the file may lack; these tensors are zeros. The module does not change, and `dtype`
+    only applies to 8-bit tensors of the file.
     """
     tensors, missing, _ = _read(module_on_meta, path, dtype=dtype, convert=convert, allowed_missing=allowed_missing)
     yield from tensors
@@ -211,7 +225,7 @@ def _read(
     *,
     dtype: torch.dtype,
     convert: ConvertFn | None,
-    allowed_missing: Sequence[str],
+    allowed_missing: Sequence[str] = (),
     in_order: bool = False,
 ) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor], "OpenTensors"]:
     """Return three things: a file's tensors by the module's keys, to be read one by one; the module's own tensors for
@@ -301,7 +315,8 @@ class OpenTensors(Mapping[str, Tensor]):
         self._meta = meta
         self._last: Tensor | None = None
         self._maps: dict[Path, torch.UntypedStorage] = {}
-        self._states: tuple[FileState, ...] = ()
+        self.states: dict[Path, _FileState | None] = {}
+        """Mapped files, with their states at the time of mapping."""
 
     def __getitem__(self, key: str) -> Tensor:
         entry = self._entries[key]
@@ -313,7 +328,7 @@ class OpenTensors(Mapping[str, Tensor]):
         if extent is None:
             return entry.read()
         if extent.path not in self._maps:
-            self._states += FileStates.of([extent.path]).states
+            self.states[extent.path] = _state_of(extent.path)
             self._maps[extent.path] = _map(extent.path)
         whole = torch.empty(0, dtype=torch.uint8).set_(self._maps[extent.path])
         if extent.offset + extent.length > whole.numel():
@@ -330,11 +345,6 @@ class OpenTensors(Mapping[str, Tensor]):
         if self._last is None or not tensor.is_contiguous():
             return False
         return bool(tensor.untyped_storage()._cdata == self._last.untyped_storage()._cdata)
-
-    @property
-    def files(self) -> FileStates:
-        """Mapped files, in their states at the time of mapping."""
-        return FileStates(self._states)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)

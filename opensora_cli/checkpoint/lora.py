@@ -62,8 +62,6 @@ class Adapter:
     path: Path
     files: tuple[Path, ...]
     """The files of the adapter."""
-    style: str
-    """Naming style of the tensors: PEFT, diffusers, ComfyUI or kohya."""
     metadata: Mapping[str, str]
     updates: Mapping[str, tuple[LowRank, ...]]
     """Updates by the names of the weights in the adapter's file."""

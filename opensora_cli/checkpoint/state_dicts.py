@@ -1,6 +1,6 @@
 """Search for the weights in the nested dictionaries that a training saved, which hold more than weights."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -84,30 +84,24 @@ def find_scalars(tree: Any) -> dict[str, str]:
 
 
 def find_leaves(tree: Any, leaf: type[LeafT], path: Path) -> Iterator[tuple[str, LeafT]]:
-    """Yield all tensors in `tree` with their names, in bounded time even for cycles and shared references.
+    """Return all tensors in `tree` with their names, in bounded time even for cycles and shared references.
 
     Raises:
         CheckpointError: a tensor has no name, or there are too many.
     """
     left = _MAX_TOTAL_NAME_LENGTH
-    levels: list[Iterator[tuple[str, Any]]] = [iter([("", tree)])]
-    while levels:
-        for name, node in levels[-1]:
-            left -= len(name) + 1
-            if left < 0 or len(levels) > _MAX_DEPTH:
-                raise CheckpointError(f"{path} nests its tensors too deep, or has too many")
-            if isinstance(node, leaf):
-                if not name:
-                    raise CheckpointError(f"{path} holds a tensor without a name, not a state dict")
-                yield name, node
-            elif isinstance(node, dict | list | tuple):
-                levels.append(_named(name, node))
-                break
-        else:
-            levels.pop()
 
+    def leaves(name: str, node: Any, depth: int) -> Iterator[tuple[str, LeafT]]:
+        nonlocal left
+        left -= len(name) + 1
+        if left < 0 or depth >= _MAX_DEPTH:
+            raise CheckpointError(f"{path} nests its tensors too deep, or has too many")
+        if isinstance(node, leaf):
+            if not name:
+                raise CheckpointError(f"{path} holds a tensor without a name, not a state dict")
+            yield name, node
+        elif isinstance(node, dict | list | tuple):
+            for key, value in dict.items(node) if isinstance(node, dict) else enumerate(node):
+                yield from leaves(f"{name}.{key}" if name else str(key), value, depth + 1)
 
-def _named(prefix: str, node: dict[Any, Any] | list[Any] | tuple[Any, ...]) -> Iterator[tuple[str, Any]]:
-    items: Iterable[tuple[Any, Any]] = dict.items(node) if isinstance(node, dict) else enumerate(node)
-    for key, value in items:
-        yield f"{prefix}.{key}" if prefix else str(key), value
+    return leaves("", tree, 0)

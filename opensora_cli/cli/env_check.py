@@ -45,9 +45,8 @@ def env_check(settings: EnvCheckSettings, call: Call) -> None:
         del os.environ[name]  # torch cannot be imported with this variable; the check reports the value
     with call.loading():
         from opensora_cli.engine.env_check.check import env_check as check
-        from opensora_cli.engine.generate.planning import make_plan
 
-    call.show(check(settings, make_plan=make_plan, environment=environment, reporter=call.reporter))
+    call.show(check(settings, environment=environment, reporter=call.reporter))
 
 
 _ROWS = {

@@ -32,7 +32,7 @@ from opensora_cli.checkpoint.formats.colossal import (
     read_running_document,
 )
 from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE
-from opensora_cli.checkpoint.formats.torch import load_torch, torch_bytes
+from opensora_cli.checkpoint.formats.torch import read_object, torch_bytes
 from opensora_cli.checkpoint.load import fill_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.sharding import model_gathering as model_gathering
@@ -266,7 +266,7 @@ def _load_state(target: Stateful, path: Path) -> None:
     # The reference writes names without endings.
     if not path.exists() and path.with_suffix("").is_file():
         path = path.with_suffix("")
-    state = load_torch(path)
+    state, _ = read_object(path, lazily=False)
     try:
         target.load_state_dict(state)
     except Exception as error:

@@ -157,13 +157,6 @@ def allocated_bytes(device: torch.device) -> int:
     return int(_module(device).memory_allocated(device))
 
 
-def reserved_bytes(device: torch.device) -> int:
-    """Return the bytes that torch's allocator holds on an accelerator."""
-    if device.type == "mps":
-        return int(torch.mps.driver_allocated_memory())
-    return int(_module(device).memory_reserved(device))
-
-
 def has_peaks(device: torch.device) -> bool:
     """Return whether torch keeps the peak of a device's memory."""
     return is_accelerator(device) and device.type != "mps"
@@ -393,15 +386,12 @@ def lock_pages(memory: Tensor, device: torch.device) -> bool:
     A CUDA context is created only on that GPU.
     """
     with torch.cuda.device(device):
-        return int(_cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)) == 0
+        runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)) == 0
 
 
 def unlock_pages(memory: Tensor, device: torch.device) -> None:
     """Unlock the pages after the GPU is done with them."""
     with torch.cuda.device(device):
         torch.cuda.synchronize()
-        _cudart().cudaHostUnregister(memory.data_ptr())
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]

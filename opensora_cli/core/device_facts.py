@@ -1,6 +1,6 @@
 """GPUs of this machine, their driver and their links.
 
-The facts come from torch. Others come from nvidia-ml-py if it is installed, otherwise from nvidia-smi.
+The facts come from torch, NVLink from nvidia-ml-py if it is installed, and the driver from nvidia-smi.
 """
 
 import importlib
@@ -214,16 +214,7 @@ def nvml_gpu(index: int) -> Iterator[tuple[ModuleType, object] | None]:
 
 
 def read_driver() -> DriverFacts:
-    """Return the NVIDIA driver and its GPUs. They do not depend on the build of torch."""
-    with _nvml_session() as nvml:
-        if nvml is None:
-            return _driver_of_smi()
-        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-        names = tuple(nvml.nvmlDeviceGetName(handle) for handle in handles)
-        return DriverFacts(version=nvml.nvmlSystemGetDriverVersion(), gpus=names)
-
-
-def _driver_of_smi() -> DriverFacts:
+    """Return the NVIDIA driver and its GPUs, from nvidia-smi. They do not depend on the build of torch."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return DriverFacts()

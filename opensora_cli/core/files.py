@@ -145,9 +145,9 @@ def replace_folder(temporary: Path, target: Path) -> None:
     shutil.rmtree(temporary, ignore_errors=True)
 
 
-def write_bytes_atomic(path: str | os.PathLike[str], content: bytes, *, replace: bool = True) -> None:
+def write_bytes_atomic(path: str | os.PathLike[str], content: bytes) -> None:
     """Write `content` to `path` through `atomic_path`. Raises OutputError like `atomic_path`."""
-    with atomic_path(path, replace=replace) as temporary, open(temporary, "xb") as file:
+    with atomic_path(path) as temporary, open(temporary, "xb") as file:
         file.write(content)
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from opensora_cli.core.strict_json import as_unicode
 
-UNITS = {"bytes": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-"""Decimal units and their bytes, smallest first."""
+_UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "kB": 10**3}
+"""Decimal units and their bytes, largest first."""
 
 _FACTORS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", start=1):
@@ -40,15 +40,10 @@ def parse_bytes(text: str) -> int:
     return round(size)
 
 
-def best_unit(count: int) -> str:
-    """Return the largest unit that is not larger than `count` bytes."""
-    return max((unit for unit in UNITS if UNITS[unit] <= count), key=UNITS.__getitem__, default="bytes")
-
-
-def format_bytes(count: int, *, unit: str | None = None) -> str:
-    """Return `count` bytes as text: `23.8 GB`. The unit is one of `UNITS`. None means the best unit."""
-    unit = unit or best_unit(count)
-    return f"{count} bytes" if unit == "bytes" else f"{count / UNITS[unit]:.1f} {unit}"
+def format_bytes(count: int) -> str:
+    """Return `count` bytes as text: `23.8 GB`."""
+    unit = next((unit for unit, size in _UNITS.items() if count >= size), None)
+    return f"{count} bytes" if unit is None else f"{count / _UNITS[unit]:.1f} {unit}"
 
 
 def duration(seconds: float) -> str:
@@ -66,6 +61,12 @@ def first_few(names: Sequence[str]) -> str:
     listed = ", ".join(plain(name) for name in names[:_LISTED])
     rest = len(names) - _LISTED
     return f"{listed} and {rest} more" if rest > 0 else listed
+
+
+def aligned_rows(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return each row of a table as a line, with its cells in columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def plain(name: str) -> str:

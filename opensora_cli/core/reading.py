@@ -120,16 +120,10 @@ def read_bytes(
     return content
 
 
-def read_text(
-    path: str | os.PathLike[str],
-    *,
-    max_bytes: int = MAX_TEXT_BYTES,
-    problem: type[FileProblem] = FileProblem,
-    hint: str | None = None,
-) -> str:
+def read_text(path: str | os.PathLike[str], *, max_bytes: int = MAX_TEXT_BYTES, hint: str | None = None) -> str:
     """Return the text of a UTF-8 file with or without a byte order mark. Raises like `read_bytes`."""
-    content = read_bytes(path, max_bytes=max_bytes, problem=problem, hint=hint)
-    with reading(path, problem=problem, hint=hint):
+    content = read_bytes(path, max_bytes=max_bytes, hint=hint)
+    with reading(path, hint=hint):
         return content.decode("utf-8-sig")
 
 

@@ -143,24 +143,17 @@ def decode_whole(path: Path, *, num_frames: int) -> None:
     Raises MediaError with the first damaged frame, or with the number of frames if some are missing. A codec without
     checksums shows some damage as other pictures.
     """
-    found, is_corrupt = 0, False
+    found = 0
     try:
         with _opened(path, threads=1) as (container, track):
             for frame in _whole_tracks(container.decode(track), path):
-                is_corrupt = bool(frame.is_corrupt)
-                if is_corrupt:
-                    break
+                if frame.is_corrupt:
+                    raise MediaError(f"{path} has a corrupt frame")
                 found += 1
     except MediaError as error:
-        raise _damaged(path, found, num_frames) from error
-    if is_corrupt:
-        raise _damaged(path, found, num_frames)
+        raise MediaError(f"{path} is damaged: frame {found + 1} of {num_frames} cannot be decoded") from error
     if found < num_frames:
         raise MediaError(f"{found} of {num_frames} frames of {path} can be decoded", hint="encode it again")
-
-
-def _damaged(path: Path, whole: int, num_frames: int) -> MediaError:
-    return MediaError(f"{path} is damaged: frame {whole + 1} of {num_frames} cannot be decoded")
 
 
 @contextmanager
@@ -309,23 +302,24 @@ def _frames_after_seeking(
     container: InputContainer, track: av.VideoStream, path: Path, *, start: int, threads: int | None
 ) -> "Iterator[_ContainerFrame] | None":
     """Return the frames from number `start` on; None if seeking fails."""
-    wanted = _time_before(container, track, path, frame=start)
-    if wanted is None or track.time_base is None:
+    wanted = _place_before(container, track, path, frame=start)
+    if wanted is None:
         return None
     try:
-        container.seek(int(wanted / track.time_base), stream=track)
+        container.seek(int(wanted), stream=track)
     except av.FFmpegError:
         return None
     decoded = _whole_tracks(container.decode(track), path)
     first = next(decoded, None)
-    if first is None or first.pts is None or first.time > wanted:
+    if first is None or first.pts is None or first.pts > wanted:
         return None
-    later = dropwhile(lambda frame: frame.pts is not None and frame.time < wanted, decoded)
+    later = dropwhile(lambda frame: frame.pts is not None and frame.pts < wanted, decoded)
     return _numbered(later, track, path, threads=threads)
 
 
-def _time_before(container: InputContainer, track: av.VideoStream, path: Path, *, frame: int) -> float | None:
-    """Return the time in seconds halfway between a frame, not the first one, and the one before; None if not known.
+def _place_before(container: InputContainer, track: av.VideoStream, path: Path, *, frame: int) -> float | None:
+    """Return the time halfway between a frame, not the first one, and the one before, in units of the track; None if
+    not known.
 
     It follows from the rate if the container counts its frames, so that the rate was measured, and all frames are
     equally long. Otherwise the packets up to that frame are read, but not decoded.
@@ -334,12 +328,10 @@ def _time_before(container: InputContainer, track: av.VideoStream, path: Path, *
         return None
     mean, usual = track.average_rate, track.base_rate
     if track.frames and mean and usual and abs(usual / mean - 1) * frame < _MOST_DRIFT:
-        return float(track.start_time * track.time_base + (frame - Fraction(1, 2)) / mean)
+        return float(track.start_time + (frame - Fraction(1, 2)) / mean / track.time_base)
     shown = islice(_shown_times(_whole_tracks(container.demux(track), path)), frame + _MOST_REORDERED)
     times = sorted(time for time in shown if time is not None)
-    if frame >= len(times):
-        return None
-    return float((times[frame - 1] + times[frame]) * track.time_base / 2)
+    return None if frame >= len(times) else (times[frame - 1] + times[frame]) / 2
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,6 @@ def test_a_cpu_build_beside_a_gpu_is_a_problem(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.version.cuda", None)
-    monkeypatch.setattr(device_facts, "_start_nvml", lambda: None)
     smi = Path("nvidia-smi")
     smi.write_text(f"#!{sys.executable}\nprint('580.95.05, NVIDIA H100 80GB HBM3')\n", encoding="utf-8")
     smi.chmod(0o755)

@@ -8,7 +8,6 @@ from opensora_cli.core import device_facts
 from opensora_cli.engine.env_check.all_reduce import check_all_reduce
 from opensora_cli.engine.env_check.check import env_check
 from opensora_cli.engine.env_check.report import Severity
-from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.settings.tools import EnvCheckSettings
 
 
@@ -37,7 +36,7 @@ def test_nccl_over_all_gpus():
 
 
 def test_nothing_stops_a_run_here():
-    report = env_check(EnvCheckSettings(all_reduce=False), make_plan=make_plan, environment={})
+    report = env_check(EnvCheckSettings(all_reduce=False), environment={})
     assert [finding.message for finding in report.findings if finding.severity is Severity.PROBLEM] == []
     assert [finding.message for finding in report.findings if finding.severity is Severity.UNKNOWN] == []
     assert {preset.device for preset in report.presets} == {"cuda:0"}

@@ -141,7 +141,6 @@ def open_adapter(path: Path) -> Adapter:
     return Adapter(
         path=path if style == "PEFT" else weights,
         files=(config_file, weights) if style == "PEFT" else (weights,),
-        style=style,
         metadata=metadata,
         updates=updates,
         replacements={name.replace(".base_layer.", "."): entry for name, entry in others.items()},

@@ -66,7 +66,6 @@ def adapter_files(path: Path) -> tuple[Path, Path]:
 class PeftConfig:
     """Fields of `adapter_config.json` that affect the result, under PEFT's names."""
 
-    path: Path
     fan_in_fan_out: bool
     trains_more: bool
     """Whether the adapter may hold tensors that replace the model's."""
@@ -101,7 +100,6 @@ class PeftConfig:
         alphas = dict.fromkeys(modules, alpha) | _by_name(path, config, "alpha_pattern", _number, modules)
         divisor = math.sqrt if config.get("use_rslora") is True else float
         return cls(
-            path=path,
             fan_in_fan_out=config.get("fan_in_fan_out") is True,
             trains_more=bool(config.get("modules_to_save")) or config.get("bias", "none") != "none",
             ranks=ranks,

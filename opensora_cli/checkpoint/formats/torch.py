@@ -16,7 +16,6 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, BinaryIO, NamedTuple
@@ -144,24 +143,8 @@ def open_torch(path: Path, *, select: Selection | None = None) -> Checkpoint:
     )
 
 
-def load_torch(path: Path, *, max_bytes: int | None = None) -> Any:
-    """Return the object in a file of `torch.save`, with tensors on the CPU.
-
-    Raises:
-        CheckpointError: the file is missing or broken, cannot be read without trusting it, or has more than
-            `max_bytes`.
-    """
-    with reading_file(path):
-        size = path.stat().st_size
-    if max_bytes is not None and size > max_bytes:
-        raise CheckpointError(
-            f"{path} is refused: it has {size:,} bytes, and a state of its kind at most {max_bytes:,}"
-        )
-    return read_object(path, lazily=False)[0]
-
-
 def torch_bytes(state: object, *, name: str) -> bytes:
-    """Return the bytes of `torch.save`. Raises CheckpointError if `load_torch` would refuse them in a file."""
+    """Return the bytes of `torch.save`. Raises CheckpointError if `read_object` would refuse them in a file."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     _check_archive(buffer, Path(name))
@@ -389,8 +372,7 @@ def _write_record(archive: zipfile.ZipFile, name: str, content: bytes | memoryvi
         record.write(content)
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
+class _Written(NamedTuple):
     """Tensor that fills the storage `key`."""
 
     key: str

@@ -15,7 +15,7 @@ from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.transforms import only
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.formatting import first_few, format_bytes, plain
+from opensora_cli.core.formatting import aligned_rows, first_few, format_bytes, plain
 from opensora_cli.core.private_memory import freed_at_once
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.core.weight_choices import Format, Selection
@@ -91,10 +91,7 @@ class Inspection(Document):
         lines = [*self.summary(), *self._findings()]
         if not self.lists_tensors:
             return lines
-        rows = [tensor.cells() for tensor in self.tensors]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return [*lines, "", *table]
+        return [*lines, "", *aligned_rows([tensor.cells() for tensor in self.tensors])]
 
     def summary(self) -> list[str]:
         """Return a line for each fact about the checkpoint as a whole."""

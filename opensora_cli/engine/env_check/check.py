@@ -4,7 +4,7 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,12 +12,12 @@ import torch
 
 import opensora_cli
 from opensora_cli.core import device_facts
-from opensora_cli.core.device_facts import DriverFacts, GpuFacts, LinkFacts, LinkKind, TorchFacts
+from opensora_cli.core.device_facts import GpuFacts, LinkFacts, LinkKind
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.redaction import Redactor, is_relevant, shown_variables
 from opensora_cli.engine.env_check import host, machine
 from opensora_cli.engine.env_check.all_reduce import check_all_reduce
-from opensora_cli.engine.env_check.host import HostFacts, MakePlan, WeightFacts
+from opensora_cli.engine.env_check.host import HostFacts
 from opensora_cli.engine.env_check.report import EnvReport, Finding, PresetNeeds, Severity, ok, run_check
 from opensora_cli.engine.env_check.shell_files import lint_file
 from opensora_cli.engine.env_check.torch_variables import refused_by_torch
@@ -30,19 +30,17 @@ FactT = TypeVar("FactT")
 def env_check(
     settings: EnvCheckSettings,
     *,
-    make_plan: MakePlan,
     environment: Mapping[str, str] | None = None,
     reporter: Reporter | None = None,
 ) -> EnvReport:
     """Check this machine, its environment variables and the given files.
 
-    `make_plan` plans a generation (`engine.generate.planning.make_plan`), for the table of presets. Raises FileProblem
-    if a file cannot be read.
+    Raises FileProblem if a file cannot be read.
     """
     environment = os.environ if environment is None else environment
     # First, so that a misspelled name is refused at once.
     in_files = [finding for name in settings.files for finding in lint_file(Path(name))]
-    checks = Checks(environment, settings, make_plan, reporter or SilentReporter())
+    checks = Checks(environment, settings, reporter or SilentReporter())
     findings = [finding for name, check in checks.by_name().items() for finding in run_check(name, check)]
     report = EnvReport(
         osora=opensora_cli.__version__,
@@ -62,11 +60,12 @@ def env_check(
 class Checks:
     """Checks of this machine. Each kind of fact is read once, when a check first needs it."""
 
-    def __init__(
-        self, environment: Mapping[str, str], settings: EnvCheckSettings, make_plan: MakePlan, reporter: Reporter
-    ) -> None:
-        self._environment, self._settings = environment, settings
-        self._make_plan, self._reporter = make_plan, reporter
+    def __init__(self, environment: Mapping[str, str], settings: EnvCheckSettings, reporter: Reporter) -> None:
+        self._environment, self._settings, self._reporter = environment, settings, reporter
+        self._torch, self._driver = cache(device_facts.read_torch), cache(device_facts.read_driver)
+        self._gpus, self._host = cache(device_facts.read_gpus), cache(host.read_host)
+        self._links = cache(lambda: device_facts.read_links(self._gpus()))
+        self._weights = cache(lambda: host.read_weights(environment))
         self.presets: tuple[PresetNeeds, ...] = ()
         """Needs of the presets, after their check."""
 
@@ -74,49 +73,25 @@ class Checks:
         """Return the checks by the name under which their findings are printed."""
         checks: dict[str, Callable[[], Iterable[Finding]]] = {
             "python": lambda: machine.check_python(sys.version_info[:3], machine.unmet_requirements()),
-            "torch": lambda: machine.check_torch(self._torch, self._driver),
-            "cards": lambda: machine.check_gpus(self._torch, self._gpus),
-            "links": lambda: machine.check_links(self._links),
-            "libraries": lambda: machine.check_libraries(self._torch, self._gpus),
-            "precision": lambda: machine.check_precision(self._torch, self._gpus),
+            "torch": lambda: machine.check_torch(self._torch(), self._driver()),
+            "cards": lambda: machine.check_gpus(self._torch(), self._gpus()),
+            "links": lambda: machine.check_links(self._links()),
+            "libraries": lambda: machine.check_libraries(self._torch(), self._gpus()),
+            "precision": lambda: machine.check_precision(self._torch(), self._gpus()),
             "attention": host.check_attention,
             "video": host.check_encoder,
-            "memory": lambda: host.check_memory(self._host, self._weights, has_gpus=bool(self._gpus)),
-            "disk": lambda: host.check_disk(self._weights),
-            "limits": lambda: host.check_limits(self._host),
+            "memory": lambda: host.check_memory(self._host(), self._weights(), has_gpus=bool(self._gpus())),
+            "disk": lambda: host.check_disk(self._weights()),
+            "limits": lambda: host.check_limits(self._host()),
             "environment": self._check_variables,
             "presets": self._check_presets,
         }
         return {**checks, "all-reduce": self._check_all_reduce} if self._settings.all_reduce else checks
 
-    @cached_property
-    def _torch(self) -> TorchFacts:
-        return device_facts.read_torch()
-
-    @cached_property
-    def _driver(self) -> DriverFacts:
-        return device_facts.read_driver()
-
-    @cached_property
-    def _gpus(self) -> tuple[GpuFacts, ...]:
-        return device_facts.read_gpus()
-
-    @cached_property
-    def _links(self) -> tuple[LinkFacts, ...]:
-        return device_facts.read_links(self._gpus)
-
-    @cached_property
-    def _host(self) -> HostFacts:
-        return host.read_host()
-
-    @cached_property
-    def _weights(self) -> WeightFacts:
-        return host.read_weights(self._environment)
-
     def _check_variables(self) -> Iterable[Finding]:
-        here = _or_else(lambda: self._host, HostFacts())
-        links = _or_else(lambda: self._links, tuple[LinkFacts, ...]())
-        uses_cuda = _or_else(lambda: self._torch.cuda is not None, False)
+        here = _or_else(self._host, HostFacts())
+        links = _or_else(self._links, tuple[LinkFacts, ...]())
+        uses_cuda = _or_else(lambda: self._torch().cuda is not None, False)
         own = Path(torch.__file__).parents[1]
         surroundings = Surroundings(
             uses_cuda=uses_cuda,
@@ -134,7 +109,7 @@ class Checks:
     def _check_presets(self) -> Iterable[Finding]:
         with self._reporter.stage("presets"):
             unplanned = host.unplanned_presets(num_gpus=self._num_gpus())
-            self.presets = host.read_presets(self._environment, self._make_plan, unplanned=unplanned)
+            self.presets = host.read_presets(self._environment, unplanned=unplanned)
         return host.check_presets(self.presets, unplanned=unplanned)
 
     def _check_all_reduce(self) -> Iterable[Finding]:
@@ -148,7 +123,7 @@ class Checks:
             )
 
     def _num_gpus(self) -> int:
-        return len(_or_else(lambda: self._gpus, tuple[GpuFacts, ...]()))
+        return len(_or_else(self._gpus, tuple[GpuFacts, ...]()))
 
 
 def _or_else(read: Callable[[], FactT], default: FactT) -> FactT:

@@ -3,10 +3,9 @@
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import psutil  # type: ignore[import-untyped]  # it ships none
 
@@ -16,10 +15,10 @@ from opensora_cli.core.files import nearest_existing
 from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.engine.components.attention import AttentionUse, attention_order, choose_attention, why_unusable
 from opensora_cli.engine.components.configs import count_parameters
-from opensora_cli.engine.components.hardware import Hardware, pick_hardware
-from opensora_cli.engine.components.weights import DEFAULT_FOLDER, WeightFiles, find_weights
+from opensora_cli.engine.components.hardware import pick_hardware
+from opensora_cli.engine.components.weights import DEFAULT_FOLDER, find_weights
 from opensora_cli.engine.env_check.report import Finding, PresetNeeds, note, ok, problem, warning
-from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.models.registry import DEMO, OPEN_SORA_V2
 from opensora_cli.settings.components import DOWNLOAD_COMMAND
 from opensora_cli.settings.enums import AttentionChoice
@@ -43,6 +42,7 @@ class HostFacts:
     """Logical cores that this process may use."""
     total_bytes: int = 0
     available_bytes: int = 0
+    """Memory that is free for a run, also in the control groups."""
     container_limit_bytes: int | None = None
     """Memory limit of the control groups of this process. None means no limit."""
     shared_memory_bytes: int | None = None
@@ -53,12 +53,6 @@ class HostFacts:
     """Network interfaces."""
     infiniband: tuple[str, ...] = ()
     """InfiniBand and RoCE adapters."""
-
-    @property
-    def usable_bytes(self) -> int:
-        """Host memory that is free for a run."""
-        limit = self.container_limit_bytes
-        return self.available_bytes if limit is None else min(self.available_bytes, limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,30 +67,6 @@ class WeightFacts:
     """Bytes of the largest part in 16 bits, which offload keeps in host memory."""
     folder: str
     free_disk_bytes: int
-
-
-class PresetPlan(Protocol):
-    """Fields of a plan of `osora generate` that the table of presets reads."""
-
-    @property
-    def settings(self) -> GenerateSettings: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def height(self) -> int: ...
-    @property
-    def hardware(self) -> Hardware: ...
-    @property
-    def weights(self) -> WeightFiles: ...
-    @property
-    def offload(self) -> OffloadPlan: ...
-    @property
-    def stages(self) -> tuple[StageMemory, ...]: ...
-    @property
-    def budget_bytes(self) -> int: ...
-
-
-MakePlan = Callable[[GenerateSettings], PresetPlan]
 
 
 def read_host() -> HostFacts:
@@ -141,10 +111,10 @@ def read_weights(environment: Mapping[str, str]) -> WeightFacts:
 
 def check_memory(host: HostFacts, weights: WeightFacts, *, has_gpus: bool) -> Iterator[Finding]:
     """Compare host memory with the weights that are offloaded to it."""
-    size = f"{_gib(host.usable_bytes)} of {_gib(host.total_bytes)} host memory free"
-    if host.container_limit_bytes is not None and host.container_limit_bytes < host.total_bytes:
+    size = f"{_gib(host.available_bytes)} of {_gib(host.total_bytes)} host memory free"
+    if host.container_limit_bytes is not None:
         yield note(f"this container may use {_gib(host.container_limit_bytes)}")
-    if has_gpus and host.usable_bytes < weights.largest_bytes:
+    if has_gpus and host.available_bytes < weights.largest_bytes:
         yield warning(
             size,
             why=f"pinned for offload, the largest part of the released model takes {_gib(weights.largest_bytes)}; "
@@ -247,9 +217,7 @@ def unplanned_presets(*, num_gpus: int) -> tuple[str, ...]:
     return tuple(name for name, model in models.items() if model != DEMO)
 
 
-def read_presets(
-    environment: Mapping[str, str], make_plan: MakePlan, *, unplanned: Sequence[str] = ()
-) -> tuple[PresetNeeds, ...]:
+def read_presets(environment: Mapping[str, str], *, unplanned: Sequence[str] = ()) -> tuple[PresetNeeds, ...]:
     """Return the needs of all presets except `unplanned`, as plans count them. No weights are read."""
     found = []
     for name in list_presets("generate"):

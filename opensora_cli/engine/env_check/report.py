@@ -10,6 +10,7 @@ from pydantic import Field
 from opensora_cli.core.device import GIB
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError, OsoraError
+from opensora_cli.core.formatting import aligned_rows
 from opensora_cli.core.redaction import Redactor
 
 
@@ -60,9 +61,9 @@ def note(message: str, *, why: str | None = None, fix: str | None = None) -> Fin
     return Finding(severity=Severity.NOTE, message=message, why=why, fix=fix)
 
 
-def warning(message: str, *, why: str, fix: str, variable: str | None = None, line: int | None = None) -> Finding:
+def warning(message: str, *, why: str, fix: str, variable: str | None = None) -> Finding:
     """Return a finding that costs time or memory."""
-    return Finding(severity=Severity.WARNING, message=message, why=why, fix=fix, variable=variable, line=line)
+    return Finding(severity=Severity.WARNING, message=message, why=why, fix=fix, variable=variable)
 
 
 def problem(message: str, *, why: str, fix: str, variable: str | None = None) -> Finding:
@@ -70,9 +71,9 @@ def problem(message: str, *, why: str, fix: str, variable: str | None = None) ->
     return Finding(severity=Severity.PROBLEM, message=message, why=why, fix=fix, variable=variable)
 
 
-def unknown(reason: str, *, line: int | None = None) -> Finding:
+def unknown(reason: str) -> Finding:
     """Return a finding about a check that failed."""
-    return Finding(severity=Severity.UNKNOWN, message=f"could not be checked: {reason}", line=line)
+    return Finding(severity=Severity.UNKNOWN, message=f"could not be checked: {reason}")
 
 
 def run_check(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
@@ -169,5 +170,4 @@ def _table_lines(presets: Sequence[PresetNeeds]) -> list[str]:
                 "here" if preset.has_weights else "missing",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return aligned_rows(rows)

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from opensora_cli.engine.components.on_meta import on_meta
-from opensora_cli.engine.estimate.outlines import OutlineMode
+from opensora_cli.engine.estimate.outline_mode import OutlineMode
 from opensora_cli.engine.estimate.work import Work, WorkCounter
 from opensora_cli.memory.counting import TensorBytes
 
@@ -25,6 +25,9 @@ HOST = torch.device("cpu")
 """Device that represents the memory of the host, inside `fake_device`."""
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+Size = tuple[int, ...]
+Counts = dict[object, int]
+"""What was counted -> bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,17 @@ def give_fake_weights(module: nn.Module, *, device: torch.device, dtype: torch.d
             for name, old in held.items():
                 if old is not None:
                     held[name] = made.setdefault(id(old), empty(old))  # type: ignore[assignment]
+
+
+def extrapolated(count: Callable[[Size], Counts], size: Size, *, steps: Size, few: Size) -> Counts:
+    """Return `count(size)` from smaller sizes: along each axis it grows by the same amount with every step."""
+    for axis, (length, step, least) in enumerate(zip(size, steps, few, strict=True)):
+        more = (length - least) // step
+        if more > 1:
+            smaller = ((*size[:axis], length - less * step, *size[axis + 1 :]) for less in (more, more - 1))
+            near, far = (extrapolated(count, each, steps=steps, few=few) for each in smaller)
+            return {key: near[key] + more * (far[key] - near[key]) for key in near}
+    return count(size)
 
 
 class Repeated(nn.Module):

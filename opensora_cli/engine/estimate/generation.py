@@ -8,20 +8,18 @@ of fused attention, and the workspace of cuDNN's convolutions. Not counted are w
 matrix products of cuBLAS), the CUDA context, and the rounding and fragmentation of an allocator.
 """
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths, reference_parts
 from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.solvers import Solver
-from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
+from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.loras import LoraRanks
 from opensora_cli.engine.components.velocity import (
@@ -31,11 +29,11 @@ from opensora_cli.engine.components.velocity import (
     modulation_values,
 )
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.estimate.fake_tensors import HOST, Need, Repeated, fake_device, fake_module
+from opensora_cli.engine.estimate.fake_tensors import Counts, Need, Repeated, Size, extrapolated, fake_device
 from opensora_cli.engine.estimate.file_bytes import FileWeights
 from opensora_cli.engine.estimate.offload import AUTOENCODER, DECODE, DENOISE, ENCODE, OffloadPlan, StageMemory
 from opensora_cli.engine.estimate.text import text_memory
-from opensora_cli.engine.estimate.tiles import DATA, JOINED, FakeCoder, TileMemory, largest_tile, tile_memory
+from opensora_cli.engine.estimate.tiles import DATA, decoding_need, encoding_need
 from opensora_cli.engine.estimate.transformer import (
     FakeSequenceParallel,
     dequantized_bytes,
@@ -44,18 +42,14 @@ from opensora_cli.engine.estimate.transformer import (
     transformer_bytes,
     transformer_on_cpu,
 )
-from opensora_cli.media.resize import to_uint8
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.models.vae.autoencoder import COLORS, Autoencoder
-from opensora_cli.models.vae.tiles import Tiling
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape
 from opensora_cli.sampling.conditioning import prepare_inference_condition
 from opensora_cli.sampling.denoise import VelocityFn, denoise
 from opensora_cli.sampling.guidance import Branch, GuidanceScales, branches_needed
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
 from opensora_cli.sampling.step_cache import CachedStep
-from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 
@@ -63,9 +57,7 @@ _STEPS = 2
 """Steps to estimate: the second and later steps hold latents besides the noise."""
 _FEW_CHUNKS = 5
 """Chunks of tokens of the smaller clips from which many chunks are extrapolated."""
-_FEW_TILES = 30
-"""Most tiles of an autoencoder that are estimated one by one."""
-ACTIVATIONS = "activations"
+_ACTIVATIONS = "activations"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +108,7 @@ def estimate_generation(
     # On a CPU the host is the device itself.
     chunks = offload.chunk_frames, offload.store_on_host and device_type != "cpu"
     shown = sizes.height, sizes.width
-    decoding = _decoding(vae, tiling, sizes.latent_shape, shown, dtype, device_type, chunks)
+    decoding = decoding_need(vae, tiling, sizes.latent_shape, shown, dtype, device_type, chunks)
     vae_mapped = 0
     if files is not None:
         weights[Component.VAE], vae_mapped = files[Component.VAE].total.private, files[Component.VAE].total.mapped
@@ -131,9 +123,12 @@ def estimate_generation(
     )
     config = mmdit_config(settings.model)
     grid = settings.vae.grid
-    denoising = _denoising(
-        config, sizes, lengths[0], dtype, device_type, offload.chunk_tokens, grid.is_causal, offload.linear
-    )
+
+    def sample(of: GenerationSizes) -> Need:
+        chunk, causal = offload.chunk_tokens, grid.is_causal
+        return _sampling(config, of, lengths[0], dtype, device_type, chunk, causal, offload.linear)
+
+    denoising = _denoising(sample, sizes, config.patch_size, offload.chunk_tokens)
     workspace = dequantized_bytes(config, dtype, offload, tensor=sizes.mesh.tensor)
     frames = reference_frames(settings, sizes)
     kept = ((AUTOENCODER, weights[Component.VAE]),) if frames and offload.mode is OffloadMode.NONE else ()
@@ -184,44 +179,21 @@ def reference_frames(settings: GenerateSettings, sizes: GenerationSizes) -> tupl
     return tuple(part.num_frames for part in parts)
 
 
-_Size = tuple[int, ...]
-_Sizes = dict[object, int]
-
-
-def _extrapolated(count: Callable[[_Size], _Sizes], size: _Size, *, steps: _Size, few: _Size) -> _Sizes:
-    """Return `count(size)` from smaller sizes: along each axis it grows by the same amount with every step."""
-    for axis, (length, step, least) in enumerate(zip(size, steps, few, strict=True)):
-        more = (length - least) // step
-        if more > 1:
-            smaller = ((*size[:axis], length - less * step, *size[axis + 1 :]) for less in (more, more - 1))
-            near, far = (_extrapolated(count, each, steps=steps, few=few) for each in smaller)
-            return {key: near[key] + more * (far[key] - near[key]) for key in near}
-    return count(size)
-
-
 def _denoising(
-    config: MMDiTConfig,
-    sizes: GenerationSizes,
-    text_length: int,
-    dtype: torch.dtype,
-    device_type: str,
-    chunk_tokens: int | None,
-    causal: bool,
-    linear: LinearProducts,
+    sample: Callable[[GenerationSizes], Need], sizes: GenerationSizes, patch: int, chunk_tokens: int | None
 ) -> Need:
     """Return the need of sampling; that of many chunks of tokens follows from smaller clips."""
-    (channels, frames, height, width), patch = sizes.latent_shape, config.patch_size
+    channels, frames, height, width = sizes.latent_shape
     tokens, ranks = height * width // patch**2, sizes.mesh.ring * sizes.mesh.ulysses
     # The last chunk of the smaller clips is as long as that of the whole.
     step = tokens if chunk_tokens is None else max(round(_FEW_CHUNKS * chunk_tokens * ranks / frames), 1)
 
-    def count(size: _Size) -> _Sizes:
-        smaller = replace(sizes, latent_shape=(channels, frames, patch, patch * size[0]))
-        need = _sampling(config, smaller, text_length, dtype, device_type, chunk_tokens, causal, linear)
-        return {DATA: need.data, ACTIVATIONS: need.activations}
+    def count(size: Size) -> Counts:
+        need = sample(replace(sizes, latent_shape=(channels, frames, patch, patch * size[0])))
+        return {DATA: need.data, _ACTIVATIONS: need.activations}
 
-    found = _extrapolated(count, (tokens,), steps=(step,), few=(step,))
-    return Need(found[DATA], found[ACTIVATIONS])
+    found = extrapolated(count, (tokens,), steps=(step,), few=(step,))
+    return Need(found[DATA], found[_ACTIVATIONS])
 
 
 @lru_cache(maxsize=256)
@@ -300,112 +272,3 @@ def _share_of_branches(velocity: VelocityFn, ranks: int) -> VelocityFn:
         return {branch: own[branch] if branch in own else torch.empty_like(packed_latents_1ND) for branch in branches}
 
     return shared
-
-
-def _decoding(
-    settings: VAESettings,
-    tiling: Tiling,
-    latent_shape: tuple[int, int, int, int],
-    shown: tuple[int, int],
-    dtype: torch.dtype,
-    device_type: str,
-    chunks: tuple[int | None, bool],
-) -> Need:
-    """Return the need of decoding; that of many tiles follows from smaller clips."""
-    chunk_frames, store_on_host = chunks
-    grid = settings.sizes.tile_grids()[1]
-    tile = tile_memory(
-        settings,
-        largest_tile(latent_shape, grid, tiling),
-        dtype,
-        device_type,
-        decodes=True,
-        chunk_frames=chunk_frames,
-        store_on_host=store_on_host,
-    )
-    channels, *size = latent_shape
-    axes = ((grid.time, tiling.temporal), (grid.space, tiling.spatial), (grid.space, tiling.spatial))
-
-    def count(smaller: _Size) -> _Sizes:
-        frames, rows, columns = smaller
-        return dict(_join_tiles(settings, tiling, (channels, frames, rows, columns), shown, dtype, device_type))
-
-    if grid.count((size[0], size[1], size[2]), tiling) <= _FEW_TILES:
-        return tile.need(count(tuple(size)))
-    return tile.need(
-        _extrapolated(
-            count,
-            tuple(size),
-            steps=tuple(axis.stride if is_cut else length for (axis, is_cut), length in zip(axes, size, strict=True)),
-            few=tuple(axis.size + 2 * axis.stride if is_cut else 0 for axis, is_cut in axes),
-        )
-    )
-
-
-def _without_coders(settings: VAESettings) -> Autoencoder:
-    """Return an autoencoder whose encoder and decoder are missing."""
-    vae = new_autoencoder(settings)
-    vae.encoder, vae.decoder = nn.Identity(), nn.Identity()
-    return vae
-
-
-@lru_cache(maxsize=256)
-def _join_tiles(
-    settings: VAESettings,
-    tiling: Tiling,
-    latent_shape: tuple[int, int, int, int],
-    shown: tuple[int, int],
-    dtype: torch.dtype,
-    device_type: str,
-) -> Mapping[object, int]:
-    """Return the bytes of everything in decoding except the decoder itself; see `TileMemory.need`."""
-    height, width = shown
-    tile = TileMemory(largest_tile(latent_shape, settings.sizes.tile_grids()[1], tiling), 0, 0, COLORS)
-    with fake_device(device_type) as device:
-        vae = fake_module(lambda: _without_coders(settings), device=device, dtype=dtype)
-        with TensorBytes(device_type=device.type) as counter:
-            decoder = FakeCoder(tile, settings.grid, counter, decodes=True)
-            vae.decoder = cast(Any, decoder)
-            latents_1CTHW = torch.empty(1, *latent_shape, dtype=dtype, device=device)
-            # The same steps as in `decode_latents` of generation.
-            pieces_1CTHW = vae.decode_pieces(latents_1CTHW, tiling=tiling, canvas=HOST)
-            deque(map(lambda piece_1CTHW: _shown(piece_1CTHW[0, :, :, :height, :width]), pieces_1CTHW), maxlen=0)
-            need = Need.of(counter)
-            del latents_1CTHW
-            return {DATA: need.data, JOINED: need.activations, **decoder.live_bytes}
-
-
-def _shown(pixels_CTHW: Tensor) -> Tensor:
-    """Allocate like `to_uint8`. All frames need the same, so one represents all."""
-    channels, frames, height, width = pixels_CTHW.shape
-    _others_THWC = torch.empty(frames - 1, height, width, channels, dtype=torch.uint8)
-    return to_uint8(pixels_CTHW[:, :1])
-
-
-@lru_cache(maxsize=64)
-def encoding_need(
-    settings: VAESettings, num_frames: tuple[int, ...], sides: tuple[int, int], dtype: torch.dtype, device_type: str
-) -> Need:
-    """Return the need of encoding clips of these lengths, one after the other; `sides` are height and width."""
-    tiling = vae_tiling(settings)
-    grid = settings.sizes.tile_grids()[0]
-    tile = tile_memory(
-        settings,
-        largest_tile((COLORS, max(num_frames), *sides), grid, tiling),
-        dtype,
-        device_type,
-        decodes=False,
-    )
-    with fake_device(device_type) as device:
-        empty = partial(torch.empty, dtype=dtype, device=device)
-        vae = fake_module(lambda: _without_coders(settings), device=device, dtype=dtype)
-        with TensorBytes(device_type=device.type) as counter:
-            encoder = FakeCoder(tile, settings.grid, counter, decodes=False)
-            vae.encoder = cast(Any, encoder)
-            latents: list[Tensor] = []
-            for frames in num_frames:
-                pixels_1CTHW = empty(1, COLORS, frames, *sides)
-                latents.append(vae.encode(pixels_1CTHW, tiling=tiling)[0])
-            need = Need.of(counter)
-            latents.clear()
-            return tile.need({DATA: need.data, JOINED: need.activations, **encoder.live_bytes})

@@ -4,22 +4,20 @@ Torch's own fake tensors know every operation, but take a second to load and a t
 Outlines have fast rules for the operations that models use most: only the sizes of the results are computed.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from functools import cache, lru_cache, reduce
+from collections.abc import Callable, Iterable
+from functools import lru_cache, reduce
 from itertools import zip_longest
 from math import ceil
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 _aten = torch.ops.aten
-_DEVICE = torch.ops.prim.device.default
+DEVICE = torch.ops.prim.device.default
 """Operation with which torch's own code asks a tensor for its device."""
 _META = torch.device("meta")
-_HOST = torch.device("cpu")
-_ONE: dict[torch.dtype, bool | int] = {torch.bool: True, torch.int32: 1, torch.int64: 1}
+HOST = torch.device("cpu")
 
 _KEEP_DTYPE = frozenset(
     {
@@ -52,99 +50,19 @@ class HostOutline(Tensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """Device of the host."""
-        return _HOST
+        return HOST
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own signature has one of a disabled function
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Refuse an operation outside of `OutlineMode`, whose kernel would read memory that does not exist."""
-        if func is _DEVICE:
-            return _HOST
+        if func is DEVICE:
+            return HOST
         raise RuntimeError(f"{func} ran on an outline outside of its mode")
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"HostOutline({tuple(self.shape)}, {self.dtype})"
-
-
-class OutlineMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
-    """Mode whose operations make outlines on the requested device: the host, or a GPU as the meta device.
-
-    A number read from an outline is 1. Operations on real tensors alone are computed. Operations without a rule here
-    are torch's own on the meta device.
-    """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it, torch would first import it, for a second
-
-    def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Make the outlines of an operation's results."""
-        options = kwargs or {}
-        if func is _DEVICE:
-            return args[0].device
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            # A wrapper such as DTensor: its operations on the inner tensors also arrive here.
-            return NotImplemented
-        if _are_real(args, options):
-            # Such as the ranks of a device mesh, whose values torch reads.
-            return func(*args, **options)
-        if "out" in options or _is_in_place(func):
-            return options.get("out", args[0]) if func._schema.returns else None
-        if func is _aten._local_scalar_dense.default:
-            return _ONE.get(args[0].dtype, 1.0)
-        # The rules read outlines, which refuse operations outside of the mode.
-        with torch._C._DisableTorchDispatch():
-            return self._outlined(func, args, options)
-
-    def _outlined(self, func: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        on_host = _is_on_host(args, options)
-        if "device" in options:
-            options = {**options, "device": _META}
-            options.pop("pin_memory", None)
-        if func in _KEEP_DTYPE:
-            result: Any = _elementwise(args)
-        elif func in _GIVE_FLOATS:
-            result = _elementwise(args, floats=True)
-        elif (rule := _RULES.get(func)) is not None:
-            result = rule(on_host, *args, **options)
-        else:
-            result = func(*map(_on_meta, args), **options)
-        return _placed(result, on_host)
-
-
-def _are_real(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Return whether an operation has tensors, all of them with values, and makes no tensor on another device."""
-    tensors = list(_tensors(args))
-    return bool(tensors) and "device" not in options and not any(map(_is_outline, tensors))
-
-
-def _is_outline(tensor: Tensor) -> bool:
-    return type(tensor) is HostOutline or tensor.is_meta
-
-
-def _tensors(args: tuple[Any, ...]) -> Iterator[Tensor]:
-    for arg in args:
-        if isinstance(arg, Tensor):
-            yield arg
-        elif isinstance(arg, (list, tuple)):
-            yield from (part for part in arg if isinstance(part, Tensor))
-
-
-def _is_on_host(args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    device = options.get("device")
-    if device is not None:
-        return bool(device.type == "cpu")
-    # A host tensor beside a GPU tensor is a number.
-    return not any(tensor.device.type == "meta" for tensor in _tensors(args))
-
-
-@cache
-def _is_in_place(func: Any) -> bool:
-    schema = func._schema  # of `__lshift__`, too
-    return schema.is_mutable and schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags
 
 
 def _on_meta(arg: Any) -> Any:
@@ -156,18 +74,6 @@ def _on_meta(arg: Any) -> Any:
     if isinstance(arg, Tensor) and not arg.is_meta:
         return torch.empty_strided(arg.shape, arg.stride(), dtype=arg.dtype, device=_META)
     return arg
-
-
-def _placed(result: Any, on_host: bool) -> Any:
-    if not on_host:
-        return result
-    if isinstance(result, Tensor):
-        if isinstance(result, HostOutline):
-            return result
-        return Tensor._make_subclass(HostOutline, result, dispatch_device=True, device_for_backend_keys=_HOST)
-    if isinstance(result, (list, tuple)):
-        return type(result)(_placed(part, on_host) for part in result)
-    return result
 
 
 def _elementwise(args: tuple[Any, ...], *, floats: bool = False) -> Tensor:
@@ -433,3 +339,18 @@ _RULES: dict[Any, Callable[..., Any]] = {
     _aten.arange.start: _arange,
     _aten.arange.start_step: _arange,
 }
+
+
+def outlined(func: Any, on_host: bool, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Return the results of an operation on the meta device, with the layouts of a CPU if `on_host`.
+
+    Operations without a rule here are torch's own on the meta device.
+    """
+    if "device" in options:
+        options = {**options, "device": _META}
+        options.pop("pin_memory", None)
+    if func in _KEEP_DTYPE or func in _GIVE_FLOATS:
+        return _elementwise(args, floats=func in _GIVE_FLOATS)
+    if (rule := _RULES.get(func)) is not None:
+        return rule(on_host, *args, **options)
+    return func(*map(_on_meta, args), **options)

@@ -1,18 +1,21 @@
 """Memory of an autoencoder: its largest tile is run once, and every other tile takes its share of that."""
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.latent_grid import LatentGrid
-from opensora_cli.engine.components.autoencoders import new_autoencoder
-from opensora_cli.engine.estimate.fake_tensors import HOST, Need, fake_device, fake_module
+from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
+from opensora_cli.engine.estimate.fake_tensors import HOST, Counts, Need, Size, extrapolated, fake_device, fake_module
+from opensora_cli.media.resize import to_uint8
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.models.vae.autoencoder import COLORS, Autoencoder
 from opensora_cli.models.vae.hunyuan import Decoder, Encoder
 from opensora_cli.models.vae.tiles import TileGrid, Tiling
 from opensora_cli.settings.components import VAESettings
@@ -20,8 +23,12 @@ from opensora_cli.settings.components import VAESettings
 DATA, JOINED = "data", "joined"
 """Inputs and results, and the rest of the peak while tiles are joined."""
 
+_FEW_TILES = 30
+"""Most tiles that are estimated one by one."""
 _FEW_FRAMES = 4
 """Fewest frames between the two clips from which the memory of a longer one is extrapolated."""
+
+_PEAK, _CHANNELS = "peak", "channels"
 
 TileShape = tuple[int, int, int, int]
 """Channels, frames, height and width of an input."""
@@ -79,31 +86,27 @@ def tile_memory(
         if chunk_frames is not None:
             options |= {"chunk_frames": chunk_frames, "store": HOST if store_on_host else device}
         channels, frames, height, width = shape
+        kept: list[int] = []
 
-        def run(length: int) -> tuple[int, int, int]:
-            """Return the peak for a clip, the bytes that the module keeps, and the channels of the result."""
-            clip_1CTHW = torch.empty(1, channels, length, height, width, dtype=dtype, device=device)
+        def run(size: Size) -> Counts:
+            """Return the peak for a clip of some frames, and the channels of the result."""
+            clip_1CTHW = torch.empty(1, channels, *size, height, width, dtype=dtype, device=device)
             with TensorBytes(device_type=device.type) as counter:
                 out_1CTHW: Tensor = module(clip_1CTHW, **options)
             out_channels = out_1CTHW.shape[1]
             del out_1CTHW
             # Kernels are there at the peak, which is at the highest resolution.
-            return counter.peak_bytes - counter.live_bytes, counter.live_bytes, out_channels
+            kept.append(counter.live_bytes)
+            return {_PEAK: counter.peak_bytes - counter.live_bytes, _CHANNELS: out_channels}
 
         chunk = chunk_frames
         if chunk is None and isinstance(module, (Encoder, Decoder)):
             chunk = module.chunk_frames_for(torch.empty(1, channels, frames, height, width, device=device))
-        if chunk is None:
-            return TileMemory(shape, *run(frames))
         # In a shorter clip, kernels could need more than frames.
-        step = chunk * -(-_FEW_FRAMES // chunk)
-        short = step + (frames - 1) % step + 1
-        more = (frames - short) // step
-        if more < 2:
-            return TileMemory(shape, *run(frames))
-        peak_bytes, kept_bytes, out_channels = run(short)
-        longer_bytes, *_ = run(short + step)
-        return TileMemory(shape, peak_bytes + more * (longer_bytes - peak_bytes), kept_bytes, out_channels)
+        step = frames if chunk is None else chunk * -(-_FEW_FRAMES // chunk)
+        found = extrapolated(run, (frames,), steps=(step,), few=(step + 1,))
+        # The first call computes the kernels that the module keeps.
+        return TileMemory(shape, found[_PEAK], kept[0], found[_CHANNELS])
 
 
 def _coder(vae: Autoencoder, decodes: bool) -> nn.Module:
@@ -132,3 +135,112 @@ class FakeCoder(nn.Module):
             return torch.empty(batch, self._tile.channels, *size, dtype=clip_BCTHW.dtype, device=HOST)
         sides = self._grid.latent_size(height, width)
         return clip_BCTHW.new_empty(batch, self._tile.channels, self._grid.latent_frames(frames), *sides)
+
+
+def decoding_need(
+    settings: VAESettings,
+    tiling: Tiling,
+    latent_shape: tuple[int, int, int, int],
+    shown: tuple[int, int],
+    dtype: torch.dtype,
+    device_type: str,
+    chunks: tuple[int | None, bool],
+) -> Need:
+    """Return the need of decoding; that of many tiles follows from smaller clips."""
+    chunk_frames, store_on_host = chunks
+    grid = settings.sizes.tile_grids()[1]
+    tile = tile_memory(
+        settings,
+        largest_tile(latent_shape, grid, tiling),
+        dtype,
+        device_type,
+        decodes=True,
+        chunk_frames=chunk_frames,
+        store_on_host=store_on_host,
+    )
+    channels, *size = latent_shape
+    axes = ((grid.time, tiling.temporal), (grid.space, tiling.spatial), (grid.space, tiling.spatial))
+
+    def count(smaller: Size) -> Counts:
+        frames, rows, columns = smaller
+        return dict(_join_tiles(settings, tiling, (channels, frames, rows, columns), shown, dtype, device_type))
+
+    if grid.count((size[0], size[1], size[2]), tiling) <= _FEW_TILES:
+        return tile.need(count(tuple(size)))
+    return tile.need(
+        extrapolated(
+            count,
+            tuple(size),
+            steps=tuple(axis.stride if is_cut else length for (axis, is_cut), length in zip(axes, size, strict=True)),
+            few=tuple(axis.size + 2 * axis.stride if is_cut else 0 for axis, is_cut in axes),
+        )
+    )
+
+
+def _without_coders(settings: VAESettings) -> Autoencoder:
+    """Return an autoencoder whose encoder and decoder are missing."""
+    vae = new_autoencoder(settings)
+    vae.encoder, vae.decoder = nn.Identity(), nn.Identity()
+    return vae
+
+
+@lru_cache(maxsize=256)
+def _join_tiles(
+    settings: VAESettings,
+    tiling: Tiling,
+    latent_shape: tuple[int, int, int, int],
+    shown: tuple[int, int],
+    dtype: torch.dtype,
+    device_type: str,
+) -> Mapping[object, int]:
+    """Return the bytes of everything in decoding except the decoder itself; see `TileMemory.need`."""
+    height, width = shown
+    tile = TileMemory(largest_tile(latent_shape, settings.sizes.tile_grids()[1], tiling), 0, 0, COLORS)
+    with fake_device(device_type) as device:
+        vae = fake_module(lambda: _without_coders(settings), device=device, dtype=dtype)
+        with TensorBytes(device_type=device.type) as counter:
+            decoder = FakeCoder(tile, settings.grid, counter, decodes=True)
+            vae.decoder = cast(Any, decoder)
+            latents_1CTHW = torch.empty(1, *latent_shape, dtype=dtype, device=device)
+            # The same steps as in `decode_latents` of generation.
+            pieces_1CTHW = vae.decode_pieces(latents_1CTHW, tiling=tiling, canvas=HOST)
+            deque(map(lambda piece_1CTHW: _shown(piece_1CTHW[0, :, :, :height, :width]), pieces_1CTHW), maxlen=0)
+            need = Need.of(counter)
+            del latents_1CTHW
+            return {DATA: need.data, JOINED: need.activations, **decoder.live_bytes}
+
+
+def _shown(pixels_CTHW: Tensor) -> Tensor:
+    """Allocate like `to_uint8`. All frames need the same, so one represents all."""
+    channels, frames, height, width = pixels_CTHW.shape
+    _others_THWC = torch.empty(frames - 1, height, width, channels, dtype=torch.uint8)
+    return to_uint8(pixels_CTHW[:, :1])
+
+
+@lru_cache(maxsize=64)
+def encoding_need(
+    settings: VAESettings, num_frames: tuple[int, ...], sides: tuple[int, int], dtype: torch.dtype, device_type: str
+) -> Need:
+    """Return the need of encoding clips of these lengths, one after the other; `sides` are height and width."""
+    tiling = vae_tiling(settings)
+    grid = settings.sizes.tile_grids()[0]
+    tile = tile_memory(
+        settings,
+        largest_tile((COLORS, max(num_frames), *sides), grid, tiling),
+        dtype,
+        device_type,
+        decodes=False,
+    )
+    with fake_device(device_type) as device:
+        empty = partial(torch.empty, dtype=dtype, device=device)
+        vae = fake_module(lambda: _without_coders(settings), device=device, dtype=dtype)
+        with TensorBytes(device_type=device.type) as counter:
+            encoder = FakeCoder(tile, settings.grid, counter, decodes=False)
+            vae.encoder = cast(Any, encoder)
+            latents: list[Tensor] = []
+            for frames in num_frames:
+                pixels_1CTHW = empty(1, COLORS, frames, *sides)
+                latents.append(vae.encode(pixels_1CTHW, tiling=tiling)[0])
+            need = Need.of(counter)
+            latents.clear()
+            return tile.need({DATA: need.data, JOINED: need.activations, **encoder.live_bytes})

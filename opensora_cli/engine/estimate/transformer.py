@@ -1,7 +1,7 @@
 """Device memory of the transformer: its weights, and its share of the tokens on one of several ranks."""
 
-from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import lru_cache, partial
 from math import prod
 
@@ -13,10 +13,12 @@ from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.configs import one_block_of_each, with_depth
 from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras, in_first_block
+from opensora_cli.engine.components.on_meta import on_meta
 from opensora_cli.engine.components.parallelize import largest_share
 from opensora_cli.engine.estimate.fake_tensors import fake_module
 from opensora_cli.engine.estimate.file_bytes import FileWeights
 from opensora_cli.engine.estimate.offload import OffloadPlan
+from opensora_cli.memory.fp8_storage import StoredLinear
 from opensora_cli.memory.slots import aligned, kept_blocks, slot_bytes, streaming_bytes
 from opensora_cli.models.attention.math import MATH_PARTS
 from opensora_cli.models.attention.sdpa import sdpa
@@ -43,13 +45,13 @@ def transformer_bytes(
     `whole` counts all of its weights, without adapters; `tensor` ranks share the blocks.
     """
     on_host = offload.modulation_on_host
-    stacks = _stacks(config, dtype, on_host)
     if on_host:
         whole -= modulation_bytes(config, dtype)
     outside, factors = _factor_bytes(config, dtype, loras, tensor, on_host)
     if offload.mode is not OffloadMode.BLOCKS and not offload.in_8_bits and tensor == 1:
         return whole + outside + sum(factors)
-    rest = whole + outside - sum(stack.count * _weight_bytes(block) for stack, block in stacks)
+    blocks = _blocks(config, dtype, without_modulation=on_host)
+    rest = whole + outside - sum(stack.count * _weight_bytes(block) for stack, block in blocks)
     weights = bytes_of_blocks(config, dtype, offload, tensor=tensor)
     slots = [sum(pair) for pair in zip(weights, factors, strict=True)]
     if offload.mode is not OffloadMode.BLOCKS:
@@ -64,8 +66,8 @@ def modulation_bytes(config: MMDiTConfig, dtype: torch.dtype) -> int:
 
 def largest_modulation_bytes(config: MMDiTConfig, dtype: torch.dtype) -> int:
     """Return the bytes of the weights of the largest layer of modulation."""
-    stacks = _stacks(config, dtype, False)
-    sizes = (_weight_bytes(block.get_submodule(path)) for stack, block in stacks for path in stack.modulation)
+    blocks = _blocks(config, dtype)
+    sizes = (_weight_bytes(block.get_submodule(path)) for stack, block in blocks for path in stack.modulation)
     return max(sizes, default=0)
 
 
@@ -77,33 +79,34 @@ def transformer_on_cpu(
 
     Except for 8 bits, only blocks that are cast are streamed. Weights that ranks share are a copy on each rank.
     """
-    # In 8 bits modulation is a copy, like the rest of the blocks.
-    stacks = _stacks(config, dtype, offload.modulation_on_host and not offload.fp8_storage)
     # On a CPU adapters of modulation count, too.
     outside, factors = _factor_bytes(config, dtype, loras, tensor, False)
     private, mapped = files.outside.private + outside + sum(factors), files.outside.mapped
     streams = offload.mode is OffloadMode.BLOCKS
     private += files.modulation.copied if streams else files.modulation.private
-    shares_of_blocks: list[float] = []
-    slots: list[float] = []
-    for stack, block in stacks:
-        share = _share(stack, block, tensor)
-        shares_of_blocks += [share] * stack.count
-        slots += [_slot_bytes(block, _in_8_bits(stack, block, offload)) * share] * stack.count
+    # In 8 bits modulation is a copy, like the rest of the blocks.
+    offload = replace(offload, modulation_on_host=offload.modulation_on_host and not offload.fp8_storage)
+    slots = bytes_of_blocks(config, dtype, offload, tensor=tensor)
     if offload.fp8_storage:
-        return private + round(sum(slots)), mapped
+        return private + sum(slots), mapped
+    whole, own = (_blocks(config, dtype, each, offload.modulation_on_host) for each in (1, tensor))
+    shares_of_blocks = [
+        _weight_bytes(part) / _weight_bytes(block)
+        for (stack, block), (_, part) in zip(whole, own, strict=True)
+        for _ in range(stack.count)
+    ]
     kept = set(kept_blocks(len(slots), resident=offload.resident_blocks or 1)) if streams else set()
     for index, (held, share) in enumerate(zip(files.blocks, shares_of_blocks, strict=True)):
         in_file = held.mapped + (held.stored if streams else 0)
-        own = held.copied if streams else held.private
+        copied = held.copied if streams else held.private
         if tensor > 1:
-            private += round(share * (own + in_file))
+            private += round(share * (copied + in_file))
         else:
-            private += own
+            private += copied
             mapped += 0 if index in kept else in_file
     if streams:
-        whole = [round(slot) + factor for slot, factor in zip(slots, factors, strict=True)]
-        private += streaming_bytes(whole, resident=offload.resident_blocks or 1)
+        slots = [sum(pair) for pair in zip(slots, factors, strict=True)]
+        private += streaming_bytes(slots, resident=offload.resident_blocks or 1)
     return private, mapped
 
 
@@ -144,11 +147,8 @@ def bytes_of_blocks(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPla
     """Return the bytes that the weights of each block need in one run of memory on a rank, in the order of the blocks.
     Adapters are excluded.
     """
-    found: list[int] = []
-    for stack, block in _stacks(config, dtype, offload.modulation_on_host):
-        size = _slot_bytes(block, _in_8_bits(stack, block, offload)) * _share(stack, block, tensor)
-        found += [round(size)] * stack.count
-    return found
+    blocks = _stored_blocks(config, dtype, offload, tensor)
+    return [slot_bytes(block) for stack, block in blocks for _ in range(stack.count)]
 
 
 def dequantized_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int) -> int:
@@ -156,13 +156,10 @@ def dequantized_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadP
     Weights are dequantized one at a time.
     """
     sizes = [0]
-    if not offload.fp8_storage:
-        return 0
-    for stack, block in _stacks(config, dtype, offload.modulation_on_host):
-        parts = {linear.path: largest_share(linear, tensor) for linear in stack.linears}
-        multiplied = parts if offload.linear is not LinearProducts.EXACT else {}
-        dequantized = {path: linear for path, linear in _linears(block).items() if path not in multiplied}
-        sizes += [round(module.weight.nbytes * parts.get(path, 1)) for path, module in dequantized.items()]
+    for stack, block in _stored_blocks(config, dtype, offload, tensor) if offload.fp8_storage else ():
+        multiplied = [linear.path for linear in stack.linears] if offload.linear is not LinearProducts.EXACT else []
+        dequantized = (layer for path, layer in _linears(block).items() if path not in multiplied)
+        sizes += [layer.in_features * layer.out_features * dtype.itemsize for layer in dequantized]
     return max(sizes)
 
 
@@ -189,8 +186,7 @@ def fake_transformer(
     def make() -> MMDiT:
         attend = fake_attention(mesh, attention_stand_in(attention), exchange=exchange)
         transformer = MMDiT(with_depth(config, 1), attention=attend)
-        if mesh.tensor > 1:
-            _keep_largest_share(transformer, mesh.tensor)
+        _keep_largest_share(transformer, mesh.tensor)
         add_fake_loras(transformer, ranks.items())
         return transformer
 
@@ -206,7 +202,7 @@ def fake_transformer(
 
 def _keep_largest_share(transformer: MMDiT, ranks: int) -> None:
     """Reduce the blocks of a transformer without weights to the share of the rank with the largest one."""
-    for stack in repeated_blocks(transformer.config):
+    for stack in repeated_blocks(transformer.config) if ranks > 1 else ():
         for block in transformer.get_submodule(stack.module_path).children():
             for linear in stack.linears:
                 whole = block.get_submodule(linear.path)
@@ -227,27 +223,38 @@ class _FakeRowLinear(nn.Linear):
         return out if self.bias is None else out + self.bias
 
 
-@lru_cache(maxsize=16)
-def _stacks(
-    config: MMDiTConfig, dtype: torch.dtype, modulation_on_host: bool
+def _stored_blocks(
+    config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan, tensor: int
 ) -> tuple[tuple[RepeatedBlocks, nn.Module], ...]:
-    """Return every stack with one of its blocks, without weights and without layers that stay on the host."""
-    model = deepcopy(one_block_of_each(config)).to(dtype)
-    stacks = tuple(
+    return _blocks(config, dtype, tensor, offload.modulation_on_host, offload.fp8_storage, offload.linear)
+
+
+@lru_cache(maxsize=64)
+def _blocks(
+    config: MMDiTConfig,
+    dtype: torch.dtype,
+    tensor: int = 1,
+    without_modulation: bool = False,
+    fp8_storage: bool = False,
+    linear: LinearProducts = LinearProducts.EXACT,
+) -> tuple[tuple[RepeatedBlocks, nn.Module], ...]:
+    """Return every stack with one of its blocks, as a rank with the largest share stores it, on the meta device."""
+    model = deepcopy(one_block_of_each(config))
+    with on_meta():
+        _keep_largest_share(model, tensor)
+    model.to(dtype)
+    blocks = tuple(
         (stack, model.get_submodule(f"{stack.module_path}.0")) for stack in repeated_blocks(config) if stack.count
     )
-    for stack, block in stacks if modulation_on_host else ():
-        for path in stack.modulation:
+    for stack, block in blocks:
+        for path in stack.modulation if without_modulation else ():
             block.set_submodule(path, nn.Identity())
-    return stacks
-
-
-def _share(stack: RepeatedBlocks, block: nn.Module, ranks: int) -> float:
-    """Return the part of a block's weights on the rank with the largest share."""
-    elsewhere = sum(
-        _weight_bytes(block.get_submodule(linear.path)) * (1 - largest_share(linear, ranks)) for linear in stack.linears
-    )
-    return 1 - elsewhere / _weight_bytes(block)
+        for path, layer in _linears(block).items():
+            if fp8_storage or (linear is not LinearProducts.EXACT and path in {each.path for each in stack.linears}):
+                values = torch.empty_like(layer.weight, dtype=torch.float8_e4m3fn)
+                scale = torch.empty(layer.out_features, 1, device="meta")
+                block.set_submodule(path, StoredLinear(layer, values, scale))
+    return blocks
 
 
 def _weight_bytes(block: nn.Module) -> int:
@@ -256,24 +263,6 @@ def _weight_bytes(block: nn.Module) -> int:
 
 def _linears(block: nn.Module) -> dict[str, nn.Linear]:
     return {path: module for path, module in block.named_modules() if isinstance(module, nn.Linear)}
-
-
-def _in_8_bits(stack: RepeatedBlocks, block: nn.Module, offload: OffloadPlan) -> list[str]:
-    """Return the paths of the linear layers of a block whose weights are stored in 8 bits."""
-    if offload.fp8_storage:
-        return list(_linears(block))
-    return [] if offload.linear is LinearProducts.EXACT else [linear.path for linear in stack.linears]
-
-
-def _slot_bytes(block: nn.Module, in_8_bits: Sequence[str]) -> int:
-    """Return the bytes of a block's weights in one run of memory. In 8 bits each row has an additional fp32 scale."""
-    if not in_8_bits:
-        return slot_bytes(block)
-    linears = [linear for path, linear in _linears(block).items() if path in in_8_bits]
-    stored = {id(linear.weight) for linear in linears}
-    sizes = [weight.numel() if id(weight) in stored else weight.nbytes for weight in block.parameters()]
-    sizes += [4 * linear.out_features for linear in linears]
-    return sum(map(aligned, sizes))
 
 
 class FakeSequenceParallel:

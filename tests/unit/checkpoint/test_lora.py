@@ -90,7 +90,7 @@ class TestMerge:
 
 def merged(weight, *updates):
     """Return a weight to which updates were added."""
-    adapter = Adapter(path=Path("a"), files=(), style="PEFT", metadata={}, updates={"x": updates}, replacements={})
+    adapter = Adapter(path=Path("a"), files=(), metadata={}, updates={"x": updates}, replacements={})
     return merge({"x": LazyTensor.of(weight)}, adapter)["x"].read()
 
 

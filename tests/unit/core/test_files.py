@@ -233,7 +233,8 @@ def test_a_temporary_name_that_cannot_be_removed_does_not_end_what_is_done(
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "unlink", fail)
-        write_bytes_atomic(tmp_path / "a.bin", b"new", replace=False)
+        with atomic_path(tmp_path / "a.bin", replace=False) as temporary:
+            temporary.write_bytes(b"new")
     assert (tmp_path / "a.bin").read_bytes() == b"new"
     (left,) = [path for path in tmp_path.iterdir() if path.name != "a.bin"]
     assert left.name.startswith(".osora-")

@@ -49,10 +49,6 @@ def test_format(count: int, expected: str) -> None:
     assert format_bytes(count) == expected
 
 
-def test_format_in_a_unit() -> None:
-    assert format_bytes(250_000_000, unit="GB") == "0.2 GB"
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

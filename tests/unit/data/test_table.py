@@ -49,7 +49,7 @@ def test_too_many_open_files_are_not_blamed_on_a_table(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / f"table{kind}"
-    reader = (pytest.importorskip("pyarrow.parquet"), "read_schema") if kind == ".parquet" else (Path, "open")
+    reader = (pytest.importorskip("pyarrow.parquet"), "ParquetFile") if kind == ".parquet" else (Path, "open")
     write_table(path, COLUMNS, ROWS)
 
     def refuse(*args: object, **options: object) -> None:
@@ -78,7 +78,6 @@ def test_rows_that_make_no_sense_are_told_and_left_out(tmp_path: Path) -> None:
     columns = ["path", "text", "num_frames", "height", "width", "fps", "motion_score"]
     table = read_table(write_rows(tmp_path / "table.csv", rows, columns=columns))
     assert [table.paths[index] for index in range(3)] == ["good.mp4", "unmoved.mp4", "floats.mp4"]
-    assert table.rows.tolist() == [1, 9, 11]
     assert [table.motion_score(index) for index in range(3)] == [3.0, 0.0, None]
     assert [(bad.row, bad.path) for bad in table.bad_rows] == [(row + 1, rows[row][0]) for row in (*range(1, 8), 9)]
     reasons = [bad.reason for bad in table.bad_rows]
@@ -148,31 +147,6 @@ def test_a_small_parquet_file_that_claims_a_gigantic_table_is_refused_before_it_
     pyarrow.parquet.write_table(pyarrow.table(cells), path, compression="zstd", write_statistics=False)
     with pytest.raises(FileProblem, match=r"claims 1 rows and 3,0\d\d,\d\d\d bytes in a file of \d,\d\d\d bytes"):
         read_table(path)
-
-
-@pytest.mark.parametrize("kind", ["repeated", "in lists", "with shared beginnings"])
-def test_a_small_parquet_file_of_a_long_repeated_text_is_refused_before_it_is_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
-    pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(table_files, "_LITTLE_BYTES", 2_000_000)
-    path, texts = tmp_path / "table.parquet", ["x" * 100_000] * 200
-    cells = [[text] for text in texts] if kind == "in lists" else texts
-    options = {} if kind != "with shared beginnings" else {"column_encoding": {"text": "DELTA_BYTE_ARRAY"}}
-    table = pyarrow.table({"path": ["a.mp4"] * len(cells), "text": cells})
-    pyarrow.parquet.write_table(table, path, compression="zstd", use_dictionary=not options, **options)
-    assert path.stat().st_size < 20_000
-    before = pyarrow.total_allocated_bytes()
-    for read in (
-        lambda: read_columns(path, ["text"]),
-        lambda: list(read_rows(path)[1]),
-        lambda: split_table(path, [tmp_path / "1.parquet"]),
-    ):
-        with pytest.raises(FileProblem, match="has far more text in 200 rows than its"):
-            read()
-    assert pyarrow.total_allocated_bytes() == before
-    assert read_columns(path, ["path"]) == {"path": ["a.mp4"] * len(cells)}
 
 
 def test_cells_of_wrong_types_are_bad_rows(tmp_path: Path) -> None:

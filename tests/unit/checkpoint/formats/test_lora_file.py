@@ -86,7 +86,7 @@ class TestPlaces:
     def test_the_folder_that_diffusers_saves(self, tmp_path):
         written(tmp_path, dotted(PAIR)).rename(tmp_path / "pytorch_lora_weights.safetensors")
         adapter = open_adapter(tmp_path)
-        assert (adapter.style, adapter.files) == ("diffusers", (tmp_path / "pytorch_lora_weights.safetensors",))
+        assert adapter.files == (tmp_path / "pytorch_lora_weights.safetensors",)
 
     def test_the_files_of_peft_under_any_name(self, tmp_path):
         folder = write_adapter(tmp_path / "a", factors("block.proj", 6, 5))
@@ -94,7 +94,7 @@ class TestPlaces:
         expected = (folder / "adapter_config.json", weights)
         assert [open_adapter(path).files for path in (folder, weights)] == [expected, expected]
         weights.rename(folder / "style.safetensors")
-        assert open_adapter(folder / "style.safetensors").style == "PEFT"
+        assert open_adapter(folder / "style.safetensors").updates
         (folder / "adapter_config.json").unlink()
         with pytest.raises(CheckpointError, match=r"adapter_config\.json does not exist"):
             open_adapter(folder / "style.safetensors")

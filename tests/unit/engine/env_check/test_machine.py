@@ -57,7 +57,7 @@ NO_CUDA = replace(TORCH, cuda_available=False)
 OLD_DRIVER = replace(DRIVER, version="550.54.15")
 BROKEN_DRIVER = DriverFacts(failure="Failed to initialize NVML: Driver/library version mismatch")
 DOCKER = replace(HOST, shared_memory_bytes=64 * 2**20)
-CONTAINER = replace(HOST, container_limit_bytes=8 * GIB)
+CONTAINER = replace(HOST, available_bytes=8 * GIB, container_limit_bytes=8 * GIB)
 SMALL = replace(HOST, available_bytes=16 * GIB)
 LOCKED = replace(HOST, locked_memory_bytes=8 * 2**20)
 PYTHON = (3, 12, 1)
@@ -215,7 +215,7 @@ def test_weights_go_to_the_folder_that_the_environment_names(tmp_path):
 
 
 @pytest.mark.parametrize(("num_gpus", "planned"), [(0, ["demo"]), (1, list_presets("generate"))])
-def test_presets_of_the_released_model_are_planned_where_there_is_a_gpu(num_gpus, planned):
+def test_presets_of_the_released_model_are_planned_where_there_is_a_gpu(num_gpus, planned, monkeypatch):
     unplanned = unplanned_presets(num_gpus=num_gpus)
     asked = []
 
@@ -227,7 +227,8 @@ def test_presets_of_the_released_model_are_planned_where_there_is_a_gpu(num_gpus
             hardware=SimpleNamespace(device="cpu", dtype_name="float32"), weights=SimpleNamespace(missing={}),
         )  # fmt: skip
 
-    presets = read_presets({}, plan, unplanned=unplanned)
+    monkeypatch.setattr(host, "make_plan", plan)
+    presets = read_presets({}, unplanned=unplanned)
     assert [preset.name for preset in presets] == planned
     assert len(asked) == len(planned)
     notes = [finding for finding in check_presets(presets, unplanned=unplanned) if finding.severity is NOTE]

@@ -12,9 +12,10 @@ from transformers import CLIPTextConfig, T5Config
 
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.estimate import file_bytes, generation, text
+from opensora_cli.engine.estimate import file_bytes, generation, text, tiles
 from opensora_cli.engine.estimate.fake_tensors import Need, fake_device, fake_module
-from opensora_cli.engine.estimate.outlines import HostOutline, OutlineMode
+from opensora_cli.engine.estimate.outline_mode import OutlineMode
+from opensora_cli.engine.estimate.outlines import HostOutline
 from opensora_cli.engine.estimate.tiles import tile_memory
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.memory.counting import TensorBytes
@@ -122,7 +123,7 @@ def test_a_text_takes_what_is_estimated_from_few_layers(config, sizes, model, dt
 def operations(changes, monkeypatch):
     """Return how many operations a plan of the demo runs on outlines."""
     count = 0
-    for cached in (generation._sampling, generation._join_tiles, generation.encoding_need, tile_memory, text._need):
+    for cached in (generation._sampling, tiles._join_tiles, tiles.encoding_need, tile_memory, text._need):
         cached.cache_clear()
     dispatch = OutlineMode.__torch_dispatch__
 
