@@ -91,6 +91,14 @@ def parsed_once() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True, scope="session")
+def no_power_fails() -> Iterator[None]:
+    """Do not wait for the disk. Tests of what is flushed, and when, have an `os.fsync` of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def frozen_heap() -> None:
     """Let the engine, which collects garbage after each stage, look through what this module's tests make alone."""
