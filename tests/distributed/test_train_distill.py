@@ -72,7 +72,7 @@ def _distilled(case: Case | None) -> tuple[list[dict[str, float]], dict[str, Ten
     add_lora(model, LoraSettings(rank=3), seed=0)
     task = DistillTask(_Clips(model), _settings())
     task.shard(distribution)
-    return train_task(task, distribution, steps=4)
+    return train_task(task, distribution, steps=2)
 
 
 @pytest.mark.parametrize(

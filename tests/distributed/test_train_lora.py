@@ -134,7 +134,7 @@ class _Alternating(Task):
 
 def _alternated(case: Case | None) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     distribution = case.open() if case else Distribution(torch.device("cpu"))
-    return train_task(_Alternating(distribution), distribution, steps=4)
+    return train_task(_Alternating(distribution), distribution, steps=3)
 
 
 @pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
@@ -143,7 +143,7 @@ def _alternated(case: Case | None) -> tuple[list[dict[str, float]], dict[str, Te
 )
 def test_two_adapters_of_one_model_learn_in_turn_as_in_one_process(pool: Callable[[int], Any], case: Case) -> None:
     figures, weights = _alternated(None)
-    assert ["loss" in each for each in figures] == [True, False, True, False]
+    assert ["loss" in each for each in figures] == [True, False, True]
     for our_figures, ours in pool(case.ranks).run(_alternated, case):
         for found, expected in zip(our_figures, figures, strict=True):
             assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
