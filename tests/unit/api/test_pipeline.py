@@ -198,16 +198,16 @@ def test_progress_is_called_and_what_it_raises_ends_the_call(
 def test_a_bar_is_shown_in_terminals_alone(
     new_pipeline: Callable[..., Pipeline], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    shown = {}
-    for kind, environment in {"file": {}, "terminal": {"TTY_INTERACTIVE": "1", "TTY_COMPATIBLE": "1"}}.items():
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
-        for progress in ("bar", None):
-            with new_pipeline(progress=progress) as pipe:
-                pipe("raining, sea", seed=7)
-            shown[kind, progress] = capfd.readouterr().err
-    assert "denoise" in shown.pop(("terminal", "bar"))
-    assert set(shown.values()) == {""}
+    def shown(progress: str | None) -> str:
+        with new_pipeline(progress=progress) as pipe:
+            pipe("raining, sea", seed=7, num_frames=1)
+        return capfd.readouterr().err
+
+    assert shown("bar") == ""
+    for name in ("TTY_INTERACTIVE", "TTY_COMPATIBLE"):
+        monkeypatch.setenv(name, "1")
+    assert "denoise" in shown("bar")
+    assert shown(None) == ""
 
 
 def test_references_in_memory(new_pipeline: Callable[..., Pipeline], world: World) -> None:
