@@ -86,6 +86,14 @@ def own_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
 
 
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """Weights and references of tiny models, a `World`; not to be changed."""
+    from tiny_world import make_world
+
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def parsed_once() -> Iterator[None]:
     """Parse each text of YAML once: the presets are read by thousands of tests."""

@@ -19,7 +19,7 @@ import pytest
 import torch
 from PIL import Image
 from small_stages import small_stages
-from tiny_world import DEMO_SIZES, World, make_world
+from tiny_world import DEMO_SIZES, World
 
 from opensora_cli import Pipeline, Video, generate
 from opensora_cli.api import pipeline
@@ -31,11 +31,6 @@ from opensora_cli.engine.generate import run as engine
 from opensora_cli.media.read import read_video
 
 REPOSITORY = Path(__file__).parents[3]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture(scope="module", autouse=True)

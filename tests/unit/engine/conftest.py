@@ -5,13 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from small_stages import small_stages
-from tiny_world import RecordingReporter, World, make_world
-
-
-@pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """Weights and references; not to be changed."""
-    return make_world(tmp_path_factory.mktemp("world"))
+from tiny_world import RecordingReporter
 
 
 @pytest.fixture

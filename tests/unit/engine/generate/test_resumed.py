@@ -281,6 +281,12 @@ def test_steps_that_the_run_does_not_have(state, steps):
         go_on(state)
 
 
+def test_a_state_of_another_version_is_refused(state):
+    rewritten(state, schema="osora.latents/99")
+    with pytest.raises(CheckpointError, match=r"has the schema 'osora\.latents/99'"):
+        go_on(state)
+
+
 def test_a_state_names_no_place(state, tmp_path, whole):
     """It goes on beside itself, under its own name, and replaces nothing, whatever its settings say."""
     mine = tmp_path / "mine.mp4"
