@@ -63,11 +63,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Look for no garbage, of which syntax trees of all tests make none: a quarter of the time of the first run."""
+    """Look for no garbage, of which syntax trees of all tests make none: a quarter of the time of the first run.
+
+    Nor is what is imported and collected looked through later.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
+        gc.freeze()
         gc.enable()
 
 
@@ -82,12 +86,28 @@ def own_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
 
 
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """Weights and references of tiny models, a `World`; not to be changed."""
+    from tiny_world import make_world
+
+    return make_world(tmp_path_factory.mktemp("world"))
+
+
 @pytest.fixture(autouse=True, scope="session")
 def parsed_once() -> Iterator[None]:
     """Parse each text of YAML once: the presets are read by thousands of tests."""
     parse = functools.cache(files.parse_yaml_text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files, "parse_yaml_text", lambda text: copy.deepcopy(parse(text)))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def no_power_fails() -> Iterator[None]:
+    """Do not wait for the disk. Tests of what is flushed, and when, have an `os.fsync` of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
         yield
 
 

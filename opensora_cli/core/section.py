@@ -4,6 +4,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, Union, get_args, get_origin
 
 from pydantic import (
@@ -123,12 +124,17 @@ class Applies(NamedTuple):
 
     def covers(self, key: str) -> bool:
         """Return whether the row is about the setting `key`."""
-        for place in self.keys.split():
-            if key == place:
-                return True
-            if key.startswith(f"{place}."):
-                return key[len(place) + 1 :].split(".")[0] not in self.but.split()
-        return False
+        return _covers(self.keys, self.but, key)
+
+
+@cache
+def _covers(keys: str, but: str, key: str) -> bool:
+    for place in keys.split():
+        if key == place:
+            return True
+        if key.startswith(f"{place}."):
+            return key[len(place) + 1 :].split(".")[0] not in but.split()
+    return False
 
 
 class Section(BaseModel):
@@ -163,11 +169,12 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
+        rows = [row for row in self.applies if row.why and row.is_refused and not row.when(self)]
+        given = [*changed(self)] if rows else []
         problems = [
             f"{key}={shown(value)} has no effect {row.why.format(s=self)}"
-            for row in self.applies
-            if row.why and row.is_refused and not row.when(self)
-            for key, value in changed(self)
+            for row in rows
+            for key, value in given
             if row.covers(key)
         ]
         if problems := [*problems, *self.rules()]:

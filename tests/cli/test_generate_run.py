@@ -1,6 +1,5 @@
 """`osora generate` from the command line to the file: exit codes, what goes where, and Ctrl-C."""
 
-import gc
 import json
 import os
 import re
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from tiny_adapters import factors, write_adapter
-from tiny_world import World, make_world, released_overrides
+from tiny_world import World, released_overrides
 
 from opensora_cli.cli import app
 from opensora_cli.engine.generate import denoise as denoising
@@ -21,14 +20,11 @@ from opensora_cli.media.read import read_video
 REPOSITORY = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory):
+@pytest.fixture(scope="module", autouse=True)
+def single_thread():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    made = make_world(tmp_path_factory.mktemp("world"))
-    gc.freeze()  # see tests/unit/engine/conftest.py
-    yield made
-    gc.unfreeze()
+    yield
     torch.set_num_threads(threads)
 
 

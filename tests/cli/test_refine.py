@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from chat_server import KEY, ChatStub, serving
-from tiny_world import World, make_world, released_overrides
+from tiny_world import World, released_overrides
 
 from opensora_cli.cli import app
 from opensora_cli.engine.generate import chat, ranks
@@ -15,11 +15,6 @@ from opensora_cli.settings.generate import GenerateSettings
 
 Start = Callable[..., ChatStub]
 Osora = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return make_world(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture

@@ -202,7 +202,7 @@ class TestFailing:
         assert capfd.readouterr() == ("", "")
 
     def test_an_error_of_one_rank_names_it(self, tmp_path):
-        failure = failing(tmp_path, "--rank", "0", "--act", "refuse")
+        failure = failing(tmp_path, "--rank", "0", "--act", "refuse", pace=dataclasses.replace(PACE, settle_s=0.2))
         assert failure.message == "weights.safetensors is truncated"
         assert failure.hint.startswith(
             f"download it again\nreported by rank 0 on {socket.gethostname()}, in the stage denoise\n"
@@ -219,7 +219,7 @@ class TestFailing:
 class TestFrozen:
     @pytest.mark.parametrize("stage", ["denoise", pytest.param("start", marks=pytest.mark.slow)])
     def test_stopped(self, tmp_path, stage):
-        pace = dataclasses.replace(PACE, stopped_s=3.0)
+        pace = dataclasses.replace(PACE, stopped_s=1.0)
         failure = failing(tmp_path, "--rank", "1", "--stage", stage, "--act", "stop", pace=pace)
         assert f"rank 1 on {socket.gethostname()}, in the stage {stage}: stopped (SIGSTOP)" in failure.message
         assert failure.exit_code == 4

@@ -86,7 +86,7 @@ def _said(processes: Any, scenario: Callable[..., None], *args: Any) -> list[lis
 
 def _meet(pipe: Connection, port: int, rank: int, late: int) -> None:
     if rank == late:
-        time.sleep(1)  # Longer than one attempt waits.
+        time.sleep(0.5)  # Longer than one attempt waits.
     init_with_retry("cpu", host="127.0.0.1", port=port, rank=rank, world_size=2, connect_s=0.2, first_pause_s=0.1)
     pipe.send(all_reduce_sum(torch.ones(1), dist.group.WORLD).tolist())
     dist.destroy_process_group()

@@ -73,7 +73,7 @@ def _distilled(case: Case | None) -> tuple[list[dict[str, float]], dict[str, Ten
     add_lora(model, LoraSettings(rank=3), seed=0, has_critic=True)
     task = DistillTask(_Clips(model), _settings())
     task.shard(distribution)
-    return train_task(task, distribution, steps=4)
+    return train_task(task, distribution, steps=3)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def _distilled(case: Case | None) -> tuple[list[dict[str, float]], dict[str, Ten
 )
 def test_ranks_learn_both_adapters_of_one_process(pool: Callable[[int], Any], case: Case) -> None:
     figures, adapter = _distilled(None)
-    assert ["loss" in each for each in figures] == [True, False, True, False]
+    assert ["loss" in each for each in figures] == [True, False, True]
     assert all("critic_loss" in each for each in figures)
     for our_figures, ours in pool(case.ranks).run(_distilled, case):
         for found, expected in zip(our_figures, figures, strict=True):

@@ -94,8 +94,9 @@ def test_no_rank_ever_holds_the_whole(pool: Pool, tmp_path: Path, ranks: int, fr
 @pytest.mark.parametrize(
     ("case", "from_file"),
     [
-        (Case("zero3", 4), True),
+        (Case("zero3", 2), True),
         (TENSOR, True),
+        pytest.param(Case("zero3", 4), True, marks=pytest.mark.slow),
         *(
             pytest.param(case, False, marks=pytest.mark.slow)
             for case in (Case("zero2", 2), TENSOR, Case("hybrid", 2, (("ulysses_degree", 2),)))

@@ -33,6 +33,7 @@ from opensora_cli.settings.train_loop import Compute
 Pool = Callable[[int], Any]
 Trained = Callable[[Case], Any]
 
+STEPS = 4
 DATA = [
     *(Case(strategy, 2) for strategy in ("ddp", "zero1", "zero2", "zero3")),
     Case("zero3", 4),
@@ -71,7 +72,7 @@ SENT_BYTES = {
     "hybrid-4-ulysses2-ring2": 4_790_480,
 }
 """Bytes that all ranks send in one update: weights gathered, gradients reduced, tokens and features exchanged."""
-FAST = [Case("ddp", 2), Case("zero2", 2), GROUPS, TENSOR_AND_ULYSSES]
+FAST = [Case("ddp", 2), Case("zero2", 2), GROUPS, TENSOR]
 SLOW = [case for case in (*DATA, *HYBRID) if case not in FAST]
 
 
@@ -90,20 +91,20 @@ def _blocks(model: MMDiT) -> list[nn.Module]:
 
 
 @cache
-def _expected(micro_batches: int, steps: int = 6) -> Figures:
-    alone = figures(_alone(), micro_batches, steps)
-    assert alone.losses[-1] < (0.8 if steps == 20 else 0.9) * alone.losses[0]
+def _expected(micro_batches: int) -> Figures:
+    alone = figures(_alone(), micro_batches, STEPS)
+    assert alone.evaluated[-1] < 0.96 * alone.evaluated[0]
     # Some gradients are clipped, others are not.
     assert min(alone.norms) < MAX_NORM < max(alone.norms)
     return alone
 
 
-def _figures_of_rank(case: Case, steps: int = 6) -> tuple[Figures, int]:
+def _figures_of_rank(case: Case) -> tuple[Figures, int]:
     """Return them, and the bytes of a rank's share of the weights."""
     distribution, plain = case.open(), tiny_transformer()
     shard_transformer(plain, distribution.mesh.group("tensor"))
     rows = distribution.mesh.group("shard", "ring", "ulysses")
-    return figures(distribution, case.micro_batches, steps), _row_bytes(plain.parameters(), rows.size(), rows.rank())
+    return figures(distribution, case.micro_batches, STEPS), _row_bytes(plain.parameters(), rows.size(), rows.rank())
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +113,7 @@ def trained(pool: Pool) -> Callable[[Case], list[tuple[Figures, int]]]:
     return cache(lambda case: pool(case.ranks).run(_figures_of_rank, case))
 
 
-@_cases([*FAST, WHOLE_COPIES], SLOW)
+@_cases(FAST, [*SLOW, WHOLE_COPIES])
 def test_losses_are_those_of_one_process(trained: Trained, case: Case) -> None:
     _assert_as_alone(trained(case), _expected(case.micro_batches))
 
@@ -235,8 +236,8 @@ def _in_a_mode(case: Case, backend: str | None, checkpoints: bool, offload: bool
 @pytest.mark.parametrize(
     ("case", "backend", "checkpoints", "offload"),
     [
-        (GROUPS, None, True, True),
-        (TENSOR_AND_ULYSSES, None, True, True),
+        (Case("zero3", 2), None, True, True),
+        (TENSOR, None, True, True),
         # Each way with ranks that divide weights and with others. Blocks of hybrid communicate, and are not compiled.
         *(
             pytest.param(*row, marks=pytest.mark.slow)
@@ -244,7 +245,9 @@ def _in_a_mode(case: Case, backend: str | None, checkpoints: bool, offload: bool
                 (Case("ddp", 2), "aot_eager", True, True),
                 (Case("zero2", 2), "aot_eager", False, False),
                 (Case("zero3", 2), "aot_eager", True, True),
+                (GROUPS, None, True, True),
                 (RING, None, True, True),
+                (TENSOR_AND_ULYSSES, None, True, True),
             )
         ),
     ],
@@ -266,7 +269,7 @@ def _with_states_on_the_host(case: Case) -> tuple[list[float], list[float], set[
     return run.losses, run.norms, devices
 
 
-@_cases([Case("zero1", 2), Case("zero3", 2)], [TENSOR_AND_ULYSSES])
+@_cases([Case("zero3", 2)], [Case("zero1", 2), TENSOR_AND_ULYSSES])
 def test_states_on_the_host_change_no_loss(pool: Pool, case: Case) -> None:
     expected = _expected(case.micro_batches)
     for losses, norms, devices in pool(case.ranks).run(_with_states_on_the_host, case):
@@ -277,14 +280,14 @@ def test_states_on_the_host_change_no_loss(pool: Pool, case: Case) -> None:
 
 def _in_half_precision(case: Case) -> tuple[list[float], set[torch.dtype]]:
     run = Run(case.open(torch.bfloat16), tiny_transformer(), case.micro_batches, Compute.BF16)
-    run.step(5)
+    run.step(STEPS)
     kept = [run.model.parameters(), (weight.grad for weight in run.model.parameters())]
     return run.losses, {tensor.dtype for tensors in kept for tensor in tensors}
 
 
 @_cases([Case("zero3", 2)], [Case("ddp", 2), Case("zero2", 4), TENSOR_AND_RING])
 def test_half_precision_is_for_computing_alone(pool: Pool, case: Case) -> None:
-    expected = _expected(case.micro_batches).losses[:5]
+    expected = _expected(case.micro_batches).losses
     for losses, kept in pool(case.ranks).run(_in_half_precision, case):
         assert losses == pytest.approx(expected, rel=0.04)
         assert losses != pytest.approx(expected, rel=0, abs=1e-6)
@@ -326,7 +329,7 @@ def _not_finite(case: Case) -> tuple[float, bool, bool, float]:
     return norm, distribution.any(distribution.rank == 1), distribution.any(False), mean
 
 
-@_cases([Case("zero1", 2), TENSOR], [Case("zero3", 4), ULYSSES])
+@_cases([TENSOR], [Case("zero1", 2), Case("zero3", 4), ULYSSES])
 def test_an_infinite_gradient_is_seen_by_all_ranks(pool: Pool, case: Case) -> None:
     for norm, some, none, mean in pool(case.ranks).run(_not_finite, case):
         assert norm == float("inf")

@@ -13,7 +13,7 @@ from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.shares import MeshShape
 
-_STEPS = 3
+_STEPS = 2
 # With the usual eps, AdamW's first steps would turn the sign of even the smallest gradient into a full step.
 _OPTIMIZER = UNCLIPPED.replace({"eps": 1e-3})
 _OBJECTIVE = {

@@ -17,6 +17,7 @@ from small_stages import small_stages
 from opensora_cli.cli.app import load_commands, main
 from opensora_cli.cli.errors import reference_option
 from opensora_cli.core.documents import Document
+from opensora_cli.engine.generate import dry_run
 from opensora_cli.engine.train import plan as train_plan
 from opensora_cli.engine.train.rank_memory import RankMemory
 
@@ -98,11 +99,13 @@ def test_every_file_that_a_page_outside_the_site_links_to_exists(name: str) -> N
 def test_a_command_is_understood_and_planned(
     command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Estimates take most of the time and have tests of their own.
+    # Estimates and predictions take most of the time and have tests of their own.
     monkeypatch.setattr("opensora_cli.engine.generate.plan.estimate_generation", small_stages)
     monkeypatch.setattr(train_plan, "estimate_rank", lambda settings, *, reporter: NO_MEMORY)
     monkeypatch.setattr(train_plan, "plan_activations", lambda settings: None)
     monkeypatch.setattr(train_plan, "count_parameters", lambda settings: 1)
+    monkeypatch.setattr(train_plan, "predict_step", lambda settings, gpu: None)
+    monkeypatch.setattr(dry_run, "predict_known_time", lambda chain, on: None)
     monkeypatch.chdir(_sandbox(tmp_path))
     monkeypatch.delenv("OSORA_WEIGHTS", raising=False)
     prints = bool(PRINTING & set(command)) or command[:2] == ("train", "--plot")

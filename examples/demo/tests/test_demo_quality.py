@@ -190,7 +190,7 @@ def test_other_languages_have_the_same_scenes(language: Language) -> None:
 
 
 def test_only_a_thing_that_changes_its_outline_is_broken() -> None:
-    things = [Thing(shape, colour, Direction.LEFT, Speed.FAST) for shape in Shape for colour in Colour]
+    things = [Thing(shape, colour, Direction.LEFT, Speed.FAST) for shape, colour in zip(Shape, Colour, strict=True)]
     scenes = [Scene(Place.SEA, Weather.RAIN, Time.SUNSET, thing, seed) for thing in things for seed in range(2)]
     clips = [render_scene(each, size=128, num_frames=9) for each in scenes]
     lowest = lowest_steadiness(clips[::2], scenes[::2])

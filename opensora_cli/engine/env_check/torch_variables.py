@@ -18,7 +18,9 @@ def refused_by_torch(environment: Mapping[str, str]) -> list[str]:
     """Return the variables whose values make the import of torch fail."""
     refused = [_DEBUG] if environment.get(_DEBUG, "OFF").upper() not in ("OFF", "INFO", "DETAIL") else []
     # Only torch knows the names of its loggers.
-    return [*refused, _LOGS] if _LOGS in _errors("import torch", loggers=environment.get(_LOGS, "")) else refused
+    if (loggers := environment.get(_LOGS)) and _LOGS in _errors("import torch", loggers=loggers):
+        refused.append(_LOGS)
+    return refused
 
 
 def allocator_fault(text: str) -> str | None:

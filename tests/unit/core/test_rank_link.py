@@ -27,9 +27,9 @@ import time
 from opensora_cli.core.rank_link import beat, linked
 from opensora_cli.core.ranks import RankContext
 context = RankContext(rank=1, local_rank=1, world_size=2, nnodes=1, master_addr="localhost", master_port=1)
-with linked(context, silence_s=0.5, silent_steps=3):
+with linked(context, silence_s=0.3, silent_steps=3):
     beat("load")
-    time.sleep(1.2)  # as long as it takes
+    time.sleep(0.7)  # as long as it takes
     beat("denoise", {step_s})
     time.sleep({sleep_s})
     beat("decode")

@@ -1,18 +1,11 @@
 """What the tests of the engine share."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 import torch
 from small_stages import small_stages
-from tiny_world import RecordingReporter, World, make_world
-
-
-@pytest.fixture(scope="session")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    """Weights and references; not to be changed."""
-    return make_world(tmp_path_factory.mktemp("world"))
+from tiny_world import RecordingReporter
 
 
 @pytest.fixture
@@ -20,26 +13,16 @@ def reporter() -> RecordingReporter:
     return RecordingReporter()
 
 
-@contextmanager
-def one_thread() -> Iterator[None]:
+@pytest.fixture(scope="module", autouse=True)
+def single_thread() -> Iterator[None]:
+    """Work this small is slower on several threads, and far slower where other tests have the other cores.
+
+    What tests compare with is computed as they compute: sums that several threads share are rounded otherwise.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(autouse=True)
-def single_thread() -> Iterator[None]:
-    """Work this small is slower on several threads, and far slower where other tests have the other cores."""
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="module", autouse=True)
-def single_thread_of_fixtures() -> Iterator[None]:
-    """What tests compare with is computed as they compute: sums that several threads share are rounded otherwise."""
-    with one_thread():
-        yield
 
 
 @pytest.fixture

@@ -59,7 +59,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         server.repos[MAIN] = FakeRepo(files | TEXT_FILES)
         connect(server, monkeypatch)
         monkeypatch.setattr(hub_module, "RETRY_AFTER_S", 0.0)
-        monkeypatch.setattr("os.fsync", lambda descriptor: None)  # most of the time of these tests
         yield server
 
 

@@ -304,7 +304,7 @@ def end_at(step, monkeypatch):
     monkeypatch.setattr(core_files, "remove", watched(core_files.remove))
 
 
-@pytest.mark.parametrize("stride", [25, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [40, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_filling_that_ended_at_any_step_continues_to_the_same_bytes(weights, tmp_path, monkeypatch, stride):
     settings = settings_of(weights, tmp_path / "whole", clips=3, threads=1)
     cache_clips(settings)

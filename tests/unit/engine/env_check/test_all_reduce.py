@@ -46,9 +46,9 @@ def runs(pid: int) -> bool:
 
 
 def test_a_hang_is_reported_and_ended(tmp_path: Path) -> None:
-    finding = run(hanging(tmp_path), seconds=2.0)
+    finding = run(hanging(tmp_path), seconds=1.0)
     assert finding.severity is Severity.PROBLEM
-    assert finding.message == "nccl over 2 GPUs does not end within 2 s"
+    assert finding.message == "nccl over 2 GPUs does not end within 1 s"
     assert_ended(tmp_path)
 
 

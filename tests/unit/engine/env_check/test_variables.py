@@ -1,5 +1,6 @@
 """Each rule for environment variables, on a machine that has nothing wrong but the variable."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -19,6 +20,22 @@ SERVER = Surroundings(
     infiniband=("mlx5_0", "mlx5_1"),
 )
 WARNING, PROBLEM, NOTE = Severity.WARNING, Severity.PROBLEM, Severity.NOTE
+
+
+@pytest.fixture(autouse=True)
+def torch_of_this_process(monkeypatch):
+    """Ask the torch of this process. The test of the command asks that of another, which takes seconds to start."""
+
+    def errors(code, *arguments, loggers=""):
+        with monkeypatch.context() as patched:
+            patched.setattr(sys, "argv", ["-c", *arguments])
+            try:
+                exec(code, {})
+            except Exception as error:
+                return f"{type(error).__name__}: {error}"
+        return ""
+
+    monkeypatch.setattr(torch_variables, "_errors", errors)
 
 
 @pytest.mark.parametrize(

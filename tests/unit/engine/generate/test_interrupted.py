@@ -85,7 +85,7 @@ class TestCtrlC:
             pytest.param(models, "load_autoencoder", marks=SLOW),
             (decode, "decode_latents"),
             pytest.param(decode, "write_media", marks=SLOW),
-            (decode, "sidecar_document"),
+            pytest.param(decode, "sidecar_document", marks=SLOW),
         ],
     )
     def test_after_the_latents(self, world, tmp_path, monkeypatch, reporter, expected, module, function):

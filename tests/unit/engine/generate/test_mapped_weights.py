@@ -32,7 +32,7 @@ from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 
 BF16 = {"runtime__dtype": "bfloat16"}
-LARGE = {"model__depth": "3", "model__depth_single_blocks": "40", "model__hidden_size": "64", "model__num_heads": "4"}
+LARGE = {"model__depth": "3", "model__depth_single_blocks": "16", "model__hidden_size": "64", "model__num_heads": "4"}
 PARAMETERS, IN_BLOCKS, MODULATION = 11_891_390_528, 11_837_283_328, 3_247_448_064
 """Of the released transformer, of its blocks, and of the layers of modulation, of which one is in no block."""
 

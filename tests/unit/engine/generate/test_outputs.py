@@ -233,21 +233,15 @@ def test_latents_that_cannot_be_removed_do_not_end_a_run_whose_video_is_there(wo
     assert again.made_before
 
 
-def test_what_a_killed_run_left_beside_a_whole_result_is_removed_by_the_next(world, tmp_path, monkeypatch):
-    settings = demo_settings(world, tmp_path / "a.mp4")
-    generate(settings)
-    names = sorted(path.name for path in tmp_path.iterdir())
+def test_a_whole_result_is_made_before_whatever_lies_beside_it(world, tmp_path, monkeypatch, reporter):
+    """What a killed run left is removed, and a last frame that is missing is warned of."""
+    generate(demo_settings(world, tmp_path / "a.mp4"))
+    made = names(tmp_path)
     (tmp_path / ".osora-762069bc07a6e1b5.lock").touch()
     monkeypatch.setattr(left_overs, "_looked_through", set())  # as in another process
-    [again] = generate(settings).videos
-    assert again.made_before
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
-
-
-def test_a_last_frame_that_is_missing_beside_a_video_made_before_is_warned_of(world, tmp_path, reporter):
-    generate(demo_settings(world, tmp_path / "a.mp4"))
     [video] = generate(demo_settings(world, tmp_path / "a.mp4", output__last_frame="true"), reporter=reporter).videos
     assert video.made_before
+    assert names(tmp_path) == made
     assert reporter.warnings == [
         f"{tmp_path / 'a.last.png'} is not there: the video was made without it; --overwrite makes both"
     ]

@@ -44,12 +44,9 @@ def cache(tmp_path, monkeypatch):
 def test_previews_change_no_bit_and_are_kept_beside_the_video(world, tmp_path, cache):
     plain = generate(demo_settings(world, tmp_path / "plain")).videos[0].path
     reporter = RecordingReporter()
-    settings = demo_settings(world, tmp_path / "out", **EVERY, sampling__num_samples="2")
-    video = generate(settings, reporter=reporter).videos[0].path
+    video = generate(demo_settings(world, tmp_path / "out", **EVERY), reporter=reporter).videos[0].path
     assert video.read_bytes() == plain.read_bytes()
-    assert names(tmp_path / "out") == [
-        f"raining-sea_seed{seed}{ending}" for seed in (42, 43) for ending in (".mp4", ".mp4.json", ".preview.gif")
-    ]
+    assert names(tmp_path / "out") == [f"{NAME}{ending}" for ending in (".mp4", ".mp4.json", ".preview.gif")]
     # One pixel for each of 16 x 16 latents, and one frame for each latent frame, made larger.
     assert read_video(tmp_path / "out" / f"{NAME}.preview.gif").frames_THWC.shape == (5, 256, 256, 3)
     [kept] = cache.iterdir()

@@ -4,9 +4,12 @@ import errno
 import json
 import os
 import shlex
+import shutil
+from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, safe_open, save_file
+from small_stages import small_stages
 from stopping import continued, stop_after, stopped
 from tiny_world import RecordingReporter, demo_settings, names, released_settings
 
@@ -216,10 +219,20 @@ def test_an_error_in_the_middle_keeps_what_is_done(world, tmp_path, monkeypatch,
     assert result.videos[0].path.read_bytes() == whole
 
 
+@pytest.fixture(scope="module")
+def kept(world, tmp_path_factory):
+    """The state of a run after two steps."""
+    folder = tmp_path_factory.mktemp("kept")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("opensora_cli.engine.generate.plan.estimate_generation", small_stages)
+        stopped(demo_settings(world, folder, **T2V), 2)
+    return folder / STATE
+
+
 @pytest.fixture
-def state(world, tmp_path):
-    stopped(demo_settings(world, tmp_path, **T2V), 2)
-    return tmp_path / STATE
+def state(kept, tmp_path):
+    """A copy of that state."""
+    return Path(shutil.copy(kept, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -265,6 +278,12 @@ def test_nonsense_in_the_place_of_steps(state, steps):
 def test_steps_that_the_run_does_not_have(state, steps):
     rewritten(state, steps_done=steps)
     with pytest.raises(CheckpointError, match=f"was saved after step {steps} of {STEPS}"):
+        go_on(state)
+
+
+def test_a_state_of_another_version_is_refused(state):
+    rewritten(state, schema="osora.latents/99")
+    with pytest.raises(CheckpointError, match=r"has the schema 'osora\.latents/99'"):
         go_on(state)
 
 

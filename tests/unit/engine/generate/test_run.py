@@ -246,8 +246,8 @@ class TestPrompts:
         assert len(result.videos[0].path.name) < 255
         assert json.loads(result.videos[0].sidecar.read_text())["prompt"] == prompt
 
-    @pytest.mark.parametrize("prompt", ["夜の海に赤い船 🚢", 'say "sea", it\'s\n\tnight', "../../etc/passwd"])
-    def test_any_text(self, world, tmp_path, prompt):
+    def test_any_text(self, world, tmp_path):
+        prompt = '../../etc/passwd 夜の海に赤い船 🚢 say "sea", it\'s\n\tnight'
         result = generate(released_settings(world, tmp_path / "out", prompt=prompt, sampling__num_inference_steps="1"))
         assert result.videos[0].path.parent == tmp_path / "out"
         tags = read_tags(result.videos[0].path)

@@ -21,7 +21,7 @@ from opensora_cli.engine.generate import references, text
 from opensora_cli.engine.generate.chain import SEGMENT
 from opensora_cli.engine.generate.decode import HeldVideo
 from opensora_cli.engine.generate.dry_run import PlanDocument
-from opensora_cli.engine.generate.extend import follow
+from opensora_cli.engine.generate.extend import ExtendedVideo, follow
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.planning import make_chain
@@ -91,11 +91,26 @@ def test_black_and_white_frames_stay_in_range():
     assert (shift, followed[0].max().item(), followed[-1].max().item()) == (-255.0, 0, 170)
 
 
-def test_each_segment_goes_on_from_the_frames_before(world, tmp_path):
-    settings = demo_settings(world, tmp_path, **EXTENDED)
-    video, first = held(settings), held(demo_settings(world, tmp_path, sampling__num_inference_steps=str(STEPS)))
+def test_the_next_segment_is_given_the_last_frames():
+    frames_THWC = torch.arange(20, dtype=torch.uint8)[:, None, None, None]
+    extended = ExtendedVideo(None, None, None, kept_THWC=frames_THWC[:17])
+    assert extended.last_frames(9).flatten().tolist() == [*range(8, 17)]
+    extended._own_THWC.append(frames_THWC[17:])  # fewer than the overlap
+    assert extended.last_frames(9).flatten().tolist() == [*range(11, 20)]
+
+
+@pytest.fixture(scope="module")
+def video(world, tmp_path_factory):
+    """The extended video in memory."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("opensora_cli.engine.generate.plan.estimate_generation", small_stages)
+        return held(demo_settings(world, tmp_path_factory.mktemp("held"), **EXTENDED))
+
+
+def test_each_segment_goes_on_from_the_frames_before(world, tmp_path, video):
+    first = held(demo_settings(world, tmp_path, sampling__num_inference_steps=str(STEPS)))
     assert len(first.frames_THWC) == 17
-    assert settings.overlap == 9
+    assert video.chain.settings.overlap == 9
     assert video.frames_THWC.shape == (17 + 8 + 8, *first.frames_THWC.shape[1:])
     assert torch.equal(video.frames_THWC[:17], first.frames_THWC)
     segments = video.figures.segments
@@ -106,8 +121,6 @@ def test_each_segment_goes_on_from_the_frames_before(world, tmp_path):
     ]
     assert [segment.given_frames_psnr_db is None for segment in segments] == [True, False, False]
     assert video.figures.given_frames_psnr_db is None
-    again = held(settings.replace({"sampling.seed": 43}))
-    assert not torch.equal(again.frames_THWC[17:], video.frames_THWC[17:])
 
 
 @pytest.mark.slow
@@ -211,18 +224,17 @@ def test_a_result_elsewhere_finds_its_finished_segments(world, tmp_path, whole):
     assert sorted(path.name for path in out.parent.iterdir()) == ["clip.mp4", "clip.mp4.json"]
 
 
-def test_prompts_by_time_are_encoded_once_each(world, tmp_path, monkeypatch):
+def test_prompts_by_time_are_encoded_once_each(world, tmp_path, monkeypatch, video):
     encode, encoded = text.encode_texts, []
     monkeypatch.setattr(text, "encode_texts", lambda texts, *args: encoded.extend(texts) or encode(texts, *args))
     one = demo_settings(world, tmp_path, **EXTENDED)
-    video = held(one.replace({"prompts_at": ("2s=snow, sea",)}))
+    prompted = held(one.replace({"prompts_at": ("2s=snow, sea",)}))
     assert encoded == [*(text.full_prompt(one, prompt) for prompt in ("raining, sea", "snow, sea")), ""]
-    prompts = [segment.prompt for segment in video.figures.segments]
+    prompts = [segment.prompt for segment in prompted.figures.segments]
     assert prompts == ["raining, sea", "raining, sea", "snow, sea"]
-    assert [each.shown for each in video.chain.settings.prompts_at] == ["2s=snow, sea"]
-    as_one = held(one)
-    assert torch.equal(video.frames_THWC[:25], as_one.frames_THWC[:25])
-    assert not torch.equal(video.frames_THWC[25:], as_one.frames_THWC[25:])
+    assert [each.shown for each in prompted.chain.settings.prompts_at] == ["2s=snow, sea"]
+    assert torch.equal(prompted.frames_THWC[:25], video.frames_THWC[:25])
+    assert not torch.equal(prompted.frames_THWC[25:], video.frames_THWC[25:])
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
 """`train`: both targets in small, one after the other, and the files between them."""
 
 import json
+import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import tiny_training
@@ -257,17 +259,16 @@ class TestEnd:
         states = running_states(tmp_path, due)
         assert (states["score_of"], states["score"]) == ("validation loss", 1.0)
 
-    def test_a_checkpoint_keeps_its_score_when_it_is_resumed_from(self, tmp_path):
-        train(self.settings(tmp_path))
-        before = running_states(tmp_path, 4)
+    def test_a_checkpoint_keeps_its_score_when_it_is_resumed_from(self, tmp_path, vae_folder):
+        folder = Path(shutil.copytree(vae_folder, tmp_path / "run"))
+        before = running_states(folder, 4)
         assert before["score_of"] == "mean training loss"
-        assert train(self.settings(tmp_path), resume=Resume()).checkpoint == tmp_path / "epoch0-global_step4"
-        assert running_states(tmp_path, 4) == before
+        assert train(self.settings(folder), resume=Resume()).checkpoint == folder / "epoch0-global_step4"
+        assert running_states(folder, 4) == before
 
-    def test_a_run_resumed_in_another_folder_saves_its_last_step_there(self, tmp_path):
-        result = train(self.settings(tmp_path / "one"))
-        other = train(self.settings(tmp_path / "other"), resume=Resume(folder=result.checkpoint))
-        assert other.checkpoint == tmp_path / "other" / "epoch0-global_step4"
+    def test_a_run_resumed_in_another_folder_saves_its_last_step_there(self, tmp_path, vae_folder):
+        other = train(self.settings(tmp_path), resume=Resume(folder=vae_folder / "epoch0-global_step4"))
+        assert other.checkpoint == tmp_path / "epoch0-global_step4"
         assert other.checkpoint.is_dir()
 
     def test_a_checkpoint_has_the_validation_loss_of_its_own_weights(self, tmp_path, monkeypatch):

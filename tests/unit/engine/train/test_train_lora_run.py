@@ -31,7 +31,7 @@ from opensora_cli.settings.load import load_preset
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 DEMO = packaged_demo()
-STEPS = 3
+STEPS = 2
 
 
 def settings_of(output: Path, **changes: str) -> TrainSettings:
