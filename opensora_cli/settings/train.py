@@ -348,18 +348,13 @@ def _distill_problems(settings: TrainSettings) -> Iterator[str]:
 
 
 def _distill_evaluations(settings: TrainSettings) -> float:
-    distill = settings.train_distill
-    # The student's backward pass takes about as long as an evaluation, because weights of the model have no gradient.
-    judging = 2 + _teacher_branches(settings)
-    return (distill.steps - 1) / 2 + 1 + judging / distill.critic_steps
-
-
-def _teacher_branches(settings: TrainSettings) -> int:
-    distill, modes = settings.train_distill, settings.train_mmdit.mode_weights.by_mode()
-    if settings.model.guidance_embed:
-        return 1
-    gives_frames = any(CONDITION_MODES[name].needs_reference for name in modes)
-    return 1 + (distill.guidance_scale != 1) + (gives_frames and distill.image_guidance_scale != 1)
+    distill, modes, branches = settings.train_distill, settings.train_mmdit.mode_weights.by_mode(), 1
+    if not settings.model.guidance_embed:
+        gives_frames = any(CONDITION_MODES[name].needs_reference for name in modes)
+        branches += (distill.guidance_scale != 1) + (gives_frames and distill.image_guidance_scale != 1)
+    # The student is judged by all branches of the teacher and by the critic. Its backward pass takes about as long as
+    # an evaluation, because weights of the model have no gradient.
+    return (distill.steps - 1) / 2 + 1 + (branches + 2) / distill.critic_steps
 
 
 def _sample_problems(settings: TrainSettings) -> Iterator[str]:

@@ -27,7 +27,7 @@ HOST = torch.device("cpu")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Size = tuple[int, ...]
 Counts = dict[object, int]
-"""What was counted -> bytes."""
+"""Bytes by the thing that was counted."""
 
 
 @dataclass(frozen=True, slots=True)
