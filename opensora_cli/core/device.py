@@ -157,6 +157,13 @@ def allocated_bytes(device: torch.device) -> int:
     return int(_module(device).memory_allocated(device))
 
 
+def reserved_bytes(device: torch.device) -> int:
+    """Return the bytes that torch's allocator holds on an accelerator."""
+    if device.type == "mps":
+        return int(torch.mps.driver_allocated_memory())
+    return int(_module(device).memory_reserved(device))
+
+
 def has_peaks(device: torch.device) -> bool:
     """Return whether torch keeps the peak of a device's memory."""
     return is_accelerator(device) and device.type != "mps"

@@ -68,6 +68,8 @@ class ClipTable:
 
     folder: Path
     """Folder of the table, where relative paths start."""
+    rows: NDArray[np.int64]
+    """Numbers of the rows in the table, from 1."""
     paths: TextColumn
     texts: TextColumn
     samples: Samples
@@ -118,6 +120,7 @@ def read_table(path: Path) -> ClipTable:
     kept = np.flatnonzero(good)
     return ClipTable(
         folder=path.absolute().parent,
+        rows=kept + 1,
         paths=TextColumn(paths[row] or "" for row in kept),
         texts=TextColumn(texts[row] or "" for row in kept),
         samples=Samples(
