@@ -44,7 +44,7 @@ def test_the_chosen_seed_goes_on_to_the_same_bytes(world, tmp_path):
     assert result.model_evaluations == reporter.totals["denoise"] == 2 * 2 * BEGUN
     assert result.sheet == out / SHEET
     # Two strips of three frames, below each other.
-    assert read_picture(out / SHEET).shape == (8 + 2 * (256 + 16 + 8), 3 * 256 + 2 * 8, 3)
+    assert read_picture(out / SHEET).shape == (8 + 2 * (256 + 34 + 8), 3 * 256 + 2 * 8, 3)
     states = [out / f"{name}.latents.safetensors" for name in NAMES]
     assert result.lines() == [
         str(out / SHEET),
