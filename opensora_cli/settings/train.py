@@ -348,13 +348,12 @@ def _distill_problems(settings: TrainSettings) -> Iterator[str]:
 
 
 def _distill_evaluations(settings: TrainSettings) -> float:
-    distill, modes, branches = settings.train_distill, settings.train_mmdit.mode_weights.by_mode(), 1
+    distill, modes = settings.train_distill, settings.train_mmdit.mode_weights.by_mode()
+    branches = 1
     if not settings.model.guidance_embed:
         gives_frames = any(CONDITION_MODES[name].needs_reference for name in modes)
         branches += (distill.guidance_scale != 1) + (gives_frames and distill.image_guidance_scale != 1)
-    # The student is judged by all branches of the teacher and by the critic. Its backward pass takes about as long as
-    # an evaluation, because weights of the model have no gradient.
-    return (distill.steps - 1) / 2 + 1 + (branches + 2) / distill.critic_steps
+    return (distill.steps - 1) / 2 + distill.teacher_steps * branches
 
 
 def _sample_problems(settings: TrainSettings) -> Iterator[str]:
@@ -387,13 +386,11 @@ class Target(NamedTuple):
     evaluations: Callable[[TrainSettings], float] = lambda settings: 0.0
     """Function that returns the mean number of evaluations of the transformer without gradients, beside the forward
     pass of a step."""
-    has_critic: bool = False
-    """Whether a second adapter is trained beside the exported one."""
 
 
 TARGETS = {
     "vae": Target(False, VAE_FILE, _autoencoder_problems),
     "mmdit": Target(True, TRANSFORMER_FILE, _transformer_problems, weighs_tokens=True),
-    "distill": Target(True, TRANSFORMER_FILE, _distill_problems, evaluations=_distill_evaluations, has_critic=True),
+    "distill": Target(True, TRANSFORMER_FILE, _distill_problems, evaluations=_distill_evaluations),
 }
 """Objectives by name. `engine/train/objectives` has a module of the same name for each."""

@@ -77,21 +77,20 @@ class MMDiTTrainSettings(Section):
 
 
 class DistillTrainSettings(Section):
-    """Objective of a few-step adapter, whose videos without guidance look like guided ones of its model."""
+    """Objective of a few-step adapter: steps without guidance that reach what guided steps of its model reach."""
 
     steps: int = Field(default=4, ge=1, le=16, description="Steps of the adapter.")
-    teacher_steps: int = Field(
-        default=50,
-        ge=1,
-        le=1000,
-        description="Steps of usual videos, whose times and mean guidance the teacher has.",
-    )
+    teacher_steps: int = Field(default=8, ge=1, le=100, description="Guided steps of the model in each of them.")
     guidance_scale: float = Field(default=7.5, ge=0, le=100, description="Weight of the prompt; 1 disables guidance.")
     image_guidance_scale: float = Field(
         default=3.0, ge=0, le=100, description="Weight of the reference; 1 disables guidance."
     )
-    critic_steps: int = Field(default=2, ge=1, le=100, description="Updates of the critic for each of the adapter.")
-    critic_learning_rate: float = Field(default=1e-3, gt=0, le=1, description="Peak learning rate of the critic.")
+    mean_guidance_of: int | None = Field(
+        default=50,
+        ge=1,
+        le=1000,
+        description="Use the mean of guidance that oscillates over this many steps. None: no.",
+    )
 
 
 class DiscriminatorSettings(Section):

@@ -45,6 +45,8 @@ def with_few_blocks(
         checkpointed[path] = place[first]
         depths.append(place[stack.count])
     changes = dict(zip(("model.depth", "model.depth_single_blocks"), depths, strict=True))
+    # Evaluations of a teacher take turns, and one needs the memory of all.
+    changes["train_distill.teacher_steps"] = 1
     if plan is None:
         return settings.replace(changes), None, times
     for name, count in zip(

@@ -1,18 +1,17 @@
-"""Objective `distill`: an adapter that makes in few steps, without guidance, the videos of its guided model.
+"""Objective `distill`: an adapter that does in few steps without guidance what its model does in many with guidance.
 
-The adapter, the student, takes its own steps from noise up to a random one, and predicts the clip there. The critic, a
-second adapter, learns to denoise such clips. The teacher is the model without an adapter, with guidance. The difference
-between a noisy clip denoised by the critic and by the teacher is the direction in which the student's clips become more
-probable for the teacher. This is distribution matching (DMD2: Yin et al., arXiv 2405.14867) on the states that the
-student itself visits (Self Forcing: Huang et al., arXiv 2506.08009).
+The adapter takes its own steps from noise up to a random one. From there the model without the adapter, the teacher,
+continues with guidance to the end of that step. The adapter learns to reach the same latents in one step. This is
+progressive distillation (Salimans and Ho, arXiv 2202.00512) of a guided model (Meng et al., arXiv 2210.03142) on the
+states that the student itself visits (Ross et al., arXiv 1011.0686), so that its errors do not add up.
 
-One model in memory is teacher, student and critic. Clips serve as captions and as given frames alone.
+One model in memory is teacher and student: the adapter is turned off for the teacher. Clips serve as captions and as
+given frames alone.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,9 +23,9 @@ from opensora_cli.data.batches import ClipBatch, SampleRng
 from opensora_cli.engine.components.few_steps import sampling_metadata
 from opensora_cli.engine.encode.clip_cache import ClipCache
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.lora import CRITIC, adapters_off, critic_on, is_of_critic, save_lora
+from opensora_cli.engine.train.lora import adapters_off, save_lora
 from opensora_cli.engine.train.objectives import mmdit
-from opensora_cli.engine.train.objectives.base import MODEL, Losses, Role, Task, TokenWeights
+from opensora_cli.engine.train.objectives.base import Task, TokenWeights
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask, PreparedClips, layer_values, outline
 from opensora_cli.sampling.denoise import euler_step
 from opensora_cli.sampling.guidance import (
@@ -43,9 +42,6 @@ from opensora_cli.settings.train import LORA_FOLDER, TrainSettings
 
 __all__ = ["build", "layer_values", "measured_steps", "outline", "stand_in"]
 
-_LEAST_DISTANCE = 1e-3
-"""Smallest distance from the teacher's clip by which a direction is divided."""
-
 
 def build(
     settings: TrainSettings,
@@ -55,7 +51,7 @@ def build(
     token_weights: TokenWeights | None,
     reporter: Reporter,
 ) -> "DistillTask":
-    """Return the task of both adapters, beside the frozen weights of their model."""
+    """Return the task of the adapter, beside the frozen weights of its model."""
     clip_task = mmdit.build(settings, distribution=distribution, clips=clips, token_weights=None, reporter=reporter)
     return DistillTask(clip_task, settings)
 
@@ -67,12 +63,12 @@ def stand_in(settings: TrainSettings) -> "tuple[DistillTask, list[nn.Module]]":
 
 
 def measured_steps(settings: TrainSettings) -> tuple[int, ...]:
-    """Return the first step, in which both adapters learn, and the next such step."""
-    return (0, settings.train_distill.critic_steps)
+    """Return the first two steps, which have the memory of all others: evaluations without gradients add none."""
+    return (0, 1)
 
 
 class DistillTask(Task):
-    """Training task of a few-step adapter and its critic. The adapter learns in one of `critic_steps` updates.
+    """Training task of a few-step adapter.
 
     All ranks and micro-batches of an update train the same step of the adapter and evaluate the same branches of
     guidance, because ranks that share weights must evaluate equally often.
@@ -83,15 +79,11 @@ class DistillTask(Task):
     """
 
     def __init__(self, clips: MMDiTTask, settings: TrainSettings) -> None:
-        rate, optimizer = settings.train_distill.critic_learning_rate, settings.optimizer
-        ends = {key: min(rate, getattr(optimizer, key)) for key in ("initial_learning_rate", "final_learning_rate")}
-        critic = Role(clips.module, optimizer.replace({"learning_rate": rate, **ends}), owns=is_of_critic)
-        super().__init__(clips.module, roles={CRITIC: critic})
+        super().__init__(clips.module)
         self._clips = clips
         self._run = settings
         self._settings = settings.train_distill
         self._step = 0
-        self._student_learns = True
         modes = [CONDITION_MODES[name] for name in settings.train_mmdit.mode_weights.by_mode()]
         every = [
             branches_needed(scales) for mode in (T2V, *modes) for scales in self._scales(mode, (2, 1, 1), (1.0, 0.0))
@@ -99,24 +91,23 @@ class DistillTask(Task):
         self._branches = tuple(branch for branch in Branch if any(branch in needed for needed in every))
 
     def begin_step(self, step: int) -> None:
-        """Draw the adapter's step that the update after `step` updates trains."""
+        """Draw the step of the adapter that the update after `step` updates trains."""
         rng = np.random.default_rng((self._run.loop.seed, step))
         self._step = int(rng.integers(self._settings.steps))
-        self._student_learns = step % self._settings.critic_steps == 0
 
     def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the loss of the adapter, and no figures."""
+        """Return the mean squared error of the adapter's velocity over one step, and no figures."""
         clips = self._clips.prepare(batch, rng)
-        return self._matching_loss(clips, self._student_data(clips), rng), {}
-
-    def losses(self, batch: ClipBatch, rng: SampleRng) -> Losses:
-        """Yield the loss of the adapter, if it learns in this step, and that of the critic."""
-        clips = self._clips.prepare(batch, rng)
-        with torch.set_grad_enabled(self._student_learns):
-            data_BND = self._student_data(clips)
-        if self._student_learns:
-            yield MODEL, self._matching_loss(clips, data_BND, rng), {}
-        yield CRITIC, self._critic_loss(clips, data_BND.detach(), rng), {}
+        frames, rows, columns = clips.grid
+        within = self._settings.teacher_steps
+        times = flow_timesteps(self._settings.steps * within, tokens_per_frame=rows * columns, num_latent_frames=frames)
+        first = self._step * within
+        with torch.no_grad():
+            start_BND = self._student(clips, times[: first + 1 : within])
+            end_BND = self._teacher(clips, start_BND, times, range(first, first + within))
+        t, t_next = times[first], times[first + within]
+        velocity_BND = self._evaluate(clips, start_BND, t, Branch.COND)
+        return nn.functional.mse_loss(velocity_BND.float(), (start_BND - end_BND) / (t - t_next)), {}
 
     def tokens(self, batch: ClipBatch) -> int:
         return self._clips.tokens(batch)
@@ -138,81 +129,36 @@ class DistillTask(Task):
             metadata=sampling_metadata(self._run.model.name, asked),
         )
 
-    def _student_data(self, clips: PreparedClips) -> Tensor:
-        """Return the clips that the adapter predicts in its step, (B,N,D), after its own steps from noise."""
-        times = self._times(clips, self._settings.steps)
-        latents_BND, t = clips.noise_BND, times[self._step]
-        with torch.no_grad():
-            for begin, end in pairwise(times[: self._step + 1]):
-                velocity_BND = self._evaluate(clips, latents_BND, begin, Branch.COND)
-                latents_BND = euler_step(latents_BND, velocity_BND, t=begin, t_next=end)
-        return latents_BND - t * self._evaluate(clips, latents_BND, t, Branch.COND).float()
+    def _student(self, clips: PreparedClips, times: Sequence[float]) -> Tensor:
+        """Return the latents to which the adapter comes from noise in its steps between `times`."""
+        latents_BND = clips.noise_BND
+        for t, t_next in pairwise(times):
+            velocity_BND = self._evaluate(clips, latents_BND, t, Branch.COND)
+            latents_BND = euler_step(latents_BND, velocity_BND, t=t, t_next=t_next)
+        return latents_BND
 
-    def _matching_loss(self, clips: PreparedClips, data_BND: Tensor, rng: SampleRng) -> Tensor:
-        """Return a loss whose gradient is the direction from the teacher to the critic.
-
-        For each clip it is divided by the mean distance of the student's clip from that of the teacher.
-        """
-        with torch.no_grad():
-            step, t, _, noisy_BND = self._noisy(clips, data_BND, rng)
-            teacher_BND = self._teacher(clips, noisy_BND, step, t).float()
-            direction_BND = t * (teacher_BND - self._critic(clips, noisy_BND, t).float())
-            distance_B11 = (data_BND - noisy_BND + t * teacher_BND).abs().mean((1, 2), keepdim=True)
-            target_BND = data_BND - direction_BND / distance_B11.clamp_min(_LEAST_DISTANCE)
-        return 0.5 * nn.functional.mse_loss(data_BND, target_BND)
-
-    def _critic_loss(self, clips: PreparedClips, data_BND: Tensor, rng: SampleRng) -> Tensor:
-        """Return the mean squared error of the critic's velocity for noisy clips of the student."""
-        _, t, noise_BND, noisy_BND = self._noisy(clips, data_BND, rng)
-        return nn.functional.mse_loss(self._critic(clips, noisy_BND, t).float(), noise_BND - data_BND)
-
-    def _noisy(self, clips: PreparedClips, data_BND: Tensor, rng: SampleRng) -> tuple[int, float, Tensor, Tensor]:
-        """Return a random step of the teacher, its time, noise, and the clips with so much noise."""
-        noise_BND = torch.randn(data_BND.shape, generator=rng.torch).to(data_BND)
-        step = int(rng.numpy.integers(self._settings.teacher_steps))
-        t = self._times(clips, self._settings.teacher_steps)[step]
-        return step, t, noise_BND, torch.lerp(data_BND, noise_BND, t)
-
-    def _teacher(self, clips: PreparedClips, latents_BND: Tensor, step: int, t: float) -> Tensor:
-        """Return the guided velocity in a step of the teacher, which begins at `t`."""
-        times = self._times(clips, self._settings.teacher_steps)
+    def _teacher(self, clips: PreparedClips, latents_BND: Tensor, times: Sequence[float], steps: range) -> Tensor:
+        """Return the latents to which the guided model comes in `steps` of those between `times`."""
+        scales = [self._scales(mode, clips.grid, times) for mode in clips.modes]
         with adapters_off(self.module):
-            found = {branch: self._evaluate(clips, latents_BND, t, branch) for branch in self._branches}
-        guided = [
-            combine_branches(
-                {branch: each[index : index + 1] for branch, each in found.items()},
-                self._scales(mode, clips.grid, times)[step],
-            )
-            for index, mode in enumerate(clips.modes)
-        ]
-        return torch.cat(guided)
+            for step in steps:
+                found = {branch: self._evaluate(clips, latents_BND, times[step], branch) for branch in self._branches}
+                guided = [
+                    combine_branches({branch: each[index : index + 1] for branch, each in found.items()}, own[step])
+                    for index, own in enumerate(scales)
+                ]
+                latents_BND = euler_step(latents_BND, torch.cat(guided), t=times[step], t_next=times[step + 1])
+        return latents_BND
 
-    def _critic(self, clips: PreparedClips, latents_BND: Tensor, t: float) -> Tensor:
-        with critic_on(self.module):
-            return self._evaluate(clips, latents_BND, t, Branch.COND, forward=self.roles[CRITIC].forward)
-
-    def _evaluate(
-        self,
-        clips: PreparedClips,
-        latents_BND: Tensor,
-        t: float,
-        branch: Branch,
-        *,
-        forward: Callable[..., Any] | None = None,
-    ) -> Tensor:
+    def _evaluate(self, clips: PreparedClips, latents_BND: Tensor, t: float, branch: Branch) -> Tensor:
         inputs, count = clips.inputs(), len(latents_BND)
         if not branch.uses_prompt:
             inputs["prompt_embeds_BLC"], inputs["pooled_prompt_embeds_BV"] = self._clips.empty_prompts(count)
         if not branch.uses_conditioning and clips.conditioning_BNK is not None:
             inputs["conditioning_BNK"] = torch.zeros_like(clips.conditioning_BNK)
         timesteps_B = torch.full((count,), t, device=latents_BND.device)
-        velocity_BND: Tensor = (forward or self.forward)(latents_BND, timesteps_B=timesteps_B, **inputs)
+        velocity_BND: Tensor = self.forward(latents_BND, timesteps_B=timesteps_B, **inputs)
         return velocity_BND
-
-    @staticmethod
-    def _times(clips: PreparedClips, steps: int) -> list[float]:
-        frames, rows, columns = clips.grid
-        return flow_timesteps(steps, tokens_per_frame=rows * columns, num_latent_frames=frames)
 
     def _scales(
         self, mode: ConditionMode, grid: tuple[int, int, int], times: Sequence[float]
@@ -223,8 +169,11 @@ class DistillTask(Task):
     def _guidance(self) -> Guidance:
         if self._clips.module.config.guidance_embed:
             return NO_GUIDANCE
+        mean_of = self._settings.mean_guidance_of
         return Guidance(
             guidance_scale=self._settings.guidance_scale,
             image_guidance_scale=self._settings.image_guidance_scale,
-            mean_of=self._settings.teacher_steps,
+            text_oscillation=mean_of is not None,
+            image_oscillation=mean_of is not None,
+            mean_of=mean_of,
         )
