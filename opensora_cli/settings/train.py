@@ -348,12 +348,22 @@ def _distill_problems(settings: TrainSettings) -> Iterator[str]:
 
 
 def _distill_evaluations(settings: TrainSettings) -> float:
+    distill = settings.train_distill
+    return (distill.steps - 1) / 2 + distill.teacher_steps * _teacher_branches(settings)
+
+
+def _dmd_evaluations(settings: TrainSettings) -> float:
+    distill = settings.train_distill
+    # In some steps the teacher and the critic judge the student. In all others it computes no gradient.
+    return (distill.steps - 1) / 2 + 1 + _teacher_branches(settings) / distill.critic_steps
+
+
+def _teacher_branches(settings: TrainSettings) -> int:
     distill, modes = settings.train_distill, settings.train_mmdit.mode_weights.by_mode()
-    branches = 1
-    if not settings.model.guidance_embed:
-        gives_frames = any(CONDITION_MODES[name].needs_reference for name in modes)
-        branches += (distill.guidance_scale != 1) + (gives_frames and distill.image_guidance_scale != 1)
-    return (distill.steps - 1) / 2 + distill.teacher_steps * branches
+    if settings.model.guidance_embed:
+        return 1
+    gives_frames = any(CONDITION_MODES[name].needs_reference for name in modes)
+    return 1 + (distill.guidance_scale != 1) + (gives_frames and distill.image_guidance_scale != 1)
 
 
 def _sample_problems(settings: TrainSettings) -> Iterator[str]:
@@ -386,11 +396,14 @@ class Target(NamedTuple):
     evaluations: Callable[[TrainSettings], float] = lambda settings: 0.0
     """Function that returns the mean number of evaluations of the transformer without gradients, beside the forward
     pass of a step."""
+    has_critic: bool = False
+    """Whether a second adapter is trained beside the exported one."""
 
 
 TARGETS = {
     "vae": Target(False, VAE_FILE, _autoencoder_problems),
     "mmdit": Target(True, TRANSFORMER_FILE, _transformer_problems, weighs_tokens=True),
     "distill": Target(True, TRANSFORMER_FILE, _distill_problems, evaluations=_distill_evaluations),
+    "dmd": Target(True, TRANSFORMER_FILE, _distill_problems, evaluations=_dmd_evaluations, has_critic=True),
 }
 """Objectives by name. `engine/train/objectives` has a module of the same name for each."""

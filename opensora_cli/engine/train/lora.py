@@ -23,22 +23,26 @@ from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.train_loop import LoraSettings, LoraTarget
 
 _ADAPTER = "default"
+CRITIC = "critic"
+"""Name of the second adapter, which the objective `dmd` trains and does not export."""
 _PREFIX = "base_model.model."
 
 
-def add_lora(transformer: MMDiT, settings: LoraSettings, *, seed: int) -> None:
+def add_lora(transformer: MMDiT, settings: LoraSettings, *, seed: int, has_critic: bool = False) -> None:
     """Add an adapter to linear layers of the blocks, in place, and freeze all other weights.
 
     Call this before sharding. The new adapter changes nothing: one of its matrices is zero, and the other is random
     from `seed`, the same on all ranks (see `first_adapter`). Its weights are always in float32, and on the meta device
     if the transformer is. The layer `x` gets `x.lora_A.default` and `x.lora_B.default`, and its own weights move to
-    `x.base_layer`. Raises HardwareError if PEFT is not installed.
+    `x.base_layer`. With `has_critic` there is a second adapter of the same size. Raises HardwareError if PEFT is not
+    installed.
     """
     device = next(transformer.parameters()).device
     # On the meta device, where PEFT computes no first weights of its own.
-    require_peft().inject_adapter_in_model(
-        _config(transformer.config, settings), transformer, adapter_name=_ADAPTER, low_cpu_mem_usage=True
-    )
+    for adapter in (CRITIC, _ADAPTER) if has_critic else (_ADAPTER,):
+        require_peft().inject_adapter_in_model(
+            _config(transformer.config, settings), transformer, adapter_name=adapter, low_cpu_mem_usage=True
+        )
     for name, weight in transformer.named_parameters():
         weight.requires_grad_(_is_of_adapter(name))
         if weight.requires_grad:
@@ -61,6 +65,20 @@ def adapters_off(transformer: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
+
+
+@contextmanager
+def critic_on(transformer: nn.Module) -> Iterator[None]:
+    """Evaluate the layers of a transformer with the second adapter instead of the first inside the block."""
+    layers: list[Any] = [layer for layer in transformer.modules() if hasattr(layer, "base_layer")]
+    # PEFT's own switch would also freeze the first adapter.
+    for layer in layers:
+        layer._active_adapter = [CRITIC]
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._active_adapter = [_ADAPTER]
 
 
 def first_adapter(transformer: MMDiT, *, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -152,7 +170,9 @@ def save_lora(
     peft_config.inference_mode = True
     peft_config.base_model_name_or_path = base
     tensors = {
-        _PREFIX + name.replace(f".{_ADAPTER}.", "."): tensor for name, tensor in weights.items() if _is_of_adapter(name)
+        _PREFIX + name.replace(f".{_ADAPTER}.", "."): tensor
+        for name, tensor in weights.items()
+        if _is_of_adapter(name) and not is_of_critic(name)
     }
     write_weights(folder / WEIGHTS_FILE, tensors, dtype=torch.float32, metadata=metadata)
     fields = sorted(peft_config.to_dict().items())
@@ -199,6 +219,11 @@ def _pattern(config: MMDiTConfig, settings: LoraSettings) -> str:
         if paths and stack.count:
             stacks.append(rf"{stack.module_path}\.\d+\.({'|'.join(paths)})")
     return "|".join(stacks)
+
+
+def is_of_critic(name: str) -> bool:
+    """Return whether a weight belongs to the second adapter, by its name."""
+    return name.endswith(f".{CRITIC}.weight")
 
 
 def _is_of_adapter(name: str) -> bool:

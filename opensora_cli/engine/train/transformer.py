@@ -69,7 +69,12 @@ def empty_transformer(settings: TrainSettings) -> MMDiT:
     """
     transformer = transformer_on_meta(settings.model)
     if settings.lora.is_on:
-        add_lora(transformer.to(weights_dtype(settings)), settings.lora, seed=settings.loop.seed)
+        add_lora(
+            transformer.to(weights_dtype(settings)),
+            settings.lora,
+            seed=settings.loop.seed,
+            has_critic=settings.objective.has_critic,
+        )
     return transformer
 
 

@@ -9,7 +9,7 @@ One model in memory is teacher and student: the adapter is turned off for the te
 given frames alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -139,25 +139,40 @@ class DistillTask(Task):
 
     def _teacher(self, clips: PreparedClips, latents_BND: Tensor, times: Sequence[float], steps: range) -> Tensor:
         """Return the latents to which the guided model comes in `steps` of those between `times`."""
-        scales = [self._scales(mode, clips.grid, times) for mode in clips.modes]
-        with adapters_off(self.module):
-            for step in steps:
-                found = {branch: self._evaluate(clips, latents_BND, times[step], branch) for branch in self._branches}
-                guided = [
-                    combine_branches({branch: each[index : index + 1] for branch, each in found.items()}, own[step])
-                    for index, own in enumerate(scales)
-                ]
-                latents_BND = euler_step(latents_BND, torch.cat(guided), t=times[step], t_next=times[step + 1])
+        for step in steps:
+            velocity_BND = self._guided(clips, latents_BND, times, step)
+            latents_BND = euler_step(latents_BND, velocity_BND, t=times[step], t_next=times[step + 1])
         return latents_BND
 
-    def _evaluate(self, clips: PreparedClips, latents_BND: Tensor, t: float, branch: Branch) -> Tensor:
+    def _guided(self, clips: PreparedClips, latents_BND: Tensor, times: Sequence[float], step: int) -> Tensor:
+        """Return the velocity of the guided model at the beginning of a step between `times`."""
+        with adapters_off(self.module):
+            found = {branch: self._evaluate(clips, latents_BND, times[step], branch) for branch in self._branches}
+        guided = [
+            combine_branches(
+                {branch: each[index : index + 1] for branch, each in found.items()},
+                self._scales(mode, clips.grid, times)[step],
+            )
+            for index, mode in enumerate(clips.modes)
+        ]
+        return torch.cat(guided)
+
+    def _evaluate(
+        self,
+        clips: PreparedClips,
+        latents_BND: Tensor,
+        t: float,
+        branch: Branch,
+        *,
+        forward: Callable[..., Tensor] | None = None,
+    ) -> Tensor:
         inputs, count = clips.inputs(), len(latents_BND)
         if not branch.uses_prompt:
             inputs["prompt_embeds_BLC"], inputs["pooled_prompt_embeds_BV"] = self._clips.empty_prompts(count)
         if not branch.uses_conditioning and clips.conditioning_BNK is not None:
             inputs["conditioning_BNK"] = torch.zeros_like(clips.conditioning_BNK)
         timesteps_B = torch.full((count,), t, device=latents_BND.device)
-        velocity_BND: Tensor = self.forward(latents_BND, timesteps_B=timesteps_B, **inputs)
+        velocity_BND: Tensor = (forward or self.forward)(latents_BND, timesteps_B=timesteps_B, **inputs)
         return velocity_BND
 
     def _scales(

@@ -129,7 +129,12 @@ def stand_in(settings: TrainSettings) -> "tuple[MMDiTTask, list[nn.Module]]":
     """Return the task and its frozen parts, without the weights of any file."""
     transformer = MMDiT(mmdit_config(settings.model), attention=attention_stand_in(settings.train_mmdit.attention))
     if settings.lora.is_on:
-        add_lora(transformer.to(weights_dtype(settings)), settings.lora, seed=settings.loop.seed)
+        add_lora(
+            transformer.to(weights_dtype(settings)),
+            settings.lora,
+            seed=settings.loop.seed,
+            has_critic=settings.objective.has_critic,
+        )
     frozen = random_frozen_parts(settings)
     task = MMDiTTask(
         transformer,

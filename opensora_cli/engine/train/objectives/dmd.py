@@ -1,0 +1,124 @@
+"""Objective `dmd`: an adapter whose videos have the distribution of its guided model, in few steps without guidance.
+
+The adapter, the student, takes its own steps from noise up to a random one, and predicts the data there. The critic, a
+second adapter, learns to denoise such data. The difference between the denoised data of the critic and of the guided
+model, the teacher, says how to make the student's data more probable (DMD2: Yin et al., arXiv 2405.14867; for video:
+Huang et al., arXiv 2506.08009). One model in memory is teacher, student and critic. Clips serve as captions and as
+given frames alone.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from opensora_cli.core.progress import Reporter
+from opensora_cli.data.batches import ClipBatch, SampleRng
+from opensora_cli.engine.encode.clip_cache import ClipCache
+from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.lora import CRITIC, critic_on, is_of_critic
+from opensora_cli.engine.train.objectives import mmdit
+from opensora_cli.engine.train.objectives.base import MODEL, Losses, Role, TokenWeights
+from opensora_cli.engine.train.objectives.distill import DistillTask
+from opensora_cli.engine.train.objectives.mmdit import MMDiTTask, PreparedClips, layer_values, outline
+from opensora_cli.sampling.guidance import Branch
+from opensora_cli.sampling.schedule import flow_timesteps
+from opensora_cli.settings.train import TrainSettings
+from opensora_cli.settings.train_loop import OptimizerName
+
+__all__ = ["build", "layer_values", "measured_steps", "outline", "stand_in"]
+
+_LEAST_WEIGHT = 1e-3
+"""Smallest distance from the teacher by which a gradient is divided."""
+
+
+def build(
+    settings: TrainSettings,
+    *,
+    distribution: Distribution,
+    clips: ClipCache | None,
+    token_weights: TokenWeights | None,
+    reporter: Reporter,
+) -> "DMDTask":
+    """Return the task of both adapters, beside the frozen weights of their model."""
+    clip_task = mmdit.build(settings, distribution=distribution, clips=clips, token_weights=None, reporter=reporter)
+    return DMDTask(clip_task, settings)
+
+
+def stand_in(settings: TrainSettings) -> "tuple[DMDTask, list[nn.Module]]":
+    """Return the task and its frozen parts, without the weights of any file."""
+    clip_task, frozen = mmdit.stand_in(settings)
+    return DMDTask(clip_task, settings), frozen
+
+
+def measured_steps(settings: TrainSettings) -> tuple[int, ...]:
+    """Return the first step, in which both adapters learn, and the next that is alike."""
+    return (0, settings.train_distill.critic_steps)
+
+
+class DMDTask(DistillTask):
+    """Training task of a few-step adapter and its critic. The student learns in one of `critic_steps` updates."""
+
+    def __init__(self, clips: MMDiTTask, settings: TrainSettings) -> None:
+        super().__init__(clips, settings)
+        rate = settings.train_distill.critic_learning_rate
+        optimizer = settings.optimizer.replace(
+            {
+                "name": OptimizerName.ADAMW,
+                "learning_rate": rate,
+                "initial_learning_rate": min(settings.optimizer.initial_learning_rate, rate),
+                "final_learning_rate": min(settings.optimizer.final_learning_rate, rate),
+            }
+        )
+        self.roles = {CRITIC: Role(self.module, optimizer, owns=is_of_critic)}
+        self._student_learns = True
+
+    def begin_step(self, step: int) -> None:
+        """Draw the student's step that the update after `step` updates trains."""
+        super().begin_step(step)
+        self._student_learns = step % self._settings.critic_steps == 0
+
+    def losses(self, batch: ClipBatch, rng: SampleRng) -> Losses:
+        """Yield the loss of the student, if it learns, and that of the critic."""
+        clips = self._clips.prepare(batch, rng)
+        frames, rows, columns = clips.grid
+        within = self._settings.teacher_steps
+        times = flow_timesteps(self._settings.steps * within, tokens_per_frame=rows * columns, num_latent_frames=frames)
+        first = self._step * within
+        with torch.no_grad():
+            start_BND = self._student(clips, times[: first + 1 : within])
+        with torch.set_grad_enabled(self._student_learns):
+            data_BND = start_BND - times[first] * self._evaluate(clips, start_BND, times[first], Branch.COND).float()
+        if self._student_learns:
+            yield MODEL, self._matching_loss(clips, data_BND, times, rng), {}
+        data_BND = data_BND.detach()
+        step, noise_BND = self._noised_at(data_BND, times, rng)
+        noisy_BND = torch.lerp(data_BND, noise_BND, times[step])
+        with critic_on(self.module):
+            velocity_BND = self._evaluate(
+                clips, noisy_BND, times[step], Branch.COND, forward=self.roles[CRITIC].forward
+            )
+            loss = nn.functional.mse_loss(velocity_BND.float(), noise_BND - data_BND)
+            yield CRITIC, loss, {}
+
+    def _matching_loss(
+        self, clips: PreparedClips, data_BND: Tensor, times: Sequence[float], rng: SampleRng
+    ) -> Tensor:
+        """Return a loss whose gradient is the difference of the critic's and the teacher's denoised data, for each clip
+        divided by the mean distance of the student's data from the teacher's.
+        """
+        with torch.no_grad():
+            step, noise_BND = self._noised_at(data_BND, times, rng)
+            noisy_BND = torch.lerp(data_BND, noise_BND, times[step])
+            with critic_on(self.module):
+                fake_BND = self._evaluate(clips, noisy_BND, times[step], Branch.COND)
+            real_BND = self._guided(clips, noisy_BND, times, step)
+            difference_BND = times[step] * (real_BND - fake_BND).float()
+            distance_B11 = (data_BND - noisy_BND + times[step] * real_BND).abs().mean((1, 2), keepdim=True)
+            target_BND = data_BND - difference_BND / distance_B11.clamp_min(_LEAST_WEIGHT)
+        return 0.5 * nn.functional.mse_loss(data_BND, target_BND)
+
+    def _noised_at(self, data_BND: Tensor, times: Sequence[float], rng: SampleRng) -> tuple[int, Tensor]:
+        """Return a random step of the teacher, and new noise for the data at its beginning."""
+        noise_BND = torch.randn(data_BND.shape, generator=rng.torch).to(data_BND)
+        return int(rng.numpy.integers(len(times) - 1)), noise_BND
