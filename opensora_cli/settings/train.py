@@ -342,9 +342,9 @@ def _transformer_problems(settings: TrainSettings) -> Iterator[str]:
 def _distill_problems(settings: TrainSettings) -> Iterator[str]:
     yield from _transformer_problems(settings)
     if not settings.lora.is_on:
-        yield "target=distill trains an adapter beside its teacher: set lora.rank, as in lora.rank=32"
+        yield f"target={settings.target} trains an adapter beside its teacher: set lora.rank, as in lora.rank=32"
     if settings.train_mmdit.masked_loss:
-        yield "train_mmdit.masked_loss=true has no effect with target=distill: drop it"
+        yield f"train_mmdit.masked_loss=true has no effect with target={settings.target}: drop it"
 
 
 def _distill_evaluations(settings: TrainSettings) -> float:
@@ -354,8 +354,9 @@ def _distill_evaluations(settings: TrainSettings) -> float:
 
 def _dmd_evaluations(settings: TrainSettings) -> float:
     distill = settings.train_distill
-    # In some steps the teacher and the critic judge the student. In all others it computes no gradient.
-    return (distill.steps - 1) / 2 + 1 + _teacher_branches(settings) / distill.critic_steps
+    # The student is judged by all branches of the teacher and by the critic. Its backward pass takes about as long as
+    # an evaluation, because weights of the model have no gradient.
+    return (distill.steps - 1) / 2 + 1 + (_teacher_branches(settings) + 2) / distill.critic_steps
 
 
 def _teacher_branches(settings: TrainSettings) -> int:

@@ -81,8 +81,12 @@ class DistillTrainSettings(Section):
 
     steps: int = Field(default=4, ge=1, le=16, description="Steps of the adapter.")
     teacher_steps: int = Field(default=8, ge=1, le=100, description="Guided steps of the model in each of them.")
-    critic_steps: int = Field(default=3, ge=1, le=100, description="Steps of the critic for each of the adapter (dmd).")
-    critic_learning_rate: float = Field(default=1e-3, gt=0, le=1, description="Peak learning rate of the critic (dmd).")
+    critic_steps: int = Field(
+        default=2, ge=1, le=100, description="Updates of the critic for each of the adapter, with target=dmd."
+    )
+    critic_learning_rate: float = Field(
+        default=1e-3, gt=0, le=1, description="Peak learning rate of the critic, with target=dmd."
+    )
     guidance_scale: float = Field(default=7.5, ge=0, le=100, description="Weight of the prompt; 1 disables guidance.")
     image_guidance_scale: float = Field(
         default=3.0, ge=0, le=100, description="Weight of the reference; 1 disables guidance."

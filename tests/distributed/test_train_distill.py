@@ -1,4 +1,4 @@
-"""A few-step adapter learned by ranks that share weights or tokens, against one process."""
+"""Few-step adapters learned by ranks that share weights or tokens, against one process."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +14,7 @@ from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.objectives.distill import DistillTask
+from opensora_cli.engine.train.objectives.dmd import DMDTask
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask, PreparedClips
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.explain import Given
@@ -61,34 +62,39 @@ def _settings() -> TrainSettings:
         "train_distill.steps": 2,
         "train_distill.teacher_steps": 2,
         "train_distill.image_guidance_scale": 2.0,
+        "train_distill.critic_learning_rate": 0.01,
     }
     overrides = {key: Given(value, "test") for key, value in given.items()}
     return load_train_settings(config=Path("demo_distill"), overrides=overrides, environment={})
 
 
-def _distilled(case: Case | None) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+def _distilled(kind: type[DistillTask], case: Case | None) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     distribution = case.open() if case else Distribution(torch.device("cpu"))
     model = tiny_transformer()
-    add_lora(model, LoraSettings(rank=3), seed=0)
-    task = DistillTask(_Clips(model), _settings())
+    add_lora(model, LoraSettings(rank=3), seed=0, has_critic=kind is DMDTask)
+    task = kind(_Clips(model), _settings())
     task.shard(distribution)
-    return train_task(task, distribution, steps=2)
+    return train_task(task, distribution, steps=3)
 
 
 @pytest.mark.parametrize(
-    "case",
+    ("kind", "case"),
     [
-        Case("zero3", 2),
-        pytest.param(Case("hybrid", 2, (("ulysses_degree", 2),)), marks=pytest.mark.slow),
-        pytest.param(Case("ddp", 2), marks=pytest.mark.slow),
-        pytest.param(Case("hybrid", 2, (("ring_degree", 2),)), marks=pytest.mark.slow),
+        (DMDTask, Case("zero3", 2)),
+        pytest.param(DistillTask, Case("zero3", 2), marks=pytest.mark.slow),
+        pytest.param(DMDTask, Case("hybrid", 2, (("ulysses_degree", 2),)), marks=pytest.mark.slow),
+        pytest.param(DMDTask, Case("ddp", 2), marks=pytest.mark.slow),
+        pytest.param(DMDTask, Case("hybrid", 2, (("ring_degree", 2),)), marks=pytest.mark.slow),
     ],
     ids=str,
 )
-def test_ranks_learn_the_adapter_of_one_process(pool: Callable[[int], Any], case: Case) -> None:
-    figures, adapter = _distilled(None)
-    for our_figures, ours in pool(case.ranks).run(_distilled, case):
+def test_ranks_learn_the_adapters_of_one_process(
+    pool: Callable[[int], Any], kind: type[DistillTask], case: Case
+) -> None:
+    figures, adapters = _distilled(kind, None)
+    assert ["loss" in each for each in figures] == [True, kind is DistillTask, True]
+    for our_figures, ours in pool(case.ranks).run(_distilled, kind, case):
         for found, expected in zip(our_figures, figures, strict=True):
             assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
-        assert ours.keys() == adapter.keys()
-        assert all(torch.allclose(ours[name], value, rtol=0, atol=1e-3) for name, value in adapter.items())
+        assert ours.keys() == adapters.keys()
+        assert all(torch.allclose(ours[name], value, rtol=0, atol=1e-3) for name, value in adapters.items())

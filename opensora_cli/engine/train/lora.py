@@ -2,6 +2,7 @@
 
 import math
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,7 +25,7 @@ from opensora_cli.settings.train_loop import LoraSettings, LoraTarget
 
 _ADAPTER = "default"
 CRITIC = "critic"
-"""Name of the second adapter, which the objective `dmd` trains and does not export."""
+"""Name of the second adapter, which judges the first one in training and is not exported."""
 _PREFIX = "base_model.model."
 
 
@@ -38,11 +39,12 @@ def add_lora(transformer: MMDiT, settings: LoraSettings, *, seed: int, has_criti
     installed.
     """
     device = next(transformer.parameters()).device
-    # On the meta device, where PEFT computes no first weights of its own.
-    for adapter in (CRITIC, _ADAPTER) if has_critic else (_ADAPTER,):
-        require_peft().inject_adapter_in_model(
-            _config(transformer.config, settings), transformer, adapter_name=adapter, low_cpu_mem_usage=True
-        )
+    peft, config = require_peft(), _config(transformer.config, settings)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Already found a `peft_config`")
+        for adapter in (CRITIC, _ADAPTER) if has_critic else (_ADAPTER,):
+            # On the meta device, where PEFT computes no first weights of its own.
+            peft.inject_adapter_in_model(config, transformer, adapter_name=adapter, low_cpu_mem_usage=True)
     for name, weight in transformer.named_parameters():
         weight.requires_grad_(_is_of_adapter(name))
         if weight.requires_grad:

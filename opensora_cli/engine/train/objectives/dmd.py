@@ -1,10 +1,10 @@
-"""Objective `dmd`: an adapter whose videos have the distribution of its guided model, in few steps without guidance.
+"""Objective `dmd`: continues a few-step adapter until its videos have the distribution of those of its guided model.
 
-The adapter, the student, takes its own steps from noise up to a random one, and predicts the data there. The critic, a
-second adapter, learns to denoise such data. The difference between the denoised data of the critic and of the guided
-model, the teacher, says how to make the student's data more probable (DMD2: Yin et al., arXiv 2405.14867; for video:
-Huang et al., arXiv 2506.08009). One model in memory is teacher, student and critic. Clips serve as captions and as
-given frames alone.
+The adapter, the student, takes its own steps from noise up to a random one, and predicts the clip there. The critic, a
+second adapter, learns to denoise such clips. The difference between a noisy clip denoised by the critic and by the
+guided model, the teacher, is the direction in which the student's clips become more probable for the teacher (DMD2: Yin
+et al., arXiv 2405.14867; for video: Huang et al., arXiv 2506.08009). One model in memory is teacher, student and
+critic. Clips serve as captions and as given frames alone.
 """
 
 from collections.abc import Sequence
@@ -24,12 +24,11 @@ from opensora_cli.engine.train.objectives.mmdit import MMDiTTask, PreparedClips,
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.sampling.schedule import flow_timesteps
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_loop import OptimizerName
 
 __all__ = ["build", "layer_values", "measured_steps", "outline", "stand_in"]
 
-_LEAST_WEIGHT = 1e-3
-"""Smallest distance from the teacher by which a gradient is divided."""
+_LEAST_DISTANCE = 1e-3
+"""Smallest distance from the teacher's clip by which a direction is divided."""
 
 
 def build(
@@ -52,7 +51,7 @@ def stand_in(settings: TrainSettings) -> "tuple[DMDTask, list[nn.Module]]":
 
 
 def measured_steps(settings: TrainSettings) -> tuple[int, ...]:
-    """Return the first step, in which both adapters learn, and the next that is alike."""
+    """Return the first step, in which both adapters learn, and the next such step."""
     return (0, settings.train_distill.critic_steps)
 
 
@@ -61,16 +60,10 @@ class DMDTask(DistillTask):
 
     def __init__(self, clips: MMDiTTask, settings: TrainSettings) -> None:
         super().__init__(clips, settings)
-        rate = settings.train_distill.critic_learning_rate
-        optimizer = settings.optimizer.replace(
-            {
-                "name": OptimizerName.ADAMW,
-                "learning_rate": rate,
-                "initial_learning_rate": min(settings.optimizer.initial_learning_rate, rate),
-                "final_learning_rate": min(settings.optimizer.final_learning_rate, rate),
-            }
-        )
-        self.roles = {CRITIC: Role(self.module, optimizer, owns=is_of_critic)}
+        rate, optimizer = settings.train_distill.critic_learning_rate, settings.optimizer
+        ends = {key: min(rate, getattr(optimizer, key)) for key in ("initial_learning_rate", "final_learning_rate")}
+        critic = optimizer.replace({"learning_rate": rate, **ends})
+        self.roles = {CRITIC: Role(self.module, critic, owns=is_of_critic)}
         self._student_learns = True
 
     def begin_step(self, step: int) -> None:
@@ -101,11 +94,10 @@ class DMDTask(DistillTask):
             loss = nn.functional.mse_loss(velocity_BND.float(), noise_BND - data_BND)
             yield CRITIC, loss, {}
 
-    def _matching_loss(
-        self, clips: PreparedClips, data_BND: Tensor, times: Sequence[float], rng: SampleRng
-    ) -> Tensor:
-        """Return a loss whose gradient is the difference of the critic's and the teacher's denoised data, for each clip
-        divided by the mean distance of the student's data from the teacher's.
+    def _matching_loss(self, clips: PreparedClips, data_BND: Tensor, times: Sequence[float], rng: SampleRng) -> Tensor:
+        """Return a loss whose gradient is the direction from the teacher to the critic.
+
+        For each clip it is divided by the mean distance of the student's clip from that of the teacher.
         """
         with torch.no_grad():
             step, noise_BND = self._noised_at(data_BND, times, rng)
@@ -115,7 +107,7 @@ class DMDTask(DistillTask):
             real_BND = self._guided(clips, noisy_BND, times, step)
             difference_BND = times[step] * (real_BND - fake_BND).float()
             distance_B11 = (data_BND - noisy_BND + times[step] * real_BND).abs().mean((1, 2), keepdim=True)
-            target_BND = data_BND - difference_BND / distance_B11.clamp_min(_LEAST_WEIGHT)
+            target_BND = data_BND - difference_BND / distance_B11.clamp_min(_LEAST_DISTANCE)
         return 0.5 * nn.functional.mse_loss(data_BND, target_BND)
 
     def _noised_at(self, data_BND: Tensor, times: Sequence[float], rng: SampleRng) -> tuple[int, Tensor]:

@@ -99,9 +99,9 @@ def test_the_loss_is_the_distance_from_the_end_of_the_guided_steps(task, monkeyp
     calls = []
     evaluate = DistillTask._evaluate
 
-    def recorded(self, clips, latents_BND, t, branch):
+    def recorded(self, clips, latents_BND, t, branch, **given):
         is_off = any(getattr(layer, "_disable_adapters", False) for layer in self.module.modules())
-        velocity_BND = evaluate(self, clips, latents_BND, t, branch)
+        velocity_BND = evaluate(self, clips, latents_BND, t, branch, **given)
         calls.append((t, branch, is_off, torch.is_grad_enabled(), latents_BND, velocity_BND))
         return velocity_BND
 

@@ -1,0 +1,222 @@
+"""Distribution matching of a few-step adapter of the demo: gradients of both adapters, exact resume, memory."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import tiny_training
+import torch
+from closeness import assert_close
+from safetensors.torch import load_file
+from tiny_training import StopAfter
+from torch import Tensor
+
+from opensora_cli.core.conditions import CONDITION_MODES
+from opensora_cli.core.progress import SilentReporter
+from opensora_cli.data.batches import ClipBatch, SampleRng
+from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.early import Resume
+from opensora_cli.engine.train.estimate import estimate_training, measure_training
+from opensora_cli.engine.train.lora import CRITIC
+from opensora_cli.engine.train.objectives import dmd
+from opensora_cli.engine.train.objectives.base import MODEL
+from opensora_cli.engine.train.objectives.dmd import DMDTask
+from opensora_cli.engine.train.run import train
+from opensora_cli.sampling.guidance import Branch
+from opensora_cli.sampling.schedule import flow_timesteps
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.train import TrainSettings, load_train_settings
+
+CAPTIONS = ("a red boat on the sea", "snowing, city")
+
+
+def settings_of(output: Path, **changes: object) -> TrainSettings:
+    """Return a small distillation of the demo; keys of `changes` have `__` for the dot."""
+    given = {
+        "target": "dmd",
+        "output": str(output),
+        "device": "cpu",
+        "lora.rank": 4,
+        "data.table": tiny_training.TABLE,
+        "data.buckets": "{32px: {9: [1.0, 2]}}",
+        "data.workers": 0,
+        "train_mmdit.cache": "none",
+        "train_mmdit.frozen_dtype": "float32",
+        "train_mmdit.attention": "sdpa",
+        "train_mmdit.video_latent_frames": 1,
+        "train_mmdit.mode_weights.v2v_head_easy": 0,
+        "train_mmdit.mode_weights.v2v_tail_easy": 0,
+        "train_distill.steps": 2,
+        "train_distill.teacher_steps": 2,
+        "train_distill.critic_steps": 2,
+        "optimizer.learning_rate": 0.01,
+        "optimizer.warmup_steps": 0,
+        "loop.steps": 3,
+        "loop.ema_decay": "none",
+        "loop.log_every": 1,
+        "precision.compute": "fp32",
+        **{key.replace("__", "."): value for key, value in changes.items()},
+    }
+    overrides = {key: Given(value, "test") for key, value in given.items()}
+    return load_train_settings(config=Path("demo_distill"), overrides=overrides, environment={})
+
+
+def new_task(settings: TrainSettings) -> DMDTask:
+    return dmd.build(
+        settings,
+        distribution=Distribution(torch.device("cpu")),
+        clips=None,
+        token_weights=None,
+        reporter=SilentReporter(),
+    )
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory) -> DMDTask:
+    """Return the task with random adapters; new ones change nothing."""
+    made = new_task(settings_of(tmp_path_factory.mktemp("distill"), train_distill__image_guidance_scale=2.0))
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in made.module.named_parameters():
+        if ".lora_B." in name:
+            weight.data.normal_(std=0.05, generator=generator)
+    return made
+
+
+def batch() -> ClipBatch:
+    pixels = torch.randint(0, 256, (2, 9, 32, 32, 3), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    return ClipBatch(
+        number=0,
+        epoch=0,
+        cached=None,
+        paths=("a.mp4", "b.mp4"),
+        captions=CAPTIONS,
+        fps=(12.0, 12.0),
+        motion_scores=(None, None),
+        pixels_BTHWC=pixels,
+    )
+
+
+class Evaluation(NamedTuple):
+    """Evaluation of the model by one of its parts."""
+
+    part: str
+    branch: Branch
+    t: float
+    has_gradient: bool
+    latents_BND: Tensor
+    velocity_BND: Tensor
+
+
+@pytest.fixture
+def evaluations(task, monkeypatch) -> list[Evaluation]:
+    """Record the evaluations of the task."""
+    found = []
+    evaluate = DMDTask._evaluate
+
+    def recorded(self, clips, latents_BND, t, branch, **given):
+        velocity_BND = evaluate(self, clips, latents_BND, t, branch, **given)
+        layer = next(layer for layer in self.module.modules() if hasattr(layer, "base_layer"))
+        part = "teacher" if layer._disable_adapters else layer._active_adapter[0]
+        found.append(Evaluation(part, branch, t, torch.is_grad_enabled(), latents_BND, velocity_BND))
+        return velocity_BND
+
+    monkeypatch.setattr(DMDTask, "_evaluate", recorded)
+    return found
+
+
+def learned_by(task: DMDTask, loss: Tensor) -> set[str]:
+    """Return the adapters to which the gradient of a loss comes."""
+    task.module.zero_grad()
+    loss.backward()
+    weights = [name for name, weight in task.module.named_parameters() if weight.grad is not None]
+    assert all(".lora_" in name for name in weights)
+    return {name.split(".")[-2] for name in weights}
+
+
+def test_the_gradient_is_the_direction_from_the_teacher_to_the_critic(task, evaluations):
+    task._step = 1
+    losses = task.losses(batch(), SampleRng.of(0, 0))
+    role, loss, figures = next(losses)
+    assert (role, figures) == (MODEL, {})
+    noise, student, critic, *teacher = evaluations
+    # A step of the adapter from noise without a gradient, and the one that learns.
+    assert [(each.part, each.branch, each.has_gradient) for each in (noise, student)] == [
+        ("default", Branch.COND, False),
+        ("default", Branch.COND, True),
+    ]
+    assert [(each.part, each.branch) for each in teacher] == [("teacher", branch) for branch in Branch]
+    assert (critic.part, critic.branch) == ("critic", Branch.COND)
+    clips = task._clips.prepare(batch(), SampleRng.of(0, 0))
+    frames, rows, columns = clips.grid
+    own, usual = (flow_timesteps(count, tokens_per_frame=rows * columns, num_latent_frames=frames) for count in (2, 4))
+    assert [noise.t, student.t] == own[:2]
+    assert torch.equal(student.latents_BND, clips.noise_BND + (own[1] - own[0]) * noise.velocity_BND)
+    data_BND = (student.latents_BND - own[1] * student.velocity_BND).detach()
+    # Teacher and critic judge the predicted clips at one of the teacher's times. Each clip has the scales of its mode.
+    assert critic.t in usual[:-1]
+    for each in teacher:
+        assert each.t == critic.t
+        assert torch.equal(each.latents_BND, critic.latents_BND)
+    uncond2, uncond, cond = (each.velocity_BND for each in teacher)
+    guided = []
+    for index, mode in enumerate(clips.modes):
+        scales = task._scales(mode, clips.grid, usual)[usual.index(critic.t)]
+        image_N1 = torch.tensor(scales.image).repeat_interleave(data_BND.shape[1] // len(scales.image))[:, None]
+        of_image, of_text = uncond[index] - uncond2[index], cond[index] - uncond[index]
+        guided.append(uncond2[index] + image_N1 * of_image + scales.text * of_text)
+    real_BND, fake_BND = (critic.latents_BND - critic.t * each for each in (torch.stack(guided), critic.velocity_BND))
+    away_BND = (fake_BND - real_BND) / (data_BND - real_BND).abs().mean((1, 2), keepdim=True)
+    assert_close(loss.detach(), 0.5 * away_BND.square().mean(), tolerance=1e-4)
+    assert learned_by(task, loss) == {"default"}
+
+
+def test_the_critic_learns_to_denoise_the_clips_of_the_adapter(task, evaluations):
+    task._step = 0
+    (_, _, _), (role, loss, figures) = task.losses(batch(), SampleRng.of(0, 0))
+    assert (role, figures) == (CRITIC, {})
+    student, critic = evaluations[0], evaluations[-1]
+    assert (critic.part, critic.branch, critic.has_gradient) == ("critic", Branch.COND, True)
+    data_BND = (student.latents_BND - student.velocity_BND).detach()
+    # From x = (1-t)·data + t·noise follows noise - data = (x - data) / t.
+    wanted_BND = (critic.latents_BND - data_BND) / critic.t
+    assert_close(loss.detach(), (critic.velocity_BND.detach() - wanted_BND).square().mean(), tolerance=1e-4)
+    assert learned_by(task, loss) == {CRITIC}
+
+
+def test_only_the_critic_learns_between_steps_of_the_adapter(task, evaluations):
+    roles = []
+    for step in range(4):
+        task.begin_step(step)
+        roles.append([role for role, _, _ in task.losses(batch(), SampleRng.of(0, step))])
+    assert roles == [[MODEL, CRITIC], [CRITIC]] * 2
+    assert not any(each.has_gradient for each in evaluations if each.part == "teacher")
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_ends_the_same(tmp_path):
+    train(settings_of(tmp_path / "whole"))
+    parts = settings_of(tmp_path / "parts")
+    with pytest.raises(KeyboardInterrupt):
+        train(parts, reporter=StopAfter(2))
+    train(parts, resume=Resume())
+    whole, found = (load_file(tmp_path / name / "lora" / "adapter_model.safetensors") for name in ("whole", "parts"))
+    assert found.keys() == whole.keys()
+    assert not any("critic" in name for name in whole)
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize(("image", "modes", "branches"), [(2.0, {}, 3), (1.0, {}, 2), (2.0, {"t2v"}, 2)])
+def test_the_predicted_evaluations_are_those_of_a_task(tmp_path, image, modes, branches):
+    weights = {f"train_mmdit__mode_weights__{name}": 0 for name in CONDITION_MODES if modes and name not in modes}
+    settings = settings_of(tmp_path, train_distill__image_guidance_scale=image, **weights)
+    assert len(new_task(settings)._branches) == branches
+    # Half a step of the adapter in the mean, and the one that learns. In every second update it is judged by all
+    # branches of the teacher and by the critic, and its backward pass counts as one.
+    assert settings.objective.evaluations(settings) == 0.5 + 1 + (branches + 1 + 1) / 2
+
+
+def test_the_memory_of_both_adapters_is_estimated(tmp_path):
+    settings = settings_of(tmp_path, train_distill__image_guidance_scale=2.0)
+    expected, found = estimate_training(settings), measure_training(settings)
+    assert expected.peak_bytes == pytest.approx(found.peak_bytes, rel=0.01)
+    assert expected.most == found.most
