@@ -92,6 +92,7 @@ def test_every_recipe_loads_and_they_follow_each_other() -> None:
         "demo_decoder",
         "demo_finish",
         "demo_turbo",
+        "demo_turbo_dmd",
     }
     demo, short, decoder, vae = (trained[name] for name in ("demo", "demo_short", "demo_decoder", "demo_vae"))
     assert vae.init == f"{trained['demo_vae_pictures'].output}/vae.safetensors"
@@ -100,9 +101,10 @@ def test_every_recipe_loads_and_they_follow_each_other() -> None:
     assert demo.weights == short.weights == (decoder.output, text.output)
     assert demo.vae == short.vae == decoder.vae == vae.vae
     assert demo.model == short.model
-    # The last two begin with the embedded weights.
-    for name in ("demo_finish", "demo_turbo"):
+    # The last ones begin with the embedded weights.
+    for name in ("demo_finish", "demo_turbo", "demo_turbo_dmd"):
         assert (trained[name].init, trained[name].weights) == ("demo", ("demo",))
+    assert trained["demo_turbo_dmd"].lora.init == f"{trained['demo_turbo'].output}/lora"
     sizes = text.text_encoders
     assert (demo.text.t5_max_length, demo.text.clip_max_length) == (sizes.t5_max_length, sizes.clip_max_length)
     assert (demo.model.context_in_dim, demo.model.vec_in_dim) == (sizes.t5_width, sizes.clip_width)
