@@ -192,7 +192,12 @@ TRAIN = (
     *PARALLEL,
     *VAE,
     _typed("train_vae", lambda s: not s.trains_transformer, "with target={s.target}: use target=vae"),
-    _typed("train_distill", lambda s: s.objective.evaluations(s), "with target={s.target}: use target=distill"),
+    _typed("train_distill", lambda s: s.objective.has_teacher, "with target={s.target}: use target=distill"),
+    _typed(
+        "train_distill.critic_steps train_distill.critic_learning_rate",
+        lambda s: s.objective.has_critic or not s.objective.has_teacher,
+        "with target={s.target}: use target=dmd",
+    ),
     _typed(
         "weights model text train_mmdit lora memory compile samples watching.peak_tflops",
         attrgetter("trains_transformer"),

@@ -347,26 +347,6 @@ def _distill_problems(settings: TrainSettings) -> Iterator[str]:
         yield f"train_mmdit.masked_loss=true has no effect with target={settings.target}: drop it"
 
 
-def _distill_evaluations(settings: TrainSettings) -> float:
-    distill = settings.train_distill
-    return (distill.steps - 1) / 2 + distill.teacher_steps * _teacher_branches(settings)
-
-
-def _dmd_evaluations(settings: TrainSettings) -> float:
-    distill = settings.train_distill
-    # The student is judged by all branches of the teacher and by the critic. Its backward pass takes about as long as
-    # an evaluation, because weights of the model have no gradient.
-    return (distill.steps - 1) / 2 + 1 + (_teacher_branches(settings) + 2) / distill.critic_steps
-
-
-def _teacher_branches(settings: TrainSettings) -> int:
-    distill, modes = settings.train_distill, settings.train_mmdit.mode_weights.by_mode()
-    if settings.model.guidance_embed:
-        return 1
-    gives_frames = any(CONDITION_MODES[name].needs_reference for name in modes)
-    return 1 + (distill.guidance_scale != 1) + (gives_frames and distill.image_guidance_scale != 1)
-
-
 def _sample_problems(settings: TrainSettings) -> Iterator[str]:
     samples, grid = settings.samples, settings.vae.grid
     if samples.every is None:
@@ -394,9 +374,8 @@ class Target(NamedTuple):
     """Function that yields one line for each broken rule of the objective."""
     weighs_tokens: bool = False
     """Whether a program can give the loss a weight for each token."""
-    evaluations: Callable[[TrainSettings], float] = lambda settings: 0.0
-    """Function that returns the mean number of evaluations of the transformer without gradients, beside the forward
-    pass of a step."""
+    has_teacher: bool = False
+    """Whether the model without an adapter teaches the adapter."""
     has_critic: bool = False
     """Whether a second adapter is trained beside the exported one."""
 
@@ -404,7 +383,7 @@ class Target(NamedTuple):
 TARGETS = {
     "vae": Target(False, VAE_FILE, _autoencoder_problems),
     "mmdit": Target(True, TRANSFORMER_FILE, _transformer_problems, weighs_tokens=True),
-    "distill": Target(True, TRANSFORMER_FILE, _distill_problems, evaluations=_distill_evaluations),
-    "dmd": Target(True, TRANSFORMER_FILE, _distill_problems, evaluations=_dmd_evaluations, has_critic=True),
+    "distill": Target(True, TRANSFORMER_FILE, _distill_problems, has_teacher=True),
+    "dmd": Target(True, TRANSFORMER_FILE, _distill_problems, has_teacher=True, has_critic=True),
 }
 """Objectives by name. `engine/train/objectives` has a module of the same name for each."""

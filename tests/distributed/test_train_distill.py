@@ -58,6 +58,7 @@ class _Clips(MMDiTTask):
 
 def _settings() -> TrainSettings:
     given = {
+        "target": "dmd",
         "data.table": "clips.csv",
         "train_distill.steps": 2,
         "train_distill.teacher_steps": 2,

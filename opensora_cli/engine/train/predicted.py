@@ -40,6 +40,7 @@ from opensora_cli.engine.train.activations import ActivationPlan, largest_batch_
 from opensora_cli.engine.train.build import count_parameters
 from opensora_cli.engine.train.distribution import mesh_shape, training_exchange
 from opensora_cli.engine.train.frozen_weights import plan_frozen_weights
+from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.shares import MeshShape
@@ -110,7 +111,7 @@ def _passes(settings: TrainSettings, gpu: GpuSettings, plan: ActivationPlan | No
         if plan.checkpointing is Checkpointing.SELECTIVE:
             again = replace(again, attention_flops=0.0)
         passes.append((checkpointed, again, 1.0))
-    more = settings.objective.evaluations(settings)
+    more = find_objective(settings).evaluations(settings)
     passes.append((config, forward * more, more))
     found: Seconds = {}
     for blocks, work, keys_and_values in passes:
@@ -177,7 +178,7 @@ def _sharing(settings: TrainSettings, gpu: GpuSettings, *, computed: float, roun
     held = _all_numbers(settings) / mesh.tensor if settings.lora.is_on else trained
     sharing = mesh.shard * mesh.ring * mesh.ulysses if strategy.shards else 1
     gathers, scatters = _exchanges(strategy, rounds)
-    more = rounds * settings.objective.evaluations(settings) if strategy.gathers_twice else 0.0
+    more = rounds * find_objective(settings).evaluations(settings) if strategy.gathers_twice else 0.0
     gathered = (gathers + more) * held * torch_dtype(settings.precision.compute).itemsize
     scattered = scatters * trained * _FP32
     # Copies of the weights then sum their gradients.

@@ -154,6 +154,9 @@ class Objective(Protocol):
     def layer_values(self, settings: TrainSettings, shape: "BatchShape") -> int:
         """Return the number of values in a layer of a micro-batch of this shape, in proportion to its memory."""
 
+    def evaluations(self, settings: TrainSettings) -> float:
+        """Return the mean number of evaluations without gradients in a step, beside its forward and backward pass."""
+
     def measured_steps(self, settings: TrainSettings) -> tuple[int, ...]:
         """Return the steps with the memory of all others; the first of a run allocates the optimizers' moments."""
 

@@ -40,7 +40,7 @@ from opensora_cli.sampling.guidance import (
 from opensora_cli.sampling.schedule import flow_timesteps
 from opensora_cli.settings.train import LORA_FOLDER, TrainSettings
 
-__all__ = ["build", "layer_values", "measured_steps", "outline", "stand_in"]
+__all__ = ["build", "evaluations", "layer_values", "measured_steps", "outline", "stand_in"]
 
 
 def build(
@@ -62,9 +62,39 @@ def stand_in(settings: TrainSettings) -> "tuple[DistillTask, list[nn.Module]]":
     return DistillTask(clip_task, settings), frozen
 
 
+def evaluations(settings: TrainSettings) -> float:
+    """Return the mean number of evaluations of the adapter before its step, and of its teacher."""
+    distill = settings.train_distill
+    return (distill.steps - 1) / 2 + distill.teacher_steps * len(teacher_branches(settings))
+
+
 def measured_steps(settings: TrainSettings) -> tuple[int, ...]:
     """Return the first two steps, which have the memory of all others: evaluations without gradients add none."""
     return (0, 1)
+
+
+def teacher_branches(settings: TrainSettings) -> tuple[Branch, ...]:
+    """Return the branches of guidance that the teacher evaluates for some condition mode of the run."""
+    modes = [CONDITION_MODES[name] for name in settings.train_mmdit.mode_weights.by_mode()]
+    scales = [
+        each
+        for mode in (T2V, *modes)
+        for each in guidance_scales(_guidance(settings), mode=mode, timesteps=(1.0, 0.0), num_latent_frames=2)
+    ]
+    return tuple(branch for branch in Branch if any(branch in branches_needed(each) for each in scales))
+
+
+def _guidance(settings: TrainSettings) -> Guidance:
+    if settings.model.guidance_embed:
+        return NO_GUIDANCE
+    distill = settings.train_distill
+    return Guidance(
+        guidance_scale=distill.guidance_scale,
+        image_guidance_scale=distill.image_guidance_scale,
+        text_oscillation=distill.mean_guidance_of is not None,
+        image_oscillation=distill.mean_guidance_of is not None,
+        mean_of=distill.mean_guidance_of,
+    )
 
 
 class DistillTask(Task):
@@ -84,11 +114,7 @@ class DistillTask(Task):
         self._run = settings
         self._settings = settings.train_distill
         self._step = 0
-        modes = [CONDITION_MODES[name] for name in settings.train_mmdit.mode_weights.by_mode()]
-        every = [
-            branches_needed(scales) for mode in (T2V, *modes) for scales in self._scales(mode, (2, 1, 1), (1.0, 0.0))
-        ]
-        self._branches = tuple(branch for branch in Branch if any(branch in needed for needed in every))
+        self._branches = teacher_branches(settings)
 
     def begin_step(self, step: int) -> None:
         """Draw the step of the adapter that the update after `step` updates trains."""
@@ -178,17 +204,4 @@ class DistillTask(Task):
     def _scales(
         self, mode: ConditionMode, grid: tuple[int, int, int], times: Sequence[float]
     ) -> tuple[GuidanceScales, ...]:
-        return guidance_scales(self._guidance, mode=mode, timesteps=tuple(times), num_latent_frames=grid[0])
-
-    @property
-    def _guidance(self) -> Guidance:
-        if self._clips.module.config.guidance_embed:
-            return NO_GUIDANCE
-        mean_of = self._settings.mean_guidance_of
-        return Guidance(
-            guidance_scale=self._settings.guidance_scale,
-            image_guidance_scale=self._settings.image_guidance_scale,
-            text_oscillation=mean_of is not None,
-            image_oscillation=mean_of is not None,
-            mean_of=mean_of,
-        )
+        return guidance_scales(_guidance(self._run), mode=mode, timesteps=tuple(times), num_latent_frames=grid[0])

@@ -19,13 +19,13 @@ from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.lora import CRITIC, critic_on, is_of_critic
 from opensora_cli.engine.train.objectives import mmdit
 from opensora_cli.engine.train.objectives.base import MODEL, Losses, Role, TokenWeights
-from opensora_cli.engine.train.objectives.distill import DistillTask
+from opensora_cli.engine.train.objectives.distill import DistillTask, teacher_branches
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask, PreparedClips, layer_values, outline
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.sampling.schedule import flow_timesteps
 from opensora_cli.settings.train import TrainSettings
 
-__all__ = ["build", "layer_values", "measured_steps", "outline", "stand_in"]
+__all__ = ["build", "evaluations", "layer_values", "measured_steps", "outline", "stand_in"]
 
 _LEAST_DISTANCE = 1e-3
 """Smallest distance from the teacher's clip by which a direction is divided."""
@@ -48,6 +48,15 @@ def stand_in(settings: TrainSettings) -> "tuple[DMDTask, list[nn.Module]]":
     """Return the task and its frozen parts, without the weights of any file."""
     clip_task, frozen = mmdit.stand_in(settings)
     return DMDTask(clip_task, settings), frozen
+
+
+def evaluations(settings: TrainSettings) -> float:
+    """Return the mean number of evaluations of the adapter, and of those that judge it, beside the critic's own pass.
+
+    The adapter's backward pass counts as one, because weights of the model have no gradient.
+    """
+    distill = settings.train_distill
+    return (distill.steps - 1) / 2 + 1 + (len(teacher_branches(settings)) + 2) / distill.critic_steps
 
 
 def measured_steps(settings: TrainSettings) -> tuple[int, ...]:
@@ -92,6 +101,7 @@ class DMDTask(DistillTask):
                 clips, noisy_BND, times[step], Branch.COND, forward=self.roles[CRITIC].forward
             )
             loss = nn.functional.mse_loss(velocity_BND.float(), noise_BND - data_BND)
+            # The backward pass, which may compute blocks again, needs the critic as well.
             yield CRITIC, loss, {}
 
     def _matching_loss(self, clips: PreparedClips, data_BND: Tensor, times: Sequence[float], rng: SampleRng) -> Tensor:

@@ -153,6 +153,11 @@ def layer_values(settings: TrainSettings, shape: BatchShape) -> int:
     return shape.batch_size * tokens * settings.model.hidden_size
 
 
+def evaluations(settings: TrainSettings) -> float:
+    """Return 0: a step has its own forward pass alone."""
+    return 0.0
+
+
 def measured_steps(settings: TrainSettings) -> tuple[int, ...]:
     """Return the first two steps, which have the memory of all others."""
     return (0, 1)

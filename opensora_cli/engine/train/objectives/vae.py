@@ -104,6 +104,11 @@ def layer_values(settings: TrainSettings, shape: BatchShape) -> int:
     return shape.batch_size * shape.num_frames * shape.height * shape.width * settings.vae.sizes.pixel_width
 
 
+def evaluations(settings: TrainSettings) -> float:
+    """Return 0: a step has its own forward pass alone."""
+    return 0.0
+
+
 def measured_steps(settings: TrainSettings) -> tuple[int, ...]:
     """Return the first two steps, or the first and one with the discriminator and whole frames."""
     chosen = settings.train_vae

@@ -1,22 +1,19 @@
 """Distillation of the demo to few steps: what is learned, what the adapter's file states, and exact resume."""
 
 import json
-from pathlib import Path
 
 import pytest
-import tiny_training
 import torch
 from closeness import assert_close
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tiny_distillation import batch, new_task, random_task, settings_of
 from tiny_training import StopAfter
 
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.progress import SilentReporter
-from opensora_cli.data.batches import ClipBatch, SampleRng
+from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.few_steps import METADATA_KEY, asked_sampling
-from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.lora import adapters_off
 from opensora_cli.engine.train.objectives import distill
@@ -24,75 +21,14 @@ from opensora_cli.engine.train.objectives.distill import DistillTask
 from opensora_cli.engine.train.run import train
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.sampling.schedule import flow_timesteps
-from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import load_preset
-from opensora_cli.settings.train import TrainSettings, load_train_settings
-
-CAPTIONS = ("a red boat on the sea", "snowing, city")
-
-
-def settings_of(output: Path, **changes: object) -> TrainSettings:
-    """Return a small distillation of the demo; keys of `changes` have `__` for the dot."""
-    given = {
-        "output": str(output),
-        "device": "cpu",
-        "lora.rank": 4,
-        "data.table": tiny_training.TABLE,
-        "data.buckets": "{32px: {9: [1.0, 2]}}",
-        "data.workers": 0,
-        "train_mmdit.cache": "none",
-        "train_mmdit.frozen_dtype": "float32",
-        "train_mmdit.attention": "sdpa",
-        "train_mmdit.video_latent_frames": 1,
-        "train_mmdit.mode_weights.v2v_head_easy": 0,
-        "train_mmdit.mode_weights.v2v_tail_easy": 0,
-        "train_distill.steps": 2,
-        "train_distill.teacher_steps": 2,
-        "optimizer.learning_rate": 0.01,
-        "optimizer.warmup_steps": 0,
-        "loop.steps": 3,
-        "loop.ema_decay": "none",
-        "loop.log_every": 1,
-        "precision.compute": "fp32",
-        **{key.replace("__", "."): value for key, value in changes.items()},
-    }
-    overrides = {key: Given(value, "test") for key, value in given.items()}
-    return load_train_settings(config=Path("demo_distill"), overrides=overrides, environment={})
-
-
-def new_task(settings: TrainSettings) -> DistillTask:
-    return distill.build(
-        settings,
-        distribution=Distribution(torch.device("cpu")),
-        clips=None,
-        token_weights=None,
-        reporter=SilentReporter(),
-    )
 
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> DistillTask:
     """Return the task with a random adapter; a new one changes nothing."""
-    made = new_task(settings_of(tmp_path_factory.mktemp("distill"), train_distill__image_guidance_scale=2.0))
-    generator = torch.Generator().manual_seed(0)
-    for name, weight in made.module.named_parameters():
-        if ".lora_B." in name:
-            weight.data.normal_(std=0.05, generator=generator)
-    return made
-
-
-def batch() -> ClipBatch:
-    pixels = torch.randint(0, 256, (2, 9, 32, 32, 3), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-    return ClipBatch(
-        number=0,
-        epoch=0,
-        cached=None,
-        paths=("a.mp4", "b.mp4"),
-        captions=CAPTIONS,
-        fps=(12.0, 12.0),
-        motion_scores=(None, None),
-        pixels_BTHWC=pixels,
-    )
+    settings = settings_of(tmp_path_factory.mktemp("distill"), train_distill__image_guidance_scale=2.0)
+    return random_task(distill, settings)
 
 
 def test_the_loss_is_the_distance_from_the_end_of_the_guided_steps(task, monkeypatch):
@@ -193,7 +129,7 @@ def test_the_file_states_its_sampling_and_an_interrupted_run_ends_the_same(tmp_p
 
 @pytest.mark.slow
 def test_the_adapter_comes_nearer_to_its_teacher(tmp_path):
-    learned = new_task(settings_of(tmp_path, train_distill__steps=1, lora__rank=16))
+    learned = new_task(distill, settings_of(tmp_path, train_distill__steps=1, lora__rank=16))
     optimizer = torch.optim.AdamW([each for each in learned.module.parameters() if each.requires_grad], lr=3e-3)
     losses = []
     for _ in range(40):
@@ -211,6 +147,10 @@ def test_the_adapter_comes_nearer_to_its_teacher(tmp_path):
         ({"lora__rank": "none"}, "target=distill trains an adapter beside its teacher"),
         ({"train_mmdit__masked_loss": True}, "train_mmdit.masked_loss=true has no effect"),
         ({"train_distill__steps": 0}, "train_distill.steps=0 must be at least 1"),
+        (
+            {"train_distill__critic_steps": 3},
+            r"train_distill.critic_steps=3 \(from test\) has no effect with target=distill: use target=dmd",
+        ),
     ],
 )
 def test_wrong_settings_are_refused(tmp_path, changes, message):
@@ -229,5 +169,5 @@ def test_the_predicted_evaluations_are_those_of_a_task(tmp_path, image, modes, e
     weights = {f"train_mmdit__mode_weights__{name}": 0 for name in CONDITION_MODES if modes and name not in modes}
     settings = settings_of(tmp_path, train_distill__image_guidance_scale=image, **weights)
     # Half a step of the student in the mean, and two steps of the teacher in each branch.
-    assert settings.objective.evaluations(settings) == evaluations
-    assert len(new_task(settings)._branches) * 2 + 0.5 == evaluations
+    assert distill.evaluations(settings) == evaluations
+    assert len(new_task(distill, settings)._branches) * 2 + 0.5 == evaluations

@@ -4,17 +4,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import tiny_training
 import torch
 from closeness import assert_close
 from safetensors.torch import load_file
+from tiny_distillation import batch, new_task, random_task, settings_of
 from tiny_training import StopAfter
 from torch import Tensor
 
 from opensora_cli.core.conditions import CONDITION_MODES
-from opensora_cli.core.progress import SilentReporter
-from opensora_cli.data.batches import ClipBatch, SampleRng
-from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.estimate import estimate_training, measure_training
 from opensora_cli.engine.train.lora import CRITIC
@@ -22,78 +20,21 @@ from opensora_cli.engine.train.objectives import dmd
 from opensora_cli.engine.train.objectives.base import MODEL
 from opensora_cli.engine.train.objectives.dmd import DMDTask
 from opensora_cli.engine.train.run import train
+from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.sampling.schedule import flow_timesteps
-from opensora_cli.settings.explain import Given
-from opensora_cli.settings.train import TrainSettings, load_train_settings
-
-CAPTIONS = ("a red boat on the sea", "snowing, city")
+from opensora_cli.settings.train import TrainSettings
 
 
-def settings_of(output: Path, **changes: object) -> TrainSettings:
-    """Return a small distillation of the demo; keys of `changes` have `__` for the dot."""
-    given = {
-        "target": "dmd",
-        "output": str(output),
-        "device": "cpu",
-        "lora.rank": 4,
-        "data.table": tiny_training.TABLE,
-        "data.buckets": "{32px: {9: [1.0, 2]}}",
-        "data.workers": 0,
-        "train_mmdit.cache": "none",
-        "train_mmdit.frozen_dtype": "float32",
-        "train_mmdit.attention": "sdpa",
-        "train_mmdit.video_latent_frames": 1,
-        "train_mmdit.mode_weights.v2v_head_easy": 0,
-        "train_mmdit.mode_weights.v2v_tail_easy": 0,
-        "train_distill.steps": 2,
-        "train_distill.teacher_steps": 2,
-        "train_distill.critic_steps": 2,
-        "optimizer.learning_rate": 0.01,
-        "optimizer.warmup_steps": 0,
-        "loop.steps": 3,
-        "loop.ema_decay": "none",
-        "loop.log_every": 1,
-        "precision.compute": "fp32",
-        **{key.replace("__", "."): value for key, value in changes.items()},
-    }
-    overrides = {key: Given(value, "test") for key, value in given.items()}
-    return load_train_settings(config=Path("demo_distill"), overrides=overrides, environment={})
-
-
-def new_task(settings: TrainSettings) -> DMDTask:
-    return dmd.build(
-        settings,
-        distribution=Distribution(torch.device("cpu")),
-        clips=None,
-        token_weights=None,
-        reporter=SilentReporter(),
-    )
+def dmd_settings(output: Path, **changes: object) -> TrainSettings:
+    return settings_of(output, target="dmd", train_distill__critic_steps=2, **changes)
 
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory) -> DMDTask:
     """Return the task with random adapters; new ones change nothing."""
-    made = new_task(settings_of(tmp_path_factory.mktemp("distill"), train_distill__image_guidance_scale=2.0))
-    generator = torch.Generator().manual_seed(0)
-    for name, weight in made.module.named_parameters():
-        if ".lora_B." in name:
-            weight.data.normal_(std=0.05, generator=generator)
-    return made
-
-
-def batch() -> ClipBatch:
-    pixels = torch.randint(0, 256, (2, 9, 32, 32, 3), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
-    return ClipBatch(
-        number=0,
-        epoch=0,
-        cached=None,
-        paths=("a.mp4", "b.mp4"),
-        captions=CAPTIONS,
-        fps=(12.0, 12.0),
-        motion_scores=(None, None),
-        pixels_BTHWC=pixels,
-    )
+    settings = dmd_settings(tmp_path_factory.mktemp("dmd"), train_distill__image_guidance_scale=2.0)
+    return random_task(dmd, settings)
 
 
 class Evaluation(NamedTuple):
@@ -183,6 +124,22 @@ def test_the_critic_learns_to_denoise_the_clips_of_the_adapter(task, evaluations
     assert learned_by(task, loss) == {CRITIC}
 
 
+def test_blocks_that_are_computed_again_have_the_adapter_of_their_loss(task):
+    task.begin_step(0)
+
+    def gradients() -> dict[str, Tensor]:
+        task.module.zero_grad()
+        for _, loss, _ in task.losses(batch(), SampleRng.of(0, 0)):
+            loss.backward()
+        return {name: weight.grad for name, weight in task.module.named_parameters() if weight.grad is not None}
+
+    expected = gradients()
+    with set_grad_checkpoint(task.module):
+        found = gradients()
+    assert found.keys() == expected.keys()
+    assert all(torch.allclose(found[name], gradient, atol=1e-7) for name, gradient in expected.items())
+
+
 def test_only_the_critic_learns_between_steps_of_the_adapter(task, evaluations):
     roles = []
     for step in range(4):
@@ -194,8 +151,8 @@ def test_only_the_critic_learns_between_steps_of_the_adapter(task, evaluations):
 
 @pytest.mark.slow
 def test_an_interrupted_run_ends_the_same(tmp_path):
-    train(settings_of(tmp_path / "whole"))
-    parts = settings_of(tmp_path / "parts")
+    train(dmd_settings(tmp_path / "whole"))
+    parts = dmd_settings(tmp_path / "parts")
     with pytest.raises(KeyboardInterrupt):
         train(parts, reporter=StopAfter(2))
     train(parts, resume=Resume())
@@ -208,15 +165,15 @@ def test_an_interrupted_run_ends_the_same(tmp_path):
 @pytest.mark.parametrize(("image", "modes", "branches"), [(2.0, {}, 3), (1.0, {}, 2), (2.0, {"t2v"}, 2)])
 def test_the_predicted_evaluations_are_those_of_a_task(tmp_path, image, modes, branches):
     weights = {f"train_mmdit__mode_weights__{name}": 0 for name in CONDITION_MODES if modes and name not in modes}
-    settings = settings_of(tmp_path, train_distill__image_guidance_scale=image, **weights)
-    assert len(new_task(settings)._branches) == branches
+    settings = dmd_settings(tmp_path, train_distill__image_guidance_scale=image, **weights)
+    assert len(new_task(dmd, settings)._branches) == branches
     # Half a step of the adapter in the mean, and the one that learns. In every second update it is judged by all
     # branches of the teacher and by the critic, and its backward pass counts as one.
-    assert settings.objective.evaluations(settings) == 0.5 + 1 + (branches + 1 + 1) / 2
+    assert dmd.evaluations(settings) == 0.5 + 1 + (branches + 1 + 1) / 2
 
 
 def test_the_memory_of_both_adapters_is_estimated(tmp_path):
-    settings = settings_of(tmp_path, train_distill__image_guidance_scale=2.0)
+    settings = dmd_settings(tmp_path, train_distill__image_guidance_scale=2.0)
     expected, found = estimate_training(settings), measure_training(settings)
     assert expected.peak_bytes == pytest.approx(found.peak_bytes, rel=0.01)
     assert expected.most == found.most
