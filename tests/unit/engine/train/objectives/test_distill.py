@@ -149,7 +149,7 @@ def test_the_adapter_comes_nearer_to_its_teacher(tmp_path):
         ({"train_distill__steps": 0}, "train_distill.steps=0 must be at least 1"),
         (
             {"train_distill__critic_steps": 3},
-            r"train_distill.critic_steps=3 \(from test\) has no effect with target=distill: use target=dmd",
+            r"train_distill.critic_steps=3 \(from test\) has no effect with target=distill",
         ),
     ],
 )
