@@ -33,6 +33,11 @@ _LITTLE_BYTES = 2**30
 _MOST_UNPACKED = 100
 """Bytes of cells that each byte of a parquet file may hold, in addition to `_LITTLE_BYTES`."""
 
+_ROWS_OF_BATCH = 65_536
+_LONG = frozenset({"BYTE_ARRAY", "FIXED_LEN_BYTE_ARRAY"})
+_UNCOUNTED = frozenset({"DELTA_BYTE_ARRAY"})
+"""Encodings that store shared prefixes of texts once, and copy them on reading."""
+
 _LOOKED_AT = 4096
 """Bytes at the beginning of a table that are searched for text with two bytes per character."""
 
@@ -95,12 +100,11 @@ def read_rows(path: Path) -> tuple[list[str], Iterator[list[Any]]]:
 def _rows_of(path: Path, kind: str, columns: Sequence[str] | None = None) -> Iterator[list[Any]]:
     """Yield the header, then the rows: those of a CSV file whole, those of a parquet file with the `columns` alone."""
     if kind == PARQUET:
-        with _pyarrow().parquet.ParquetFile(path) as file:
-            _require_plausible(path, file.metadata)
-            yield list(columns or file.schema_arrow.names)
-            for batch in file.iter_batches(columns=columns):
-                found = [batch.column(name) for name in columns] if columns else batch.columns
-                yield from map(list, zip(*(column.to_pylist() for column in found), strict=True))
+        _parquet_rows(path)
+        yield list(columns or _pyarrow().parquet.read_schema(path).names)
+        for batch in _parquet_batches(path, columns):
+            found = [batch.column(name) for name in columns] if columns else batch.columns
+            yield from map(list, zip(*(column.to_pylist() for column in found), strict=True))
         return
     rows = _csv_rows(path)
     header = next(rows, None)
@@ -179,9 +183,62 @@ def _csv_rows(path: Path) -> Iterator[list[str]]:
         yield from (row for row in csv.reader(file) if row)
 
 
-def _require_plausible(path: Path, metadata: Any) -> None:
-    """Raise FileProblem if a parquet file says that it takes far more memory than any table of its size."""
-    size = path.stat().st_size
+def _parquet_batches(path: Path, columns: Sequence[str] | None = None) -> Iterator[Any]:
+    """Yield the rows in batches. Raises FileProblem if the texts take far more memory than any table of this size.
+
+    Parquet stores repeated texts once. They are counted before they are copied into each row.
+    """
+    num_rows, size, pyarrow = _parquet_rows(path), path.stat().st_size, _pyarrow()
+    metadata = pyarrow.parquet.read_metadata(path)
+    read = [index for index in range(metadata.num_columns) if _is_in(metadata.schema.column(index).path, columns)]
+    groups = map(metadata.row_group, range(metadata.num_row_groups))
+    chunks = [group.column(index) for group in groups for index in read]
+    longest = max((chunk.total_uncompressed_size for chunk in chunks), default=0)
+    texts = {leaf.path for leaf in map(metadata.schema.column, read) if _is_text(leaf)}
+    texts -= {chunk.path_in_schema for chunk in chunks if _UNCOUNTED & {*chunk.encodings}}
+    is_counted = all(chunk.path_in_schema in texts for chunk in chunks if chunk.physical_type in _LONG)
+    rows = _ROWS_OF_BATCH if is_counted else min(_LITTLE_BYTES // max(longest, 1) + 1, _ROWS_OF_BATCH)
+    left = _LITTLE_BYTES + _MOST_UNPACKED * size
+    with pyarrow.parquet.ParquetFile(path, read_dictionary=sorted(texts)) as file:
+        for batch in file.iter_batches(batch_size=rows, columns=columns):
+            left -= sum(map(_bytes_of_cells, batch.columns))
+            if left < 0:
+                raise FileProblem(f"{path} has far more text in {num_rows:,} rows than its {size:,} bytes can hold")
+            cells = [column.dictionary_decode() if _is_shared(column) else column for column in batch.columns]
+            fields = [field.with_type(column.type) for field, column in zip(batch.schema, cells, strict=True)]
+            schema = pyarrow.schema(fields, metadata=batch.schema.metadata)
+            yield pyarrow.RecordBatch.from_arrays(cells, schema=schema)
+
+
+def _is_in(path: str, columns: Sequence[str] | None) -> bool:
+    return columns is None or any(path == name or path.startswith(f"{name}.") for name in columns)
+
+
+def _is_text(leaf: Any) -> bool:
+    """Return whether a column holds texts, and not lists of texts."""
+    return (
+        leaf.physical_type == "BYTE_ARRAY"
+        and leaf.logical_type.type in ("STRING", "NONE")
+        and not leaf.max_repetition_level
+    )
+
+
+def _is_shared(cells: Any) -> bool:
+    return bool(_pyarrow().types.is_dictionary(cells.type))
+
+
+def _bytes_of_cells(cells: Any) -> int:
+    """Return the bytes of a column, with each copy of a repeated text."""
+    if not _is_shared(cells):
+        return int(cells.nbytes)
+    compute = importlib.import_module("pyarrow.compute")
+    lengths = compute.binary_length(cells.dictionary).take(cells.indices)
+    return int(cells.indices.nbytes + (compute.sum(lengths).as_py() or 0))
+
+
+def _parquet_rows(path: Path) -> int:
+    """Return the number of rows. Raises FileProblem if columns take far more memory than any table of this size."""
+    metadata, size = _pyarrow().parquet.read_metadata(path), path.stat().st_size
     groups = map(metadata.row_group, range(metadata.num_row_groups))
     unpacked = sum(
         group.column(index).total_uncompressed_size for group in groups for index in range(group.num_columns)
@@ -190,6 +247,7 @@ def _require_plausible(path: Path, metadata: Any) -> None:
         raise FileProblem(
             f"{path} claims {metadata.num_rows:,} rows and {unpacked:,} bytes in a file of {size:,} bytes"
         )
+    return int(metadata.num_rows)
 
 
 def _present(path: Path, header: Sequence[str], wanted: Sequence[str], optional: Sequence[str]) -> list[str]:

@@ -49,7 +49,7 @@ def test_too_many_open_files_are_not_blamed_on_a_table(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / f"table{kind}"
-    reader = (pytest.importorskip("pyarrow.parquet"), "ParquetFile") if kind == ".parquet" else (Path, "open")
+    reader = (pytest.importorskip("pyarrow.parquet"), "read_schema") if kind == ".parquet" else (Path, "open")
     write_table(path, COLUMNS, ROWS)
 
     def refuse(*args: object, **options: object) -> None:
@@ -147,6 +147,31 @@ def test_a_small_parquet_file_that_claims_a_gigantic_table_is_refused_before_it_
     pyarrow.parquet.write_table(pyarrow.table(cells), path, compression="zstd", write_statistics=False)
     with pytest.raises(FileProblem, match=r"claims 1 rows and 3,0\d\d,\d\d\d bytes in a file of \d,\d\d\d bytes"):
         read_table(path)
+
+
+@pytest.mark.parametrize("kind", ["repeated", "in lists", "with shared beginnings"])
+def test_a_small_parquet_file_of_a_long_repeated_text_is_refused_before_it_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr(table_files, "_LITTLE_BYTES", 2_000_000)
+    path, texts = tmp_path / "table.parquet", ["x" * 100_000] * 200
+    cells = [[text] for text in texts] if kind == "in lists" else texts
+    options = {} if kind != "with shared beginnings" else {"column_encoding": {"text": "DELTA_BYTE_ARRAY"}}
+    table = pyarrow.table({"path": ["a.mp4"] * len(cells), "text": cells})
+    pyarrow.parquet.write_table(table, path, compression="zstd", use_dictionary=not options, **options)
+    assert path.stat().st_size < 20_000
+    before = pyarrow.total_allocated_bytes()
+    for read in (
+        lambda: read_columns(path, ["text"]),
+        lambda: list(read_rows(path)[1]),
+        lambda: split_table(path, [tmp_path / "1.parquet"]),
+    ):
+        with pytest.raises(FileProblem, match="has far more text in 200 rows than its"):
+            read()
+    assert pyarrow.total_allocated_bytes() == before
+    assert read_columns(path, ["path"]) == {"path": ["a.mp4"] * len(cells)}
 
 
 def test_cells_of_wrong_types_are_bad_rows(tmp_path: Path) -> None:
