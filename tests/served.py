@@ -36,8 +36,8 @@ class Served:
     """A running `osora serve`; `start` starts it again on the same folder."""
 
     def __init__(self, folder: Path, *options: str, state_s: float = 0.2, **environment: str):
-        self.folder, self.options, self.port = folder, options, free_port()
-        self.environment = {**os.environ, "OSORA_SERVER_STATE_S": str(state_s), **environment}
+        self.folder, self.port = folder, free_port()
+        self.options, self.environment = ("--save-every", str(state_s), *options), {**os.environ, **environment}
         self.log = folder.with_suffix(".log")
         self.start()
 

@@ -50,6 +50,7 @@ _ROWS = {
     "--folder": Option("folder", metavar="FOLDER"),
     "--token-file": Option("token_file", metavar="FILE"),
     "--max-queue": Option("max_queue", kind=int),
+    "--save-every": Option("save_every", kind=float, metavar="SECONDS"),
     "--groups": Option("groups", kind=int),
     "--gpus": Option(kind=int, help="GPUs that share each video. [default: 1]", metavar="N"),
     "--set": options.set_row("Any setting of all videos, such as memory.offload=blocks."),

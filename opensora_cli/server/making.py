@@ -1,6 +1,5 @@
 """Videos of a server's jobs, made with models that stay loaded, and reports of their progress."""
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,8 +17,6 @@ from opensora_cli.settings.generate import GenerateSettings
 
 _EVERY_S = 0.25
 """Shortest time between two reports of one stage."""
-STATE_EVERY_S = float(os.environ.get("OSORA_SERVER_STATE_S", "30"))
-"""Seconds of work between two saves of a job's state."""
 _SHARES = {"load": 2, "text": 3, "encode": 5, "denoise": 75, "decode": 15}
 """Rough share of each stage in the time of a job, in percent."""
 
@@ -36,14 +33,14 @@ def make_video(
 ) -> None:
     """Make the video of a job, and report it as completed.
 
-    The state is saved from time to time. Ranks of `models` call this together, and rank 0 reports. `device` is that of
-    a process that makes videos beside others. Raises what `generate` raises.
+    The state is saved every `job["save_every"]` seconds of work. Ranks of `models` call this together, and rank 0
+    reports. `device` is that of a process that makes videos beside others. Raises what `generate` raises.
     """
     saved_s = time.monotonic()
 
     def state_due() -> bool:
         nonlocal saved_s
-        is_due = time.monotonic() - saved_s >= STATE_EVERY_S
+        is_due = time.monotonic() - saved_s >= job["save_every"]
         if is_due:
             saved_s = time.monotonic()
         return is_due

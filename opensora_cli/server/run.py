@@ -65,7 +65,7 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
     ):
         server = Server(
             store=store,
-            scheduler=Scheduler(store, folder, groups=groups),
+            scheduler=Scheduler(store, folder, groups=groups, save_every=settings.save_every),
             folder=folder,
             usual=usual,
             base=base,

@@ -45,10 +45,11 @@ class Scheduler:
         store: jobs.
         folder: folder with a folder for each job.
         groups: number of workers, each with a device of its own.
+        save_every: seconds of work between two saves of a running job's state.
     """
 
-    def __init__(self, store: JobStore, folder: Path, *, groups: int) -> None:
-        self._store, self._folder, self._groups = store, folder, groups
+    def __init__(self, store: JobStore, folder: Path, *, groups: int, save_every: float) -> None:
+        self._store, self._folder, self._groups, self._save_every = store, folder, groups, save_every
         self._reserve = folder / "reserve"
         self._wakes = asyncio.Event()
         self._listeners: set[asyncio.Queue[Mapping[str, Any] | None]] = set()
@@ -195,8 +196,13 @@ class Scheduler:
                     self._running[job.id] = worker
                     self.publish({"event": "job", "id": job.id})
                     self.publish({"event": "queue"})
-                    folder = str(self.job_folder(job.id))
-                    await worker.send(do="make", id=job.id, settings=job.settings, folder=folder)
+                    await worker.send(
+                        do="make",
+                        id=job.id,
+                        settings=job.settings,
+                        folder=str(self.job_folder(job.id)),
+                        save_every=self._save_every,
+                    )
                     async for report in worker.reports():
                         if await self._is_end(report, job.id):
                             break

@@ -24,7 +24,7 @@ REQUEST |= {"num_frames": 5, "fps": 24, "num_references": 0}
 def server(tmp_path):
     store = JobStore(tmp_path / "jobs.sqlite")
     store.add(REQUEST, {}, job_id="video_1", max_queue=5)
-    scheduler = Scheduler(store, tmp_path, groups=0)
+    scheduler = Scheduler(store, tmp_path, groups=0, save_every=30)
     yield Server(store=store, scheduler=scheduler, folder=tmp_path, usual=usual_settings("demo"), base={}, max_queue=5)
     store.close()
 
@@ -33,7 +33,7 @@ def test_a_cancelled_video_stays_cancelled_when_the_server_is_killed_before_it_e
     server.store.take()
     asyncio.run(server.scheduler.cancel("video_1"))
     assert server.store.get("video_1").status is Status.IN_PROGRESS
-    asyncio.run(Scheduler(server.store, server.folder, groups=0).run())
+    asyncio.run(Scheduler(server.store, server.folder, groups=0, save_every=30).run())
     assert server.store.get("video_1").status is Status.CANCELLED
 
 
@@ -147,7 +147,7 @@ class Worker:
 
 def test_a_bug_of_the_scheduler_is_logged_and_answered_by_healthz(server, monkeypatch, caplog):
     monkeypatch.setattr(scheduling, "Process", Worker)
-    scheduler = Scheduler(server.store, server.folder, groups=2)
+    scheduler = Scheduler(server.store, server.folder, groups=2, save_every=30)
     served = replace(server, scheduler=scheduler)
     status, _ = asyncio.run(answer_of(make_app(served), "/healthz"))
     assert status == 200
