@@ -11,12 +11,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_weights import bit_equal, held, read
 
-from opensora_cli.checkpoint.formats.pickles import DTYPES as ALL_DTYPES
-from opensora_cli.checkpoint.formats.safetensors import open_safetensors, write_safetensors
+from opensora_cli.checkpoint.formats.safetensors import _DTYPES, open_safetensors, write_safetensors
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.strict_json import MAX_JSON_BYTES
 
-DTYPES = [dtype for dtype in ALL_DTYPES.values() if dtype not in (torch.complex32, torch.complex128)]
+DTYPES = list(_DTYPES.values())
 
 
 @pytest.fixture

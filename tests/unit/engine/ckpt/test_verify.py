@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -162,11 +161,8 @@ SHARD, INDEX = "model-00001-of-00004.safetensors", "model.safetensors.index.json
     ("part", "changes", "problem"),
     [
         ("weight_map", {"layer.9": SHARD}, f"{SHARD} lacks tensors that {INDEX} has in it: layer.9"),
-        ("sha256", {SHARD: "\x1b[2J"}, f"{INDEX} has no hash for '{SHARD}', but '\\x1b[2J'"),
-        *(
-            ("sha256", {name: "0" * 64}, f"{INDEX} has a hash for '{name}', which is none of its shards")
-            for name in ("../secret", "/dev/zero", "notes.txt", INDEX)
-        ),
+        ("sha256", {SHARD: "\x1b[2J"}, f"{INDEX} is broken: it has no hash for {SHARD}, but other text"),
+        ("sha256", {"../secret": "0" * 64}, f"{INDEX} is broken: its sha256 is no mapping of each shard to its hash"),
     ],
 )
 def test_an_index_that_disagrees_with_its_shards_is_a_problem(
@@ -213,14 +209,8 @@ def test_a_truncated_part_of_a_training_is_a_problem(name: str, length: int, nam
     assert check(whole, select="model").sound
 
 
-def test_states_that_lack_data_or_lie_elsewhere_are_problems(training: Path, tmp_path: Path) -> None:
+def test_states_that_lie_elsewhere_are_problems(training: Path, tmp_path: Path) -> None:
     path = training / "optimizer" / "optimizer.pt"
-    with zipfile.ZipFile(path) as archive:
-        records = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, content in records.items():
-            archive.writestr(name, content[:-4] if name.endswith("data/0") else content)
-    assert "is longer than its data" in check(training).problems[0]
     path.unlink()
     path.symlink_to(tmp_path / "elsewhere.pt")
     assert "is a link out of its folder" in check(training).problems[0]
