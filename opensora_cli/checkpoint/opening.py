@@ -131,10 +131,14 @@ def _open_index(path: Path) -> Checkpoint:
     """
     document = read_json_object(refuse_outside(path, path.parent), problem=CheckpointError)
     weight_map, metadata = document.get("weight_map"), document.get("metadata", {})
-    is_index = isinstance(metadata, dict) and isinstance(weight_map, dict)
-    if not is_index or not all(isinstance(name, str) for name in weight_map.values()):
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if (
+        not isinstance(weight_map, dict)
+        or not isinstance(metadata, dict)
+        or not all(type(name) is str for name in names)
+    ):
         raise CheckpointError(f"{path} is no index of shards: it has no weight_map of tensor to file name")
-    shards = _find_shards(path, sorted(set(weight_map.values())))
+    shards = _find_shards(path, sorted(set(names)))
     sha256 = metadata.get("sha256", {})
     if not isinstance(sha256, dict) or (sha256 and sha256.keys() != shards.keys()):
         raise CheckpointError(f"{path} is broken: its sha256 is no mapping of each shard to its hash")

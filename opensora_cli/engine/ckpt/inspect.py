@@ -10,7 +10,6 @@ from pydantic import Field
 from opensora_cli.checkpoint.formats.lora_file import open_adapter
 from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.lazy import LazyTensor
-from opensora_cli.checkpoint.lora import described_scales
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.transforms import only
 from opensora_cli.core.documents import Document
@@ -179,10 +178,9 @@ def inspect(settings: InspectSettings, *, reporter: Reporter | None = None) -> I
 def _describe_adapter(path: Path) -> str:
     """Return the scales of an adapter, or the reason why it cannot be added to weights."""
     try:
-        updates = open_adapter(path).updates.values()
+        return open_adapter(path).scales
     except (CheckpointError, RequestError) as error:
         return error.message
-    return described_scales(update for each in updates for update in each)
 
 
 def _totals(entries: Mapping[str, LazyTensor]) -> dict[str, DtypeTotal]:

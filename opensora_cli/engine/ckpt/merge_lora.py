@@ -6,7 +6,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from opensora_cli.checkpoint.formats.lora_file import open_adapter
-from opensora_cli.checkpoint.lora import described_scales, merge
+from opensora_cli.checkpoint.lora import merge
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.ckpt.output import Derived, Product, check_product, write
@@ -43,9 +43,7 @@ def merge_lora(settings: MergeLoraSettings, *, reporter: Reporter | None = None)
     shapes = {name: entry.shape for name, entry in base.entries.items()}
     adapter = fit_to_model(open_adapter(Path(settings.adapter)), shapes, base.metadata)
     require_finite(adapter.files)
-    if adapter.updates:
-        scales = described_scales(each for updates in adapter.updates.values() for each in updates)
-        reporter.note(f"adapter {adapter.path}: {scales}, times --scale {settings.scale:g}")
+    reporter.note(f"adapter {adapter.path}: {adapter.scales}, times --scale {settings.scale:g}")
     entries = merge(base.entries, adapter, scale=settings.scale, subtract=settings.unmerge)
     product = Product(source=base, entries=entries, metadata=base.metadata, settings=settings)
     check_product(product, sources=[base.path, *base.files, adapter.path])
@@ -55,6 +53,6 @@ def merge_lora(settings: MergeLoraSettings, *, reporter: Reporter | None = None)
         product,
         sha256=sha256,
         files=files,
-        changed=len(adapter.updates) + len(adapter.replacements),
+        changed=len(adapter.updates),
         rounded_to=tuple(sorted(dtypes)) if settings.unmerge else (),
     )

@@ -1,6 +1,5 @@
 """Writing weights that are derived from other weights: the checks before, the metadata, and the result."""
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from pydantic import Field
 import opensora_cli
 from opensora_cli.checkpoint.contents import Checkpoint
 from opensora_cli.checkpoint.lazy import LazyTensor
-from opensora_cli.checkpoint.readable import sha256_of
+from opensora_cli.checkpoint.readable import listing_sha256, sha256_of
 from opensora_cli.checkpoint.targets import check_target
 from opensora_cli.checkpoint.writing import SHARD_BYTES, write_checkpoint
 from opensora_cli.core.documents import Document
@@ -168,8 +167,7 @@ def _hash_files(source: Checkpoint, *, reporter: Reporter) -> str:
     hashes = _hash_each([path for _, path in files], stage="hash", reporter=reporter)
     if len(hashes) == 1:
         return hashes[0]
-    lines = (f"{digest}  {name}\n" for (name, _), digest in zip(files, hashes, strict=True))
-    return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+    return listing_sha256({name: digest for (name, _), digest in zip(files, hashes, strict=True)})
 
 
 def _hash_each(files: Sequence[Path], *, stage: str, reporter: Reporter) -> list[str]:
