@@ -209,7 +209,7 @@ def download(settings: DownloadSettings, *, reporter: Reporter | None = None) ->
             with reporter.stage("download", total=sum(planned.bytes for planned in left), unit=BYTES) as progress:
                 for planned in left:
                     target = plan.folder / planned.name
-                    fetch(planned.file, target, advance=progress.advance, report=reporter.warn)
+                    fetch(planned.file, target, advance=progress.advance)
                     write_record(plan.folder, planned.name, commit=planned.commit, digest=planned.hash)
         except KeyboardInterrupt as stop:
             raise KeyboardInterrupt("what has arrived is kept: the same command continues from there") from stop

@@ -38,7 +38,7 @@ def _log_of_this_rank(folder: Path) -> None:
 
 
 def _part(folder: Path) -> None:
-    fetch(_FILE, folder / "x", advance=lambda count: None, report=lambda line: None)
+    fetch(_FILE, folder / "x", advance=lambda count: None)
 
 
 def _checkpoint(folder: Path) -> None:

@@ -1,11 +1,9 @@
 """Downloading from a Hub: all that is needed, nothing twice, and nothing that is not what the Hub says."""
 
-import gzip
 import hashlib
 import json
 import os
 import random
-import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from tiny_world import RecordingReporter
 
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.ckpt import hub as hub_module
 from opensora_cli.engine.ckpt.download import State, download, plan_download
 from opensora_cli.engine.ckpt.hub_records import downloaded_sha256
 from opensora_cli.engine.components.weights import find_released
@@ -58,7 +55,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         files = {"README.md": b"no", BIG: CONTENT, "hunyuan_vae.safetensors": b"vae", "other.safetensors": b"no"}
         server.repos[MAIN] = FakeRepo(files | TEXT_FILES)
         connect(server, monkeypatch)
-        monkeypatch.setattr(hub_module, "RETRY_AFTER_S", 0.0)
         yield server
 
 
@@ -134,9 +130,10 @@ def test_other_files_are_not_lost(content: bytes, hub: FakeHub, tmp_path: Path) 
     assert (tmp_path / BIG).read_bytes() == CONTENT
 
 
-def test_broken_connections_are_retried(hub: FakeHub, tmp_path: Path) -> None:
+def test_broken_connections_are_retried(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.breaks[BIG] = [100_000, 50_000, 0, 0]
-    hub.statuses[BIG] = [503, 429]
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
     download(settings(tmp_path))
     assert (tmp_path / BIG).read_bytes() == CONTENT
     starts = [start for name, start in hub.transfers if name == BIG]
@@ -146,14 +143,17 @@ def test_broken_connections_are_retried(hub: FakeHub, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("knows_ranges", [True, False])
-def test_an_interrupted_download_continues(knows_ranges: bool, hub: FakeHub, tmp_path: Path) -> None:
+def test_an_interrupted_download_continues(
+    knows_ranges: bool, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
     hub.knows_ranges = knows_ranges
     with pytest.raises(KeyboardInterrupt, match="the same command continues"):
         download(settings(tmp_path), reporter=Stopping(after=150_000))
     assert not (tmp_path / BIG).exists()
     begun = plan_download(settings(tmp_path)).files[0]
     assert begun.state is State.PARTIAL
-    assert 150_000 <= begun.bytes_here < len(CONTENT)
+    assert 140_000 <= begun.bytes_here < len(CONTENT)
     hub.transfers.clear()
 
     download(settings(tmp_path))
@@ -190,7 +190,7 @@ def test_a_partial_file_of_another_version_is_not_continued(hub: FakeHub, tmp_pa
 @pytest.mark.parametrize("name", [BIG, f"{T5}/config.json"])
 def test_wrong_content_is_refused_and_removed(name: str, hub: FakeHub, tmp_path: Path) -> None:
     hub.sent_instead[name] = bytes(len(hub.repos[MAIN].files[name]))
-    with pytest.raises(CheckpointError, match=f"{name} arrived with the hash"):
+    with pytest.raises(CheckpointError, match=f"{name} arrived with another hash"):
         download(settings(tmp_path))
     assert not (tmp_path / name).exists()
     assert list(tmp_path.rglob("*.part")) == []
@@ -221,29 +221,6 @@ def test_an_answer_of_another_form_is_refused_in_one_line(
 def test_what_is_no_object_is_not_the_hub(hub: FakeHub, tmp_path: Path, listing: bytes) -> None:
     hub.listing = listing
     with pytest.raises(CheckpointError, match=f"{hub.endpoint} does not answer as the Hub does"):
-        plan_download(settings(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("status", "reason"),
-    [(200, r"sends compressed content \(gzip\)"), (302, "redirects more than 10 times"), (500, "answers 500")],
-)
-def test_an_answer_that_would_fill_the_memory_is_not_decompressed(
-    hub: FakeHub, tmp_path: Path, status: int, reason: str
-) -> None:
-    hub.listing, hub.listing_status = gzip.compress(bytes(50_000_000), 1), status
-    hub.listing_headers = {"Content-Encoding": "gzip", "Location": f"{hub.endpoint}/api/models/{MAIN}"}
-    tracemalloc.start()
-    with pytest.raises(CheckpointError, match=reason):
-        plan_download(settings(tmp_path))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 10 * 2**20
-
-
-def test_metadata_of_any_length_is_not_read(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "MAX_JSON_BYTES", 100)
-    with pytest.raises(CheckpointError, match="answers with over 100 bytes of metadata"):
         plan_download(settings(tmp_path))
 
 
