@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from opensora_cli.checkpoint.background import BackgroundJob
 from opensora_cli.checkpoint.formats.colossal import (
     EMA_FILE,
     MASTER_FILE,
@@ -40,6 +39,7 @@ from opensora_cli.checkpoint.sharding import model_sharding as model_sharding
 from opensora_cli.checkpoint.sharding import rank_and_count
 from opensora_cli.checkpoint.sharding import record_model_param_shape as record_model_param_shape
 from opensora_cli.checkpoint.shared_folder import (
+    BackgroundJob,
     Share,
     on_all,
     remove_checkpoint,

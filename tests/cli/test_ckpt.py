@@ -74,8 +74,8 @@ def test_inspect(capsys: pytest.CaptureFixture[str]) -> None:
         "a.bias    float32  [2]     8 bytes",
         "a.weight  float32  [2, 3]  24 bytes",
     ]
-    code, out, _ = run("inspect", "good.safetensors", "--stats", "--json", "--only", "*.bias", capsys=capsys)
-    assert json.loads(out)["tensors"][0]["statistics"]["mean"] == 1
+    code, out, _ = run("inspect", "good.safetensors", "--json", "--only", "*.bias", capsys=capsys)
+    assert [tensor["name"] for tensor in json.loads(out)["tensors"]] == ["a.bias"]
 
 
 def test_verify(capsys: pytest.CaptureFixture[str]) -> None:
