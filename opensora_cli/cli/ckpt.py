@@ -129,7 +129,7 @@ def merge_lora(settings: MergeLoraSettings, call: Call) -> None:
 def download(settings: DownloadSettings, call: Call) -> None:
     """Download a released model from the Hugging Face Hub, and verify it.
 
-    An interrupted download continues where it stopped. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are respected.
+    An interrupted download continues where it stopped. HF_ENDPOINT and HF_TOKEN are respected.
 
     Examples:
 

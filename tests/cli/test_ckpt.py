@@ -152,7 +152,7 @@ def hub() -> Iterator[FakeHub]:
 def test_download(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     connect(hub, monkeypatch)
     code, out, _ = run("download", "open-sora-v2", "--dry-run", "--json", capsys=capsys)
-    assert (code, json.loads(out)["schema"], hub.transfers) == (0, "osora.ckpt.download/1", [])
+    assert (code, json.loads(out)["schema"], hub.transfers) == (0, "osora.ckpt.download/2", [])
     code, out, err = run("download", "open-sora-v2", capsys=capsys)
     assert code == 0
     assert "hpcai-tech/Open-Sora-v2: licence apache-2.0" in err

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import huggingface_hub
@@ -23,11 +23,13 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but
     get_session,
     tqdm,
 )
+from pydantic import Field
 
+from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.formatting import plain, without_credentials
+from opensora_cli.core.reading import stays_inside
 from opensora_cli.core.regular_files import hint_for, open_regular
-from opensora_cli.engine.ckpt.hub_records import HubFile, HubRepo
 
 _CHUNK_BYTES = 2**20
 _PART_SUFFIX = ".part"
@@ -43,8 +45,34 @@ _InvalidURL: type[Exception] = getattr(sys.modules[_HTTPError.__module__.partiti
 Advance = Callable[[int], None]
 
 
-class OfflineProblem(CheckpointError):
-    """Error in offline mode, in which no request may be made."""
+_Commit = Annotated[str, Field(pattern=r"^[0-9A-Za-z._-]{1,64}$")]
+
+
+class HubFile(Document, strict=True):
+    """File in a repository."""
+
+    repo: str
+    commit: _Commit
+    name: str
+    size: int = Field(ge=0)
+    digest: str = Field(pattern=r"^([0-9a-f]{40}|[0-9a-f]{64})$")
+    """SHA-256 of the content, with 64 digits, for large files; else SHA-1 as git computes it."""
+
+
+class HubRepo(Document, strict=True):
+    """Repository at one commit."""
+
+    name: str
+    commit: _Commit
+    licence: str | None
+    gated: bool
+    """Whether only users who accepted its terms may download its files."""
+    files: dict[str, HubFile] = Field(exclude=True)
+
+    def line(self) -> str:
+        """Return the repository for people."""
+        gate = ", given only to those who have accepted its terms: needs a token" if self.gated else ""
+        return f"{self.name}: licence {self.licence or 'not stated'}{gate}"
 
 
 def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
@@ -53,7 +81,6 @@ def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
     Raises:
         RequestError: HF_ENDPOINT is no address.
         CheckpointError: the Hub cannot be reached, lacks the repository, or gives this token no access to it.
-        OfflineProblem: no request may be made.
     """
     if not _is_web_address(constants.ENDPOINT):
         raise RequestError(
@@ -70,7 +97,7 @@ def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
         commit = found.sha or "main"
         files = {}
         for listed in found.siblings or ():
-            if wanted(listed.rfilename):
+            if wanted(listed.rfilename) and stays_inside(listed.rfilename):
                 size, digest = listed.size, listed.lfs.sha256 if listed.lfs else listed.blob_id
                 if size is None or digest is None:  # a mirror that lists names only
                     url = huggingface_hub.hf_hub_url(name, listed.rfilename, revision=commit)
@@ -83,7 +110,7 @@ def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
             name=name,
             commit=commit,
             licence=plain(str(licence)) if licence else None,
-            is_gated=bool(found.gated),
+            gated=bool(found.gated),
             files=files,
         )
 
@@ -187,7 +214,10 @@ def _explained(repo: str) -> Iterator[None]:
     try:
         yield
     except OfflineModeIsEnabled as error:
-        raise OfflineProblem(f"{repo} is not requested: the machine is offline (HF_HUB_OFFLINE)") from error
+        raise CheckpointError(
+            f"{repo} is not requested: the machine is offline (HF_HUB_OFFLINE)",
+            hint="unset HF_HUB_OFFLINE, or copy the folder from another machine: osora ckpt verify checks its files",
+        ) from error
     except GatedRepoError as error:
         reason = f"{repo} is only given to people who have accepted its terms"
         raise CheckpointError(reason, hint=_how_in(repo)) from error
