@@ -98,13 +98,17 @@ class LazyTensor:
             CheckpointError: the values cannot be read.
             OSError: `file` cannot be written.
         """
-        values = self.read()
-        content = values.contiguous().view(-1).view(torch.uint8).numpy().data if values.numel() else memoryview(b"")
+        content = bytes_of(self.read())
         for start in range(0, len(content), _PIECE_BYTES):
             piece = content[start : start + _PIECE_BYTES]
             write_all(file, piece)
             if advance is not None:
                 advance(len(piece))
+
+
+def bytes_of(values: Tensor) -> memoryview:
+    """Return the bytes of a tensor on the CPU: row by row, little-endian."""
+    return values.contiguous().view(-1).view(torch.uint8).numpy().data if values.numel() else memoryview(b"")
 
 
 def write_all(file: FileIO, content: bytes | bytearray | memoryview) -> None:

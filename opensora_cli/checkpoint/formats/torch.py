@@ -2,10 +2,12 @@
 
 import io
 import json
+import os
 import re
 import struct
 import warnings
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 
 from opensora_cli.checkpoint.contents import Checkpoint, find_scalars, find_weights
-from opensora_cli.checkpoint.lazy import Extent, LazyTensor
+from opensora_cli.checkpoint.lazy import Extent, LazyTensor, bytes_of, write_all
 from opensora_cli.checkpoint.readable import reading_file
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import plain
@@ -25,7 +27,7 @@ from opensora_cli.core.strict_json import as_unicode, parse_object, shown
 from opensora_cli.core.weight_choices import Format, Selection
 
 _METADATA = "archive/metadata.json"
-_LOCAL_HEADER = struct.Struct("<26x2H")
+_LOCAL_HEADER, _DESCRIPTOR = struct.Struct("<26x2H"), b"PK\x07\x08"
 _MAX_METADATA_BYTES = 2**23
 _ENCRYPTED = 1
 _FETCH_AGAIN = "fetch it again"
@@ -164,9 +166,9 @@ def write_torch(
 ) -> None:
     """Write a state dict in the format of `torch.save`, but tensor by tensor.
 
-    `torch.save` writes the file with room for the data, which is then filled in. So the checksums in the archive are
-    those of zeros; `torch.load` does not compare them. `metadata` is stored beside the tensors, for `open_torch`;
-    `torch.load` ignores it. `advance` is called with the bytes written by each step.
+    `torch.save` writes the file with room for the data, which is then filled in with its checksums. `metadata` is
+    stored beside the tensors, for `open_torch`; `torch.load` ignores it. `advance` is called with the bytes written by
+    each step.
 
     Raises:
         RequestError: a tensor has a dtype that `torch.save` does not write.
@@ -181,20 +183,27 @@ def write_torch(
             save({name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in entries.items()}, file)
         except KeyError as error:
             raise RequestError(f"torch.save does not write these tensors: {error}", hint="convert them") from error
-    if metadata:
-        described = json.dumps({as_unicode(key): as_unicode(text) for key, text in metadata.items()})
-        with zipfile.ZipFile(path, "a") as archive:
-            archive.writestr(_METADATA, described)
+    with zipfile.ZipFile(path) as archive:
+        headers = {info.filename: info.header_offset for info in archive.infolist()}
+    checksums = {}
     with path.open("r+b", buffering=0) as data:
-        with zipfile.ZipFile(path) as archive:
-            headers = {info.filename: info.header_offset for info in archive.infolist()}
         # `torch.save` numbers the tensors in their order.
         for number, entry in enumerate(entries.values()):
-            header = headers[f"archive/data/{number}"]
-            data.seek(header)
+            name, content = f"archive/data/{number}", bytes_of(entry.read())
+            checksums[name] = zlib.crc32(content)
+            data.seek(headers[name])
             name_and_extra = sum(_LOCAL_HEADER.unpack(data.read(_LOCAL_HEADER.size)))
-            data.seek(header + _LOCAL_HEADER.size + name_and_extra)
-            entry.write(data, advance=advance)
+            data.seek(name_and_extra, os.SEEK_CUR)
+            write_all(data, content)
+            if data.read(len(_DESCRIPTOR)) == _DESCRIPTOR:  # the checksum follows the data, too
+                write_all(data, checksums[name].to_bytes(4, "little"))
+            if advance is not None:
+                advance(entry.nbytes)
+    described = json.dumps({as_unicode(key): as_unicode(text) for key, text in metadata.items()})
+    with zipfile.ZipFile(path, "a") as archive:  # it writes the directory again
+        for name, checksum in checksums.items():
+            archive.getinfo(name).CRC = checksum
+        archive.writestr(_METADATA, described)
 
 
 def save(value: object, file: BinaryIO) -> None:

@@ -170,6 +170,10 @@ class TestWriting:
         assert bit_equal(loaded, of_all_kinds())
         assert all(tensor.is_contiguous() for tensor in loaded.values())
 
+    def test_the_archive_is_sound(self, written):
+        with zipfile.ZipFile(written) as archive:
+            assert archive.testzip() is None
+
     def test_we_read_it_with_its_metadata(self, written):
         assert bit_equal(opened(written), of_all_kinds())
         assert open_torch(written).metadata == {"licence": "frei", "command": "caf\\udce9"}
