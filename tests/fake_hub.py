@@ -50,8 +50,6 @@ class FakeHub:
     speaks_html: bool = False
     listing: bytes | None = None
     """Sent in place of the information on a repository."""
-    listing_status: int = 200
-    """That of `listing`."""
     listing_headers: dict[str, str] = field(default_factory=dict)
     """Sent with the information on a repository."""
     changes: Callable[[dict[str, Any]], None] = lambda document: None
@@ -150,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(401, "RepoNotFound")  # as the Hub answers to people that it does not know
         elif self.hub.listing is not None:
             headers = {"Content-Type": "application/json", **self.hub.listing_headers}
-            self._send(self.hub.listing_status, self.hub.listing, headers)
+            self._send(200, self.hub.listing, headers)
         else:
             self._give_json(self.hub.info(name, repo, blobs=blobs and self.hub.lists_sizes), self.hub.listing_headers)
 

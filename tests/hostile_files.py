@@ -6,11 +6,9 @@ import io
 import pickle
 import struct
 import tracemalloc
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -86,51 +84,6 @@ def little_memory(most: int = _MAX_BYTES) -> Iterator[None]:
     finally:
         tracemalloc.stop()
     assert peak < most
-
-
-@contextmanager
-def little_resident_memory(most: int = 6 * _MAX_BYTES) -> Iterator[None]:
-    """Fail the test if the process grows by more in the block, whoever takes it; skip it where that is not counted."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    except OSError as error:
-        pytest.skip(f"the peak of resident memory cannot be reset: {error}")
-    before = _resident_peak()
-    yield
-    assert _resident_peak() - before < most
-
-
-def _resident_peak() -> int:
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
-
-
-@cache
-def state_bombs() -> dict[str, bytes]:
-    """Return small files of `torch.save` that take hundreds of megabytes, or for ever, if they are read unchecked."""
-    tensor = (
-        b"ctorch._utils\n_rebuild_tensor_v2\n((X\7\0\0\0storagectorch\nByteStorage\nX\1\0\0\0000X\3\0\0\0cpu"
-        b"J\0\0\0\x10tQK\0J\0\0\0\x10\x85K\1\x85\x89ccollections\nOrderedDict\n)RtR"
-    )
-    numbers = b"](" + b"".join(b"J" + struct.pack("<i", number) for number in range(2**14)) + b"eq\0"
-    pickles = {
-        "compressed": b"\x80\2" + tensor + b".",
-        "bytes by their number": b"\x80\2cbuiltins\nbytearray\nJ\0\0\0\x40\x85R.",
-        "copies of a list": b"\x80\2(" + numbers + b"cbuiltins\nset\nq\1](" + b"h\1h\0\x85R" * 2**11 + b"et.",
-        "a key of many tuples": b"\x80\2})" + b"q\0h\0\x86" * 40 + b"Ns.",
-    }
-    return {name: _archive(content, compressed=name == "compressed") for name, content in pickles.items()}
-
-
-def _archive(content: bytes, *, compressed: bool) -> bytes:
-    stream = io.BytesIO()
-    with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED) as archive:
-        archive.writestr("archive/data.pkl", content)
-        archive.writestr("archive/byteorder", "little")
-        archive.writestr("archive/version", "3\n")
-        if compressed:
-            archive.writestr("archive/data/0", bytes(2**28), compresslevel=1)
-    return stream.getvalue()
 
 
 def opened_or_refused(open_it: Callable[[], object]) -> None:

@@ -1,26 +1,16 @@
-"""Record of an opened checkpoint, and the choice of one of its sets of weights."""
+"""Record of an opened checkpoint, and the choice of one of the sets of weights that a training saved."""
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, TypeVar
 
-from opensora_cli.core.exceptions import RequestError
+from opensora_cli.checkpoint.lazy import LazyTensor
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.strict_json import shown
 from opensora_cli.core.weight_choices import Format, Selection
 
-if TYPE_CHECKING:  # it needs torch, whose import would delay the refusal of a wrong request
-    from opensora_cli.checkpoint.lazy import LazyTensor
-    from opensora_cli.checkpoint.shards import ShardIndex
-
-TORCH_MAGIC = b"PK\x03\x04"
-"""Start of a file of `torch.save`, a zip archive."""
-PICKLE_MAGIC = b"\x80"
-"""Start of a file of an old `torch.save`, a pickle of protocol 2 or later."""
-DCP_METADATA = ".metadata"
-"""Name of the file that describes a folder of `torch.distributed.checkpoint`."""
-DCP_SUFFIX = ".distcp"
-"""End of the names of the files with its tensors."""
 _SHARD_NAME = re.compile(r"(.+)-(\d{5,9})-of-(\d{5,9})(\..+)", re.ASCII)
 
 
@@ -58,14 +48,14 @@ class Checkpoint:
     """Selected set of weights; None if there is no choice."""
     selections: tuple[Selection, ...] = ()
     """Sets of weights to choose from; empty if there is no choice."""
-    entries: "Mapping[str, LazyTensor]"
+    entries: Mapping[str, LazyTensor]
     """The tensors by name, in the file's order."""
     metadata: Mapping[str, str]
     """Text stored beside the tensors."""
     files: tuple[Path, ...]
     """Every file of `entries`, index files included."""
-    index: "ShardIndex | None" = None
-    """Index of the shards; None for other formats."""
+    sha256: Mapping[Path, str] = field(default_factory=dict)
+    """Hashes of shards that their index has."""
 
     @property
     def form(self) -> str:
@@ -81,3 +71,91 @@ class Checkpoint:
     def _shard(self) -> str | None:
         shard = shard_of(self.path.name) if self.files == (self.path,) else None
         return shard and f"shard {shard[1]} of {shard[2]}"
+
+
+LeafT = TypeVar("LeafT")
+
+_KEYS = {
+    Selection.MODEL: ("model", "state_dict", "module", "model_state_dict", "generator"),
+    Selection.EMA: ("ema", "ema_state_dict", "model_ema", "generator_ema"),
+    Selection.MASTER: ("master",),
+}
+"""Usual names of the weights in a dictionary that holds more than them."""
+
+_NAMELESS = "shadow_params"
+"""Name of an average's list of tensors in diffusers."""
+_MAX_DEPTH = 32
+_MAX_TOTAL_NAME_LENGTH = 2**26
+
+
+def find_weights(
+    tree: Any, leaf: type[LeafT], *, path: Path, select: Selection | None
+) -> tuple[dict[str, LeafT], Selection | None, tuple[Selection, ...]]:
+    """Return the selected weights, or the model's, in a state dict, or in dictionaries around one or several.
+
+    The result is the weights by name, where names of nested dictionaries are joined with dots; the selection; and all
+    selections.
+
+    A file can replace the methods of a dictionary by attributes, so methods are taken from the class.
+
+    Raises:
+        RequestError: the selected weights are missing.
+        CheckpointError: there are no weights at all, two with the same name, or some without a name.
+    """
+    parts = _parts(tree, leaf)
+    selections = () if parts.keys() <= {Selection.MODEL} else tuple(parts)
+    selection = choose(select, selections, path=path)
+    chosen = parts[selection or Selection.MODEL] if parts else tree
+    for _ in range(_MAX_DEPTH):
+        chosen = _parts(chosen, leaf).get(Selection.MODEL, chosen)
+    if isinstance(chosen, dict) and isinstance(dict.get(chosen, _NAMELESS), list | tuple):
+        raise CheckpointError(
+            f"{path}: its {selection} weights are a list ({_NAMELESS}) without names",
+            hint="save them from the program that made them: ema.copy_to(model.parameters()), then model.state_dict()",
+        )
+    leaves: dict[str, LeafT] = {}
+    # The time is bounded even for cycles and shared references.
+    left = _MAX_TOTAL_NAME_LENGTH
+
+    def add(name: str, node: Any, depth: int) -> None:
+        nonlocal left
+        left -= len(name) + 1
+        if left < 0 or depth >= _MAX_DEPTH:
+            raise CheckpointError(f"{path} nests its tensors too deep, or has too many")
+        if isinstance(node, leaf):
+            if not name:
+                raise CheckpointError(f"{path} holds a tensor without a name, not a state dict")
+            if name in leaves:
+                raise CheckpointError(f"{path} has two tensors called {shown(name)}")
+            leaves[name] = node
+        elif isinstance(node, dict | list | tuple):
+            for key, value in dict.items(node) if isinstance(node, dict) else enumerate(node):
+                add(f"{name}.{key}" if name else str(key), value, depth + 1)
+
+    add("", chosen, 0)
+    if not leaves and chosen != {}:
+        raise CheckpointError(f"{path} holds no tensors")
+    return leaves, selection, selections
+
+
+def _parts(tree: Any, leaf: type[LeafT]) -> dict[Selection, dict[Any, Any]]:
+    """Return the separate sets of weights in `tree`; an empty dictionary if `tree` is itself one set."""
+    if not isinstance(tree, dict) or any(isinstance(value, leaf) for value in dict.values(tree)):
+        return {}
+    parts = {}
+    for selection, keys in _KEYS.items():
+        found = [tree[key] for key in keys if isinstance(dict.get(tree, key), dict)]
+        if found:
+            parts[selection] = found[0]
+    return parts
+
+
+def find_scalars(tree: Any) -> dict[str, str]:
+    """Return the plain values of `tree` beside its dictionaries."""
+    if not isinstance(tree, dict):
+        return {}
+    return {
+        key: str(value)
+        for key, value in dict.items(tree)
+        if isinstance(key, str) and isinstance(value, str | int | float | bool)
+    }

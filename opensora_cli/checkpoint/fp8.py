@@ -148,7 +148,7 @@ def _scale_of(name: str, values: Tensor, dtype: torch.dtype) -> Tensor:
     if not largest.isfinite():
         raise CheckpointError(
             f"{name} has numbers that are not finite, which 8 bits cannot hold",
-            hint="osora ckpt inspect --stats lists such tensors",
+            hint="osora ckpt verify lists such tensors",
         )
     if not largest:
         return torch.ones(())

@@ -1,18 +1,13 @@
-"""Opening a checkpoint of any format, detected from its files."""
+"""Opening a checkpoint of any format, detected from its files.
+
+The index of shards is the one of transformers: `weight_map`, tensor to file name, and `metadata`.
+"""
 
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
-from opensora_cli.checkpoint.contents import (
-    DCP_METADATA,
-    DCP_SUFFIX,
-    PICKLE_MAGIC,
-    TORCH_MAGIC,
-    Checkpoint,
-    choose,
-    shard_of,
-)
+from opensora_cli.checkpoint.contents import Checkpoint, choose, shard_of
 from opensora_cli.checkpoint.formats.colossal import (
     SETTINGS_FILE,
     all_epoch_folders,
@@ -20,23 +15,28 @@ from opensora_cli.checkpoint.formats.colossal import (
     epoch_folders,
     unfinished_error,
 )
+from opensora_cli.checkpoint.formats.dcp import DCP_METADATA, DCP_SUFFIX, open_dcp
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
+from opensora_cli.checkpoint.formats.torch import open_torch
 from opensora_cli.checkpoint.lazy import LazyTensor
-from opensora_cli.checkpoint.readable import reading, reading_file, refuse_outside, visible_files
+from opensora_cli.checkpoint.readable import is_sha256, reading, reading_file, refuse_outside, visible_files
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.formatting import plain
+from opensora_cli.core.formatting import first_few, plain
+from opensora_cli.core.reading import read_json_object, stays_inside
+from opensora_cli.core.strict_json import shown
 from opensora_cli.core.weight_choices import Format, Selection
 
 _LISTED = 10
 _START_BYTES = 512
 _SHOWN_BYTES = 16
+_TORCH_MAGIC = b"PK\x03\x04"
+_PICKLE_MAGIC = b"\x80"
 _TAR_MAGIC, _TAR_OFFSET = b"ustar", 257
 _GGUF_MAGIC = b"GGUF"
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _WEB_PAGES = (b"<!doctype", b"<html", b"<?xml")
 
-_INDEXES = "*.index.json"
-_SAFETENSORS_INDEX = ".safetensors.index.json"
+_INDEX, _SAFETENSORS_INDEX = ".index.json", ".safetensors.index.json"
 
 
 def _sniff(path: Path) -> Format | CheckpointError:
@@ -50,7 +50,7 @@ def _sniff(path: Path) -> Format | CheckpointError:
     # The length of a safetensors header has a zero in its last byte; no JSON has one.
     if start[7:9] == b"\0{":
         return Format.SAFETENSORS
-    if start.startswith((TORCH_MAGIC, PICKLE_MAGIC)):
+    if start.startswith((_TORCH_MAGIC, _PICKLE_MAGIC)):
         return Format.TORCH
     if text.startswith(b"{"):
         return Format.SAFETENSORS_SHARDS
@@ -103,57 +103,96 @@ def open_checkpoint(path: Path, *, select: Selection | None = None) -> Checkpoin
         if path.is_dir():
             return _open_folder(path, select)
         if path.name == DCP_METADATA:
-            return _open_dcp(path.parent, select)
+            return open_dcp(path.parent, select=select)
         return _open_file(path, select)
 
 
-def _open_file(path: Path, select: Selection | None) -> Checkpoint:
+def _open_file(path: Path, select: Selection | None = None, *, is_shard: bool = False) -> Checkpoint:
     kind = _sniff(path)
+    if isinstance(kind, CheckpointError):
+        raise kind
     if kind is Format.TORCH:
-        from opensora_cli.checkpoint.formats.torch import open_torch
-
         return open_torch(path, select=select)
     choose(select, (), path=path)
-    if kind is not Format.SAFETENSORS_SHARDS:
-        entries, metadata = _open_shard(path)
+    if kind is Format.SAFETENSORS:
+        entries, metadata = open_safetensors(path)
         return Checkpoint(format=Format.SAFETENSORS, path=path, entries=entries, metadata=metadata, files=(path,))
-    from opensora_cli.checkpoint.shards import open_shards, read_index
+    if is_shard:
+        raise CheckpointError(f"{path} holds no weights: it is JSON")
+    return _open_index(path)
 
-    index = read_index(path)
-    entries, metadata, files = open_shards(index, open_shard=_open_shard)
-    is_torch = any(_sniff(shard) is Format.TORCH for shard in files[1:])
+
+def _open_index(path: Path) -> Checkpoint:
+    """Open all shards of an index.
+
+    Raises:
+        CheckpointError: the file is no index; it names files that are missing or lie outside its folder, or hashes of
+            other files; or it does not agree with the content of the shards.
+    """
+    document = read_json_object(refuse_outside(path, path.parent), problem=CheckpointError)
+    weight_map, metadata = document.get("weight_map"), document.get("metadata", {})
+    names = list(weight_map.values()) if isinstance(weight_map, dict) else []
+    if (
+        not isinstance(weight_map, dict)
+        or not isinstance(metadata, dict)
+        or not all(type(name) is str for name in names)
+    ):
+        raise CheckpointError(f"{path} is no index of shards: it has no weight_map of tensor to file name")
+    shards = _find_shards(path, sorted(set(names)))
+    sha256 = metadata.get("sha256", {})
+    if not isinstance(sha256, dict) or (sha256 and sha256.keys() != shards.keys()):
+        raise CheckpointError(f"{path} is broken: its sha256 is no mapping of each shard to its hash")
+    if wrong := [name for name, digest in sha256.items() if not is_sha256(digest)]:
+        raise CheckpointError(f"{path} is broken: it has no hash for {first_few(wrong)}, but other text")
+    entries: dict[str, LazyTensor] = {}
+    described: dict[str, str] = {}
+    format = Format.SAFETENSORS_SHARDS
+    for name, shard in shards.items():
+        opened = _open_file(shard, is_shard=True)
+        listed = {key for key, holder in weight_map.items() if holder == name}
+        if lacking := sorted(listed - opened.entries.keys()):
+            raise CheckpointError(f"{shard} lacks tensors that {path.name} has in it: {first_few(lacking)}")
+        if strange := sorted(opened.entries.keys() - listed):
+            raise CheckpointError(f"{shard} has tensors that {path.name} has not in it: {first_few(strange)}")
+        entries.update(opened.entries)
+        described.update(opened.metadata)
+        if opened.format is Format.TORCH:
+            format = Format.TORCH_SHARDS
     return Checkpoint(
-        format=Format.TORCH_SHARDS if is_torch else Format.SAFETENSORS_SHARDS,
+        format=format,
         path=path,
         entries=entries,
-        metadata=metadata,
-        files=files,
-        index=index,
+        metadata=described | {key: value for key, value in metadata.items() if isinstance(value, str)},
+        files=(path, *shards.values()),
+        sha256={shards[name]: digest for name, digest in sha256.items()},
     )
 
 
-def _open_shard(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    kind = _sniff(path)
-    if kind is Format.SAFETENSORS:
-        return open_safetensors(path)
-    if kind is Format.TORCH:
-        from opensora_cli.checkpoint.formats.torch import open_torch
-
-        opened = open_torch(path)
-        return dict(opened.entries), dict(opened.metadata)
-    raise kind if isinstance(kind, CheckpointError) else CheckpointError(f"{path} holds no weights: it is JSON")
-
-
-def _open_dcp(folder: Path, select: Selection | None) -> Checkpoint:
-    # Readers of pickles are imported for these formats alone: most weights are safetensors.
-    from opensora_cli.checkpoint.formats.dcp import open_dcp
-
-    return open_dcp(folder, select=select)
+def _find_shards(index: Path, names: Iterable[str]) -> dict[str, Path]:
+    """Return the paths of shards by name. Raises CheckpointError if some are missing or outside the folder."""
+    folder = index.parent
+    paths = {}
+    for name in names:
+        if not stays_inside(name):
+            raise CheckpointError(
+                f"{index} names a shard outside its folder: {shown(name)}", hint="don't trust its source"
+            )
+        paths[name] = refuse_outside(folder / name, folder)
+    try:
+        missing = [name for name, path in paths.items() if not path.is_file()]
+    except OSError as error:
+        raise CheckpointError(f"{index} names a shard that cannot be read: {error.strerror or error}") from error
+    if missing:
+        raise CheckpointError(
+            f"{index} names {len(paths)} shards, of which {len(missing)} are missing: {first_few(missing)}",
+            hint="fetch them",
+        )
+    return paths
 
 
 def _open_folder(folder: Path, select: Selection | None) -> Checkpoint:
     if (folder / DCP_METADATA).exists() or any(folder.glob(f"*{DCP_SUFFIX}")):
-        return _open_dcp(folder, select)
+        return open_dcp(folder, select=select)
     parts = colossalai_parts(folder)
     if parts:
         selections = () if parts.keys() == {Selection.MODEL} else tuple(parts)
@@ -171,30 +210,20 @@ def _open_folder(folder: Path, select: Selection | None) -> Checkpoint:
 def _open_weights(path: Path, select: Selection | None = None) -> Checkpoint:
     if not path.is_dir():
         return _open_file(path, select)
-    return replace(_open_file(find_index(path) or find_file(path), select), path=path)
+    return replace(_open_file(_find_weights(path), select), path=path)
 
 
-def find_index(folder: Path) -> Path | None:
-    """Return the index of the shards in a folder, if there is one. An index of safetensors goes first.
-
-    Raises:
-        RequestError: it has several.
-    """
-    indexes = sorted(path for path in visible_files(folder) if path.match(_INDEXES))
-    chosen = [path for path in indexes if path.name.endswith(_SAFETENSORS_INDEX)] or indexes
-    if len(chosen) > 1:
-        raise RequestError(f"{folder} holds several checkpoints: {_names(chosen)}", hint="name one of them")
-    return chosen[0] if chosen else None
-
-
-def find_file(folder: Path) -> Path:
-    """Return the only file with weights in a folder without an index. A safetensors file goes first.
+def _find_weights(folder: Path) -> Path:
+    """Return the index of the shards in a folder, or else the only file with weights. Safetensors go first.
 
     Raises:
         RequestError: the folder has several.
         CheckpointError: the folder has none, or shards, or only an unfinished training checkpoint, or a link to a file
             elsewhere. Such a link is not followed, not even to detect the format.
     """
+    indexes = [path for path in visible_files(folder) if path.name.endswith(_INDEX)]
+    if indexes:
+        return _only([path for path in indexes if path.name.endswith(_SAFETENSORS_INDEX)] or indexes, folder)
     kinds = {path: _sniff(refuse_outside(path, folder)) for path in visible_files(folder) if path.is_file()}
     weights = [path for path, kind in kinds.items() if kind in (Format.SAFETENSORS, Format.TORCH)]
     chosen = [path for path in weights if kinds[path] is Format.SAFETENSORS] or weights
@@ -203,10 +232,8 @@ def find_file(folder: Path) -> Path:
             f"{folder} holds shards without their index: it lacks {plain(index)}",
             hint="fetch what is missing; the index maps each tensor to its shard",
         )
-    if len(chosen) > 1:
-        raise RequestError(f"{folder} holds several checkpoints: {_names(chosen)}", hint="name one of them")
     if chosen:
-        return chosen[0]
+        return _only(chosen, folder)
     for path, kind in kinds.items():
         if isinstance(kind, CheckpointError) and kind.hint is not None and path.stat().st_size:
             raise kind
@@ -216,6 +243,12 @@ def find_file(folder: Path) -> Path:
     raise CheckpointError(
         f"{folder} holds no checkpoint: there is {there}", hint="name the file or folder with weights"
     )
+
+
+def _only(paths: list[Path], folder: Path) -> Path:
+    if len(paths) > 1:
+        raise RequestError(f"{folder} holds several checkpoints: {_names(paths)}", hint="name one of them")
+    return paths[0]
 
 
 def _names(paths: Iterable[Path]) -> str:

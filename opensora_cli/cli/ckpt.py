@@ -68,7 +68,7 @@ def inspect(settings: InspectSettings, call: Call) -> None:
 
       osora ckpt inspect ckpts/Open_Sora_v2.safetensors --all
 
-      osora ckpt inspect runs/demo --select ema --stats --only '*.bias'
+      osora ckpt inspect runs/demo --select ema --only '*.bias'
     """
     require_there(settings.path)
     with call.loading():
@@ -129,7 +129,7 @@ def merge_lora(settings: MergeLoraSettings, call: Call) -> None:
 def download(settings: DownloadSettings, call: Call) -> None:
     """Download a released model from the Hugging Face Hub, and verify it.
 
-    An interrupted download continues where it stopped. HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are respected.
+    An interrupted download continues where it stopped. HF_ENDPOINT and HF_TOKEN are respected.
 
     Examples:
 
@@ -170,7 +170,6 @@ _CONVERT_ROWS = {
 _INSPECT_ROWS = {
     "PATH": Option("path"),
     "--all": Option("all", help="Print a row for each tensor, too. --only prints those that match."),
-    "--stats": Option("stats", help="Read the data: ranges, means, NaN, infinities, all-zero tensors."),
     **SELECT,
     **ONLY,
 }

@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from opensora_cli.checkpoint.background import BackgroundJob
 from opensora_cli.checkpoint.formats.colossal import (
     EMA_FILE,
     MASTER_FILE,
@@ -40,6 +39,7 @@ from opensora_cli.checkpoint.sharding import model_sharding as model_sharding
 from opensora_cli.checkpoint.sharding import rank_and_count
 from opensora_cli.checkpoint.sharding import record_model_param_shape as record_model_param_shape
 from opensora_cli.checkpoint.shared_folder import (
+    BackgroundJob,
     Share,
     on_all,
     remove_checkpoint,
@@ -61,7 +61,7 @@ _REPLACED = (
     *(MODEL_FOLDER, _ADAPTER_FOLDER, EMA_FILE, MASTER_FILE, OPTIMIZER_FOLDER),
     *(_LR_SCHEDULER_FILE, _SAMPLER_FILE, RUNNING_STATES_FILE),
 )
-_WEIGHTS = (".safetensors", ".safetensors.index.json")
+_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 _T = TypeVar("_T")
 
 
@@ -266,7 +266,7 @@ def _load_state(target: Stateful, path: Path) -> None:
     # The reference writes names without endings.
     if not path.exists() and path.with_suffix("").is_file():
         path = path.with_suffix("")
-    state, _ = read_object(path, lazily=False)
+    state, _ = read_object(path)
     try:
         target.load_state_dict(state)
     except Exception as error:
@@ -333,22 +333,17 @@ def load_from_hf_hub(repo_path: str, cache_dir: str | Path | None = None) -> str
         # Importing it reads HF_ENDPOINT.
         from huggingface_hub import hf_hub_download, snapshot_download
 
-        from opensora_cli.engine.ckpt.hub import OfflineProblem, read_repo
-
-        try:
-            # `read_repo` limits the size of the Hub's answer, and `snapshot_download` does not.
-            names = [file] if file else read_repo(repo, wanted=lambda name: name.endswith(_WEIGHTS)).files
-            paths = [hf_hub_download(repo, name, cache_dir=cache_dir) for name in names if file or "/" not in name]
-        except OfflineProblem:
-            return snapshot_download(repo, cache_dir=cache_dir, local_files_only=True)
+        if file:
+            return hf_hub_download(repo, file, cache_dir=cache_dir)
+        folder = snapshot_download(repo, allow_patterns=_WEIGHTS, ignore_patterns="*/*", cache_dir=cache_dir)
     except Exception as error:  # errors of the HTTP library, and any error from an unexpected answer
         lines = without_credentials(str(error)).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(
             f"{repo_path} does not exist here, and cannot be fetched from the Hugging Face Hub: {plain(lines[0])}"
         ) from error
-    if not paths:
+    if not any(Path(folder).glob(_WEIGHTS[0])):
         raise CheckpointError(f"{repo_path} has no safetensors files", hint=f"name a file of it: {repo_path}/FILE")
-    return paths[0] if file else str(Path(paths[0]).parent)
+    return folder
 
 
 def rm_checkpoints(save_dir: str | Path, keep_n_latest: int = 0) -> None:

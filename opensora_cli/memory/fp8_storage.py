@@ -83,7 +83,7 @@ def require_finite(largest: Tensor) -> None:
     if not largest.isfinite().all():
         raise CheckpointError(
             "a linear layer has weights that are not finite, which 8 bits cannot hold",
-            hint="osora ckpt inspect --stats lists such tensors",
+            hint="osora ckpt verify lists such tensors",
         )
 
 

@@ -46,7 +46,6 @@ class InspectSettings(Section):
     select: Selection | None = Field(default=None, description="Weights of a training run.")
     only: Patterns = Field(default=(), description="Shell patterns of the names to show.")
     all: bool = Field(default=False, description="List all tensors.")
-    stats: bool = Field(default=False, description="Read the data for range, mean, non-finite and all-zero tensors.")
 
 
 class VerifySettings(Section):

@@ -74,8 +74,8 @@ def test_inspect(capsys: pytest.CaptureFixture[str]) -> None:
         "a.bias    float32  [2]     8 bytes",
         "a.weight  float32  [2, 3]  24 bytes",
     ]
-    code, out, _ = run("inspect", "good.safetensors", "--stats", "--json", "--only", "*.bias", capsys=capsys)
-    assert json.loads(out)["tensors"][0]["statistics"]["mean"] == 1
+    code, out, _ = run("inspect", "good.safetensors", "--json", "--only", "*.bias", capsys=capsys)
+    assert [tensor["name"] for tensor in json.loads(out)["tensors"]] == ["a.bias"]
 
 
 def test_verify(capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,7 +152,7 @@ def hub() -> Iterator[FakeHub]:
 def test_download(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     connect(hub, monkeypatch)
     code, out, _ = run("download", "open-sora-v2", "--dry-run", "--json", capsys=capsys)
-    assert (code, json.loads(out)["schema"], hub.transfers) == (0, "osora.ckpt.download/1", [])
+    assert (code, json.loads(out)["schema"], hub.transfers) == (0, "osora.ckpt.download/2", [])
     code, out, err = run("download", "open-sora-v2", capsys=capsys)
     assert code == 0
     assert "hpcai-tech/Open-Sora-v2: licence apache-2.0" in err

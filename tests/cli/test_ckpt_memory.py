@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -57,17 +56,6 @@ def run(*args: str, largest: int = TENSOR_BYTES, total: int = TENSORS * TENSOR_B
     return done.stdout
 
 
-def statistics(path: Path) -> list[dict[str, Any]]:
-    """Return the figures of every tensor."""
-    tensors = json.loads(run("inspect", str(path), "--stats", "--json"))["tensors"]
-    assert len(tensors) == TENSORS
-    return [tensor["statistics"] for tensor in tensors]
-
-
-def test_statistics(large: Path) -> None:
-    assert all(each["all_zero"] for each in statistics(large))
-
-
 def test_verify_and_diff(large: Path) -> None:
     assert "sound    all numbers are finite" in run("verify", str(large))
     assert run("diff", str(large), str(large)).startswith("equal")
@@ -95,9 +83,9 @@ def test_merge_lora(large: Path, tmp_path: Path) -> None:
     save_file(tensors, adapter / "adapter_model.safetensors")
     merged = tmp_path / "merged.safetensors"
     run("merge-lora", str(large), str(adapter), str(merged), "--no-hash")
-    assert all(each["min"] == each["max"] == 1 for each in statistics(merged))
+    assert run("diff", str(large), str(merged), "--atol", "1").endswith("largest difference 1\n")
     run("merge-lora", str(merged), str(adapter), str(tmp_path / "back"), "--unmerge", "--no-hash")
-    assert all(each["all_zero"] for each in statistics(tmp_path / "back"))
+    assert run("diff", str(large), str(tmp_path / "back")).startswith("equal")
 
 
 def test_layouts(tmp_path: Path) -> None:

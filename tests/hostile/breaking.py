@@ -8,7 +8,6 @@ import pytest
 from fake_hub import FakeHub, connect
 
 from opensora_cli.core.exceptions import OutputError
-from opensora_cli.engine.ckpt import hub
 from opensora_cli.media import write
 
 HUB = "OSORA_HOSTILE_HUB"
@@ -29,7 +28,6 @@ def ask_hub() -> None:
     patch = pytest.MonkeyPatch()
     connect(FakeHub(endpoint=os.environ.pop(HUB)), patch)
     patch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    patch.setattr(hub, "RETRY_AFTER_S", 0.0)
 
 
 def _replace_everywhere(function: Callable[..., object], substitute: Callable[..., object]) -> None:

@@ -1,6 +1,5 @@
 """Downloads from a hub that breaks off, refuses, lies, and names files that lie elsewhere."""
 
-import gzip
 import io
 import json
 import random
@@ -121,11 +120,6 @@ def _speaks_html(hub: FakeHub, rng: random.Random) -> None:
     hub.speaks_html = True
 
 
-def _sends_a_bomb(hub: FakeHub, rng: random.Random) -> None:
-    hub.listing, hub.listing_status = gzip.compress(bytes(300_000_000), 1), rng.choice((200, 302, 500))
-    hub.listing_headers = {"Content-Encoding": "gzip", "Location": f"{hub.endpoint}/api/models/{_MAIN}"}
-
-
 def _steers_the_terminal(hub: FakeHub, rng: random.Random) -> None:
     hub.listing_headers = {"X-HF-Warning": "topic; \x1b[2J\x9b31m"}
 
@@ -166,7 +160,6 @@ _TRICKS: tuple[Callable[[FakeHub, random.Random], None], ...] = (
     _sends_other,
     _knows_little,
     _speaks_html,
-    _sends_a_bomb,
     _steers_the_terminal,
     _is_gated,
     _lacks,

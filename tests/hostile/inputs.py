@@ -76,7 +76,7 @@ BASES: tuple[Base, ...] = (
     Base("train check", ("train", "--config", "clips.yaml", "--check-data"), ("clips.yaml", "frozen", *_CLIPS)),
     Base("train new", ("train", "--new", "clips"), ("clips",)),
     Base("train list", ("train", "--list")),
-    *(Base(f"inspect {path}", ("ckpt", "inspect", path, "--stats"), (path,)) for path in _WEIGHTS),
+    *(Base(f"inspect {path}", ("ckpt", "inspect", path, "--all"), (path,)) for path in _WEIGHTS),
     *(Base(f"verify {path}", ("ckpt", "verify", path), (path,)) for path in _WEIGHTS),
     *(Base(f"convert {path}", ("ckpt", "convert", path, "out.safetensors"), (path,)) for path in _WEIGHTS),
     *(

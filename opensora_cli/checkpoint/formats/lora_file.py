@@ -2,18 +2,18 @@
 
 `X.lora_A.weight` and `X.lora_down.weight` are A, `X.lora_B.weight` and `X.lora_up.weight` are B; an optional `X.alpha`
 is divided by the rank. X is the layer's path after the prefix of the style; kohya writes `_` for its dots. Some
-programs write alpha into the metadata of the file alone.
+programs write alpha only into the metadata of the file.
 """
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from opensora_cli.checkpoint.formats.colossal import EMA_FILE, MODEL_FOLDER, RUNNING_STATES_FILE, SETTINGS_FILE
-from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE, PeftConfig, adapter_files
+from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE, adapter_files, peft_scales
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.lora import Adapter, LowRank
@@ -32,18 +32,14 @@ DOTTED_PREFIXES = (_PEFT_PREFIX, _COMFYUI_PREFIX, "transformer.", "model.")
 
 _PICKLED_FILE = "adapter_model.bin"
 _DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
-_DIFFUSERS_METADATA = "lora_adapter_metadata"
+_DIFFUSERS_METADATA, _DIFFUSERS_PREFIX = "lora_adapter_metadata", "transformer."
 _METADATA_ALPHAS = ("alpha", "lora_alpha", "network_alpha", "transformer.lora_alpha", "ss_network_alpha")
 """Names of alpha in the metadata of files: LightX2V, PEFT in one file, SimpleTuner, kohya."""
-_SAME_SCALE = 0.01
-"""Relative difference of one scale in two places; a tensor of 16 bits may round it."""
 _MAX_ALPHA = 1_000_000
 
 _FACTOR = re.compile(
     r"(?P<module>.+)\.(?:lora_(?P<letter>[AB])|lora[._](?P<word>down|up))(?:\.default)?\.weight", re.DOTALL
 )
-_TABLE_FACTOR = re.compile(r"(?P<module>.+)\.lora_embedding_(?P<letter>[AB])", re.DOTALL)
-_IS_TABLE = "is a table"
 _ALPHA = ".alpha"
 _TEXT_ENCODERS = re.compile(r"(?:lora_te\d?_|text_encoders?[._\d])", re.DOTALL)
 
@@ -53,6 +49,7 @@ _OTHER_KINDS = {
     r"lokr_[wt]": "LoKr",
     r"oft_|boft_": "OFT",
     r"lora_mid": "LoRA with a third matrix",
+    r"lora_embedding_[AB]$": "LoRA of embeddings",
     r"(?:lora_[AB]|lora[._](?:down|up))(?:\.default)?\.bias": "LoRA with biases",
     r"(?:diff|diff_b|set_weight|w_norm|b_norm)$": "differences of whole tensors",
     r"on_input": "IA3",
@@ -105,45 +102,38 @@ def open_adapter(path: Path) -> Adapter:
             hint=f"convert it: osora ckpt convert {path / _PICKLED_FILE} {weights}",
         )
     entries, metadata = open_safetensors(weights if fields is None else _regular_file(weights))
-    style = "PEFT" if fields is not None else style_of(entries)
-    if style == "PEFT":
-        factors, others = _factors({key.removeprefix(_PEFT_PREFIX): entry for key, entry in entries.items()})
-        config = _peft_config(weights, fields or _read_fields(config_file), factors, others)
-        matrices = {module: _matrices(weights, module, pair) for module, pair in factors.items()}
-        for module, (a, b) in matrices.items():
-            if a.shape[0] != config.ranks[module]:
-                raise CheckpointError(
-                    f"{weights}: {shown(module)} has A {list(a.shape)} and B {list(b.shape)}, "
-                    f"which are not of rank {config.ranks[module]} as in {CONFIG_FILE}"
-                )
-        scales, inputs_first = config.scales, config.fan_in_fan_out
-    else:
-        _refuse_other_kinds(weights, entries)
-        if style is None:
-            raise CheckpointError(
-                f"{weights} has no lora_A and lora_B, and no lora_down and lora_up: it is no adapter",
-                hint="weights of a whole transformer are named with --weights FOLDER --set files.transformer=FILE",
-            )
-        factors, others = _factors(entries)
-        alphas = {key.removesuffix(_ALPHA): others.pop(key) for key in list(others) if key.endswith(_ALPHA)}
-        unknown = [*others, *(f"{module}{_ALPHA}" for module in alphas if module not in factors)]
-        if unknown:
-            raise CheckpointError(f"{weights} has {len(unknown)} tensors that are not of LoRA: {first_few(unknown)}")
-        matrices = {module: _matrices(weights, module, pair) for module, pair in factors.items()}
-        ranks = {module: a.shape[0] for module, (a, _) in matrices.items()}
-        scales, inputs_first = _scales(weights, metadata, ranks, alphas), False
-    updates = {
-        f"{module}.weight": (
-            LowRank(a=a, b=b, scale=scales[module], transposed=inputs_first or _IS_TABLE in factors[module]),
+    _refuse_other_kinds(weights, entries)
+    style = style_of(entries)
+    if style is None:
+        raise CheckpointError(
+            f"{weights} has no lora_A and lora_B, and no lora_down and lora_up: it is no adapter",
+            hint="weights of a whole transformer are named with --weights FOLDER --set files.transformer=FILE",
         )
-        for module, (a, b) in matrices.items()
-    }
+    if style == "PEFT" and fields is None:
+        fields = _read_fields(config_file)
+    factors: dict[str, dict[str, LazyTensor]] = {}
+    alphas, others = {}, []
+    for key, entry in entries.items():
+        if match := _FACTOR.fullmatch(key.removeprefix(_PEFT_PREFIX)):
+            factors.setdefault(match["module"], {})[_letter(match)] = entry
+        elif key.endswith(_ALPHA):
+            alphas[key.removesuffix(_ALPHA)] = entry
+        else:
+            others.append(key)
+    others += [f"{module}{_ALPHA}" for module in alphas if module not in factors]
+    if others:
+        raise CheckpointError(f"{weights} has {len(others)} tensors that are not of LoRA: {first_few(others)}")
+    matrices = {module: _matrices(weights, module, pair) for module, pair in factors.items()}
+    ranks = {module: a.shape[0] for module, (a, _) in matrices.items()}
+    if fields is not None:
+        scales = peft_scales(config_file, fields, ranks)
+    else:
+        scales = _scales(weights, metadata, ranks, alphas)
     return Adapter(
-        path=path if style == "PEFT" else weights,
-        files=(config_file, weights) if style == "PEFT" else (weights,),
+        path=weights if fields is None else path,
+        files=(weights,) if fields is None else (config_file, weights),
         metadata=metadata,
-        updates=updates,
-        replacements={name.replace(".base_layer.", "."): entry for name, entry in others.items()},
+        updates={f"{module}.weight": (LowRank(a=a, b=b, scale=scales[module]),) for module, (a, b) in matrices.items()},
     )
 
 
@@ -170,37 +160,6 @@ def _open_checkpoint(folder: Path) -> Adapter:
             for name, updates in adapter.updates.items()
         },
     )
-
-
-def _peft_config(
-    weights: Path, fields: Mapping[str, Any], factors: Collection[str], others: Mapping[str, LazyTensor]
-) -> PeftConfig:
-    for key in others:
-        if ".lora_" in key:
-            raise RequestError(f"{weights} has {shown(key)}: this kind of LoRA cannot be merged")
-    config = PeftConfig.of(weights.parent / CONFIG_FILE, fields, factors)
-    if not factors:
-        raise CheckpointError(f"{weights} has no lora_A and lora_B", hint="is it an adapter?")
-    if others and not config.trains_more:
-        raise CheckpointError(f"{weights} has tensors that are not of LoRA: {first_few(list(others))}")
-    return config
-
-
-def _factors(entries: Mapping[str, LazyTensor]) -> tuple[dict[str, dict[str, LazyTensor]], dict[str, LazyTensor]]:
-    """Return the matrices of each module, under `A` and `B`, and the other tensors.
-
-    The matrices of an embedding are also under `_IS_TABLE`.
-    """
-    factors: dict[str, dict[str, LazyTensor]] = {}
-    others = {}
-    for key, entry in entries.items():
-        if match := _FACTOR.fullmatch(key):
-            factors.setdefault(match["module"], {})[_letter(match)] = entry
-        elif match := _TABLE_FACTOR.fullmatch(key):
-            factors.setdefault(match["module"], {}).update({match["letter"]: entry, _IS_TABLE: entry})
-        else:
-            others[key] = entry
-    return factors, others
 
 
 def _read_fields(path: Path) -> dict[str, Any]:
@@ -240,8 +199,12 @@ def _matrices(path: Path, module: str, pair: Mapping[str, LazyTensor]) -> tuple[
     if "A" not in pair or "B" not in pair:
         raise CheckpointError(f"{path}: {shown(module)} has one of its two matrices and not the other")
     a, b = pair["A"], pair["B"]
-    if min(len(a.shape), len(b.shape)) < 2 or a.shape[0] < 1 or b.shape[1] != a.shape[0]:
-        raise CheckpointError(f"{path}: {shown(module)} has A {list(a.shape)} and B {list(b.shape)}, of no common rank")
+    if not len(a.shape) == len(b.shape) == 2 or a.shape[0] < 1 or b.shape[1] != a.shape[0]:
+        raise CheckpointError(
+            f"{path}: {shown(module)} has A {list(a.shape)} and B {list(b.shape)}, no matrices of a common rank"
+        )
+    if not all(each.dtype.is_floating_point and each.dtype.itemsize > 1 for each in (a, b)):
+        raise CheckpointError(f"{path}: {shown(module)} has factors that are not of 16 bits or more")
     return a, b
 
 
@@ -249,68 +212,37 @@ def _alpha(path: Path, module: str, entry: LazyTensor) -> float:
     if entry.numel != 1 or entry.dtype.is_complex:
         raise CheckpointError(f"{path}: {shown(module + _ALPHA)} {list(entry.shape)} must be a single number")
     alpha = float(entry.read().double().item())
-    if not math.isfinite(alpha) or abs(alpha) > _MAX_ALPHA:
-        raise CheckpointError(f"{path}: {shown(module + _ALPHA)} must be a number up to {_MAX_ALPHA:,}, and is {alpha}")
+    return _require_alpha(path, shown(module + _ALPHA), alpha)
+
+
+def _require_alpha(path: Path, place: str, alpha: float) -> float:
+    if not abs(alpha) <= _MAX_ALPHA:
+        raise CheckpointError(f"{path}: {place} must be a number up to {_MAX_ALPHA:,}, and is {alpha}")
     return alpha
-
-
-def _metadata_alpha(path: Path, metadata: Mapping[str, str]) -> tuple[str, float] | None:
-    """Return the name and value of alpha in a file's metadata, which holds for all layers; None without one.
-
-    Raises CheckpointError if it is not a number, or if two names contradict each other.
-    """
-    found = {name: metadata[name] for name in _METADATA_ALPHAS if metadata.get(name, "None") != "None"}
-    numbers = {}
-    for name, text in found.items():
-        try:
-            numbers[name] = float(text)
-        except ValueError:
-            numbers[name] = math.nan
-        if not abs(numbers[name]) <= _MAX_ALPHA:
-            raise CheckpointError(f"{path}: metadata {name}={shown(text)} must be a number up to {_MAX_ALPHA:,}")
-    if len(set(numbers.values())) > 1:
-        stated = " and ".join(f"{name}={number:g}" for name, number in numbers.items())
-        raise CheckpointError(f"{path} contradicts itself: its metadata have {stated}")
-    return next(iter(numbers.items()), None)
 
 
 def _scales(
     path: Path, metadata: Mapping[str, str], ranks: Mapping[str, int], alphas: Mapping[str, LazyTensor]
 ) -> dict[str, float]:
-    """Return the scale of each layer, from its alpha or from the metadata; 1 without both.
-
-    Raises CheckpointError if two differ. kohya's metadata do not count beside others: its alpha is that of most layers.
+    """Return the scale of each layer: from its alpha, from PEFT's configuration in diffusers' metadata, or from an
+    alpha in the metadata, in this order; 1 without all.
     """
-    stated, common = _stated_scales(path, metadata, ranks), _metadata_alpha(path, metadata)
-    scales = {}
-    for module, rank in ranks.items():
-        found = {}
-        if module in alphas:
-            found[f"tensor {module}{_ALPHA}"] = _alpha(path, module, alphas[module]) / rank
-        if module in stated:
-            found[f"metadata {_DIFFUSERS_METADATA}"] = stated[module]
-        if common is not None:
-            found[f"metadata {common[0]}"] = common[1] / rank
-        scales[module] = next(iter(found.values()), 1.0)
-        for place, other in found.items():
-            if not math.isclose(scales[module], other, rel_tol=_SAME_SCALE) and "ss_network" not in place:
-                raise CheckpointError(
-                    f"{path} contradicts itself: {next(iter(found))} scales by {scales[module]:g}, {place} by {other:g}"
-                )
-    return scales
-
-
-def _stated_scales(path: Path, metadata: Mapping[str, str], modules: Iterable[str]) -> dict[str, float]:
-    """Return the scales in diffusers' metadata, if it has them: PEFT's configuration as JSON."""
-    if (text := metadata.get(_DIFFUSERS_METADATA)) is None:
-        return {}
-    try:
-        fields = parse_object(text.encode("utf-8", "surrogateescape"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: its metadata {_DIFFUSERS_METADATA} are broken: {error}") from None
-    own = {key.removeprefix("transformer."): value for key, value in fields.items()}
-    if "lora_alpha" not in own:
-        return {}
-    names = {module: module.removeprefix("transformer.") for module in modules}
-    scales = PeftConfig.of(path, {"peft_type": "LORA", **own}, set(names.values())).scales
-    return {module: scales[name] for module, name in names.items()}
+    scales = dict.fromkeys(ranks, 1.0)
+    if (text := metadata.get(_DIFFUSERS_METADATA)) is not None:
+        try:
+            fields = parse_object(text.encode("utf-8", "surrogateescape"))
+        except ValueError as error:
+            raise CheckpointError(f"{path}: its metadata {_DIFFUSERS_METADATA} are broken: {error}") from None
+        own = {key.removeprefix(_DIFFUSERS_PREFIX): value for key, value in fields.items()}
+        if "lora_alpha" in own:
+            named = {module.removeprefix(_DIFFUSERS_PREFIX): rank for module, rank in ranks.items()}
+            found = peft_scales(path, own, named)
+            scales = {module: found[module.removeprefix(_DIFFUSERS_PREFIX)] for module in ranks}
+    elif name := next((name for name in _METADATA_ALPHAS if metadata.get(name, "None") != "None"), None):
+        try:
+            alpha = float(metadata[name])
+        except ValueError:
+            alpha = math.nan
+        _require_alpha(path, f"metadata {name}", alpha)
+        scales = {module: alpha / rank for module, rank in ranks.items()}
+    return scales | {module: _alpha(path, module, entry) / ranks[module] for module, entry in alphas.items()}

@@ -15,7 +15,7 @@ from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.ckpt.identify import check, read_released
 from opensora_cli.engine.ckpt.layout import change_layout
-from opensora_cli.engine.ckpt.output import Derived, Product, check_product, write
+from opensora_cli.engine.ckpt.output import Derived, write_derived
 from opensora_cli.settings.ckpt import ConvertSettings, WeightDType
 
 _DTYPES = {
@@ -52,12 +52,8 @@ def convert(settings: ConvertSettings, *, dry_run: bool = False, reporter: Repor
         problems = check({name: entry.shape for name, entry in without_scales(entries).items()}, released)
         if problems:
             raise CheckpointError("\n".join(f"{source.path} does not become {settings.preset}: {p}" for p in problems))
-    product = Product(source=source, entries=entries, metadata=metadata, settings=settings)
-    check_product(product, sources=[source.path, *source.files])
-    if dry_run:
-        return Conversion.of(product)
-    sha256, files = write(product, reporter=reporter or SilentReporter())
-    return Conversion.of(product, sha256=sha256, files=files)
+    reporter = reporter or SilentReporter()
+    return write_derived(Conversion, settings, source, entries, metadata, reporter=reporter, dry_run=dry_run)
 
 
 def _converted(source: Checkpoint, settings: ConvertSettings) -> tuple[dict[str, LazyTensor], dict[str, str]]:

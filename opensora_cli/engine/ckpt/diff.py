@@ -1,6 +1,6 @@
 """`osora ckpt diff`: compare two checkpoints in any formats."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,8 +19,10 @@ from opensora_cli.core.private_memory import freed_at_once
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.core.weight_choices import Selection
 from opensora_cli.engine.ckpt.inspect import dtype_name
-from opensora_cli.engine.ckpt.statistics import as_real_numbers, steps
 from opensora_cli.settings.ckpt import DiffSettings
+
+_STEP_NUMEL = 2**20
+"""Elements per step. They fit in the processor's cache, even in fp64."""
 
 
 class ValueDifference(Document):
@@ -154,7 +156,7 @@ def _open(path: str, select: Selection | None) -> Mapping[str, LazyTensor]:
 
 
 def _compare(first: LazyTensor, second: LazyTensor, settings: DiffSettings) -> ValueDifference:
-    """Compare two tensors of one shape, `STEP_NUMEL` elements at a time."""
+    """Compare two tensors of one shape, `_STEP_NUMEL` elements at a time."""
     differing, farthest = 0, 0.0
     same_dtype = first.dtype == second.dtype
     for pair in zip(steps(first), steps(second), strict=True):
@@ -175,3 +177,17 @@ def _compare(first: LazyTensor, second: LazyTensor, settings: DiffSettings) -> V
 
 def _bits(piece: Tensor) -> Tensor:
     return piece.contiguous().view(torch.uint8)
+
+
+def steps(entry: LazyTensor) -> Iterator[Tensor]:
+    """Read a tensor, and yield it in pieces of `_STEP_NUMEL` elements. An empty tensor has none."""
+    yield from torch.split(entry.read().reshape(-1), _STEP_NUMEL) if entry.numel else ()
+
+
+def as_real_numbers(piece: Tensor) -> Tensor:
+    """Return elements as fp32 if it can represent their dtype, else as fp64. Complex numbers become two elements."""
+    if piece.dtype.is_complex:
+        wide = torch.promote_types(piece.dtype, torch.complex64)
+        piece = torch.view_as_real(piece.to(wide)).reshape(-1)
+    is_small_float = piece.dtype.is_floating_point and piece.dtype.itemsize <= 4
+    return piece.to(torch.float32 if is_small_float else torch.float64)

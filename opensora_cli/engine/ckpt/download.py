@@ -1,7 +1,6 @@
 """`osora ckpt download`: fetch the files of a released model into the folder that `osora generate` reads."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path, PurePosixPath
@@ -15,15 +14,8 @@ from opensora_cli.core.files import require_space
 from opensora_cli.core.folder_lock import sole_run
 from opensora_cli.core.formatting import format_bytes
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
-from opensora_cli.engine.ckpt.hub import OfflineProblem, fetch, is_content, part_of, read_repo
-from opensora_cli.engine.ckpt.hub_records import (
-    HubFile,
-    HubRepo,
-    read_listing,
-    recorded_digest,
-    write_listing,
-    write_record,
-)
+from opensora_cli.engine.ckpt.hub import HubFile, HubRepo, fetch, is_content, part_of, read_repo
+from opensora_cli.engine.ckpt.hub_records import recorded_digest, write_record
 from opensora_cli.models.registry import ARCHITECTURES, WeightNames
 from opensora_cli.settings.ckpt import DownloadSettings
 
@@ -44,11 +36,6 @@ class _Source:
     """Names in the repository to local names."""
     folders: tuple[str, ...] = ()
     """Folders of transformers models, which keep their names."""
-
-    @property
-    def names(self) -> list[str]:
-        """Local names of files that every complete download has."""
-        return [*self.files.values(), *(f"{folder}/config.json" for folder in self.folders)]
 
     def wants(self, name: str) -> bool:
         """Return whether a file with this name may be needed."""
@@ -79,20 +66,6 @@ class State(StrEnum):
     OTHER = "other"
 
 
-class DownloadRepo(Document):
-    """Repository of a download."""
-
-    name: str
-    commit: str
-    licence: str | None
-    gated: bool
-
-    def line(self) -> str:
-        """Return it for people."""
-        gate = ", given only to those who have accepted its terms: needs a token" if self.gated else ""
-        return f"{self.name}: licence {self.licence or 'not stated'}{gate}"
-
-
 class PlannedDownload(Document):
     """File to download."""
 
@@ -115,23 +88,19 @@ class PlannedDownload(Document):
 class DownloadPlan(Document):
     """Plan of a download and, with every file present, its result."""
 
-    SCHEMA: ClassVar[str | None] = "osora.ckpt.download/1"
+    SCHEMA: ClassVar[str | None] = "osora.ckpt.download/2"
 
     preset: str
     folder: Path
-    offline: bool
-    """Whether the machine is offline, so that the repositories come from the record of an earlier download."""
-    repos: tuple[DownloadRepo, ...]
+    repos: tuple[HubRepo, ...]
     bytes: int
     bytes_to_fetch: int
     files: tuple[PlannedDownload, ...]
-    hub_repos: tuple[HubRepo, ...] = Field(exclude=True)
 
     def lines(self) -> list[str]:
         """Return the plan for people."""
         left = f"{format_bytes(self.bytes_to_fetch)} to fetch" if self.bytes_to_fetch else "all there"
         return [
-            *(["the machine is offline (HF_HUB_OFFLINE): this is as it was downloaded"] if self.offline else []),
             *(repo.line() for repo in self.repos),
             *(planned.line() for planned in self.files),
             f"{format_bytes(self.bytes):>12}  in {self.folder}, {left}",
@@ -150,31 +119,20 @@ _STATE_NOTES = {
 def plan_download(settings: DownloadSettings) -> DownloadPlan:
     """List the files to fetch from the Hub, and the files that exist already.
 
-    Offline, the list comes from the record of a complete download.
-
     Raises:
         CheckpointError: the Hub cannot be reached, lacks needed files, or refuses access.
     """
-    folder = Path(settings.to)
-    sources = _sources(settings.preset)
-    try:
-        repos, offline = tuple(read_repo(source.repo, wanted=source.wants) for source in sources), False
-    except OfflineProblem as problem:
-        repos, offline = _recorded(sources, settings.preset, folder, problem), True
+    folder, sources = Path(settings.to), _sources(settings.preset)
+    repos = tuple(read_repo(source.repo, wanted=source.wants) for source in sources)
     needed = [_needed(source, repo) for source, repo in zip(sources, repos, strict=True)]
     files = tuple(_planned(file, name, folder) for each in needed for name, file in each.items())
     return DownloadPlan(
         preset=settings.preset,
         folder=folder,
-        offline=offline,
-        repos=tuple(
-            DownloadRepo(name=repo.name, commit=repo.commit, licence=repo.licence, gated=repo.is_gated)
-            for repo in repos
-        ),
+        repos=repos,
         bytes=sum(planned.bytes for planned in files),
         bytes_to_fetch=_bytes_to_fetch(files),
         files=files,
-        hub_repos=repos,
     )
 
 
@@ -194,8 +152,7 @@ def download(settings: DownloadSettings, *, reporter: Reporter | None = None) ->
     for line in plan.lines():
         reporter.note(line)
     problem, hint = f"another run downloads into {plan.folder}", "wait until it ends, or give another folder with --to"
-    # Offline nothing is fetched, and the folder may be read-only.
-    with nullcontext() if plan.offline else sole_run(plan.folder / ".osora-download.lock", problem=problem, hint=hint):
+    with sole_run(plan.folder / ".osora-download.lock", problem=problem, hint=hint):
         files = _checked(plan, reporter)
         others = [str(plan.folder / planned.name) for planned in files if planned.state is State.OTHER]
         if others and not settings.overwrite:
@@ -209,12 +166,10 @@ def download(settings: DownloadSettings, *, reporter: Reporter | None = None) ->
             with reporter.stage("download", total=sum(planned.bytes for planned in left), unit=BYTES) as progress:
                 for planned in left:
                     target = plan.folder / planned.name
-                    fetch(planned.file, target, advance=progress.advance, report=reporter.warn)
+                    fetch(planned.file, target, advance=progress.advance)
                     write_record(plan.folder, planned.name, commit=planned.commit, digest=planned.hash)
         except KeyboardInterrupt as stop:
             raise KeyboardInterrupt("what has arrived is kept: the same command continues from there") from stop
-        if not plan.offline:
-            write_listing(plan.folder, plan.preset, plan.hub_repos)
     present = tuple(
         planned.model_copy(update={"state": State.PRESENT, "bytes_here": planned.bytes}) for planned in files
     )
@@ -223,27 +178,6 @@ def download(settings: DownloadSettings, *, reporter: Reporter | None = None) ->
 
 def _bytes_to_fetch(files: Iterable[PlannedDownload]) -> int:
     return sum(planned.bytes - planned.bytes_here for planned in files)
-
-
-def _recorded(sources: Sequence[_Source], preset: str, folder: Path, problem: OfflineProblem) -> tuple[HubRepo, ...]:
-    """Return the repositories of an earlier download. Raises CheckpointError if its record or a file is missing."""
-    recorded = read_listing(folder, preset)
-    names = [name for source in sources for name in source.names]
-    if all(source.repo in recorded for source in sources):
-        repos = []
-        for source in sources:
-            files = recorded[source.repo].files
-            wanted = {name: file for name, file in files.items() if source.wants(name)}
-            repos.append(recorded[source.repo].model_copy(update={"files": wanted}))
-        names = [name for source, repo in zip(sources, repos, strict=True) for name in _needed(source, repo)]
-        if all((folder / name).is_file() for name in names):
-            return tuple(repos)
-    missing = [name for name in names if not (folder / name).exists()]
-    lacking = f"lacks {', '.join(missing)}" if missing else f"has {', '.join(names)}, but no record of a download"
-    raise CheckpointError(
-        f"{problem.message}; {folder} {lacking}",
-        hint="unset HF_HUB_OFFLINE, or copy the files from another machine, .cache included",
-    ) from problem
 
 
 def _needed(source: _Source, repo: HubRepo) -> dict[str, HubFile]:

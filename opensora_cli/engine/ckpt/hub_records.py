@@ -1,61 +1,20 @@
-"""Repositories of the Hub, and the records of downloads beside their files.
+"""Records of downloads beside their files.
 
 `.cache/huggingface/download/NAME.metadata` has three lines, as written by huggingface_hub: the commit, the hash, and
-the time of writing. A listing of the complete download serves machines that are offline.
+the time of writing.
 """
 
-import json
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Self
-
-from pydantic import Field, TypeAdapter, model_validator
 
 from opensora_cli.checkpoint.readable import is_sha256
-from opensora_cli.core.documents import Document
 from opensora_cli.core.files import write_bytes_atomic
-from opensora_cli.core.reading import stays_inside
 from opensora_cli.core.regular_files import open_regular
 
 _FOLDER = Path(".cache", "huggingface", "download")
 # Times of file systems are coarser than those of clocks.
 _SLACK_S = 1.0
-_MAX_LISTING_BYTES = 10_000_000
 _MAX_RECORD_BYTES = 10_000
-
-Commit = Annotated[str, Field(pattern=r"^[0-9A-Za-z._-]{1,64}$")]
-
-
-class HubFile(Document, strict=True):
-    """File in a repository."""
-
-    repo: str
-    commit: Commit
-    name: str
-    size: int = Field(ge=0)
-    digest: str = Field(pattern=r"^([0-9a-f]{40}|[0-9a-f]{64})$")
-    """SHA-256 of the content, with 64 digits, for large files; else SHA-1 as git computes it."""
-
-
-class HubRepo(Document, strict=True):
-    """Repository at one commit."""
-
-    name: str
-    commit: Commit
-    licence: str | None
-    is_gated: bool
-    """Whether only users who accepted its terms may download its files."""
-    files: dict[str, HubFile]
-
-    @model_validator(mode="after")
-    def _check_names(self) -> Self:
-        if not all(file.name == name and stays_inside(name) for name, file in self.files.items()):
-            raise ValueError("a file has two names, or is outside the folder")
-        return self
-
-
-_LISTING = TypeAdapter(dict[str, HubRepo])
 
 
 def write_record(folder: Path, name: str, *, commit: str, digest: str) -> None:
@@ -92,22 +51,3 @@ def downloaded_sha256(path: Path) -> str | None:
         if digest is not None:
             return digest if is_sha256(digest) else None
     return None
-
-
-def write_listing(folder: Path, name: str, repos: Sequence[HubRepo]) -> None:
-    """Record the files of repositories that were downloaded into a folder, under the name `name`.
-
-    Raises:
-        OutputError: the listing cannot be written.
-    """
-    document = {repo.name: repo.to_json() for repo in repos}
-    write_bytes_atomic(folder / _FOLDER / f"{name}.listing.json", json.dumps(document, indent=2).encode())
-
-
-def read_listing(folder: Path, name: str) -> dict[str, HubRepo]:
-    """Return the listing of a download by the names of the repositories; empty if it is missing or broken."""
-    try:
-        with open(folder / _FOLDER / f"{name}.listing.json", "rb", opener=open_regular) as file:
-            return _LISTING.validate_json(file.read(_MAX_LISTING_BYTES))
-    except (OSError, ValueError):
-        return {}

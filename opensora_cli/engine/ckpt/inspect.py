@@ -10,18 +10,15 @@ from pydantic import Field
 from opensora_cli.checkpoint.formats.lora_file import open_adapter
 from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.lazy import LazyTensor
-from opensora_cli.checkpoint.lora import described_scales
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.transforms import only
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import aligned_rows, first_few, format_bytes, plain
-from opensora_cli.core.private_memory import freed_at_once
-from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
+from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.weight_choices import Format, Selection
 from opensora_cli.engine.ckpt.identify import Identity, identify
 from opensora_cli.engine.ckpt.layout import find_layout
-from opensora_cli.engine.ckpt.statistics import Statistics, measure
 from opensora_cli.settings.ckpt import InspectSettings
 
 
@@ -40,30 +37,16 @@ class InspectedTensor(Document):
     dtype: str
     shape: tuple[int, ...]
     bytes: int
-    statistics: Statistics | None
-    """None without `stats`."""
 
     def cells(self) -> list[str]:
         """Return its row of the table for people."""
-        row = [plain(self.name), self.dtype, str(list(self.shape)), format_bytes(self.bytes)]
-        found = self.statistics
-        if found is None:
-            return row
-        figures = []
-        if found.min is not None:
-            mean = "" if found.mean is None else f", mean {found.mean:.4g}"
-            figures.append(f"{found.min:.4g} to {found.max:.4g}{mean}")
-        if found.nan:
-            figures.append(f"{found.nan:,} NaN")
-        if found.infinite:
-            figures.append(f"{found.infinite:,} infinite")
-        return [*row, ", ".join(figures)]
+        return [plain(self.name), self.dtype, str(list(self.shape)), format_bytes(self.bytes)]
 
 
 class Inspection(Document):
     """Content of a checkpoint."""
 
-    SCHEMA: ClassVar[str | None] = "osora.ckpt.inspect/2"
+    SCHEMA: ClassVar[str | None] = "osora.ckpt.inspect/3"
 
     path: Path
     format: Format
@@ -88,10 +71,9 @@ class Inspection(Document):
 
     def lines(self) -> list[str]:
         """Return the content for people: a summary, and the tensors in a table if they are asked for."""
-        lines = [*self.summary(), *self._findings()]
         if not self.lists_tensors:
-            return lines
-        return [*lines, "", *aligned_rows([tensor.cells() for tensor in self.tensors])]
+            return self.summary()
+        return [*self.summary(), "", *aligned_rows([tensor.cells() for tensor in self.tensors])]
 
     def summary(self) -> list[str]:
         """Return a line for each fact about the checkpoint as a whole."""
@@ -116,17 +98,9 @@ class Inspection(Document):
         lines += [f"metadata    {plain(key)}: {plain(text)}" for key, text in self.metadata.items()]
         return lines
 
-    def _findings(self) -> list[str]:
-        measured = {tensor.name: tensor.statistics for tensor in self.tensors if tensor.statistics}
-        found = [
-            *(f"not finite  {plain(name)}" for name, each in measured.items() if not each.is_finite),
-            *(f"all zero    {plain(name)}" for name, each in measured.items() if each.all_zero),
-        ]
-        return found if found or not measured else ["not finite  none", "all zero    none"]
-
 
 def inspect(settings: InspectSettings, *, reporter: Reporter | None = None) -> Inspection:
-    """Inspect a checkpoint. Only names and shapes are read, unless statistics are requested.
+    """Inspect a checkpoint. Only names and shapes are read.
 
     Raises:
         RequestError: a pattern matches no tensor, or the selected weights are missing.
@@ -137,11 +111,6 @@ def inspect(settings: InspectSettings, *, reporter: Reporter | None = None) -> I
     if checkpoint.caveat:
         reporter.warn(checkpoint.caveat)
     entries = only(checkpoint.entries, settings.only) if settings.only else dict(checkpoint.entries)
-    statistics = {}
-    if settings.stats:
-        total = sum(entry.nbytes for entry in entries.values())
-        with freed_at_once(), reporter.stage("read", total=total, unit=BYTES) as progress:
-            statistics = {name: measure(entry, advance=progress.advance) for name, entry in entries.items()}
     shapes = {name: entry.shape for name, entry in without_scales(checkpoint.entries).items()}
     layout = find_layout(shapes, checkpoint.metadata)
     identity = identify(shapes)
@@ -160,13 +129,7 @@ def inspect(settings: InspectSettings, *, reporter: Reporter | None = None) -> I
         dtypes=_totals(entries),
         metadata=dict(checkpoint.metadata),
         tensors=tuple(
-            InspectedTensor(
-                name=name,
-                dtype=dtype_name(entry.dtype),
-                shape=entry.shape,
-                bytes=entry.nbytes,
-                statistics=statistics.get(name),
-            )
+            InspectedTensor(name=name, dtype=dtype_name(entry.dtype), shape=entry.shape, bytes=entry.nbytes)
             for name, entry in entries.items()
         ),
         form=checkpoint.form,
@@ -179,10 +142,9 @@ def inspect(settings: InspectSettings, *, reporter: Reporter | None = None) -> I
 def _describe_adapter(path: Path) -> str:
     """Return the scales of an adapter, or the reason why it cannot be added to weights."""
     try:
-        updates = open_adapter(path).updates.values()
+        return open_adapter(path).scales
     except (CheckpointError, RequestError) as error:
         return error.message
-    return described_scales(update for each in updates for update in each)
 
 
 def _totals(entries: Mapping[str, LazyTensor]) -> dict[str, DtypeTotal]:

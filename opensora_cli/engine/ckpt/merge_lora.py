@@ -6,10 +6,10 @@ from typing import ClassVar
 from pydantic import Field
 
 from opensora_cli.checkpoint.formats.lora_file import open_adapter
-from opensora_cli.checkpoint.lora import described_scales, merge
+from opensora_cli.checkpoint.lora import merge
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.engine.ckpt.output import Derived, Product, check_product, write
+from opensora_cli.engine.ckpt.output import Derived, write_derived
 from opensora_cli.engine.components.lora_files import fit_to_model, require_finite
 from opensora_cli.settings.ckpt import MergeLoraSettings
 
@@ -43,18 +43,17 @@ def merge_lora(settings: MergeLoraSettings, *, reporter: Reporter | None = None)
     shapes = {name: entry.shape for name, entry in base.entries.items()}
     adapter = fit_to_model(open_adapter(Path(settings.adapter)), shapes, base.metadata)
     require_finite(adapter.files)
-    if adapter.updates:
-        scales = described_scales(each for updates in adapter.updates.values() for each in updates)
-        reporter.note(f"adapter {adapter.path}: {scales}, times --scale {settings.scale:g}")
+    reporter.note(f"adapter {adapter.path}: {adapter.scales}, times --scale {settings.scale:g}")
     entries = merge(base.entries, adapter, scale=settings.scale, subtract=settings.unmerge)
-    product = Product(source=base, entries=entries, metadata=base.metadata, settings=settings)
-    check_product(product, sources=[base.path, *base.files, adapter.path])
-    sha256, files = write(product, reporter=reporter)
     dtypes = {str(entries[name].dtype).removeprefix("torch.") for name in adapter.updates}
-    return Merge.of(
-        product,
-        sha256=sha256,
-        files=files,
-        changed=len(adapter.updates) + len(adapter.replacements),
+    return write_derived(
+        Merge,
+        settings,
+        base,
+        entries,
+        base.metadata,
+        reporter=reporter,
+        more_sources=[adapter.path],
+        changed=len(adapter.updates),
         rounded_to=tuple(sorted(dtypes)) if settings.unmerge else (),
     )

@@ -1,20 +1,18 @@
 """Writing weights that are derived from other weights: the checks before, the metadata, and the result."""
 
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, TypeVar
 
 from pydantic import Field
 
 import opensora_cli
 from opensora_cli.checkpoint.contents import Checkpoint
 from opensora_cli.checkpoint.lazy import LazyTensor
-from opensora_cli.checkpoint.readable import sha256_of
+from opensora_cli.checkpoint.readable import listing_sha256, sha256_of
 from opensora_cli.checkpoint.targets import check_target
 from opensora_cli.checkpoint.writing import SHARD_BYTES, write_checkpoint
 from opensora_cli.core.documents import Document
@@ -27,35 +25,6 @@ from opensora_cli.engine.ckpt.layout import find_layout, is_implied_by_names
 from opensora_cli.settings.ckpt import ConvertSettings, MergeLoraSettings
 
 _SOURCE_SHA256 = "osora.source_sha256"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
-    """Weights to write. None of them has been read."""
-
-    source: Checkpoint
-    """Checkpoint from which the weights are derived."""
-    entries: Mapping[str, LazyTensor]
-    metadata: Mapping[str, str]
-    settings: ConvertSettings | MergeLoraSettings
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the weights in bytes."""
-        return sum(entry.nbytes for entry in self.entries.values())
-
-    def lines(self) -> list[str]:
-        """Return a description for people."""
-        source, settings = self.source, self.settings
-        kind = f"{source.form}, {source.selection} weights" if source.selection else source.form
-        given = {key: " ".join(value) if isinstance(value, list) else value for key, value in settings.options.items()}
-        done = ", ".join(f"{name} {value}" for name, value in given.items())
-        return [
-            f"source  {source.path} ({kind})",
-            f"target  {settings.target} ({settings.resolved_format})",
-            f"size    {len(self.entries)} tensors, {format_bytes(self.nbytes)}",
-            *([f"changes {done}"] if done else []),
-        ]
 
 
 class Derived(Document):
@@ -75,101 +44,110 @@ class Derived(Document):
     files: tuple[Path, ...]
     summary: tuple[str, ...] = Field(exclude=True)
 
-    @classmethod
-    def of(cls, product: Product, *, sha256: str | None = None, files: Sequence[Path] = (), **more: Any) -> Self:
-        """Describe a product; `more` are the fields that a subclass adds."""
-        return cls(
-            source=product.source.path,
-            source_format=product.source.format,
-            selection=product.source.selection,
-            target=Path(product.settings.target),
-            format=product.settings.resolved_format,
-            tensors=len(product.entries),
-            parameters=sum(entry.numel for entry in product.entries.values()),
-            bytes=product.nbytes,
-            options=product.settings.options,
-            source_sha256=sha256,
-            files=tuple(files),
-            summary=tuple(product.lines()),
-            **more,
-        )
-
     def lines(self) -> list[str]:
         """Return the path of the written weights, or the plan."""
         return [str(self.target)] if self.files else list(self.summary)
 
 
-def check_product(product: Product, *, sources: Sequence[Path]) -> None:
-    """Check, before hours of reading, that weights can be written, and that readers will understand them.
+DerivedT = TypeVar("DerivedT", bound=Derived)
+
+
+def write_derived(
+    kind: type[DerivedT],
+    settings: ConvertSettings | MergeLoraSettings,
+    source: Checkpoint,
+    entries: Mapping[str, LazyTensor],
+    metadata: Mapping[str, str],
+    *,
+    reporter: Reporter,
+    dry_run: bool = False,
+    more_sources: Sequence[Path] = (),
+    **more: Any,
+) -> DerivedT:
+    """Write weights that are derived from `source`, whole or not at all, and return their document.
+
+    All is checked before hours of reading. With `dry_run` nothing is written. `more` are the fields that `kind` adds.
 
     Raises:
-        RequestError: the target would replace one of the `sources`; or the format cannot record the order of rotary
-            pairs, and the names imply another.
-        OutputError: the target exists already, or is too large for the disk.
+        RequestError: the target would replace a source, or the format supports neither the name or dtype of a tensor
+            nor the order of rotary pairs.
+        CheckpointError: a source cannot be read.
+        OutputError: the target exists already, cannot be written or is too large for the disk, or another process
+            writes it.
     """
-    settings, format = product.settings, product.settings.resolved_format
-    target = Path(settings.target)
-    check_target(target, format=format, overwrite=settings.overwrite, sources=sources, needed=product.nbytes)
-    layout = find_layout({name: entry.shape for name, entry in product.entries.items()}, product.metadata)
+    target, format = Path(settings.target), settings.resolved_format
+    nbytes = sum(entry.nbytes for entry in entries.values())
+    sources = (source.path, *source.files, *more_sources)
+    check_target(target, format=format, overwrite=settings.overwrite, sources=sources, needed=nbytes)
+    layout = find_layout({name: entry.shape for name, entry in entries.items()}, metadata)
     if layout is not None and not format.has_metadata and not is_implied_by_names(*layout):
         qkv, rotary = layout
         raise RequestError(
             f"{format} cannot record that rotary pairs are {rotary}, which {qkv} q, k and v do not imply",
             hint="write another format, or change the layout with --qkv or --rotary",
         )
-
-
-def write(product: Product, *, reporter: Reporter) -> tuple[str | None, tuple[Path, ...]]:
-    """Write a product, whole or not at all. Return the SHA-256 of the source, if it was computed, and the files.
-
-    Raises:
-        RequestError: the format does not support the name or dtype of a tensor.
-        CheckpointError: a source cannot be read.
-        OutputError: the target cannot be written, or another process writes it.
-    """
-    settings, source = product.settings, product.source
-    target, format = Path(settings.target), settings.resolved_format
+    form = f"{source.form}, {source.selection} weights" if source.selection else source.form
+    given = {key: " ".join(value) if isinstance(value, list) else value for key, value in settings.options.items()}
+    planned = kind(
+        source=source.path,
+        source_format=source.format,
+        selection=source.selection,
+        target=target,
+        format=format,
+        tensors=len(entries),
+        parameters=sum(entry.numel for entry in entries.values()),
+        bytes=nbytes,
+        options=settings.options,
+        source_sha256=None,
+        files=(),
+        summary=(
+            f"source  {source.path} ({form})",
+            f"target  {target} ({format})",
+            f"size    {len(entries)} tensors, {format_bytes(nbytes)}",
+            *([f"changes {', '.join(f'{name} {value}' for name, value in given.items())}"] if given else []),
+        ),
+        **more,
+    )
+    if dry_run:
+        return planned
     problem, hint = f"another run writes {target}", "wait until it ends, or write to another name"
     with sole_run(lock_beside(target, target.name), problem=problem, hint=hint):
-        for line in product.lines():
+        for line in planned.summary:
             reporter.note(line)
         if source.caveat:
             reporter.warn(source.caveat)
         if not format.has_metadata:
             reporter.warn(f"{format} has no metadata: that of the weights is left out")
-        sha256 = _hash_files(source, reporter=reporter) if settings.hashing else None
-        metadata = {
-            **{key: text for key, text in product.metadata.items() if key != _SOURCE_SHA256},
+        sha256 = _hash_source(source, reporter=reporter) if settings.hashing else None
+        noted = {
+            **{key: text for key, text in metadata.items() if key != _SOURCE_SHA256},
             "osora.source": os.fspath(source.path),
             "osora.options": json.dumps(settings.options, ensure_ascii=False, sort_keys=True),
             "osora.version": opensora_cli.__version__,
             **({_SOURCE_SHA256: sha256} if sha256 else {}),
         }
-        with reporter.stage("write", total=product.nbytes, unit=BYTES) as progress:
+        with reporter.stage("write", total=nbytes, unit=BYTES) as progress:
             files = write_checkpoint(
-                product.entries,
+                entries,
                 target,
                 format=format,
                 shard_bytes=settings.shard_size or SHARD_BYTES,
-                metadata=metadata,
+                metadata=noted,
                 overwrite=settings.overwrite,
                 hash_each=partial(_hash_each, stage="hash shards", reporter=reporter) if settings.hashing else None,
                 advance=progress.advance,
             )
-    return sha256, files
+    return planned.model_copy(update={"source_sha256": sha256, "files": files})
 
 
-def _hash_files(source: Checkpoint, *, reporter: Reporter) -> str:
-    """Return the SHA-256 of a checkpoint's file. For several files, return the SHA-256 of the output of `sha256sum` in
-    their folder, sorted by name.
-    """
+def _hash_source(source: Checkpoint, *, reporter: Reporter) -> str:
+    """Return `Derived.source_sha256`."""
     folder = source.path if source.path.is_dir() else source.path.parent
     files = sorted((Path(os.path.relpath(file, folder)).as_posix(), file) for file in source.files)
     hashes = _hash_each([path for _, path in files], stage="hash", reporter=reporter)
     if len(hashes) == 1:
         return hashes[0]
-    lines = (f"{digest}  {name}\n" for (name, _), digest in zip(files, hashes, strict=True))
-    return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+    return listing_sha256({name: digest for (name, _), digest in zip(files, hashes, strict=True)})
 
 
 def _hash_each(files: Sequence[Path], *, stage: str, reporter: Reporter) -> list[str]:

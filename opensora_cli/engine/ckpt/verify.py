@@ -1,6 +1,6 @@
 """`osora ckpt verify`: check that a checkpoint is complete and intact."""
 
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,19 +11,17 @@ from opensora_cli.checkpoint.formats.colossal import OPTIMIZER_FOLDER, RUNNING_S
 from opensora_cli.checkpoint.formats.torch import read_object
 from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.readable import is_sha256, refuse_outside, sha256_of
-from opensora_cli.checkpoint.shards import ShardIndex
+from opensora_cli.checkpoint.readable import refuse_outside, sha256_of
 from opensora_cli.checkpoint.shared_folder import recorded_hashes, unhashed_files
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import format_bytes, plain
 from opensora_cli.core.private_memory import freed_at_once
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
-from opensora_cli.core.strict_json import shown
 from opensora_cli.core.weight_choices import Format, Selection
+from opensora_cli.engine.ckpt.diff import as_real_numbers, steps
 from opensora_cli.engine.ckpt.hub_records import downloaded_sha256
 from opensora_cli.engine.ckpt.identify import check, read_released
-from opensora_cli.engine.ckpt.statistics import measure
 from opensora_cli.settings.ckpt import VerifySettings
 
 _TORCH_SUFFIXES = (".pt", ".bin")
@@ -86,14 +84,12 @@ def verify(settings: VerifySettings, *, reporter: Reporter | None = None) -> Ver
         raise RequestError(f"sha256 is the hash of one file, and {path} is a folder", hint="name a file in it")
     parts, problems = _open_parts(path, settings.select)
     checkpoint = parts[0] if parts else None
-    indexes = [part.index for part in parts if part.index is not None]
     if checkpoint is not None and checkpoint.caveat and settings.sha256 is None:
         problems.append(checkpoint.caveat)
-    files = [file for part in parts for file in part.files]
     recorded: dict[Path, str] = {}
     if checkpoint is not None and settings.select is None and checkpoint.format is Format.COLOSSALAI:
         # `path` may be the folder of the run around it.
-        problems += broken_states(checkpoint.path, known=set(files))
+        problems += broken_states(checkpoint.path, known={file for part in parts for file in part.files})
         try:
             recorded = recorded_hashes(checkpoint.path)
         except CheckpointError as error:
@@ -101,14 +97,16 @@ def verify(settings: VerifySettings, *, reporter: Reporter | None = None) -> Ver
         if recorded and settings.data:
             unhashed = unhashed_files(checkpoint.path, recorded)
             problems += [f"{file} has no hash in {RUNNING_STATES_FILE}" for file in unhashed]
+    # A file has several hashes if its records contradict each other.
     expected: dict[Path, set[str]] = {}
     if settings.data and path.exists():
-        expected, wrong = _expected_hashes(files or [path], indexes)
-        problems += wrong
-        for file, digest in recorded.items():
-            expected.setdefault(file, set()).add(digest)
-        if settings.sha256 is not None:
-            expected.setdefault(path, set()).add(settings.sha256.lower())
+        files = [file for part in parts for file in part.files] or [path]
+        known = [(file, downloaded_sha256(file)) for file in files if file.is_file()]
+        known += [hashed for part in parts for hashed in part.sha256.items()]
+        known += [*recorded.items(), (path, settings.sha256 and settings.sha256.lower())]
+        for file, digest in known:
+            if digest is not None:
+                expected.setdefault(file, set()).add(digest)
         problems += _wrong_hashes(expected, reporter)
     if checkpoint is not None and released is not None:
         shapes = {name: entry.shape for name, entry in without_scales(checkpoint.entries).items()}
@@ -150,35 +148,6 @@ def _open_parts(path: Path, select: Selection | None) -> tuple[list[Checkpoint],
     return parts, problems
 
 
-def _expected_hashes(files: Iterable[Path], indexes: Iterable[ShardIndex]) -> tuple[dict[Path, set[str]], list[str]]:
-    """Return the hashes that files must have, and the problems of invalid hashes.
-
-    A file has several hashes if its records contradict each other.
-    """
-    expected: dict[Path, set[str]] = {}
-    problems: list[str] = []
-    for file in filter(Path.is_file, files):
-        downloaded = downloaded_sha256(file)
-        if downloaded is not None:
-            expected.setdefault(file, set()).add(downloaded)
-    for index in indexes:
-        # Only shards are known to lie in the folder.
-        shards = set(index.shard_names)
-        if index.sha256 is None:
-            problems.append(f"{index.path} has a sha256 that is no mapping of shard to hash")
-            continue
-        if index.sha256:
-            problems += [f"{index.path} has no hash for {shown(name)}" for name in sorted(shards - index.sha256.keys())]
-        for name, digest in index.sha256.items():
-            if name not in shards:
-                problems.append(f"{index.path} has a hash for {shown(name)}, which is none of its shards")
-            elif not is_sha256(digest.lower()):
-                problems.append(f"{index.path} has no hash for {shown(name)}, but {shown(digest)}")
-            else:
-                expected.setdefault(index.path.parent / name, set()).add(digest.lower())
-    return expected, problems
-
-
 def _wrong_hashes(expected: dict[Path, set[str]], reporter: Reporter) -> Iterator[str]:
     if not expected:
         return
@@ -199,16 +168,14 @@ def _broken_data(checkpoint: Checkpoint, reporter: Reporter) -> Iterator[str]:
     with freed_at_once(), reporter.stage("read", total=total, unit=BYTES) as progress:
         for name, entry in checkpoint.entries.items():
             try:
-                statistics = measure(entry, advance=progress.advance)
+                broken = sum(int((~as_real_numbers(piece).isfinite()).sum()) for piece in steps(entry))
             except CheckpointError as error:
                 yield error.message
                 continue
-            if not statistics.is_finite:
+            progress.advance(entry.nbytes)
+            if broken:
                 of = f" of the {checkpoint.selection} weights" if checkpoint.selection else ""
-                yield (
-                    f"{plain(name)}{of} is not finite: {statistics.nan:,} NaN, {statistics.infinite:,} infinite "
-                    f"among {statistics.count:,}"
-                )
+                yield f"{plain(name)}{of} has {broken:,} numbers that are not finite"
 
 
 def broken_states(folder: Path, *, known: Set[Path]) -> Iterator[str]:
@@ -219,6 +186,6 @@ def broken_states(folder: Path, *, known: Set[Path]) -> Iterator[str]:
     places = (path for place in (folder, folder / OPTIMIZER_FOLDER) if place.is_dir() for path in place.iterdir())
     for path in sorted(path for path in places if path.suffix in _TORCH_SUFFIXES and path not in known):
         try:
-            read_object(refuse_outside(path, folder), lazily=True)
+            read_object(refuse_outside(path, folder))
         except CheckpointError as error:
             yield error.message

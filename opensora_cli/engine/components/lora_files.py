@@ -1,6 +1,5 @@
 """Open LoRA adapters (Hu et al. 2021): find their layers in a model, and compare them with it."""
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -12,9 +11,8 @@ from torch import Tensor, nn
 from opensora_cli.checkpoint.formats.lora_file import DOTTED_PREFIXES, KOHYA_PREFIXES, open_adapter
 from opensora_cli.checkpoint.formats.peft import adapter_files
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
-from opensora_cli.checkpoint.lazy import LazyTensor
-from opensora_cli.checkpoint.lora import Adapter, LowRank
-from opensora_cli.checkpoint.readable import sha256_of
+from opensora_cli.checkpoint.lora import Adapter, LowRank, require_fit
+from opensora_cli.checkpoint.readable import listing_sha256, sha256_of
 from opensora_cli.core.dtypes import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few, plain
@@ -55,15 +53,14 @@ def _open(file: LoraFile, transformer: nn.Module) -> Lora:
             hint="what follows the last colon must be a number, as in :0.8",
         )
     adapter = open_fitting(path, transformer)
-    sha256 = _hash_files(adapter.files)
+    sha256 = listing_sha256({each.name: _examine(each)[0] for each in adapter.files})
     if file.sha256 is not None and file.sha256 != sha256:
         raise CheckpointError(
             f"{path} has changed since the run that is repeated: its SHA-256 is {sha256[:12]}..., not "
             f"{file.sha256[:12]}...",
             hint=f"name it again to use the changed file: --lora {path}:{file.scale:g}",
         )
-    updates = {name.removesuffix(_WEIGHT): each for name, each in adapter.updates.items()}
-    return Lora(path=path, scale=file.scale, sha256=sha256, updates=updates)
+    return Lora(path=path, scale=file.scale, sha256=sha256, adapter=adapter)
 
 
 def open_fitting(path: Path, transformer: nn.Module) -> Adapter:
@@ -74,77 +71,40 @@ def open_fitting(path: Path, transformer: nn.Module) -> Adapter:
     if not adapter_files(path)[0].exists() and adapter_files(path / "lora")[0].exists():
         path = path / "lora"
     shapes = {name: tuple(weight.shape) for name, weight in transformer.named_parameters()}
+    linears = {f"{name}{_WEIGHT}" for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)}
     adapter = fit_to_model(open_adapter(path), shapes, {})
-    _require_fit(adapter, {name: layer for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)})
+    require_fit(
+        adapter,
+        {name: shape for name, shape in shapes.items() if name in linears},
+        hint=f"osora ckpt inspect {adapter.files[-1]} lists its tensors",
+    )
     require_finite(adapter.files)
     return adapter
-
-
-def _require_fit(adapter: Adapter, layers: Mapping[str, nn.Linear]) -> None:
-    if adapter.replacements:
-        raise CheckpointError(
-            f"{adapter.path} replaces {first_few(list(adapter.replacements))}, and is not only an adapter",
-            hint=f"merge it into a file instead: osora ckpt merge-lora BASE {adapter.path} MERGED",
-        )
-    unknown = [path for name in adapter.updates if (path := name.removesuffix(_WEIGHT)) not in layers]
-    if unknown:
-        raise CheckpointError(
-            f"{adapter.path} is for {len(unknown)} layers that the transformer lacks: {first_few(unknown)}",
-            hint=f"osora ckpt inspect {adapter.files[-1]} lists its tensors",
-        )
-    misfits = []
-    for name, updates in adapter.updates.items():
-        layer = layers[name.removesuffix(_WEIGHT)]
-        for update in updates:
-            if update.transposed or not update.fits((layer.out_features, layer.in_features)):
-                misfits.append(f"{name} {[layer.out_features, layer.in_features]} (adapter: {update.described})")
-    if misfits:
-        raise CheckpointError(f"{adapter.path} does not fit the transformer: {first_few(misfits)}")
-    unfit = [
-        name
-        for name, updates in adapter.updates.items()
-        if not all(_has_16_bits(part) for update in updates for part in (update.a, update.b))
-    ]
-    if unfit:
-        raise CheckpointError(f"{adapter.path} has factors that are not of 16 bits or more: {first_few(unfit)}")
-
-
-def _has_16_bits(entry: LazyTensor) -> bool:
-    """Return whether an entry has floating point numbers of 16 bits or more."""
-    return entry.dtype.is_floating_point and entry.dtype.itemsize > 1
 
 
 def require_finite(files: Iterable[Path]) -> None:
     """Raise CheckpointError if a tensor of an adapter has NaN or infinite numbers: every result would be black."""
     for path in files:
-        if path.suffix == ".json":
-            continue
-        status = path.stat()
-        if broken := _not_finite(path, status.st_size, status.st_mtime_ns):
+        if broken := _examine(path)[1]:
             raise CheckpointError(f"{path} has numbers that are not finite: {first_few(list(broken))}")
+
+
+def _examine(path: Path) -> tuple[str, tuple[str, ...]]:
+    """Return the SHA-256 of an adapter's file, and the names of its tensors that are not finite."""
+    status = path.stat()
+    return _examined(path, status.st_size, status.st_mtime_ns)
 
 
 # One run is planned several times.
 @lru_cache(maxsize=64)
-def _not_finite(path: Path, size: int, changed_ns: int) -> tuple[str, ...]:
-    entries, _ = open_safetensors(path)
-    return tuple(
-        name for name, entry in entries.items() if _has_16_bits(entry) and not torch.isfinite(entry.read()).all()
-    )
-
-
-def _hash_files(files: Sequence[Path]) -> str:
-    """Return the SHA-256 of the lines that `sha256sum` prints for files in their folder."""
-    lines = []
-    for file in files:
-        status = file.stat()
-        lines.append(f"{_hash(file, status.st_size, status.st_mtime_ns)}  {file.name}\n")
-    return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
-
-
-@lru_cache(maxsize=64)
-def _hash(path: Path, size: int, changed_ns: int) -> str:
-    return sha256_of(path)
+def _examined(path: Path, size: int, changed_ns: int) -> tuple[str, tuple[str, ...]]:
+    entries = {} if path.suffix == ".json" else open_safetensors(path)[0]
+    broken = [
+        name
+        for name, entry in entries.items()
+        if entry.dtype.is_floating_point and not torch.isfinite(entry.read().float()).all()
+    ]
+    return sha256_of(path), tuple(broken)
 
 
 def fit_to_model(adapter: Adapter, shapes: Mapping[str, Shape], metadata: Mapping[str, str]) -> Adapter:
@@ -217,7 +177,7 @@ class _Model:
         weight = f"{self.prefix}{name}{_WEIGHT}"
         if weight in self.shapes and not reorders:
             return [(weight, update)]
-        if update.b.shape[0] != named.rows or update.transposed:
+        if update.b.shape[0] != named.rows:
             raise CheckpointError(
                 f"{adapter.path} does not fit the model: {shown(module)} has {named.rows} rows there "
                 f"(adapter: {update.described})"

@@ -5,23 +5,20 @@ shared by all ranks, in 8 bits, or offloaded to the host.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from opensora_cli.checkpoint.lazy import rounded
+from opensora_cli.checkpoint.lora import Adapter
 from opensora_cli.core.formatting import format_bytes
 from opensora_cli.models.linears import LowRankLinear, Split
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.model import MMDiT
-
-if TYPE_CHECKING:
-    from opensora_cli.checkpoint.lora import LowRank
 
 _IN_BLOCK = re.compile(r"(?P<stack>\w+_blocks)\.(?P<index>\d+)\.(?P<linear>.+)")
 
@@ -37,35 +34,29 @@ class Lora:
     scale: float
     sha256: str
     """SHA-256 of the lines that `sha256sum` prints for its files, PEFT's configuration first."""
-    updates: Mapping[str, tuple["LowRank", ...]]
-    """Updates by the path of the linear layer."""
+    adapter: Adapter
 
     @property
     def ranks(self) -> list[int]:
         """Ranks of the layers, each once, in rising order."""
-        return sorted({_rank(updates) for updates in self.updates.values()})
+        return sorted({rank for _, rank in lora_ranks([self])})
 
     def line(self) -> str:
         """Return the adapter as a line of text."""
-        from opensora_cli.checkpoint.lora import described_scales
-
         rank = " to ".join(str(rank) for rank in dict.fromkeys((self.ranks[0], self.ranks[-1])))
-        size = sum(part.nbytes for updates in self.updates.values() for each in updates for part in (each.a, each.b))
-        scales = described_scales(each for updates in self.updates.values() for each in updates)
-        layers = f"rank {rank} in {len(self.updates)} layers"
-        return f"{self.path} x {self.scale:g}: {layers}, {scales}, {format_bytes(size)}"
-
-
-def _rank(updates: "Iterable[LowRank]") -> int:
-    return sum(update.a.shape[0] for update in updates)
+        updates = self.adapter.updates
+        size = sum(part.nbytes for each in updates.values() for update in each for part in (update.a, update.b))
+        layers = f"rank {rank} in {len(updates)} layers"
+        return f"{self.path} x {self.scale:g}: {layers}, {self.adapter.scales}, {format_bytes(size)}"
 
 
 def lora_ranks(loras: Iterable[Lora]) -> LoraRanks:
     """Return the ranks of adapters that are added to one model."""
     ranks: dict[str, int] = {}
     for lora in loras:
-        for path, updates in lora.updates.items():
-            ranks[path] = ranks.get(path, 0) + _rank(updates)
+        for name, updates in lora.adapter.updates.items():
+            path = name.removesuffix(".weight")
+            ranks[path] = ranks.get(path, 0) + sum(update.a.shape[0] for update in updates)
     return tuple(sorted(ranks.items()))
 
 
@@ -88,7 +79,11 @@ def add_loras(
         for linear in stack.linears
     }
     for path, _ in lora_ranks(loras):
-        updates = [(update, update.scale * lora.scale) for lora in loras for update in lora.updates.get(path, ())]
+        updates = [
+            (update, update.scale * lora.scale)
+            for lora in loras
+            for update in lora.adapter.updates.get(f"{path}.weight", ())
+        ]
         # The factors of all adapters, below and beside each other, in fp32.
         a_RI = torch.cat([update.a.read().float() for update, _ in updates])
         b_OR = torch.cat([update.b.read().float() * scale for update, scale in updates], dim=1)

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_cli.checkpoint.background import BackgroundJob
 from opensora_cli.checkpoint.formats.colossal import (
     RUNNING_STATES_SCHEMA,
     SETTINGS_FILE,
@@ -21,6 +20,7 @@ from opensora_cli.checkpoint.formats.colossal import (
     epoch_folders,
 )
 from opensora_cli.checkpoint.shared_folder import (
+    BackgroundJob,
     Share,
     on_all,
     remove_checkpoint,

@@ -8,9 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_weights import bit_equal, held, read
 
-from opensora_cli.checkpoint.formats.safetensors import open_safetensors
+from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.readable import sha256_of
-from opensora_cli.checkpoint.shards import open_shards, read_index
 from opensora_cli.checkpoint.writing import plan_shards, write_shards
 from opensora_cli.core.exceptions import CheckpointError
 
@@ -46,7 +45,7 @@ def put(folder, weight_map, shards, **more):
 
 
 def open_in(folder):
-    return open_shards(read_index(folder / INDEX), open_shard=open_safetensors)
+    return open_checkpoint(folder / INDEX)
 
 
 def refusal(folder):
@@ -87,11 +86,11 @@ class TestWriting:
 
     def test_written_and_read_again(self, folder, tensors):
         write(folder, tensors, metadata={"source": "a test", "command": "caf\udce9"}, hash_each=hash_each)
-        entries, metadata, files = open_in(folder)
-        assert bit_equal(read(entries), tensors)
-        assert metadata == {"format": "pt", "source": "a test", "command": "caf\\udce9"}
-        assert files[0].name == INDEX
-        assert {file.name for file in files} == set(os.listdir(folder))
+        opened = open_in(folder)
+        assert bit_equal(read(opened.entries), tensors)
+        assert opened.metadata == {"format": "pt", "source": "a test", "command": "caf\\udce9"}
+        assert opened.files[0].name == INDEX
+        assert {file.name for file in opened.files} == set(os.listdir(folder))
 
     def test_the_index_comes_last(self, folder, tensors):
         there = []
@@ -103,7 +102,7 @@ class TestIndexAgainstShards:
     def test_missing_shards_are_listed_all_at_once(self, folder):
         put(folder, {"a": "1.safetensors", "b": "2.safetensors", "c": "3.safetensors"}, {"2.safetensors": "b"})
         message = refusal(folder)
-        assert message.endswith("3 shards, of which 2 are missing: '1.safetensors', '3.safetensors'")
+        assert message.endswith("3 shards, of which 2 are missing: 1.safetensors, 3.safetensors")
 
     @pytest.mark.parametrize(
         ("weight_map", "shards", "message"),
@@ -179,7 +178,7 @@ class TestOutsideTheFolder:
         (folder / "sub").mkdir()
         put(folder, {"a": "1", "b": "sub/2"}, {"sub/2": "b", "real": "a"})
         (folder / "1").symlink_to("real")
-        assert sorted(open_in(folder)[0]) == ["a", "b"]
+        assert sorted(open_in(folder).entries) == ["a", "b"]
 
 
 class TestHubCache:
@@ -199,9 +198,9 @@ class TestHubCache:
 
     @pytest.mark.parametrize("part", ["snapshots/0123abc", "snapshots/0123abc/text_encoder"])
     def test_its_links_are_followed(self, repo, part):
-        entries, _, files = open_in(repo / part)
-        assert list(entries) == ["a"]
-        assert [file.name for file in files] == [INDEX, "1.safetensors"]
+        opened = open_in(repo / part)
+        assert list(opened.entries) == ["a"]
+        assert [file.name for file in opened.files] == [INDEX, "1.safetensors"]
 
     def test_other_links_are_not(self, repo, secret):
         link = repo / "snapshots" / "0123abc" / "1.safetensors"

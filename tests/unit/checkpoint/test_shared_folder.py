@@ -1,13 +1,22 @@
 """The folder of a training checkpoint, written by one process: complete or absent, and checked by its hashes."""
 
 import json
+import threading
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
-from opensora_cli.checkpoint.shared_folder import Share, recorded_hashes, temporary_folder, write_share, wrong_files
+from opensora_cli.checkpoint.shared_folder import (
+    BackgroundJob,
+    Share,
+    recorded_hashes,
+    temporary_folder,
+    write_share,
+    wrong_files,
+)
 
 NAME = "epoch0-global_step1"
 
@@ -50,3 +59,20 @@ def test_each_process_finds_the_problems_of_its_part(tmp_path: Path) -> None:
     (folder / "optimizer/updates.json").unlink()
     assert len(wrong_files(folder)) == 2
     assert sorted(wrong_files(folder, share=(0, 2)) + wrong_files(folder, share=(1, 2))) == sorted(wrong_files(folder))
+
+
+def test_a_job_without_a_thread_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    job, done = BackgroundJob(), []
+    job.start(lambda: done.append(1))
+    assert done == [1]
+    job.join()
+
+    def fail() -> None:
+        raise OSError("the disk is full")
+
+    job.start(fail)
+    assert isinstance(job.take_error(), OSError)

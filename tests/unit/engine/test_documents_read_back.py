@@ -18,7 +18,6 @@ from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.reading import read_json_object
 from opensora_cli.data.batches import ClipRequest, EpochPlan
 from opensora_cli.data.loading import BatchStream
-from opensora_cli.engine.ckpt.hub_records import HubFile, HubRepo, read_listing
 from opensora_cli.engine.encode.clip_cache import ClipCache, is_cache_of, threads_of
 from opensora_cli.engine.generate.previews import PreviewMap, read_map
 from opensora_cli.engine.generate.saved_latents import open_latents
@@ -115,12 +114,6 @@ def _sampler(path: Path) -> None:
     stream.next()
 
 
-def _listing(folder: Path) -> dict[str, Any]:
-    file = HubFile(repo="a/b", commit="c", name="x.bin", size=1, digest=HASH)
-    repo = HubRepo(name="a/b", commit="c", licence=None, is_gated=False, files={"x.bin": file})
-    return {"a/b": repo.to_json()}
-
-
 CLIPS: dict[str, Any] = {"k": {"names": ["b"], "file": [1, 2]}}
 RUNNING = {
     "schema": "osora.running-states/2",
@@ -181,11 +174,6 @@ KINDS = {
         lambda path: (T5Sizes.of(path.parent), ClipSizes.of(path.parent)),
         "config.json",
     ),
-    "listing of the Hub": Kind(
-        _listing(Path()),
-        lambda path: read_listing(path.parents[3], "a"),
-        ".cache/huggingface/download/a.listing.json",
-    ),
     "clips of a cache": Kind(CLIPS, _read_cache, "clips-a.safetensors", _write_cache),
     "preview map": Kind(
         PreviewMap(weights=[(0.0, 0.0, 0.0)] * 4, bias=(0.0, 0.0, 0.0)).to_json(),
@@ -195,7 +183,7 @@ KINDS = {
 }  # fmt: skip
 
 
-_IGNORED = ("log", "listing of the Hub", "preview map")
+_IGNORED = ("log", "preview map")
 """Lines and caches that are made again where they are wrong."""
 
 

@@ -12,8 +12,7 @@ from hostile_files import little_memory, payloads, refused
 from tiny_weights import bit_equal, held, read
 from torch.distributed.checkpoint import metadata as described
 
-from opensora_cli.checkpoint.contents import DCP_METADATA
-from opensora_cli.checkpoint.formats.dcp import open_dcp, write_dcp
+from opensora_cli.checkpoint.formats.dcp import DCP_METADATA, open_dcp, write_dcp
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.weight_choices import Format, Selection
@@ -118,7 +117,7 @@ class TestBrokenFolders:
             file.truncate((folder / DATA).stat().st_size - 1)
         assert "is truncated" in refused(lambda: open_dcp(folder))
         (folder / DATA).unlink()
-        assert f"lacks 1 of its files: '{DATA}'" in refused(lambda: open_dcp(folder))
+        assert f"lacks 1 of its files: {DATA}" in refused(lambda: open_dcp(folder))
 
     @pytest.mark.parametrize(
         "name", ["../secret", "/etc/passwd", "a/../../secret", "link", "..", "", "a\0b", "a\nb", 3]
@@ -168,7 +167,7 @@ class TestBrokenFolders:
 
     def test_another_dtype_than_promised(self, folder):
         change(folder, lambda found: setattr(found.state_dict_metadata["half"].properties, "dtype", torch.float16))
-        assert "holds another tensor than" in refused(lambda: opened(folder))
+        assert "holds another tensor for" in refused(lambda: opened(folder))
 
     def test_transformed_files_are_refused(self, folder):
         change(

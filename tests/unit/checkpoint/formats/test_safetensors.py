@@ -6,17 +6,14 @@ import struct
 
 import pytest
 import torch
-from hostile_files import little_memory
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tiny_weights import bit_equal, held, read
 
-from opensora_cli.checkpoint.formats.pickles import DTYPES as ALL_DTYPES
-from opensora_cli.checkpoint.formats.safetensors import open_safetensors, write_safetensors
+from opensora_cli.checkpoint.formats.safetensors import _DTYPES, open_safetensors, write_safetensors
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.strict_json import MAX_JSON_BYTES
 
-DTYPES = [dtype for dtype in ALL_DTYPES.values() if dtype not in (torch.complex32, torch.complex128)]
+DTYPES = list(_DTYPES.values())
 
 
 @pytest.fixture
@@ -111,11 +108,9 @@ class TestWriting:
 
 
 BROKEN = {
-    "is empty": b"",
-    "does not begin with a header": b"\0" * 7,
-    "<html>": (b"<html>404 not found, try again</html>", "does not begin"),
-    "absurd length": (struct.pack("<Q", 2**63) + b"{}", "too long"),
-    "long length": (struct.pack("<Q", MAX_JSON_BYTES + 1) + b"{}", "too long"),
+    "header too small": b"",
+    "<html>": (b"<html>404 not found, try again</html>", "no sound safetensors file: "),
+    "absurd length": (struct.pack("<Q", 2**63) + b"{}", "header too large"),
     "length over the end": (struct.pack("<Q", 9_000_000) + b"{}", "truncated"),
     "no JSON": (pack(b'{"a": '), "is no sound safetensors file"),
     "endless name": (pack({"n" * 1_000_000: [1]}), "is no sound safetensors file"),
@@ -137,20 +132,3 @@ def test_broken_and_hostile_headers(tmp_path, case):
     content, word = BROKEN[case] if isinstance(BROKEN[case], tuple) else (BROKEN[case], case)
     (tmp_path / "a.safetensors").write_bytes(content)
     assert word in refusal(tmp_path / "a.safetensors")
-
-
-@pytest.mark.parametrize(("length", "word"), [(MAX_JSON_BYTES, "more values"), (8 * MAX_JSON_BYTES, "too long")])
-def test_a_header_of_many_small_values_takes_little_memory(tmp_path, length, word):
-    """Each three bytes would become a list of eighty."""
-    start, end = b'{"a":[', b"0]}"
-    (tmp_path / "a").write_bytes(pack(start + b"[]," * ((length - len(start + end)) // 3) + end))
-    with little_memory():
-        message = refusal(tmp_path / "a")
-    assert word in message
-
-
-def test_what_is_not_read_again_is_not_written(tmp_path):
-    names = {f"{'n' * 1000}.{number}": torch.ones(1) for number in range(10_000)}
-    with pytest.raises(RequestError, match=r"10000 tensors .* too much"):
-        write_safetensors(tmp_path / "a", held(names), metadata={})
-    assert os.listdir(tmp_path) == []

@@ -1,30 +1,25 @@
 """Files of torch.save: read and written without holding them, and without running anything."""
 
 import pickle
-import struct
 import zipfile
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 
 import pytest
 import torch
-from hostile_files import FUZZED, PROGRAMS, fuzz, little_memory, mutations, opened_or_refused, payloads, refused
+from hostile_files import FUZZED, PROGRAMS, fuzz, mutations, opened_or_refused, payloads, refused
 from hypothesis import strategies as st
 from tiny_weights import bit_equal, held, read
 from torch import nn
 
-from opensora_cli.checkpoint.contents import TORCH_MAGIC
-from opensora_cli.checkpoint.formats import torch as torch_format
-from opensora_cli.checkpoint.formats.pickles import DTYPES as ALL_DTYPES
-from opensora_cli.checkpoint.formats.pickles import STORAGE_NAMES
 from opensora_cli.checkpoint.formats.torch import open_torch, write_torch
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.weight_choices import Format, Selection
 
-FORMS = [
-    pytest.param({"_use_new_zipfile_serialization": form}, id=name) for name, form in (("zip", True), ("old", False))
+DTYPES = [
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.uint16, torch.bool, torch.complex64),
 ]
-DTYPES = [dtype for dtype in ALL_DTYPES.values() if dtype is not torch.complex32]
 
 
 def random_of(dtype, *shape):
@@ -83,30 +78,15 @@ def tensor_pickle(*, numel=4, offset=0, shape=(2, 2), stride=(2, 1), key="0", ki
 
 
 class TestReading:
-    @pytest.mark.parametrize("form", FORMS)
-    def test_all_kinds_of_tensors_are_read_bit_for_bit(self, tmp_path, form):
-        tensors = of_all_kinds()
-        if not form["_use_new_zipfile_serialization"]:
-            # torch itself cannot read what has no storage class of its own from such a file.
-            tensors = {name: tensor for name, tensor in tensors.items() if tensor.dtype in STORAGE_NAMES}
-        torch.save(tensors, tmp_path / "a", **form)
-        assert bit_equal(opened(tmp_path / "a"), tensors)
+    def test_all_kinds_of_tensors_are_read_bit_for_bit(self, tmp_path):
+        torch.save(of_all_kinds(), tmp_path / "a")
+        assert bit_equal(opened(tmp_path / "a"), of_all_kinds())
 
-    def test_values_that_are_no_tensors_are_left_out(self, tmp_path):
-        others = {
-            **{"size": torch.Size([1]), "dtype": torch.int8, "device": torch.device("cpu"), "set": {1}, "none": None},
-            **{"complex": 1j, "counter": Counter("aab"), "layout": torch.strided, "list": [1, "a"], "long": 2**70},
-            **{"tuple": {(1, "a"): 3, None: 2, 1.5: 3}},
-        }
-        torch.save({"x": torch.ones(2), "others": others}, tmp_path / "a")
-        assert list(open_torch(tmp_path / "a").entries) == ["x"]
-
-    @pytest.mark.parametrize("protocol", [3, 4, 5])
-    def test_another_pickle_protocol_is_refused_with_what_to_do(self, tmp_path, protocol):
-        torch.save({"x": torch.ones(2)}, tmp_path / "a", pickle_protocol=protocol)
-        with pytest.raises(CheckpointError, match=f"is a pickle of protocol {protocol}") as caught:
+    def test_files_before_torch_1_6_are_refused_with_what_to_do(self, tmp_path):
+        torch.save({"x": torch.ones(2)}, tmp_path / "a", _use_new_zipfile_serialization=False)
+        with pytest.raises(CheckpointError, match="since torch 1") as caught:
             open_torch(tmp_path / "a")
-        assert "save it again" in caught.value.hint
+        assert "torch.save its weights" in caught.value.hint
 
     def test_nested_names_are_joined(self, tmp_path):
         torch.save({"a": OrderedDict(b=torch.ones(1), c=[torch.ones(2), {3: torch.ones(4)}])}, tmp_path / "a")
@@ -120,7 +100,7 @@ class TestReading:
             ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, "two tensors called 'a.b'"),
             *((value, "holds no tensors") for value in (3, {"a": 1}, [None], "text")),
             (torch.ones(1), "without a name"),
-            ({"a": torch.eye(3).to_sparse()}, "imports 'torch._utils._rebuild_sparse_tensor'"),
+            ({"a": torch.eye(3).to_sparse()}, "is not dense"),
             ({"a": torch.tensor([1j]).conj()}, "yet to be conjugated"),
         ],
     )
@@ -190,34 +170,18 @@ class TestWriting:
         assert bit_equal(loaded, of_all_kinds())
         assert all(tensor.is_contiguous() for tensor in loaded.values())
 
+    def test_the_archive_is_sound(self, written):
+        with zipfile.ZipFile(written) as archive:
+            assert archive.testzip() is None
+
     def test_we_read_it_with_its_metadata(self, written):
         assert bit_equal(opened(written), of_all_kinds())
         assert open_torch(written).metadata == {"licence": "frei", "command": "caf\\udce9"}
 
-    def test_it_is_a_sound_archive_with_aligned_data(self, written):
-        with zipfile.ZipFile(written) as archive:
-            assert archive.testzip() is None
-            offsets = [info.header_offset for info in archive.infolist()]
-        content = written.read_bytes()
-        starts = [at + 30 + sum(struct.unpack_from("<2H", content, at + 26)) for at in offsets]
-        assert [start % 64 for start in starts] == [0] * len(starts)
-
-    def test_a_dtype_that_torch_cannot_save_is_refused(self, tmp_path):
-        with pytest.raises(RequestError, match="does not write bits8"):
-            write_torch(tmp_path / "a", held({"x": torch.zeros(2, dtype=torch.uint8).view(torch.bits8)}))
-        assert not (tmp_path / "a").exists()
-
-
-def _repeated():
-    """Return what makes a tensor of a billion elements that are all the same byte of the file."""
-    return tensor_pickle(shape=(10**9,), stride=(0,), numel=4)[9:-2]
-
 
 class TestBrokenFiles:
-    @pytest.mark.parametrize("form", [True, False], ids=["zip", "old"])
-    def test_a_file_cut_anywhere_is_refused(self, tmp_path, form):
-        tensors = {"a": torch.arange(20.0), "b": torch.arange(5)}
-        torch.save(tensors, tmp_path / "a", _use_new_zipfile_serialization=form)
+    def test_a_file_cut_anywhere_is_refused(self, tmp_path):
+        torch.save({"a": torch.arange(20.0), "b": torch.arange(5)}, tmp_path / "a")
         whole = (tmp_path / "a").read_bytes()
         for end in range(0, len(whole), 7):
             (tmp_path / "a").write_bytes(whole[:end])
@@ -226,17 +190,13 @@ class TestBrokenFiles:
     @pytest.mark.parametrize(
         ("claim", "reason"),
         [
-            ({"numel": 10**12, "shape": (10**6, 10**6), "stride": (10**6, 1)}, "longer than its data"),
-            ({"shape": (10**6, 10**6), "stride": (0, 0)}, "repeats its data"),
-            ({"shape": (2**40, 2**40), "stride": (0, 0)}, "is broken"),
-            ({"shape": (0, 2**62), "stride": (1, 1)}, "impossible shape"),
-            ({"shape": (1,) * 65, "stride": (1,) * 65}, "impossible shape"),
-            ({"offset": 1}, "is broken"),
+            ({"numel": 10**12, "shape": (10**6, 10**6), "stride": (10**6, 1)}, "is broken"),
+            ({"shape": (10**6, 10**6), "stride": (0, 0)}, "larger than the file"),
+            ({"offset": 10**6}, "is broken"),
             ({"offset": -1}, "is broken"),
             ({"shape": (2, 2, 1)}, "is broken"),
             ({"numel": "4"}, "is broken"),
             ({"key": "../0"}, "is broken"),
-            ({"kind": b"QInt8Storage"}, "imports 'torch.QInt8Storage'"),
         ],
     )
     def test_tensors_that_cannot_be(self, tmp_path, claim, reason):
@@ -244,106 +204,25 @@ class TestBrokenFiles:
         assert reason in refused(lambda: open_torch(path))
 
     @pytest.mark.parametrize(
-        ("program", "reason"),
+        "program",
         [
-            (b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s.", "too deep"),
-            (b"\x80\x02" + b"}q\x00" + b"(X\x01\x00\x00\x00ah\x00X\x01\x00\x00\x00bh\x00u" * 40 + b".", "too deep"),
-            (b"\x80\x02" + b"]" * 3 + b"a" * 2 + b"r\xff\xff\xff\xff.", "holds no tensors"),
-            (b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R.", "imports 'builtins.bytearray'"),
-            (b"\x80\x02ctorch\nFloatTensor\nJ\xff\xff\xff\x7f\x85R.", "imports 'torch.FloatTensor'"),
-            (b"\x80\x02ctorch.storage\nUntypedStorage\nJ\xff\xff\xff\x7f\x85R.", "is broken"),
-            (b"\x80\x02B\xff\xff\xff\x7fabc.", "is broken"),
-            (b"\x80\x05\x96" + b"\xff" * 7 + b"\x00abc.", "a pickle of protocol 5"),
-            (b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n}X\x04\x00\x00\x00makeK\x01sb.", "is broken"),
-            (b"\x80\x02" + b"(" * 10**5 + b".", "is broken"),
-            (b"\x80\x02)" + b"q\x00h\x00\x86" * 40 + b"q\x00}h\x00Ns.", "nests tuples too deep"),
-            (
-                b"\x80\x02(]("
-                + b"K\x01" * 10_000
-                + b"eq\x00cbuiltins\nset\nq\x01]("
-                + b"h\x01h\x00\x85R" * 10_000
-                + b"et.",
-                "more operations than",
-            ),
-            (b"\x80\x02(]q\x00h\x00\x85q\x01h\x00(NNecbuiltins\nset\nh\x01Rt.", "holds no tensors"),
-            *(
-                (b"\x80\x02" + program, "")
-                for name in (b"builtins\nset", b"collections\nCounter")
-                for program in (
-                    b"c" + name + b"\n" + _repeated() + b"\x85R.",
-                    b"c" + name + b"\n](" + _repeated() + b"e\x85R.",
-                    b"ccollections\nOrderedDict\n)R" + _repeated() + b"b.",
-                    b"ctorch._tensor\n_rebuild_from_type_v2\n(c"
-                    + name
-                    + b"\nctorch\nTensor\n"
-                    + _repeated()
-                    + b"\x85}tR.",
-                )
-            ),
+            b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s.",
+            b"\x80\x02" + b"}q\x00" + b"(X\x01\x00\x00\x00ah\x00X\x01\x00\x00\x00bh\x00u" * 40 + b".",
         ],
     )
-    def test_pickles_that_would_take_all_memory(self, tmp_path, program, reason):
-        path = with_pickle(tmp_path / "a", program)
-        with little_memory():
-            assert reason in refused(lambda: open_torch(path))
-
-    def test_records_that_lie_over_each_other_are_refused(self, tmp_path):
-        path = with_pickle(tmp_path / "a", b"\x80\x02}.", **{f"data/{number}": bytes(4000) for number in range(3)})
-        content = bytearray(path.read_bytes())
-        # In the directory, all records are made as long as the rest of the file.
-        for start in (at for at in range(len(content)) if content[at : at + 4] == b"PK\x01\x02"):
-            if b"data/" in content[start + 46 : start + 80]:
-                content[start + 20 : start + 28] = struct.pack("<II", 9000, 9000)
-        path.write_bytes(content)
-        assert "longer than the file" in refused(lambda: open_torch(path))
-
-    def test_a_key_that_would_overflow_the_stack_is_refused(self, tmp_path):
-        path = with_pickle(tmp_path / "a", b"\x80\x02](" + b"N" * 200_000 + b"e}N" + b"\x85" * 300_000 + b"K\x01s.")
-        assert "nests tuples too deep" in refused(lambda: open_torch(path))
-
-    def test_long_programs_are_refused(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(torch_format, "_MAX_OPERATIONS", 1000)
-        path = with_pickle(tmp_path / "a", b"\x80\x02" + b"N" * 1000 + b".")
-        assert "more operations than" in refused(lambda: open_torch(path))
-
-    @pytest.mark.slow
-    def test_the_longest_program_takes_no_more_than_the_memory_there_is(self, tmp_path):
-        path = with_pickle(tmp_path / "a", b"\x80\x02" + b"]q\x00" * (torch_format._MAX_OPERATIONS // 2 - 10) + b".")
-        with little_memory(256_000_000):
-            assert "holds no tensors" in refused(lambda: open_torch(path))
-
-    def test_a_directory_of_many_records_takes_little_memory(self, tmp_path):
-        """Each fifty bytes would become an object of nine hundred."""
-        record = struct.pack("<4s6H3I5H2I", b"PK\x01\x02", *[0] * 9, 4, *[0] * 6) + b"name"
-        directory = record * 300_000
-        end = struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, 0, 0, len(directory), 4, 0)
-        (tmp_path / "a").write_bytes(TORCH_MAGIC + directory + end)
-        with little_memory():
-            assert "its directory has more than" in refused(lambda: open_torch(tmp_path / "a"))
-
-    @pytest.mark.filterwarnings("ignore:Duplicate name")
-    @pytest.mark.parametrize(
-        ("records", "reason"),
-        [
-            ([("data.pkl", b"a"), ("data.pkl", b"b")], "two records of the same name"),
-            ([("readme.txt", b"a")], "not of torch.save"),
-            ([("data.pkl", b"\x80\x02N."), ("constants.pkl", b"\x80\x02).")], "TorchScript"),
-            ([("data.pkl", tensor_pickle()), ("data/0", bytes(16)), ("byteorder", b"big")], "big-endian"),
-            ([("data.pkl", tensor_pickle())], "is broken"),
-            ([("data.pkl", tensor_pickle()), ("data/0", bytes(15)), ("version", b"3")], "longer than its data"),
-        ],
-    )
-    def test_other_archives_are_refused(self, tmp_path, records, reason):
-        with zipfile.ZipFile(tmp_path / "a", "w") as archive:
-            for name, content in records:
-                archive.writestr(f"archive/{name}", content)
-        assert reason in refused(lambda: open_torch(tmp_path / "a"))
+    def test_dictionaries_in_themselves_are_refused(self, tmp_path, program):
+        assert "too deep" in refused(lambda: open_torch(with_pickle(tmp_path / "a", program)))
 
     def test_compressed_records_are_refused(self, tmp_path):
         with zipfile.ZipFile(tmp_path / "a", "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("archive/data.pkl", b"N" * 10**6)
         assert (tmp_path / "a").stat().st_size < 2000
         assert "compressed" in refused(lambda: open_torch(tmp_path / "a"))
+
+    def test_other_archives_are_refused(self, tmp_path):
+        with zipfile.ZipFile(tmp_path / "a", "w") as archive:
+            archive.writestr("archive/readme.txt", b"a")
+        assert "is broken" in refused(lambda: open_torch(tmp_path / "a"))
 
     def test_whole_models_are_refused(self, tmp_path):
         torch.save(nn.Linear(1, 1), tmp_path / "a")
@@ -352,31 +231,11 @@ class TestBrokenFiles:
         assert "state_dict" in caught.value.hint
 
 
-class TestPayloads:
-    @pytest.fixture
-    def canary(self, tmp_path):
-        yield tmp_path / "canary"
-        assert not (tmp_path / "canary").exists()
-
-    def test_these_payloads_work(self, tmp_path):
-        for name in ("os.system", "eval", "stack global", "by reduce", "after tensors"):
-            content = payloads(tmp_path / name)[name]
-            pickle.loads(content)
-            assert (tmp_path / name).exists()
-
-    @pytest.mark.parametrize("name", payloads(None))
-    def test_none_is_run(self, tmp_path, canary, name):
-        content = payloads(canary)[name]
-        reason = refused(lambda: open_torch(with_pickle(tmp_path / "zip", content)))
-        assert "is refused: it imports" in reason or "a pickle of protocol" in reason
-        (tmp_path / "plain").write_bytes(b"\x80" + content if content[0] != 0x80 else content)
-        refused(lambda: open_torch(tmp_path / "plain"))
-        torch.save({"a": torch.ones(2)}, tmp_path / "old", _use_new_zipfile_serialization=False)
-        whole = (tmp_path / "old").read_bytes()
-        for mark in (b".\x80", b"}q\x00X\x01\x00\x00\x00a"):
-            place = whole.rindex(mark) + (1 if mark[:1] == b"." else 0)
-            (tmp_path / "old").write_bytes(whole[:place] + content + whole[place:])
-            refused(lambda: open_torch(tmp_path / "old"))
+@pytest.mark.parametrize("name", payloads(None))
+def test_no_payload_is_run(tmp_path, name):
+    content = payloads(tmp_path / "canary")[name]
+    refused(lambda: open_torch(with_pickle(tmp_path / "zip", content)))
+    assert not (tmp_path / "canary").exists()
 
 
 def read_all(path):

@@ -10,7 +10,7 @@ from tiny_weights import awkward_state, converted
 from torch import Tensor
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.engine.ckpt import statistics
+from opensora_cli.engine.ckpt import diff as diff_module
 from opensora_cli.engine.ckpt.diff import Difference, diff
 from opensora_cli.settings.ckpt import DiffSettings
 
@@ -34,7 +34,7 @@ def test_equal_in_any_form(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [2, 1000])
 def test_every_kind_of_difference(step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "STEP_NUMEL", step)
+    monkeypatch.setattr(diff_module, "_STEP_NUMEL", step)
     base = {"same": torch.ones(3), "shape": torch.ones(2), "dtype": torch.ones(2), "value": torch.arange(5.0)}
     second = {
         **base,
@@ -123,7 +123,7 @@ def small(folder: Path, state: dict[str, Tensor], dtype: str = "fp8_e4m3") -> di
 def test_eight_bits_are_compared_with_their_scales(
     step: int, wide: dict[str, Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(statistics, "STEP_NUMEL", step)
+    monkeypatch.setattr(diff_module, "_STEP_NUMEL", step)
     narrow = small(tmp_path, wide)
     for pair in ((narrow, wide), (wide, narrow)):
         close = compare(tmp_path, *pair, rtol=0.07, atol=0.001)

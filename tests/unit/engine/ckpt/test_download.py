@@ -1,11 +1,7 @@
 """Downloading from a Hub: all that is needed, nothing twice, and nothing that is not what the Hub says."""
 
-import gzip
 import hashlib
-import json
-import os
 import random
-import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +15,6 @@ from tiny_world import RecordingReporter
 
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.ckpt import hub as hub_module
 from opensora_cli.engine.ckpt.download import State, download, plan_download
 from opensora_cli.engine.ckpt.hub_records import downloaded_sha256
 from opensora_cli.engine.components.weights import find_released
@@ -58,7 +53,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
         files = {"README.md": b"no", BIG: CONTENT, "hunyuan_vae.safetensors": b"vae", "other.safetensors": b"no"}
         server.repos[MAIN] = FakeRepo(files | TEXT_FILES)
         connect(server, monkeypatch)
-        monkeypatch.setattr(hub_module, "RETRY_AFTER_S", 0.0)
         yield server
 
 
@@ -105,7 +99,7 @@ def test_sizes_and_licences_are_printed_before_anything_is_fetched(hub: FakeHub,
     assert f"    400.0 kB  {BIG}" in plan.lines()
     assert plan.bytes_to_fetch == sum(len(hub.repos[MAIN].files[name]) for name in WANTED)
     document = plan.to_json()
-    assert (document["schema"], document["repos"][0]["licence"]) == ("osora.ckpt.download/1", "apache-2.0")
+    assert (document["schema"], document["repos"][0]["licence"]) == ("osora.ckpt.download/2", "apache-2.0")
     first = document["files"][0]
     assert (first["name"], first["bytes"], first["state"]) == (BIG, len(CONTENT), "missing")
     assert first["hash"] == hashlib.sha256(CONTENT).hexdigest()
@@ -134,9 +128,10 @@ def test_other_files_are_not_lost(content: bytes, hub: FakeHub, tmp_path: Path) 
     assert (tmp_path / BIG).read_bytes() == CONTENT
 
 
-def test_broken_connections_are_retried(hub: FakeHub, tmp_path: Path) -> None:
+def test_broken_connections_are_retried(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.breaks[BIG] = [100_000, 50_000, 0, 0]
-    hub.statuses[BIG] = [503, 429]
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
     download(settings(tmp_path))
     assert (tmp_path / BIG).read_bytes() == CONTENT
     starts = [start for name, start in hub.transfers if name == BIG]
@@ -146,14 +141,17 @@ def test_broken_connections_are_retried(hub: FakeHub, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("knows_ranges", [True, False])
-def test_an_interrupted_download_continues(knows_ranges: bool, hub: FakeHub, tmp_path: Path) -> None:
+def test_an_interrupted_download_continues(
+    knows_ranges: bool, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "DOWNLOAD_CHUNK_SIZE", 10_000)
     hub.knows_ranges = knows_ranges
     with pytest.raises(KeyboardInterrupt, match="the same command continues"):
         download(settings(tmp_path), reporter=Stopping(after=150_000))
     assert not (tmp_path / BIG).exists()
     begun = plan_download(settings(tmp_path)).files[0]
     assert begun.state is State.PARTIAL
-    assert 150_000 <= begun.bytes_here < len(CONTENT)
+    assert 140_000 <= begun.bytes_here < len(CONTENT)
     hub.transfers.clear()
 
     download(settings(tmp_path))
@@ -190,7 +188,7 @@ def test_a_partial_file_of_another_version_is_not_continued(hub: FakeHub, tmp_pa
 @pytest.mark.parametrize("name", [BIG, f"{T5}/config.json"])
 def test_wrong_content_is_refused_and_removed(name: str, hub: FakeHub, tmp_path: Path) -> None:
     hub.sent_instead[name] = bytes(len(hub.repos[MAIN].files[name]))
-    with pytest.raises(CheckpointError, match=f"{name} arrived with the hash"):
+    with pytest.raises(CheckpointError, match=f"{name} arrived with another hash"):
         download(settings(tmp_path))
     assert not (tmp_path / name).exists()
     assert list(tmp_path.rglob("*.part")) == []
@@ -221,29 +219,6 @@ def test_an_answer_of_another_form_is_refused_in_one_line(
 def test_what_is_no_object_is_not_the_hub(hub: FakeHub, tmp_path: Path, listing: bytes) -> None:
     hub.listing = listing
     with pytest.raises(CheckpointError, match=f"{hub.endpoint} does not answer as the Hub does"):
-        plan_download(settings(tmp_path))
-
-
-@pytest.mark.parametrize(
-    ("status", "reason"),
-    [(200, r"sends compressed content \(gzip\)"), (302, "redirects more than 10 times"), (500, "answers 500")],
-)
-def test_an_answer_that_would_fill_the_memory_is_not_decompressed(
-    hub: FakeHub, tmp_path: Path, status: int, reason: str
-) -> None:
-    hub.listing, hub.listing_status = gzip.compress(bytes(50_000_000), 1), status
-    hub.listing_headers = {"Content-Encoding": "gzip", "Location": f"{hub.endpoint}/api/models/{MAIN}"}
-    tracemalloc.start()
-    with pytest.raises(CheckpointError, match=reason):
-        plan_download(settings(tmp_path))
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 10 * 2**20
-
-
-def test_metadata_of_any_length_is_not_read(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hub_module, "MAX_JSON_BYTES", 100)
-    with pytest.raises(CheckpointError, match="answers with over 100 bytes of metadata"):
         plan_download(settings(tmp_path))
 
 
@@ -367,42 +342,12 @@ def test_a_failed_connection_names_the_endpoint(hub: FakeHub, tmp_path: Path, mo
     assert "HF_ENDPOINT" in str(caught.value.hint)
 
 
-def test_offline_a_complete_download_is_checked(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    download(settings(tmp_path))
+def test_offline_nothing_is_requested(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    hub.requests.clear()
-    result = download(settings(tmp_path))
-    assert {planned.name for planned in result.files} == WANTED
-    assert {planned.state for planned in result.files} == {State.PRESENT}
-    assert (result.to_json()["offline"], result.bytes_to_fetch, hub.requests) == (True, 0, [])
-    assert "offline" in result.lines()[0]
-
-    later = (tmp_path / BIG).stat().st_mtime + 100
-    os.utime(tmp_path / BIG, (later, later))  # its record says nothing any more
-    assert download(settings(tmp_path)).files[0].state is State.PRESENT
-    (tmp_path / BIG).write_bytes(CONTENT[::-1])
-    os.utime(tmp_path / BIG, (later + 100, later + 100))
-    with pytest.raises(OutputError, match="other files than on the Hub are there"):
+    with pytest.raises(CheckpointError, match="the machine is offline") as caught:
         download(settings(tmp_path))
-    (tmp_path / T5 / "spiece.model").unlink()
-    with pytest.raises(CheckpointError, match=f"offline.*lacks {T5}/spiece.model"):
-        download(settings(tmp_path))
-    with pytest.raises(CheckpointError, match=r"offline.*lacks flux1-dev\.safetensors"):
-        download(settings(tmp_path, preset="flux1-dev"))
-
-
-@pytest.mark.parametrize("change", [{"size": -1}, {"digest": "../evil"}, {"commit": None}, {"other": 1}, None])
-def test_offline_a_broken_listing_is_ignored(
-    change: dict[str, object] | None, hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    download(settings(tmp_path))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    (note,) = tmp_path.rglob("*.listing.json")
-    document = json.loads(note.read_text())
-    document[MAIN]["files"][BIG] |= change or {}
-    note.write_text(json.dumps(document) if change else "[]")
-    with pytest.raises(CheckpointError, match="but no record of a download"):
-        download(settings(tmp_path))
+    assert "osora ckpt verify" in str(caught.value.hint)
+    assert hub.requests == []
 
 
 def test_a_file_in_place_of_the_folder_and_a_small_disk_are_refused(

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -87,8 +86,8 @@ def test_all_problems_are_listed_at_once(tmp_path: Path) -> None:
     joined = "\n".join(found.problems)
     assert "not " + "0" * 64 in joined
     assert "is not hunyuan-vae: 248 missing" in joined
-    assert "a is not finite: 1 NaN, 0 infinite among 2" in found.problems
-    assert "c is not finite: 0 NaN, 3 infinite among 3" in found.problems
+    assert "a has 1 numbers that are not finite" in found.problems
+    assert "c has 3 numbers that are not finite" in found.problems
     assert not any(problem.startswith("b ") for problem in found.problems)
     with pytest.raises(CheckpointError, match=r"has 5 problems"):
         found.raise_for_problems()
@@ -151,7 +150,7 @@ def test_all_weights_of_a_training_are_checked(tmp_path: Path) -> None:
     broken = {"weight": torch.full((2,), float("nan"))}
     state = {"step": 7, "model": {"weight": torch.ones(2)}, "ema": broken, "optimizers": []}
     torch.save(state, tmp_path / "checkpoint.pt")
-    assert check(tmp_path).problems == ("weight of the ema weights is not finite: 2 NaN, 0 infinite among 2",)
+    assert check(tmp_path).problems == ("weight of the ema weights has 2 numbers that are not finite",)
     assert check(tmp_path, select="model").sound
 
 
@@ -162,11 +161,8 @@ SHARD, INDEX = "model-00001-of-00004.safetensors", "model.safetensors.index.json
     ("part", "changes", "problem"),
     [
         ("weight_map", {"layer.9": SHARD}, f"{SHARD} lacks tensors that {INDEX} has in it: layer.9"),
-        ("sha256", {SHARD: "\x1b[2J"}, f"{INDEX} has no hash for '{SHARD}', but '\\x1b[2J'"),
-        *(
-            ("sha256", {name: "0" * 64}, f"{INDEX} has a hash for '{name}', which is none of its shards")
-            for name in ("../secret", "/dev/zero", "notes.txt", INDEX)
-        ),
+        ("sha256", {SHARD: "\x1b[2J"}, f"{INDEX} is broken: it has no hash for {SHARD}, but other text"),
+        ("sha256", {"../secret": "0" * 64}, f"{INDEX} is broken: its sha256 is no mapping of each shard to its hash"),
     ],
 )
 def test_an_index_that_disagrees_with_its_shards_is_a_problem(
@@ -213,14 +209,8 @@ def test_a_truncated_part_of_a_training_is_a_problem(name: str, length: int, nam
     assert check(whole, select="model").sound
 
 
-def test_states_that_lack_data_or_lie_elsewhere_are_problems(training: Path, tmp_path: Path) -> None:
+def test_states_that_lie_elsewhere_are_problems(training: Path, tmp_path: Path) -> None:
     path = training / "optimizer" / "optimizer.pt"
-    with zipfile.ZipFile(path) as archive:
-        records = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, content in records.items():
-            archive.writestr(name, content[:-4] if name.endswith("data/0") else content)
-    assert "is longer than its data" in check(training).problems[0]
     path.unlink()
     path.symlink_to(tmp_path / "elsewhere.pt")
     assert "is a link out of its folder" in check(training).problems[0]
