@@ -12,8 +12,9 @@ def refuse_media() -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OutputError("cannot write it: the disk is full")
 
+    real = write.write_media
     # In every module that has it.
     for module in list(sys.modules.values()):
         for name, value in list(vars(module).items()):
-            if value is write.write_media:
+            if value is real:
                 setattr(module, name, refuse)
