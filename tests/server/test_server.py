@@ -117,7 +117,7 @@ def test_a_plan_is_that_of_a_dry_run(served):
 @pytest.mark.parametrize(
     ("fields", "mode"),
     [
-        ({"references": ["picture"], "settings": {"cond": "i2v_tail"}}, "i2v_tail"),
+        ({"references": ["picture", "picture"]}, "i2v_loop"),
         ({"references": ["video"]}, "v2v_head"),
     ],
 )
