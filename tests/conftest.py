@@ -81,9 +81,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def own_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no test find what another has left in the user's cache; the folder is made by what writes to it."""
+    """Let no test find what another has left in the user's cache; the folder is made by what writes to it.
+
+    Nor the variable that compiled code sets for the processes it starts: with "" they are as without it.
+    """
     folder = Path(request.config.stash[_CACHES].name) / hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
 
 
 @pytest.fixture(scope="session")
