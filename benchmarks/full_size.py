@@ -2,7 +2,6 @@
 
     python benchmarks/full_size.py --folder /big/disk/full-size
     python benchmarks/full_size.py --folder /big/disk/full-size --only generate
-    python benchmarks/full_size.py --folder /big/disk/full-size --clean
 
 Random weights are made under the released names: 34 GB, or 45 GB with the converted file, are checked first. Then the
 commands run one after the other, each in its own process: `ckpt inspect`, `ckpt verify`, a conversion to 8 bits,
@@ -23,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,29 +49,15 @@ SCHEMA = "osora.bench.full_size/1"
 LOG = Path(__file__).parent / "logs" / "full_size.jsonl"
 _PROMPT = "raining, sea"
 _NOISE_NUMBERS = 2**24
-_PIECE_BYTES = 2**26
 _STD = 0.02
 _LOOK_S = 0.1
 _SIDE = 256
 _FIGURES = ("timings_s", "model_evaluations", "parameters", "encoded")
-TINY = {
-    "model.hidden_size": "64",
-    "model.num_heads": "2",
-    "model.axes_dim": "8,12,12",
-    "model.depth": "1",
-    "model.depth_single_blocks": "1",
-    "model.context_in_dim": "32",
-    "model.vec_in_dim": "32",
-    "vae.block_out_channels": "32,32,64,64",
-    "text.t5_max_length": "16",
-}
 T5 = {
     **{"d_model": 4096, "d_kv": 64, "d_ff": 10_240, "num_layers": 24, "num_heads": 64},
     "feed_forward_proj": "gated-gelu",
 }
 CLIP = {"hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
-TINY_T5 = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "vocab_size": 64}
-TINY_CLIP = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
 @dataclass(frozen=True)
@@ -79,7 +65,6 @@ class Place:
     """Folder of a run, with the paths in it."""
 
     folder: Path
-    tiny: bool = False
 
     @property
     def weights(self) -> Path:
@@ -123,14 +108,12 @@ class Place:
 def outlines(place: Place) -> dict[str, Mapping[str, torch.Tensor]]:
     """Return the tensors of each weight file, on the meta device, and write the files beside the weights."""
     settings = load_preset("256px", prompt=_PROMPT)
-    settings = settings.replace(TINY) if place.tiny else settings
     files, found = settings.files, dict[str, Mapping[str, torch.Tensor]]()
     found[files.transformer] = transformer_on_meta(settings.model).state_dict()
     found[files.vae] = autoencoder_on_meta(settings.vae).state_dict()
     t5, clip = place.weights / files.t5, place.weights / files.clip
-    t5_sizes, clip_sizes = (TINY_T5, TINY_CLIP) if place.tiny else (T5, CLIP)
-    found[f"{files.t5}/model.safetensors"] = save_t5(t5, t5_sizes).state_dict()
-    found[f"{files.clip}/model.safetensors"] = save_clip(clip, clip_sizes).state_dict()
+    found[f"{files.t5}/model.safetensors"] = save_t5(t5, T5).state_dict()
+    found[f"{files.clip}/model.safetensors"] = save_clip(clip, CLIP).state_dict()
     return found
 
 
@@ -192,21 +175,14 @@ def placed_in_bf16(tensors: Mapping[str, torch.Tensor]) -> tuple[bytes, int]:
 
 
 def fill(path: Path, header: bytes, size: int, noise: memoryview) -> None:
-    """Write a file of noise after a header, and continue the file of an interrupted run."""
+    """Write a file of noise after a header, unless it is there."""
     if path.exists() and path.stat().st_size == size:
         return
     part = path.with_suffix(".part")
-    with part.open("ab") as file:
-        if file.tell() < len(header):
-            file.seek(0)
-            file.truncate()
-            file.write(header)
-        position = (file.tell() - len(header)) // 2 * 2
-        file.truncate(len(header) + position)
-        while position < size - len(header):
-            start = position % len(noise)
-            stop = min(len(noise), start + _PIECE_BYTES, start + size - len(header) - position)
-            position += file.write(noise[start:stop])
+    with part.open("wb") as file:
+        left = size - file.write(header)
+        while left:
+            left -= file.write(noise[:left])
         file.flush()
         os.fsync(file.fileno())
     part.replace(path)
@@ -233,11 +209,9 @@ class Step:
 
 def _generate(name: str, *more: str) -> Callable[[Place, int], Sequence[str]]:
     def arguments(place: Place, threads: int) -> Sequence[str]:
-        size = ("--set=video.width=32", "--set=video.height=32") if place.tiny else ("--res=256px",)
-        sizes = [f"--set={key}={value}" for key, value in TINY.items()] if place.tiny else []
         return (
             *("generate", _PROMPT, "--model=open-sora-v2", f"--weights={place.weights}", "--num-frames=1", "--steps=2"),
-            *("--set=picture.first=false", *size, "--seed=7", "--device=cpu", f"--threads={threads}", *sizes, *more),
+            *("--set=picture.first=false", "--res=256px", "--seed=7", "--device=cpu", f"--threads={threads}", *more),
             *(f"--out={place.results / name}.png", "--overwrite", "--json", "--quiet"),
         )
 
@@ -259,7 +233,6 @@ def _training(*command: str) -> Callable[[Place, int], Sequence[str]]:
             "optimizer.warmup_steps": 0,
             "loop.steps": 1,
             "loop.log_every": 1,
-            **(TINY if place.tiny else {}),
         }
         sets = (f"--set={key}={value}" for key, value in changes.items())
         common = "--config=stage1_lora_16gib", "--device=cpu", f"--threads={threads}", "--json", "--quiet"
@@ -331,13 +304,12 @@ def _output(done: subprocess.CompletedProcess[str]) -> str:
 def watched(command: Sequence[str], environment: Mapping[str, str]) -> tuple[dict[str, Any], str]:
     """Run a command, and return its seconds, peak memory and bytes read, and its output."""
     start = time.perf_counter()
-    most, read = {"RssAnon": 0, "RssFile": 0}, 0
+    most = dict.fromkeys(("RssAnon", "RssFile", "read_bytes"), 0)
     with tempfile.TemporaryFile("w+") as printed:
         process = subprocess.Popen(command, env=environment, stdout=printed)
         while process.poll() is None:
-            for name, kib in _memory_of(process.pid):
-                most[name] = max(most[name], kib)
-            read = max(read, _read_by(process.pid))
+            for name, figure in _figures_of(process.pid):
+                most[name] = max(most[name], figure)
             time.sleep(_LOOK_S)
         printed.seek(0)
         output = printed.read()
@@ -347,27 +319,18 @@ def watched(command: Sequence[str], environment: Mapping[str, str]) -> tuple[dic
         "seconds": time.perf_counter() - start,
         "private_gib": most["RssAnon"] * 1024 / GIB,
         "mapped_gib": most["RssFile"] * 1024 / GIB,
-        "read_gb": read / 1e9,
+        "read_gb": most["read_bytes"] / 1e9,
     }, output
 
 
-def _memory_of(pid: int) -> Iterator[tuple[str, int]]:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:  # the process has just ended
-        return
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name in ("RssAnon", "RssFile"):
-            yield name, int(value.split()[0])
-
-
-def _read_by(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/io").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("read_bytes:")), 0)
+def _figures_of(pid: int) -> Iterator[tuple[str, int]]:
+    """Yield memory in KiB and bytes that were read; nothing for a process that has just ended."""
+    with suppress(OSError):
+        for file in ("status", "io"):
+            for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
+                name, _, value = line.partition(":")
+                if name in ("RssAnon", "RssFile", "read_bytes"):
+                    yield name, int(value.split()[0])
 
 
 def read_log(log: Path) -> dict[str, dict[str, Any]]:
@@ -405,16 +368,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--log", type=Path, default=LOG, help="where each step that is finished is written")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="that compute")
     parser.add_argument("--clean", action="store_true", help="remove what is in the folder, and run nothing")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script itself")
     given = parser.parse_args(arguments)
-    place = Place(given.folder.absolute(), tiny=given.tiny)
+    place = Place(given.folder.absolute())
     if given.clean:
         place.clean()
         return
     there = read_log(given.log)
     for name in names:
-        wanted = name in given.only if given.only else name == "weights" or name not in there
-        if not wanted:
+        if name not in given.only if given.only else name != "weights" and name in there:
             continue
         print(f"{name} ...", flush=True)
         step = next((each for each in STEPS if each.name == name), None)

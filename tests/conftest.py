@@ -48,7 +48,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
-    """Give each file to one worker, which sets up its fixtures once, and all ranks' tests to one, with one pool."""
+    """Give each file to one worker, which sets up its fixtures once, and all files that share ranks or a server."""
     if config.getoption("dist") != "load":
         return None
     from xdist.scheduler import LoadScopeScheduling
@@ -56,7 +56,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file, _, _ = nodeid.partition("::")
-            return "distributed" if "distributed/" in file else file
+            return next((folder for folder in ("distributed", "server") if f"tests/{folder}/" in file), file)
 
     return ByFile(config, log)
 
@@ -81,9 +81,13 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def own_cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no test find what another has left in the user's cache; the folder is made by what writes to it."""
+    """Let no test find what another has left in the user's cache; the folder is made by what writes to it.
+
+    Nor the variable that compiled code sets for the processes it starts: with "" they are as without it.
+    """
     folder = Path(request.config.stash[_CACHES].name) / hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setenv("PYTHONSAFEPATH", "")
 
 
 @pytest.fixture(scope="session")

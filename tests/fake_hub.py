@@ -1,7 +1,7 @@
 """A Hugging Face Hub on this machine, with the faults of real networks, for tests of downloading.
 
 It answers what huggingface_hub asks: model information with or without sizes, trees, and `resolve`, where large files
-are redirected to another host, which must not be given the token.
+are redirected to another host.
 """
 
 import hashlib
@@ -60,7 +60,6 @@ class FakeHub:
     """Methods and paths."""
     transfers: list[tuple[str, int]] = field(default_factory=list)
     """Names of the files whose content was sent, and from which byte."""
-    tokens_at_storage: list[str] = field(default_factory=list)
 
     def tree(self, repo: FakeRepo) -> list[dict[str, object]]:
         return [
@@ -136,8 +135,6 @@ class _Handler(BaseHTTPRequestHandler):
         elif found := re.fullmatch(r"/([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             self._resolve(found[1], found[3])
         elif found := re.fullmatch(r"/storage/([^/]+/[^/]+)/(.+)", path):
-            if token := self.headers.get("Authorization"):
-                self.hub.tokens_at_storage.append(token)
             self._give_file(found[2], self.hub.repos[found[1]].files[found[2]], {})
         else:
             self._refuse(404, "")

@@ -23,6 +23,7 @@ from opensora_cli.settings.load import usual_settings
 
 SMALL = {"num_frames": 5, "steps": 2}
 LONG_S = 120
+TOKEN = "a-secret-of-letters"
 BOUNDARY = "a-boundary"
 
 

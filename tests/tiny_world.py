@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import cast
 
 import torch
-import transformers
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
@@ -24,7 +23,9 @@ from opensora_cli.media.write import write_media
 from opensora_cli.models.mmdit.layout import HeadSizes, plan_layout
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.registry import DEMO, FLUX1_DEV, OPEN_SORA_V2, OPEN_SORA_V2_DC_AE
-from opensora_cli.models.text import folder as folders
+from opensora_cli.models.text.clip import ClipTextModel
+from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
+from opensora_cli.models.text.t5 import T5Model
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
@@ -305,44 +306,37 @@ def save_weights(
 
 def save_t5(folder: Path) -> None:
     """Write a tiny T5 encoder with a vocabulary of `WORDS`."""
-    config = transformers.T5Config(
-        vocab_size=len(WORDS), d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, feed_forward_proj="gated-gelu"
-    )
-    _save_text_model(folder, transformers.T5EncoderModel, config, template="$A </s>")
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2, "feed_forward_proj": "gated-gelu"}
+    save_tokenizer(folder, "$A </s>", model_type="t5", **sizes)
+    torch.manual_seed(0)
+    save_weights(folder / "model.safetensors", T5Model(T5Sizes.of(folder)))
 
 
 def save_clip(folder: Path) -> None:
     """Write a tiny CLIP text tower with a vocabulary of `WORDS`."""
-    config = transformers.CLIPTextConfig(
-        vocab_size=len(WORDS),
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=MAX_LENGTH,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=3,
-    )
-    _save_text_model(folder, transformers.CLIPTextModel, config, template="<s> $A </s>")
-
-
-def _save_text_model(folder: Path, model_class: type, config: object, *, template: str) -> None:
-    folder.mkdir(parents=True)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes |= {"max_position_embeddings": MAX_LENGTH, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 3}
+    save_tokenizer(folder, "<s> $A </s>", model_type="clip_text_model", **sizes)
     torch.manual_seed(0)
-    with folders.quiet():
-        model_class(config).save_pretrained(folder)
-    save_tokenizer(folder, template)
+    save_weights(folder / "model.safetensors", ClipTextModel(ClipSizes.of(folder)))
 
 
-def save_tokenizer(folder: Path, template: str | None) -> None:
-    """Write a lower-casing tokenizer with a vocabulary of `WORDS`; without a template, a text has no end token."""
+def save_tokenizer(folder: Path, template: str | None, **config: object) -> None:
+    """Write a lower-casing tokenizer with a vocabulary of `WORDS`, and the configuration of a model if there is one.
+
+    Without a template, a text has no end token.
+    """
+    special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens([*special.values()])
     if template is not None:
-        special = [("<s>", 3), ("</s>", 1)]
-        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
-    ).save_pretrained(folder)
+        ends = [("<s>", 3), ("</s>", 1)]
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=ends)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
+    (folder / "tokenizer_config.json").write_text(json.dumps(about))
+    if config:
+        (folder / "config.json").write_text(json.dumps({"vocab_size": len(WORDS), **config}))

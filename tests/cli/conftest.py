@@ -1,13 +1,27 @@
 """The command line is tested without torch and without weights."""
 
 import sys
+from collections.abc import Callable
 from types import ModuleType
+from typing import Any
 
 import pytest
 from cli.fake_engine import FakeEngine
 
 import opensora_cli.engine.generate
+from opensora_cli.cli.app import main
 from opensora_cli.engine.generate import request as generate_request
+
+
+@pytest.fixture
+def osora(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Run a command line, which must end with an exit code, and return what it prints: `out` and `err`."""
+
+    def run(*words: str, code: int = 0) -> Any:
+        assert main([*words]) == code
+        return capsys.readouterr()
+
+    return run
 
 
 @pytest.fixture

@@ -53,14 +53,12 @@ def test_csv_on_stdout_and_the_live_table_on_stderr(
 
 
 @pytest.mark.parametrize("flags", [["--gpus", "2"], ["--devices", "0,1"]], ids=" ".join)
-def test_gpus_are_not_replaced_by_processes(capsys: pytest.CaptureFixture[str], flags: list[str]) -> None:
+def test_gpus_are_not_replaced_by_processes(osora, flags: list[str]) -> None:
     if torch.cuda.device_count() >= 2:
         pytest.skip("this machine has them")
-    assert main(["bench-comm", *flags, "--max-bytes", "8"]) == 4
-    assert "use --device cpu" in capsys.readouterr().err
+    assert "use --device cpu" in osora("bench-comm", *flags, "--max-bytes", "8", code=4).err
 
 
-def test_one_gpu_alone_has_no_peer(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_gpu_alone_has_no_peer(osora, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    assert main(["bench-comm", "--device", "cuda"]) == 4
-    assert "one rank has no peer" in capsys.readouterr().err
+    assert "one rank has no peer" in osora("bench-comm", "--device", "cuda", code=4).err

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from opensora_cli.cli.app import main
-
 SHORT = ["bench-generate", "--device", "cpu", "--num-frames", "1", "--steps", "4", "--model", "demo"]
 FEWER = ["--try", "sampling.num_inference_steps=2"]
 
@@ -22,9 +20,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_the_demo_is_compared_and_nothing_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SHORT, *FEWER, "--json", "--quiet"]) == 0
-    captured = capsys.readouterr()
+def test_the_demo_is_compared_and_nothing_is_kept(osora) -> None:
+    captured = osora(*SHORT, *FEWER, "--json", "--quiet")
     assert captured.err == ""
     document = json.loads(captured.out)
     assert (document["schema"], document["prompt"]) == ("osora.bench-generate/2", "raining, sea")
@@ -33,9 +30,8 @@ def test_the_demo_is_compared_and_nothing_is_kept(capsys: pytest.CaptureFixture[
     assert os.listdir() == []
 
 
-def test_the_exact_run_alone_is_timed_by_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SHORT, "--try", "exact", "--repeats", "2"]) == 0
-    captured = capsys.readouterr()
+def test_the_exact_run_alone_is_timed_by_stage(osora) -> None:
+    captured = osora(*SHORT, "--try", "exact", "--repeats", "2")
     _, head, exact, _, _, measures = captured.out.splitlines()
     assert head.split()[:7] == ["setting", "text", "s", "denoise", "s", "decode", "s"]
     assert re.fullmatch(r"exact( +\d+\.\d\d){3} +\d+\.\d\d ±\d+\.\d\d", exact)

@@ -68,17 +68,15 @@ def test_is_small_enough_to_be_embedded():
 
 
 @pytest.mark.slow
-def test_a_picture_is_made_first_and_is_the_first_frame(tmp_path, capsys):
+def test_a_picture_is_made_first_and_is_the_first_frame(tmp_path, osora):
     out = tmp_path / "boat.mp4"
     small = ["--model", "demo", "--device", "cpu", "--num-frames", "5", "--steps", "8", "--out", str(out)]
     command = ["generate", "a red boat on the sea", *small, "--t2i2v", "--save-picture", "--json"]
-    assert main([*command, "--dry-run"]) == 0
-    plan = json.loads(capsys.readouterr().out)
+    plan = json.loads(osora(*command, "--dry-run").out)
     picture, video = plan["jobs"]
     assert (video["condition_mode"], picture["num_frames"]) == ("i2v_head", 1)
     assert plan["peak_bytes"] >= max(stage["total_bytes"] for stage in picture["stages"])
-    assert main(command) == 0
-    [made] = json.loads(capsys.readouterr().out)["outputs"]
+    [made] = json.loads(osora(*command).out)["outputs"]
     assert made["picture"]["file"] == str(tmp_path / "boat.picture.png")
     picture_HWC, first_HWC = read_picture(tmp_path / "boat.picture.png"), read_video(out).frames_THWC[0]
     assert (picture_HWC.float() - first_HWC.float()).square().mean().sqrt() < 25

@@ -74,9 +74,8 @@ def test_help_fits_two_screens_and_help_all_names_every_option(command: str, pan
 
 
 @pytest.mark.parametrize("args", [["-h"], []], ids=" ".join)
-def test_help_lists_the_commands(args: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(args) == 0
-    out = capsys.readouterr().out
+def test_help_lists_the_commands(args: list[str], osora) -> None:
+    out = osora(*args).out
     assert "generate" in out
     assert ("--install-completion" in out) is bool(args)
     assert len(re.findall(r"^ *osora \w+", out, re.MULTILINE)) == 3  # examples
@@ -93,9 +92,8 @@ def test_completion_for_a_shell_that_is_not_known_is_no_bug(
     assert "error: no shell was found" in capsys.readouterr().err
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"osora {opensora_cli.__version__}\n"
+def test_version(osora) -> None:
+    assert osora("--version").out == f"osora {opensora_cli.__version__}\n"
 
 
 def test_completion_offers_recipes_and_files_of_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,12 +119,10 @@ def test_waiting_threads_sleep_unless_the_user_chose(chosen: str) -> None:
     assert environment == {chosen: "7"}
 
 
-def test_list_recipes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def test_list_recipes(osora) -> None:
+    lines = osora("train", "--list").out.splitlines()
     assert [line.split()[0] for line in lines] == list_presets("train")
-    assert main(["train", "--list", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(osora("train", "--list", "--json").out)
     assert document["schema"] == "osora.recipes/1"
     for recipe, line in zip(document["recipes"], lines, strict=True):
         assert recipe["description"].endswith(".")
@@ -139,13 +135,11 @@ PRESETS = ["256px", "768px", "demo", "flux1_dev", "high_compression", "t2i2v_256
 
 
 @pytest.mark.parametrize("words", [["presets"], ["generate", "--list-presets"]])
-def test_list_presets(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words) == 0
-    captured = capsys.readouterr()
+def test_list_presets(words: list[str], osora) -> None:
+    captured = osora(*words)
     assert [line.split(":")[0] for line in captured.out.splitlines() if not line.startswith(" ")] == PRESETS
     assert captured.err == ""
-    assert main([*words, "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(osora(*words, "--json").out)
     assert document["schema"] == "osora.presets/2"
     assert [preset["name"] for preset in document["presets"]] == PRESETS
     for preset in document["presets"]:

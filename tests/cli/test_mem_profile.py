@@ -8,7 +8,6 @@ import pytest
 import tiny_training
 import yaml
 
-from opensora_cli.cli.app import main
 from opensora_cli.settings.train import TrainSettings
 
 KINDS_OF_GPUS = {"cudnn", "flash2", "flash3", "flash4", "xformers"}
@@ -21,13 +20,10 @@ def recipe(settings: TrainSettings, folder: Path) -> str:
 
 
 @pytest.mark.slow
-def test_a_generation_is_predicted_within_10_percent_of_what_is_measured(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_a_generation_is_predicted_within_10_percent_of_what_is_measured(osora, tmp_path: Path) -> None:
     plot, snapshot = tmp_path / "memory.svg", tmp_path / "memory.pickle"
     args = [*SMALL, "--runs", "2", "--json", "--plot", str(plot), "--snapshot", str(snapshot)]
-    assert main(args) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(osora(*args).out)
     assert document["schema"] == "osora.mem-profile/3"
     assert [stage["name"] for stage in document["stages"]] == ["text", "denoise", "decode"]
     for stage in document["stages"]:
@@ -46,15 +42,13 @@ def test_a_generation_is_predicted_within_10_percent_of_what_is_measured(
     assert plot.read_text().startswith("<?xml")
     assert pickle.loads(snapshot.read_bytes())["device_traces"][0]
 
-    assert main(args) == 3
-    assert "exists already" in capsys.readouterr().err
+    assert "exists already" in osora(*args, code=3).err
 
 
 @pytest.mark.slow
-def test_a_training_lists_its_kinds_of_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_training_lists_its_kinds_of_memory(tmp_path: Path, osora) -> None:
     config = recipe(tiny_training.vae_settings(tmp_path / "run"), tmp_path)
-    assert main(["mem-profile", "--config", config, "--quiet"]) == 0
-    captured = capsys.readouterr()
+    captured = osora("mem-profile", "--config", config, "--quiet")
     assert captured.err == ""
     lines = captured.out.splitlines()
     assert lines[1].startswith("profile     training vae, batch 2 on cpu")
@@ -64,27 +58,24 @@ def test_a_training_lists_its_kinds_of_memory(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.slow
-def test_the_largest_batch_of_a_training_is_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_largest_batch_of_a_training_is_predicted(tmp_path: Path, osora) -> None:
     config = recipe(tiny_training.vae_settings(tmp_path / "run"), tmp_path)
     search = ["--adaptive-batch", "--memory-limit", "40MiB"]
-    assert main(["mem-profile", "--config", config, "--runs", "0", *search, "--json"]) == 0
-    batch = json.loads(capsys.readouterr().out)["batch"]
+    batch = json.loads(osora("mem-profile", "--config", config, "--runs", "0", *search, "--json").out)["batch"]
     assert batch["batch_size"] > 1
     assert batch["peak_bytes"] <= batch["limit_bytes"] == 40 * 2**20
     assert [batch["batch_size"] + 1, None] in batch["tried"]
 
 
-def test_links_that_lead_nowhere_are_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_links_that_lead_nowhere_are_not_replaced(tmp_path: Path, osora) -> None:
     plot = tmp_path / "plot.svg"
     plot.symlink_to(tmp_path / "nothing")
-    assert main([*SMALL, "--plot", str(plot)]) == 3
-    assert "exists already" in capsys.readouterr().err
+    assert "exists already" in osora(*SMALL, "--plot", str(plot), code=3).err
 
 
 @pytest.mark.slow
-def test_techniques_and_attention_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SMALL, "--compare", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
+def test_techniques_and_attention_are_compared(tmp_path: Path, osora) -> None:
+    document = json.loads(osora(*SMALL, "--compare", "--json").out)
     techniques = {row["name"]: row for row in document["techniques"]}
     assert techniques["weights stored in 8 bits"]["saved_share"] > 0.3
     assert "without a GPU" in techniques["block streaming"]["reason"]
@@ -102,8 +93,9 @@ def test_techniques_and_attention_are_compared(tmp_path: Path, capsys: pytest.Ca
 
     # The copies of weights that autocast holds for backward are no activations, and stay outside the buffer.
     config = recipe(tiny_training.mmdit_settings(tmp_path / "run"), tmp_path)
-    assert main(["mem-profile", "--config", config, "--set", "precision.compute=fp32", "--compare", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["techniques"]
+    rows = json.loads(
+        osora("mem-profile", "--config", config, "--set", "precision.compute=fp32", "--compare", "--json").out
+    )["techniques"]
     saved = {(row["name"], row["of"]): row["saved_share"] for row in rows if row["reason"] is None}
     assert saved["gradient checkpointing", "what is held for backward"] > 0.3
     offload = "what is held for backward with checkpointing, outside the host buffer"

@@ -35,9 +35,8 @@ def recipe(tmp_path: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("_small_stages")
-def test_a_video_is_planned_for_what_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*GENERATE, "--dry-run", "--on", "8xH100", "--json"]) == 0
-    out, err = capsys.readouterr()
+def test_a_video_is_planned_for_what_is_named(osora) -> None:
+    out, err = osora(*GENERATE, "--dry-run", "--on", "8xH100", "--json")
     document = json.loads(out)
     # Neither weights nor a GPU are here.
     assert "warning" not in err
@@ -52,34 +51,34 @@ def test_a_video_is_planned_for_what_is_named(capsys: pytest.CaptureFixture[str]
     assert document["host"] == {"pinned_bytes": 0, "page_cache_bytes": pytest.approx(31.7 * GIB, rel=0.01)}
     assert predicted["seconds"] == pytest.approx(sum(predicted["parts_s"].values()))
     assert {"matrix products", "attention", "memory traffic", "collectives", "host copies"} <= set(predicted["parts_s"])
-    assert main([*GENERATE, "--dry-run", "--on", "8xH100", "--gpus", "2"]) == 0
-    out = capsys.readouterr().out
+    out = osora(*GENERATE, "--dry-run", "--on", "8xH100", "--gpus", "2").out
     assert "devices   2, each as below: Ulysses 2\n" in out
     assert "for 1 sample on 2xH100, not measured: " in out
     assert "\nassumed   " in out
 
 
 @pytest.mark.usefixtures("_small_stages")
-def test_what_does_not_fit_there_ends_with_4(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*GENERATE, "--dry-run", "--on", "H100", "--memory-limit", "1"]) == 4
-    out, err = capsys.readouterr()
+def test_what_does_not_fit_there_ends_with_4(osora) -> None:
+    out, err = osora(*GENERATE, "--dry-run", "--on", "H100", "--memory-limit", "1", code=4)
     assert out.startswith("Does not fit: 0.0 of 0.0 GiB GPU memory, ")
     assert "cuda (NVIDIA H100 80GB HBM3) memory.limit allows" in err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_who_asks_for_gpus_that_are_not_here_is_led_to_the_dry_run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    osora, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["generate", "raining, sea", "--res", "768px", "--gpus", "8"]) == 2
-    err = capsys.readouterr().err
+    err = osora("generate", "raining, sea", "--res", "768px", "--gpus", "8", code=2).err
     assert "video.resolution=768px is not a size of the demo model" in err
     assert "--dry-run --on 8xH100" in err.rstrip().splitlines()[-1]
-    assert main(["generate", "raining, sea", "--gpus", "12"]) == 4
-    assert "--dry-run --on 16xH100" in capsys.readouterr().err.rstrip().splitlines()[-1]
-    assert main(["generate", "raining, sea", "--res", "768px", "--gpus", "8", "--device", "cpu"]) == 2
-    assert "--on" not in capsys.readouterr().err
+    assert (
+        "--dry-run --on 16xH100"
+        in osora("generate", "raining, sea", "--gpus", "12", code=4).err.rstrip().splitlines()[-1]
+    )
+    assert (
+        "--on" not in osora("generate", "raining, sea", "--res", "768px", "--gpus", "8", "--device", "cpu", code=2).err
+    )
 
 
 def test_a_training_is_planned_for_what_is_named(
@@ -109,14 +108,13 @@ def test_a_training_is_planned_for_what_is_named(
 
 
 def test_a_training_whose_time_is_not_predicted_has_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, osora, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = tiny_training.vae_settings(tmp_path / "run")
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings.model_dump(mode="json")))
     monkeypatch.setattr(train_plan, "estimate_rank", lambda settings, *, reporter: rank_memory(GIB))
     recipe = ["train", "--config", str(tmp_path / "tiny.yaml"), "--device", "auto", "--dry-run"]
-    assert main([*recipe, "--on", "H100"]) == 0
-    assert capsys.readouterr().out.startswith("Fits: 1.0 of 78.6 GiB GPU memory, 0.0 GiB host memory\n")
+    assert osora(*recipe, "--on", "H100").out.startswith("Fits: 1.0 of 78.6 GiB GPU memory, 0.0 GiB host memory\n")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -134,13 +132,12 @@ def test_a_training_on_a_cpu_has_a_verdict(
 
 
 @pytest.mark.usefixtures("_small_stages")
-def test_needs_no_prompt_and_takes_a_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_needs_no_prompt_and_takes_a_table(osora, tmp_path: Path) -> None:
     table = tmp_path / "prompts.csv"
     table.write_text("prompt,num_frames\nsea,129\nforest,129\nmoon,65\n")
     verdicts = []
     for words in ([], ["--prompts", str(table)]):
-        assert main(["generate", *words, "--res", "256px", "--dry-run", "--on", "12GiB"]) == 0
-        out = capsys.readouterr().out
+        out = osora("generate", *words, "--res", "256px", "--dry-run", "--on", "12GiB").out
         assert "on cuda (a GPU with 12GiB), bfloat16\n" in out
         verdicts.append(out.splitlines()[0])
     assert verdicts[0] == verdicts[1] == "Fits: 0.0 of 11.0 GiB GPU memory, 31.7 GiB host memory"
@@ -148,14 +145,11 @@ def test_needs_no_prompt_and_takes_a_table(capsys: pytest.CaptureFixture[str], t
 
 
 @pytest.mark.usefixtures("_small_stages")
-def test_commands_agree_on_the_same_request(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*GENERATE, "--dry-run", "--on", "2x4090", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert main(["mem-profile", "--config", "256px", "--on", "2x4090", "--json"]) == 0
-    profile = json.loads(capsys.readouterr().out)
+def test_commands_agree_on_the_same_request(osora) -> None:
+    plan = json.loads(osora(*GENERATE, "--dry-run", "--on", "2x4090", "--json").out)
+    profile = json.loads(osora("mem-profile", "--config", "256px", "--on", "2x4090", "--json").out)
     assert {key: profile[key] for key in ("verdict", "fits", "host")} == {
         key: plan[key] for key in ("verdict", "fits", "host")
     }
     assert (profile["device_name"], profile["allocator"]) == (plan["device_name"], None)
-    assert main(["mem-profile", "--on", "4090", "--compare"]) == 2
-    assert "--compare has no effect with --on" in capsys.readouterr().err
+    assert "--compare has no effect with --on" in osora("mem-profile", "--on", "4090", "--compare", code=2).err

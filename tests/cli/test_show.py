@@ -106,10 +106,9 @@ def test_weights_and_the_run_that_wrote_them(name: str, capsys: pytest.CaptureFi
         ("b.safetensors", b"short", "b.safetensors"),
     ],
 )
-def test_broken_files(name: str, content: bytes, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_broken_files(name: str, content: bytes, message: str, osora) -> None:
     Path(name).write_bytes(content)
-    assert main(["show", name]) == 3
-    assert message in capsys.readouterr().err
+    assert message in osora("show", name, code=3).err
 
 
 def test_from_recognizes_a_result_by_its_sidecar(engine: FakeEngine) -> None:

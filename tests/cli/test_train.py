@@ -36,12 +36,9 @@ def interrupted_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(VAETask, "begin_step", begin)
 
 
-def test_dry_run_touches_nothing(
-    recipe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_touches_nothing(recipe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, osora) -> None:
     plain = ["--set", "optimizer.name=adamw"]  # estimates take longer for Muon
-    assert main([*recipe, "--dry-run", "--json", "--set", "loop.steps=7", *plain]) == 0
-    document = json.loads(capsys.readouterr().out)
+    document = json.loads(osora(*recipe, "--dry-run", "--json", "--set", "loop.steps=7", *plain).out)
     # It takes seconds, and would find the same.
     memory = plan.RankMemory.model_validate(document["memory"])
     monkeypatch.setattr(plan, "estimate_rank", lambda settings, reporter: memory)
@@ -51,8 +48,7 @@ def test_dry_run_touches_nothing(
     rank = document["memory"]
     assert rank["weights_bytes"] == rank["ema_bytes"] >= 4 * document["parameters"]
     assert rank["peak_bytes"] > rank["weights_bytes"] + rank["ema_bytes"] + rank["moments_bytes"]
-    assert main([*recipe, "--dry-run"]) == 0
-    out = capsys.readouterr().out
+    out = osora(*recipe, "--dry-run").out
     assert re.search(r"^parameters  [\d,]+$", out, re.MULTILINE)
     assert "target      vae\n" in out
     head, *rows = out.splitlines()[-9:]
@@ -81,29 +77,29 @@ def test_dry_run_shows_what_is_held_for_backward(tmp_path: Path, capsys: pytest.
     assert "\nattention   bf16_products (as set)\n" in out
 
 
-def test_check_data_of_an_empty_table_loads_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_data_of_an_empty_table_loads_no_model(tmp_path: Path, osora) -> None:
     table = tmp_path / "clips.csv"
     table.write_text("path,text,num_frames,height,width,aspect_ratio,resolution,fps\n")
     # There are no frozen parts, which training would miss.
     arguments = ["train", "--config", "demo_lora", "--set", f"data.table={table}", "--check-data"]
-    assert main([*arguments, "--set", "weights=gone"]) == 3
-    assert "vae.safetensors" not in capsys.readouterr().err
+    assert "vae.safetensors" not in osora(*arguments, "--set", "weights=gone", code=3).err
 
 
 @pytest.mark.usefixtures("_no_estimates")
 @pytest.mark.parametrize("recipe_name", ["demo_lora", "stage1", "vae_hunyuan"])
-def test_packaged_recipes_by_name(
-    recipe_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_packaged_recipes_by_name(recipe_name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, osora) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "--config", recipe_name, "--dry-run"]) == 0
-    missing = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("missing")]
+    missing = [
+        line.split()[1]
+        for line in osora("train", "--config", recipe_name, "--dry-run").out.splitlines()
+        if line.startswith("missing")
+    ]
     assert len(missing) == (3 if recipe_name == "stage1" else 0)
 
 
 @pytest.mark.usefixtures("_no_estimates")
 def test_interrupt_resume_and_overwrite(
-    recipe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], osora
 ) -> None:
     run = tmp_path / "run"
     interrupted_at(2, monkeypatch)
@@ -112,14 +108,11 @@ def test_interrupt_resume_and_overwrite(
     assert capsys.readouterr().err == expected
     assert not (run / "vae.safetensors").exists()
 
-    assert main([*recipe, "--quiet"]) == 3
-    assert "continue it with --resume, replace it with --overwrite" in capsys.readouterr().err
+    assert "continue it with --resume, replace it with --overwrite" in osora(*recipe, "--quiet", code=3).err
     with monkeypatch.context() as patched:
         patched.setattr(plan, "estimate_rank", lambda settings, reporter: tiny_training.rank_memory())
-        assert main([*recipe, "--dry-run", "--resume"]) == 0
-    assert f"resumed from {run / 'epoch0-global_step3'}" in capsys.readouterr().out
-    assert main([*recipe, "--quiet", "--resume", "--json"]) == 0
-    captured = capsys.readouterr()
+    assert f"resumed from {run / 'epoch0-global_step3'}" in osora(*recipe, "--dry-run", "--resume").out
+    captured = osora(*recipe, "--quiet", "--resume", "--json")
     document = json.loads(captured.out)
     assert captured.err == ""
     assert (document["schema"], document["target"]) == ("osora.train/2", "vae")
@@ -131,8 +124,7 @@ def test_interrupt_resume_and_overwrite(
     earlier = json.loads(states.read_text()) | {"schema": "osora.running-states/1"}
     del earlier["sampler"]
     states.write_text(json.dumps(earlier))
-    assert main([*recipe, "--quiet", "--resume"]) == 3
-    assert "resume with an earlier version (git checkout " in capsys.readouterr().err
+    assert "resume with an earlier version (git checkout " in osora(*recipe, "--quiet", "--resume", code=3).err
 
     assert main([*recipe, "--overwrite"]) == 0
     assert (run / "vae.safetensors").read_bytes() == resumed

@@ -20,18 +20,16 @@ def picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.usefixtures("every_stage_takes_time")
-def test_a_table_is_printed(picture: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["vae", "reconstruct", picture, "-o", "compared", "--device", "cpu"]) == 0
-    captured = capsys.readouterr()
+def test_a_table_is_printed(picture: str, osora) -> None:
+    captured = osora("vae", "reconstruct", picture, "-o", "compared", "--device", "cpu")
     header, row = captured.out.splitlines()
     assert header.split("  ")[0] == "PSNR dB (RGB)"
     assert row.split()[-2:] == ["48x32", "compared/boat_reconstructed.png"]
     assert Path("compared/boat_reconstructed.png.json").is_file()
 
 
-def test_json_is_one_document(picture: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["vae", "reconstruct", picture, "--json", "--quiet", "--no-metadata", "--device", "cpu"]) == 0
-    captured = capsys.readouterr()
+def test_json_is_one_document(picture: str, osora) -> None:
+    captured = osora("vae", "reconstruct", picture, "--json", "--quiet", "--no-metadata", "--device", "cpu")
     assert captured.err == ""
     document = json.loads(captured.out)
     assert document["schema"] == "osora.vae-reconstruct/1"
@@ -57,16 +55,14 @@ def test_bad_files_end_the_batch_with_5(picture: str, capsys: pytest.CaptureFixt
     assert "gone.png" in lines[2]
 
 
-def test_statistics_are_a_table_and_one_document(picture: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["vae", "stats", picture, "--device", "cpu", "--quiet"]) == 0
-    table = capsys.readouterr().out.splitlines()
+def test_statistics_are_a_table_and_one_document(picture: str, osora) -> None:
+    table = osora("vae", "stats", picture, "--device", "cpu", "--quiet").out.splitlines()
     assert table[0].split() == ["channel", "mean", "deviation"]
     assert [line.split()[0] for line in table[1:18]] == [*map(str, range(16)), "all"]
     # 12 x 8 latent pixels of 48 x 32.
     assert table[18] == "latents    96 values a channel, of 1 frames in 1 files"
     Path("bad.mp4").write_text("nothing", encoding="utf-8")
-    assert main(["vae", "stats", ".", "--device", "cpu", "--json", "--quiet"]) == 5
-    captured = capsys.readouterr()
+    captured = osora("vae", "stats", ".", "--device", "cpu", "--json", "--quiet", code=5)
     document = json.loads(captured.out)
     assert document["schema"] == "osora.vae-stats/1"
     assert [len(document["channels"]), document["files"], len(document["failed"])] == [16, 1, 1]

@@ -30,8 +30,6 @@ _IMPORTED_ONCE = [
     "opensora_cli.engine.train.run",
     "torch._functorch.aot_autograd",
     "torch.distributed.fsdp",
-    "transformers.models.clip.modeling_clip",
-    "transformers.models.t5.modeling_t5",
     "peft",
 ]
 

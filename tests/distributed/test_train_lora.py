@@ -11,8 +11,6 @@ from torch import Tensor
 
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.lora import add_lora
-from opensora_cli.memory.checkpointing import set_grad_checkpoint
-from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.train_loop import LoraSettings
 
@@ -69,20 +67,4 @@ def test_every_strategy_learns_the_adapter_of_one_process(
     for our_losses, ours in pool(case.ranks).run(_by_ranks, case, torch.float32, dropout):
         assert our_losses == pytest.approx(losses, rel=0, abs=1e-5)
         assert ours.keys() == adapter.keys()
-        assert max((ours[name] - value).abs().max().item() for name, value in adapter.items()) < 1e-3
-
-
-def _streamed(case: Case) -> tuple[list[float], dict[str, Tensor]]:
-    model = _with_adapter(torch.float32, 0.2)
-    run = Run(case.open(), model, MICRO_BATCHES)
-    stacks = [model.double_blocks, model.single_blocks]
-    with stream_blocks(stacks, device="cpu", resident=1, trains=True), set_grad_checkpoint(model):
-        return _trained(run)
-
-
-@pytest.mark.slow
-def test_whole_copies_stream_their_frozen_blocks(pool: Callable[[int], Any]) -> None:
-    losses, adapter = _expected(torch.float32, 0.2)
-    for our_losses, ours in pool(2).run(_streamed, Case("ddp", 2)):
-        assert our_losses == pytest.approx(losses, rel=0, abs=1e-5)
         assert max((ours[name] - value).abs().max().item() for name, value in adapter.items()) < 1e-3

@@ -46,19 +46,13 @@ class Collectives:
     def __init__(self, world: World, log: Log, storages: Storages, queues: Queues) -> None:
         self._world, self._log, self._storages, self._queues = world, log, storages, queues
         self._works = count()
-        self._batches = count()
-        self._batch: int | None = None
         self._called: Counter[tuple[int, ...]] = Counter()
 
     def together(self, transfers: list[dist.P2POp]) -> list[dist.Work]:
-        """Stand in for `dist.batch_isend_irecv`: the messages start together."""
-        self._batch = next(self._batches)
-        try:
-            calls: list[tuple[Callable[..., dist.Work | None], dist.P2POp]] = [(each.op, each) for each in transfers]
-            works = [call(each.tensor, group=each.group, **_peer(each)) for call, each in calls]
-            return [work for work in works if work is not None]
-        finally:
-            self._batch = None
+        """Stand in for `dist.batch_isend_irecv`: the messages start one after the other."""
+        calls: list[tuple[Callable[..., dist.Work | None], dist.P2POp]] = [(each.op, each) for each in transfers]
+        works = [call(each.tensor, group=each.group, **_peer(each)) for call, each in calls]
+        return [work for work in works if work is not None]
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Log a collective, and return what its operator returns."""
@@ -92,7 +86,6 @@ class Collectives:
             peer=peer,
             sent=tuple(sent),
             received=tuple(received),
-            batch=self._batch,
         )
         self._log.add(entry)
         work = LoggedWork(self._log, number, self._queues if is_on_device else None, tensors)

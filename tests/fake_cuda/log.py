@@ -83,8 +83,6 @@ class Collective(Operation):
     """Of an all-to-all, the elements that each rank gets; otherwise those of each tensor that is handed in."""
     received: tuple[int, ...]
     """Of an all-to-all, the elements that come from each rank; otherwise those of each tensor that is filled."""
-    batch: int | None
-    """Of messages that start together, the number of their batch."""
 
 
 @dataclass(frozen=True, slots=True)

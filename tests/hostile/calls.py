@@ -1,4 +1,4 @@
-"""Commands of which one system call fails, or that are killed at it, and what the next run makes of that.
+"""Commands of which one system call fails, or that end at it, and what the next run makes of that.
 
 Every call counts that changes a file of the command: see `failing_calls.c` for what is seen.
 """
@@ -6,11 +6,9 @@ Every call counts that changes a file of the command: see `failing_calls.c` for 
 import random
 import re
 import signal
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import PurePath
 
 from hostile import judge
 from hostile.failing_calls import BREAKAGES, NO_COMPILER, Breakage
@@ -35,8 +33,6 @@ from hostile.sandbox import Folder, NotPossibleError, Outcome, empty
 _LOG = "calls.log"
 _RUN_LOG = "/log.jsonl"
 """Log of a training, at the end of its path."""
-_CODES = frozenset({0, 3, 4, 5})
-"""Exit codes of a command of which a call fails."""
 
 _LAST = "--save-last-frame"
 _TINY = ("generate", "raining sea", "--config", "generate.yaml", *SHORT)
@@ -91,17 +87,9 @@ CALLED: tuple[Ended, ...] = (
 """Commands whose calls fail."""
 
 
-BrokenCall = tuple[Ended, Breakage, int]
-"""A command, how one of its calls breaks, and the number of that call."""
-
 _TEMPORARY = re.compile(r"\.osora-[\w-]+\.tmp")
 _UNFINISHED = re.compile(r".*?((\.osora-|\.saving-)[^/]*|/\.lock$)")
 _HASH, _NUMBER = re.compile(r"[0-9a-f]{8,}"), re.compile(r"[0-9]+")
-_PUBLISHES = re.compile(r"(rename\w*|link|linkat|unlink\w*|rmdir) (?!.*(\.tmp|\.lock)$)")
-_SYNCS = re.compile(r"fsync ")
-_WRITES_FILE = re.compile(r"(open|write|pwrite|ftruncate)\w* .*\.(tmp|safetensors|pt|json|lock)$")
-_NEVER_INTERRUPTED = re.compile(r"rename|link|unlink|rmdir|mkdir")
-_NEEDS_NO_SPACE = re.compile(r"unlink|rmdir")
 
 
 @dataclass
@@ -123,26 +111,6 @@ class Calls:
         rng = random.Random(number)
         ended = rng.choice(CALLED)
         return self.faults_of(ended, rng.choice(BREAKAGES), rng.choice(self.numbers(ended)))
-
-    def each(self) -> list[BrokenCall]:
-        """Return the first and the last call of each operation of each command, broken in each way that it can be.
-
-        Two calls are the same operation if their file has the same name, except for numbers and hashes. First come the
-        calls that publish or remove results, and operations that no earlier command has.
-        """
-        seen: Counter[tuple[str, int, Breakage]] = Counter()
-        found = []
-        for ended in CALLED:
-            calls: dict[str, list[int]] = {}
-            for number, operation in enumerate(_operations(self._log(ended)), start=1):
-                calls.setdefault(operation, []).append(number)
-            for operation, numbers in calls.items():
-                for place, number in enumerate(dict.fromkeys((numbers[0], numbers[-1]))):
-                    for breakage in _possible(operation):
-                        order = _order(operation), seen[operation, place, breakage]
-                        seen[operation, place, breakage] += 1
-                        found.append((order, (ended, breakage, number)))
-        return [case for _, case in sorted(found, key=lambda each: each[0])]
 
     def numbers(self, ended: Ended) -> list[int]:
         """Return the numbers of the calls of a command that change files: of many writes to one file in a row, the
@@ -172,7 +140,7 @@ class Calls:
         if breakage is Breakage.KILL and outcome.signal == signal.SIGKILL:
             found = []
         else:
-            found = judge.faults_of_outcome(outcome, codes=_CODES if broken else frozenset({0}))
+            found = judge.faults_of_outcome(outcome, codes=_codes(breakage) if broken else frozenset({0}))
         after = judge.tree(folder)
         kept = {path: content for path, content in after.items() if not judge.is_unfinished(path)}
         if breakage is Breakage.KILL:
@@ -226,6 +194,11 @@ class Calls:
         return outcome, log
 
 
+def _codes(breakage: Breakage) -> frozenset[int]:
+    """Return the exit codes of a command of which a call breaks; one that is asked to end may be done."""
+    return frozenset({0, 130} if breakage >= Breakage.SEND_INT else {0, 3, 4, 5})
+
+
 def _state(folder: Folder) -> frozenset[tuple[str, str]]:
     """Return what the next run reads: all files, but process numbers, seconds, and states of random numbers. What is
     unfinished is not read, but removed by its name.
@@ -244,32 +217,6 @@ def _state(folder: Folder) -> frozenset[tuple[str, str]]:
 
 def _without_numbers(text: str) -> str:
     return _NUMBER.sub("#", _HASH.sub("~", text))
-
-
-def _operations(log: Iterable[str]) -> Iterator[str]:
-    """Yield calls without numbers and hashes; a temporary file has its place among those of its folder."""
-    places: dict[str, dict[str, str]] = {}
-    for line in log:
-        if temporary := _TEMPORARY.search(line):
-            folder = str(PurePath(line[: temporary.start()].partition(" ")[2] or ".")).removeprefix("work")
-            names = places.setdefault(folder, {})
-            line = line.replace(temporary[0], names.setdefault(temporary[0], "abcdefghij"[len(names) % 10] + ".tmp"))
-        yield _without_numbers(line)
-
-
-def _possible(operation: str) -> Iterator[Breakage]:
-    """Yield the ways in which a call can break."""
-    yield from (Breakage.KILL, Breakage.EIO_ONCE, Breakage.EIO_ON)
-    if not _NEEDS_NO_SPACE.match(operation):
-        yield Breakage.ENOSPC_ON
-    if not _NEVER_INTERRUPTED.match(operation):
-        yield Breakage.EINTR_ONCE
-
-
-def _order(operation: str) -> int:
-    """Return how early an operation is tried."""
-    orders = (_PUBLISHES, _SYNCS, _WRITES_FILE)
-    return next((order for order, pattern in enumerate(orders) if pattern.match(operation)), len(orders))
 
 
 def _clean_up(base: Base, after: judge.Tree) -> Commands:

@@ -22,7 +22,6 @@ class _Circumstance:
     close: Callable[[Folder], object] = lambda folder: None
     environment: Mapping[str, str] = field(default_factory=dict)
     limits: Callable[[random.Random], Mapping[str, int]] = lambda rng: {}
-    free_bytes: Callable[[random.Random], int | None] = lambda rng: None
     uid: int | None = None
     stdout: str = ""
     may_crash: bool = False
@@ -63,12 +62,7 @@ def _one_of(name: str, limits: Sequence[int]) -> Callable[[random.Random], Mappi
     return lambda rng: {name: rng.choice(limits)}
 
 
-def _any_room(rng: random.Random) -> int:
-    return rng.choice((0, 4 * _KIB, rng.randrange(64 * _KIB), rng.randrange(_MIB), _MIB + rng.randrange(_MIB)))
-
-
 CIRCUMSTANCES: Mapping[str, _Circumstance] = {
-    "a full disk": _Circumstance(free_bytes=_any_room),
     "short files": _Circumstance(
         limits=lambda rng: {"RLIMIT_FSIZE": 4 * _KIB + rng.choice((0, rng.randrange(64 * _KIB), rng.randrange(_MIB)))},
         stdout="/dev/null",
@@ -115,6 +109,5 @@ def circumstance(number: int, inputs: Inputs) -> Case:
         limits=about.limits(rng),
         uid=about.uid,
         stdout=about.stdout,
-        free_bytes=about.free_bytes(rng),
         may_crash=about.may_crash,
     )

@@ -22,7 +22,7 @@ _SIGNALS, _SIGNALS_ABI = 2, 6
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER, _SET_NO_NEW_PRIVS = 1, 36, 38
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/shm")
 
-_REMOUNT, _NEW_MOUNTS, _BIND, _RECURSIVE, _PRIVATE, _DETACH = 0x20, 0x20000, 0x1000, 0x4000, 0x40000, 2
+_NEW_MOUNTS, _BIND, _RECURSIVE, _PRIVATE, _DETACH = 0x20000, 0x1000, 0x4000, 0x40000, 2
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -41,16 +41,6 @@ def own_mounts() -> None:
     """Let this process and its children mount what nobody else sees. Needs root; OSError if it cannot be done."""
     _check(_libc.unshare(_NEW_MOUNTS))
     _mount("none", "/", _RECURSIVE | _PRIVATE)
-
-
-def mount_disk(folder: str, size: int, *, again: bool) -> None:
-    """Mount an empty disk of so many bytes over a folder, or give the one that is there another size."""
-    _mount("tmpfs", folder, _REMOUNT if again else 0, kind="tmpfs", options=f"size={size},mode=755")
-
-
-def unmount(folder: str) -> None:
-    """Take a disk away, with all that is on it."""
-    _check(_libc.umount2(folder.encode(), _DETACH))
 
 
 def open_to_others(paths: Sequence[Path]) -> None:
@@ -74,7 +64,7 @@ def open_to_others(paths: Sequence[Path]) -> None:
     for path, place in places.items():
         path.mkdir(parents=True)
         _mount(str(place), str(path), _BIND | _RECURSIVE)
-    unmount(str(kept))
+    _check(_libc.umount2(os.fsencode(kept), _DETACH))
     kept.rmdir()
 
 

@@ -1,6 +1,7 @@
 """Files of every format, damaged as disks, downloads and people damage them, before a command reads them."""
 
 import json
+import os
 import random
 import shutil
 import struct
@@ -150,6 +151,30 @@ def _change(document: object, rng: random.Random) -> None:
         document[key] = rng.choice(_VALUES)
 
 
+_BOMB = "a: &a [x, x]\n" + "\n".join(
+    f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]" for before, name in zip("abcdefgh", "bcdefghi", strict=True)
+)
+_DOCUMENTS: Sequence[bytes] = (
+    *(b"", b"\0", b"---", b"--- \n---\n", b"null", b"[]", b"7", b"text", b"- a\n- b", b"\xef\xbb\xbf{}"),
+    *(b"\xff\xfe\0", b"\t", b"{" * 3000, b"[" * 10000, b"a: " * 2000, b"- " * 5000, b"? " * 3000),
+    *(b"!!python/object/apply:os.system [touch pwned]", _BOMB.encode(), b"&a [*a]", b"a: &a\n  b: *a", b"<<: *x"),
+    *(b"video: {<<: {width: 64}}", b"? [a]\n: b", b"1: 2", b"~: 1", b"video: {width: 64, width: 32}"),
+    *(b"x: !!binary aGk=", b"x: !!set {a}", b"x: 2001-01-01", b"%YAML 9.9\n---\na: b", b"extends: gone.yaml"),
+    *(
+        b"extends: [a, b]",
+        b"extends: /dev/zero",
+        b"extends: ''",
+        b"a: |\n  " + b"x" * 10**6,
+        "原野: 1".encode("utf-16"),
+    ),
+)
+
+
+def _hostile_document(path: Path, rng: random.Random, others: Sequence[Path]) -> None:
+    """Put settings in its place that ask too much of a reader of YAML."""
+    path.write_bytes(rng.choice(_DOCUMENTS))
+
+
 def _gone(path: Path, rng: random.Random, others: Sequence[Path]) -> None:
     path.unlink()
 
@@ -165,8 +190,6 @@ def _link(path: Path, rng: random.Random, others: Sequence[Path]) -> None:
 
 
 def _fifo(path: Path, rng: random.Random, others: Sequence[Path]) -> None:
-    import os
-
     path.unlink()
     os.mkfifo(path)
 
@@ -193,6 +216,7 @@ _WAYS: Mapping[str, Callable[[Path, random.Random, Sequence[Path]], None]] = {
     "other lines": _lines,
     "other values": _document,
     "another document": _document,
+    "a hostile document": _hostile_document,
     "gone": _gone,
     "a folder": _folder,
     "a link": _link,

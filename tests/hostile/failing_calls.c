@@ -19,7 +19,7 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
-enum kind { COUNT, KILL, EIO_ONCE, EIO_ON, ENOSPC_ON, EINTR_ONCE };
+enum kind { COUNT, KILL, EIO_ONCE, EIO_ON, ENOSPC_ON, EINTR_ONCE, SEND_INT, SEND_TERM };
 enum trait { INTERRUPTIBLE = 1, NEEDS_SPACE = 2 };
 
 static int log_fd = -1;
@@ -88,6 +88,10 @@ static int is_broken(const char *call, const char *path, int traits) {
     if ((error == EINTR && !(traits & INTERRUPTIBLE)) || (error == ENOSPC && !(traits & NEEDS_SPACE)))
         breaks = 0;
     dprintf(log_fd, "%s%s %s\n", breaks && !broken++ ? "!" : "", call, path);
+    if (breaks && kind >= SEND_INT) { /* asked to end, while the call succeeds */
+        kill(getpid(), kind == SEND_INT ? SIGINT : SIGTERM);
+        breaks = 0;
+    }
     errno = breaks && kind != KILL ? error : before;
     return !breaks ? 0 : kind == KILL ? 2 : 1;
 }

@@ -20,6 +20,8 @@ class Breakage(IntEnum):
     EIO_ON = 3
     ENOSPC_ON = 4
     EINTR_ONCE = 5
+    SEND_INT = 6
+    SEND_TERM = 7
 
 
 BREAKAGES = tuple(each for each in Breakage if each is not Breakage.COUNT)

@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,12 +136,8 @@ class Inputs:
         return lambda folder: self.put(base, folder)
 
     def put(self, base: Base, folder: Folder) -> None:
-        """Copy what a command reads into the folder that it runs in."""
-        self.put_names(base.reads, folder)
-
-    def put_names(self, names: Iterable[str], folder: Folder) -> None:
-        """Copy files and folders."""
-        for name in names:
+        """Copy the files and folders that a command reads into the folder that it runs in."""
+        for name in base.reads:
             source, target = self.folder / name, folder.work / name
             if source.is_dir():
                 shutil.copytree(source, target)

@@ -1,9 +1,7 @@
-"""Commands that are ended at some instant, and what the next run makes of it: the same as without."""
+"""Commands that can be ended: what goes on after them, and what the next run must make of it."""
 
 import os
-import random
 import re
-import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,13 +10,12 @@ import torch
 from hostile import judge
 from hostile.inputs import BASES, Base, Inputs
 from hostile.judge import Fault
-from hostile.sandbox import Folder, Outcome, Sandbox, Signal
+from hostile.sandbox import Folder, Outcome, Sandbox
 from safetensors.torch import load_file
 
 Commands = Sequence[tuple[str, ...]]
 
 OTHER_BYTES = judge.LOST
-_INTERRUPTED = 130
 _GRACE_S = 60.0
 _AGE_S = 600.0
 
@@ -30,7 +27,6 @@ class Ended:
     base: Base
     go_on: Callable[[Folder, Base], Commands]
     results: Callable[[Path], Mapping[str, bytes]]
-    weight: float = 1.0
 
 
 def run_again(folder: Folder, base: Base) -> Commands:
@@ -94,18 +90,18 @@ _EVERY_STEP = tuple(word for setting in _STEPS for word in ("--set", setting))
 _WEIGHTS = "run/**/*.safetensors"
 
 ENDED: tuple[Ended, ...] = (
-    Ended(named("generate", *SHORT), generate_on, files_of("out.mp4"), 2.0),
-    Ended(named("generate gif", *SHORT), run_again, files_of("*.gif"), 2.0),
+    Ended(named("generate", *SHORT), generate_on, files_of("out.mp4")),
+    Ended(named("generate gif", *SHORT), run_again, files_of("*.gif")),
     Ended(named("generate picture", "--steps", "1"), run_again, files_of("*.png")),
-    Ended(named("train vae", *_EVERY_STEP), _train, files_of(_WEIGHTS), 2.0),
-    Ended(named("train mmdit", *_EVERY_STEP), _train, files_of(_WEIGHTS), 2.0),
-    Ended(named("cache"), run_again, _tensors("cache/*.safetensors"), 3.0),
+    Ended(named("train vae", *_EVERY_STEP), _train, files_of(_WEIGHTS)),
+    Ended(named("train mmdit", *_EVERY_STEP), _train, files_of(_WEIGHTS)),
+    Ended(named("cache"), run_again, _tensors("cache/*.safetensors")),
     Ended(
         Base("scan deep", ("data", "scan", "clips", "--out", "table.csv", "--deep"), ("clips",)),
         run_again_unless_done,
         files_of("table.csv"),
     ),
-    Ended(named("scan again"), run_again, files_of("clips.csv"), 2.0),
+    Ended(named("scan again"), run_again, files_of("clips.csv")),
     Ended(named("shard"), run_again_unless_done, files_of("clips*.csv")),
     Ended(named("preview"), run_again_unless_done, files_of("*.png")),
     *(
@@ -123,64 +119,33 @@ ENDED: tuple[Ended, ...] = (
         Base("reconstruct", ("vae", "reconstruct", "made.mp4", "picture.png"), ("made.mp4", "picture.png")),
         run_again_unless_done,
         files_of("**/*_reconstructed.*[4g]"),
-        2.0,
     ),
 )
 
 
 @dataclass
 class Kills:
-    """Ends commands, at instants and by signals that a number chooses."""
+    """Runs commands that can be ended, and keeps the results of those that nothing ends."""
 
     sandbox: Sandbox
     inputs: Inputs
-    _whole: dict[str, tuple[float, Mapping[str, bytes]]] = field(default_factory=dict)
-
-    def faults(self, number: int) -> tuple[str, list[Fault]]:
-        """Return what was ended how, and what is wrong with what it left, or with what the next run made of that."""
-        rng = random.Random(number)
-        ended = rng.choices(ENDED, [each.weight for each in ENDED])[0]
-        seconds, whole = self._uninterrupted(ended)
-        sent = rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
-        at_s = seconds * rng.random()
-        title = f"kill {number} ({ended.base.name}, {sent.name} after {at_s:.3f} of {seconds:.3f} s)"
-        with self.sandbox.folder() as folder:
-            self.inputs.put(ended.base, folder)
-            before = judge.tree(folder)
-            outcome = self.run(ended.base.argv, folder, Signal(at_s, sent))
-            is_done = ended.results(folder.work) == whole
-            found = _faults_of_end(outcome, sent, is_done=is_done)
-            after = judge.tree(folder)
-            kept = {path: content for path, content in after.items() if not judge.is_unfinished(path)}
-            found += judge.faults_of_files(before, kept, folder.root, may_change=ended.base.replaces)
-            found = [fault for fault in found if not (fault.kind == judge.LEFT and fault.text.startswith("tmp/osora-"))]
-            age(folder)
-            for argv in ended.go_on(folder, ended.base) if outcome.code != 0 else ():
-                resumed = self.run(argv, folder)
-                if resumed.code != 0:
-                    found.append(Fault(judge.ALARMS, f"osora {' '.join(argv)}: {resumed}\n{resumed.stderr[-2000:]}"))
-            found += faults_of_next(judge.tree(folder), ended.results(folder.work), whole)
-        return title, found
-
-    def _uninterrupted(self, ended: Ended, *, learn: bool = False) -> tuple[float, Mapping[str, bytes]]:
-        """Return how long a command takes that nothing ends, and its results. `learn` makes the next ones quicker."""
-        if ended.base.name not in self._whole:
-            with self.sandbox.folder() as folder:
-                self.inputs.put(ended.base, folder)
-                outcome = self.run(ended.base.argv, folder, learn=learn)
-                assert outcome.code == 0, f"osora {' '.join(ended.base.argv)}: {outcome}\n{outcome.stderr}"
-                self._whole[ended.base.name] = outcome.seconds, dict(ended.results(folder.work))
-        return self._whole[ended.base.name]
+    _whole: dict[str, Mapping[str, bytes]] = field(default_factory=dict)
 
     def results_of(self, ended: Ended) -> Mapping[str, bytes]:
         """Return the results of a command that nothing ends, from which the warm process learns."""
-        return self._uninterrupted(ended, learn=True)[1]
+        if ended.base.name not in self._whole:
+            with self.sandbox.folder() as folder:
+                self.inputs.put(ended.base, folder)
+                outcome = self.run(ended.base.argv, folder, learn=True)
+                assert outcome.code == 0, f"osora {' '.join(ended.base.argv)}: {outcome}\n{outcome.stderr}"
+                self._whole[ended.base.name] = dict(ended.results(folder.work))
+        return self._whole[ended.base.name]
 
     def run(
         self,
         argv: Sequence[str],
         folder: Folder,
-        *signals: Signal,
+        *,
         learn: bool = False,
         calls: Sequence[object] = (),
     ) -> Outcome:
@@ -189,20 +154,11 @@ class Kills:
         return self.sandbox.run(
             argv,
             folder,
-            signals=signals,
             learn=learn,
             calls=calls,
             grace_s=_GRACE_S,
             limit_s=300.0,
         )
-
-
-def _faults_of_end(outcome: Outcome, sent: signal.Signals, *, is_done: bool) -> list[Fault]:
-    """A killed process can say nothing; one that is asked to end says it once."""
-    if outcome.signal == sent and (sent == signal.SIGKILL or is_done or not outcome.stderr):
-        # Before osora has begun, and when it is done, a signal ends Python as usual.
-        return [Fault(judge.PROCESSES, "\n".join(outcome.left_processes))] if outcome.left_processes else []
-    return judge.faults_of_outcome(outcome, codes=frozenset({0, _INTERRUPTED}))
 
 
 def age(folder: Folder) -> None:

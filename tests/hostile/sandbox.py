@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -21,13 +20,10 @@ from hostile.confined import NOBODY, NOT_POSSIBLE
 import opensora_cli
 
 _GIB = 2**30
-_ROOMY = 2**26
 _TESTS = Path(__file__).parent.parent
 _PACKAGE = Path(opensora_cli.__file__).parent.parent
 _KEPT = 200_000
 """Characters of what a command prints."""
-
-_SEEN_IN = re.compile(r"^/proc/\d+/root")
 
 LIMITS: Mapping[str, int] = {
     "RLIMIT_DATA": 3 * _GIB,
@@ -45,11 +41,10 @@ class NotPossibleError(Exception):
 
 @dataclass(frozen=True)
 class Signal:
-    """A signal for a command: when, which, and whether for all processes of its group."""
+    """A signal for a command: when, and which."""
 
     at_s: float
     number: int
-    to_all: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,11 +78,6 @@ class Folder:
 
     def __post_init__(self) -> None:
         self.work, self.home, self.temporary = self.root / "work", self.root / "home", self.root / "tmp"
-
-    @property
-    def inside(self) -> "Folder":
-        """The same, under the name that it has for the command: of a disk of its own, nobody else sees that name."""
-        return Folder(Path(_SEEN_IN.sub("", str(self.root))))
 
 
 class Sandbox:
@@ -161,21 +151,11 @@ class Sandbox:
         }
 
     @contextmanager
-    def folder(self, *, has_disk: bool = False) -> Iterator[Folder]:
-        """Make the empty folder of a case, and remove it afterwards; `has_disk` puts `work` on one (`resize_disk`).
-
-        Raises NotPossibleError for a disk where the tests do not run as root.
-        """
+    def folder(self) -> Iterator[Folder]:
+        """Make the empty folder of a case, and remove it afterwards."""
         folder = self.new_folder()
         try:
-            if has_disk:
-                if self.uid is None:
-                    raise NotPossibleError("root alone mounts disks")
-                self._ask({"do": "mount", "folder": str(folder.work), "bytes": _ROOMY, "again": False})
-                yield Folder(Path(f"/proc/{self._process.pid}/root{folder.root}"))
-                self._ask({"do": "unmount", "folder": str(folder.work)})
-            else:
-                yield folder
+            yield folder
         finally:
             _remove(folder.root)
 
@@ -186,12 +166,6 @@ class Sandbox:
         for each in (folder.root, folder.work, folder.home, folder.temporary):
             each.mkdir(mode=0o755)
         return folder
-
-    def resize_disk(self, folder: Folder, *, free: int) -> None:
-        """Leave so many bytes free on the disk of a folder."""
-        usage = shutil.disk_usage(folder.work)
-        request = {"folder": str(folder.inside.work), "bytes": usage.used + free, "again": True}
-        self._ask({"do": "mount", **request})
 
     def give_away(self, folder: Folder) -> None:
         """Let the user without rights own all that is in `folder`."""
@@ -238,16 +212,15 @@ class Sandbox:
         for path in prints.values():  # a command may be killed before it begins
             path.write_bytes(b"")
         request = {
-            "do": "run",
             "stdout": stdout or str(prints["stdout"]),
             "stderr": str(prints["stderr"]),
             "argv": list(argv),
-            "folder": str(folder.inside.root),
-            "cwd": str(folder.inside.work),
+            "folder": str(folder.root),
+            "cwd": str(folder.work),
             "uid": self.uid if uid is None or self.uid is None else uid,
-            "environment": {**self.environment(folder.inside), **(environment or {})},
+            "environment": {**self.environment(folder), **(environment or {})},
             "limits": {**LIMITS, **(limits or {})},
-            "signals": [(each.at_s, each.number, each.to_all) for each in signals],
+            "signals": [(each.at_s, each.number) for each in signals],
             "limit_s": limit_s,
             "grace_s": grace_s,
             "patch": patch,

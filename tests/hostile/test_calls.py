@@ -19,6 +19,6 @@ def calls(sandbox: Sandbox, inputs: Inputs) -> Calls:
 
 
 @pytest.mark.slow
-@batches(50)
+@batches(70, size=10)
 def test_what_a_broken_call_leaves_goes_on_to_the_same(numbers: range, calls: Calls, trials: Trials) -> None:
     trials.count(calls.faults(number) for number in numbers)

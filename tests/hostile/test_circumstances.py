@@ -1,9 +1,8 @@
-"""Valid commands on full disks, in closed folders, as other users, with a hostile hub: refused in one line, or done."""
+"""Valid commands in closed folders, as other users, with little of everything: refused in one line, or done."""
 
 import pytest
 from hostile.batches import batches
 from hostile.circumstances import circumstance
-from hostile.hubs import hub_case
 from hostile.inputs import BASES, Inputs
 from hostile.trial import Case, Trials
 
@@ -15,11 +14,6 @@ def test_what_is_wrong_around_a_command_is_refused_or_does_no_harm(
     numbers: range, trials: Trials, inputs: Inputs
 ) -> None:
     trials.run_all(circumstance(number, inputs) for number in numbers)
-
-
-@batches(50)
-def test_downloads_from_a_hostile_hub_are_refused_or_whole(numbers: range, trials: Trials, inputs: Inputs) -> None:
-    trials.run_all(hub_case(number, inputs) for number in numbers)
 
 
 def test_where_no_thread_can_be_started_training_ends_and_is_saved(trials: Trials, inputs: Inputs) -> None:

@@ -1,11 +1,10 @@
-"""Hostile command lines and settings of every command: refused in one line, or done."""
+"""Hostile command lines of every command: refused in one line, or done."""
 
 import pytest
 from hostile.batches import batches
 from hostile.command_lines import command_line
 from hostile.inputs import BASES, Inputs
 from hostile.trial import Case, Trials
-from hostile.yaml_texts import yaml_text
 
 pytestmark = pytest.mark.slow
 
@@ -13,11 +12,6 @@ pytestmark = pytest.mark.slow
 @batches(400)
 def test_hostile_command_lines_are_refused_or_done(numbers: range, trials: Trials, inputs: Inputs) -> None:
     trials.run_all(command_line(number, inputs) for number in numbers)
-
-
-@batches(200)
-def test_hostile_settings_are_refused_or_done(numbers: range, trials: Trials, inputs: Inputs) -> None:
-    trials.run_all(yaml_text(number, inputs) for number in numbers)
 
 
 def test_valid_command_lines_are_done(trials: Trials, inputs: Inputs) -> None:

@@ -3,13 +3,13 @@
 import shlex
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import pytest
 from hostile import judge
 from hostile.judge import Fault
-from hostile.sandbox import TIME_LIMIT_S, Folder, NotPossibleError, Outcome, Sandbox, Signal
+from hostile.sandbox import TIME_LIMIT_S, Folder, Outcome, Sandbox, Signal
 
 TRIED = "tried"
 _LONGEST_REPORT = 6000
@@ -17,11 +17,6 @@ _LONGEST_REPORT = 6000
 
 def _nothing(folder: Folder) -> None:
     """Prepare nothing."""
-
-
-def _no_faults(folder: Folder, outcome: Outcome) -> Iterable[Fault]:
-    """Find nothing."""
-    return ()
 
 
 @dataclass(frozen=True)
@@ -48,11 +43,6 @@ class Case:
     limit_s: float = TIME_LIMIT_S
     uid: int | None = None
     stdout: str = ""
-    free_bytes: int | None = None
-    """What is left on the disk that it runs on."""
-    check: Callable[[Folder, Outcome], Iterable[Fault]] = _no_faults
-    """Finds further faults in what it leaves."""
-    patch: str | None = None
     may_crash: bool = False
     """Whether kernels of torch may end the process: without memory, those of oneDNN read what they did not get."""
 
@@ -65,8 +55,8 @@ class Trials:
     record: Callable[[Mapping[str, int]], object] = lambda counts: None
 
     def run_all(self, cases: Iterable[Case]) -> None:
-        """Run and count cases, and fail the test at the end with all faults. What needs root is left out without it."""
-        self.count((f"{case.name}: osora {shlex.join(case.argv)}", faults) for case, faults in self._possible(cases))
+        """Run and count cases, and fail the test at the end with all faults."""
+        self.count((f"{case.name}: osora {shlex.join(case.argv)}", self.run(case)[1]) for case in cases)
 
     def count(self, tried: Iterable[tuple[str, Sequence[Fault]]]) -> None:
         """Count what was tried, each with its name and its faults, and fail the test at the end with all of them."""
@@ -80,23 +70,12 @@ class Trials:
         if reports:
             pytest.fail("\n\n".join(reports), pytrace=False)
 
-    def _possible(self, cases: Iterable[Case]) -> Iterator[tuple[Case, Sequence[Fault]]]:
-        for case in cases:
-            try:
-                _, faults = self.run(case)
-            except NotPossibleError:
-                continue
-            yield case, faults
-
     def run(self, case: Case) -> tuple[Outcome, list[Fault]]:
         """Run a case and judge it."""
-        has_disk = case.free_bytes is not None
-        with self.sandbox.folder(has_disk=has_disk) as folder:
+        with self.sandbox.folder() as folder:
             case.prepare(folder)
             before = judge.tree(folder)
             self.sandbox.give_away(folder)
-            if case.free_bytes is not None:
-                self.sandbox.resize_disk(folder, free=case.free_bytes)
             case.close(folder)
             outcome = self.sandbox.run(
                 case.argv,
@@ -105,7 +84,6 @@ class Trials:
                 limits=case.limits,
                 signals=case.signals,
                 limit_s=case.limit_s,
-                patch=case.patch,
                 uid=case.uid,
                 stdout=case.stdout,
             )
@@ -116,7 +94,6 @@ class Trials:
             faults += judge.faults_of_files(
                 before, after, folder.root, may_change=case.may_change, may_keep=case.may_keep
             )
-            faults += case.check(folder, outcome)
         return outcome, faults
 
 

@@ -48,8 +48,7 @@ def main() -> None:
     # Until a command begins in it, a forked process ends by SIGINT without a word.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     for line in sys.stdin:
-        request = json.loads(line)
-        answers.write(json.dumps(_KINDS[request["do"]](request)) + "\n")
+        answers.write(json.dumps(_run(json.loads(line))) + "\n")
         answers.flush()
 
 
@@ -88,14 +87,6 @@ def _learn(learned: dict[str, Any]) -> None:
                 importlib.import_module(name)
             except Exception:
                 continue
-
-
-def _mount(request: dict[str, Any]) -> None:
-    confined.mount_disk(request["folder"], request["bytes"], again=request["again"])
-
-
-def _unmount(request: dict[str, Any]) -> None:
-    confined.unmount(request["folder"])
 
 
 def _run(request: dict[str, Any]) -> dict[str, Any]:
@@ -176,15 +167,12 @@ def _supervise(child: int, request: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _wait(child: int, *, begun: float, signals: list[tuple[float, int, bool]], limit_s: float) -> bool:
+def _wait(child: int, *, begun: float, signals: list[tuple[float, int]], limit_s: float) -> bool:
     """Wait for the end of the child, and send it signals meanwhile; False if it takes too long."""
-    for at_s, number, to_all in sorted(signals):
+    for at_s, number in sorted(signals):
         if _ended(child, begun + at_s - time.monotonic()):
             return True
-        if to_all:
-            os.killpg(child, number)
-        else:
-            os.kill(child, number)
+        os.kill(child, number)
     return _ended(child, begun + limit_s - time.monotonic())
 
 
@@ -288,8 +276,6 @@ def _finish(code: int) -> int:
         return 1
     return code
 
-
-_KINDS = {"run": _run, "mount": _mount, "unmount": _unmount}
 
 if __name__ == "__main__":
     main()

@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 import psutil
 import pytest
-from served import BOUNDARY, SMALL, Served, form, picture
+from served import BOUNDARY, SMALL, form, picture
 
 from opensora_cli.core.exceptions import MediaError
 from opensora_cli.server.uploads import _check
@@ -22,13 +22,10 @@ GIB = 2**30
 MULTIPART = f"Content-Type: multipart/form-data; boundary={BOUNDARY}\r\n"
 
 
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("hard")
-    (folder / "tmp").mkdir()
-    with Served(folder / "serve", TMPDIR=str(folder / "tmp")) as served:
-        served.finished(served.make())
-        yield served
+@pytest.fixture(autouse=True, scope="module")
+def warm(served):
+    """Make a video first, for which the server starts a process that stays."""
+    served.finished(served.make())
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
-from served import Served, picture
+from served import TOKEN, Served, picture
 
 from opensora_cli.cli.app import main
 
@@ -18,21 +18,12 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/how_to/serve.md").read_text()
 EXAMPLES = ROOT / "examples/serve"
 DOCKERFILE = EXAMPLES / "Dockerfile"
-TOKEN = "a-secret-of-letters"
 
 
 def block(start):
     """Return the block of the page that begins with `start`."""
     (found,) = re.findall(rf"```\w+\n({re.escape(start)}.*?)```", PAGE, re.DOTALL)
     return found
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("how_to")
-    (folder / "token").write_text(TOKEN)
-    with Served(folder / "serve", "--token-file", str(folder / "token")) as served:
-        yield served
 
 
 def is_command(words, capsys):
@@ -42,11 +33,11 @@ def is_command(words, capsys):
 
 
 @pytest.mark.slow
-def test_the_client_of_the_page_makes_a_video(served, tmp_path, monkeypatch):
+def test_the_client_of_the_page_makes_a_video(guarded, tmp_path, monkeypatch):
     pytest.importorskip("openai", reason="needs openai")
     code = block("from openai")
     for shown, own in (
-        ("127.0.0.1:8000", f"127.0.0.1:{served.port}"),
+        ("127.0.0.1:8000", f"127.0.0.1:{guarded.port}"),
         ("unused without a token", TOKEN),
         ('"steps": 20', '"steps": 1'),
     ):
@@ -59,12 +50,12 @@ def test_the_client_of_the_page_makes_a_video(served, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_each_line_of_curl_is_answered(served, tmp_path):
+def test_each_line_of_curl_is_answered(guarded, tmp_path):
     (tmp_path / "boat.png").write_bytes(picture(64, 64))
     bearer = {"authorization": f"Bearer {TOKEN}"}
-    video_id = served.call("POST", "/v1/videos", {"prompt": "sea", "settings": {"steps": 1}}, **bearer)["id"]
+    video_id = guarded.call("POST", "/v1/videos", {"prompt": "sea", "settings": {"steps": 1}}, **bearer)["id"]
     lines = (
-        block("curl").replace("127.0.0.1:8000", f"127.0.0.1:{served.port}").replace("VIDEO_ID", video_id).splitlines()
+        block("curl").replace("127.0.0.1:8000", f"127.0.0.1:{guarded.port}").replace("VIDEO_ID", video_id).splitlines()
     )
     assert len(lines) == 5
     for line in lines:  # the events end with the video
@@ -77,7 +68,7 @@ def test_each_line_of_curl_is_answered(served, tmp_path):
     assert (tmp_path / "sea.mp4").read_bytes()[4:8] == b"ftyp"
 
 
-def test_a_page_behind_nginx_is_served(served):
+def test_a_page_behind_nginx_is_served(guarded):
     assert "examples/serve/nginx.conf" in PAGE
     config = (EXAMPLES / "nginx.conf").read_text().partition("\n")[2]
     assert config.count("{") == config.count("}")
@@ -88,7 +79,7 @@ def test_a_page_behind_nginx_is_served(served):
     assert headers.keys() == {"Host", "X-Forwarded-Proto"}
     headers["origin"] = "https://videos.example.org"
     login = {**headers, "content-type": "application/x-www-form-urlencoded"}
-    connection = HTTPConnection("127.0.0.1", served.port)
+    connection = HTTPConnection("127.0.0.1", guarded.port)
     connection.request("POST", "/login", f"token={TOKEN}", login)
     answer = connection.getresponse()
     answer.read()

@@ -65,20 +65,6 @@ def test_many_phrasings_and_word_orders():
     assert any(caption.split(",")[0].endswith(("desert", "dunes")) for caption in captions)
 
 
-def test_same_rng_same_words():
-    captions = [sample_caption(SCENE, np.random.default_rng(5)) for _ in range(2)]
-    assert captions[0] == captions[1]
-
-
-def test_a_complete_caption_mentions_everything():
-    rng = np.random.default_rng(6)
-    scene = changed(colour=Colour.GREEN, direction=Direction.LEFT, weather=Weather.SNOW, time=Time.NIGHT)
-    for _ in range(100):
-        caption = caption_scene(scene, rng, complete=True)
-        for words in (("desert", "dunes"), ("snow",), ("night",), ("ball",), ("green",), ("left",), ("slowly",)):
-            assert any(word in caption for word in words), caption
-
-
 def test_rain_is_always_mentioned():
     rng = np.random.default_rng(7)
     captions = [caption_scene(changed(weather=Weather.RAIN), rng) for _ in range(100)]

@@ -231,7 +231,7 @@ def test_compiled_code_is_kept_in_private_folders_alone(tmp_path):
     working.mkdir()
     (working / "torch.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     (tmp_path / "program.py").write_text(COMPILE)
-    unset = ("PYTHONSAFEPATH", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+    unset = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
     variables = {name: value for name, value in os.environ.items() if name not in unset}
     variables |= {"TMPDIR": str(temporary), "XDG_CACHE_HOME": str(cache), "PYTHONPATH": str(Path(__file__).parents[3])}
     command = [sys.executable, tmp_path / "program.py"]
