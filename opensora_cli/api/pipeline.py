@@ -3,7 +3,6 @@
 import logging
 import math
 import os
-import re
 import shutil
 import tempfile
 import threading
@@ -25,7 +24,7 @@ from opensora_cli.engine.generate import run as engine
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.show import continued
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.flags import FLAGS, Flags, given_flags
+from opensora_cli.settings.flags import Flags, given_flags
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer, collect_overrides
 from opensora_cli.settings.load import generate_request
@@ -177,37 +176,23 @@ def generate(
 
 def _reporter(progress: OnProgress | Literal["bar"] | None) -> Reporter:
     if progress != "bar":
-        return _LoggingReporter(progress)
+        return _ProgressReporter(progress)
     console = Console(stderr=True, highlight=False)
-    return _BarReporter(console, has_bars=True) if console.is_interactive else _LoggingReporter(None)
+    return _BarReporter(console, has_bars=True) if console.is_interactive else _ProgressReporter(None)
 
 
 @contextmanager
 def _python_errors() -> Iterator[None]:
-    """Put the hint into the text of an error, and name options as keywords."""
+    """Put the hint into the text of an error."""
     try:
         yield
     except OsoraError as error:
-        error.message = _with_keywords(error.message)
-        error.hint = None if error.hint is None else _with_keywords(error.hint)
         error.args = (f"{error.message}: {error.hint}" if error.hint else error.message,)
         raise
 
 
-def _with_keywords(text: str) -> str:
-    """Return a text with `num_frames=9` for `--num-frames 9`. Commands, from their `osora` on, are not changed."""
-    text, command, rest = text.partition("osora ")
-
-    def keyword(option: re.Match[str]) -> str:
-        name = option[1].replace("-", "_")
-        return f"{name}={option[2] or '...'}" if name in FLAGS else option[0]
-
-    text = re.sub(r"--set ([\w.]+)=([\w.:]+)", r'set={"\1": "\2"}', text)
-    return re.sub(r"--([a-z][a-z0-9-]*)(?:[ =]([0-9][\w.:]*))?", keyword, text) + command + rest
-
-
-class _BarReporter(ConsoleReporter):
-    """Reporter that shows bars, and logs warnings, and notes at the level INFO."""
+class _LogsMessages:
+    """Reporter that logs warnings, and notes at the level INFO."""
 
     def note(self, text: str) -> None:
         _log.info("%s", text)
@@ -216,17 +201,15 @@ class _BarReporter(ConsoleReporter):
         _log.warning("%s", text)
 
 
-class _LoggingReporter(SilentReporter):
-    """Reporter that logs warnings, and notes at the level INFO, and calls a function with the progress."""
+class _BarReporter(_LogsMessages, ConsoleReporter):
+    """Reporter that shows bars."""
+
+
+class _ProgressReporter(_LogsMessages, SilentReporter):
+    """Reporter that calls a function with the progress."""
 
     def __init__(self, on_progress: OnProgress | None) -> None:
         self._on_progress = on_progress
-
-    def note(self, text: str) -> None:
-        _log.info("%s", text)
-
-    def warn(self, text: str) -> None:
-        _log.warning("%s", text)
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:

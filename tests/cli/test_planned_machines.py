@@ -54,7 +54,7 @@ def test_a_video_is_planned_for_what_is_named(capsys: pytest.CaptureFixture[str]
     assert {"matrix products", "attention", "memory traffic", "collectives", "host copies"} <= set(predicted["parts_s"])
     assert main([*GENERATE, "--dry-run", "--on", "8xH100", "--gpus", "2"]) == 0
     out = capsys.readouterr().out
-    assert "devices   2, each as below: Ulysses 2\n" in out
+    assert "devices   2, Ulysses 2\n" in out
     assert "for 1 sample on 2xH100, not measured: " in out
     assert "\nassumed   " in out
 

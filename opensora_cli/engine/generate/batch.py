@@ -4,13 +4,14 @@ The first pass encodes prompts into the prompt cache, and the second makes each 
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, InUseError, OsoraError, RequestError
@@ -20,6 +21,7 @@ from opensora_cli.core.rank_link import beat
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.weights import require_weights_of
+from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.pipeline import computing
@@ -40,7 +42,13 @@ _ROWS_AHEAD = 64
 _LOOK_S = 1.0
 """Seconds between two looks at rows that another process makes."""
 _LISTED_ROWS = 20
-_MACHINE_NOTES = ("model", "attention", "threads", "memory", "weights", "refine")
+_OF_A_ROW: Mapping[str, bool | set[str]] = {
+    **dict.fromkeys(("prompt", "negative_prompt", "output"), True),
+    "sampling": {"seed"},
+    "condition": {"references"},
+}
+"""Settings that may differ between rows with the same plan."""
+_MACHINE_NOTES = ("model", "attention", "threads", "offload", "memory", "weights", "refine")
 
 
 class FailedRow(Document):
@@ -67,16 +75,10 @@ class BatchResult(Document):
     failed: tuple[FailedRow, ...]
     outputs: tuple[Path, ...]
     """Results of all finished rows, in the order of the file."""
-    noted: tuple[Path, ...] = Field(default=(), exclude=True)
-    """Results that this process has noted as saved."""
 
     def lines(self) -> list[str]:
         """Return the path of every result."""
         return [str(path) for path in self.outputs]
-
-    def lines_after_notes(self) -> list[str]:
-        """Return the path of every result that no note has named."""
-        return [str(path) for path in self.outputs if path not in self.noted]
 
     def raise_for_problems(self) -> None:
         """Raise BatchError if rows failed."""
@@ -92,6 +94,38 @@ def failed_lines(failed: Sequence[FailedRow]) -> list[str]:
     """Return a line for each of the first failed rows, and one with the number of the others."""
     lines = [f"row {each.row}: {each.error}" for each in failed[:_LISTED_ROWS]]
     return lines if len(failed) <= _LISTED_ROWS else [*lines, f"and {len(failed) - _LISTED_ROWS} more"]
+
+
+class PlannedShape(Document):
+    """Rows that differ only in prompt, seed, references and name."""
+
+    rows: int
+    plan: PlanDocument
+    """Plan of the first row."""
+
+
+class BatchPlan(Document):
+    """Plan of a run over many prompts."""
+
+    SCHEMA = "osora.batch-plan/4"
+
+    rows: int
+    failed: tuple[FailedRow, ...]
+    """Rows that would be refused."""
+    shapes: tuple[PlannedShape, ...]
+
+    def lines(self) -> list[str]:
+        """Return the plans as lines of text. The plan that needs the most memory comes first."""
+        shapes = "1 shape" if len(self.shapes) == 1 else f"{len(self.shapes)} shapes"
+        head = f"rows      {self.rows} of {shapes}, and {len(self.failed)} that would be refused"
+        largest_first = sorted(self.shapes, key=lambda shape: -shape.plan.peak_bytes)
+        plans = (line for shape in largest_first for line in (*shape.plan.lines(), f"rows      {shape.rows}", ""))
+        return [*plans, head, *failed_lines(self.failed)]
+
+    def raise_for_problems(self) -> None:
+        """Raise HardwareError if a stage of a shape needs more memory than may be used."""
+        for shape in self.shapes:
+            shape.plan.raise_for_problems()
 
 
 class RowReporter(SilentReporter):
@@ -179,8 +213,28 @@ def generate_rows(
         kept=len(outputs) - made,
         failed=tuple(sorted((row for part in parts for row in part.failed), key=lambda failed: failed.row)),
         outputs=tuple(path for number in sorted(outputs) for path in outputs[number]),
-        noted=tuple(own.noted),
     )
+
+
+def plan_rows(request: GenerateRequest, rows: Sequence[Row], *, shard: Shard, reporter: Reporter) -> BatchPlan:
+    """Return a plan for each group of rows that differ only in prompts, seed, references and name."""
+    refuse_one_file(request)
+    chosen, shown = shard.rows(rows), RowReporter(reporter)
+    failed: list[FailedRow] = []
+    plans: dict[str, PlanDocument] = {}
+    counts: Counter[str] = Counter()
+    for row in chosen:
+        shown.row = row.number
+        try:
+            settings = row_settings(row, request, shown)
+            shape = settings.model_dump_json(exclude=_OF_A_ROW)
+            if shape not in plans:
+                plans[shape] = plan_generation(settings, reporter=shown, on=request.on)
+            counts[shape] += 1
+        except OsoraError as error:
+            failed.append(failed_row(row, error))
+    shapes = tuple(PlannedShape(rows=counts[shape], plan=plan) for shape, plan in plans.items())
+    return BatchPlan(rows=len(chosen), failed=tuple(failed), shapes=shapes)
 
 
 class _OwnRows:
@@ -191,8 +245,6 @@ class _OwnRows:
         self._reporter, self.shown = reporter, RowReporter(reporter)
         self.device: str | None = None
         """Device of this rank; None for the device of the settings."""
-        self.noted: list[Path] = []
-        """Results that were noted as saved."""
         self._outputs: dict[int, tuple[Path, ...]] = {}
         self._errors: list[tuple[Row, OsoraError]] = []
         self._made = 0
@@ -262,7 +314,6 @@ class _OwnRows:
             except InUseError:
                 return False
             assert result is not None
-            self.noted += [video.path for video in result.videos if not video.made_before]
             self._made += not all(video.made_before for video in result.videos)
             self._finish(row, [video.path for video in result.videos], progress)
         return True

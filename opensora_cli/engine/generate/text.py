@@ -7,7 +7,6 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -18,14 +17,12 @@ from opensora_cli.core.reading import read_json_object
 from opensora_cli.engine.components.hardware import versions
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component, stamp_of
-from opensora_cli.engine.encode.prompt_cache import PromptCache, TextEmbeds
+from opensora_cli.engine.encode.prompt_cache import TextEmbeds
 from opensora_cli.engine.estimate.offload import TEXT
-from opensora_cli.engine.generate.chain import Chain, alone
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.loading import prompt_readers
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.planning import require_fit
 from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
 from opensora_cli.sampling.text import add_fps_info_to_text, add_motion_score_to_text
 from opensora_cli.settings.explain import nearest
@@ -60,10 +57,8 @@ def text_embeds(plan: Plan, models: LoadedModels, events: Events) -> tuple[Promp
     if known.keys() >= {*_texts_of(plan.settings)}:
         with events.stage(TEXT):
             warn_about_prompts(plan, models.prompt_readers(plan), events.reporter)
+            events.reporter.note("prompts: read from the cache (--no-cache encodes them again)")
             return _of_segments(plan, known)
-    if not plan.encodes_text:  # The cache has lost entries since the plan was made.
-        plan = plan.with_best_offload(plan.budget_bytes)
-        require_fit(alone(plan))
     return retried(lambda plan: encode_prompts(plan, models, events, known), plan, TEXT, models, events)[0]
 
 
@@ -195,28 +190,6 @@ def name_in_cache(plan: Plan, text: str, *, threads: int, ranks: int = 1) -> str
 
 def _cache_key(plan: Plan, text: str, models: LoadedModels) -> str:
     return name_in_cache(plan, text, threads=torch.get_num_threads(), ranks=models.ranks.count)
-
-
-def without_cached_text(chain: Chain, cache: PromptCache) -> Chain:
-    """Return the chain of one process without the text stages whose prompts are all in the cache.
-
-    On a CPU this chooses the threads, since embeddings depend on them.
-    """
-    plan = chain.video
-    if not plan.settings.runtime.prompt_cache or plan.mesh.size > 1 or plan.decodes_only or cache.folder is None:
-        return chain
-    if any(part not in plan.weights.paths for part in (Component.T5, Component.CLIP)):
-        return chain
-    if plan.hardware.device.type == "cpu":
-        chain = chain.with_threads()
-
-    def change(plan: Plan) -> Plan:
-        count = plan.threads.count if plan.threads is not None else 0
-        if not all(cache.has(name_in_cache(plan, text, threads=count)) for text in _texts_of(plan.settings)):
-            return plan
-        return replace(plan, stages=tuple(stage for stage in plan.stages if stage.name != TEXT))
-
-    return chain.change(change)
 
 
 def _cached_embeds(plan: Plan, models: LoadedModels, reporter: Reporter) -> Mapping[str, TextEmbeds]:

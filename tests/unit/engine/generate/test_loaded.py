@@ -9,7 +9,7 @@ from tiny_world import demo_settings
 from opensora_cli.engine.components.hardware import OutOfMemoryError
 from opensora_cli.engine.estimate.offload import AUTOENCODER, TEXT_ENCODERS, TRANSFORMER
 from opensora_cli.engine.generate.events import Events
-from opensora_cli.engine.generate.models import LoadedModels, retried, with_room
+from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.models.attention import attention_backend
 from opensora_cli.settings.enums import HostWeights, OffloadMode
@@ -41,7 +41,7 @@ def changed(plan, **changes):
 
 def lend(models, plan, record, stage):
     """Begin a stage as a run does, and return its model."""
-    plan = with_room(plan, stage, models, record)
+    models.make_room(plan, stage)
     with LENDERS[stage](models, plan, record) as model:
         return model
 
