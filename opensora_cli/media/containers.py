@@ -16,17 +16,26 @@ from av.filter import Graph
 from av.sidedata.sidedata import SideDataContainer
 from av.sidedata.sidedata import Type as SideDataType
 from av.stream import Disposition
-from av.video.reformatter import Colorspace
+from av.video.reformatter import Colorspace, Interpolation
 
 from opensora_cli.core.exceptions import MediaError
 from opensora_cli.core.reading import lack_of_machine
 from opensora_cli.media import hdr
-from opensora_cli.media.conventions import EXACT_COLORS
 
 ONLY_VIDEOS = {
     "format_whitelist": "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,ogg,asf,ivf,mxf,h264,hevc,m4v,obu,av1"
 }
 """Options for opening a file. FFmpeg would also open playlists, which name other files, and render plain text."""
+
+EXACT_COLORS = (
+    Interpolation.AREA
+    | Interpolation.FULL_CHR_H_INT
+    | Interpolation.FULL_CHR_H_INP
+    | Interpolation.ACCURATE_RND
+    | Interpolation.BITEXACT
+)
+"""Flags of color conversions, in reading and writing. Without them, each round trip darkens a picture by one level, and
+the result depends on the processor."""
 
 # Pictures of phones look like MP4, and FFmpeg would return one of their tiles.
 _PICTURE_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1", b"avif"}

@@ -73,7 +73,7 @@ def encode_prompts(
         for text, embeds in encode_texts(missing, t5, clip):
             found[text] = embeds
             if runtime.prompt_cache and models.ranks.is_main:
-                key, limit = _cache_key(plan, text, models), runtime.prompt_cache_limit
+                key, limit = name_in_cache(plan, text, ranks=models.ranks.count), runtime.prompt_cache_limit
                 models.prompts.keep(key, embeds, limit=limit, reporter=events.reporter)
         return _of_segments(plan, found)
 
@@ -163,11 +163,11 @@ def read_vocabulary(folder: Path) -> dict[str, list[str]]:
     return vocabulary
 
 
-def name_in_cache(plan: Plan, text: str, *, threads: int, ranks: int = 1) -> str:
+def name_in_cache(plan: Plan, text: str, *, ranks: int = 1) -> str:
     """Return the name of a text in the cache: a hash of everything that decides the bits of its embeddings.
 
     Size and modification time stand for the content of the encoders' files, which are large. Sums depend on the
-    `threads` of a CPU, and on the number of `ranks` that share the layers of T5.
+    threads of a CPU, and on the number of `ranks` that share the layers of T5.
     """
     hardware, settings = plan.hardware, plan.settings
     on_cpu = hardware.device.type == "cpu"
@@ -181,15 +181,11 @@ def name_in_cache(plan: Plan, text: str, *, threads: int, ranks: int = 1) -> str
         "lengths": [settings.text.t5_max_length, settings.text.clip_max_length],
         "dtype": hardware.dtype_name,
         "device": [hardware.device_name, kernels],
-        "threads": threads if on_cpu else None,
+        "threads": torch.get_num_threads() if on_cpu else None,
         "ranks": 1 if plan.offload.stream_text else ranks,
         "versions": {**versions(), "transformers": importlib.metadata.version("transformers")},
     }
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _cache_key(plan: Plan, text: str, models: LoadedModels) -> str:
-    return name_in_cache(plan, text, threads=torch.get_num_threads(), ranks=models.ranks.count)
 
 
 def _cached_embeds(plan: Plan, models: LoadedModels, reporter: Reporter) -> Mapping[str, TextEmbeds]:
@@ -199,7 +195,7 @@ def _cached_embeds(plan: Plan, models: LoadedModels, reporter: Reporter) -> Mapp
     device, found = plan.hardware.device, dict[str, TextEmbeds]()
     if models.ranks.is_main:
         for text in _texts_of(plan.settings):
-            embeds = models.prompts.read(_cache_key(plan, text, models), reporter)
+            embeds = models.prompts.read(name_in_cache(plan, text, ranks=models.ranks.count), reporter)
             if embeds is not None:
                 found[text] = embeds.to(device)
     cached = models.ranks.same([*found])

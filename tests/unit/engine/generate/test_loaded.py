@@ -154,21 +154,20 @@ class TestOutOfMemory:
         lend(models, plan, record, "decode")
         return attempts, retried(denoise, plan, "denoise", models, record)[1]
 
-    def test_the_others_go_first(self, plan, record, reporter):
-        models = LoadedModels(stay=True)
-        attempts, last = self.run(models, models.planned(plan), record, failures=1)
-        assert attempts == [{TEXT_ENCODERS, AUTOENCODER}, set()]
-        assert last.offload == plan.offload
-        assert reporter.warnings == ["out of memory; retrying with one model loaded at a time"]
-        # They would be in the way again.
-        assert models.planned(plan) is plan
-
-    def test_then_the_offload_is_stronger(self, plan, record, reporter):
-        models = LoadedModels(stay=True)
-        attempts, last = self.run(models, models.planned(plan), record, failures=2)
-        assert attempts == [{TEXT_ENCODERS, AUTOENCODER}, set(), set()]
-        assert last.offload == plan.with_stronger_offload("denoise").offload
-        assert len(reporter.warnings) == 2
+    def test_the_others_go_first_and_then_the_offload_is_stronger(self, plan, record, reporter):
+        for failures, attempts in (
+            (1, [{TEXT_ENCODERS, AUTOENCODER}, set()]),
+            (2, [{TEXT_ENCODERS, AUTOENCODER}, set(), set()]),
+        ):
+            models = LoadedModels(stay=True)
+            found, last = self.run(models, models.planned(plan), record, failures=failures)
+            assert found == [{TEXT_ENCODERS, AUTOENCODER}, *[set()] * failures]
+            stronger = plan if failures == 1 else plan.with_stronger_offload("denoise")
+            assert last.offload == stronger.offload
+            # They would be in the way again.
+            assert models.planned(plan) is plan
+        assert reporter.warnings[0] == "out of memory; retrying with one model loaded at a time"
+        assert len(reporter.warnings) == 3
 
     def test_that_does_not_end_is_an_error(self, plan, record):
         models = LoadedModels(stay=True)
