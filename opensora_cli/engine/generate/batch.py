@@ -187,7 +187,7 @@ def generate_rows(
     with LoadedModels(stay=True) as models:
         if context is None:
             own = _OwnRows(request, rows, models, reporter)
-            first = own.first_settings()
+            first = own.first_settings
             if first is not None and first.parallel.world_size > 1:
                 require_devices(first)
                 start_ranks(first, "generate", rank_arguments, gives_settings=False)
@@ -198,9 +198,9 @@ def generate_rows(
             own.raise_common_error()
         else:
             own_rows = shard.part(context.rank, context.world_size).rows(rows)
-            own = _OwnRows(request_of_rank(request, context), own_rows, models, reporter)
             with joined_for_rows(context) as group:
-                first = own.first_settings()
+                own = _OwnRows(request_of_rank(request, context), own_rows, models, reporter)
+                first = own.first_settings
                 own.device = None if first is None else device_for_rows(first, context)
                 part = own.make(watched(own.shown))
                 beat("rows")  # The other ranks may take long.
@@ -241,26 +241,24 @@ class _OwnRows:
     """Rows of this process, with models that stay loaded."""
 
     def __init__(self, request: GenerateRequest, rows: Sequence[Row], models: LoadedModels, reporter: Reporter) -> None:
-        self._request, self._rows, self._models = request, rows, models
+        self._count, self._models = len(rows), models
         self._reporter, self.shown = reporter, RowReporter(reporter)
         self.device: str | None = None
         """Device of this rank; None for the device of the settings."""
+        self._valid: list[tuple[Row, GenerateSettings]] = []
         self._outputs: dict[int, tuple[Path, ...]] = {}
         self._errors: list[tuple[Row, OsoraError]] = []
         self._made = 0
+        for row in rows:
+            with self._failing(row):
+                self._valid.append((row, row_settings(row, request, self.shown)))
+        for line in failed_lines(self._failed()) if self._valid else ():
+            reporter.warn(f"{line}; the others are made")
 
+    @property
     def first_settings(self) -> GenerateSettings | None:
-        """Return the settings of the first valid row, with a warning for each wrong row; None if all are wrong."""
-        first, wrong = None, list[FailedRow]()
-        for row in self._rows:
-            try:
-                settings = row_settings(row, self._request, SilentReporter())
-                first = first or settings
-            except OsoraError as error:
-                wrong.append(failed_row(row, error))
-        for line in failed_lines(wrong) if first is not None else ():
-            self._reporter.warn(f"{line}; the others are made")
-        return first
+        """Settings of the first valid row; None if all are wrong."""
+        return self._valid[0][1] if self._valid else None
 
     def raise_common_error(self) -> None:
         """Raise the error that all rows share: an error of the request."""
@@ -270,25 +268,26 @@ class _OwnRows:
     def make(self, reporter: Reporter) -> _Part:
         """Make the rows that are not finished; `reporter` is that of each row."""
         in_use: list[tuple[Row, GenerateSettings]] = []
-        with self._reporter.stage("rows", total=len(self._rows), unit="rows") as progress:
+        with self._reporter.stage("rows", total=self._count, unit="rows") as progress:
+            progress.advance(len(self._errors))
             try:
-                for start in range(0, len(self._rows), _ROWS_AHEAD):
-                    rows = self._rows[start : start + _ROWS_AHEAD]
-                    encoded = [each for row in rows if (each := self._encode_row(row, reporter, progress)) is not None]
-                    in_use += [each for each in encoded if not self._make_row(*each, reporter, progress)]
+                for start in range(0, len(self._valid), _ROWS_AHEAD):
+                    rows = self._valid[start : start + _ROWS_AHEAD]
+                    left = [each for row in rows if (each := self._encode_row(*row, reporter, progress)) is not None]
+                    in_use += [each for each in left if not self._make_row(*each, reporter, progress)]
                 while in_use := [each for each in in_use if not self._make_row(*each, reporter, progress)]:
                     beat("rows")
                     time.sleep(_LOOK_S)
             except KeyboardInterrupt as interrupt:
-                finished = f"{len(self._outputs)} of {len(self._rows)} rows are finished: the same command continues"
+                finished = f"{len(self._outputs)} of {self._count} rows are finished: the same command continues"
                 raise KeyboardInterrupt(finished) from interrupt
-        failed = tuple(failed_row(row, error) for row, error in self._errors)
-        return _Part(made=self._made, outputs=self._outputs, failed=failed)
+        return _Part(made=self._made, outputs=self._outputs, failed=tuple(self._failed()))
 
-    def _encode_row(self, row: Row, reporter: Reporter, progress: StageProgress) -> tuple[Row, GenerateSettings] | None:
+    def _encode_row(
+        self, row: Row, settings: GenerateSettings, reporter: Reporter, progress: StageProgress
+    ) -> tuple[Row, GenerateSettings] | None:
         """Encode the prompts of a row into the prompt cache; return its settings, None if it is finished or failed."""
         with self._failing(row, progress):
-            settings = row_settings(row, self._request, self.shown)
             chain = plan_here(settings, self._models, reporter=self.shown, device=self.device).with_threads()
             plan, files = chain.video, choose_outputs(chain)
             if all(sample.made_before for sample in files):
@@ -322,15 +321,20 @@ class _OwnRows:
         self._outputs[row.number] = tuple(paths)
         progress.advance()
 
+    def _failed(self) -> list[FailedRow]:
+        """Return the documents of the rows that failed."""
+        return [failed_row(row, error) for row, error in self._errors]
+
     @contextmanager
-    def _failing(self, row: Row, progress: StageProgress) -> Iterator[None]:
+    def _failing(self, row: Row, progress: StageProgress | None = None) -> Iterator[None]:
         """Record an error of the block as the failure of a row."""
         self.shown.row = row.number
         try:
             yield
         except OsoraError as error:
             self._errors.append((row, error))
-            progress.advance()
+            if progress is not None:
+                progress.advance()
 
 
 def row_settings(row: Row, request: GenerateRequest, reporter: Reporter) -> GenerateSettings:

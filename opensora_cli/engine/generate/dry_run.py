@@ -35,7 +35,7 @@ from opensora_cli.engine.generate.references import references_of, with_mode
 from opensora_cli.engine.generate.refinement import note_plan
 from opensora_cli.engine.generate.request import picture_settings
 from opensora_cli.engine.generate.sidecar import choose_outputs, picture_files
-from opensora_cli.engine.generate.text import warn_about_planned_prompts
+from opensora_cli.engine.generate.text import warn_about_prompts
 from opensora_cli.parallel.shares import MeshShape
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import PlannedMachine
@@ -242,7 +242,7 @@ def plan_generation(
             reporter.note(f"another request has the name {taken}: the result would be {sample.media.name}")
     note_earlier_work(files, reporter)
     references_of(plan, reporter)
-    warn_about_planned_prompts(plan, reporter)
+    warn_about_prompts(plan, reporter)
     note_exceptions(plan, reporter)
     if settings.output.makes_previews and plan.weights.complete:
         known_map(plan, reporter)

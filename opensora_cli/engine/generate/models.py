@@ -28,11 +28,11 @@ from opensora_cli.engine.estimate.offload import (
     keep_models,
 )
 from opensora_cli.engine.generate.events import Events
-from opensora_cli.engine.generate.loading import load_t5, load_transformer, prepare, prompt_readers, streamed_blocks
+from opensora_cli.engine.generate.loading import load_t5, load_transformer, prepare, streamed_blocks
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.process import ALONE, OneProcess
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
+from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 
@@ -83,7 +83,6 @@ class LoadedModels:
         self._held: dict[str, _Held] = {}
         self._products: LinearProductsReport | None = None
         """Errors of 8-bit products in the transformer that was loaded last."""
-        self._readers: tuple[object, tuple[PromptReader, PromptReader]] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -139,15 +138,6 @@ class LoadedModels:
         self._stay = self._stay and not for_good
         self._release(others)
         return bool(others)
-
-    def prompt_readers(self, plan: Plan) -> tuple[PromptReader, PromptReader]:
-        """Return the tokenizers of T5 and CLIP, without loading weights."""
-        if TEXT_ENCODERS in self._held:
-            return cast(TextEncoders, self._held[TEXT_ENCODERS].model)
-        key = _model_key(plan, TEXT_ENCODERS)
-        if self._readers is None or self._readers[0] != key:
-            self._readers = key, prompt_readers(plan)
-        return self._readers[1]
 
     def text_encoders(self, plan: Plan, events: Events) -> AbstractContextManager[TextEncoders]:
         """Provide T5 and CLIP, with T5's layers streamed if the plan says so."""

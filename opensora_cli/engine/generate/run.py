@@ -46,6 +46,7 @@ from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.sample import Sample, read_saved, unfinished
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.generate.sidecar import choose_outputs, refuse_pictures, request_hashes
+from opensora_cli.engine.generate.text import warn_about_prompts
 from opensora_cli.settings.applies import used_settings
 from opensora_cli.settings.enums import AttentionChoice
 from opensora_cli.settings.generate import GenerateSettings
@@ -189,6 +190,7 @@ def generate(
         require_room(chain, reporter)
         references = references_of(chain.video, reporter) if is_main else []
         if is_main:
+            warn_about_prompts(chain.video, reporter)
             check_outputs(chain, create=True)
         chosen = choose_outputs(chain, claims=claims, ranks=ranks)
         files = [sample for sample in chosen if not sample.made_before]
@@ -343,6 +345,7 @@ def hold_from_request(
     require_weights(chain, reporter)
     require_room(chain, reporter)
     references = references_of(chain.video, reporter)
+    warn_about_prompts(chain.video, reporter)
     hashes = request_hashes(chain)
     files = replace(sample_files(chain.settings, 0), latents=None)
     saved = read_saved(chain, files, models.ranks)

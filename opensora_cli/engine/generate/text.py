@@ -7,6 +7,7 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -20,7 +21,6 @@ from opensora_cli.engine.components.weights import Component, stamp_of
 from opensora_cli.engine.encode.prompt_cache import TextEmbeds
 from opensora_cli.engine.estimate.offload import TEXT
 from opensora_cli.engine.generate.events import Events
-from opensora_cli.engine.generate.loading import prompt_readers
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
@@ -56,7 +56,6 @@ def text_embeds(plan: Plan, models: LoadedModels, events: Events) -> tuple[Promp
     known = _cached_embeds(plan, models, events.reporter)
     if known.keys() >= {*_texts_of(plan.settings)}:
         with events.stage(TEXT):
-            warn_about_prompts(plan, models.prompt_readers(plan), events.reporter)
             events.reporter.note("prompts: read from the cache (--no-cache encodes them again)")
             return _of_segments(plan, known)
     return retried(lambda plan: encode_prompts(plan, models, events, known), plan, TEXT, models, events)[0]
@@ -69,7 +68,6 @@ def encode_prompts(
     runtime, found = plan.settings.runtime, dict(known or {})
     missing = [text for text in _texts_of(plan.settings) if text not in found]
     with models.text_encoders(plan, events) as (t5, clip), events.stage(TEXT):
-        warn_about_prompts(plan, (t5, clip), events.reporter)
         for text, embeds in encode_texts(missing, t5, clip):
             found[text] = embeds
             if runtime.prompt_cache and models.ranks.is_main:
@@ -110,15 +108,24 @@ def _of_segments(plan: Plan, known: Mapping[str, TextEmbeds]) -> tuple[PromptEmb
     )
 
 
-def warn_about_planned_prompts(plan: Plan, reporter: Reporter) -> None:
-    """Warn about prompts without the weights of the encoders; do nothing if encoders are missing or not needed."""
-    if not plan.decodes_only and {Component.T5, Component.CLIP} <= plan.weights.paths.keys():
-        warn_about_prompts(plan, prompt_readers(plan), reporter)
+@lru_cache(maxsize=2)
+def _prompt_readers(
+    paths: tuple[Path, Path], stamps: object, t5_length: int, clip_length: int
+) -> tuple[PromptReader, PromptReader]:
+    """Return the tokenizers of T5 and CLIP, without weights; `stamps` are those of the files."""
+    return T5Encoder.reader(paths[0], max_length=t5_length), ClipEncoder.reader(paths[1], max_length=clip_length)
 
 
-def warn_about_prompts(plan: Plan, readers: tuple[PromptReader, PromptReader], reporter: Reporter) -> None:
-    """Warn about text that T5 or CLIP truncates, and about words that a small model does not know."""
-    settings, (t5, clip) = plan.settings, readers
+def warn_about_prompts(plan: Plan, reporter: Reporter) -> None:
+    """Warn about text that T5 or CLIP truncates, and about words that a small model does not know.
+
+    Needs no weights. Does nothing if files of the encoders are missing, or nothing is encoded.
+    """
+    if plan.decodes_only or not {Component.T5, Component.CLIP} <= plan.weights.paths.keys():
+        return
+    settings, paths = plan.settings, (plan.weights.path(Component.T5), plan.weights.path(Component.CLIP))
+    lengths = settings.text.t5_max_length, settings.text.clip_max_length
+    t5, clip = _prompt_readers(paths, tuple(map(stamp_of, paths)), *lengths)
     truncating = [
         f"{name} after {reader.max_length} tokens"
         for name, reader in (("T5", t5), ("CLIP", clip))
@@ -126,7 +133,7 @@ def warn_about_prompts(plan: Plan, readers: tuple[PromptReader, PromptReader], r
     ]
     if truncating:
         reporter.warn(f"the prompt is too long and is cut: {', '.join(truncating)}")
-    vocabulary = read_vocabulary(plan.weights.path(Component.T5).parent)
+    vocabulary = read_vocabulary(paths[0].parent)
     if not settings.text.known_words_warning:
         return
     # Without the suffixes, which the user did not type.

@@ -29,7 +29,7 @@ from opensora_cli.engine.generate.references import references_of, with_mode
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.run import generate, hold_from_request
 from opensora_cli.engine.generate.sample import read_saved
-from opensora_cli.engine.generate.saved_latents import open_latents, save_latents, segment_path
+from opensora_cli.engine.generate.saved_latents import save_latents
 from opensora_cli.media.read import probe, read_video
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import write_media
@@ -168,19 +168,12 @@ def test_latents_of_another_number_of_segments_are_refused(world, tmp_path):
     chain = make_chain(with_mode(demo_settings(world, tmp_path, **EXTENDED), RecordingReporter()))
     plan, path = chain.video, tmp_path / STATE
     sample = replace(sample_files(plan.settings, 0), saved=path, saved_steps=3)
-    latents, of_request = torch.zeros(plan.latent_shape), {"request_sha256": "0"}
-    save_latents(path, latents, plan.settings, steps=3, **of_request)
-    with pytest.raises(CheckpointError, match=r"segment1\.latents\.safetensors does not exist"):
+    latents = torch.zeros(plan.latent_shape)
+    save_latents(path, latents, plan.settings, steps=3)
+    with pytest.raises(CheckpointError, match=r"was saved after step 3 of 6"):
         read_saved(chain, sample, ALONE)
-    first = segment_path(path, 0)
-    save_latents(first, latents, plan.settings, segment=0, request_sha256="1")
-    with pytest.raises(CheckpointError, match="is of another request than"):
-        read_saved(chain, sample, ALONE)
-    save_latents(first, latents, plan.settings, segment=0, **of_request)
+    save_latents(path, latents, plan.settings, steps=3, finished=[latents])
     assert [each.steps for each in read_saved(chain, sample, ALONE)] == [None, 1]
-    with pytest.raises(CheckpointError, match="holds a finished segment alone") as caught:
-        open_latents(first)
-    assert caught.value.hint == "continue from the file without .segment in its name"
 
 
 def test_a_result_elsewhere_finds_its_finished_segments(world, tmp_path, whole):

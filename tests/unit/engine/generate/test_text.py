@@ -127,33 +127,16 @@ def test_names_tell_apart_what_has_other_bits(plan, world, tmp_path, monkeypatch
     assert name(streamed, ranks=2) == name(streamed) == name()
 
 
-def test_prompts_are_warned_of_whether_or_not_they_are_read(world, tmp_path, reporter, loads):
-    long = " ".join(["dragon"] * 40)
-    plan = make_plan(demo_settings(world, tmp_path, prompt=long, text__known_words_warning=True))
-    encoded(plan, reporter)
-    warnings = [*reporter.warnings]
-    assert [warning.partition(":")[0].partition(" does")[0] for warning in warnings] == [
-        "the prompt is too long and is cut",
-        "the demo model",
-    ]
-    reporter.warnings.clear()
-    encoded(plan, reporter)
-    assert len(loads) == 1
-    assert reporter.warnings == warnings
-
-
-def test_models_that_stay_read_the_cache_too(plan, reporter, loads, monkeypatch):
-    readers, count = [], generate_models.prompt_readers
-    monkeypatch.setattr(generate_models, "prompt_readers", lambda plan: readers.append(plan) or count(plan))
+def test_models_that_stay_read_the_cache_too(plan, reporter, loads):
     encoded(plan, reporter)
     models, record = LoadedModels(stay=True), Events(reporter)
     for _ in range(3):
         text_embeds(plan, models, record)
-    assert (len(loads), len(readers)) == (1, 1)
+    assert len(loads) == 1
     rain = replace(plan, settings=plan.settings.replace({"prompt": "rain"}))
     text_embeds(rain, models, record)
     text_embeds(rain, models, record)
-    assert (len(loads), len(readers)) == (2, 1)
+    assert len(loads) == 2
 
 
 def test_an_encoder_of_another_width_is_refused(plan, reporter):
