@@ -67,21 +67,6 @@ def test_what_does_not_fit_there_ends_with_4(capsys: pytest.CaptureFixture[str])
     assert "cuda (NVIDIA H100 80GB HBM3) memory.limit allows" in err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_who_asks_for_gpus_that_are_not_here_is_led_to_the_dry_run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["generate", "raining, sea", "--res", "768px", "--gpus", "8"]) == 2
-    err = capsys.readouterr().err
-    assert "video.resolution=768px is not a size of the demo model" in err
-    assert "--dry-run --on 8xH100" in err.rstrip().splitlines()[-1]
-    assert main(["generate", "raining, sea", "--gpus", "12"]) == 4
-    assert "--dry-run --on 16xH100" in capsys.readouterr().err.rstrip().splitlines()[-1]
-    assert main(["generate", "raining, sea", "--res", "768px", "--gpus", "8", "--device", "cpu"]) == 2
-    assert "--on" not in capsys.readouterr().err
-
-
 def test_a_training_is_planned_for_what_is_named(
     recipe: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
