@@ -1,9 +1,9 @@
 """Generate videos in a Python program, with a model that stays loaded."""
 
+import hashlib
 import logging
 import math
 import os
-import re
 import shutil
 import tempfile
 import threading
@@ -14,9 +14,11 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Literal, NamedTuple, Unpack
 
+import av
+import numpy as np
+from PIL import Image
 from rich.console import Console
 
-from opensora_cli.api.references import reference_files
 from opensora_cli.api.video import Video
 from opensora_cli.core.console import ConsoleReporter
 from opensora_cli.core.exceptions import OsoraError, RequestError
@@ -25,12 +27,14 @@ from opensora_cli.engine.generate import run as engine
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.show import continued
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.flags import FLAGS, Flags, given_flags
+from opensora_cli.settings.flags import Flags, given_flags
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer, collect_overrides
 from opensora_cli.settings.load import generate_request
 
 _File = str | os.PathLike[str]
+_ARRAY_FPS = 24
+"""Frame rate of an array that is a reference."""
 _log = logging.getLogger("opensora_cli")
 
 _NOT_IN_A_CALL = (
@@ -148,7 +152,7 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             if self._references is None:
                 self._references = Path(tempfile.mkdtemp(prefix="osora-references-"))
                 weakref.finalize(self, shutil.rmtree, self._references, ignore_errors=True)
-            flags = {**flags, "ref": reference_files(references, self._references)}
+            flags = {**flags, "ref": _reference_files(references, self._references)}
         return collect_overrides(GenerateSettings, given_flags(flags), assignments or {})
 
     def close(self) -> None:
@@ -175,39 +179,69 @@ def generate(
         return pipe(prompt, from_=from_, set=set, **flags)
 
 
+def _reference_files(given: object, folder: Path) -> list[str]:
+    """Return the files of references; those in memory are written to `folder` without loss.
+
+    A reference is a path, a picture of PIL, a `Video` or an array; several are a list or tuple. Arrays are RGB of
+    uint8, (H, W, 3) for a picture and (T, H, W, 3) for a video. Equal references have equal files. Raises RequestError
+    for other arrays and objects.
+    """
+    references = given if isinstance(given, list | tuple) else [given]
+    return [_reference_file(reference, folder) for reference in references]
+
+
+def _reference_file(reference: object, folder: Path) -> str:
+    if isinstance(reference, str | os.PathLike):
+        return os.fspath(reference)
+    if isinstance(reference, Image.Image):
+        # Transparency and color profile are handled as in a file.
+        path = folder / "picture.png"
+        reference.save(path, icc_profile=reference.info.get("icc_profile"))
+        return str(path.rename(_named(folder, path.read_bytes(), ".png")))
+    fps = reference.fps if isinstance(reference, Video) else _ARRAY_FPS
+    frames = np.ascontiguousarray(reference.frames if isinstance(reference, Video) else np.asarray(reference))
+    if frames.dtype != np.uint8 or frames.ndim not in (3, 4) or frames.shape[-1] != 3 or not frames.size:
+        described = f"{frames.dtype} {frames.shape}" if frames.ndim else type(reference).__name__
+        raise RequestError(
+            f"ref={described} is not a reference",
+            hint="give a path, a PIL picture, a Video, or an array of uint8 (H, W, 3) or (T, H, W, 3)",
+        )
+    if frames.ndim == 3:
+        return _reference_file(Image.fromarray(frames), folder)
+    path = _named(folder, frames.tobytes() + str((fps, frames.shape)).encode(), ".mkv")
+    with av.open(str(path), "w") as container:
+        track = container.add_stream("ffv1", rate=fps)
+        track.height, track.width = frames.shape[1:3]
+        track.pix_fmt = "bgr0"
+        for frame in frames:
+            container.mux(track.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        container.mux(track.encode(None))
+    return str(path)
+
+
+def _named(folder: Path, content: bytes, ending: str) -> Path:
+    return folder / f"{hashlib.sha256(content).hexdigest()[:16]}{ending}"
+
+
 def _reporter(progress: OnProgress | Literal["bar"] | None) -> Reporter:
     if progress != "bar":
-        return _LoggingReporter(progress)
+        return _ProgressReporter(progress)
     console = Console(stderr=True, highlight=False)
-    return _BarReporter(console, has_bars=True) if console.is_interactive else _LoggingReporter(None)
+    return _BarReporter(console, has_bars=True) if console.is_interactive else _ProgressReporter(None)
 
 
 @contextmanager
 def _python_errors() -> Iterator[None]:
-    """Put the hint into the text of an error, and name options as keywords."""
+    """Put the hint into the text of an error."""
     try:
         yield
     except OsoraError as error:
-        error.message = _with_keywords(error.message)
-        error.hint = None if error.hint is None else _with_keywords(error.hint)
         error.args = (f"{error.message}: {error.hint}" if error.hint else error.message,)
         raise
 
 
-def _with_keywords(text: str) -> str:
-    """Return a text with `num_frames=9` for `--num-frames 9`. Commands, from their `osora` on, are not changed."""
-    text, command, rest = text.partition("osora ")
-
-    def keyword(option: re.Match[str]) -> str:
-        name = option[1].replace("-", "_")
-        return f"{name}={option[2] or '...'}" if name in FLAGS else option[0]
-
-    text = re.sub(r"--set ([\w.]+)=([\w.:]+)", r'set={"\1": "\2"}', text)
-    return re.sub(r"--([a-z][a-z0-9-]*)(?:[ =]([0-9][\w.:]*))?", keyword, text) + command + rest
-
-
-class _BarReporter(ConsoleReporter):
-    """Reporter that shows bars, and logs warnings, and notes at the level INFO."""
+class _LogsMessages:
+    """Reporter that logs warnings, and notes at the level INFO."""
 
     def note(self, text: str) -> None:
         _log.info("%s", text)
@@ -216,17 +250,15 @@ class _BarReporter(ConsoleReporter):
         _log.warning("%s", text)
 
 
-class _LoggingReporter(SilentReporter):
-    """Reporter that logs warnings, and notes at the level INFO, and calls a function with the progress."""
+class _BarReporter(_LogsMessages, ConsoleReporter):
+    """Reporter that shows bars."""
+
+
+class _ProgressReporter(_LogsMessages, SilentReporter):
+    """Reporter that calls a function with the progress."""
 
     def __init__(self, on_progress: OnProgress | None) -> None:
         self._on_progress = on_progress
-
-    def note(self, text: str) -> None:
-        _log.info("%s", text)
-
-    def warn(self, text: str) -> None:
-        _log.warning("%s", text)
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:

@@ -20,7 +20,7 @@ from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.engine.generate.chain import VIDEO
 from opensora_cli.engine.generate.decode import Figures, HeldVideo, write_video
-from opensora_cli.engine.generate.outputs import Claims, check_outputs, find_target, sample_files
+from opensora_cli.engine.generate.outputs import Claims, check_outputs, find_target
 from opensora_cli.engine.generate.saved_latents import remove_latents
 from opensora_cli.engine.generate.sidecar import sample_settings
 from opensora_cli.media.write import write_media
@@ -79,7 +79,7 @@ class Video:
             return replace(held.figures, timings_s={**held.figures.timings_s, "save": time.perf_counter() - start})
 
         with Claims() as claims:
-            check_outputs([sample_files(settings, 0)], chain, create=True)
+            check_outputs(chain, create=True)
             request = self._request_sha256(settings.sampling.seed, settings.output_format)
             sample = find_target(settings, 0, request, claims=claims)
             if not sample.made_before:

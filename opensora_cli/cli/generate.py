@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -70,23 +69,22 @@ def generate(given: dict[str, Given], call: Call) -> None:
     if (table := call.value("--prompts", Path)) is not None:
         call.show(_make_rows(request, call, table, context=context, dry_run=dry_run), context=context)
         return
-    from opensora_cli.engine.generate.request import dry_run_named, refuse_early, resolve
+    from opensora_cli.engine.generate.request import refuse_early, resolve
 
-    with nullcontext() if dry_run else dry_run_named(request):
-        settings = resolve(request, reporter=call.reporter, context=context, loading=call.loading)
-        if context is None:
-            refuse_early(settings, dry_run=dry_run)
-        if dry_run:
-            with call.loading():
-                from opensora_cli.engine.generate import dry_run as planning
+    settings = resolve(request, reporter=call.reporter, context=context, loading=call.loading)
+    if context is None:
+        refuse_early(settings, dry_run=dry_run)
+    if dry_run:
+        with call.loading():
+            from opensora_cli.engine.generate import dry_run as planning
 
-            result = planning.plan_generation(settings, reporter=call.reporter, on=request.on, context=context)
-        else:
-            with call.loading():
-                from opensora_cli.engine.generate import run
+        result = planning.plan_generation(settings, reporter=call.reporter, on=request.on, context=context)
+    else:
+        with call.loading():
+            from opensora_cli.engine.generate import run
 
-            result = run.generate(settings, reporter=call.reporter, context=context, rank_flags=call.again())
-        call.show(result, context=context)
+        result = run.generate(settings, reporter=call.reporter, context=context, rank_flags=call.again())
+    call.show(result, context=context)
 
 
 def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:
@@ -114,8 +112,7 @@ def _make_rows(
     shard = Shard() if part is None else Shard.of(part)
     rows = read_prompts(table)
     with call.loading():
-        from opensora_cli.engine.generate.batch import generate_rows
-        from opensora_cli.engine.generate.dry_run import plan_rows
+        from opensora_cli.engine.generate.batch import generate_rows, plan_rows
 
     if dry_run:
         return plan_rows(request, rows, shard=shard, reporter=call.reporter)

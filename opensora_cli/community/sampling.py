@@ -1,6 +1,5 @@
 """Functions for sampling: conditions, sizes, prompts and their refinement, result files."""
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +11,8 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.files import write_bytes_atomic
 from opensora_cli.core.media_choices import Fit
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.generate.chat import ChatServer
 from opensora_cli.engine.generate.references import encode_references, read_references
-from opensora_cli.engine.generate.refinement import refine
+from opensora_cli.engine.generate.refinement import ChatServer, refine
 from opensora_cli.media.names import prompt_part
 from opensora_cli.media.read import is_picture, read_picture, read_video
 from opensora_cli.media.resize import fit_frames, to_uint8
@@ -185,5 +183,5 @@ def refine_prompts(
 def refine_prompt(prompt: str, retry_times: int = 3, type: str = "t2v", image_path: str | Path | None = None) -> str:
     """Return a prompt rewritten by a language model, or a motion score; see `refinement.refine`."""
     timeout_s, reporter = RefineSettings().timeout_s, SilentReporter()
-    server = ChatServer(os.environ, timeout_s=timeout_s, tries=retry_times, reporter=reporter)
+    server = ChatServer(timeout_s=timeout_s, tries=retry_times, reporter=reporter)
     return refine(prompt, type, server=server, references=() if image_path is None else [image_path])

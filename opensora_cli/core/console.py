@@ -22,7 +22,7 @@ from opensora_cli.core.progress import BYTES, StageProgress
 
 NO_TIME = duration(0)
 """Duration of stages that leave no line."""
-_DETAILS = ("attention", "devices", "exchange", "memory", "picture", "prompts", "threads", "weights")
+_DETAILS = ("attention", "devices", "exchange", "first", "memory", "offload", "prompts", "threads", "weights")
 """First words of notes about how a request is made on this machine."""
 _WHOLE_STAGE = float("inf")
 """Seconds over which rich measures the speed: a step may take longer than its default of 30."""

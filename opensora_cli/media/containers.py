@@ -16,18 +16,26 @@ from av.filter import Graph
 from av.sidedata.sidedata import SideDataContainer
 from av.sidedata.sidedata import Type as SideDataType
 from av.stream import Disposition
-from av.video.reformatter import Colorspace
+from av.video.reformatter import Colorspace, Interpolation
 
 from opensora_cli.core.exceptions import MediaError
 from opensora_cli.core.reading import lack_of_machine
 from opensora_cli.media import hdr
-from opensora_cli.media.clean_aperture import read_clean_aperture
-from opensora_cli.media.conventions import EXACT_COLORS
 
 ONLY_VIDEOS = {
     "format_whitelist": "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,ogg,asf,ivf,mxf,h264,hevc,m4v,obu,av1"
 }
 """Options for opening a file. FFmpeg would also open playlists, which name other files, and render plain text."""
+
+EXACT_COLORS = (
+    Interpolation.AREA
+    | Interpolation.FULL_CHR_H_INT
+    | Interpolation.FULL_CHR_H_INP
+    | Interpolation.ACCURATE_RND
+    | Interpolation.BITEXACT
+)
+"""Flags of color conversions, in reading and writing. Without them, each round trip darkens a picture by one level, and
+the result depends on the processor."""
 
 # Pictures of phones look like MP4, and FFmpeg would return one of their tiles.
 _PICTURE_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1", b"avif"}
@@ -93,7 +101,7 @@ def open_video(path: Path, *, start: int = 0, threads: int | None = None) -> Ite
                 return
     # Opened a second time: some files can be read only once.
     with _opened(path, threads=threads) as (container, track):
-        frames = _numbered(_whole_tracks(container.decode(track), path), track, path, threads=threads)
+        frames = _numbered(_whole_tracks(container.decode(track), path), track, threads=threads)
         yield VideoSource(frames=islice(frames, start, None), fps=_mean_rate(track))
 
 
@@ -130,7 +138,7 @@ def probe_video(path: Path) -> MediaFacts:
             raise MediaError(f"{path} holds no video frame that can be read")
         if stored < track.frames:
             raise MediaError(f"{path} is cut off: it has {stored} of {track.frames} frames")
-        shown = next(_numbered([first], track, path, threads=1))
+        shown = next(_numbered([first], track, threads=1))
         height, width, _ = shown.to_rgb().shape
         return MediaFacts(
             num_frames=len(times), height=height, width=width, fps=_mean_rate(track), is_uneven=_is_uneven(times)
@@ -242,22 +250,13 @@ def _mean_rate(track: av.VideoStream) -> float:
 
 
 def _numbered(
-    decoded: Iterable[av.VideoFrame], track: av.VideoStream, path: Path, *, threads: int | None
+    decoded: Iterable[av.VideoFrame], track: av.VideoStream, *, threads: int | None
 ) -> "Iterator[_ContainerFrame]":
     """Yield decoded frames without interlacing, with the time that they have if the file names none."""
     rate = _mean_rate(track)
     pixel_aspect = track.sample_aspect_ratio or Fraction(1)
-    stored = track.codec_context
-    shown = read_clean_aperture(path, track_id=track.id, width=stored.width, height=stored.height)
     for index, frame in enumerate(_deinterlaced(decoded)):
-        yield _ContainerFrame(
-            frame,
-            usual_time=index / rate,
-            usual_duration=1 / rate,
-            shown=shown if (frame.width, frame.height) == (stored.width, stored.height) else None,
-            pixel_aspect=pixel_aspect,
-            threads=threads,
-        )
+        yield _ContainerFrame(frame, index / rate, 1 / rate, pixel_aspect, threads)
 
 
 def _deinterlaced(decoded: Iterable[av.VideoFrame]) -> Iterator[av.VideoFrame]:
@@ -314,7 +313,7 @@ def _frames_after_seeking(
     if first is None or first.pts is None or first.pts > wanted:
         return None
     later = dropwhile(lambda frame: frame.pts is not None and frame.pts < wanted, decoded)
-    return _numbered(later, track, path, threads=threads)
+    return _numbered(later, track, threads=threads)
 
 
 def _place_before(container: InputContainer, track: av.VideoStream, path: Path, *, frame: int) -> float | None:
@@ -339,8 +338,6 @@ class _ContainerFrame:
     decoded: av.VideoFrame
     usual_time: float
     usual_duration: float
-    shown: tuple[slice, slice] | None
-    """Rows and columns that players show; None for all."""
     pixel_aspect: Fraction
     """Width of a pixel divided by its height."""
     threads: int | None
@@ -369,12 +366,6 @@ class _ContainerFrame:
             interpolation=EXACT_COLORS,
             threads=self.threads,
         ).to_ndarray()
-        if self.shown is not None:
-            rows, columns = self.shown
-            rgb = rgb[
-                round(rows.start * higher) : round(rows.stop * higher),
-                round(columns.start * wider) : round(columns.stop * wider),
-            ]
         if is_hdr:
             rgb = hdr.to_sdr(rgb.astype(np.uint16, copy=False), transfer=frame.color_trc)
         return torch.from_numpy(np.ascontiguousarray(_upright(rgb, frame)))

@@ -5,7 +5,6 @@ import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import count, pairwise
-from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
@@ -13,18 +12,13 @@ import torch
 from PIL import ExifTags, GifImagePlugin, Image
 from PIL.PngImagePlugin import PngInfo
 
-from opensora_cli.media.conventions import SHORTEST_MS
+from opensora_cli.media.pictures import SHORTEST_MS
 
 _GIF_COLORS = 256
 _GIF_PALETTE_PIXELS = 1 << 14
 _GIF_STEP_MS = 10
 _JPEG_QUALITY = 90
 _WEBP_QUALITY = 90
-
-
-def save_png(frame_HWC: torch.Tensor, path: Path, metadata: Mapping[str, str]) -> None:
-    """Write the file of `png_bytes`."""
-    path.write_bytes(png_bytes(frame_HWC, metadata))
 
 
 def png_bytes(frame_HWC: torch.Tensor, metadata: Mapping[str, str] = MappingProxyType({})) -> bytes:

@@ -17,7 +17,6 @@ from opensora_cli.core.exceptions import MediaError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.reading import lack_of_machine
 from opensora_cli.media.containers import VideoSource
-from opensora_cli.media.conventions import SHORTEST_MS
 
 _BROKEN = (
     *(OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError),
@@ -30,6 +29,9 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF", "BMP", "TIFF", "JPEG2000", "PP
 
 _ANIMATED_FORMATS = {"GIF", "WEBP", "PNG", "AVIF"}
 """Other formats (MPO of some phones, TIFF) hold several pictures that are not a video."""
+
+SHORTEST_MS = 11
+"""Shortest duration of a frame of an animation that browsers show."""
 
 _DEFAULT_DURATION_MS = 100
 """Duration that browsers take for frames under `SHORTEST_MS`."""

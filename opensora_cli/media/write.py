@@ -14,8 +14,8 @@ from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTr
 
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.media_choices import MediaFormat
-from opensora_cli.media.conventions import EXACT_COLORS
-from opensora_cli.media.encode import gif_bytes, png_bytes, save_png, webp_bytes
+from opensora_cli.media.containers import EXACT_COLORS
+from opensora_cli.media.encode import gif_bytes, png_bytes, webp_bytes
 from opensora_cli.media.files import media_path
 from opensora_cli.media.results import Describe, Extra, published
 
@@ -158,9 +158,9 @@ def _write(
     if is_sequence:
         path.mkdir()
         for number, frame in enumerate(frames, start=1):
-            save_png(frame, path / f"frame_{number:04d}.png", tags)
+            (path / f"frame_{number:04d}.png").write_bytes(png_bytes(frame, tags))
     elif kind == MediaFormat.PNG:
-        save_png(next(frames), path, tags)
+        path.write_bytes(png_bytes(next(frames), tags))
     elif kind == MediaFormat.MP4:
         _write_mp4(frames, path, fps=fps, tags=tags)
     elif kind == MediaFormat.GIF:

@@ -10,7 +10,7 @@ from chat_server import KEY, ChatStub, serving
 from tiny_world import World, released_overrides
 
 from opensora_cli.cli import app
-from opensora_cli.engine.generate import chat, ranks
+from opensora_cli.engine.generate import ranks, refinement
 from opensora_cli.settings.generate import GenerateSettings
 
 Start = Callable[..., ChatStub]
@@ -19,7 +19,7 @@ Osora = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Start]:
-    monkeypatch.setattr(chat, "sleep", lambda _: None)
+    monkeypatch.setattr(refinement, "sleep", lambda _: None)
     with serving(monkeypatch, tmp_path / "cache") as start:
         yield start
 

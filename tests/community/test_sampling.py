@@ -126,7 +126,7 @@ def test_files_are_read_at_a_size(tmp_path: Path):
 
 @pytest.fixture(name="serving")
 def start_servers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
-    monkeypatch.setattr("opensora_cli.engine.generate.chat.sleep", lambda _: None)
+    monkeypatch.setattr("opensora_cli.engine.generate.refinement.sleep", lambda _: None)
     with serving(monkeypatch, tmp_path / "cache") as start:
         yield start
 

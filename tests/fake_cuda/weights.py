@@ -14,7 +14,7 @@ from opensora_cli.core.conditions import CONDITION_MODES, Source
 from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import transformer_on_meta
-from opensora_cli.media.encode import save_png
+from opensora_cli.media.encode import png_bytes
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
@@ -73,7 +73,7 @@ def _references(folder: Path, mode: str) -> tuple[str, ...]:
             write_media([frames_THWC], path, format=MediaFormat.MP4, fps=24)
     else:
         path = folder / "reference.png"
-        save_png(frames_THWC[0], path, {})
+        path.write_bytes(png_bytes(frames_THWC[0]))
     return (str(path),)
 
 

@@ -4,13 +4,14 @@ The first pass encodes prompts into the prompt cache, and the second makes each 
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, InUseError, OsoraError, RequestError
@@ -20,6 +21,7 @@ from opensora_cli.core.rank_link import beat
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.weights import require_weights_of
+from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.pipeline import computing
@@ -40,7 +42,13 @@ _ROWS_AHEAD = 64
 _LOOK_S = 1.0
 """Seconds between two looks at rows that another process makes."""
 _LISTED_ROWS = 20
-_MACHINE_NOTES = ("model", "attention", "threads", "memory", "weights", "refine")
+_OF_A_ROW: Mapping[str, bool | set[str]] = {
+    **dict.fromkeys(("prompt", "negative_prompt", "output"), True),
+    "sampling": {"seed"},
+    "condition": {"references"},
+}
+"""Settings that may differ between rows with the same plan."""
+_MACHINE_NOTES = ("model", "attention", "threads", "offload", "memory", "weights", "refine")
 
 
 class FailedRow(Document):
@@ -67,16 +75,10 @@ class BatchResult(Document):
     failed: tuple[FailedRow, ...]
     outputs: tuple[Path, ...]
     """Results of all finished rows, in the order of the file."""
-    noted: tuple[Path, ...] = Field(default=(), exclude=True)
-    """Results that this process has noted as saved."""
 
     def lines(self) -> list[str]:
         """Return the path of every result."""
         return [str(path) for path in self.outputs]
-
-    def lines_after_notes(self) -> list[str]:
-        """Return the path of every result that no note has named."""
-        return [str(path) for path in self.outputs if path not in self.noted]
 
     def raise_for_problems(self) -> None:
         """Raise BatchError if rows failed."""
@@ -92,6 +94,38 @@ def failed_lines(failed: Sequence[FailedRow]) -> list[str]:
     """Return a line for each of the first failed rows, and one with the number of the others."""
     lines = [f"row {each.row}: {each.error}" for each in failed[:_LISTED_ROWS]]
     return lines if len(failed) <= _LISTED_ROWS else [*lines, f"and {len(failed) - _LISTED_ROWS} more"]
+
+
+class PlannedShape(Document):
+    """Rows that differ only in prompt, seed, references and name."""
+
+    rows: int
+    plan: PlanDocument
+    """Plan of the first row."""
+
+
+class BatchPlan(Document):
+    """Plan of a run over many prompts."""
+
+    SCHEMA = "osora.batch-plan/4"
+
+    rows: int
+    failed: tuple[FailedRow, ...]
+    """Rows that would be refused."""
+    shapes: tuple[PlannedShape, ...]
+
+    def lines(self) -> list[str]:
+        """Return the plans as lines of text. The plan that needs the most memory comes first."""
+        shapes = "1 shape" if len(self.shapes) == 1 else f"{len(self.shapes)} shapes"
+        head = f"rows      {self.rows} of {shapes}, and {len(self.failed)} that would be refused"
+        largest_first = sorted(self.shapes, key=lambda shape: -shape.plan.peak_bytes)
+        plans = (line for shape in largest_first for line in (*shape.plan.lines(), f"rows      {shape.rows}", ""))
+        return [*plans, head, *failed_lines(self.failed)]
+
+    def raise_for_problems(self) -> None:
+        """Raise HardwareError if a stage of a shape needs more memory than may be used."""
+        for shape in self.shapes:
+            shape.plan.raise_for_problems()
 
 
 class RowReporter(SilentReporter):
@@ -153,7 +187,7 @@ def generate_rows(
     with LoadedModels(stay=True) as models:
         if context is None:
             own = _OwnRows(request, rows, models, reporter)
-            first = own.first_settings()
+            first = own.first_settings
             if first is not None and first.parallel.world_size > 1:
                 require_devices(first)
                 start_ranks(first, "generate", rank_arguments, gives_settings=False)
@@ -164,9 +198,9 @@ def generate_rows(
             own.raise_common_error()
         else:
             own_rows = shard.part(context.rank, context.world_size).rows(rows)
-            own = _OwnRows(request_of_rank(request, context), own_rows, models, reporter)
             with joined_for_rows(context) as group:
-                first = own.first_settings()
+                own = _OwnRows(request_of_rank(request, context), own_rows, models, reporter)
+                first = own.first_settings
                 own.device = None if first is None else device_for_rows(first, context)
                 part = own.make(watched(own.shown))
                 beat("rows")  # The other ranks may take long.
@@ -179,36 +213,52 @@ def generate_rows(
         kept=len(outputs) - made,
         failed=tuple(sorted((row for part in parts for row in part.failed), key=lambda failed: failed.row)),
         outputs=tuple(path for number in sorted(outputs) for path in outputs[number]),
-        noted=tuple(own.noted),
     )
+
+
+def plan_rows(request: GenerateRequest, rows: Sequence[Row], *, shard: Shard, reporter: Reporter) -> BatchPlan:
+    """Return a plan for each group of rows that differ only in prompts, seed, references and name."""
+    refuse_one_file(request)
+    chosen, shown = shard.rows(rows), RowReporter(reporter)
+    failed: list[FailedRow] = []
+    plans: dict[str, PlanDocument] = {}
+    counts: Counter[str] = Counter()
+    for row in chosen:
+        shown.row = row.number
+        try:
+            settings = row_settings(row, request, shown)
+            shape = settings.model_dump_json(exclude=_OF_A_ROW)
+            if shape not in plans:
+                plans[shape] = plan_generation(settings, reporter=shown, on=request.on)
+            counts[shape] += 1
+        except OsoraError as error:
+            failed.append(failed_row(row, error))
+    shapes = tuple(PlannedShape(rows=counts[shape], plan=plan) for shape, plan in plans.items())
+    return BatchPlan(rows=len(chosen), failed=tuple(failed), shapes=shapes)
 
 
 class _OwnRows:
     """Rows of this process, with models that stay loaded."""
 
     def __init__(self, request: GenerateRequest, rows: Sequence[Row], models: LoadedModels, reporter: Reporter) -> None:
-        self._request, self._rows, self._models = request, rows, models
+        self._count, self._models = len(rows), models
         self._reporter, self.shown = reporter, RowReporter(reporter)
         self.device: str | None = None
         """Device of this rank; None for the device of the settings."""
-        self.noted: list[Path] = []
-        """Results that were noted as saved."""
+        self._valid: list[tuple[Row, GenerateSettings]] = []
         self._outputs: dict[int, tuple[Path, ...]] = {}
         self._errors: list[tuple[Row, OsoraError]] = []
         self._made = 0
+        for row in rows:
+            with self._failing(row):
+                self._valid.append((row, row_settings(row, request, self.shown)))
+        for line in failed_lines(self._failed()) if self._valid else ():
+            reporter.warn(f"{line}; the others are made")
 
+    @property
     def first_settings(self) -> GenerateSettings | None:
-        """Return the settings of the first valid row, with a warning for each wrong row; None if all are wrong."""
-        first, wrong = None, list[FailedRow]()
-        for row in self._rows:
-            try:
-                settings = row_settings(row, self._request, SilentReporter())
-                first = first or settings
-            except OsoraError as error:
-                wrong.append(failed_row(row, error))
-        for line in failed_lines(wrong) if first is not None else ():
-            self._reporter.warn(f"{line}; the others are made")
-        return first
+        """Settings of the first valid row; None if all are wrong."""
+        return self._valid[0][1] if self._valid else None
 
     def raise_common_error(self) -> None:
         """Raise the error that all rows share: an error of the request."""
@@ -218,25 +268,26 @@ class _OwnRows:
     def make(self, reporter: Reporter) -> _Part:
         """Make the rows that are not finished; `reporter` is that of each row."""
         in_use: list[tuple[Row, GenerateSettings]] = []
-        with self._reporter.stage("rows", total=len(self._rows), unit="rows") as progress:
+        with self._reporter.stage("rows", total=self._count, unit="rows") as progress:
+            progress.advance(len(self._errors))
             try:
-                for start in range(0, len(self._rows), _ROWS_AHEAD):
-                    rows = self._rows[start : start + _ROWS_AHEAD]
-                    encoded = [each for row in rows if (each := self._encode_row(row, reporter, progress)) is not None]
-                    in_use += [each for each in encoded if not self._make_row(*each, reporter, progress)]
+                for start in range(0, len(self._valid), _ROWS_AHEAD):
+                    rows = self._valid[start : start + _ROWS_AHEAD]
+                    left = [each for row in rows if (each := self._encode_row(*row, reporter, progress)) is not None]
+                    in_use += [each for each in left if not self._make_row(*each, reporter, progress)]
                 while in_use := [each for each in in_use if not self._make_row(*each, reporter, progress)]:
                     beat("rows")
                     time.sleep(_LOOK_S)
             except KeyboardInterrupt as interrupt:
-                finished = f"{len(self._outputs)} of {len(self._rows)} rows are finished: the same command continues"
+                finished = f"{len(self._outputs)} of {self._count} rows are finished: the same command continues"
                 raise KeyboardInterrupt(finished) from interrupt
-        failed = tuple(failed_row(row, error) for row, error in self._errors)
-        return _Part(made=self._made, outputs=self._outputs, failed=failed)
+        return _Part(made=self._made, outputs=self._outputs, failed=tuple(self._failed()))
 
-    def _encode_row(self, row: Row, reporter: Reporter, progress: StageProgress) -> tuple[Row, GenerateSettings] | None:
+    def _encode_row(
+        self, row: Row, settings: GenerateSettings, reporter: Reporter, progress: StageProgress
+    ) -> tuple[Row, GenerateSettings] | None:
         """Encode the prompts of a row into the prompt cache; return its settings, None if it is finished or failed."""
         with self._failing(row, progress):
-            settings = row_settings(row, self._request, self.shown)
             chain = plan_here(settings, self._models, reporter=self.shown, device=self.device).with_threads()
             plan, files = chain.video, choose_outputs(chain)
             if all(sample.made_before for sample in files):
@@ -262,7 +313,6 @@ class _OwnRows:
             except InUseError:
                 return False
             assert result is not None
-            self.noted += [video.path for video in result.videos if not video.made_before]
             self._made += not all(video.made_before for video in result.videos)
             self._finish(row, [video.path for video in result.videos], progress)
         return True
@@ -271,15 +321,20 @@ class _OwnRows:
         self._outputs[row.number] = tuple(paths)
         progress.advance()
 
+    def _failed(self) -> list[FailedRow]:
+        """Return the documents of the rows that failed."""
+        return [failed_row(row, error) for row, error in self._errors]
+
     @contextmanager
-    def _failing(self, row: Row, progress: StageProgress) -> Iterator[None]:
+    def _failing(self, row: Row, progress: StageProgress | None = None) -> Iterator[None]:
         """Record an error of the block as the failure of a row."""
         self.shown.row = row.number
         try:
             yield
         except OsoraError as error:
             self._errors.append((row, error))
-            progress.advance()
+            if progress is not None:
+                progress.advance()
 
 
 def row_settings(row: Row, request: GenerateRequest, reporter: Reporter) -> GenerateSettings:

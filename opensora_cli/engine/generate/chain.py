@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from opensora_cli.core.threads import pick_threads
+from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.estimate.offload import TEXT, StageMemory
 from opensora_cli.engine.estimate.verdict import HostMemory, verdict_line
 from opensora_cli.engine.generate.outputs import num_samples
-from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.plan import Plan, gib_or_less
+from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 
 PICTURE, DRAFT, VIDEO, SEGMENT = "picture", "draft", "video", "extend"
@@ -125,6 +127,44 @@ class Chain:
             host=self.host,
             seconds=seconds,
         )
+
+    def facts(self) -> dict[str, str]:
+        """Return the plan as short texts by name, for lines of text and for notes."""
+        plan, settings, segments = self.video, self.settings, len(self.segments)
+        picture, draft = self.find(PICTURE), self.find(DRAFT)
+        hardware, frames, video = plan.hardware, plan.num_frames, settings.video
+        size = f"{self.num_samples} x {plan.width}x{plan.height}"
+        reused = f"{len(plan.reused_steps)} of them from the cache, " if plan.reused_steps else ""
+        mapped = [f"{each.name} {gib_or_less(each.mapped_bytes)}" for each in plan.stages if each.mapped_bytes]
+        offload = plan.offload.lines()
+        if plan.offload.modulation_on_host and plan.offload.mode is not OffloadMode.BLOCKS and plan.files is None:
+            offload.insert(0, "modulation on the host, computed before the first step")
+        found = {
+            "model": f"{settings.model.name} on {hardware.device} ({hardware.device_name}), {hardware.dtype_name}",
+            "picture": size if frames == 1 else None,
+            "video": f"{size}, {frames} frames at {video.fps} fps" if frames > 1 else None,
+            "latents": f"{'x'.join(map(str, plan.latent_shape))}, {gib_or_less(self.latent_bytes)} a sample",
+            "tokens": f"{plan.video_tokens} video + {settings.text.t5_max_length} text",
+            "first": picture and f"a picture of {picture.summary}",
+            "draft": draft and f"{draft.summary}, from which it starts after step {plan.start}",
+            "sampling": f"{plan.mode.name}, {plan.num_steps} steps by {settings.sampling.solver}, {reused}"
+            f"{self.model_evaluations * self.num_samples} model evaluations",
+            "extend": f"{segments} segments of {video.num_frames} frames, the last {settings.overlap} of each "
+            f"given to the next: {frames} frames"
+            if segments > 1
+            else None,
+            "memory": ", ".join(f"{stage.name} {gib_or_less(stage.total_bytes)}" for stage in self.stages),
+            "mapped": f"{', '.join(mapped)}: weights that are read from their files" if mapped else None,
+            "devices": f"{plan.mesh.size}, {describe_mesh(plan.mesh)}" if plan.mesh.size > 1 else None,
+            "exchange": plan.planned_exchange and plan.planned_exchange.line(),
+            "attention": plan.attention and plan.attention.line(),
+            "compile": "the transformer's blocks, when they are first called"
+            if settings.compile and not plan.decodes_only
+            else None,
+            "offload": "; ".join(offload),
+            "host": self.host.line() if hardware.device.type != "cpu" else None,
+        }
+        return {name: text for name, text in found.items() if text}
 
     def change(self, change: Callable[[Plan], Plan], *, only: str | None = None) -> "Chain":
         """Return the chain with `change` applied to every plan, or to the plans of the role `only`."""

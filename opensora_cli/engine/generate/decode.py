@@ -227,7 +227,7 @@ def decode_samples(
                     return finish(_decoded(sample, plan, autoencoder, events))
 
             # The next sample starts with the offload that was enough for this one.
-            result, plan = retried(decode, plan, DECODE, models, events, together=False)
+            result, plan = retried(decode, plan, DECODE, models, events)
             results.append(result)
     return tuple(results)
 

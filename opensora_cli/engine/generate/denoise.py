@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +19,7 @@ from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.process import ALONE, OneProcess
 from opensora_cli.engine.generate.references import reference_latents
 from opensora_cli.engine.generate.sample import DenoisedSample, Sample, unfinished
-from opensora_cli.engine.generate.saved_latents import save_latents, segment_path
+from opensora_cli.engine.generate.saved_latents import save_latents
 from opensora_cli.engine.generate.sidecar import sample_settings
 from opensora_cli.sampling.conditioning import prepare_inference_condition, restore_references
 from opensora_cli.sampling.denoise import OnStep, Past, Step, denoise, euler_step
@@ -158,14 +157,22 @@ class _Saver:
         """Save latents after `steps` of their job, None for all; `past` is the field of `DenoisedSample`."""
         if self._path is None:
             return
-        chain, files, of_job = self._sample.chain, self._sample.files, self._plan.num_steps
+        sample, files, of_job = self._sample, self._sample.files, self._plan.num_steps
+        settings = sample_settings(sample.chain.video, files)
         done: int | None = files.segment * of_job + (of_job if steps is None else steps)
-        if steps is None and done == chain.num_steps:
+        if steps is None and done == sample.chain.num_steps:
             done = None
-        if steps is None and done is not None:
-            save_state(self._sample, segment_path(self._path, files.segment), latents_CTHW, segment=files.segment)
         with self._events.saving(self._path, files, is_begun=done is not None):
-            save_state(self._sample, self._path, latents_CTHW, steps=done, past=past)
+            save_latents(
+                self._path,
+                latents_CTHW,
+                settings.replace({"sampling.stop_at": None, "output.explore": False}),
+                request_sha256=files.request_sha256,
+                steps=done,
+                finished=sample.earlier,
+                past=past,
+                attention=None if sample.plan.attention is None else sample.plan.attention.backend,
+            )
 
     def _save_last(self) -> None:
         if self._last is None or self._last[0] >= self._plan.num_steps:
@@ -173,28 +180,6 @@ class _Saver:
         steps, packed = self._last
         latents_CTHW, *past = (_unpacked(self._plan, each_1ND)[0] for each_1ND in packed)
         self.save(latents_CTHW, steps=steps, past=past)
-
-
-def save_state(
-    sample: Sample,
-    path: Path,
-    latents_CTHW: torch.Tensor,
-    *,
-    steps: int | None = None,
-    segment: int | None = None,
-    past: Sequence[torch.Tensor] = (),
-) -> None:
-    """Save latents of a sample with the settings that continue it; see `save_latents`."""
-    save_latents(
-        path,
-        latents_CTHW,
-        sample_settings(sample.chain.video, sample.files).replace({"sampling.stop_at": None, "output.explore": False}),
-        request_sha256=sample.files.request_sha256,
-        steps=steps,
-        segment=segment,
-        past=past,
-        attention=None if sample.plan.attention is None else sample.plan.attention.backend,
-    )
 
 
 def sample_latents(

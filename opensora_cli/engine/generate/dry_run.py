@@ -1,7 +1,6 @@
 """Plan a generation without running it: the documents that `--dry-run` prints."""
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -9,52 +8,39 @@ from typing import Any, Self
 from pydantic import AliasPath, ConfigDict, Field, InstanceOf
 
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import OsoraError, OutputError
+from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.solvers import Solver
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.few_steps import require_turbo
-from opensora_cli.engine.components.parallelize import PlannedExchange, describe_mesh
+from opensora_cli.engine.components.parallelize import PlannedExchange
 from opensora_cli.engine.components.weights import Component, require_weights_of, warn_of_missing
-from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.estimate.predicted_time import PredictedTime
 from opensora_cli.engine.estimate.verdict import HostMemory
-from opensora_cli.engine.generate.batch import (
-    FailedRow,
-    RowReporter,
-    failed_lines,
-    failed_row,
-    refuse_one_file,
-    row_settings,
+from opensora_cli.engine.generate.chain import Chain
+from opensora_cli.engine.generate.outputs import (
+    SampleFiles,
+    check_outputs,
+    note_earlier_work,
+    sample_files,
+    sheet_path,
 )
-from opensora_cli.engine.generate.chain import DRAFT, PICTURE, Chain
-from opensora_cli.engine.generate.outputs import SampleFiles, check_outputs, sample_files, sheet_path
-from opensora_cli.engine.generate.plan import gib_or_less
-from opensora_cli.engine.generate.planning import CACHED_TEXT_LINE, make_chain, note_ignored_offload, require_fit
+from opensora_cli.engine.generate.planning import make_chain, note_exceptions, require_fit
 from opensora_cli.engine.generate.predicted import predict_known_time
 from opensora_cli.engine.generate.previews import known_map
-from opensora_cli.engine.generate.prompts import Row, Shard
 from opensora_cli.engine.generate.ranks import hardware_of_ranks, planned_hardware
 from opensora_cli.engine.generate.references import references_of, with_mode
 from opensora_cli.engine.generate.refinement import note_plan
 from opensora_cli.engine.generate.request import picture_settings
 from opensora_cli.engine.generate.sidecar import choose_outputs, picture_files
-from opensora_cli.engine.generate.text import warn_about_planned_prompts, without_cached_text
+from opensora_cli.engine.generate.text import warn_about_prompts
 from opensora_cli.parallel.shares import MeshShape
-from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import PlannedMachine
-from opensora_cli.settings.load import GenerateRequest
 
 _LISTED_FILES = 5
-_OF_A_ROW: Mapping[str, bool | set[str]] = {
-    **dict.fromkeys(("prompt", "negative_prompt", "output"), True),
-    "sampling": {"seed"},
-    "condition": {"references"},
-}
-"""Settings that may differ between rows with the same plan."""
 
 
 class PlannedStage(Document):
@@ -118,8 +104,6 @@ class PlannedJob(Document):
     timesteps: tuple[float, ...] = _plan("timesteps")
     model_evaluations: int = _plan("model_evaluations")
     """Model evaluations for one sample."""
-    encodes_text: bool = _plan("encodes_text")
-    """Whether prompts are encoded; False if the prompt cache has all prompts, or saved latents are decoded."""
     stages: tuple[PlannedStage, ...] = _plan("stages")
     offload: OffloadPlan = _plan("offload")
     mesh: MeshShape = _plan("mesh")
@@ -158,7 +142,7 @@ class PlannedFile(Document):
 class PlanDocument(Document):
     """Plan of a generation, with its jobs, memory and files."""
 
-    SCHEMA = "osora.plan/5"
+    SCHEMA = "osora.plan/6"
 
     verdict: str
     """Whether the request fits, its memory, and its predicted time."""
@@ -217,38 +201,8 @@ class PlanDocument(Document):
 
     def lines(self) -> list[str]:
         """Return the plan as lines of text."""
-        chain, plan, settings = self.chain, self.chain.video, self.settings
-        picture, draft, segments = chain.find(PICTURE), chain.find(DRAFT), len(chain.segments)
-        size, frames = f"{self.num_samples} x {plan.width}x{plan.height}", plan.num_frames
-        reused = f"{len(plan.reused_steps)} of them from the cache, " if plan.reused_steps else ""
-        mapped = [f"{each.name} {gib_or_less(each.mapped_bytes)}" for each in plan.stages if each.mapped_bytes]
-        facts = {
-            "model": f"{settings.model.name} on {self.device} ({self.device_name}), {self.dtype}",
-            "picture": size if frames == 1 else None,
-            "video": f"{size}, {frames} frames at {settings.video.fps} fps" if frames > 1 else None,
-            "latents": f"{'x'.join(map(str, plan.latent_shape))}, {gib_or_less(chain.latent_bytes)} a sample",
-            "tokens": f"{plan.video_tokens} video + {settings.text.t5_max_length} text",
-            "first": picture and f"a picture of {picture.summary}",
-            "draft": draft and f"{draft.summary}, from which it starts after step {plan.start}",
-            "sampling": f"{plan.mode.name}, {plan.num_steps} steps by {settings.sampling.solver}, {reused}"
-            f"{self.model_evaluations} model evaluations",
-            "prompts": None if plan.encodes_text or plan.decodes_only else CACHED_TEXT_LINE,
-            "extend": f"{segments} segments of {settings.video.num_frames} frames, the last {settings.overlap} of each "
-            f"given to the next: {frames} frames"
-            if segments > 1
-            else None,
-            "memory": ", ".join(f"{stage.name} {gib_or_less(stage.total_bytes)}" for stage in chain.stages),
-            "mapped": f"{', '.join(mapped)}: weights that are read from their files" if mapped else None,
-            "devices": f"{plan.mesh.size}, each as below: {describe_mesh(plan.mesh)}" if plan.mesh.size > 1 else None,
-            "exchange": plan.planned_exchange and plan.planned_exchange.line(),
-            "attention": plan.attention and plan.attention.line(),
-            "compile": "the transformer's blocks, when they are first called"
-            if settings.compile and not plan.decodes_only
-            else None,
-            "offload": "; ".join(self._offloaded()) or "none",
-            "host": self.host.line() if plan.hardware.device.type != "cpu" else None,
-        }
-        found = [self.verdict, *(f"{name:<10}{text}" for name, text in facts.items() if text)]
+        plan = self.chain.video
+        found = [self.verdict, *(f"{name:<10}{text}" for name, text in self.chain.facts().items())]
         found += [] if self.predicted is None else self.predicted.lines()
         found += [f"weights   {component}: {path}" for component, path in plan.weight_paths.items()]
         found += [f"lora      {lora.line()}" for lora in plan.loras]
@@ -261,47 +215,9 @@ class PlanDocument(Document):
             found.append(f"writes    {self.sheet}")
         return found
 
-    def _offloaded(self) -> Iterable[str]:
-        plan = self.chain.video
-        if plan.offload.modulation_on_host and plan.offload.mode is not OffloadMode.BLOCKS and plan.files is None:
-            yield "modulation on the host, computed before the first step"
-        yield from plan.offload.lines()
-
     def raise_for_problems(self) -> None:
         """Raise HardwareError if a stage needs more memory than may be used."""
         require_fit(self.chain)
-
-
-class PlannedShape(Document):
-    """Rows that differ only in prompt, seed, references and name."""
-
-    rows: int
-    plan: PlanDocument
-    """Plan of the first row."""
-
-
-class BatchPlan(Document):
-    """Plan of a run over many prompts."""
-
-    SCHEMA = "osora.batch-plan/3"
-
-    rows: int
-    failed: tuple[FailedRow, ...]
-    """Rows that would be refused."""
-    shapes: tuple[PlannedShape, ...]
-
-    def lines(self) -> list[str]:
-        """Return the plans as lines of text. The plan that needs the most memory comes first."""
-        shapes = "1 shape" if len(self.shapes) == 1 else f"{len(self.shapes)} shapes"
-        head = f"rows      {self.rows} of {shapes}, and {len(self.failed)} that would be refused"
-        largest_first = sorted(self.shapes, key=lambda shape: -shape.plan.peak_bytes)
-        plans = (line for shape in largest_first for line in (*shape.plan.lines(), f"rows      {shape.rows}", ""))
-        return [*plans, head, *failed_lines(self.failed)]
-
-    def raise_for_problems(self) -> None:
-        """Raise HardwareError if a stage of a shape needs more memory than may be used."""
-        for shape in self.shapes:
-            shape.plan.raise_for_problems()
 
 
 def plan_generation(
@@ -314,14 +230,20 @@ def plan_generation(
     """Return the plan of a request, after the checks that need neither weights nor enough memory."""
     note_plan(settings, reporter)
     chain = chain_to_plan(settings, reporter=reporter, on=on, context=context)
-    if chain.video.hardware.is_here:
-        chain = without_cached_text(chain, PromptCache.of_user())
-    plan, files = chain.video, _planned_files(chain, reporter)
+    plan, files = chain.video, tuple[SampleFiles, ...]()
+    check_outputs(chain, create=False)
+    try:
+        files = choose_outputs(chain)
+    except OutputError as error:
+        reporter.note(f"{error.message}; {error.hint}")
+    for index, sample in enumerate(files):
+        if sample.number > 1 and not (sample.made_before or plan.settings.output.overwrite):
+            taken = sample_files(chain.settings, index).media
+            reporter.note(f"another request has the name {taken}: the result would be {sample.media.name}")
+    note_earlier_work(files, reporter)
     references_of(plan, reporter)
-    warn_about_planned_prompts(plan, reporter)
-    if plan.size_note is not None:
-        reporter.note(plan.size_note)
-    note_ignored_offload(plan, reporter)
+    warn_about_prompts(plan, reporter)
+    note_exceptions(plan, reporter)
     if settings.output.makes_previews and plan.weights.complete:
         known_map(plan, reporter)
     return PlanDocument.of(chain, files, predicted=predict_known_time(chain, on))
@@ -346,45 +268,3 @@ def chain_to_plan(
         warn_of_missing(partial(require_turbo, settings), reporter)
         hardware = planned_hardware(settings, reporter) if context is None else None
     return make_chain(with_mode(settings, reporter), hardware=hardware, tries_device=hardware is None)
-
-
-def _planned_files(chain: Chain, reporter: Reporter) -> Sequence[SampleFiles]:
-    """Return the files that a run would write, with notes about existing ones; none if they would refuse the run.
-
-    Raises OutputError if no file can have such a name.
-    """
-    first = [sample_files(chain.settings, index) for index in range(chain.num_samples)]
-    check_outputs(first, chain, create=False)
-    some_exist = not (chain.settings.output.overwrite or all(sample.is_free for sample in first))
-    try:
-        files = choose_outputs(chain)
-    except OutputError as error:
-        reporter.note(f"{error.message}; {error.hint}")
-        return ()
-    for sample, named in zip(files, first, strict=True) if some_exist else ():
-        if sample.made_before:
-            reporter.note(f"made before by the same request: {sample.media}")
-        elif sample.media != named.media:
-            reporter.note(f"{named.media} exists already: the result would be {sample.media.name}")
-    return files
-
-
-def plan_rows(request: GenerateRequest, rows: Sequence[Row], *, shard: Shard, reporter: Reporter) -> BatchPlan:
-    """Return a plan for each group of rows that differ only in prompts, seed, references and name."""
-    refuse_one_file(request)
-    chosen, shown = shard.rows(rows), RowReporter(reporter)
-    failed: list[FailedRow] = []
-    plans: dict[str, PlanDocument] = {}
-    counts: Counter[str] = Counter()
-    for row in chosen:
-        shown.row = row.number
-        try:
-            settings = row_settings(row, request, shown)
-            shape = settings.model_dump_json(exclude=_OF_A_ROW)
-            if shape not in plans:
-                plans[shape] = plan_generation(settings, reporter=shown, on=request.on)
-            counts[shape] += 1
-        except OsoraError as error:
-            failed.append(failed_row(row, error))
-    shapes = tuple(PlannedShape(rows=counts[shape], plan=plan) for shape, plan in plans.items())
-    return BatchPlan(rows=len(chosen), failed=tuple(failed), shapes=shapes)

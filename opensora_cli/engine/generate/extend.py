@@ -26,7 +26,8 @@ class ExtendedVideo:
     def __init__(self, chain: Chain, files: SampleFiles, events: Events, kept_THWC: torch.Tensor | None = None) -> None:
         """`kept_THWC` are the frames of the clip that the video continues, from `continued_clip`."""
         self._chain, self._files, self._events = chain, files, events
-        self._latents: tuple[torch.Tensor, ...] = ()
+        self.latents: tuple[torch.Tensor, ...] = ()
+        """latents_CTHW of each segment, on the CPU."""
         self._own_THWC: list[torch.Tensor] = [] if kept_THWC is None else [kept_THWC]
         self._segments: list[SegmentFigures] = []
 
@@ -52,7 +53,7 @@ class ExtendedVideo:
             )
         )
         self._own_THWC.append(frames_THWC)
-        self._latents += segment.latents
+        self.latents += segment.latents
 
     def last_frames(self, overlap: int) -> torch.Tensor:
         """Return the last frames (overlap, H, W, 3), which the next segment is given."""
@@ -84,7 +85,7 @@ class ExtendedVideo:
         return Clip(
             chain=self._chain,
             files=self._files,
-            latents=self._latents,
+            latents=self.latents,
             pieces=lambda: (frames_THWC for frames_THWC in self._own_THWC),
             figures=figures,
             events=self._events,

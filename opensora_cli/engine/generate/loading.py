@@ -27,7 +27,7 @@ from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.mmdit.blocks import modulation_layers, repeated_blocks
 from opensora_cli.models.mmdit.layout import converter, find_rotary
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
+from opensora_cli.models.text.encoders import T5Encoder
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 
 if TYPE_CHECKING:
@@ -54,18 +54,6 @@ def load_t5(plan: Plan, *, group: dist.ProcessGroup | None = None) -> T5Encoder:
             shard_t5(t5, group)
         t5.blocks.to(device=device, dtype=dtype if text_encoders.cast_later(device, dtype) else None)
     return t5
-
-
-def prompt_readers(plan: Plan) -> tuple[PromptReader, PromptReader]:
-    """Return the tokenizers of T5 and CLIP, without weights.
-
-    Raises CheckpointError for broken files, and RequestError if `text.clip_max_length` is more than CLIP can read.
-    """
-    text = plan.settings.text
-    return (
-        T5Encoder.reader(plan.weights.path(Component.T5), max_length=text.t5_max_length),
-        ClipEncoder.reader(plan.weights.path(Component.CLIP), max_length=text.clip_max_length),
-    )
 
 
 def load_transformer(

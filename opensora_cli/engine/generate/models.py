@@ -10,9 +10,7 @@ import torch
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.device import release_memory
 from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.progress import BYTES
-from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.engine.components import text_encoders
 from opensora_cli.engine.components.autoencoders import load_autoencoder
 from opensora_cli.engine.components.compiled import compile_blocks
@@ -30,11 +28,11 @@ from opensora_cli.engine.estimate.offload import (
     keep_models,
 )
 from opensora_cli.engine.generate.events import Events
-from opensora_cli.engine.generate.loading import load_t5, load_transformer, prepare, prompt_readers, streamed_blocks
-from opensora_cli.engine.generate.plan import Plan, gib_or_less
+from opensora_cli.engine.generate.loading import load_t5, load_transformer, prepare, streamed_blocks
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.process import ALONE, OneProcess
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
+from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 
@@ -69,7 +67,7 @@ class _Held:
 class LoadedModels:
     """The text encoders, the transformer and the autoencoder, each loaded when a stage first asks for it.
 
-    Before a stage begins, `with_room` releases the models that its plan does not keep beside it, and models that
+    Before a stage begins, `retried` releases the models that its plan does not keep beside it, and models that
     the plan needs in another form: other weights, dtype or offload. A model whose stage fails is released, too.
 
     Args:
@@ -85,7 +83,6 @@ class LoadedModels:
         self._held: dict[str, _Held] = {}
         self._products: LinearProductsReport | None = None
         """Errors of 8-bit products in the transformer that was loaded last."""
-        self._readers: tuple[object, tuple[PromptReader, PromptReader]] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -141,15 +138,6 @@ class LoadedModels:
         self._stay = self._stay and not for_good
         self._release(others)
         return bool(others)
-
-    def prompt_readers(self, plan: Plan) -> tuple[PromptReader, PromptReader]:
-        """Return the tokenizers of T5 and CLIP, without loading weights."""
-        if TEXT_ENCODERS in self._held:
-            return cast(TextEncoders, self._held[TEXT_ENCODERS].model)
-        key = _model_key(plan, TEXT_ENCODERS)
-        if self._readers is None or self._readers[0] != key:
-            self._readers = key, prompt_readers(plan)
-        return self._readers[1]
 
     def text_encoders(self, plan: Plan, events: Events) -> AbstractContextManager[TextEncoders]:
         """Provide T5 and CLIP, with T5's layers streamed if the plan says so."""
@@ -299,66 +287,13 @@ def _one_at_a_time(plan: Plan) -> Plan:
     return replace(plan, stages=tuple(stages))
 
 
-def with_room(plan: Plan, stage: str, models: LoadedModels, events: Events, *, together: bool = False) -> Plan:
-    """Return a plan whose `stage` fits into the memory that a CPU has free now, which may be less than planned.
-
-    Models that the plan does not keep beside the stage are released first. On a GPU the plan is returned unchanged,
-    because `retried` handles a failed allocation.
-
-    Args:
-        together: all ranks begin the stage now, and share the memory of their machine.
-
-    Raises:
-        OutOfMemoryError: there is too little memory with any offload; on all ranks that share the memory.
-    """
-    models.make_room(plan, stage)
-    if plan.hardware.device.type != "cpu":
-        return plan
-
-    def needs(plan: Plan) -> int:
-        total = sum(each.total_bytes for each in plan.stages if each.name == stage)
-        return max(0, total - models.bytes_on(plan.hardware.device))
-
-    needed, free = needs(plan), read_private_memory().free_bytes
-    if together and plan.mesh.size > 1:
-        # No rank allocates before all have looked.
-        all_gather_json(None)
-        free = read_private_memory().free_bytes // plan.settings.parallel.ranks_per_node
-        of_ranks = all_gather_json([needed, free])
-        needed, free = max(needed for needed, _ in of_ranks), min(free for _, free in of_ranks)
-    if needed <= free:
-        return plan
-    if plan.mesh.size == 1 and models.release_others(stage):
-        plan = _one_at_a_time(plan)
-        needed, free = needs(plan), read_private_memory().free_bytes
-        if needed <= free:
-            return plan
-    problem = f"the stage {stage} needs {gib_or_less(needed)} of memory, and {gib_or_less(free)} are free now"
-    if plan.mesh.size == 1:
-        room = free + models.bytes_on(plan.hardware.device)
-        smaller = plan.with_best_offload(min(room, plan.budget_bytes))
-        if needs(smaller) <= free:
-            events.reporter.warn(f"{problem}: using {'; '.join(smaller.offload.lines())}")
-            return smaller
-    raise OutOfMemoryError(problem, hint="close other programs, or ask for a smaller --res or --num-frames")
-
-
-def retried(
-    run: Callable[[Plan], T],
-    plan: Plan,
-    stage: str,
-    models: LoadedModels,
-    events: Events,
-    *,
-    together: bool = True,
-) -> tuple[T, Plan]:
+def retried(run: Callable[[Plan], T], plan: Plan, stage: str, models: LoadedModels, events: Events) -> tuple[T, Plan]:
     """Call `run` with a plan, and after running out of memory again: without other models, then with more offload.
 
     `run` does the work of `stage`, and leaves nothing on the device when it fails. Returns its result and the plan of
-    the last attempt. The other arguments are those of `with_room`, which is called first. Raises OutOfMemoryError if
-    the last attempt runs out of memory, or nothing is left to give up.
+    the last attempt. Raises OutOfMemoryError if the last attempt runs out of memory, or nothing is left to give up.
     """
-    plan = with_room(plan, stage, models, events, together=together)
+    models.make_room(plan, stage)
     try:
         return run(plan), plan
     except OutOfMemoryError as error:
@@ -372,6 +307,6 @@ def retried(
     release_memory(plan.hardware.device)
     if are_others:
         events.reporter.warn(f"{message}; retrying with one model loaded at a time")
-        return retried(run, stronger, stage, models, events, together=together)
+        return retried(run, stronger, stage, models, events)
     events.reporter.warn(f"{message}; retrying with: {'; '.join(stronger.offload.lines())}")
     return run(stronger), stronger

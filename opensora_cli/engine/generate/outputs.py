@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from opensora_cli.core.exceptions import CheckpointError, InUseError, OutputError
 from opensora_cli.core.files import nearest_existing
 from opensora_cli.core.folder_lock import lock_beside, lock_holder, locked_file
+from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.generate.saved_latents import LATENTS_ENDING, REQUEST_KEY, open_latents
 from opensora_cli.media.files import media_path
 from opensora_cli.media.names import file_stem, prompt_stem
@@ -76,6 +77,14 @@ class SampleFiles:
     def is_free(self) -> bool:
         """Whether the name has neither a result nor latents. Raises OutputError if no file can have it."""
         return conflicting_file(self.media, self.sidecar) is None and not (self.latents and is_there(self.latents))
+
+    @property
+    def is_explored(self) -> bool:
+        """Whether the saved latents have at least the steps that are explored."""
+        stop = self.settings.sampling.stop_at
+        if not self.settings.output.explore or self.saved is None or stop is None:
+            return False
+        return self.saved_steps is None or self.saved_steps >= stop
 
     def command(self, latents: Path, *, is_begun: bool) -> str:
         """Return the command that continues from saved latents, with the flags that no file brings."""
@@ -217,6 +226,21 @@ def _usable(sample: SampleFiles, *, has_one_name: bool) -> SampleFiles | None:
     return None
 
 
+def note_earlier_work(files: Sequence[SampleFiles], reporter: Reporter) -> None:
+    """Note the samples that are finished or begun, before the others are made."""
+    advice = " (--overwrite makes it again)" if all(sample.made_before for sample in files) else ""
+    for sample in files:
+        last_frame = last_frame_path(sample.target)
+        if sample.made_before:
+            reporter.note(f"made before by the same request: {sample.media}{advice}")
+            if sample.settings.output.last_frame and not last_frame.exists():
+                reporter.warn(f"{last_frame} is not there: the video was made without it; --overwrite makes both")
+        elif sample.saved is not None and sample.settings.from_latents is None:
+            after = "" if sample.saved_steps is None else f", after step {sample.saved_steps}"
+            word = "kept:" if sample.is_explored else "continuing from"
+            reporter.note(f"{word} latents of the same request: {sample.saved}{after}")
+
+
 def is_begun(sample: SampleFiles) -> bool:
     """Return whether an earlier run of the same request began the result. Files beside the result are of that run."""
     if sample.saved is not None and sample.settings.from_latents is None:
@@ -256,12 +280,13 @@ def _saved_request(latents: Path) -> tuple[str | None, int | None]:
     return saved.request_sha256, saved.steps
 
 
-def check_outputs(files: Sequence[SampleFiles], chain: "Chain", *, create: bool) -> None:
+def check_outputs(chain: "Chain", *, create: bool) -> None:
     """Raise OutputError if the folder of results cannot be written or has too little space.
 
     With `create`, the folder is made and a temporary file written in it.
     """
-    folder, plan = files[0].media.parent, chain.video
+    settings, plan = chain.settings, chain.video
+    folder = sample_files(settings, 0).media.parent
     hint = "choose another folder with --out"
     if create:
         try:
@@ -273,9 +298,9 @@ def check_outputs(files: Sequence[SampleFiles], chain: "Chain", *, create: bool)
     parent = nearest_existing(folder)
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise OutputError(f"cannot write in {folder}", hint=hint)
-    latent_bytes = sum(chain.latent_bytes for sample in files if sample.latents)
-    pixels = plan.height * plan.width * plan.num_frames * len(files)
-    needed = latent_bytes + int(pixels * _BYTES_PER_PIXEL) + _HEADROOM
+    saves_latents = settings.output.save_latents and settings.from_latents is None
+    of_sample = plan.height * plan.width * plan.num_frames * _BYTES_PER_PIXEL + saves_latents * chain.latent_bytes
+    needed = int(chain.num_samples * of_sample) + _HEADROOM
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise OutputError(

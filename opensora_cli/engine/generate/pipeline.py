@@ -14,13 +14,12 @@ from opensora_cli.core.threads import threads_used
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate.chain import DRAFT, PICTURE, Chain, alone
 from opensora_cli.engine.generate.decode import Clip, decode_samples, hold, write_video
-from opensora_cli.engine.generate.denoise import denoise_samples, encode_shared_references, save_state
+from opensora_cli.engine.generate.denoise import denoise_samples, encode_shared_references
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.references import Reference, reference_latents, references_of, references_to
 from opensora_cli.engine.generate.sample import Sample, unfinished
-from opensora_cli.engine.generate.saved_latents import segment_path
 from opensora_cli.engine.generate.sidecar import picture_files
 from opensora_cli.engine.generate.text import text_embeds
 from opensora_cli.media.resize import fit_frames
@@ -183,12 +182,7 @@ def _make_segments(
             saved=files.saved if saved else None,
             saved_steps=saved[0].steps if saved else None,
         )
-        segment = Sample(chain, plan, of_segment, given, saved)
-        moves = models.ranks.is_main and number + 1 < len(plans) and files.latents not in (None, files.saved)
-        if moves and files.latents is not None and segment.denoised is not None:
-            # The state of a later segment is saved there, and needs the finished segments beside it.
-            path = segment_path(files.latents, number)
-            save_state(segment, path, segment.denoised.latents_CTHW, segment=number)
+        segment = Sample(chain, plan, of_segment, given, saved, video.latents)
         denoise_samples([segment], embeds[number : number + 1], models, events)
         for held in decode_samples([segment], models, events, finish=hold):
             video.add(held, seed=of_segment.noise_seed)

@@ -22,7 +22,6 @@ from opensora_cli.engine.estimate.generation import GenerationSizes, computes_mo
 from opensora_cli.engine.estimate.offload import (
     CHUNK_TOKENS,
     DECODE,
-    TEXT,
     Offloadable,
     OffloadPlan,
     StageMemory,
@@ -242,11 +241,6 @@ class Plan:
             sizes = [{each.name: each.activation_bytes for each in stages} for stages in (on_device, self.stages)]
             pinned = max(pinned, sizes[0][DECODE] - sizes[1][DECODE])
         return HostMemory(pinned_bytes=ranks * pinned, page_cache_bytes=weights)
-
-    @property
-    def encodes_text(self) -> bool:
-        """Whether a stage encodes prompts; False if the cache has all prompts."""
-        return any(stage.name == TEXT for stage in self.stages)
 
     @property
     def offloadable(self) -> Offloadable:

@@ -22,7 +22,7 @@ from opensora_cli.engine.components.few_steps import adapters_of
 from opensora_cli.engine.components.hardware import Hardware, pick_hardware
 from opensora_cli.engine.components.linear_products import require_products
 from opensora_cli.engine.components.loras import Lora
-from opensora_cli.engine.components.parallelize import choose_mesh, describe_mesh, plan_exchange, require_branches
+from opensora_cli.engine.components.parallelize import choose_mesh, plan_exchange, require_branches
 from opensora_cli.engine.components.weights import Component, find_weights
 from opensora_cli.engine.estimate.file_bytes import file_weights
 from opensora_cli.engine.estimate.generation import computes_modulation_first
@@ -41,8 +41,6 @@ from opensora_cli.sampling.schedule import flow_timesteps, latent_size
 from opensora_cli.sampling.sizes import image_size
 from opensora_cli.settings.enums import DType, HostWeights, OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
-
-CACHED_TEXT_LINE = "encoded by an earlier run, and read from the cache (--no-cache encodes them again)"
 
 _CONTINUATION: Mapping[str, object] = {
     "video.extend": 0,
@@ -257,25 +255,17 @@ def require_weights(chain: Chain, reporter: Reporter) -> None:
 def require_room(chain: Chain, reporter: Reporter) -> None:
     """Raise HardwareError if a stage does not fit in memory, and note how the plan saves memory."""
     require_fit(chain)
-    plan, picture = chain.video, chain.find(PICTURE)
-    if picture is not None:
-        offloaded = ", ".join(picture.offload.lines())
-        reporter.note(f"picture: {picture.summary}" + (f"; memory: {offloaded}" if offloaded else ""))
-    if plan.mesh.size > 1:
-        reporter.note(f"devices: {plan.mesh.size}, {describe_mesh(plan.mesh)}")
-        if plan.planned_exchange is not None:
-            reporter.note(f"exchange: {plan.planned_exchange.line()}")
-    if plan.offload.lines():
-        reporter.note(f"memory: {'; '.join(plan.offload.lines())}")
+    facts = chain.facts()
+    for name in ("first", "devices", "exchange", "offload"):
+        if name in facts:
+            reporter.note(f"{name}: {facts[name]}")
+    note_exceptions(chain.video, reporter)
+
+
+def note_exceptions(plan: Plan, reporter: Reporter) -> None:
+    """Note a picture of another shape, and offload settings that have no effect on a CPU, which maps weights."""
     if plan.size_note is not None:
         reporter.note(plan.size_note)
-    note_ignored_offload(plan, reporter)
-    if not (plan.encodes_text or plan.decodes_only):
-        reporter.note(f"prompts: {CACHED_TEXT_LINE}")
-
-
-def note_ignored_offload(plan: Plan, reporter: Reporter) -> None:
-    """Note offload settings that have no effect on a CPU, which computes with weights mapped from their file."""
     memory = plan.settings.memory
     asked: dict[str, object] = {}
     if plan.files is not None and memory.host_weights is HostWeights.PINNED:

@@ -165,7 +165,7 @@ def preview_map(plan: Plan, models: LoadedModels, events: Events) -> PreviewMap 
                 return fit_preview_map(autoencoder, clips, on_clip=progress.advance)
 
     try:
-        fitted, _ = retried(fit, plan, DECODE, models, events, together=False)
+        fitted, _ = retried(fit, plan, DECODE, models, events)
         if (file := _map_file(plan)) is not None:
             write_json_atomic(file, fitted.to_json())
     except HardwareError as error:

@@ -279,7 +279,7 @@ def reference_latents(
             tiling = vae_tiling(plan.settings.vae)
             return encode_references(references, autoencoder, tiling=tiling, on_encoded=progress.advance)
 
-    return retried(encode, plan, ENCODE, models, events, together=False)[0]
+    return retried(encode, plan, ENCODE, models, events)[0]
 
 
 class GivenFramesPSNR:

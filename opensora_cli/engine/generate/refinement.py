@@ -1,26 +1,35 @@
 """Prompts rewritten, and motion scores chosen, by a language model before anything is made. Needs no torch.
 
-Answers are kept in the user's cache, so that the same request makes the same video again.
+Answers are kept in the user's cache, so that the same request makes the same video again. The server has OpenAI's
+interface. `huggingface_hub.InferenceClient` would follow redirections and send the user's Hub token to any server.
 """
 
+import base64
 import hashlib
 import importlib.resources
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from http.client import HTTPException
 from pathlib import Path
+from time import sleep
+from typing import Any, TypeVar
+from urllib.error import HTTPError
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-from opensora_cli.core.exceptions import FileProblem, OutputError, RequestError
+from opensora_cli.core.exceptions import FileProblem, HardwareError, OutputError, RequestError
 from opensora_cli.core.files import user_cache, write_json_atomic
-from opensora_cli.core.formatting import escaped, is_harmful
+from opensora_cli.core.formatting import escaped, is_harmful, plain
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.reading import read_json_object, read_text
-from opensora_cli.engine.generate.chat import ChatServer, ServerProblem
+from opensora_cli.core.strict_json import MAX_JSON_BYTES, parse_object
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import SERVER_VARIABLES
 
 KINDS = ("t2v", "t2i", "i2v", "motion_score")
 MOTION_SCORE = "motion_score"
+REFINE_URL, REFINE_KEY, _ = SERVER_VARIABLES
 
 _SCHEMA = "osora.refined/1"
 _MAX_INSTRUCTION_BYTES = 100_000
@@ -30,6 +39,117 @@ _MOTION_SCORES = range(1, 16)
 _THOUGHTS = re.compile(r".*</think>", re.DOTALL)
 """Reasoning before an answer. Some servers drop the first tag."""
 _QUOTES = ('""', "''", "“”", "„“", "«»", "``")
+_ADDRESS = re.compile(r"https?://([\w.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?(/[\w.~%/-]*)?", re.ASCII | re.IGNORECASE)
+"""Address without user, query and fragment, which may hold secrets."""
+_LONGEST_WAIT_S = 30.0
+_BUSY = frozenset({408, 425, 429, *range(500, 600)})
+"""Statuses after which another try may help."""
+
+T = TypeVar("T")
+
+
+class ServerProblem(HardwareError):
+    """The server gives no usable answer."""
+
+
+class _NoRedirects(HTTPRedirectHandler):
+    """Handler that makes a redirection an error. The key and the prompt go to the named server only."""
+
+    def redirect_request(self, *_: object) -> None:
+        """Return None: urllib then raises HTTPError."""
+
+
+class ChatServer:
+    """Server that the environment names: OSORA_REFINE_URL, and maybe OSORA_REFINE_KEY and OSORA_REFINE_MODEL.
+
+    Args:
+        timeout_s: limit of one try.
+        tries: largest number of tries.
+        reporter: shows failed tries.
+
+    Raises:
+        RequestError: the environment names no server.
+    """
+
+    def __init__(self, *, timeout_s: float, tries: int, reporter: Reporter) -> None:
+        url, self._key, self._model = (os.environ.get(name, "").strip() for name in SERVER_VARIABLES)
+        if not _ADDRESS.fullmatch(url):
+            raise RequestError(
+                f"{REFINE_URL} must be an address of http:// or https://, without user, query or fragment"
+                if url
+                else f"{REFINE_URL} is not set: it names the server that is asked",
+                hint=f"export {REFINE_URL}=http://localhost:8000/v1, {REFINE_KEY}=... if it wants a key",
+            )
+        if not (self._key.isascii() and self._key.isprintable()):
+            raise RequestError(f"{REFINE_KEY} must have no characters that a header cannot have")
+        self.url = url.rstrip("/")
+        """Address without `/chat/completions`."""
+        self.reporter = reporter
+        self._timeout_s, self._tries = timeout_s, tries
+
+    @property
+    def model(self) -> str:
+        """Name of the model: the one in the environment, or the first that the server lists.
+
+        Raises ServerProblem if the server lists none.
+        """
+        self._model = self._model or self._try(lambda: _text(self._send("/models", None)["data"][0]["id"]))
+        return self._model
+
+    def ask(self, instructions: str, text: str, *, pictures: Sequence[bytes], read: Callable[[str], T]) -> T:
+        """Return the result of `read` for the answer. If `read` raises ValueError, the question is repeated.
+
+        `pictures` are JPEG files. Raises ServerProblem if no try gives a usable answer.
+        """
+        urls = [f"data:image/jpeg;base64,{base64.b64encode(picture).decode()}" for picture in pictures]
+        shown = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        content = [{"type": "text", "text": text}, *shown] if shown else text
+        messages = [{"role": "system", "content": instructions}, {"role": "user", "content": content}]
+        body = {"model": self.model, "messages": messages}
+        return self._try(lambda: read(_text(self._send("/chat/completions", body)["choices"][0]["message"]["content"])))
+
+    def _try(self, attempt: Callable[[], T]) -> T:
+        """Return the result of `attempt`, which is repeated after an error that may pass."""
+        for number in range(1, self._tries + 1):
+            wait_s = min(2.0 ** (number - 1), _LONGEST_WAIT_S)
+            try:
+                return attempt()
+            except HTTPError as error:
+                with error:
+                    reason = self._shown(f"{error.code} {error.reason} {error.read(300).decode(errors='replace')}")
+                if error.code not in _BUSY:
+                    hint = f"check {REFINE_KEY}" if error.code in (401, 403) else None
+                    raise ServerProblem(f"{self.url} refuses: {reason}", hint=hint) from None
+                asked = error.headers.get("Retry-After", "")
+                wait_s = min(float(asked), _LONGEST_WAIT_S) if asked.isdecimal() else wait_s
+            except (LookupError, TypeError):
+                reason = "an answer of another form"
+            except (HTTPException, OSError, ValueError, OverflowError) as error:
+                cause = getattr(error, "reason", error)
+                reason = self._shown(getattr(cause, "strerror", None) or str(cause) or type(cause).__name__)
+            if number < self._tries:
+                self.reporter.note(f"{self.url}: {reason}; try {number + 1} of {self._tries} in {wait_s:.0f} s")
+                sleep(wait_s)
+        tried = "1 try" if self._tries == 1 else f"{self._tries} tries"
+        raise ServerProblem(f"{self.url} gives no answer after {tried}: {reason}", hint="is the server up?")
+
+    def _send(self, path: str, body: object) -> Any:
+        """Return the JSON of an answer."""
+        data = None if body is None else json.dumps(body).encode()
+        request = Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
+        if self._key:
+            request.add_unredirected_header("Authorization", f"Bearer {self._key}")
+        with build_opener(_NoRedirects).open(request, timeout=self._timeout_s) as response:
+            return parse_object(response.read(MAX_JSON_BYTES + 1))
+
+    def _shown(self, text: str) -> str:
+        return plain(" ".join(text.split()).replace(self._key or "\0", "<hidden>"))
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise ValueError("an answer without text")
+    return value
 
 
 def refined(settings: GenerateSettings, *, reporter: Reporter) -> GenerateSettings:
@@ -70,7 +190,7 @@ def require_refinement(settings: GenerateSettings, reporter: Reporter) -> ChatSe
     kinds, refine = _kinds(settings), settings.refine
     if not kinds:
         return None
-    server = ChatServer(os.environ, timeout_s=refine.timeout_s, tries=refine.tries, reporter=reporter)
+    server = ChatServer(timeout_s=refine.timeout_s, tries=refine.tries, reporter=reporter)
     for kind in kinds:
         read_instructions(kind, refine.instructions)
     return server

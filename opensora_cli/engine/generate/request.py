@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from opensora_cli.core.exceptions import CheckpointError, OsoraError, RequestError
+from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
@@ -28,8 +28,6 @@ from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_gene
 PICTURE_MODE = "i2v_head"
 """Condition mode of a video whose picture is made first, if no mode is set."""
 
-_GPUS_PER_NODE = 8
-"""GPUs of a machine with H100s."""
 _VIDEO_ONLY: Mapping[str, object] = {
     "draft": {},
     "output.save_latents": False,
@@ -163,22 +161,6 @@ def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
         # The same request may have made the result before.
         if (made.get("seed"), made.get("prompt")) != (sample.seed, settings.prompt):
             refuse_existing(sample.media, sample.sidecar)
-
-
-@contextmanager
-def dry_run_named(request: GenerateRequest) -> Iterator[None]:
-    """Add a hint to refusals inside the block: the dry run that plans for GPUs that this machine does not have."""
-    try:
-        yield
-    except OsoraError as error:
-        gpus, device = (request.overrides.get(key) for key in ("parallel.gpus", "runtime.device"))
-        count = int(str(gpus.value)) if gpus is not None and str(gpus.value).isdecimal() else 1
-        is_here = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/dxg").exists()
-        if count > 1 and not is_here and (device is None or device.value != "cpu"):
-            whole = count if count <= _GPUS_PER_NODE else -(-count // _GPUS_PER_NODE) * _GPUS_PER_NODE
-            planned = f"--dry-run --on {whole}xH100 plans it for GPUs that are not here"
-            error.hint = "; ".join(filter(None, (error.hint, planned)))
-        raise
 
 
 def draft_settings(settings: GenerateSettings, *, height: int, width: int) -> GenerateSettings | None:

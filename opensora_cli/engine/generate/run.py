@@ -10,8 +10,9 @@ from pydantic import Field
 
 from opensora_cli.core.device import peak_memory_gib
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.exceptions import MediaError, OutputError, RequestError
 from opensora_cli.core.folder_lock import remove_left
+from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.threads import ThreadChoice
@@ -20,15 +21,16 @@ from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.generate.chain import PICTURE, VIDEO, Chain
 from opensora_cli.engine.generate.decode import GeneratedVideo, HeldVideo, hold, report_given_frames, save
 from opensora_cli.engine.generate.events import Events, Hooks
-from opensora_cli.engine.generate.explore import ExploredSeed, explored_seed, is_explored, write_sheet
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import (
     Claims,
     SampleFiles,
     check_outputs,
-    last_frame_path,
+    note_earlier_work,
     num_samples,
+    preview_path,
     sample_files,
+    sheet_path,
 )
 from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.planning import (
@@ -41,14 +43,46 @@ from opensora_cli.engine.generate.planning import (
 from opensora_cli.engine.generate.process import OneProcess
 from opensora_cli.engine.generate.references import references_of, refined_with_mode, with_mode
 from opensora_cli.engine.generate.request import resolve
-from opensora_cli.engine.generate.sample import Sample, read_saved
+from opensora_cli.engine.generate.sample import Sample, read_saved, unfinished
 from opensora_cli.engine.generate.saved_latents import open_latents
 from opensora_cli.engine.generate.sidecar import choose_outputs, refuse_pictures, request_hashes
-from opensora_cli.engine.generate.text import without_cached_text
+from opensora_cli.engine.generate.text import warn_about_prompts
 from opensora_cli.settings.applies import used_settings
 from opensora_cli.settings.enums import AttentionChoice
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA, GenerateRequest
+
+
+class ExploredSeed(Document):
+    """Sample that `--explore` started."""
+
+    seed: int
+    state: Path
+    """Latents to continue from."""
+    steps: int | None
+    """Steps done; None means all steps."""
+    preview: Path | None
+    """Animation of the last prediction; None without previews."""
+    command: str = Field(exclude=True)
+    """Command that finishes the sample."""
+
+    @classmethod
+    def of(cls, sample: SampleFiles) -> "ExploredSeed":
+        """Return the document of an explored seed."""
+        assert sample.latents is not None
+        steps = sample.saved_steps if sample.is_explored else sample.settings.sampling.stop_at
+        preview = preview_path(sample.target)
+        return cls(
+            seed=sample.seed,
+            state=sample.latents,
+            steps=steps,
+            preview=preview if preview.is_file() else None,
+            command=sample.command(sample.latents, is_begun=steps is not None),
+        )
+
+    def line(self) -> str:
+        """Return the command that finishes the sample, with its seed."""
+        return f"{self.command}  # seed {self.seed}"
 
 
 class GenerateResult(Document):
@@ -149,19 +183,20 @@ def generate(
         else:
             chain = chain_of(settings, models).change(models.planned, only=VIDEO)
         require_weights(chain, reporter)
-        chosen = _on_all_ranks(chain, ranks, lambda: choose_outputs(chain))
+        chosen = choose_outputs(chain, ranks=ranks)
         if all(sample.made_before for sample in chosen):
             return _earlier_result(chain, chosen, reporter)
         claims = stack.enter_context(Claims())
         require_room(chain, reporter)
         references = references_of(chain.video, reporter) if is_main else []
         if is_main:
-            check_outputs(chosen, chain, create=True)
-        chosen = _on_all_ranks(chain, ranks, lambda: choose_outputs(chain, claims=claims))
+            warn_about_prompts(chain.video, reporter)
+            check_outputs(chain, create=True)
+        chosen = choose_outputs(chain, claims=claims, ranks=ranks)
         files = [sample for sample in chosen if not sample.made_before]
         if not files:  # another run has finished them since the first look
             return _earlier_result(chain, chosen, reporter)
-        _note_earlier_work(chosen, reporter)
+        note_earlier_work(chosen, reporter)
         if is_main:
             refuse_pictures(chain, files)
         saved = [read_saved(chain, sample, ranks) for sample in files]
@@ -176,21 +211,17 @@ def generate(
         if is_main:
             # Without a sidecar no later run can tell which request has made a result.
             stack.enter_context(events.rescue(files, can_repeat=output.metadata and not output.overwrite))
-        if output.explore:
-            samples = [sample for sample in samples if not is_explored(sample.files)]
+        samples = [sample for sample in samples if not sample.files.is_explored]
+        evaluations = sum(chain.evaluations_after(each.files.saved_steps or 0) for each in unfinished(samples))
         videos = make(chain, samples, models, events, finish=None if output.explore else save)
         kept = [GeneratedVideo.of(chain, sample) for sample in chosen if sample.made_before]
         return GenerateResult(
             videos=tuple(sorted([*kept, *videos], key=lambda video: video.seed)),
-            explored=tuple(map(explored_seed, files)) if output.explore else None,
-            sheet=write_sheet(chosen, reporter) if output.explore and is_main else None,
+            explored=tuple(map(ExploredSeed.of, files)) if output.explore else None,
+            sheet=_write_sheet(chosen, reporter) if output.explore and is_main else None,
             model=chain.settings.model.name,
             device=str(chain.video.hardware.device),
-            model_evaluations=sum(
-                chain.evaluations_after(sample.files.saved_steps or 0)
-                for sample in samples
-                if sample.files.saved is None or sample.files.saved_steps is not None
-            ),
+            model_evaluations=evaluations,
             timings_s={stage: round(seconds, 3) for stage, seconds in events.timings_s.items()},
             **peak_memory_gib(chain.video.hardware.device),
             threads=chain.video.threads,
@@ -214,7 +245,7 @@ def plan_here(
             hint="start with osora generate --gpus N, torchrun or srun",
         )
     chain = chain_of(refined_with_mode(settings, reporter), models, device=device)
-    return without_cached_text(chain, models.prompts).change(models.planned, only=VIDEO)
+    return chain.change(models.planned, only=VIDEO)
 
 
 def chain_of(settings: GenerateSettings, models: LoadedModels, *, device: str | None = None) -> Chain:
@@ -247,41 +278,18 @@ def _generate_in_ranks(
     files = choose_outputs(chain)
     if all(sample.made_before for sample in files):
         return _earlier_result(chain, files, reporter)
-    check_outputs(files, chain, create=False)
+    check_outputs(chain, create=False)
     references_of(chain.video, silent)
     refuse_pictures(chain, [sample for sample in files if not sample.made_before])
     start_ranks(settings, "generate", rank_flags)
     return None
 
 
-def _on_all_ranks(
-    chain: Chain, ranks: OneProcess, choose: Callable[[], tuple[SampleFiles, ...]]
-) -> tuple[SampleFiles, ...]:
-    """Return the files that rank 0 chooses, on all ranks."""
-    chosen = choose() if ranks.is_main else ()
-    rows = ranks.same(
-        [
-            (sample.number, sample.made_before, sample.saved and str(sample.saved), sample.saved_steps)
-            for sample in chosen
-        ]
-    )
-    return chosen or tuple(
-        replace(
-            sample_files(chain.settings, index, number=number),
-            made_before=made_before,
-            saved=saved and Path(saved),
-            saved_steps=steps,
-        )
-        for index, (number, made_before, saved, steps) in enumerate(rows)
-    )
-
-
 def _earlier_result(chain: Chain, files: Sequence[SampleFiles], reporter: Reporter) -> GenerateResult:
     """Return the result of a run that has nothing to compute."""
-    for sample in files:
-        # A run that was killed right after the result may have left temporary files.
-        remove_left(sample.media.parent)
-        _note_made(sample, reporter, " (--overwrite makes it again)")
+    # A run that was killed right after the result may have left temporary files.
+    remove_left(files[0].media.parent)
+    note_earlier_work(files, reporter)
     return GenerateResult(
         videos=tuple(GeneratedVideo.of(chain, sample) for sample in files),
         model=chain.settings.model.name,
@@ -292,22 +300,25 @@ def _earlier_result(chain: Chain, files: Sequence[SampleFiles], reporter: Report
     )
 
 
-def _note_earlier_work(files: Sequence[SampleFiles], reporter: Reporter) -> None:
-    """Note the samples that are finished or begun, before the others are made."""
+def _write_sheet(files: Sequence[SampleFiles], reporter: Reporter) -> Path | None:
+    """Write the sheet with the last preview of each explored seed; return None, with a warning, if that fails."""
+    from opensora_cli.media.read import read_video
+    from opensora_cli.media.sheets import contact_sheet, film_strip
+    from opensora_cli.media.write import write_media
+
+    cells = []
     for sample in files:
-        if sample.made_before:
-            _note_made(sample, reporter)
-        elif sample.saved is not None and sample.settings.from_latents is None:
-            after = "" if sample.saved_steps is None else f", after step {sample.saved_steps}"
-            word = "kept:" if sample.settings.output.explore and is_explored(sample) else "continuing from"
-            reporter.note(f"{word} latents of the same request: {sample.saved}{after}")
-
-
-def _note_made(sample: SampleFiles, reporter: Reporter, advice: str = "") -> None:
-    reporter.note(f"made before by the same request: {sample.media}{advice}")
-    last_frame = last_frame_path(sample.target)
-    if sample.settings.output.last_frame and not last_frame.exists():
-        reporter.warn(f"{last_frame} is not there: the video was made without it; --overwrite makes both")
+        try:
+            strip_HWC = film_strip(read_video(preview_path(sample.target)).frames_THWC)
+        except MediaError:
+            strip_HWC = None
+        cells.append((f"seed {sample.seed}" + (" (finished)" if sample.made_before else ""), strip_HWC))
+    try:
+        path = sheet_path(files[0].target)
+        return write_media([contact_sheet(cells)[None]], path, fps=1, format=MediaFormat.PNG)
+    except OutputError as error:
+        reporter.warn(f"there is no sheet of the seeds: {error.message}")
+        return None
 
 
 def _with_attention_before(chain: Chain, files: Sequence[SampleFiles], ranks: OneProcess) -> Chain:
@@ -334,6 +345,7 @@ def hold_from_request(
     require_weights(chain, reporter)
     require_room(chain, reporter)
     references = references_of(chain.video, reporter)
+    warn_about_prompts(chain.video, reporter)
     hashes = request_hashes(chain)
     files = replace(sample_files(chain.settings, 0), latents=None)
     saved = read_saved(chain, files, models.ranks)

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -12,7 +11,7 @@ from opensora_cli.engine.generate.outputs import SampleFiles
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.process import OneProcess
 from opensora_cli.engine.generate.references import Reference
-from opensora_cli.engine.generate.saved_latents import open_latents, segment_path
+from opensora_cli.engine.generate.saved_latents import open_latents
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,9 @@ class Sample:
     files: SampleFiles
     references: Sequence[Reference] = ()
     saved: Sequence[DenoisedSample] = ()
-    """Latents from files: of each finished segment in order, then of the segment in progress."""
+    """Latents from a file: of each finished segment in order, then of the segment in progress."""
+    earlier: tuple[torch.Tensor, ...] = ()
+    """latents_CTHW of the segments of an extended video before this one."""
     reference_latents: Sequence[torch.Tensor] | None = None
     """latents_CTHW of each reference; None without references."""
     draft_CTHW: torch.Tensor | None = None
@@ -91,13 +92,7 @@ def read_saved(chain: Chain, files: SampleFiles, ranks: OneProcess) -> tuple[Den
     count = finished + bool(begun_steps)
     tensors: list[torch.Tensor] = []
     if ranks.is_main and is_begun is not (files.saved_steps is None):
-        file = open_latents(files.saved)
-        for number in range(count - 1):
-            part = open_latents(segment_path(Path(files.saved), number), segment=number)
-            if part.request_sha256 != file.request_sha256:
-                raise CheckpointError(f"{part.path} is of another request than {files.saved}")
-            tensors.append(part.read())
-        tensors += [file.read(), *file.read_past()]
+        tensors = open_latents(files.saved).read()
     tensors = [tensor.cpu() for tensor in ranks.same_tensors(tensors)]
     if any(tuple(each.shape) != plan.latent_shape for each in tensors):
         raise RequestError(

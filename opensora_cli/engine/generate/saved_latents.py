@@ -1,14 +1,10 @@
-"""Files of latents: complete before decoding, or the state of an unfinished run. Imports torch only for their tensors.
-
-A video that is extended has a file for each finished segment beside the file of the segment in progress.
-"""
+"""Files of latents: complete before decoding, or the state of an unfinished run. Only tensors need torch."""
 
 import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +29,8 @@ REQUEST_KEY = "request_sha256"
 STEPS_KEY = "steps_done"
 """Key of saved latents for the number of steps done; absent after all steps."""
 
-_KEY, _PAST_KEY = "latents", "past"
-_ATTENTION, _SEGMENT = "attention", "segment"
+_KEY, _FINISHED_KEY, _PAST_KEY = "latents", "finished", "past"
+_ATTENTION = "attention"
 _DTYPES = ("F32", "F16", "BF16")
 
 
@@ -52,28 +48,17 @@ class SavedLatents:
     attention: str | None = None
     """Attention backend that computed the latents; None in files of older versions."""
 
-    def read(self) -> "Tensor":
-        """Return the scaled latents (C,T,H,W) on the CPU.
+    def read(self) -> "list[Tensor]":
+        """Return scaled latents (C,T,H,W) on the CPU: of finished segments, of the last one begun, and its velocities.
 
-        Raises CheckpointError if the file is not whole any more, or some values are not finite.
+        The velocities are earlier ones that a solver or a step cache needs. Raises CheckpointError if the file is not
+        whole any more, or some values are not finite.
         """
         with _opened(self.path) as file:
-            return self._finite(file.get_tensor(_KEY))
-
-    def read_past(self) -> "tuple[Tensor, ...]":
-        """Return the earlier velocities that a solver or a step cache needs."""
-        with _opened(self.path) as file:
-            return self._finite(file.get_tensor(_PAST_KEY)).unbind() if _PAST_KEY in set(file.keys()) else ()
-
-    def _finite(self, tensor: "Tensor") -> "Tensor":
-        if not bool(tensor.isfinite().all()):
+            stored = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        if not all(bool(tensor.isfinite().all()) for tensor in stored.values()):
             raise CheckpointError(f"{self.path} holds latents that are not finite", hint=LATENTS_HINT)
-        return tensor
-
-
-def segment_path(latents: Path, segment: int) -> Path:
-    """Return the file for the latents of a finished segment, beside the latents of its sample."""
-    return latents.with_name(f"{latents.name.removesuffix(LATENTS_ENDING)}.segment{segment + 1}{LATENTS_ENDING}")
+        return [*stored.get(_FINISHED_KEY, ()), stored[_KEY], *stored.get(_PAST_KEY, ())]
 
 
 def save_latents(
@@ -83,7 +68,7 @@ def save_latents(
     *,
     request_sha256: str = "",
     steps: int | None = None,
-    segment: int | None = None,
+    finished: "Sequence[Tensor]" = (),
     past: "Sequence[Tensor]" = (),
     attention: str | None = None,
 ) -> None:
@@ -91,7 +76,7 @@ def save_latents(
 
     Args:
         steps: steps done, including those of earlier segments; None for all steps.
-        segment: number of the finished segment that the file holds; None for the file of the sample.
+        finished: latents of earlier segments of an extended video.
         past: earlier velocities that a solver or a step cache needs, shaped like latents.
         attention: attention backend that computed the latents.
 
@@ -100,7 +85,7 @@ def save_latents(
     import torch
     from safetensors.torch import save
 
-    values = {STEPS_KEY: steps, _SEGMENT: segment, _ATTENTION: attention}
+    values = {STEPS_KEY: steps, _ATTENTION: attention}
     metadata = {
         "schema": LATENTS_SCHEMA,
         "settings": json.dumps(used_settings(settings)),
@@ -108,18 +93,16 @@ def save_latents(
         **{key: str(value) for key, value in values.items() if value is not None},
     }
     tensors = {_KEY: latents_CTHW.detach().cpu().contiguous()}
-    if past:
-        tensors[_PAST_KEY] = torch.stack([each.detach().cpu() for each in past])
+    for key, others in ((_FINISHED_KEY, finished), (_PAST_KEY, past)):
+        if others:
+            tensors[key] = torch.stack([each.detach().cpu() for each in others])
     write_bytes_atomic(path, save(tensors, metadata=metadata))
 
 
 def remove_latents(latents: Path) -> None:
-    """Remove the saved latents of a complete result and of its segments, or warn if that fails."""
-    segments = takewhile(Path.exists, (segment_path(latents, segment) for segment in count()))
+    """Remove the saved latents of a complete result, or warn if that fails."""
     try:
-        # In this order, a kill leaves files that the next removal finds.
-        for path in reversed([latents, *segments]):
-            path.unlink(missing_ok=True)
+        latents.unlink(missing_ok=True)
     except OSError as error:
         message = f"{latents} is not needed any more, but cannot be removed: {error.strerror or error}"
         warnings.warn(message, OsoraWarning, stacklevel=2)
@@ -135,11 +118,8 @@ def read_header(path: Path) -> dict[str, str] | None:
     return metadata if metadata.get("schema", "").startswith("osora.latents/") else None
 
 
-def open_latents(path: str | Path, *, segment: int | None = None) -> SavedLatents:
-    """Open the latents of a sample, or of a finished `segment`.
-
-    Raises CheckpointError if the file is missing, truncated, or of another kind.
-    """
+def open_latents(path: str | Path) -> SavedLatents:
+    """Open the latents of a sample. Raises CheckpointError if the file is missing, truncated, or of another kind."""
     require_latents(path)
     with _opened(path, framework="numpy") as file:
         metadata: dict[str, str] = file.metadata() or {}
@@ -147,10 +127,6 @@ def open_latents(path: str | Path, *, segment: int | None = None) -> SavedLatent
             raise CheckpointError(f"{path} holds no latents of osora", hint=LATENTS_HINT)
         dtype = file.get_slice(_KEY).get_dtype()
     require_schema(metadata, LATENTS_SCHEMA, path, problem=CheckpointError, hint=LATENTS_HINT)
-    found = metadata.get(_SEGMENT)
-    if found != (None if segment is None else str(segment)):
-        held = "no finished segment" if found is None else "a finished segment alone"
-        raise CheckpointError(f"{path} holds {held}", hint="continue from the file without .segment in its name")
     if dtype not in _DTYPES:
         raise CheckpointError(f"{path} holds latents of {dtype}, not of {', '.join(_DTYPES)}", hint=LATENTS_HINT)
     steps = metadata.get(STEPS_KEY)

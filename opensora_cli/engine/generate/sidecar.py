@@ -25,8 +25,10 @@ from opensora_cli.engine.generate.outputs import (
     last_frame_path,
     num_samples,
     read_made,
+    sample_files,
 )
 from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.process import ALONE, OneProcess
 from opensora_cli.engine.generate.request import picture_path
 from opensora_cli.engine.generate.saved_latents import REQUEST_KEY, open_latents
 from opensora_cli.engine.generate.text import full_prompt
@@ -37,12 +39,25 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
 
 
-def choose_outputs(chain: Chain, *, claims: Claims | None = None) -> tuple[SampleFiles, ...]:
-    """Return the files of every sample. `claims` are those of `find_target`."""
-    request, settings = request_hashes(chain), chain.settings
-    return tuple(
-        find_target(settings, index, request(settings.sampling.seed + index, settings.output_format), claims=claims)
-        for index in range(chain.num_samples)
+def choose_outputs(chain: Chain, *, claims: Claims | None = None, ranks: OneProcess = ALONE) -> tuple[SampleFiles, ...]:
+    """Return the files of every sample, which rank 0 chooses. `claims` are those of `find_target`."""
+    settings, chosen = chain.settings, list[SampleFiles]()
+    if ranks.is_main:
+        request = request_hashes(chain)
+        for index in range(chain.num_samples):
+            of_sample = request(settings.sampling.seed + index, settings.output_format)
+            chosen.append(find_target(settings, index, of_sample, claims=claims))
+    known = ranks.same(
+        [(each.number, each.made_before, each.saved and str(each.saved), each.saved_steps) for each in chosen]
+    )
+    return tuple(chosen) or tuple(
+        replace(
+            sample_files(settings, index, number=number),
+            made_before=made_before,
+            saved=saved and Path(saved),
+            saved_steps=steps,
+        )
+        for index, (number, made_before, saved, steps) in enumerate(known)
     )
 
 

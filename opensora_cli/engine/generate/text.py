@@ -7,7 +7,7 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -18,14 +18,11 @@ from opensora_cli.core.reading import read_json_object
 from opensora_cli.engine.components.hardware import versions
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component, stamp_of
-from opensora_cli.engine.encode.prompt_cache import PromptCache, TextEmbeds
+from opensora_cli.engine.encode.prompt_cache import TextEmbeds
 from opensora_cli.engine.estimate.offload import TEXT
-from opensora_cli.engine.generate.chain import Chain, alone
 from opensora_cli.engine.generate.events import Events
-from opensora_cli.engine.generate.loading import prompt_readers
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.planning import require_fit
 from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
 from opensora_cli.sampling.text import add_fps_info_to_text, add_motion_score_to_text
 from opensora_cli.settings.explain import nearest
@@ -59,11 +56,8 @@ def text_embeds(plan: Plan, models: LoadedModels, events: Events) -> tuple[Promp
     known = _cached_embeds(plan, models, events.reporter)
     if known.keys() >= {*_texts_of(plan.settings)}:
         with events.stage(TEXT):
-            warn_about_prompts(plan, models.prompt_readers(plan), events.reporter)
+            events.reporter.note("prompts: read from the cache (--no-cache encodes them again)")
             return _of_segments(plan, known)
-    if not plan.encodes_text:  # The cache has lost entries since the plan was made.
-        plan = plan.with_best_offload(plan.budget_bytes)
-        require_fit(alone(plan))
     return retried(lambda plan: encode_prompts(plan, models, events, known), plan, TEXT, models, events)[0]
 
 
@@ -74,11 +68,10 @@ def encode_prompts(
     runtime, found = plan.settings.runtime, dict(known or {})
     missing = [text for text in _texts_of(plan.settings) if text not in found]
     with models.text_encoders(plan, events) as (t5, clip), events.stage(TEXT):
-        warn_about_prompts(plan, (t5, clip), events.reporter)
         for text, embeds in encode_texts(missing, t5, clip):
             found[text] = embeds
             if runtime.prompt_cache and models.ranks.is_main:
-                key, limit = _cache_key(plan, text, models), runtime.prompt_cache_limit
+                key, limit = name_in_cache(plan, text, ranks=models.ranks.count), runtime.prompt_cache_limit
                 models.prompts.keep(key, embeds, limit=limit, reporter=events.reporter)
         return _of_segments(plan, found)
 
@@ -115,15 +108,24 @@ def _of_segments(plan: Plan, known: Mapping[str, TextEmbeds]) -> tuple[PromptEmb
     )
 
 
-def warn_about_planned_prompts(plan: Plan, reporter: Reporter) -> None:
-    """Warn about prompts without the weights of the encoders; do nothing if encoders are missing or not needed."""
-    if not plan.decodes_only and {Component.T5, Component.CLIP} <= plan.weights.paths.keys():
-        warn_about_prompts(plan, prompt_readers(plan), reporter)
+@lru_cache(maxsize=2)
+def _prompt_readers(
+    paths: tuple[Path, Path], stamps: object, t5_length: int, clip_length: int
+) -> tuple[PromptReader, PromptReader]:
+    """Return the tokenizers of T5 and CLIP, without weights; `stamps` are those of the files."""
+    return T5Encoder.reader(paths[0], max_length=t5_length), ClipEncoder.reader(paths[1], max_length=clip_length)
 
 
-def warn_about_prompts(plan: Plan, readers: tuple[PromptReader, PromptReader], reporter: Reporter) -> None:
-    """Warn about text that T5 or CLIP truncates, and about words that a small model does not know."""
-    settings, (t5, clip) = plan.settings, readers
+def warn_about_prompts(plan: Plan, reporter: Reporter) -> None:
+    """Warn about text that T5 or CLIP truncates, and about words that a small model does not know.
+
+    Needs no weights. Does nothing if files of the encoders are missing, or nothing is encoded.
+    """
+    if plan.decodes_only or not {Component.T5, Component.CLIP} <= plan.weights.paths.keys():
+        return
+    settings, paths = plan.settings, (plan.weights.path(Component.T5), plan.weights.path(Component.CLIP))
+    lengths = settings.text.t5_max_length, settings.text.clip_max_length
+    t5, clip = _prompt_readers(paths, tuple(map(stamp_of, paths)), *lengths)
     truncating = [
         f"{name} after {reader.max_length} tokens"
         for name, reader in (("T5", t5), ("CLIP", clip))
@@ -131,7 +133,7 @@ def warn_about_prompts(plan: Plan, readers: tuple[PromptReader, PromptReader], r
     ]
     if truncating:
         reporter.warn(f"the prompt is too long and is cut: {', '.join(truncating)}")
-    vocabulary = read_vocabulary(plan.weights.path(Component.T5).parent)
+    vocabulary = read_vocabulary(paths[0].parent)
     if not settings.text.known_words_warning:
         return
     # Without the suffixes, which the user did not type.
@@ -168,11 +170,11 @@ def read_vocabulary(folder: Path) -> dict[str, list[str]]:
     return vocabulary
 
 
-def name_in_cache(plan: Plan, text: str, *, threads: int, ranks: int = 1) -> str:
+def name_in_cache(plan: Plan, text: str, *, ranks: int = 1) -> str:
     """Return the name of a text in the cache: a hash of everything that decides the bits of its embeddings.
 
     Size and modification time stand for the content of the encoders' files, which are large. Sums depend on the
-    `threads` of a CPU, and on the number of `ranks` that share the layers of T5.
+    threads of a CPU, and on the number of `ranks` that share the layers of T5.
     """
     hardware, settings = plan.hardware, plan.settings
     on_cpu = hardware.device.type == "cpu"
@@ -186,37 +188,11 @@ def name_in_cache(plan: Plan, text: str, *, threads: int, ranks: int = 1) -> str
         "lengths": [settings.text.t5_max_length, settings.text.clip_max_length],
         "dtype": hardware.dtype_name,
         "device": [hardware.device_name, kernels],
-        "threads": threads if on_cpu else None,
+        "threads": torch.get_num_threads() if on_cpu else None,
         "ranks": 1 if plan.offload.stream_text else ranks,
         "versions": {**versions(), "transformers": importlib.metadata.version("transformers")},
     }
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:32]
-
-
-def _cache_key(plan: Plan, text: str, models: LoadedModels) -> str:
-    return name_in_cache(plan, text, threads=torch.get_num_threads(), ranks=models.ranks.count)
-
-
-def without_cached_text(chain: Chain, cache: PromptCache) -> Chain:
-    """Return the chain of one process without the text stages whose prompts are all in the cache.
-
-    On a CPU this chooses the threads, since embeddings depend on them.
-    """
-    plan = chain.video
-    if not plan.settings.runtime.prompt_cache or plan.mesh.size > 1 or plan.decodes_only or cache.folder is None:
-        return chain
-    if any(part not in plan.weights.paths for part in (Component.T5, Component.CLIP)):
-        return chain
-    if plan.hardware.device.type == "cpu":
-        chain = chain.with_threads()
-
-    def change(plan: Plan) -> Plan:
-        count = plan.threads.count if plan.threads is not None else 0
-        if not all(cache.has(name_in_cache(plan, text, threads=count)) for text in _texts_of(plan.settings)):
-            return plan
-        return replace(plan, stages=tuple(stage for stage in plan.stages if stage.name != TEXT))
-
-    return chain.change(change)
 
 
 def _cached_embeds(plan: Plan, models: LoadedModels, reporter: Reporter) -> Mapping[str, TextEmbeds]:
@@ -226,7 +202,7 @@ def _cached_embeds(plan: Plan, models: LoadedModels, reporter: Reporter) -> Mapp
     device, found = plan.hardware.device, dict[str, TextEmbeds]()
     if models.ranks.is_main:
         for text in _texts_of(plan.settings):
-            embeds = models.prompts.read(_cache_key(plan, text, models), reporter)
+            embeds = models.prompts.read(name_in_cache(plan, text, ranks=models.ranks.count), reporter)
             if embeds is not None:
                 found[text] = embeds.to(device)
     cached = models.ranks.same([*found])

@@ -163,7 +163,7 @@ def test_pieces_make_the_same_file_as_the_whole(
 
 @pytest.mark.parametrize(
     ("format_", "module", "function"),
-    [("mp4", write, "_yuv_frame"), ("webp", encode, "_webp_still"), ("png", write, "save_png")],
+    [("mp4", write, "_yuv_frame"), ("webp", encode, "_webp_still"), ("png", write, "png_bytes")],
 )
 def test_a_piece_is_written_and_forgotten_before_the_next_is_asked_for(
     tmp_path: Path,

@@ -9,11 +9,10 @@ from tiny_world import DEMO_SIZES, demo_settings
 
 from opensora_cli.core import left_overs
 from opensora_cli.core.exceptions import BatchError, CheckpointError, InUseError, RequestError
-from opensora_cli.engine.generate import batch, denoise, dry_run
+from opensora_cli.engine.generate import batch, denoise
 from opensora_cli.engine.generate import models as generate_models
 from opensora_cli.engine.generate import text as generate_text
-from opensora_cli.engine.generate.batch import generate_rows
-from opensora_cli.engine.generate.dry_run import plan_rows
+from opensora_cli.engine.generate.batch import generate_rows, plan_rows
 from opensora_cli.engine.generate.prompts import Shard, read_prompts
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.settings.explain import Given
@@ -134,8 +133,8 @@ def test_many_rows_are_planned_once_for_each_shape(tmp_path, asked, reporter, mo
     path = tmp_path / "p.csv"
     path.write_text("prompt,seed,num_frames\n" + "".join(f"sea,{seed},{5 + seed % 2 * 12}\n" for seed in range(400)))
     planned = []
-    plan = dry_run.plan_generation
-    monkeypatch.setattr(dry_run, "plan_generation", lambda *a, **k: planned.append(a) or plan(*a, **k))
+    plan = batch.plan_generation
+    monkeypatch.setattr(batch, "plan_generation", lambda *a, **k: planned.append(a) or plan(*a, **k))
     result = plan_rows(asked(), read_prompts(path), shard=Shard.of("2/4"), reporter=reporter)
     assert len(planned) == 1  # odd seeds alone
     assert [(shape.rows, shape.plan.jobs[0].num_frames) for shape in result.shapes] == [(100, 17)]

@@ -117,7 +117,7 @@ def test_out_of_memory_at_the_second_piece_writes_the_whole_file_again(world, tm
             failed.append(len(encoded))
             raise torch.OutOfMemoryError("CUDA out of memory. Tried 3 GiB")
 
-    watch_encoder(monkeypatch, lambda: encoded.append(1), name="save_png")
+    watch_encoder(monkeypatch, lambda: encoded.append(1), name="png_bytes")
     watch_pieces(monkeypatch, fail)
     result = generate(settings_of(world, tmp_path, output__format="png"), reporter=reporter)
     assert reporter.stages[-4:] == ["decode", "load", "decode", "save"]

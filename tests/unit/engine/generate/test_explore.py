@@ -7,9 +7,8 @@ from tiny_world import RecordingReporter, demo_settings, names, picture_first_se
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.generate import previews
 from opensora_cli.engine.generate.dry_run import plan_generation
-from opensora_cli.engine.generate.explore import ExploredSeed
 from opensora_cli.engine.generate.outputs import sample_files
-from opensora_cli.engine.generate.run import generate
+from opensora_cli.engine.generate.run import ExploredSeed, generate
 from opensora_cli.media.read import read_picture
 from opensora_cli.settings.load import load_preset
 

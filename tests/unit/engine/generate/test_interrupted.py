@@ -14,7 +14,7 @@ import torch
 from hostile_files import NO_OBJECTS
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from stopping import continued, continuing
+from stopping import continued
 from tiny_world import RecordingReporter, demo_settings, names, released_settings
 
 from opensora_cli.core import files as core_files
@@ -113,75 +113,33 @@ class TestCtrlC:
             generate(released_settings(world, tmp_path))
         assert open_latents(tmp_path / LATENTS).steps is None
 
-    def test_a_finished_sample_is_not_listed_by_the_state_that_it_continued(self, world, tmp_path, reporter):
+    @pytest.mark.parametrize(("can_repeat", "advice"), [(True, ": the same command continues"), (False, "")])
+    def test_what_is_finished_and_saved_is_listed(self, world, tmp_path, reporter, can_repeat, advice):
+        several = released_settings(world, tmp_path, sampling__num_samples="4")
+        first, second, third, last = (sample_files(several, index) for index in range(4))
         state = tmp_path / "state.latents.safetensors"
         state.touch()
-        first = sample_files(released_settings(world, tmp_path / "out.mp4"), 0)
-        sample, events = replace(first, saved=state, saved_steps=1), Events(reporter)
+        first, events = replace(first, saved=state, saved_steps=1), Events(reporter)
 
-        def finish_and_stop():
-            with events.rescue([sample], can_repeat=True):
-                with events.saving(sample.latents, sample, is_begun=False):
-                    sample.latents.touch()
-                events.complete(sample, keeps_latents=False)
+        def interrupted():
+            with events.rescue([first, second, third, last], can_repeat=can_repeat):
+                for sample, is_begun in ((first, False), (second, False), (third, True)):
+                    with events.saving(sample.latents, sample, is_begun=is_begun):
+                        sample.latents.touch()
+                events.complete(first, keeps_latents=False)
                 raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt) as caught:
-            finish_and_stop()
-        assert caught.value.args == (f"finished: {sample.media}",)
-        assert names(tmp_path) == [state.name]
-
-    def test_samples_before_the_interruption_are_finished(self, world, tmp_path, monkeypatch, reporter):
-        sample = denoise.sample_latents
-
-        def third_time(*args, seed, **options):
-            if seed == 44:
-                assert [note.split(" (")[0] for note in reporter.notes if note.startswith("saved ")] == [
-                    f"saved {tmp_path}/raining-sea_seed{seed}.mp4" for seed in (42, 43)
-                ]
-                raise KeyboardInterrupt
-            return sample(*args, seed=seed, **options)
-
-        monkeypatch.setattr(denoise, "sample_latents", third_time)
-        with pytest.raises(KeyboardInterrupt) as caught:
-            generate(released_settings(world, tmp_path, sampling__num_samples="4"), reporter=reporter)
+            interrupted()
         assert caught.value.args[0].splitlines() == [
-            *(f"finished: {tmp_path}/raining-sea_seed{seed}.mp4" for seed in (42, 43)),
-            "of 4 samples: 2 finished, 2 still to be made: the same command continues",
+            f"finished: {first.media}",
+            *(
+                f"continue with: osora generate --from {sample.latents} --weights {world.released}"
+                for sample in (second, third)
+            ),
+            f"of 4 samples: 1 finished, 1 with saved latents, 1 begun, 1 still to be made{advice}",
         ]
-        assert names(tmp_path) == [f"raining-sea_seed{seed}.mp4{end}" for seed in (42, 43) for end in ("", ".json")]
-        assert reporter.stages.count("load") == 3
-
-    @pytest.mark.parametrize(
-        ("changes", "advice"),
-        [
-            ({}, ": the same command continues"),
-            ({"output.overwrite": True}, ""),  # which makes all of them again
-            ({"output.metadata": False}, ""),  # which does not know the results of the first
-        ],
-        ids=str,
-    )
-    def test_second_sample_while_denoising(self, world, tmp_path, monkeypatch, reporter, changes, advice):
-        sample = denoise.sample_latents
-
-        def second_time(*args, seed, **options):
-            if seed == 43:
-                raise KeyboardInterrupt
-            return sample(*args, seed=seed, **options)
-
-        settings = released_settings(world, tmp_path, sampling__num_samples="2", **ONE_MODEL).replace(changes)
-        with monkeypatch.context() as patched:
-            patched.setattr(denoise, "sample_latents", second_time)
-            with pytest.raises(KeyboardInterrupt) as caught:
-                generate(settings)
-        assert names(tmp_path) == [LATENTS]
-        assert caught.value.args[0].splitlines() == [
-            f"continue with: osora generate --from {tmp_path / LATENTS} --weights {world.released}",
-            f"of 2 samples: 0 finished, 1 with saved latents, 1 still to be made{advice}",
-        ]
-        rest = continuing(tmp_path / LATENTS, reporter, key="from_latents")
-        planned = plan_generation(rest, reporter=reporter)
-        assert set(planned.jobs[0].weights) == {"vae"}
+        assert names(tmp_path) == sorted([state.name, second.latents.name, third.latents.name])
 
     def test_the_same_command_goes_on(self, world, tmp_path, monkeypatch, expected):
         """With a finished sample, one with saved latents, and one that is still to be made."""
@@ -252,14 +210,6 @@ class TestFailures:
         assert names(tmp_path) == sorted([LATENTS, *before])
         assert all((tmp_path / name).read_bytes() == content for name, content in before.items())
 
-    def test_full_disk_while_saving_the_latents(self, world, tmp_path, monkeypatch, reporter):
-        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        monkeypatch.setattr(core_files, "_flush_to_disk", raising(full))
-        with pytest.raises(OutputError, match="No space left"):
-            generate(released_settings(world, tmp_path, runtime__prompt_cache=False), reporter=reporter)
-        assert names(tmp_path) == []
-        assert reporter.warnings == []
-
     def test_space_is_checked_before_loading(self, world, tmp_path, monkeypatch, reporter):
         monkeypatch.setattr(models, "load_t5", lambda plan: pytest.fail("nothing may be loaded"))
         usage = shutil.disk_usage(tmp_path)
@@ -267,18 +217,6 @@ class TestFailures:
         for run in (generate, plan_generation):
             with pytest.raises(OutputError, match=r"0\.0 MiB free.*need 1\.\d MiB"):
                 run(released_settings(world, tmp_path), reporter=reporter)
-
-    def test_space_for_the_latents_of_all_samples(self, world, tmp_path, monkeypatch):
-        usage = shutil.disk_usage(tmp_path)
-        needed = []
-        for count in ("1", "1000"):
-            settings = released_settings(world, tmp_path, sampling__num_samples=count)
-            monkeypatch.setattr(outputs.shutil, "disk_usage", lambda path: usage._replace(free=0))
-            with pytest.raises(OutputError) as caught:
-                generate(settings)
-            needed.append(float(caught.value.message.rpartition("need ")[2].removesuffix(" MiB")))
-        # 4 x 3 x 2 x 4 floats a sample, and a tenth of a byte a pixel.
-        assert needed[1] - needed[0] == pytest.approx(999 * (4 * 96 + 0.1 * 9 * 16 * 32) / 2**20, abs=0.11)
 
     def test_folder_that_cannot_be_written(self, world, tmp_path, monkeypatch, reporter):
         monkeypatch.setattr(models, "load_t5", lambda plan: pytest.fail("nothing may be loaded"))
@@ -382,51 +320,30 @@ class TestFromLatents:
         with pytest.raises(CheckpointError, match="holds no latents of osora"):
             go_on(world.demo / "vae.safetensors", reporter)
 
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda latents: latents.to(torch.int64), r"holds latents of I64, not of F32, F16, BF16"),
+            (lambda latents: latents.to(torch.float8_e4m3fn), r"holds latents of F8_E4M3, not of F32, F16, BF16"),
+            (lambda latents: latents * math.nan, "holds latents that are not finite"),
+            (lambda latents: latents.new_zeros(0), r"holds latents of \(0,\), and the settings ask for"),
+            (lambda latents: latents[None], r"holds latents of \(1, 16, "),
+        ],
+    )
+    def test_other_latents(self, saved, reporter, change, message):
+        with safe_open(saved, framework="pt") as file:
+            metadata, latents = file.metadata(), file.get_tensor("latents")
+        save_file({"latents": change(latents).contiguous()}, saved, metadata=metadata)
+        with pytest.raises((CheckpointError, RequestError), match=message):
+            go_on(saved, reporter, **{"output.path": Given(str(saved.with_name("x.mp4")), "--out")})
+        assert saved.exists()
+
     @pytest.mark.parametrize("settings", NO_OBJECTS)
     def test_settings_that_are_none(self, saved, reporter, settings):
         save_file(load_file(saved), saved, metadata={"schema": "osora.latents/1", "settings": settings.decode()})
         with pytest.raises(CheckpointError, match="does not say which settings") as caught:
             go_on(saved, reporter)
         assert str(saved) in caught.value.message
-
-    @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64])
-    def test_latents_of_another_type(self, saved, reporter, dtype):
-        change(saved, lambda latents: latents.to(dtype))
-        with pytest.raises(CheckpointError, match=r"holds latents of [A-Z0-9_]+, not of F32, F16, BF16"):
-            go_on(saved, reporter)
-
-    @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-    def test_latents_that_are_not_finite(self, saved, reporter, value):
-        change(saved, lambda latents: latents.index_fill(3, torch.tensor([2]), value))
-        with pytest.raises(CheckpointError, match="holds latents that are not finite"):
-            go_on(saved, reporter, **{"output.path": Given(str(saved.with_name("x.mp4")), "--out")})
-        assert saved.exists()
-
-    @pytest.mark.parametrize("shape", [(), (0,), (16,), (16, 0, 16, 16), (1, 16, 2, 16, 16)])
-    def test_latents_of_no_such_shape(self, saved, reporter, shape):
-        change(saved, lambda latents: latents.new_zeros(shape))
-        with pytest.raises(RequestError, match="holds latents of"):
-            go_on(saved, reporter, **{"output.path": Given(str(saved.with_name("x.mp4")), "--out")})
-
-
-def change(saved, changed):
-    """Write other latents in place of those of a file, which keeps its metadata."""
-    with safe_open(saved, framework="pt") as file:
-        metadata, latents = file.metadata(), file.get_tensor("latents")
-    save_file({"latents": changed(latents).contiguous()}, saved, metadata=metadata)
-
-
-class TestBrokenWeights:
-    @pytest.fixture
-    def weights(self, world, tmp_path):
-        shutil.copytree(world.released, tmp_path / "weights")
-        return tmp_path / "weights"
-
-    @pytest.mark.parametrize("content", ["{", '{"d_model": "wide"}', '{"d_model": -1}'])
-    def test_broken_text_encoder(self, world, tmp_path, weights, content):
-        (weights / "google/t5-v1_1-xxl/config.json").write_text(content)
-        with pytest.raises(CheckpointError, match=r"config\.json (is broken|does not describe a text encoder): "):
-            generate(released_settings(world, tmp_path / "out", runtime__weights=str(weights)))
 
 
 def test_a_cancelled_run_saves_its_state_after_the_step(world, tmp_path, reporter):

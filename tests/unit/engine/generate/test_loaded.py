@@ -9,7 +9,7 @@ from tiny_world import demo_settings
 from opensora_cli.engine.components.hardware import OutOfMemoryError
 from opensora_cli.engine.estimate.offload import AUTOENCODER, TEXT_ENCODERS, TRANSFORMER
 from opensora_cli.engine.generate.events import Events
-from opensora_cli.engine.generate.models import LoadedModels, retried, with_room
+from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.models.attention import attention_backend
 from opensora_cli.settings.enums import HostWeights, OffloadMode
@@ -41,7 +41,7 @@ def changed(plan, **changes):
 
 def lend(models, plan, record, stage):
     """Begin a stage as a run does, and return its model."""
-    plan = with_room(plan, stage, models, record)
+    models.make_room(plan, stage)
     with LENDERS[stage](models, plan, record) as model:
         return model
 
@@ -154,21 +154,17 @@ class TestOutOfMemory:
         lend(models, plan, record, "decode")
         return attempts, retried(denoise, plan, "denoise", models, record)[1]
 
-    def test_the_others_go_first(self, plan, record, reporter):
-        models = LoadedModels(stay=True)
-        attempts, last = self.run(models, models.planned(plan), record, failures=1)
-        assert attempts == [{TEXT_ENCODERS, AUTOENCODER}, set()]
-        assert last.offload == plan.offload
-        assert reporter.warnings == ["out of memory; retrying with one model loaded at a time"]
-        # They would be in the way again.
-        assert models.planned(plan) is plan
-
-    def test_then_the_offload_is_stronger(self, plan, record, reporter):
-        models = LoadedModels(stay=True)
-        attempts, last = self.run(models, models.planned(plan), record, failures=2)
-        assert attempts == [{TEXT_ENCODERS, AUTOENCODER}, set(), set()]
-        assert last.offload == plan.with_stronger_offload("denoise").offload
-        assert len(reporter.warnings) == 2
+    def test_the_others_go_first_and_then_the_offload_is_stronger(self, plan, record, reporter):
+        for failures in (1, 2):
+            models = LoadedModels(stay=True)
+            found, last = self.run(models, models.planned(plan), record, failures=failures)
+            assert found == [{TEXT_ENCODERS, AUTOENCODER}, *[set()] * failures]
+            stronger = plan if failures == 1 else plan.with_stronger_offload("denoise")
+            assert last.offload == stronger.offload
+            # They would be in the way again.
+            assert models.planned(plan) is plan
+        assert reporter.warnings[0] == "out of memory; retrying with one model loaded at a time"
+        assert len(reporter.warnings) == 3
 
     def test_that_does_not_end_is_an_error(self, plan, record):
         models = LoadedModels(stay=True)

@@ -11,7 +11,6 @@ from sparse_weights import save_sparse
 from tiny_world import released_settings
 
 from opensora_cli.core.device import GIB
-from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.private_memory import PrivateMemory
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
@@ -217,37 +216,3 @@ def settings_and_files(folder, dtype, *, modulation_first):
     assert Component.TRANSFORMER in found.paths
     files = file_weights(settings, found, {Component.TRANSFORMER: PARAMETERS}, dtype, modulation_first=modulation_first)
     return mmdit_config(settings.model), files[Component.TRANSFORMER]
-
-
-class TestMemoryThatOthersTake:
-    def run(self, world, tmp_path, monkeypatch, reporter, *, until, left):
-        """Let the memory shrink to `left` bytes once so many looks have been taken."""
-        looks = []
-
-        def read():
-            looks.append(1)
-            return PrivateMemory(free_bytes=left if len(looks) > until else GIB, total_bytes=GIB)
-
-        monkeypatch.setattr(models, "read_private_memory", read)
-        return generate(released_settings(world, tmp_path), reporter=reporter)
-
-    @pytest.mark.parametrize(("until", "name"), [(0, "text"), (1, "denoise"), (2, "decode")])
-    def test_the_stage_does_not_begin(self, world, tmp_path, monkeypatch, reporter, until, name):
-        message = rf"^the stage {name} needs .* of memory, and 0\.98 KiB are free now"
-        with pytest.raises(HardwareError, match=message) as caught:
-            self.run(world, tmp_path, monkeypatch, reporter, until=until, left=1000)
-        assert caught.value.exit_code == 4
-        assert name not in reporter.stages
-        kept = list(tmp_path.glob("**/*.safetensors"))
-        assert len(kept) == (name == "decode")
-        assert [line for line in reporter.warnings if "--from" in line] == [
-            f"continue with: osora generate --from {path} --weights {world.released}" for path in kept
-        ]
-
-    def test_what_still_fits_goes_on_with_less(self, world, tmp_path, monkeypatch, reporter):
-        made = make_plan(released_settings(world, tmp_path))
-        smaller = made.with_offload(replace(made.offload, chunk_frames=1, store_on_host=True))
-        left = (stage(made, "decode").total_bytes + stage(smaller, "decode").total_bytes) // 2
-        assert self.run(world, tmp_path, monkeypatch, reporter, until=2, left=left).videos
-        [warning] = [line for line in reporter.warnings if "the stage decode needs" in line]
-        assert "decoded frames at a time" in warning

@@ -169,13 +169,19 @@ def test_a_dry_run_only_notes_what_is_there(world, tmp_path, reporter):
     named = {"output.path": str(video)}
     for changes in ({}, other, named, {**named, **other}, {"output.overwrite": True}):
         plan_generation(settings.replace(changes), reporter=reporter)
+    video.unlink()
+    video.with_suffix(".latents.safetensors").write_text("of another request")
+    plan_generation(settings.replace(other), reporter=reporter)
+    again = "(--overwrite makes it again)"
+    taken = f"another request has the name {video}: the result would be raining-sea_seed42_2.mp4"
     assert reporter.notes == [
-        f"made before by the same request: {video}",
-        f"{video} exists already: the result would be raining-sea_seed42_2.mp4",
-        f"made before by the same request: {video}",
+        f"made before by the same request: {video} {again}",
+        taken,
+        f"made before by the same request: {video} {again}",
         f"{video} exists already; use --overwrite, or another --out",
+        taken,
     ]
-    assert names(tmp_path) == before
+    assert before == [video.name, f"{video.name}.json"]
 
 
 def test_results_of_another_run_that_was_faster_stay(world, tmp_path, monkeypatch, reporter):

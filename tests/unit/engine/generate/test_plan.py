@@ -1,6 +1,7 @@
 """Plans of the released presets without their weights, and what does not fit."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -300,7 +301,7 @@ def test_height_and_width_win_over_resolution(world, tmp_path):
 def test_documents(world, tmp_path):
     made = make_plan(demo_settings(world, tmp_path, sampling__num_samples="3"))
     document = json.loads(json.dumps(PlanDocument.of(alone(made)).to_json(), allow_nan=False))
-    assert document["schema"] == "osora.plan/5"
+    assert document["schema"] == "osora.plan/6"
     assert document["model_evaluations"] == 3 * made.model_evaluations
     [job] = document["jobs"]
     assert (job["role"], job["missing_weights"], job["height"]) == ("video", [], made.height)
@@ -357,3 +358,11 @@ class TestHardware:
             with pytest.raises(HardwareError, match=f"device={name} is not there") as caught:
                 hardware.pick_hardware(name, "auto")
             assert "--device cpu" in caught.value.hint
+
+
+@pytest.mark.parametrize("content", ["{", '{"d_model": "wide"}', '{"d_model": -1}'])
+def test_a_broken_text_encoder_is_named(world, tmp_path, content):
+    weights = shutil.copytree(world.released, tmp_path / "weights")
+    (weights / "google/t5-v1_1-xxl/config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"config\.json (is broken|does not describe a text encoder): "):
+        make_plan(released_settings(world, tmp_path / "out", runtime__weights=str(weights)))

@@ -1,6 +1,7 @@
 """Prompts that are rewritten before anything is made: what is asked and kept, and what happens without an answer."""
 
 import json
+import time
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -8,13 +9,21 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from chat_server import ChatStub, serving
+from chat_server import KEY, ChatStub, said, serving, with_status
 from PIL import Image
 from tiny_world import RecordingReporter
 
-from opensora_cli.core.exceptions import FileProblem
-from opensora_cli.engine.generate import chat, ranks
-from opensora_cli.engine.generate.refinement import KINDS, _jpeg_of, note_plan, read_instructions, refined
+from opensora_cli.core.exceptions import FileProblem, RequestError
+from opensora_cli.engine.generate import ranks, refinement
+from opensora_cli.engine.generate.refinement import (
+    KINDS,
+    ChatServer,
+    ServerProblem,
+    _jpeg_of,
+    note_plan,
+    read_instructions,
+    refined,
+)
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
@@ -22,7 +31,7 @@ from opensora_cli.settings.load import load_preset
 
 @pytest.fixture
 def start(monkeypatch, tmp_path) -> Iterator:
-    monkeypatch.setattr(chat, "sleep", lambda _: None)
+    monkeypatch.setattr(refinement, "sleep", lambda _: None)
     with serving(monkeypatch, tmp_path / "cache") as start:
         yield start
 
@@ -222,3 +231,74 @@ def test_of_ranks_that_others_have_started_the_first_asks(start, monkeypatch, is
     ):
         pass
     assert met == [int(is_main)]
+
+
+def ask(*, read=str, tries=3, reporter=None) -> str:
+    """Ask the server that the environment names."""
+    server = ChatServer(timeout_s=0.3, tries=tries, reporter=reporter or RecordingReporter())
+    return server.ask("be brief", "a boat", pictures=(), read=read)
+
+
+def problem(**options) -> str:
+    with pytest.raises(ServerProblem) as raised:
+        ask(**options)
+    assert raised.value.exit_code == 4
+    assert KEY not in f"{raised.value.message} {raised.value.hint}"
+    return raised.value.message
+
+
+class TestServer:
+    @pytest.mark.parametrize(
+        "url", ["", "localhost:8000", "ftp://a", "http://[", "http://me:secret@a", "http://a?secret"]
+    )
+    def test_a_wrong_address_is_refused(self, monkeypatch, url):
+        monkeypatch.setenv("OSORA_REFINE_URL", url)
+        with pytest.raises(RequestError, match="OSORA_REFINE_URL") as raised:
+            ask()
+        assert "export OSORA_REFINE_URL=http" in raised.value.hint
+        assert "secret" not in str(raised.value)
+
+    def test_without_a_key_none_is_sent_and_the_first_model_is_asked(self, start, monkeypatch):
+        stub = start("A boat.", model=None)
+        monkeypatch.delenv("OSORA_REFINE_KEY")
+        assert ask() == "A boat."
+        assert stub.paths == ["/v1/models", "/v1/chat/completions"]
+        assert (stub.keys, stub.asked[0]["model"]) == ([None, None], "listed-model")
+
+    def test_busy_servers_are_asked_again_later_and_later_or_when_they_say(self, start, monkeypatch):
+        waits, reporter = [], RecordingReporter()
+        monkeypatch.setattr(refinement, "sleep", waits.append)
+        start(503, 500, with_status(429, Retry_After="100000"), "A boat.")
+        assert ask(tries=4, reporter=reporter) == "A boat."
+        assert waits == [1.0, 2.0, 30.0]
+        assert "503 Service Unavailable; try 2 of 4 in 1 s" in reporter.notes[0]
+
+    @pytest.mark.parametrize("status", [302, 308, 400, 401])
+    def test_refusals_are_final_and_redirections_are_not_followed(self, start, status):
+        elsewhere = start("here I am")
+        stub = start(with_status(status, f"no model\nfor {KEY}".encode(), Location=f"{elsewhere.url}/chat/completions"))
+        assert f" refuses: {status} " in (message := problem())
+        assert message.endswith("no model for <hidden>")
+        assert (elsewhere.paths, len(stub.asked)) == ([], 1)
+
+    @pytest.mark.parametrize(
+        ("answer", "words"),
+        [
+            (b"<html>", "no JSON"),
+            (b'{"choices": []}', "an answer of another form"),
+            (said(None), "an answer without text"),
+            (b" " * 10_000_001, "JSON with more values"),
+            (lambda handler: handler.connection.close(), ""),
+            (lambda handler: time.sleep(0.6), "timed out"),
+        ],
+        ids=["text", "empty", "none", "endless", "closed", "late"],
+    )
+    def test_nonsense_is_asked_again(self, start, answer, words):
+        start(answer, "A boat.")
+        assert ask() == "A boat."
+        start(answer)
+        assert words in problem(tries=1)
+
+    def test_a_server_that_does_not_run_is_an_error(self, start):
+        start().close()
+        assert "Connection refused" in problem(tries=2)

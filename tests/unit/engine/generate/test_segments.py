@@ -6,14 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from small_stages import small_stages
 from stopping import continued, stop_after, stopped
 from tiny_clips import write_clip
 from tiny_world import RecordingReporter, demo_settings
 
 from opensora_cli import Pipeline
-from opensora_cli.core.exceptions import CheckpointError, MediaError, OutputError
+from opensora_cli.core.exceptions import CheckpointError, MediaError
 from opensora_cli.core.private_memory import PrivateMemory
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.estimate.offload import DENOISE
@@ -30,7 +29,7 @@ from opensora_cli.engine.generate.references import references_of, with_mode
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.run import generate, hold_from_request
 from opensora_cli.engine.generate.sample import read_saved
-from opensora_cli.engine.generate.saved_latents import open_latents, save_latents, segment_path
+from opensora_cli.engine.generate.saved_latents import save_latents
 from opensora_cli.media.read import probe, read_video
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import write_media
@@ -165,49 +164,16 @@ def test_what_is_stopped_in_a_segment_goes_on_to_the_same_bytes(world, tmp_path,
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".mp4"]
 
 
-@pytest.mark.slow
-def test_so_it_does_with_a_solver_that_looks_back(world, tmp_path):
-    """A step into the second segment: the latents of the first have a file of their own."""
-    settings = demo_settings(world, tmp_path / "whole", **EXTENDED, sampling__solver="ab2")
-    video = generate(settings).videos[0].path.read_bytes()
-    settings = settings.replace({"output.path": str(tmp_path / "out")})
-    stopped(settings, STEPS + 1)
-    assert load_file(tmp_path / "out" / STATE).keys() == {"latents", "past"}
-    assert load_file(segment_path(tmp_path / "out" / STATE, 0)).keys() == {"latents"}
-    assert generate(settings).videos[0].path.read_bytes() == video
-
-
-@pytest.mark.slow
-def test_what_cannot_be_written_is_decoded_from_the_latents_of_all_segments(world, tmp_path, monkeypatch, whole):
-    def full(*args, **options):
-        raise OutputError("the disk is full")
-
-    with monkeypatch.context() as patched:
-        patched.setattr("opensora_cli.engine.generate.decode.write_media", full)
-        with pytest.raises(OutputError):
-            generate(demo_settings(world, tmp_path, **EXTENDED))
-    result = continued(tmp_path / STATE, key="from_latents", output__path=str(tmp_path / "out.mp4"))
-    assert result.model_evaluations == 0
-    assert result.videos[0].path.read_bytes() == whole
-
-
 def test_latents_of_another_number_of_segments_are_refused(world, tmp_path):
     chain = make_chain(with_mode(demo_settings(world, tmp_path, **EXTENDED), RecordingReporter()))
     plan, path = chain.video, tmp_path / STATE
     sample = replace(sample_files(plan.settings, 0), saved=path, saved_steps=3)
-    latents, of_request = torch.zeros(plan.latent_shape), {"request_sha256": "0"}
-    save_latents(path, latents, plan.settings, steps=3, **of_request)
-    with pytest.raises(CheckpointError, match=r"segment1\.latents\.safetensors does not exist"):
+    latents = torch.zeros(plan.latent_shape)
+    save_latents(path, latents, plan.settings, steps=3)
+    with pytest.raises(CheckpointError, match=r"was saved after step 3 of 6"):
         read_saved(chain, sample, ALONE)
-    first = segment_path(path, 0)
-    save_latents(first, latents, plan.settings, segment=0, request_sha256="1")
-    with pytest.raises(CheckpointError, match="is of another request than"):
-        read_saved(chain, sample, ALONE)
-    save_latents(first, latents, plan.settings, segment=0, **of_request)
+    save_latents(path, latents, plan.settings, steps=3, finished=[latents])
     assert [each.steps for each in read_saved(chain, sample, ALONE)] == [None, 1]
-    with pytest.raises(CheckpointError, match="holds a finished segment alone") as caught:
-        open_latents(first)
-    assert caught.value.hint == "continue from the file without .segment in its name"
 
 
 def test_a_result_elsewhere_finds_its_finished_segments(world, tmp_path, whole):
@@ -248,16 +214,6 @@ def test_the_demo_does_not_flash_at_a_seam(seed):
     elsewhere = max(step for index, step in enumerate(steps) if index not in seams)
     # Half a level of 255.
     assert max(steps[index] for index in seams) <= elsewhere + 0.5
-
-
-@pytest.mark.slow
-def test_a_picture_comes_first_and_is_given_to_the_first_segment_alone(world, tmp_path):
-    settings = demo_settings(world, tmp_path, **EXTENDED, picture__first="true", picture__save="true")
-    result = generate(settings)
-    assert len(read_video(result.videos[0].path).frames_THWC) == 33
-    document = json.loads(result.videos[0].sidecar.read_text())
-    assert document["given_frames_psnr_db"] == document["segments"][0]["given_frames_psnr_db"] is not None
-    assert (tmp_path / "raining-sea_seed42.picture.png").is_file()
 
 
 def test_the_plan_has_all_segments(world, tmp_path):

@@ -5,26 +5,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_world import demo_settings, picture_first_settings, released_settings
+from tiny_world import demo_settings, released_settings
 
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.files import user_cache
-from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.generate import models as generate_models
-from opensora_cli.engine.generate.chain import PICTURE, alone
-from opensora_cli.engine.generate.dry_run import plan_generation
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.planning import CACHED_TEXT_LINE, make_chain, make_plan
+from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.text import (
     encode_prompts,
     name_in_cache,
     read_vocabulary,
     text_embeds,
-    without_cached_text,
 )
 from opensora_cli.media.read import read_video
 
@@ -72,37 +68,10 @@ def test_a_second_run_loads_no_encoder_and_makes_the_same(world, tmp_path, repor
     result = generate(again, reporter=reporter)
     assert len(loads) == 1
     assert torch.equal(read_video(first.path).frames_THWC, read_video(result.videos[0].path).frames_THWC)
-    assert f"prompts: {CACHED_TEXT_LINE}" in reporter.notes
+    assert "prompts: read from the cache (--no-cache encodes them again)" in reporter.notes
     assert "text" in result.timings_s
     generate(again.replace({"runtime.prompt_cache": False}), reporter=reporter)
     assert len(loads) == 2
-
-
-def test_a_plan_says_that_prompts_are_read_and_counts_no_encoder(world, tmp_path, reporter, plan):
-    settings = demo_settings(world, tmp_path)
-    before = plan_generation(settings, reporter=reporter)
-    assert before.chain.video.encodes_text
-    encoded(plan, reporter)
-    after = plan_generation(settings, reporter=reporter)
-    assert after.chain.video.stages == tuple(stage for stage in before.chain.video.stages if stage.name != "text")
-    for document, shown in ((before, []), (after, [f"prompts   {CACHED_TEXT_LINE}"])):
-        assert document.jobs[0].encodes_text is (shown == [])
-        assert [line for line in document.lines() if line.startswith("prompts ")] == shown
-    for changes in ({"prompt": "snow"}, {"negative_prompt": "snow"}, {"runtime.prompt_cache": False}):
-        assert plan_generation(settings.replace(changes), reporter=reporter).chain.video.encodes_text
-    # Ranks share the encoder, and rank 0 alone looks.
-    cached = without_cached_text(alone(plan), PromptCache.of_user())
-    assert not cached.video.encodes_text
-    shared = replace(plan, mesh=replace(plan.mesh, ulysses=2))
-    assert without_cached_text(alone(shared), PromptCache.of_user()).video.encodes_text
-
-
-def test_the_plan_of_a_picture_counts_on_the_cache_by_itself(world, tmp_path, reporter):
-    chain = make_chain(picture_first_settings(world, tmp_path))
-    encoded(chain.find(PICTURE), reporter)
-    left = without_cached_text(chain, PromptCache.of_user())
-    assert left.video.encodes_text
-    assert not left.find(PICTURE).encodes_text
 
 
 def test_a_text_has_the_same_bits_beside_every_other(plan, reporter):
@@ -130,9 +99,10 @@ def test_the_negative_prompt_is_encoded_once_ever(plan, reporter, monkeypatch):
     assert texts == ["sea", "", "rain"]
 
 
-def test_names_tell_apart_what_has_other_bits(plan, world, tmp_path):
+def test_names_tell_apart_what_has_other_bits(plan, world, tmp_path, monkeypatch):
     def name(plan=plan, text="sea", threads=1, **options):
-        return name_in_cache(plan, text, threads=threads, **options)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+        return name_in_cache(plan, text, **options)
 
     def changed(**changes):
         settings = {key.replace("__", "."): value for key, value in changes.items()}
@@ -157,53 +127,16 @@ def test_names_tell_apart_what_has_other_bits(plan, world, tmp_path):
     assert name(streamed, ranks=2) == name(streamed) == name()
 
 
-def test_the_plan_and_the_run_count_the_same_threads(plan, reporter, monkeypatch):
-    encoded(plan, reporter)
-    two = replace(plan, threads=ThreadChoice(count=2, reason="as set"))
-    assert without_cached_text(alone(two), PromptCache.of_user()).video.encodes_text
-    assert not without_cached_text(alone(plan), PromptCache.of_user()).video.encodes_text
-
-
-def test_prompts_are_warned_of_whether_or_not_they_are_read(world, tmp_path, reporter, loads):
-    long = " ".join(["dragon"] * 40)
-    plan = make_plan(demo_settings(world, tmp_path, prompt=long, text__known_words_warning=True))
-    encoded(plan, reporter)
-    warnings = [*reporter.warnings]
-    assert [warning.partition(":")[0].partition(" does")[0] for warning in warnings] == [
-        "the prompt is too long and is cut",
-        "the demo model",
-    ]
-    reporter.warnings.clear()
-    encoded(plan, reporter)
-    assert len(loads) == 1
-    assert reporter.warnings == warnings
-
-
-def test_what_was_there_when_it_was_planned_may_be_gone(plan, reporter, loads):
-    first = encoded(plan, reporter)
-    planned = without_cached_text(alone(plan), PromptCache.of_user()).video
-    assert not planned.encodes_text
-    for entry in entries()[:1]:
-        entry.unlink()
-    assert same(encoded(planned, reporter), first)
-    assert len(loads) == 2
-    assert loads[1].encodes_text
-    assert len(entries()) == 2
-    assert reporter.warnings == []
-
-
-def test_models_that_stay_read_the_cache_too(plan, reporter, loads, monkeypatch):
-    readers, count = [], generate_models.prompt_readers
-    monkeypatch.setattr(generate_models, "prompt_readers", lambda plan: readers.append(plan) or count(plan))
+def test_models_that_stay_read_the_cache_too(plan, reporter, loads):
     encoded(plan, reporter)
     models, record = LoadedModels(stay=True), Events(reporter)
     for _ in range(3):
         text_embeds(plan, models, record)
-    assert (len(loads), len(readers)) == (1, 1)
+    assert len(loads) == 1
     rain = replace(plan, settings=plan.settings.replace({"prompt": "rain"}))
     text_embeds(rain, models, record)
     text_embeds(rain, models, record)
-    assert (len(loads), len(readers)) == (2, 1)
+    assert len(loads) == 2
 
 
 def test_an_encoder_of_another_width_is_refused(plan, reporter):
