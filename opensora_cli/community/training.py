@@ -19,7 +19,7 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.ranks import find_context
 from opensora_cli.engine.encode.clips import condition_clip, cut_part, sample_mode
 from opensora_cli.engine.launch.rank import device_type, log_wait, rank_device
-from opensora_cli.engine.train.objectives import flow_matching as flow
+from opensora_cli.engine.train.objectives import mmdit
 from opensora_cli.engine.train.optimizer import build_optimizers, rate_factor, warmup_share
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.parallel.rendezvous import init_with_retry
@@ -149,7 +149,7 @@ def update_ema(
 
 def get_batch_loss(model_pred: Tensor, v_t: Tensor, masks: Tensor | None = None) -> Tensor:
     """Return the mean squared error of (B,N,D) in fp32; `masks` (B,T,H,W) are 1 where latents are given."""
-    return flow.get_batch_loss(model_pred, v_t, masks)
+    return mmdit.get_batch_loss(model_pred, v_t, masks)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr_scheduler: Any, lr: float, initial_lr: float | None = None) -> None:

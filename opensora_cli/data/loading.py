@@ -101,10 +101,7 @@ class ClipLoader:
         return ClipBatch(
             number=asked.number,
             epoch=asked.epoch,
-            paths=tuple(request.path for request in requests),
-            captions=tuple(request.caption for request in requests),
-            fps=tuple(request.fps for request in requests),
-            motion_scores=tuple(request.motion_score for request in requests),
+            requests=tuple(requests),
             pixels_BTHWC=torch.stack(contents) if self.load is None else None,
             cached=None if self.load is None else tuple(contents),
             replaced=tuple(replaced),

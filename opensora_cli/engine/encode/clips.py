@@ -24,6 +24,7 @@ from opensora_cli.core.conditions import (
     reference_parts,
 )
 from opensora_cli.core.exceptions import FileProblem
+from opensora_cli.data.batches import ClipRequest
 from opensora_cli.engine.encode.encoders import Encoders
 from opensora_cli.sampling.conditioning import prepare_inference_condition
 from opensora_cli.settings.train_objectives import MMDiTTrainSettings
@@ -44,6 +45,16 @@ class FreshClip:
     """Pixels in uint8."""
     caption: str
     """Caption for the text encoders; see `training_caption`."""
+
+    @classmethod
+    def of(
+        cls, encoders: Encoders, pixels_THWC: Tensor, request: ClipRequest, settings: MMDiTTrainSettings
+    ) -> "FreshClip":
+        """Return the clip of a request, from its pixels."""
+        caption = training_caption(
+            request.caption, fps=request.fps, motion_score=request.motion_score, settings=settings
+        )
+        return cls(encoders, pixels_THWC, caption)
 
     def latents(self) -> Tensor:
         return self.encoders.latents(self.pixels_THWC)
@@ -149,8 +160,12 @@ def sample_mode(
     rng: np.random.Generator,
     lengths: ReferenceLengths = RELEASED_LENGTHS,
 ) -> ConditionMode:
-    """Sample the condition mode of a clip by weight from `fitting_modes`, with one random number."""
-    fitting = fitting_modes(weights, num_latent_frames=num_latent_frames, causal=causal, lengths=lengths)
+    """Sample the condition mode of a clip by weight from `fitting_modes`."""
+    return pick_mode(fitting_modes(weights, num_latent_frames=num_latent_frames, causal=causal, lengths=lengths), rng)
+
+
+def pick_mode(fitting: Mapping[ConditionMode, float], rng: np.random.Generator) -> ConditionMode:
+    """Sample a mode by weight, with one random number."""
     shares = np.cumsum(list(fitting.values()))
     index = int(np.searchsorted(shares, rng.random() * shares[-1], side="right"))
     return list(fitting)[min(index, len(fitting) - 1)]
