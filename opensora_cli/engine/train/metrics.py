@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from io import BufferedWriter
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 _BESIDE_TRAINING = ("checkpoint", "validation", "samples")
 _GIF_SIDE = 320
 """Longest side, in pixels, of samples in TensorBoard."""
+_LOG_BUFFER = 2**20
+"""Bytes of lines that wait for room on a full disk."""
 _MOVE_OUT = "move it out of the run's folder"
 
 
@@ -243,42 +246,43 @@ def console_lines(line: Mapping[str, object]) -> list[str]:
 
 
 class JsonLog:
-    """Log file of JSON lines. Lines that cannot be written are kept for the next write, with a warning."""
+    """Log file of JSON lines, which is opened once. A line that cannot be written causes a warning.
+
+    On a full disk, lines wait in the buffer of the file for the next write.
+    """
 
     def __init__(self, path: Path, *, reporter: Reporter) -> None:
         self._path = path
         self._reporter = reporter
-        self._waiting: list[str] = []
-        self._whole: int | None = None
-        """Size of the file before the first kept line."""
+        self._file: BufferedWriter | None = None
+        self._has_warned = False
 
     def write(self, line: Mapping[str, object]) -> None:
-        """Write a line after the kept ones. Numbers that are not finite become null."""
-        self._waiting.append(json.dumps(_finite(line), allow_nan=False) + "\n")
-        self._write_waiting("its lines are kept until that is possible" if len(self._waiting) == 1 else None)
+        """Write a line. Numbers that are not finite become null."""
+        try:
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = open(self._path, "ab", buffering=_LOG_BUFFER, opener=open_regular)  # noqa: SIM115  # kept
+            self._file.write(json.dumps(_finite(line), allow_nan=False).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            self._warn(error)
+        else:
+            self._has_warned = False
 
     def close(self) -> None:
-        """Write the kept lines, which are lost if that still fails."""
-        if self._waiting:
-            self._write_waiting(f"it lacks the last {len(self._waiting)} lines")
-            self._waiting.clear()
-
-    def _write_waiting(self, effect: str | None) -> None:
-        """Write the kept lines. If that fails, warn of the effect, if there is one."""
+        """Close the file; lines that still cannot be written are lost."""
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self._path, "ab", opener=open_regular) as log:
-                end = log.tell()
-                self._whole = end if self._whole is None else min(self._whole, end)
-                # A full disk may contain a part of the lines that are written again now.
-                log.truncate(self._whole)
-                log.write("".join(self._waiting).encode())
+            if self._file is not None:
+                self._file.close()
         except OSError as error:
-            if effect:
-                self._reporter.warn(f"cannot write {self._path}: {error.strerror or error}: {effect}")
-        else:
-            self._waiting.clear()
-            self._whole = None
+            self._warn(error)
+        self._file = None
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._reporter.warn(f"cannot write {self._path}: {error.strerror or error}: training continues")
+        self._has_warned = True
 
 
 def truncate_records(output: Path, *, step: int) -> None:

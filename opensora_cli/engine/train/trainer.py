@@ -183,7 +183,7 @@ class Trainer:
         self.losses: list[float] = []
         """Losses since the last checkpoint, which clears them."""
         self._loop = loop
-        self._compute = compute
+        self._compute = torch_dtype(compute)
         self._clock = clock
         self._on_step = on_step
         self._reporter = reporter
@@ -194,8 +194,8 @@ class Trainer:
 
     def autocast(self) -> torch.autocast:
         """Return the autocast context for forward passes."""
-        is_on = self._compute is not Compute.FP32
-        return torch.autocast(self.distribution.device.type, dtype=torch_dtype(self._compute), enabled=is_on)
+        is_on = self._compute is not torch.float32
+        return torch.autocast(self.distribution.device.type, dtype=self._compute, enabled=is_on)
 
     def do_step(self) -> StepReport:
         """Do one step, and return its report, which `on_step` also receives.

@@ -17,7 +17,7 @@ from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.train import metrics as metrics_module
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume
-from opensora_cli.engine.train.metrics import JsonLog, Metrics, remove_records, truncate_records
+from opensora_cli.engine.train.metrics import Metrics, remove_records, truncate_records
 from opensora_cli.engine.train.mfu import training_flops
 from opensora_cli.engine.train.plan import plan_training
 from opensora_cli.engine.train.run import train
@@ -174,26 +174,21 @@ class TestLines:
             assert path.stat().st_size == size + 30
         lines.on_step(report(4))
         assert [line["step"] for line in read(path)] == [1, 2, 3, 4]
-        assert shown.warnings == [f"cannot write {path}: File too large: its lines are kept until that is possible"]
+        assert shown.warnings == [f"cannot write {path}: File too large: training continues"]
         with disk_full_at(size):
             lines.on_step(report(5))
-        lines.close()
-        assert [line["step"] for line in read(path)] == [1, 2, 3, 4, 5]
+            lines.close()
+        assert [line["step"] for line in read(path)] == [1, 2, 3, 4]
         assert len(shown.warnings) == 2
 
-    def test_lines_that_were_never_written_are_counted(self, tmp_path):
-        path, shown = tmp_path / "log.jsonl", Listener()
-        log = JsonLog(path, reporter=shown)
-        path.mkdir()
-        for step in range(3):
-            log.write({"step": step})
-        log.close()
-        assert [text.partition(": Is a directory: ")[2] for text in shown.warnings] == [
-            "its lines are kept until that is possible",
-            "it lacks the last 3 lines",
-        ]
-        log.close()
-        assert len(shown.warnings) == 2
+    def test_a_log_that_cannot_be_opened_does_not_end_a_run(self, tmp_path):
+        shown = Listener()
+        lines = metrics(tmp_path, reporter=shown, every=1)
+        (tmp_path / "log.jsonl").mkdir()
+        for step in (1, 2):
+            lines.on_step(report(step))
+        lines.close()
+        assert shown.warnings == [f"cannot write {tmp_path / 'log.jsonl'}: Is a directory: training continues"]
 
     def test_a_pipe_is_not_cut_but_refused(self, tmp_path):
         os.mkfifo(tmp_path / "log.jsonl")
