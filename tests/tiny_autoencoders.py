@@ -66,7 +66,6 @@ def vae_task(
     *,
     perceptual: PerceptualDistance | None = None,
     optimizer: OptimizerSettings = OPTIMIZER,
-    steps: int = 100,
     **objective: object,
 ) -> VAETask:
     """Return a task with the same first weights each time; `objective` is the section `train_vae`."""
@@ -79,7 +78,6 @@ def vae_task(
     return VAETask(
         autoencoder,
         settings=settings,
-        steps=steps,
         perceptual=perceptual,
         adversary=adversary,
     )

@@ -265,7 +265,6 @@ class BatchStream(Generic[T]):
             _Loading(self._load),
             sampler=self._upcoming(),
             batch_size=None,
-            collate_fn=_as_is,
             num_workers=self._workers,
             prefetch_factor=self._prefetch if self._workers else None,
             # Ctrl-C and SIGTERM reach every process of a terminal or a job. The training process decides when the
@@ -343,10 +342,6 @@ def _no_shared_memory(error: Exception) -> HardwareError:
         f"/dev/shm has no room for what the processes that read clips hand over: {plain(str(error).splitlines()[0])}",
         hint="make room there (docker run --shm-size=8g), or read without further processes: --set data.workers=0",
     )
-
-
-def _as_is(value: T) -> T:
-    return value
 
 
 def _begin_worker(worker: int, *, parent: int) -> None:

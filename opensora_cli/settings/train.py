@@ -243,8 +243,6 @@ _CONFLICTS = (
     Pair("memory.checkpointing=selective", "compile", "use full: a compiled block decides itself what it keeps"),
     Pair("memory.checkpoint_double_blocks!=none", "memory.offload=blocks", "use none: all blocks are recomputed"),
     Pair("memory.checkpoint_single_blocks!=none", "memory.offload=blocks", "use none: all blocks are recomputed"),
-    Pair("watching.nvtx", "device=cpu", "drop it: it marks the work of a GPU"),
-    Pair("watching.exact_timers", "device=cpu", "drop it: a CPU's timers are exact"),
 )
 """Settings that do not go together."""
 

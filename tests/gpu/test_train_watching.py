@@ -33,8 +33,6 @@ def test_everything_at_once(tmp_path: Path, frozen: Path) -> None:
         frozen,
         **{
             "watching.profile_steps": (2, 3),
-            "watching.exact_timers": True,
-            "watching.nvtx": True,
             "watching.peak_tflops": 1e-3,
             "validation.every": 2,
             "validation.table": tiny_training.HELD_OUT,

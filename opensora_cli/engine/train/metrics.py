@@ -4,20 +4,17 @@ import json
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Mapping
 from io import BufferedWriter
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from opensora_cli.core.device import is_gpu, peak_memory_gib, profiler_range, synchronize
-from opensora_cli.core.exceptions import HardwareError, OutputError, missing_library
+from opensora_cli.core.device import is_gpu, peak_memory_gib
+from opensora_cli.core.exceptions import OutputError, missing_library
 from opensora_cli.core.files import atomic_path, write_bytes_atomic
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.reading import require_file
@@ -46,13 +43,13 @@ class Metrics:
 
     Lines go to `log.jsonl` and, if TensorBoard is on, to events such as `train/loss`, `validation/loss` and
     `seconds/data`. The terminal shows a short form of each line. Only the main rank writes and reports. Raises
-    HardwareError if TensorBoard or a required GPU is missing.
+    HardwareError if TensorBoard is missing.
     """
 
     def __init__(
         self, settings: TrainSettings, *, distribution: Distribution, output: Path, reporter: Reporter
     ) -> None:
-        self.clock = _open_clock(settings, distribution.device)
+        self.clock = Clock() if settings.watching.profile_steps is None else Clock(mark=record_function)
         self._writes = distribution.is_main
         self._every = settings.loop.log_every
         self._total_steps = settings.loop.steps
@@ -199,22 +196,6 @@ class Metrics:
         with atomic_path(path) as temporary:
             running.export_chrome_trace(str(temporary))
         self._reporter.note(f"profile: {path}")
-
-
-def _open_clock(settings: TrainSettings, device: torch.device) -> Clock:
-    watching = settings.watching
-    if not is_gpu(device):
-        given = " and ".join(f"watching.{name}=true" for name in ("exact_timers", "nvtx") if getattr(watching, name))
-        if given:
-            raise HardwareError(f"{given} needs a GPU, and this runs on a CPU", hint=f"leave {given} out")
-    marks: list[Callable[[str], AbstractContextManager[object]]] = []
-    if watching.profile_steps is not None:
-        marks.append(torch.profiler.record_function)
-    if watching.nvtx:
-        marks.append(profiler_range)
-    if watching.exact_timers:
-        return Clock(marks=marks, wait=partial(synchronize, device))
-    return Clock(marks=marks)
 
 
 _LINES: tuple[dict[str, str], ...] = (

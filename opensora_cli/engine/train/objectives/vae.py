@@ -35,8 +35,7 @@ class VAETask(Task):
     """Training task that reconstructs clips and pictures.
 
     The loss is |error| + a·error² + b·|error of gradients| + c·LPIPS + d·KL + e·w·(-logit), all means. The logit is
-    that of the discriminator, and w balances gradients (see `adaptive_weight`). `steps` is the length of the run, whose
-    last steps may use whole frames.
+    that of the discriminator, and w balances gradients (see `adaptive_weight`).
     """
 
     module: Autoencoder
@@ -47,7 +46,6 @@ class VAETask(Task):
         autoencoder: Autoencoder,
         *,
         settings: VAETrainSettings,
-        steps: int,
         perceptual: PerceptualDistance | None = None,
         adversary: Role | None = None,
     ) -> None:
@@ -56,13 +54,10 @@ class VAETask(Task):
         self._settings = settings
         self._perceptual = perceptual
         self._is_opposed = False
-        self._crops_until = steps - settings.whole_steps if settings.crop_size else 0
-        self._is_cropping = self._crops_until > 0
 
     def begin_step(self, step: int) -> None:
-        """Turn the discriminator on, and crops off, at their steps."""
+        """Turn the discriminator on at its first step."""
         self._is_opposed = self.adversary is not None and step >= self._settings.discriminator.start_step
-        self._is_cropping = step < self._crops_until
 
     def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a batch of clips or pictures, with PSNR (dB), KL (nats per latent value) and more.
@@ -86,7 +81,7 @@ class VAETask(Task):
     def tokens(self, batch: ClipBatch) -> int:
         """Return the number of positions in the latents of the batch."""
         count, frames, height, width, _ = _frames(batch).shape
-        if self._is_cropping:
+        if self._settings.crop_size:
             height, width = (min(side, self._settings.crop_size) for side in (height, width))
         grid = self.module.grid
         rows, columns = grid.latent_size(height, width)
@@ -146,7 +141,7 @@ class VAETask(Task):
         share = self._settings.single_frame_share if torch.is_grad_enabled() else 0.0
         if share and num_frames > 1 and rng.numpy.random() < share:
             frames = frames[torch.arange(count), rng.numpy.integers(num_frames, size=count)].unsqueeze(1)
-        if self._is_cropping and torch.is_grad_enabled():
+        if self._settings.crop_size and torch.is_grad_enabled():
             frames = cut_squares(frames, self._settings.crop_size, rng.numpy)
         return to_pixels(queued_copy(frames, next(self.module.parameters()).device))
 
@@ -188,7 +183,6 @@ def vae_task(settings: TrainSettings, *, device: torch.device, reporter: Reporte
     return VAETask(
         autoencoder,
         settings=chosen,
-        steps=settings.loop.steps,
         perceptual=perceptual,
         adversary=adversary,
     )
@@ -231,12 +225,10 @@ class VAEObjective(Objective):
         return shape.batch_size * shape.num_frames * shape.height * shape.width * settings.vae.sizes.pixel_width
 
     def measured_steps(self, settings: TrainSettings) -> tuple[int, ...]:
-        """Return the first two steps, or the first and one with the discriminator and whole frames."""
-        chosen = settings.train_vae
-        opposed_from = chosen.discriminator.start_step if chosen.discriminator.weight else 0
-        whole_from = settings.loop.steps - chosen.whole_steps if chosen.whole_steps else 0
-        last_phase = max(opposed_from, whole_from)
-        return (0, 0, last_phase) if last_phase else (0, 1)
+        """Return the first two steps, or the first and one with the discriminator."""
+        discriminator = settings.train_vae.discriminator
+        opposed_from = discriminator.start_step if discriminator.weight else 0
+        return (0, 0, opposed_from) if opposed_from else (0, 1)
 
 
 OBJECTIVE = VAEObjective()
