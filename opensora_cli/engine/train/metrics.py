@@ -10,7 +10,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from opensora_cli.core.device import is_gpu, peak_memory_gib
@@ -21,18 +20,14 @@ from opensora_cli.core.reading import require_file
 from opensora_cli.core.regular_files import open_regular
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import LOG_FILE, PROFILE_FOLDER, SAMPLES_FOLDER, TENSORBOARD_FOLDER
-from opensora_cli.engine.train.evaluate import remove_later_samples
 from opensora_cli.engine.train.mfu import open_mfu
 from opensora_cli.engine.train.trainer import Clock, StepReport
-from opensora_cli.media.encode import gif_bytes
 from opensora_cli.settings.train import TrainSettings
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 _BESIDE_TRAINING = ("checkpoint", "validation", "samples")
-_GIF_SIDE = 320
-"""Longest side, in pixels, of samples in TensorBoard."""
 _LOG_BUFFER = 2**20
 """Bytes of lines that wait for room on a full disk."""
 _MOVE_OUT = "move it out of the run's folder"
@@ -104,21 +99,6 @@ class Metrics:
             self._write({"step": step, "event": "validation", **figures})
             shown = "  ".join(f"{name} {value:.5g}" for name, value in figures.items())
             self._reporter.note(f"validation at step {step}  {shown}")
-
-    def on_sample(self, step: int, name: str, frames_THWC: Tensor, fps: float) -> None:
-        """Show a sample video in TensorBoard, as a small GIF animation."""
-        if self._events is None or self._events.file_writer is None:
-            return
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        factor = max(1, -(-max(frames_THWC.shape[1:3]) // _GIF_SIDE))
-        small_THWC = frames_THWC[:, ::factor, ::factor]
-        _, height, width, channels = small_THWC.shape
-        gif = gif_bytes(small_THWC, fps=fps, metadata={})
-        image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=gif)
-        summary = Summary(value=[Summary.Value(tag=f"samples/{name}", image=image)])
-        self._events.file_writer.add_summary(summary, step)
-        self._events.flush()
 
     def close(self) -> None:
         """Close all files, also after an error. Raises OutputError if a profile cannot be written."""
@@ -266,19 +246,18 @@ class JsonLog:
         self._has_warned = True
 
 
-def truncate_records(output: Path, *, step: int) -> None:
-    """Remove log lines and samples after a step. Raises FileProblem if this is not possible."""
+def truncate_log(output: Path, *, step: int) -> None:
+    """Remove log lines after a step. Raises FileProblem if this is not possible."""
     path = output / LOG_FILE
-    if path.exists():
-        require_file(path, hint=_MOVE_OUT)
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise OutputError(f"cannot read {path}: {reason}", hint=_MOVE_OUT) from error
-        kept = "".join(line for line in lines if _step_of(line) <= step)
-        write_bytes_atomic(path, kept.encode())
-    remove_later_samples(output / SAMPLES_FOLDER, step=step)
+    if not path.exists():
+        return
+    require_file(path, hint=_MOVE_OUT)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise OutputError(f"cannot read {path}: {reason}", hint=_MOVE_OUT) from error
+    write_bytes_atomic(path, "".join(line for line in lines if _step_of(line) <= step).encode())
 
 
 def remove_records(output: Path) -> None:

@@ -16,7 +16,6 @@ from opensora_cli.core.ranks import find_context
 from opensora_cli.engine.ckpt.hub import fetch, part_of
 from opensora_cli.engine.ckpt.hub_records import HubFile, read_listing, recorded_digest
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch
-from opensora_cli.engine.train.evaluate import remove_later_samples
 from opensora_cli.engine.train.metrics import JsonLog
 from opensora_cli.settings.devices import ParallelSettings
 
@@ -95,14 +94,3 @@ def test_a_record_of_a_download_that_is_a_pipe_is_none(read: Callable[[Path], ob
     for name in ("x.metadata", "x.listing.json"):
         os.mkfifo(folder / name)
     assert not read(tmp_path)
-
-
-def test_later_samples_that_are_links_go_and_what_they_point_to_stays(tmp_path: Path) -> None:
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept" / "a.mp4").touch()
-    (tmp_path / "samples" / "step1").mkdir(parents=True)
-    (tmp_path / "samples" / "step2").symlink_to(tmp_path / "kept")
-    (tmp_path / "samples" / "step3").touch()
-    remove_later_samples(tmp_path / "samples", step=1)
-    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step1"]
-    assert (tmp_path / "kept" / "a.mp4").exists()

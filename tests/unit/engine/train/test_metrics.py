@@ -4,12 +4,10 @@ import json
 import math
 import os
 from contextlib import contextmanager
-from io import BytesIO
 
 import pytest
 import tiny_training
 import torch
-from PIL import Image
 from toy_training import Listener, ToyTask, toy_trainer
 
 from opensora_cli.core.exceptions import FileProblem, HardwareError
@@ -17,7 +15,7 @@ from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.train import metrics as metrics_module
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume
-from opensora_cli.engine.train.metrics import Metrics, remove_records, truncate_records
+from opensora_cli.engine.train.metrics import Metrics, remove_records, truncate_log
 from opensora_cli.engine.train.mfu import training_flops
 from opensora_cli.engine.train.plan import plan_training
 from opensora_cli.engine.train.run import train
@@ -193,7 +191,7 @@ class TestLines:
     def test_a_pipe_is_not_cut_but_refused(self, tmp_path):
         os.mkfifo(tmp_path / "log.jsonl")
         with pytest.raises(FileProblem, match=r"log\.jsonl is not a file: it is a pipe"):
-            truncate_records(tmp_path, step=2)
+            truncate_log(tmp_path, step=2)
 
 
 def events(folder):
@@ -226,21 +224,6 @@ class TestTensorBoard:
         assert found["seconds/data"] == [(step, 0.5) for step in range(1, 6)]
         assert found["train/learning_rate"] == [(step, pytest.approx(0.1)) for step in range(1, 6)]
         assert "train/step" not in found
-
-    def test_samples_are_animations(self, tmp_path):
-        accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
-        lines = metrics(tmp_path, tensorboard=True)
-        lines.start(0)
-        frames_THWC = torch.zeros(3, 400, 640, 3, dtype=torch.uint8)
-        frames_THWC[1] = 255
-        lines.on_sample(2, "a-red-boat", frames_THWC, 8.0)
-        lines.close()
-        found = accumulator(str(tmp_path / "tensorboard"))
-        found.Reload()
-        [event] = found.Images("samples/a-red-boat")
-        assert (event.step, event.width, event.height) == (2, 320, 200)
-        picture = Image.open(BytesIO(event.encoded_image_string))
-        assert (picture.format, picture.n_frames, picture.size) == ("GIF", 3, (320, 200))
 
     def test_a_missing_library_is_named(self, tmp_path, monkeypatch):
         monkeypatch.setitem(__import__("sys").modules, "torch.utils.tensorboard", None)
@@ -335,17 +318,14 @@ class TestOpening:
             assert opened._mfu(4, 400, 10.0) == pytest.approx(flops / (10 * 1e12))
 
     def test_records_are_truncated_and_removed(self, tmp_path):
-        for step in (2, 4, 10):
-            (tmp_path / "samples" / f"step{step}").mkdir(parents=True)
         (tmp_path / "log.jsonl").write_text('{"step": 2}\n{"step": 4}\n{"step": 5, "lo')
-        for name in ("tensorboard", "profile"):
+        for name in ("tensorboard", "profile", "samples"):
             (tmp_path / name).mkdir()
-        truncate_records(tmp_path, step=3)
+        truncate_log(tmp_path, step=3)
         assert (tmp_path / "log.jsonl").read_text() == '{"step": 2}\n'
-        assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step2"]
         remove_records(tmp_path)
         assert [*tmp_path.iterdir()] == []
-        truncate_records(tmp_path, step=0)
+        truncate_log(tmp_path, step=0)
 
 
 @pytest.mark.slow

@@ -129,9 +129,7 @@ def test_videos_have_their_size_and_tags(watched: Path) -> None:
 def test_autoencoders_have_none(tmp_path: Path) -> None:
     settings = tiny_training.vae_settings(tmp_path).replace(SAMPLES)
     distribution = Distribution(torch.device("cpu"))
-    opened = open_samples(
-        settings, distribution=distribution, output=tmp_path, show=lambda *_: None, reporter=SilentReporter()
-    )
+    opened = open_samples(settings, distribution=distribution, output=tmp_path, reporter=SilentReporter())
     assert opened is None
 
 
