@@ -18,7 +18,6 @@ from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.components.parallelize import plan_exchange
 from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch, log_folder, write_settings
 from opensora_cli.engine.launch.rank import agreed, device_type, joined, settings_of_ranks
-from opensora_cli.engine.train.activations import ActivationPlan
 from opensora_cli.engine.train.parallelize import (
     WEIGHT_AXES,
     RankLinks,
@@ -92,29 +91,23 @@ class Distribution:
         module: nn.Module,
         *,
         trained: Collection[nn.Parameter] | None = None,
-        activations: ActivationPlan | None = None,
-        compiles: bool = False,
-        warn: Callable[[str], None] = lambda line: None,
+        recipe: Callable[..., Sharded] | None = None,
     ) -> Callable[..., Tensor]:
         """Reduce a module to this rank's part, in place and on its device; return the function to call instead of it.
 
-        `trained` are the weights that each call uses and trains, by default all that require gradients. The blocks of a
-        transformer are checkpointed and compiled as `parallelize` describes. Raises ValueError if
-        weights are divided and the module is not the only transformer, and RequestError if there are more
-        tensor-parallel ranks than heads.
+        `trained` are the weights that each call uses and trains, by default all that require gradients. `recipe` is
+        `parallelize`, perhaps with options for the blocks of a transformer. Raises ValueError if weights are divided
+        and the module is not the only transformer, and RequestError if there are more tensor-parallel ranks than heads.
         """
         if self.divides and (not isinstance(module, MMDiT) or self._sharded is not None):
             raise ValueError(f"weights of one MMDiT are divided, not of a {type(module).__name__} or a second one")
         if isinstance(module, MMDiT):
-            sharded = parallelize(
+            sharded = (recipe or parallelize)(
                 module,
                 self._links,
                 device=self.device,
                 strategy=self._strategy,
                 dtype=self._dtype,
-                activations=activations,
-                compiles=compiles,
-                warn=warn,
                 offload_states=self._offload_states,
             )
             if self.divides:

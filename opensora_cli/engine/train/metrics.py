@@ -5,10 +5,9 @@ import math
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping
-from io import BufferedWriter
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -215,7 +214,7 @@ class JsonLog:
     def __init__(self, path: Path, *, reporter: Reporter) -> None:
         self._path = path
         self._reporter = reporter
-        self._file: BufferedWriter | None = None
+        self._file: BinaryIO | None = None
         self._has_warned = False
 
     def write(self, line: Mapping[str, object]) -> None:

@@ -20,8 +20,9 @@ from opensora_cli.settings.train_loop import OptimizerSettings
 
 if TYPE_CHECKING:
     from opensora_cli.engine.encode.clip_cache import ClipCache
-    from opensora_cli.engine.train.activations import ActivationPlan, BatchShape
+    from opensora_cli.engine.train.activations import BatchShape
     from opensora_cli.engine.train.distribution import Distribution
+    from opensora_cli.engine.train.parallelize import Sharded
 
 MODEL = "model"
 """Role of the weights that a run exports, with the optimizer of the settings."""
@@ -100,19 +101,9 @@ class Task(ABC):
         module, owns = (self.module, self._is_of_model) if role is None else (role.module, role.owns)
         return {key: weight for key, weight in module.named_parameters() if weight.requires_grad and owns(key)}
 
-    def shard(
-        self,
-        distribution: "Distribution",
-        *,
-        activations: "ActivationPlan | None" = None,
-        compiles: bool = False,
-        warn: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        """Reduce the modules to this rank's parts. The arguments are those of `Distribution.shard`."""
-        weights = self.trained(MODEL).values()
-        self.forward = distribution.shard(
-            self.module, trained=weights, activations=activations, compiles=compiles, warn=warn
-        )
+    def shard(self, distribution: "Distribution", *, recipe: Callable[..., "Sharded"] | None = None) -> None:
+        """Reduce the modules to this rank's parts. `recipe` is that of `Distribution.shard`."""
+        self.forward = distribution.shard(self.module, trained=self.trained(MODEL).values(), recipe=recipe)
         for name, role in self.roles.items():
             if role.module is not self.module:
                 role.forward = distribution.shard(role.module, trained=self.trained(name).values())
