@@ -55,31 +55,17 @@ def add_lora(transformer: MMDiT, settings: LoraSettings, *, seed: int, has_criti
 
 
 @contextmanager
-def adapters_off(transformer: nn.Module) -> Iterator[None]:
-    """Evaluate the layers of a transformer without their adapters inside the block."""
+def using_adapter(transformer: nn.Module, name: str | None) -> Iterator[None]:
+    """Evaluate the layers of a transformer with this adapter alone inside the block; None means with no adapter."""
     layers: list[Any] = [layer for layer in transformer.modules() if hasattr(layer, "base_layer")]
-    # PEFT's own switch would also freeze the adapters, whose gradients come after the block.
+    # PEFT's own switches would also freeze adapters, whose gradients come after the block.
     for layer in layers:
-        layer._disable_adapters = True
+        layer._disable_adapters, layer._active_adapter = name is None, [name or _ADAPTER]
     try:
         yield
     finally:
         for layer in layers:
-            layer._disable_adapters = False
-
-
-@contextmanager
-def critic_on(transformer: nn.Module) -> Iterator[None]:
-    """Evaluate the layers of a transformer with the second adapter instead of the first inside the block."""
-    layers: list[Any] = [layer for layer in transformer.modules() if hasattr(layer, "base_layer")]
-    # PEFT's own switch would also freeze the first adapter.
-    for layer in layers:
-        layer._active_adapter = [CRITIC]
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._active_adapter = [_ADAPTER]
+            layer._disable_adapters, layer._active_adapter = False, [_ADAPTER]
 
 
 def first_adapter(transformer: MMDiT, *, seed: int) -> Iterator[tuple[str, Tensor]]:

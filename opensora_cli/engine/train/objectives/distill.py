@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from opensora_cli.core.conditions import CONDITION_MODES, T2V, ConditionMode
 from opensora_cli.data.batches import ClipBatch, SampleRng
 from opensora_cli.engine.components.few_steps import sampling_metadata
-from opensora_cli.engine.train.lora import adapters_off
+from opensora_cli.engine.train.lora import using_adapter
 from opensora_cli.engine.train.objectives.mmdit import MMDiTObjective, MMDiTTask, PreparedClips
 from opensora_cli.sampling.denoise import euler_step
 from opensora_cli.sampling.guidance import (
@@ -95,7 +95,7 @@ class DistillTask(MMDiTTask):
 
     def _guided(self, clips: PreparedClips, latents_BND: Tensor, times: Sequence[float], step: int) -> Tensor:
         """Return the velocity of the guided model at the beginning of a step between `times`."""
-        with adapters_off(self.module):
+        with using_adapter(self.module, None):
             found = {branch: self._evaluate(clips, latents_BND, times[step], branch) for branch in self._branches}
         guided = [
             combine_branches(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.data.batches import ClipBatch, SampleRng
-from opensora_cli.engine.train.lora import CRITIC, critic_on, is_of_critic
+from opensora_cli.engine.train.lora import CRITIC, is_of_critic, using_adapter
 from opensora_cli.engine.train.objectives.base import MODEL, Losses, Role
 from opensora_cli.engine.train.objectives.distill import DistillTask, teacher_branches
 from opensora_cli.engine.train.objectives.mmdit import MMDiTObjective, PreparedClips
@@ -51,7 +51,7 @@ class DMDTask(DistillTask):
             yield MODEL, self._matching_loss(clips, data_BND, times, rng), {}
         data_BND = data_BND.detach()
         step, noise_BND, noisy_BND = self._noised(data_BND, times, rng)
-        with critic_on(self.module):
+        with using_adapter(self.module, CRITIC):
             forward = self.roles[CRITIC].forward
             velocity_BND = self._evaluate(clips, noisy_BND, times[step], Branch.COND, forward=forward)
             loss = nn.functional.mse_loss(velocity_BND.float(), noise_BND - data_BND)
@@ -65,7 +65,7 @@ class DMDTask(DistillTask):
         """
         with torch.no_grad():
             step, _, noisy_BND = self._noised(data_BND, times, rng)
-            with critic_on(self.module):
+            with using_adapter(self.module, CRITIC):
                 fake_BND = self._evaluate(clips, noisy_BND, times[step], Branch.COND)
             real_BND = self._guided(clips, noisy_BND, times, step)
             difference_BND = times[step] * (real_BND - fake_BND).float()

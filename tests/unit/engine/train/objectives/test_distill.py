@@ -15,7 +15,7 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.few_steps import METADATA_KEY, asked_sampling
 from opensora_cli.engine.train.early import Resume
-from opensora_cli.engine.train.lora import adapters_off
+from opensora_cli.engine.train.lora import using_adapter
 from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.objectives.distill import DistillTask
 from opensora_cli.engine.train.run import train
@@ -84,7 +84,7 @@ def test_the_teacher_has_no_adapter(task):
     clips = task.prepare(batch(), SampleRng.of(0, 0))
     with torch.no_grad():
         student = task._evaluate(clips, clips.noise_BND, 1.0, Branch.COND)
-        with adapters_off(task.module):
+        with using_adapter(task.module, None):
             teacher = task._evaluate(clips, clips.noise_BND, 1.0, Branch.COND)
         assert torch.equal(task._evaluate(clips, clips.noise_BND, 1.0, Branch.COND), student)
     assert (student - teacher).norm() > 0.01 * teacher.norm()
