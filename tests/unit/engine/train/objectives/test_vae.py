@@ -117,14 +117,6 @@ def test_half_precision_is_near(perceptual):
 
 
 class TestDiscriminator:
-    def test_it_has_no_loss_before_its_start(self):
-        task = vae_task("hunyuan", discriminator={**DISCRIMINATOR, "start_step": 2})
-        roles = []
-        for step in range(4):
-            task.begin_step(step)
-            roles.append([role for role, *_ in task.losses(clip_batch(step, num_frames=5), SampleRng.of(0, step))])
-        assert roles == [["model"], ["model"], ["model", "adversary"], ["model", "adversary"]]
-
     def test_its_loss_is_of_real_and_decoded_clips_and_reaches_it_alone(self):
         task = vae_task("hunyuan", discriminator=DISCRIMINATOR)
         batch = clip_batch(0, num_frames=5)
