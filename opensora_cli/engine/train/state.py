@@ -157,14 +157,13 @@ def tensors_of(trainer: Trainer) -> Iterator[StatePart]:
 
 def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
     """Return the averaged, or else current, whole weights on the host of the main rank. All ranks must call this."""
-    distribution, weights = trainer.distribution, trainer.ema
-    if weights is None:
-        weights = module_state(trainer.task.module, trained_only=trainer.trained_only)
+    distribution, file = trainer.distribution, MODEL_FOLDER if trainer.ema is None else EMA_FILE
     whole = {}
-    for name, part in weights.items():
-        gathered = distribution.whole(name, part)
-        if distribution.is_main:
-            whole[distribution.whole_name(name)] = gathered.cpu()
+    for part in tensors_of(trainer):
+        if part.file == file:
+            gathered = distribution.whole(part.parameter, part.tensor)
+            if distribution.is_main:
+                whole[part.key] = gathered.cpu()
     return whole
 
 
