@@ -256,12 +256,10 @@ class SampleVideos:
         pieces = self._autoencoder.decode_pieces(
             latents_1CTHW.to(dtype), tiling=vae_tiling(self._settings.vae), canvas=_HOST
         )
-        frames_THWC = torch.cat([to_uint8(piece_1CTHW[0]).cpu() for piece_1CTHW in pieces])
-        name, fps = self._names[index], chosen.fps or self._settings.data.fps_max
         write_media(
-            [frames_THWC],
-            self._folder / f"step{step}" / f"{name}.mp4",
-            fps=fps,
+            (to_uint8(piece_1CTHW[0]).cpu() for piece_1CTHW in pieces),
+            self._folder / f"step{step}" / f"{self._names[index]}.mp4",
+            fps=chosen.fps or self._settings.data.fps_max,
             format=MediaFormat.MP4,
             metadata={
                 "prompt": chosen.prompts[index],
