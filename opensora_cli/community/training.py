@@ -17,7 +17,7 @@ from opensora_cli.core.conditions import ConditionMode, ReferencePart
 from opensora_cli.core.device import use_device
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.ranks import find_context
-from opensora_cli.engine.encode.clips import condition_clip, cut_part, sample_mode
+from opensora_cli.engine.encode.clips import condition_clip, cut_part, fitting_modes, pick_mode
 from opensora_cli.engine.launch.rank import device_type, log_wait, rank_device
 from opensora_cli.engine.train.objectives import mmdit
 from opensora_cli.engine.train.optimizer import build_optimizers, rate_factor, warmup_share
@@ -103,9 +103,10 @@ def prepare_visual_condition_uncausal(
     rng = rng or np.random.default_rng(int(torch.randint(2**31, ())))
     causal, ratio = model_ae.grid.is_causal, model_ae.grid.time_compression_ratio
     num_latent_frames = model_ae.grid.latent_frames(x.shape[2])
+    modes = fitting_modes(condition_config, num_latent_frames=num_latent_frames, causal=causal)
     latents, conditions = [], []
     for pixels_CTHW in x:
-        mode = sample_mode(condition_config, num_latent_frames=num_latent_frames, causal=causal, rng=rng)
+        mode = pick_mode(modes, rng)
         clip_TCHW = pixels_CTHW.transpose(0, 1)
         if pad and mode.gives_pictures and not causal:
             clip_TCHW = _hold_pictures(clip_TCHW, mode, extra=ratio - 1)

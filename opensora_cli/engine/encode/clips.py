@@ -137,7 +137,7 @@ def training_caption(caption: str, *, fps: float, motion_score: float | None, se
 
 
 def fitting_modes(
-    weights: Mapping[str, float], *, num_latent_frames: int, causal: bool, lengths: ReferenceLengths
+    weights: Mapping[str, float], *, num_latent_frames: int, causal: bool, lengths: ReferenceLengths = RELEASED_LENGTHS
 ) -> dict[ConditionMode, float]:
     """Return the modes with a weight that leave frames of such a clip to learn; for a single frame only `t2v`.
 
@@ -150,18 +150,6 @@ def fitting_modes(
         if lengths.given_latent_frames(mode, causal=causal) < num_latent_frames
     }
     return fitting if fitting and num_latent_frames > 1 else {T2V: 1.0}
-
-
-def sample_mode(
-    weights: Mapping[str, float],
-    *,
-    num_latent_frames: int,
-    causal: bool,
-    rng: np.random.Generator,
-    lengths: ReferenceLengths = RELEASED_LENGTHS,
-) -> ConditionMode:
-    """Sample the condition mode of a clip by weight from `fitting_modes`."""
-    return pick_mode(fitting_modes(weights, num_latent_frames=num_latent_frames, causal=causal, lengths=lengths), rng)
 
 
 def pick_mode(fitting: Mapping[ConditionMode, float], rng: np.random.Generator) -> ConditionMode:
