@@ -106,7 +106,7 @@ class BucketSampler:
 
     def assigned(self, epoch: int) -> NDArray[np.int32]:
         """Return the bucket of each sample in an epoch, or `NO_BUCKET`."""
-        draws_NR = _rng(self.seed, epoch, _BUCKETS).random((len(self.samples), self.buckets.num_resolutions))
+        draws_NR = _rng(self.seed, epoch, _BUCKETS).random((len(self.samples), len(self.buckets.resolutions)))
         return self.buckets.assign(self.samples, draws_NR)
 
     def __call__(self, epoch: int) -> EpochPlan:

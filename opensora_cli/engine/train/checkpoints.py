@@ -175,15 +175,12 @@ class CheckpointWriter:
         target = self._output / checkpoint_folder_name(epoch=trainer.batches.epoch, global_step=trainer.step)
         token = secrets.token_hex(4)
         temporary = temporary_folder(target, token=broadcast_json(token) if distribution.ranks > 1 else token)
-        running = _running_states(trainer, validation_loss, done)
-        if attention is not None:
-            running["attention"] = attention.to_json()
-        share = Share(
-            tensors=self._copy(trainer),
-            files={},
-            running_states=running,
-            group=self._group,
-        )
+        running = {
+            **_running_states(trainer, validation_loss),
+            "done": list(done),
+            **({} if attention is None else {"attention": attention.to_json()}),
+        }
+        share = Share(tensors=self._copy(trainer), files={}, running_states=running, group=self._group)
         trainer.losses.clear()
 
         def write() -> None:
@@ -262,7 +259,7 @@ def _best(folders: list[Path]) -> Path | None:
     return min(chosen, key=chosen.__getitem__) if chosen else None
 
 
-def _running_states(trainer: Trainer, validation_loss: float | None, done: Sequence[str]) -> dict[str, object]:
+def _running_states(trainer: Trainer, validation_loss: float | None) -> dict[str, object]:
     score = validation_loss if validation_loss is not None else fmean(trainer.losses or [math.nan])
     scored: dict[str, object] = {}
     if math.isfinite(score):
@@ -276,6 +273,5 @@ def _running_states(trainer: Trainer, validation_loss: float | None, done: Seque
         "threads": torch.get_num_threads(),
         "skipped_in_a_row": trainer.skipped_in_a_row,
         "sampler": trainer.batches.state_dict(),
-        "done": list(done),
         **scored,
     }
