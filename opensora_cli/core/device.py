@@ -363,6 +363,12 @@ def seconds_between(start: Any, end: Any) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
+def profiler_range(name: str) -> AbstractContextManager[Any]:
+    """Return a context that Nsight Systems shows under `name`. It needs a GPU."""
+    context: AbstractContextManager[Any] = torch.cuda.nvtx.range(name)
+    return context
+
+
 def random_state_kept(device: torch.device) -> AbstractContextManager[None]:
     """Return a context whose end restores the states of torch's generators of the CPU and of `device`."""
     if not is_accelerator(device):

@@ -243,6 +243,8 @@ _CONFLICTS = (
     Pair("memory.checkpointing=selective", "compile", "use full: a compiled block decides itself what it keeps"),
     Pair("memory.checkpoint_double_blocks!=none", "memory.offload=blocks", "use none: all blocks are recomputed"),
     Pair("memory.checkpoint_single_blocks!=none", "memory.offload=blocks", "use none: all blocks are recomputed"),
+    Pair("watching.nvtx", "device=cpu", "drop it: it marks the work of a GPU"),
+    Pair("watching.nvtx", "watching.profile_steps", "use one of them: a process has one profiler"),
 )
 """Settings that do not go together."""
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, BinaryIO
 
+import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from opensora_cli.core.device import is_gpu, peak_memory_gib
-from opensora_cli.core.exceptions import OutputError, missing_library
+from opensora_cli.core.device import is_gpu, peak_memory_gib, profiler_range
+from opensora_cli.core.exceptions import HardwareError, OutputError, missing_library
 from opensora_cli.core.files import atomic_path, write_bytes_atomic
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.reading import require_file
@@ -37,13 +38,13 @@ class Metrics:
 
     Lines go to `log.jsonl` and, if TensorBoard is on, to events such as `train/loss`, `validation/loss` and
     `seconds/data`. The terminal shows a short form of each line. Only the main rank writes and reports. Raises
-    HardwareError if TensorBoard is missing.
+    HardwareError if TensorBoard or a required GPU is missing.
     """
 
     def __init__(
         self, settings: TrainSettings, *, distribution: Distribution, output: Path, reporter: Reporter
     ) -> None:
-        self.clock = Clock() if settings.watching.profile_steps is None else Clock(mark=record_function)
+        self.clock = _open_clock(settings, distribution.device)
         self._writes = distribution.is_main
         self._every = settings.loop.log_every
         self._total_steps = settings.loop.steps
@@ -175,6 +176,14 @@ class Metrics:
         with atomic_path(path) as temporary:
             running.export_chrome_trace(str(temporary))
         self._reporter.note(f"profile: {path}")
+
+
+def _open_clock(settings: TrainSettings, device: torch.device) -> Clock:
+    if settings.watching.nvtx:
+        if not is_gpu(device):
+            raise HardwareError("watching.nvtx=true needs a GPU, and this runs on a CPU", hint="drop it")
+        return Clock(mark=profiler_range)
+    return Clock() if settings.watching.profile_steps is None else Clock(mark=record_function)
 
 
 _LINES: tuple[dict[str, str], ...] = (

@@ -317,6 +317,11 @@ class TestOpening:
             flops = training_flops(mmdit_config(settings.model), **sizes)
             assert opened._mfu(4, 400, 10.0) == pytest.approx(flops / (10 * 1e12))
 
+    def test_marks_for_a_gpu_are_refused_on_a_cpu(self, tmp_path):
+        settings = tiny_training.vae_settings(tmp_path).replace({"device": "auto", "watching.nvtx": True})
+        with pytest.raises(HardwareError, match=r"^watching\.nvtx=true needs a GPU"):
+            Metrics(settings, distribution=Distribution(CPU), output=tmp_path, reporter=Listener())
+
     def test_records_are_truncated_and_removed(self, tmp_path):
         (tmp_path / "log.jsonl").write_text('{"step": 2}\n{"step": 4}\n{"step": 5, "lo')
         for name in ("tensorboard", "profile", "samples"):
