@@ -98,7 +98,7 @@ def test_a_cache_gives_the_loss_of_fresh_clips_bit_for_bit() -> None:
     cached = tuple(
         CachedClip(
             encode_for_cache(
-                FreshClip.of(frozen, pixels, request, SETTINGS.train_mmdit),
+                FreshClip(frozen, pixels, request, SETTINGS.train_mmdit),
                 parts,
             )
         )

@@ -43,18 +43,14 @@ class FreshClip:
     encoders: Encoders
     pixels_THWC: Tensor
     """Pixels in uint8."""
-    caption: str
-    """Caption for the text encoders; see `training_caption`."""
+    request: ClipRequest
+    settings: MMDiTTrainSettings
 
-    @classmethod
-    def of(
-        cls, encoders: Encoders, pixels_THWC: Tensor, request: ClipRequest, settings: MMDiTTrainSettings
-    ) -> "FreshClip":
-        """Return the clip of a request, from its pixels."""
-        caption = training_caption(
-            request.caption, fps=request.fps, motion_score=request.motion_score, settings=settings
-        )
-        return cls(encoders, pixels_THWC, caption)
+    @property
+    def caption(self) -> str:
+        """Caption for the text encoders."""
+        asked = self.request
+        return training_caption(asked.caption, fps=asked.fps, motion_score=asked.motion_score, settings=self.settings)
 
     def latents(self) -> Tensor:
         return self.encoders.latents(self.pixels_THWC)

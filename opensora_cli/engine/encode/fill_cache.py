@@ -119,7 +119,7 @@ def fill_cache(
                 except MediaError as error:
                     failed.append(FailedClip(path=request.path, reason=error.message))
                 else:
-                    clip = FreshClip.of(encoders(), pixels_THWC, request, settings.train_mmdit)
+                    clip = FreshClip(encoders(), pixels_THWC, request, settings.train_mmdit)
                     known = clips.names(request, file=file)
                     writer.add(request, encode_for_cache(clip, parts[request.num_frames], known=known), file=file)
                 progress.advance()

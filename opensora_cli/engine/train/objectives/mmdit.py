@@ -213,7 +213,7 @@ class MMDiTTask(Task):
         if batch.pixels_BTHWC is None:
             return batch.cached or ()
         return [
-            FreshClip.of(self._encoders(), pixels_THWC, request, self._settings)
+            FreshClip(self._encoders(), pixels_THWC, request, self._settings)
             for pixels_THWC, request in zip(batch.pixels_BTHWC, batch.requests, strict=True)
         ]
 

@@ -134,7 +134,7 @@ def cached(original, frozen, chosen):
         for part in reference_parts(condition_mode(name), lengths=LENGTHS)
     }
     clips = [
-        CachedClip(encode_for_cache(FreshClip.of(frozen, frames, request, chosen.train_mmdit), parts))
+        CachedClip(encode_for_cache(FreshClip(frozen, frames, request, chosen.train_mmdit), parts))
         for frames, request in zip(original.pixels_BTHWC, original.requests, strict=True)
     ]
     return replace(original, pixels_BTHWC=None, cached=tuple(clips))
