@@ -79,11 +79,6 @@ class Distribution:
         self._replicated: list[DistributedDataParallel] = []
 
     @property
-    def replicates(self) -> bool:
-        """Whether every rank has whole weights, and gradients are averaged."""
-        return self.mesh is not None and not self.divides
-
-    @property
     def is_main(self) -> bool:
         """Whether this process reports and writes for all ranks."""
         return self.rank == 0

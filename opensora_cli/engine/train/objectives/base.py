@@ -107,7 +107,8 @@ class Task(ABC):
         for name, role in self.roles.items():
             if role.module is not self.module:
                 role.forward = distribution.shard(role.module, trained=self.trained(name).values())
-            elif distribution.replicates:
+            elif distribution.mesh is not None and not distribution.divides:
+                # Every rank has whole weights, and gradients are averaged.
                 role.forward = distribution.replicate(role.module, self.trained(name).values())
             else:
                 role.forward = self.forward
