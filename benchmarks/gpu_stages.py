@@ -179,8 +179,7 @@ def _trained(bench: Bench, changes: Mapping[str, str]) -> Row:
         module = MMDiT(config, attention=attention_stand_in(chosen.train_mmdit.attention))
     task = MMDiTTask(
         module,
-        settings=chosen.train_mmdit,
-        grid=chosen.vae.grid,
+        chosen,
         empty_prompt=EmptyPrompt(
             torch.zeros(text_settings.t5_max_length, chosen.model.context_in_dim),
             torch.zeros(chosen.model.vec_in_dim),

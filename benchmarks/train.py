@@ -120,10 +120,10 @@ def encoded_batches(settings: TrainSettings, device: torch.device) -> tuple[list
     for number in range(_BATCHES):
         shape = largest_batch_shape(settings)
         batch = replace(shape.zeros(), number=number)
-        clips = [
-            FreshClip(encoders, color_field(shape.num_frames, _CLIP_SIZE, shape.batch_size * number + index), _CAPTION)
-            for index in range(shape.batch_size)
-        ]
+        clips = []
+        for index, request in enumerate(batch.requests):
+            pixels_THWC = color_field(shape.num_frames, _CLIP_SIZE, shape.batch_size * number + index)
+            clips.append(FreshClip(encoders, pixels_THWC, replace(request, caption=_CAPTION), settings.train_mmdit))
         cached = tuple(CachedClip(encode_for_cache(clip, {})) for clip in clips)
         batches.append(replace(batch, pixels_BTHWC=None, cached=cached))
     return batches, encoders.empty_prompt

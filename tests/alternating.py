@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from opensora_cli.checkpoint.writing import write_weights
-from opensora_cli.engine.train.objectives.base import MODEL, Role, Task
+from opensora_cli.engine.train.objectives.base import MODEL, Objective, Role, Task
 from opensora_cli.settings.train_loop import OptimizerSettings
 
 
@@ -54,22 +54,19 @@ class Distillation(Task):
         return batch.pixels_BTHWC.float().mean(dim=(1, 2, 3)) / 255
 
 
-def build(settings, *, distribution, clips, token_weights, reporter):
-    return Distillation()
+class Alternating(Objective):
+    def build(self, settings, *, distribution, clips, token_weights, reporter):
+        return Distillation()
+
+    def stand_in(self, settings):
+        return Distillation(), []
+
+    def outline(self, settings):
+        with torch.device("meta"):
+            return Adapted()
+
+    def layer_values(self, settings, shape):
+        return 3 * shape.batch_size * shape.num_frames
 
 
-def stand_in(settings):
-    return Distillation(), []
-
-
-def outline(settings):
-    with torch.device("meta"):
-        return Adapted()
-
-
-def layer_values(settings, shape):
-    return 3 * shape.batch_size * shape.num_frames
-
-
-def measured_steps(settings):
-    return (0, 1)
+OBJECTIVE = Alternating()

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.data.batches import ClipBatch, SampledBatches, SampleRng
+from opensora_cli.data.batches import ClipBatch, ClipRequest, SampledBatches, SampleRng
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives.discriminator import discriminator_role
@@ -66,7 +66,6 @@ def vae_task(
     *,
     perceptual: PerceptualDistance | None = None,
     optimizer: OptimizerSettings = OPTIMIZER,
-    steps: int = 100,
     **objective: object,
 ) -> VAETask:
     """Return a task with the same first weights each time; `objective` is the section `train_vae`."""
@@ -79,7 +78,6 @@ def vae_task(
     return VAETask(
         autoencoder,
         settings=settings,
-        steps=steps,
         perceptual=perceptual,
         adversary=adversary,
     )
@@ -103,10 +101,10 @@ def clip_batch(number: int, *, num_frames: int, count: int = 2, size: int = 16) 
     return ClipBatch(
         number=number,
         epoch=0,
-        paths=tuple(f"clip{count * number + index}" for index in range(count)),
-        captions=("",) * count,
-        fps=(12.0,) * count,
-        motion_scores=(None,) * count,
+        requests=tuple(
+            ClipRequest(path=f"clip{count * number + index}", num_frames=num_frames, height=size, width=size, fps=12.0)
+            for index in range(count)
+        ),
         pixels_BTHWC=torch.stack(clips),
         cached=None,
     )

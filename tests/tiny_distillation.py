@@ -1,15 +1,15 @@
 """Small distillations of the demo, and random adapters."""
 
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import tiny_training
 import torch
 
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.data.batches import ClipBatch
+from opensora_cli.data.batches import ClipBatch, ClipRequest
 from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
@@ -43,9 +43,9 @@ def settings_of(output: Path, **changes: object) -> TrainSettings:
     return load_train_settings(config=Path("demo_distill"), overrides=overrides, environment={})
 
 
-def new_task(objective: ModuleType, settings: TrainSettings) -> Any:
-    """Return the task of an objective, whose new adapters change nothing."""
-    return objective.build(
+def new_task(settings: TrainSettings) -> Any:
+    """Return the task of a run, whose new adapters change nothing."""
+    return find_objective(settings).build(
         settings,
         distribution=Distribution(torch.device("cpu")),
         clips=None,
@@ -54,9 +54,9 @@ def new_task(objective: ModuleType, settings: TrainSettings) -> Any:
     )
 
 
-def random_task(objective: ModuleType, settings: TrainSettings) -> Any:
-    """Return the task of an objective with random adapters."""
-    made = new_task(objective, settings)
+def random_task(settings: TrainSettings) -> Any:
+    """Return the task of a run with random adapters."""
+    made = new_task(settings)
     generator = torch.Generator().manual_seed(0)
     for name, weight in made.module.named_parameters():
         if ".lora_B." in name:
@@ -71,9 +71,9 @@ def batch() -> ClipBatch:
         number=0,
         epoch=0,
         cached=None,
-        paths=("a.mp4", "b.mp4"),
-        captions=("a red boat on the sea", "snowing, city"),
-        fps=(12.0, 12.0),
-        motion_scores=(None, None),
+        requests=tuple(
+            ClipRequest(path=path, caption=caption, num_frames=9, height=32, width=32, fps=12.0)
+            for path, caption in (("a.mp4", "a red boat on the sea"), ("b.mp4", "snowing, city"))
+        ),
         pixels_BTHWC=pixels,
     )

@@ -17,9 +17,9 @@ from opensora_cli.core.conditions import ConditionMode, ReferencePart
 from opensora_cli.core.device import use_device
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.ranks import find_context
-from opensora_cli.engine.encode.clips import condition_clip, cut_part, sample_mode
+from opensora_cli.engine.encode.clips import condition_clip, cut_part, fitting_modes, pick_mode
 from opensora_cli.engine.launch.rank import device_type, log_wait, rank_device
-from opensora_cli.engine.train.objectives import flow_matching as flow
+from opensora_cli.engine.train.objectives import mmdit
 from opensora_cli.engine.train.optimizer import build_optimizers, rate_factor, warmup_share
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.parallel.rendezvous import init_with_retry
@@ -103,9 +103,10 @@ def prepare_visual_condition_uncausal(
     rng = rng or np.random.default_rng(int(torch.randint(2**31, ())))
     causal, ratio = model_ae.grid.is_causal, model_ae.grid.time_compression_ratio
     num_latent_frames = model_ae.grid.latent_frames(x.shape[2])
+    modes = fitting_modes(condition_config, num_latent_frames=num_latent_frames, causal=causal)
     latents, conditions = [], []
     for pixels_CTHW in x:
-        mode = sample_mode(condition_config, num_latent_frames=num_latent_frames, causal=causal, rng=rng)
+        mode = pick_mode(modes, rng)
         clip_TCHW = pixels_CTHW.transpose(0, 1)
         if pad and mode.gives_pictures and not causal:
             clip_TCHW = _hold_pictures(clip_TCHW, mode, extra=ratio - 1)
@@ -149,7 +150,7 @@ def update_ema(
 
 def get_batch_loss(model_pred: Tensor, v_t: Tensor, masks: Tensor | None = None) -> Tensor:
     """Return the mean squared error of (B,N,D) in fp32; `masks` (B,T,H,W) are 1 where latents are given."""
-    return flow.get_batch_loss(model_pred, v_t, masks)
+    return mmdit.get_batch_loss(model_pred, v_t, masks)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr_scheduler: Any, lr: float, initial_lr: float | None = None) -> None:

@@ -1,6 +1,8 @@
 """Micro-batches of training: their samples, their order, their clips and their random states."""
 
-from collections.abc import Callable
+import hashlib
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +106,7 @@ class BucketSampler:
 
     def assigned(self, epoch: int) -> NDArray[np.int32]:
         """Return the bucket of each sample in an epoch, or `NO_BUCKET`."""
-        draws_NR = _rng(self.seed, epoch, _BUCKETS).random((len(self.samples), self.buckets.num_resolutions))
+        draws_NR = _rng(self.seed, epoch, _BUCKETS).random((len(self.samples), len(self.buckets.resolutions)))
         return self.buckets.assign(self.samples, draws_NR)
 
     def __call__(self, epoch: int) -> EpochPlan:
@@ -127,16 +129,16 @@ class ClipRequest:
 
     path: str
     """File or other name of the clip. Caches and the random numbers of training depend on it."""
-    caption: str
-    motion_score: float | None
-    start: int
+    caption: str = ""
+    motion_score: float | None = None
+    start: int = 0
     """First frame, from 0."""
-    interval: int
+    interval: int = 1
     """Distance between the frames to take, 1 or more."""
     num_frames: int
     height: int
     width: int
-    fps: float
+    fps: float = 0.0
     """Frames per second of the cut; 0 for pictures and unknown rates."""
 
 
@@ -155,17 +157,18 @@ class ClipBatch:
 
     number: int
     epoch: int
-    paths: tuple[str, ...]
-    captions: tuple[str, ...]
-    fps: tuple[float, ...]
-    """Frames per second of these clips; 0 for pictures and unknown rates."""
-    motion_scores: tuple[float | None, ...]
+    requests: tuple[ClipRequest, ...]
     pixels_BTHWC: Tensor | None
     """Pixels in uint8 RGB, on the host; None if `cached` replaces them."""
     cached: tuple[Any, ...] | None
     """Cached values computed from the clips, one for each clip."""
     replaced: tuple[Replacement, ...] = ()
     """Samples of the micro-batch that could not be read."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Names of the clips."""
+        return tuple(request.path for request in self.requests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +191,18 @@ class SampleRng:
     def of_data(cls, seed: int, number: int) -> "SampleRng":
         """Return the state for the contents of a micro-batch, which depends on the same values as in `of`."""
         return cls._of(seed, number, _DATA)
+
+    def of_each(self, names: Sequence[str]) -> list["SampleRng"]:
+        """Return a state for each sample, from its name and its number of earlier occurrences in the micro-batch."""
+        seed = int(self.numpy.integers(2**63))
+        seen: Counter[str] = Counter()
+        states = []
+        for name in names:
+            digest = hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()
+            own = np.random.default_rng((seed, int.from_bytes(digest[:8]), seen[name]))
+            states.append(SampleRng(own, torch.Generator().manual_seed(int(own.integers(2**63)))))
+            seen[name] += 1
+        return states
 
     @classmethod
     def _of(cls, seed: int, number: int, stream: int) -> "SampleRng":

@@ -98,11 +98,6 @@ class Buckets:
         """Resolutions, the largest first."""
         return tuple(self._resolutions)
 
-    @property
-    def num_resolutions(self) -> int:
-        """Number of resolutions that a sample may try."""
-        return len(self._resolutions)
-
     def assign(self, samples: Samples, draws_NR: NDArray[np.float64]) -> NDArray[np.int32]:
         """Return the index of each sample's bucket, or `NO_BUCKET`.
 

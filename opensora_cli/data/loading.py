@@ -101,10 +101,7 @@ class ClipLoader:
         return ClipBatch(
             number=asked.number,
             epoch=asked.epoch,
-            paths=tuple(request.path for request in requests),
-            captions=tuple(request.caption for request in requests),
-            fps=tuple(request.fps for request in requests),
-            motion_scores=tuple(request.motion_score for request in requests),
+            requests=tuple(requests),
             pixels_BTHWC=torch.stack(contents) if self.load is None else None,
             cached=None if self.load is None else tuple(contents),
             replaced=tuple(replaced),
@@ -268,7 +265,6 @@ class BatchStream(Generic[T]):
             _Loading(self._load),
             sampler=self._upcoming(),
             batch_size=None,
-            collate_fn=_as_is,
             num_workers=self._workers,
             prefetch_factor=self._prefetch if self._workers else None,
             # Ctrl-C and SIGTERM reach every process of a terminal or a job. The training process decides when the
@@ -346,10 +342,6 @@ def _no_shared_memory(error: Exception) -> HardwareError:
         f"/dev/shm has no room for what the processes that read clips hand over: {plain(str(error).splitlines()[0])}",
         hint="make room there (docker run --shm-size=8g), or read without further processes: --set data.workers=0",
     )
-
-
-def _as_is(value: T) -> T:
-    return value
 
 
 def _begin_worker(worker: int, *, parent: int) -> None:

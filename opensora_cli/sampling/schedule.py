@@ -21,6 +21,11 @@ def flow_shift_for(*, tokens_per_frame: int, num_latent_frames: int) -> float:
     return (1.0 + (tokens_per_frame - _BASE_TOKENS) / _TOKENS_PER_UNIT_SHIFT) * math.sqrt(num_latent_frames)
 
 
+def shifted_times(times: torch.Tensor, shift: float) -> torch.Tensor:
+    """Return a·t / (1 + (a-1)·t) for times t in [0, 1] and a = `shift`; a shift over 1 moves times towards noise."""
+    return shift * times / (1.0 + (shift - 1.0) * times)
+
+
 def flow_timesteps(
     num_inference_steps: int,
     *,
@@ -46,7 +51,7 @@ def flow_timesteps(
     # In fp32 like the reference, so that the times are bitwise identical.
     times = torch.linspace(1.0, 0.0, num_inference_steps + 1, dtype=torch.float32, device="cpu")
     # One by one, which outlines of tensors allow, too.
-    return [float(each) for each in shift * times / (1.0 + (shift - 1.0) * times)]
+    return [float(each) for each in shifted_times(times, shift)]
 
 
 def latent_size(height: int, width: int, *, spatial_compression: int = 8, patch_size: int = 2) -> tuple[int, int]:

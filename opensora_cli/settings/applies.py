@@ -210,7 +210,6 @@ TRAIN = (
     ),
     _needs("data.table", "data.fps_max data.fit"),
     _needs("data.workers", "data.prefetch"),
-    _needs("train_vae.crop_size", "train_vae.whole_steps"),
     _needs("train_vae.discriminator.weight", "train_vae.discriminator", but="weight"),
     _needs("validation.every", "validation", but="every"),
     _needs("samples.every", "samples", but="every"),

@@ -153,6 +153,8 @@ _REMOVED = {
     "memory.activation_buffer": "drop it: memory.checkpointing=offload takes the host memory that it needs",
     "memory.activation_offload": "use memory.checkpointing=offload",
     "memory.offload_above": "use memory.checkpointing=offload, which keeps all inputs of blocks on the host",
+    "watching.exact_timers": "drop it: watching.profile_steps and watching.nvtx show the times of a GPU",
+    "train_vae.whole_steps": "drop it, and continue with init and train_vae.crop_size=0 for whole clips",
     **dict.fromkeys(_OF_THE_DEMO, MOVED_TO_DEMO),
 }
 """Settings and sections of earlier versions, with the hint for users who still set them."""

@@ -244,7 +244,7 @@ _CONFLICTS = (
     Pair("memory.checkpoint_double_blocks!=none", "memory.offload=blocks", "use none: all blocks are recomputed"),
     Pair("memory.checkpoint_single_blocks!=none", "memory.offload=blocks", "use none: all blocks are recomputed"),
     Pair("watching.nvtx", "device=cpu", "drop it: it marks the work of a GPU"),
-    Pair("watching.exact_timers", "device=cpu", "drop it: a CPU's timers are exact"),
+    Pair("watching.nvtx", "watching.profile_steps", "use one of them: a process has one profiler"),
 )
 """Settings that do not go together."""
 

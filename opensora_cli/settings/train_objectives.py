@@ -115,7 +115,6 @@ class VAETrainSettings(Section):
     decoder_only: bool = Field(default=False, description="Train the decoder alone, so that latents stay the same.")
     single_frame_share: Share = Field(default=0.0, description="Share of batches that are cut to single frames.")
     crop_size: int = Field(default=0, ge=0, le=2**16, description="Side of random square crops in pixels. 0: no crops.")
-    whole_steps: CountOrZero = Field(default=0, description="Last steps without cropping.")
     squared_error_weight: Weight = Field(default=0.0, description="Weight of the mean squared error.")
     gradient_weight: Weight = Field(default=0.0, description="Weight of the absolute error of pixel gradients.")
     kl_weight: Weight = Field(default=0.0, description="Weight of the mean KL divergence of a latent value, in nats.")

@@ -19,9 +19,6 @@ class WatchingSettings(Section):
     profile_steps: tuple[Count, Count] | None = Field(
         default=None, description="First and last step of a torch.profiler trace, as in 10,12."
     )
-    exact_timers: bool = Field(
-        default=False, description="Synchronize with the GPU for exact timings, which is slower."
-    )
     nvtx: bool = Field(default=False, description="Mark the parts of each step for Nsight Systems. Needs a GPU.")
     peak_tflops: float | None = Field(
         default=None, gt=0, le=10**9, description="Peak of a GPU in 1e12 operations a second, for the MFU."

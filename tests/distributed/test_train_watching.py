@@ -74,7 +74,7 @@ def _watched(
         }
     )
     distribution, reporter = case.open() if case else _alone(), SilentReporter()
-    samples = open_samples(settings, distribution=distribution, output=output, show=lambda *_: None, reporter=reporter)
+    samples = open_samples(settings, distribution=distribution, output=output, reporter=reporter)
     validation = open_validation(settings, distribution=distribution, reporter=reporter)
     assert samples is not None
     assert validation is not None

@@ -139,7 +139,7 @@ def test_buckets(rows, golden_json):
             width=np.array([row["width"]]),
             fps=np.array([np.nan if row["fps"] is None else row["fps"]]),
         )
-        index = int(buckets.assign(sample, np.zeros((1, buckets.num_resolutions)))[0])
+        index = int(buckets.assign(sample, np.zeros((1, len(buckets.resolutions))))[0])
         found = None if index == NO_BUCKET else buckets[index]
         assert (found and [found.resolution, found.num_frames, found.aspect_ratio]) == row["bucket"], row
 

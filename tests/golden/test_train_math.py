@@ -1,7 +1,9 @@
 """One training step of flow matching against the reference: times, noisy latents, target and loss."""
 
-from opensora_cli.engine.train.objectives.flow_matching import flow_target, get_batch_loss, noisy_latents, shifted_time
-from opensora_cli.sampling.schedule import flow_shift_for
+import torch
+
+from opensora_cli.engine.train.objectives.mmdit import flow_target, get_batch_loss, noisy_latents
+from opensora_cli.sampling.schedule import flow_shift_for, shifted_times
 
 
 def test_train_math(golden, assert_close):
@@ -10,7 +12,7 @@ def test_train_math(golden, assert_close):
     inputs, outputs, sigma_min = file.inputs, file.outputs, file.config["sigma_min"]
 
     shift = flow_shift_for(tokens_per_frame=height * width // 4, num_latent_frames=frames)
-    t = shifted_time(inputs["u"], shift=shift)
+    t = shifted_times(torch.sigmoid(inputs["u"]), shift)
     assert_close(t, outputs["t"], what="time")
     noisy = noisy_latents(inputs["x0"], inputs["x1"], outputs["t"], sigma_min=sigma_min)
     assert_close(noisy, outputs["x_t"], what="noisy latents")

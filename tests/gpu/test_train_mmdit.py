@@ -1,14 +1,16 @@
 """The transformer's training step on a CUDA device: the same draws as on a CPU, the same loss from a cache."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import tiny_autoencoders
+import tiny_training
 import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.conditions import ReferenceLengths, condition_mode
-from opensora_cli.data.batches import ClipBatch, SampleRng
+from opensora_cli.data.batches import ClipBatch, ClipRequest, SampleRng
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.encode.clips import (
     CachedClip,
@@ -16,15 +18,17 @@ from opensora_cli.engine.encode.clips import (
     encode_for_cache,
     encoded_parts,
     part_name,
-    training_caption,
 )
 from opensora_cli.engine.encode.encoders import Encoders
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.settings.train_objectives import MMDiTTrainSettings
 
-SETTINGS = MMDiTTrainSettings(video_latent_frames=1, easy_latent_frames=1)
+SETTINGS = (
+    tiny_training.mmdit_settings(Path("unused"))
+    .replace({"train_mmdit.easy_latent_frames": 1})
+    .model_copy(update={"vae": tiny_autoencoders.VAES["hunyuan"]})
+)
 CONFIG = MMDiTConfig(
     in_channels=16,
     vec_in_dim=16,
@@ -53,11 +57,10 @@ def task(frozen: Encoders, device: str) -> MMDiTTask:
     nn.init.normal_(module.final_layer.linear.weight, std=0.1)
     return MMDiTTask(
         module.to(device),
-        settings=SETTINGS,
-        grid=frozen.autoencoder.grid,
+        SETTINGS,
         empty_prompt=frozen.empty_prompt,
         encoders=lambda: frozen,
-        device=device,
+        device=torch.device(device),
     )
 
 
@@ -66,10 +69,10 @@ def clips() -> ClipBatch:
     return ClipBatch(
         number=0,
         epoch=0,
-        paths=("a", "b", "c"),
-        captions=("x", "xx", "xxx"),
-        fps=(12.0,) * 3,
-        motion_scores=(None,) * 3,
+        requests=tuple(
+            ClipRequest(path=path, caption=caption, num_frames=9, height=32, width=32, fps=12.0)
+            for path, caption in (("a", "x"), ("b", "xx"), ("c", "xxx"))
+        ),
         pixels_BTHWC=pixels,
         cached=None,
     )
@@ -88,18 +91,18 @@ def test_a_cache_gives_the_loss_of_fresh_clips_bit_for_bit() -> None:
     running, lengths = task(frozen, "cuda"), ReferenceLengths(video=1, easy=1)
     parts = {
         part_name(part): part
-        for name in SETTINGS.mode_weights.by_mode()
+        for name in SETTINGS.train_mmdit.mode_weights.by_mode()
         for part in encoded_parts(condition_mode(name), causal=True, temporal_compression=2, lengths=lengths)
     }
     assert batch.pixels_BTHWC is not None
     cached = tuple(
         CachedClip(
             encode_for_cache(
-                FreshClip(frozen, pixels, training_caption(caption, fps=12.0, motion_score=None, settings=SETTINGS)),
+                FreshClip(frozen, pixels, request, SETTINGS.train_mmdit),
                 parts,
             )
         )
-        for pixels, caption in zip(batch.pixels_BTHWC, batch.captions, strict=True)
+        for pixels, request in zip(batch.pixels_BTHWC, batch.requests, strict=True)
     )
     stored = replace(batch, pixels_BTHWC=None, cached=cached)
     for number in range(3):

@@ -29,7 +29,7 @@ class ThingWeights:
         """Return the weights (B,N) of a micro-batch; see `thing_weights`."""
         num_frames = self.grid.num_frames(tokens[0])
         return thing_weights(
-            batch.paths, weight=self.weight, grid=tokens, num_frames=num_frames, fps=batch.fps[0] or 1.0
+            batch.paths, weight=self.weight, grid=tokens, num_frames=num_frames, fps=batch.requests[0].fps or 1.0
         )
 
 

@@ -5,7 +5,7 @@ import torch
 
 from demo_world.scene_clips import SceneClip
 from demo_world.thing_weights import ThingWeights, thing_weights
-from opensora_cli.data.batches import ClipBatch
+from opensora_cli.data.batches import ClipBatch, ClipRequest
 from opensora_cli.settings.components import VAESettings
 
 GRID, FRAMES, FPS = (4, 8, 8), 13, 12.0
@@ -49,10 +49,7 @@ def test_weights_of_a_micro_batch():
     batch = ClipBatch(
         number=0,
         epoch=0,
-        paths=(clip.name,),
-        captions=("",),
-        fps=(FPS,),
-        motion_scores=(None,),
+        requests=(ClipRequest(path=clip.name, num_frames=9, height=64, width=64, fps=FPS),),
         pixels_BTHWC=None,
         cached=None,
     )

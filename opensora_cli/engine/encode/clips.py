@@ -24,6 +24,7 @@ from opensora_cli.core.conditions import (
     reference_parts,
 )
 from opensora_cli.core.exceptions import FileProblem
+from opensora_cli.data.batches import ClipRequest
 from opensora_cli.engine.encode.encoders import Encoders
 from opensora_cli.sampling.conditioning import prepare_inference_condition
 from opensora_cli.settings.train_objectives import MMDiTTrainSettings
@@ -42,8 +43,14 @@ class FreshClip:
     encoders: Encoders
     pixels_THWC: Tensor
     """Pixels in uint8."""
-    caption: str
-    """Caption for the text encoders; see `training_caption`."""
+    request: ClipRequest
+    settings: MMDiTTrainSettings
+
+    @property
+    def caption(self) -> str:
+        """Caption for the text encoders."""
+        asked = self.request
+        return training_caption(asked.caption, fps=asked.fps, motion_score=asked.motion_score, settings=self.settings)
 
     def latents(self) -> Tensor:
         return self.encoders.latents(self.pixels_THWC)
@@ -126,7 +133,7 @@ def training_caption(caption: str, *, fps: float, motion_score: float | None, se
 
 
 def fitting_modes(
-    weights: Mapping[str, float], *, num_latent_frames: int, causal: bool, lengths: ReferenceLengths
+    weights: Mapping[str, float], *, num_latent_frames: int, causal: bool, lengths: ReferenceLengths = RELEASED_LENGTHS
 ) -> dict[ConditionMode, float]:
     """Return the modes with a weight that leave frames of such a clip to learn; for a single frame only `t2v`.
 
@@ -141,16 +148,8 @@ def fitting_modes(
     return fitting if fitting and num_latent_frames > 1 else {T2V: 1.0}
 
 
-def sample_mode(
-    weights: Mapping[str, float],
-    *,
-    num_latent_frames: int,
-    causal: bool,
-    rng: np.random.Generator,
-    lengths: ReferenceLengths = RELEASED_LENGTHS,
-) -> ConditionMode:
-    """Sample the condition mode of a clip by weight from `fitting_modes`, with one random number."""
-    fitting = fitting_modes(weights, num_latent_frames=num_latent_frames, causal=causal, lengths=lengths)
+def pick_mode(fitting: Mapping[ConditionMode, float], rng: np.random.Generator) -> ConditionMode:
+    """Sample a mode by weight, with one random number."""
     shares = np.cumsum(list(fitting.values()))
     index = int(np.searchsorted(shares, rng.random() * shares[-1], side="right"))
     return list(fitting)[min(index, len(fitting) - 1)]

@@ -22,7 +22,6 @@ from opensora_cli.engine.encode.clips import (
     encoded_parts,
     fitting_modes,
     part_name,
-    training_caption,
 )
 from opensora_cli.engine.encode.datasets import open_table
 from opensora_cli.engine.encode.encoders import frozen_dtype, load_encoders
@@ -120,13 +119,8 @@ def fill_cache(
                 except MediaError as error:
                     failed.append(FailedClip(path=request.path, reason=error.message))
                 else:
-                    caption = training_caption(
-                        request.caption,
-                        fps=request.fps,
-                        motion_score=request.motion_score,
-                        settings=settings.train_mmdit,
-                    )
-                    clip, known = FreshClip(encoders(), pixels_THWC, caption), clips.names(request, file=file)
+                    clip = FreshClip(encoders(), pixels_THWC, request, settings.train_mmdit)
+                    known = clips.names(request, file=file)
                     writer.add(request, encode_for_cache(clip, parts[request.num_frames], known=known), file=file)
                 progress.advance()
         except KeyboardInterrupt as interrupt:

@@ -6,7 +6,7 @@ import torch
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.formatting import format_bytes
-from opensora_cli.data.batches import ClipBatch
+from opensora_cli.data.batches import ClipBatch, ClipRequest
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.encode.datasets import pixel_multiple
 from opensora_cli.engine.train.objectives.base import find_objective
@@ -33,17 +33,13 @@ class BatchShape:
 
     def zeros(self) -> ClipBatch:
         """Return black clips of this shape, without captions."""
-        count = self.batch_size
-        return ClipBatch(
-            number=0,
-            epoch=0,
-            paths=tuple(f"black:{index}" for index in range(count)),
-            captions=("",) * count,
-            fps=(0.0,) * count,
-            motion_scores=(None,) * count,
-            pixels_BTHWC=torch.zeros(count, self.num_frames, self.height, self.width, 3, dtype=torch.uint8),
-            cached=None,
-        )
+        frames, height, width = self.num_frames, self.height, self.width
+        requests = [
+            ClipRequest(path=f"black:{index}", num_frames=frames, height=height, width=width)
+            for index in range(self.batch_size)
+        ]
+        pixels_BTHWC = torch.zeros(self.batch_size, frames, height, width, 3, dtype=torch.uint8)
+        return ClipBatch(number=0, epoch=0, requests=tuple(requests), pixels_BTHWC=pixels_BTHWC, cached=None)
 
 
 def largest_batch_shape(settings: TrainSettings) -> BatchShape:

@@ -1,5 +1,7 @@
 """Task and cache of a training run."""
 
+from functools import partial
+
 import torch
 
 from opensora_cli.core.device_names import type_of_ranks
@@ -11,6 +13,7 @@ from opensora_cli.engine.encode.fill_cache import prepare_cache, require_same_se
 from opensora_cli.engine.train.activations import plan_activations
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives.base import Task, TokenWeights, find_objective
+from opensora_cli.engine.train.parallelize import parallelize
 from opensora_cli.engine.train.transformer import fill_parts
 from opensora_cli.settings.train import TrainSettings
 
@@ -38,7 +41,11 @@ def build_task(
         task = find_objective(settings).build(
             settings, distribution=distribution, clips=clips, token_weights=token_weights, reporter=reporter
         )
-    task.shard(distribution, activations=plan_activations(settings), compiles=settings.compile, warn=reporter.warn)
+    activations, compiles = plan_activations(settings), settings.compile
+    task.shard(
+        distribution,
+        recipe=partial(parallelize, activations=activations, compiles=compiles, warn=reporter.warn),
+    )
     if distribution.divides:
         fill_parts(task.module, settings, distribution=distribution)
     return task

@@ -3,6 +3,7 @@
 import math
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
@@ -37,7 +38,7 @@ from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume, checkpoints_to_try
-from opensora_cli.engine.train.metrics import remove_records, truncate_records
+from opensora_cli.engine.train.metrics import remove_records, truncate_log
 from opensora_cli.engine.train.state import read_running_states, tensors_of
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train import TrainSettings
@@ -84,7 +85,7 @@ def prepare_output(
     remove_unfinished(output)
     if folder is not None:
         set_aside_newer(output, folder, reporter=reporter)
-        truncate_records(output, step=step)
+        truncate_log(output, step=step)
         # An earlier run may have ended before it removed old checkpoints.
         remove_old(output, settings.checkpoints)
     elif overwrite:
@@ -174,15 +175,12 @@ class CheckpointWriter:
         target = self._output / checkpoint_folder_name(epoch=trainer.batches.epoch, global_step=trainer.step)
         token = secrets.token_hex(4)
         temporary = temporary_folder(target, token=broadcast_json(token) if distribution.ranks > 1 else token)
-        running = _running_states(trainer, validation_loss, done)
-        if attention is not None:
-            running["attention"] = attention.to_json()
-        share = Share(
-            tensors=self._copy(trainer),
-            files={},
-            running_states=running,
-            group=self._group,
-        )
+        running = {
+            **_running_states(trainer, validation_loss),
+            "done": list(done),
+            **({} if attention is None else {"attention": attention.to_json()}),
+        }
+        share = Share(tensors=self._copy(trainer), files={}, running_states=running, group=self._group)
         trainer.losses.clear()
 
         def write() -> None:
@@ -251,22 +249,17 @@ def remove_old(output: Path, settings: CheckpointSettings) -> None:
 
 def _best(folders: list[Path]) -> Path | None:
     """Return the folder with the lowest validation loss, or training loss without one; the older one if equal."""
-    scores = {}
-    for folder in folders:
-        try:
+    scores: dict[str, dict[Path, float]] = {VALIDATION_LOSS: {}, TRAINING_LOSS: {}}
+    for folder in reversed(folders):
+        with suppress(FileProblem):
             running = read_running_states(folder)
-        except FileProblem:
-            continue
-        if running.score_of in (VALIDATION_LOSS, TRAINING_LOSS) and running.score is not None:
-            scores[folder] = (running.score_of, running.score)
-    if not scores:
-        return None
-    kinds = {kind for kind, _ in scores.values()}
-    kind = VALIDATION_LOSS if VALIDATION_LOSS in kinds else TRAINING_LOSS
-    return min((folder for folder in reversed(scores) if scores[folder][0] == kind), key=lambda each: scores[each][1])
+            if running.score_of in scores and running.score is not None:
+                scores[running.score_of][folder] = running.score
+    chosen = scores[VALIDATION_LOSS] or scores[TRAINING_LOSS]
+    return min(chosen, key=chosen.__getitem__) if chosen else None
 
 
-def _running_states(trainer: Trainer, validation_loss: float | None, done: Sequence[str]) -> dict[str, object]:
+def _running_states(trainer: Trainer, validation_loss: float | None) -> dict[str, object]:
     score = validation_loss if validation_loss is not None else fmean(trainer.losses or [math.nan])
     scored: dict[str, object] = {}
     if math.isfinite(score):
@@ -280,6 +273,5 @@ def _running_states(trainer: Trainer, validation_loss: float | None, done: Seque
         "threads": torch.get_num_threads(),
         "skipped_in_a_row": trainer.skipped_in_a_row,
         "sampler": trainer.batches.state_dict(),
-        "done": list(done),
         **scored,
     }

@@ -18,7 +18,6 @@ from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.components.parallelize import plan_exchange
 from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch, log_folder, write_settings
 from opensora_cli.engine.launch.rank import agreed, device_type, joined, settings_of_ranks
-from opensora_cli.engine.train.activations import ActivationPlan
 from opensora_cli.engine.train.parallelize import (
     WEIGHT_AXES,
     RankLinks,
@@ -74,13 +73,10 @@ class Distribution:
         self._links: RankLinks | None = None
         if mesh is not None and self.divides:
             self._links = RankLinks.open(mesh, device.type, exchange or ExchangePlan())
-        self._sharded: Sharded | None = None
+        self._groups: Sequence[FSDPModule] = ()
+        self._layouts: Mapping[str, WeightLayout] = {}
+        self._norms: Sequence[nn.Parameter] = ()
         self._replicated: list[DistributedDataParallel] = []
-
-    @property
-    def replicates(self) -> bool:
-        """Whether every rank has whole weights, and gradients are averaged."""
-        return self.mesh is not None and not self.divides
 
     @property
     def is_main(self) -> bool:
@@ -92,33 +88,27 @@ class Distribution:
         module: nn.Module,
         *,
         trained: Collection[nn.Parameter] | None = None,
-        activations: ActivationPlan | None = None,
-        compiles: bool = False,
-        warn: Callable[[str], None] = lambda line: None,
+        recipe: Callable[..., Sharded] | None = None,
     ) -> Callable[..., Tensor]:
         """Reduce a module to this rank's part, in place and on its device; return the function to call instead of it.
 
-        `trained` are the weights that each call uses and trains, by default all that require gradients. The blocks of a
-        transformer are checkpointed and compiled as `parallelize` describes. Raises ValueError if
-        weights are divided and the module is not the only transformer, and RequestError if there are more
-        tensor-parallel ranks than heads.
+        `trained` are the weights that each call uses and trains, by default all that require gradients. `recipe` is
+        `parallelize`, perhaps with options for the blocks of a transformer. Raises ValueError if weights are divided
+        and the module is not the only transformer, and RequestError if there are more tensor-parallel ranks than heads.
         """
-        if self.divides and (not isinstance(module, MMDiT) or self._sharded is not None):
+        if self.divides and (not isinstance(module, MMDiT) or self._layouts):
             raise ValueError(f"weights of one MMDiT are divided, not of a {type(module).__name__} or a second one")
         if isinstance(module, MMDiT):
-            sharded = parallelize(
+            sharded = (recipe or parallelize)(
                 module,
                 self._links,
                 device=self.device,
                 strategy=self._strategy,
                 dtype=self._dtype,
-                activations=activations,
-                compiles=compiles,
-                warn=warn,
                 offload_states=self._offload_states,
             )
             if self.divides:
-                self._sharded = sharded
+                self._groups, self._layouts, self._norms = sharded.groups, sharded.layouts, sharded.norms
                 return sharded.forward
         if self.mesh is None:
             return moved(module, self.device)
@@ -164,8 +154,8 @@ class Distribution:
                 group.set_requires_gradient_sync(last or not self._strategy.reduces_once, recurse=False)
                 group.set_reshard_after_backward(last or self._strategy.gathers_twice, recurse=False)
             yield
-        if last and self._sharded is not None:
-            self._sum_gradients_of_norms(self._sharded.norms)
+        if last:
+            self._sum_gradients_of_norms()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -253,17 +243,9 @@ class Distribution:
         own = span(row_sizes(share.shape[0], rows.size()), rows.rank())
         return share[own].clone(memory_format=torch.contiguous_format)
 
-    @property
-    def _groups(self) -> Sequence[FSDPModule]:
-        return () if self._sharded is None else self._sharded.groups
-
-    @property
-    def _layouts(self) -> Mapping[str, WeightLayout]:
-        return {} if self._sharded is None else self._sharded.layouts
-
-    def _sum_gradients_of_norms(self, norms: Sequence[nn.Parameter]) -> None:
+    def _sum_gradients_of_norms(self) -> None:
         """Sum gradients that come from the heads of one rank over the tensor-parallel ranks."""
-        gradients = [local(norm.grad) for norm in norms if norm.grad is not None]
+        gradients = [local(norm.grad) for norm in self._norms if norm.grad is not None]
         if gradients and self.mesh is not None:
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             dist.all_reduce(flat, group=self.mesh.group("tensor"))

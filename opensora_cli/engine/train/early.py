@@ -71,7 +71,6 @@ def refuse_early(
     _check_given(settings, given)
     check_output(settings, resume=resume, overwrite=overwrite)
     require_first_weights(settings)
-    require_first_adapter(settings)
     inputs.require_tables(settings, has_source=given.source is not None)
     require_frozen_weights(settings)
 
@@ -146,13 +145,9 @@ def require_frozen_weights(settings: TrainSettings) -> None:
 
 
 def require_first_weights(settings: TrainSettings) -> None:
-    """Raise CheckpointError if the file or folder of the first weights is missing."""
-    path = find_first_weights(settings)
+    """Raise CheckpointError if the file or folder of the first weights, or of the first adapter, is missing."""
+    path, adapter = find_first_weights(settings), settings.lora.init
     if path is not None and not path.exists():
         raise CheckpointError(f"init={settings.init} does not exist", hint="name a file or folder of weights")
-
-
-def require_first_adapter(settings: TrainSettings) -> None:
-    """Raise CheckpointError if the file or folder of the first adapter is missing."""
-    if settings.lora.init is not None and not Path(settings.lora.init).exists():
-        raise CheckpointError(f"lora.init={settings.lora.init} does not exist", hint="name an adapter's folder or file")
+    if adapter is not None and not Path(adapter).exists():
+        raise CheckpointError(f"lora.init={adapter} does not exist", hint="name an adapter's folder or file")

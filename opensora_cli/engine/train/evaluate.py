@@ -15,7 +15,6 @@ import opensora_cli
 from opensora_cli.core.conditions import T2V
 from opensora_cli.core.device import random_state_kept, release_memory
 from opensora_cli.core.exceptions import FileProblem, OutputError
-from opensora_cli.core.files import remove
 from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_link import beat
@@ -44,9 +43,6 @@ from opensora_cli.settings.watching import ValidationSettings
 _SAMPLES = "number of samples"
 _HOST = torch.device("cpu")
 _NAME_BYTES = 60
-
-ShowVideo = Callable[[int, str, Tensor, float], object]
-"""Function that shows a video: step, name, uint8 frames (T,H,W,3) and frames per second."""
 
 
 class Event(Protocol):
@@ -171,14 +167,12 @@ class SampleVideos:
         embeds: list[PromptEmbeds],
         autoencoder: Autoencoder,
         folder: Path,
-        show: ShowVideo,
         reporter: Reporter,
     ) -> None:
         self._settings = settings
         self._embeds = embeds
         self._autoencoder = autoencoder
         self._folder = folder
-        self._show = show
         self._names = video_names(settings.samples.prompts)
         self._reporter = reporter
 
@@ -188,7 +182,7 @@ class SampleVideos:
         return every is not None and step > 0 and (step % every == 0 or step == self._settings.loop.steps)
 
     def run(self, step: int, trainer: Trainer) -> Mapping[str, float]:
-        """Write the videos `step{n}/PROMPT.mp4`, and show them. All ranks must call this.
+        """Write the videos `step{n}/PROMPT.mp4`. All ranks must call this.
 
         A video that cannot be written, for example on a full disk, causes a warning.
         """
@@ -262,13 +256,10 @@ class SampleVideos:
         pieces = self._autoencoder.decode_pieces(
             latents_1CTHW.to(dtype), tiling=vae_tiling(self._settings.vae), canvas=_HOST
         )
-        frames_THWC = torch.cat([to_uint8(piece_1CTHW[0]).cpu() for piece_1CTHW in pieces])
-        name, fps = self._names[index], chosen.fps or self._settings.data.fps_max
-        self._show(step, name, frames_THWC, fps)
         write_media(
-            [frames_THWC],
-            self._folder / f"step{step}" / f"{name}.mp4",
-            fps=fps,
+            (to_uint8(piece_1CTHW[0]).cpu() for piece_1CTHW in pieces),
+            self._folder / f"step{step}" / f"{self._names[index]}.mp4",
+            fps=chosen.fps or self._settings.data.fps_max,
             format=MediaFormat.MP4,
             metadata={
                 "prompt": chosen.prompts[index],
@@ -292,9 +283,9 @@ def video_names(prompts: Sequence[str]) -> list[str]:
 
 
 def open_samples(
-    settings: TrainSettings, *, distribution: Distribution, output: Path, show: ShowVideo, reporter: Reporter
+    settings: TrainSettings, *, distribution: Distribution, output: Path, reporter: Reporter
 ) -> SampleVideos | None:
-    """Return the generator of sample videos, or None if the run has no samples. `show` gets each video.
+    """Return the generator of sample videos, or None if the run has no samples.
 
     It encodes the prompts and frees the text encoders: call it before the model is loaded. Raises CheckpointError if
     frozen parts are missing or broken, and RequestError if a text length does not fit its encoder.
@@ -314,19 +305,5 @@ def open_samples(
     del encoders
     release_memory(distribution.device)
     return SampleVideos(
-        settings, embeds=embeds, autoencoder=autoencoder, folder=output / SAMPLES_FOLDER, show=show, reporter=reporter
+        settings, embeds=embeds, autoencoder=autoencoder, folder=output / SAMPLES_FOLDER, reporter=reporter
     )
-
-
-def remove_later_samples(folder: Path, *, step: int) -> None:
-    """Remove the videos of steps after `step`. Links are removed, not their targets.
-
-    Raises OutputError if this is not possible.
-    """
-    for each in folder.glob("step*"):
-        found = re.fullmatch(r"step(\d+)", each.name)
-        if found and int(found[1]) > step:
-            try:
-                remove(each)
-            except OSError as error:
-                raise OutputError(f"cannot remove {each}: {error.strerror or error}") from error

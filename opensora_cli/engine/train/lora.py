@@ -3,7 +3,7 @@
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE, require_peft
-from opensora_cli.checkpoint.lora import Adapter, LowRank
+from opensora_cli.checkpoint.lora import Adapter
 from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.files import write_json_atomic
-from opensora_cli.core.formatting import first_few
 from opensora_cli.engine.components.lora_files import open_fitting
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
@@ -56,31 +55,17 @@ def add_lora(transformer: MMDiT, settings: LoraSettings, *, seed: int, has_criti
 
 
 @contextmanager
-def adapters_off(transformer: nn.Module) -> Iterator[None]:
-    """Evaluate the layers of a transformer without their adapters inside the block."""
+def using_adapter(transformer: nn.Module, name: str | None) -> Iterator[None]:
+    """Evaluate the layers of a transformer with this adapter alone inside the block; None means with no adapter."""
     layers: list[Any] = [layer for layer in transformer.modules() if hasattr(layer, "base_layer")]
-    # PEFT's own switch would also freeze the adapters, whose gradients come after the block.
+    # PEFT's own switches would also freeze adapters, whose gradients come after the block.
     for layer in layers:
-        layer._disable_adapters = True
+        layer._disable_adapters, layer._active_adapter = name is None, [name or _ADAPTER]
     try:
         yield
     finally:
         for layer in layers:
-            layer._disable_adapters = False
-
-
-@contextmanager
-def critic_on(transformer: nn.Module) -> Iterator[None]:
-    """Evaluate the layers of a transformer with the second adapter instead of the first inside the block."""
-    layers: list[Any] = [layer for layer in transformer.modules() if hasattr(layer, "base_layer")]
-    # PEFT's own switch would also freeze the first adapter.
-    for layer in layers:
-        layer._active_adapter = [CRITIC]
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._active_adapter = [_ADAPTER]
+            layer._disable_adapters, layer._active_adapter = False, [_ADAPTER]
 
 
 def first_adapter(transformer: MMDiT, *, seed: int) -> Iterator[tuple[str, Tensor]]:
@@ -110,40 +95,26 @@ def open_first_adapter(outline: MMDiT, settings: LoraSettings) -> Adapter:
     assert settings.init is not None
     adapter = open_fitting(Path(settings.init), outline)
     layers = {name.removesuffix(".weight"): updates for name, updates in adapter.updates.items()}
-    if any(len(updates) > 1 for updates in layers.values()):
-        raise RequestError(f"lora.init={settings.init} cannot be continued: it has several updates of one layer")
-    problems = [*_size_problems(layers, settings), *_target_problems(layers.keys(), outline.config, settings)]
-    if problems:
+    ranks = {update.a.shape[0] for updates in layers.values() for update in updates}
+    alphas = {f"{update.scale * update.a.shape[0]:.5g}" for updates in layers.values() for update in updates}
+    targets = tuple(target for target in LoraTarget if any(_target_of(path) is target for path in layers))
+    is_alike = len(ranks) == len(alphas) == 1 and all(len(updates) == 1 for updates in layers.values())
+    if not is_alike or layers.keys() != {*_targeted(outline.config, targets)}:
         raise RequestError(
-            f"lora.init={settings.init} is another adapter than asked for: {'; '.join(text for text, _ in problems)}",
-            hint=" ".join(f"--set {fix}" for _, fix in problems) if all(fix for _, fix in problems) else None,
+            f"lora.init={settings.init} cannot be continued: its layers have several sizes or updates, or are not all "
+            f"layers of {','.join(targets)}"
+        )
+    own = {"rank": f"{min(ranks)}", "alpha": min(alphas), "targets": ",".join(targets)}
+    alpha = min(ranks) if settings.alpha is None else settings.alpha
+    asked = {"rank": f"{settings.rank}", "alpha": f"{alpha:.5g}", "targets": ",".join(settings.targets)}
+    wrong = [name for name in own if sorted(own[name].split(",")) != sorted(asked[name].split(","))]
+    if wrong:
+        differences = "; ".join(f"it has lora.{name}={own[name]}, not {asked[name]}" for name in wrong)
+        raise RequestError(
+            f"lora.init={settings.init} is another adapter than asked for: {differences}",
+            hint=" ".join(f"--set lora.{name}={own[name]}" for name in wrong),
         )
     return adapter
-
-
-def _size_problems(layers: Mapping[str, Sequence[LowRank]], settings: LoraSettings) -> Iterator[tuple[str, str]]:
-    """Yield each difference in rank and alpha, with the setting that fixes it, or empty text."""
-    ranks = sorted({update.a.shape[0] for updates in layers.values() for update in updates})
-    if ranks != [settings.rank]:
-        fix = f"lora.rank={ranks[0]}" if len(ranks) == 1 else ""
-        yield f"its rank is {_listed(ranks)}, not lora.rank={settings.rank}", fix
-    alphas = sorted({update.scale * update.a.shape[0] for updates in layers.values() for update in updates})
-    wanted = ranks[0] if settings.alpha is None else settings.alpha
-    if not all(math.isclose(alpha, wanted, rel_tol=1e-5) for alpha in alphas):
-        fix = f"lora.alpha={alphas[0]:g}" if len(alphas) == 1 else ""
-        yield f"its alpha is {_listed(alphas)}, and lora.alpha is {wanted:g}", fix
-
-
-def _target_problems(found: Set[str], config: MMDiTConfig, settings: LoraSettings) -> Iterator[tuple[str, str]]:
-    """Yield the difference in the layers, with the setting that fixes it, or empty text."""
-    wanted = set(_targeted(config, settings.targets))
-    if found == wanted:
-        return
-    more, less = sorted(found - wanted), sorted(wanted - found)
-    parts = [f"has {first_few(more)} beside lora.targets" if more else "", f"lacks {first_few(less)}" if less else ""]
-    targets = tuple(target for target in LoraTarget if any(_target_of(path) is target for path in found))
-    fits = set(_targeted(config, targets)) == found
-    yield f"it {' and '.join(filter(None, parts))}", f"lora.targets={','.join(targets)}" if fits else ""
 
 
 def read_adapter(adapter: Adapter) -> Iterator[tuple[str, Tensor]]:
@@ -196,10 +167,6 @@ def _targeted(config: MMDiTConfig, targets: Sequence[LoraTarget]) -> Iterator[st
     for stack in repeated_blocks(config):
         paths = [linear.path for linear in stack.linears if _target_of(linear.path) in targets]
         yield from (f"{stack.module_path}.{index}.{path}" for index in range(stack.count) for path in paths)
-
-
-def _listed(numbers: Sequence[float]) -> str:
-    return " or ".join(f"{number:g}" for number in numbers)
 
 
 def _config(config: MMDiTConfig, settings: LoraSettings) -> Any:

@@ -4,18 +4,15 @@ import json
 import math
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import torch
-from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from opensora_cli.core.device import is_gpu, peak_memory_gib, profiler_range, synchronize
+from opensora_cli.core.device import is_gpu, peak_memory_gib, profiler_range
 from opensora_cli.core.exceptions import HardwareError, OutputError, missing_library
 from opensora_cli.core.files import atomic_path, write_bytes_atomic
 from opensora_cli.core.progress import Reporter
@@ -23,18 +20,16 @@ from opensora_cli.core.reading import require_file
 from opensora_cli.core.regular_files import open_regular
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import LOG_FILE, PROFILE_FOLDER, SAMPLES_FOLDER, TENSORBOARD_FOLDER
-from opensora_cli.engine.train.evaluate import remove_later_samples
 from opensora_cli.engine.train.mfu import open_mfu
 from opensora_cli.engine.train.trainer import Clock, StepReport
-from opensora_cli.media.encode import gif_bytes
 from opensora_cli.settings.train import TrainSettings
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 _BESIDE_TRAINING = ("checkpoint", "validation", "samples")
-_GIF_SIDE = 320
-"""Longest side, in pixels, of samples in TensorBoard."""
+_LOG_BUFFER = 2**20
+"""Bytes of lines that wait for room on a full disk."""
 _MOVE_OUT = "move it out of the run's folder"
 
 
@@ -104,21 +99,6 @@ class Metrics:
             self._write({"step": step, "event": "validation", **figures})
             shown = "  ".join(f"{name} {value:.5g}" for name, value in figures.items())
             self._reporter.note(f"validation at step {step}  {shown}")
-
-    def on_sample(self, step: int, name: str, frames_THWC: Tensor, fps: float) -> None:
-        """Show a sample video in TensorBoard, as a small GIF animation."""
-        if self._events is None or self._events.file_writer is None:
-            return
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        factor = max(1, -(-max(frames_THWC.shape[1:3]) // _GIF_SIDE))
-        small_THWC = frames_THWC[:, ::factor, ::factor]
-        _, height, width, channels = small_THWC.shape
-        gif = gif_bytes(small_THWC, fps=fps, metadata={})
-        image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=gif)
-        summary = Summary(value=[Summary.Value(tag=f"samples/{name}", image=image)])
-        self._events.file_writer.add_summary(summary, step)
-        self._events.flush()
 
     def close(self) -> None:
         """Close all files, also after an error. Raises OutputError if a profile cannot be written."""
@@ -199,19 +179,11 @@ class Metrics:
 
 
 def _open_clock(settings: TrainSettings, device: torch.device) -> Clock:
-    watching = settings.watching
-    if not is_gpu(device):
-        given = " and ".join(f"watching.{name}=true" for name in ("exact_timers", "nvtx") if getattr(watching, name))
-        if given:
-            raise HardwareError(f"{given} needs a GPU, and this runs on a CPU", hint=f"leave {given} out")
-    marks: list[Callable[[str], AbstractContextManager[object]]] = []
-    if watching.profile_steps is not None:
-        marks.append(torch.profiler.record_function)
-    if watching.nvtx:
-        marks.append(profiler_range)
-    if watching.exact_timers:
-        return Clock(marks=marks, wait=partial(synchronize, device))
-    return Clock(marks=marks)
+    if settings.watching.nvtx:
+        if not is_gpu(device):
+            raise HardwareError("watching.nvtx=true needs a GPU, and this runs on a CPU", hint="drop it")
+        return Clock(mark=profiler_range)
+    return Clock() if settings.watching.profile_steps is None else Clock(mark=record_function)
 
 
 _LINES: tuple[dict[str, str], ...] = (
@@ -243,57 +215,57 @@ def console_lines(line: Mapping[str, object]) -> list[str]:
 
 
 class JsonLog:
-    """Log file of JSON lines. Lines that cannot be written are kept for the next write, with a warning."""
+    """Log file of JSON lines, which is opened once. A line that cannot be written causes a warning.
+
+    On a full disk, lines wait in the buffer of the file for the next write.
+    """
 
     def __init__(self, path: Path, *, reporter: Reporter) -> None:
         self._path = path
         self._reporter = reporter
-        self._waiting: list[str] = []
-        self._whole: int | None = None
-        """Size of the file before the first kept line."""
+        self._file: BinaryIO | None = None
+        self._has_warned = False
 
     def write(self, line: Mapping[str, object]) -> None:
-        """Write a line after the kept ones. Numbers that are not finite become null."""
-        self._waiting.append(json.dumps(_finite(line), allow_nan=False) + "\n")
-        self._write_waiting("its lines are kept until that is possible" if len(self._waiting) == 1 else None)
+        """Write a line. Numbers that are not finite become null."""
+        try:
+            if self._file is None:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = open(self._path, "ab", buffering=_LOG_BUFFER, opener=open_regular)  # noqa: SIM115  # kept
+            self._file.write(json.dumps(_finite(line), allow_nan=False).encode() + b"\n")
+            self._file.flush()
+        except OSError as error:
+            self._warn(error)
+        else:
+            self._has_warned = False
 
     def close(self) -> None:
-        """Write the kept lines, which are lost if that still fails."""
-        if self._waiting:
-            self._write_waiting(f"it lacks the last {len(self._waiting)} lines")
-            self._waiting.clear()
-
-    def _write_waiting(self, effect: str | None) -> None:
-        """Write the kept lines. If that fails, warn of the effect, if there is one."""
+        """Close the file; lines that still cannot be written are lost."""
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with open(self._path, "ab", opener=open_regular) as log:
-                end = log.tell()
-                self._whole = end if self._whole is None else min(self._whole, end)
-                # A full disk may contain a part of the lines that are written again now.
-                log.truncate(self._whole)
-                log.write("".join(self._waiting).encode())
+            if self._file is not None:
+                self._file.close()
         except OSError as error:
-            if effect:
-                self._reporter.warn(f"cannot write {self._path}: {error.strerror or error}: {effect}")
-        else:
-            self._waiting.clear()
-            self._whole = None
+            self._warn(error)
+        self._file = None
+
+    def _warn(self, error: OSError) -> None:
+        if not self._has_warned:
+            self._reporter.warn(f"cannot write {self._path}: {error.strerror or error}: training continues")
+        self._has_warned = True
 
 
-def truncate_records(output: Path, *, step: int) -> None:
-    """Remove log lines and samples after a step. Raises FileProblem if this is not possible."""
+def truncate_log(output: Path, *, step: int) -> None:
+    """Remove log lines after a step. Raises FileProblem if this is not possible."""
     path = output / LOG_FILE
-    if path.exists():
-        require_file(path, hint=_MOVE_OUT)
-        try:
-            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            raise OutputError(f"cannot read {path}: {reason}", hint=_MOVE_OUT) from error
-        kept = "".join(line for line in lines if _step_of(line) <= step)
-        write_bytes_atomic(path, kept.encode())
-    remove_later_samples(output / SAMPLES_FOLDER, step=step)
+    if not path.exists():
+        return
+    require_file(path, hint=_MOVE_OUT)
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise OutputError(f"cannot read {path}: {reason}", hint=_MOVE_OUT) from error
+    write_bytes_atomic(path, "".join(line for line in lines if _step_of(line) <= step).encode())
 
 
 def remove_records(output: Path) -> None:

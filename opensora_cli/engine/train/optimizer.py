@@ -117,13 +117,6 @@ def build_optimizers(weights: Mapping[str, nn.Parameter], settings: OptimizerSet
     return optimizers
 
 
-def set_rates(optimizers: list[torch.optim.Optimizer], factor: float) -> None:
-    """Set every learning rate to `factor` times the full one."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = factor * group[_FULL_RATE]
-
-
 def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     """Return the names of the state that an optimizer keeps for each weight after its first update."""
     return ("momentum_buffer",) if isinstance(optimizer, KernelMuon) else ("step", "exp_avg", "exp_avg_sq")
@@ -204,7 +197,10 @@ class Learner:
 
     def set_rates(self, step: int) -> None:
         """Set the learning rates for the update after `step` updates."""
-        set_rates(self.optimizers, rate_factor(self._settings, step, steps=self._steps))
+        factor = rate_factor(self._settings, step, steps=self._steps)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = factor * group[_FULL_RATE]
 
     def update(self) -> None:
         """Update the weights."""
@@ -213,17 +209,14 @@ class Learner:
 
 
 @torch.no_grad()
-def update_ema(ema_model: nn.Module | Mapping[str, Tensor], model: nn.Module, *, decay: float) -> None:
-    """Update the averaged weights in place: ema = decay * ema + (1 - decay) * weight.
+def update_ema(averaged: Mapping[str, Tensor], model: nn.Module, *, decay: float) -> None:
+    """Update a result of `averaged_copy` in place: average = decay * average + (1 - decay) * weight.
 
-    `decay` is 0 to 1. `ema_model` is a module of the same structure, or the result of `averaged_copy`. A weight that a
-    model uses in two places counts once. If weights are sharded, each rank updates its parts.
+    A weight that a model uses in two places counts once. If weights are sharded, each rank updates its parts.
     """
-    averaged = module_state(ema_model) if isinstance(ema_model, nn.Module) else ema_model
     current = module_state(model)
-    names = [name for name, average in averaged.items() if average.is_floating_point()]
-    ours = [local(averaged[name]) for name in names]
-    theirs = [local(current[name]).to(averaged[name].dtype) for name in names]
+    ours = [local(average) for average in averaged.values()]
+    theirs = [local(current[name]).to(average.dtype) for name, average in averaged.items()]
     torch._foreach_lerp_(ours, theirs, 1.0 - decay)
 
 
@@ -248,11 +241,21 @@ def swapped_in(averaged: Mapping[str, Tensor], model: nn.Module) -> Iterator[Non
 
     Both are exchanged in place, so that optimizers and wrappers keep the same tensors.
     """
-    _exchange(averaged, model)
+
+    @torch.no_grad()
+    def exchange() -> None:
+        state = module_state(model)
+        for name, average in averaged.items():
+            ours, theirs = local(average), local(state[name])
+            held = theirs.clone()
+            theirs.copy_(ours)
+            ours.copy_(held)
+
+    exchange()
     try:
         yield
     finally:
-        _exchange(averaged, model)
+        exchange()
 
 
 def module_state(module: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
@@ -267,13 +270,3 @@ def module_state(module: nn.Module, *, trained_only: bool = False) -> dict[str, 
             seen.add(id(value))
             state[name] = value.detach()
     return state
-
-
-@torch.no_grad()
-def _exchange(averaged: Mapping[str, Tensor], model: nn.Module) -> None:
-    state = module_state(model)
-    for name, average in averaged.items():
-        ours, theirs = local(average), local(state[name])
-        held = theirs.clone()
-        theirs.copy_(ours)
-        ours.copy_(held)

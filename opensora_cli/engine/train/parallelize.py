@@ -3,7 +3,7 @@
 A rank holds a share of the features of each weight, and some rows of that share.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
@@ -27,7 +27,6 @@ from opensora_cli.memory.activations import HostActivations
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.models.linears import Split
 from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER, SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, repeated_blocks
-from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.all_to_all import TwoStages, open_stages
 from opensora_cli.parallel.mesh import ParallelMesh
@@ -151,7 +150,11 @@ def parallelize(
     if any(parameter.is_meta for parameter in transformer.parameters()):
         transformer.to_empty(device=torch.device("cpu") if offload_states else device)
 
-    norms = [transformer.get_parameter(name) for name in norms_of_heads(transformer.config)]
+    norms = [
+        transformer.get_parameter(f"{stack.module_path}.{index}.{path}")
+        for stack in repeated_blocks(transformer.config)
+        for index, path in product(range(stack.count), stack.used_by_all_heads)
+    ]
     return Sharded(forward, groups, layouts, norms if mesh.shape.tensor > 1 else [])
 
 
@@ -205,46 +208,25 @@ def row_sizes(rows: int, ranks: int) -> tuple[int, ...]:
 def cut_features(transformer: MMDiT, group: dist.ProcessGroup) -> dict[str, WeightLayout]:
     """Reduce the blocks of a transformer to this rank's heads and features; return the layout of each parameter.
 
-    Gradients of the norms of queries and keys on a rank then come from its own heads only: see `norms_of_heads`.
+    Gradients of the norms of queries and keys on a rank then come from its own heads only: see `Sharded.norms`.
     A hook that sums them would not survive FSDP2, which replaces the parameters. Raises RequestError if there are more
     ranks than heads.
     """
     ranks = dist.get_world_size(group)
     cuts: dict[str, tuple[str, FeatureCut]] = {}
-    if ranks > 1:
-        for stack in repeated_blocks(transformer.config):
-            for block in transformer.get_submodule(stack.module_path).children():
-                shard_linears(block, stack.linears, group)
-        for whole_name, cut in feature_cuts(transformer.config, ranks).items():
-            path, kind = whole_name.rsplit(".", 1)
-            cuts[f"{path}.linear.{kind}"] = whole_name, cut
+    for stack in repeated_blocks(transformer.config) if ranks > 1 else ():
+        for index, block in enumerate(transformer.get_submodule(stack.module_path).children()):
+            shard_linears(block, stack.linears, group)
+            for plan in stack.linears:
+                path = f"{stack.module_path}.{index}.{plan.path}"
+                cuts[f"{path}.linear.weight"] = f"{path}.weight", FeatureCut.of_weight(plan, ranks)
+                if plan.split is Split.COLUMN:
+                    cuts[f"{path}.linear.bias"] = f"{path}.bias", FeatureCut.of_bias(plan, ranks)
     layouts = {}
     for name, weight in transformer.named_parameters():
         whole_name, feature_cut = cuts.get(name, (name, None))
         layouts[name] = WeightLayout(whole_name, weight.shape[0], feature_cut)
     return layouts
-
-
-def feature_cuts(config: MMDiTConfig, ranks: int) -> dict[str, FeatureCut]:
-    """Return the division of the features of weights and biases between ranks, by name in the whole model.
-
-    Layers need not have all of these biases. Raises RequestError if there are more ranks than heads.
-    """
-    cuts = {}
-    for stack in repeated_blocks(config):
-        for index, plan in product(range(stack.count), stack.linears):
-            path = f"{stack.module_path}.{index}.{plan.path}"
-            cuts[f"{path}.weight"] = FeatureCut.of_weight(plan, ranks)
-            if plan.split is Split.COLUMN:
-                cuts[f"{path}.bias"] = FeatureCut.of_bias(plan, ranks)
-    return cuts
-
-
-def norms_of_heads(config: MMDiTConfig) -> Iterator[str]:
-    """Yield the names of parameters that all heads use, so that their gradients are sums over all heads."""
-    for stack in repeated_blocks(config):
-        for index in range(stack.count):
-            yield from (f"{stack.module_path}.{index}.{path}" for path in stack.used_by_all_heads)
 
 
 def _in_memory_of_its_own(module: nn.Module, inputs: object, result: Tensor) -> Tensor:

@@ -182,7 +182,6 @@ class _Run:
                     self._settings,
                     distribution=distribution,
                     output=self._output,
-                    show=self._metrics.on_sample,
                     reporter=reporter,
                 ),
             }

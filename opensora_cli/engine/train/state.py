@@ -1,6 +1,6 @@
 """State of a run as whole tensors by name, independent of the number of ranks."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -157,14 +157,13 @@ def tensors_of(trainer: Trainer) -> Iterator[StatePart]:
 
 def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
     """Return the averaged, or else current, whole weights on the host of the main rank. All ranks must call this."""
-    distribution, weights = trainer.distribution, trainer.ema
-    if weights is None:
-        weights = module_state(trainer.task.module, trained_only=trainer.trained_only)
+    distribution, file = trainer.distribution, MODEL_FOLDER if trainer.ema is None else EMA_FILE
     whole = {}
-    for name, part in weights.items():
-        gathered = distribution.whole(name, part)
-        if distribution.is_main:
-            whole[distribution.whole_name(name)] = gathered.cpu()
+    for part in tensors_of(trainer):
+        if part.file == file:
+            gathered = distribution.whole(part.parameter, part.tensor)
+            if distribution.is_main:
+                whole[part.key] = gathered.cpu()
     return whole
 
 
@@ -176,9 +175,7 @@ def restore(trainer: Trainer, folder: Path) -> RunningStates:
     """
     try:
         running = read_running_states(folder)
-        _restore_weights(trainer, folder)
-        for role, learner in trainer.learners.items():
-            _restore_moments(trainer, learner, _open_tensors(folder / _moments_file(role)))
+        _restore_tensors(trainer, folder)
         trainer.batches.load_state_dict(running.sampler)
         trainer.skipped_in_a_row = running.skipped_in_a_row
         trainer.step = running.global_step
@@ -193,54 +190,41 @@ def restore(trainer: Trainer, folder: Path) -> RunningStates:
 
 
 @torch.no_grad()
-def _restore_weights(trainer: Trainer, folder: Path) -> None:
+def _restore_tensors(trainer: Trainer, folder: Path) -> None:
+    roles = [EMA_FILE, *map(_weights_file, trainer.task.other_modules()), *map(_moments_file, trainer.learners)]
     stored: dict[str, Mapping[str, LazyTensor]] = {
         MODEL_FOLDER: open_checkpoint(folder, select=Selection.MODEL).entries,
-        **{
-            name: _open_tensors(folder / name) for name in (EMA_FILE, *map(_weights_file, trainer.task.other_modules()))
-        },
+        **{name: open_safetensors(folder / name)[0] if (folder / name).exists() else {} for name in roles},
     }
-    wanted = [part for part in tensors_of(trainer) if part.file in stored]
+    for role, learner in trainer.learners.items():
+        _allocate_moments(trainer, learner, stored[_moments_file(role)].keys())
+    parts = [*tensors_of(trainer)]
     for name, entries in stored.items():
-        keys = {part.key for part in wanted if part.file == name}
-        if name == EMA_FILE and not entries and keys:
+        keys = {part.key for part in parts if part.file == name}
+        if name == EMA_FILE and not (keys and entries):
             # A new average starts as a copy of the weights.
             stored[name] = stored[MODEL_FOLDER]
-        elif keys and keys != entries.keys():
+        elif keys != entries.keys():
             raise _of_another_model(folder / name, f"{first_few(sorted(keys ^ entries.keys()))} are not in both")
-    for part in wanted:
-        entry = stored[part.file][part.key]
-        if tuple(entry.shape) != tuple(part.tensor.shape) and trainer.distribution.ranks == 1:
-            problem = f"{part.key} is {list(entry.shape)}, and must be {list(part.tensor.shape)}"
+    for part in parts:
+        own, target = trainer.distribution.part(part.parameter, stored[part.file][part.key].read()), local(part.tensor)
+        if own.shape != target.shape:
+            problem = f"{part.key} is {list(own.shape)}, and must be {list(target.shape)}"
             raise _of_another_model(folder / part.file, problem)
-        local(part.tensor).copy_(trainer.distribution.part(part.parameter, entry.read()))
+        target.copy_(own)
 
 
-@torch.no_grad()
-def _restore_moments(trainer: Trainer, learner: Learner, stored: Mapping[str, LazyTensor]) -> None:
-    """Restore the state of optimizers. Raises CheckpointError if weights are not those of this run."""
-    left, distribution = dict(stored), trainer.distribution
+def _allocate_moments(trainer: Trainer, learner: Learner, stored: Set[str]) -> None:
+    """Allocate the state of the weights that a checkpoint has moments of, and drop that of others."""
     for parameter, weight, optimizer in learner.trained():
-        optimizer.state[weight].clear()
-        whole_name = distribution.whole_name(parameter)
-        names = [name for name in state_names(optimizer) if f"{name}.{whole_name}" in left]
-        if names and len(names) < len(state_names(optimizer)):
-            raise CheckpointError(f"the checkpoint has only {', '.join(names)} of {whole_name}")
-        for name in names:
-            value = left.pop(f"{name}.{whole_name}").read()
-            if name == "step":
-                # AdamW keeps its number of updates on the weight's device.
-                optimizer.state[weight][name] = value.float().to(weight.device)
-                continue
-            own, shape = distribution.part(parameter, value), local(weight).shape
-            if own.shape != shape:
-                raise CheckpointError(
-                    f"{name} of {whole_name} is {list(own.shape)} in the checkpoint, and the weight {list(shape)}"
-                )
-            optimizer.state[weight][name] = torch.zeros_like(weight)
-            local(optimizer.state[weight][name]).copy_(own)
-    if left:
-        raise CheckpointError(f"the checkpoint has {min(left)}, which this run does not have")
+        kinds, whole_name = state_names(optimizer), trainer.distribution.whole_name(parameter)
+        has_state = any(f"{kind}.{whole_name}" in stored for kind in kinds)
+        optimizer.state[weight] = {
+            # AdamW keeps its number of updates on the weight's device.
+            kind: torch.zeros((), device=weight.device) if kind == "step" else torch.zeros_like(weight)
+            for kind in kinds
+            if has_state
+        }
 
 
 def _weights_file(role: str) -> str:
@@ -249,10 +233,6 @@ def _weights_file(role: str) -> str:
 
 def _moments_file(role: str) -> str:
     return f"{OPTIMIZER_FOLDER}/{'' if role == MODEL else f'{role}_'}moments.safetensors"
-
-
-def _open_tensors(path: Path) -> Mapping[str, LazyTensor]:
-    return open_safetensors(path)[0] if path.exists() else {}
 
 
 def _of_another_model(path: Path, problem: str) -> CheckpointError:

@@ -4,7 +4,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -83,20 +83,15 @@ class StepReport:
 
 
 class Clock:
-    """Clock that times the parts of steps on the host.
-
-    `marks` wrap each part, to show it in profiles. `wait` synchronizes with the device at the end of each part.
-    """
+    """Clock that times the parts of steps on the host. `mark` wraps each part, to show it in profiles."""
 
     def __init__(
         self,
         *,
-        marks: Sequence[Callable[[str], AbstractContextManager[object]]] = (),
-        wait: Callable[[], None] = lambda: None,
+        mark: Callable[[str], AbstractContextManager[object]] = nullcontext,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._marks = marks
-        self._wait = wait
+        self._mark = mark
         self._now = now
         self._started = now()
         self._seconds: defaultdict[str, float] = defaultdict(float)
@@ -104,13 +99,10 @@ class Clock:
     @contextmanager
     def part(self, name: str, /) -> Iterator[None]:
         """Add the time of the block to a part; blocks do not nest."""
-        with ExitStack() as stack:
-            for mark in self._marks:
-                stack.enter_context(mark(name))
+        with self._mark(name):
             started = self._now()
             try:
                 yield
-                self._wait()
             finally:
                 self._seconds[name] += self._now() - started
 
@@ -183,7 +175,7 @@ class Trainer:
         self.losses: list[float] = []
         """Losses since the last checkpoint, which clears them."""
         self._loop = loop
-        self._compute = compute
+        self._compute = torch_dtype(compute)
         self._clock = clock
         self._on_step = on_step
         self._reporter = reporter
@@ -194,8 +186,8 @@ class Trainer:
 
     def autocast(self) -> torch.autocast:
         """Return the autocast context for forward passes."""
-        is_on = self._compute is not Compute.FP32
-        return torch.autocast(self.distribution.device.type, dtype=torch_dtype(self._compute), enabled=is_on)
+        is_on = self._compute is not torch.float32
+        return torch.autocast(self.distribution.device.type, dtype=self._compute, enabled=is_on)
 
     def do_step(self) -> StepReport:
         """Do one step, and return its report, which `on_step` also receives.

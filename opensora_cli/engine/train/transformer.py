@@ -67,14 +67,14 @@ def empty_transformer(settings: TrainSettings) -> MMDiT:
     With an adapter, the frozen weights are in bf16 if the run computes in bf16.
     Raises RequestError if sizes contradict each other, and HardwareError if an adapter needs a missing library.
     """
-    transformer = transformer_on_meta(settings.model)
+    return with_adapter(transformer_on_meta(settings.model), settings)
+
+
+def with_adapter(transformer: MMDiT, settings: TrainSettings) -> MMDiT:
+    """Add the run's adapter, if it has one, to a transformer in place, and return the transformer."""
     if settings.lora.is_on:
-        add_lora(
-            transformer.to(weights_dtype(settings)),
-            settings.lora,
-            seed=settings.loop.seed,
-            has_critic=settings.objective.has_critic,
-        )
+        lora, has_critic = settings.lora, settings.objective.has_critic
+        add_lora(transformer.to(weights_dtype(settings)), lora, seed=settings.loop.seed, has_critic=has_critic)
     return transformer
 
 

@@ -21,7 +21,7 @@ from opensora_cli.data.loading import BatchStream
 from opensora_cli.engine.encode.clip_cache import ClipCache, is_cache_of, threads_of
 from opensora_cli.engine.generate.previews import PreviewMap, read_map
 from opensora_cli.engine.generate.saved_latents import open_latents
-from opensora_cli.engine.train.metrics import truncate_records
+from opensora_cli.engine.train.metrics import truncate_log
 from opensora_cli.engine.train.state import read_running_states
 from opensora_cli.media.results import read_sidecar as read_described
 from opensora_cli.models.registry import OPEN_SORA_V2
@@ -141,7 +141,7 @@ KINDS = {
     "running states": Kind(RUNNING, lambda path: read_running_states(path.parent), "running_states.json"),
     "recorded hashes": Kind(RUNNING, lambda path: recorded_hashes(path.parent), "running_states.json"),
     "sampler": Kind({"epoch": 0, "position": 0, "number": 0, "data": "a"}, _sampler, "sampler.json"),
-    "log": Kind({"step": 1}, lambda path: truncate_records(path.parent, step=1), "log.jsonl"),
+    "log": Kind({"step": 1}, lambda path: truncate_log(path.parent, step=1), "log.jsonl"),
     "settings of a run": Kind(
         TrainSettings(output="a", target="vae").model_dump(mode="json"),
         lambda path: load_train_settings(

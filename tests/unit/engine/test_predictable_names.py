@@ -15,7 +15,6 @@ from opensora_cli.core.ranks import find_context
 from opensora_cli.engine.ckpt.hub import HubFile, fetch, part_of
 from opensora_cli.engine.ckpt.hub_records import recorded_digest
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch
-from opensora_cli.engine.train.evaluate import remove_later_samples
 from opensora_cli.engine.train.metrics import JsonLog
 from opensora_cli.settings.devices import ParallelSettings
 
@@ -90,14 +89,3 @@ def test_a_record_of_a_download_that_is_a_pipe_is_none(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     os.mkfifo(folder / "x.metadata")
     assert recorded_digest(tmp_path, "x") is None
-
-
-def test_later_samples_that_are_links_go_and_what_they_point_to_stays(tmp_path: Path) -> None:
-    (tmp_path / "kept").mkdir()
-    (tmp_path / "kept" / "a.mp4").touch()
-    (tmp_path / "samples" / "step1").mkdir(parents=True)
-    (tmp_path / "samples" / "step2").symlink_to(tmp_path / "kept")
-    (tmp_path / "samples" / "step3").touch()
-    remove_later_samples(tmp_path / "samples", step=1)
-    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step1"]
-    assert (tmp_path / "kept" / "a.mp4").exists()

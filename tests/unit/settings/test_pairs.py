@@ -25,6 +25,7 @@ SET: dict[str, Any] = {
     "video.extend": 2,
     "sampling.stop_at": 5,
     "draft.resolution": "256px",
+    "watching.profile_steps": (1, 1),
 }
 """Value of a setting that is not a switch."""
 OTHER: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """Interface of training objectives, and their registry.
 
-The module of an objective has its name in `TARGETS` of the settings, and the functions of `Objective`. No other module
-depends on which objective a run has.
+The module of an objective has its name in `TARGETS` of the settings, and an `OBJECTIVE`. No other module depends on
+which objective a run has.
 """
 
 from abc import ABC, abstractmethod
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
@@ -20,8 +20,9 @@ from opensora_cli.settings.train_loop import OptimizerSettings
 
 if TYPE_CHECKING:
     from opensora_cli.engine.encode.clip_cache import ClipCache
-    from opensora_cli.engine.train.activations import ActivationPlan, BatchShape
+    from opensora_cli.engine.train.activations import BatchShape
     from opensora_cli.engine.train.distribution import Distribution
+    from opensora_cli.engine.train.parallelize import Sharded
 
 MODEL = "model"
 """Role of the weights that a run exports, with the optimizer of the settings."""
@@ -100,23 +101,14 @@ class Task(ABC):
         module, owns = (self.module, self._is_of_model) if role is None else (role.module, role.owns)
         return {key: weight for key, weight in module.named_parameters() if weight.requires_grad and owns(key)}
 
-    def shard(
-        self,
-        distribution: "Distribution",
-        *,
-        activations: "ActivationPlan | None" = None,
-        compiles: bool = False,
-        warn: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        """Reduce the modules to this rank's parts. The arguments are those of `Distribution.shard`."""
-        weights = self.trained(MODEL).values()
-        self.forward = distribution.shard(
-            self.module, trained=weights, activations=activations, compiles=compiles, warn=warn
-        )
+    def shard(self, distribution: "Distribution", *, recipe: Callable[..., "Sharded"] | None = None) -> None:
+        """Reduce the modules to this rank's parts. `recipe` is that of `Distribution.shard`."""
+        self.forward = distribution.shard(self.module, trained=self.trained(MODEL).values(), recipe=recipe)
         for name, role in self.roles.items():
             if role.module is not self.module:
                 role.forward = distribution.shard(role.module, trained=self.trained(name).values())
-            elif distribution.replicates:
+            elif distribution.mesh is not None and not distribution.divides:
+                # Every rank has whole weights, and gradients are averaged.
                 role.forward = distribution.replicate(role.module, self.trained(name).values())
             else:
                 role.forward = self.forward
@@ -125,9 +117,10 @@ class Task(ABC):
         return not any(role.module is self.module and role.owns(name) for role in self.roles.values())
 
 
-class Objective(Protocol):
-    """Module of a training objective, with its sizes and the task that it is in a run."""
+class Objective(ABC):
+    """Training objective: its task in a run, and its sizes for plans and estimates."""
 
+    @abstractmethod
     def build(
         self,
         settings: TrainSettings,
@@ -142,26 +135,31 @@ class Objective(Protocol):
         Weights without a file are random from torch's global generator.
         """
 
+    @abstractmethod
     def stand_in(self, settings: TrainSettings) -> tuple[Task, list[nn.Module]]:
         """Return the task with random weights and its frozen parts, without any file, to measure or estimate a step."""
 
+    @abstractmethod
     def outline(self, settings: TrainSettings) -> nn.Module:
         """Return the trained module on the meta device; frozen weights need no gradient.
 
         Raises RequestError if sizes contradict each other, and HardwareError if a library is missing.
         """
 
+    @abstractmethod
     def layer_values(self, settings: TrainSettings, shape: "BatchShape") -> int:
         """Return the number of values in a layer of a micro-batch of this shape, in proportion to its memory."""
 
     def evaluations(self, settings: TrainSettings) -> float:
         """Return the mean number of evaluations without gradients in a step, beside its forward and backward pass."""
+        return 0.0
 
     def measured_steps(self, settings: TrainSettings) -> tuple[int, ...]:
         """Return the steps with the memory of all others; the first of a run allocates the optimizers' moments."""
+        return (0, 1)
 
 
 def find_objective(settings: TrainSettings) -> Objective:
     """Return the objective of a run."""
-    objective: Objective = import_module(f"opensora_cli.engine.train.objectives.{settings.target}")
+    objective: Objective = import_module(f"opensora_cli.engine.train.objectives.{settings.target}").OBJECTIVE
     return objective

@@ -12,94 +12,48 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.core.progress import Reporter
 from opensora_cli.data.batches import ClipBatch, SampleRng
-from opensora_cli.engine.encode.clip_cache import ClipCache
-from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.lora import CRITIC, critic_on, is_of_critic
-from opensora_cli.engine.train.objectives import mmdit
-from opensora_cli.engine.train.objectives.base import MODEL, Losses, Role, TokenWeights
+from opensora_cli.engine.train.lora import CRITIC, is_of_critic, using_adapter
+from opensora_cli.engine.train.objectives.base import MODEL, Losses, Role
 from opensora_cli.engine.train.objectives.distill import DistillTask, teacher_branches
-from opensora_cli.engine.train.objectives.mmdit import MMDiTTask, PreparedClips, layer_values, outline
+from opensora_cli.engine.train.objectives.mmdit import MMDiTObjective, PreparedClips
+from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.sampling.guidance import Branch
-from opensora_cli.sampling.schedule import flow_timesteps
 from opensora_cli.settings.train import TrainSettings
-
-__all__ = ["build", "evaluations", "layer_values", "measured_steps", "outline", "stand_in"]
 
 _LEAST_DISTANCE = 1e-3
 """Smallest distance from the teacher's clip by which a direction is divided."""
 
 
-def build(
-    settings: TrainSettings,
-    *,
-    distribution: Distribution,
-    clips: ClipCache | None,
-    token_weights: TokenWeights | None,
-    reporter: Reporter,
-) -> "DMDTask":
-    """Return the task of both adapters, beside the frozen weights of their model."""
-    clip_task = mmdit.build(settings, distribution=distribution, clips=clips, token_weights=None, reporter=reporter)
-    return DMDTask(clip_task, settings)
-
-
-def stand_in(settings: TrainSettings) -> "tuple[DMDTask, list[nn.Module]]":
-    """Return the task and its frozen parts, without the weights of any file."""
-    clip_task, frozen = mmdit.stand_in(settings)
-    return DMDTask(clip_task, settings), frozen
-
-
-def evaluations(settings: TrainSettings) -> float:
-    """Return the mean number of evaluations of the adapter, and of those that judge it, beside the critic's own pass.
-
-    The adapter's backward pass counts as one, because weights of the model have no gradient.
-    """
-    distill = settings.train_distill
-    return (distill.steps - 1) / 2 + 1 + (len(teacher_branches(settings)) + 2) / distill.critic_steps
-
-
-def measured_steps(settings: TrainSettings) -> tuple[int, ...]:
-    """Return the first step, in which both adapters learn, and the next such step."""
-    return (0, settings.train_distill.critic_steps)
-
-
 class DMDTask(DistillTask):
     """Training task of a few-step adapter and its critic. The student learns in one of `critic_steps` updates."""
 
-    def __init__(self, clips: MMDiTTask, settings: TrainSettings) -> None:
-        super().__init__(clips, settings)
-        rate, optimizer = settings.train_distill.critic_learning_rate, settings.optimizer
+    _student_learns = True
+
+    @classmethod
+    def roles_of(cls, module: MMDiT, run: TrainSettings) -> dict[str, Role]:
+        """Return the role of the critic."""
+        rate, optimizer = run.train_distill.critic_learning_rate, run.optimizer
         ends = {key: min(rate, getattr(optimizer, key)) for key in ("initial_learning_rate", "final_learning_rate")}
-        critic = optimizer.replace({"learning_rate": rate, **ends})
-        self.roles = {CRITIC: Role(self.module, critic, owns=is_of_critic)}
-        self._student_learns = True
+        return {CRITIC: Role(module, optimizer.replace({"learning_rate": rate, **ends}), owns=is_of_critic)}
 
     def begin_step(self, step: int) -> None:
         """Draw the student's step that the update after `step` updates trains."""
         super().begin_step(step)
-        self._student_learns = step % self._settings.critic_steps == 0
+        self._student_learns = step % self._run.train_distill.critic_steps == 0
 
     def losses(self, batch: ClipBatch, rng: SampleRng) -> Losses:
         """Yield the loss of the student, if it learns, and that of the critic."""
-        clips = self._clips.prepare(batch, rng)
-        frames, rows, columns = clips.grid
-        within = self._settings.teacher_steps
-        times = flow_timesteps(self._settings.steps * within, tokens_per_frame=rows * columns, num_latent_frames=frames)
-        first = self._step * within
-        with torch.no_grad():
-            start_BND = self._student(clips, times[: first + 1 : within])
+        clips, times, first, start_BND = self._start(batch, rng)
         with torch.set_grad_enabled(self._student_learns):
             data_BND = start_BND - times[first] * self._evaluate(clips, start_BND, times[first], Branch.COND).float()
         if self._student_learns:
             yield MODEL, self._matching_loss(clips, data_BND, times, rng), {}
         data_BND = data_BND.detach()
-        step, noise_BND = self._noised_at(data_BND, times, rng)
-        noisy_BND = torch.lerp(data_BND, noise_BND, times[step])
-        with critic_on(self.module):
-            velocity_BND = self._evaluate(
-                clips, noisy_BND, times[step], Branch.COND, forward=self.roles[CRITIC].forward
-            )
+        step, noise_BND, noisy_BND = self._noised(data_BND, times, rng)
+        with using_adapter(self.module, CRITIC):
+            forward = self.roles[CRITIC].forward
+            velocity_BND = self._evaluate(clips, noisy_BND, times[step], Branch.COND, forward=forward)
             loss = nn.functional.mse_loss(velocity_BND.float(), noise_BND - data_BND)
             # The backward pass, which may compute blocks again, needs the critic as well.
             yield CRITIC, loss, {}
@@ -110,9 +64,8 @@ class DMDTask(DistillTask):
         For each clip it is divided by the mean distance of the student's clip from that of the teacher.
         """
         with torch.no_grad():
-            step, noise_BND = self._noised_at(data_BND, times, rng)
-            noisy_BND = torch.lerp(data_BND, noise_BND, times[step])
-            with critic_on(self.module):
+            step, _, noisy_BND = self._noised(data_BND, times, rng)
+            with using_adapter(self.module, CRITIC):
                 fake_BND = self._evaluate(clips, noisy_BND, times[step], Branch.COND)
             real_BND = self._guided(clips, noisy_BND, times, step)
             difference_BND = times[step] * (real_BND - fake_BND).float()
@@ -120,7 +73,30 @@ class DMDTask(DistillTask):
             target_BND = data_BND - difference_BND / distance_B11.clamp_min(_LEAST_DISTANCE)
         return 0.5 * nn.functional.mse_loss(data_BND, target_BND)
 
-    def _noised_at(self, data_BND: Tensor, times: Sequence[float], rng: SampleRng) -> tuple[int, Tensor]:
-        """Return a random step of the teacher, and new noise for the data at its beginning."""
+    def _noised(self, data_BND: Tensor, times: Sequence[float], rng: SampleRng) -> tuple[int, Tensor, Tensor]:
+        """Return a random step of the teacher, new noise, and the data with this noise at the beginning of the step."""
         noise_BND = torch.randn(data_BND.shape, generator=rng.torch).to(data_BND)
-        return int(rng.numpy.integers(len(times) - 1)), noise_BND
+        step = int(rng.numpy.integers(len(times) - 1))
+        return step, noise_BND, torch.lerp(data_BND, noise_BND, times[step])
+
+
+class DMDObjective(MMDiTObjective):
+    """Objective of both adapters, beside the frozen weights of their model."""
+
+    task = DMDTask
+
+    def evaluations(self, settings: TrainSettings) -> float:
+        """Return the mean number of evaluations of the adapter, and of those that judge it, beside the critic's own
+        pass.
+
+        The adapter's backward pass counts as one, because weights of the model have no gradient.
+        """
+        distill = settings.train_distill
+        return (distill.steps - 1) / 2 + 1 + (len(teacher_branches(settings)) + 2) / distill.critic_steps
+
+    def measured_steps(self, settings: TrainSettings) -> tuple[int, ...]:
+        """Return the first step, in which both adapters learn, and the next such step."""
+        return (0, settings.train_distill.critic_steps)
+
+
+OBJECTIVE = DMDObjective()

@@ -34,7 +34,7 @@ class PerceptualDistance(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.features = nn.ModuleDict(dict(_vgg16_convolutions()))
+        self.features = _vgg16_features()
         self.lins = nn.ParameterList(torch.ones(widths[-1]) for widths in _STAGES)
 
     def forward(self, made_BCTHW: Tensor, real_BCTHW: Tensor) -> Tensor:
@@ -58,13 +58,11 @@ class PerceptualDistance(nn.Module):
             for color in (_SHIFT, _SCALE)
         )
         hidden_NCHW = (hidden_NCHW - shift_C11) / scale_C11
-        convolutions = iter(self.features.values())
-        for stage, widths in enumerate(_STAGES):
-            if stage:
-                hidden_NCHW = nn.functional.max_pool2d(hidden_NCHW, 2)
-            for _ in widths:
-                hidden_NCHW = nn.functional.relu(next(convolutions)(hidden_NCHW))
-            yield hidden_NCHW
+        for layer in self.features:
+            if isinstance(layer, nn.MaxPool2d):
+                yield hidden_NCHW
+            hidden_NCHW = layer(hidden_NCHW)
+        yield hidden_NCHW
 
 
 def load_perceptual_distance(paths: Sequence[Path]) -> PerceptualDistance:
@@ -109,14 +107,16 @@ def _name_of(key: str) -> str | None:
     return None
 
 
-def _vgg16_convolutions() -> Iterator[tuple[str, nn.Module]]:
-    """Yield the convolutions with their indexes among all layers, which include ReLUs and a pooling per stage."""
-    place, channels = 0, 3
+def _vgg16_features() -> nn.Sequential:
+    """Return the layers of VGG16 up to the last stage, with the indexes that their keys have in files."""
+    layers: list[nn.Module] = []
+    channels = 3
     for widths in _STAGES:
+        layers += [nn.MaxPool2d(2)] if layers else []
         for width in widths:
-            yield str(place), nn.Conv2d(channels, width, 3, padding=1)
-            place, channels = place + 2, width
-        place += 1
+            layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
+            channels = width
+    return nn.Sequential(*layers)
 
 
 def _of_length_one(features_NCHW: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from opensora_cli.engine.encode.clip_cache import ClipCache
 from opensora_cli.engine.train.activations import BatchShape
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import find_first_weights
-from opensora_cli.engine.train.objectives.base import MODEL, Losses, Role, Task, TokenWeights
+from opensora_cli.engine.train.objectives.base import MODEL, Losses, Objective, Role, Task, TokenWeights
 from opensora_cli.engine.train.objectives.discriminator import discriminator_role, hinge_loss
 from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance, load_perceptual_distance
 from opensora_cli.models.vae.autoencoder import Autoencoder
@@ -31,132 +30,12 @@ _EPS = 1e-4
 _MAX_WEIGHT = 1e4
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-
-def build(
-    settings: TrainSettings,
-    *,
-    distribution: Distribution,
-    clips: ClipCache | None,
-    token_weights: TokenWeights | None,
-    reporter: Reporter,
-) -> "VAETask":
-    """Return the task with its first weights."""
-    task = vae_task(settings, device=distribution.device, reporter=reporter)
-    if (path := find_first_weights(settings)) is not None:
-        fill_module(task.module, open_checkpoint(path))
-    # A distribution moves trained weights, but not a frozen encoder.
-    task.module.to(distribution.device)
-    return task
-
-
-def vae_task(settings: TrainSettings, *, device: torch.device, reporter: Reporter) -> "VAETask":
-    """Return the task with random weights from torch's global generator. The autoencoder and the discriminator are on
-    the host.
-
-    `reporter` gets a warning if the perceptual term is off.
-    Raises RequestError if sizes contradict each other, and CheckpointError if the perceptual term's weights are missing
-    or broken.
-    """
-    chosen = settings.train_vae
-    perceptual = None
-    if chosen.perceptual_files:
-        perceptual = load_perceptual_distance([Path(file) for file in chosen.perceptual_files]).to(device)
-    elif chosen.perceptual_weight:
-        reporter.warn(
-            f"train_vae.perceptual_weight={chosen.perceptual_weight:g}, but the perceptual term is off: "
-            "train_vae.perceptual_files names no weights"
-        )
-    autoencoder = new_autoencoder(settings.vae)
-    if chosen.decoder_only:
-        freeze_encoder(autoencoder)
-    if device.type == "cpu":
-        channels_last(autoencoder)
-    adversary = None
-    if chosen.discriminator.weight:
-        adversary = discriminator_role(chosen.discriminator, optimizer=settings.optimizer)
-    return VAETask(
-        autoencoder,
-        settings=chosen,
-        steps=settings.loop.steps,
-        perceptual=perceptual,
-        adversary=adversary,
-    )
-
-
-def stand_in(settings: TrainSettings) -> "tuple[VAETask, list[nn.Module]]":
-    """Return the task without the perceptual term, which needs files."""
-    without_files = settings.replace({"train_vae.perceptual_files": (), "train_vae.perceptual_weight": 0.0})
-    return vae_task(without_files, device=torch.device("cpu"), reporter=SilentReporter()), []
-
-
-def outline(settings: TrainSettings) -> Autoencoder:
-    """Return the autoencoder on the meta device."""
-    autoencoder = autoencoder_on_meta(settings.vae)
-    if settings.train_vae.decoder_only:
-        freeze_encoder(autoencoder)
-    return autoencoder
-
-
-def layer_values(settings: TrainSettings, shape: BatchShape) -> int:
-    """Return the number of values of a micro-batch in a layer of full resolution."""
-    return shape.batch_size * shape.num_frames * shape.height * shape.width * settings.vae.sizes.pixel_width
-
-
-def evaluations(settings: TrainSettings) -> float:
-    """Return 0: a step has its own forward pass alone."""
-    return 0.0
-
-
-def measured_steps(settings: TrainSettings) -> tuple[int, ...]:
-    """Return the first two steps, or the first and one with the discriminator and whole frames."""
-    chosen = settings.train_vae
-    opposed_from = chosen.discriminator.start_step if chosen.discriminator.weight else 0
-    whole_from = settings.loop.steps - chosen.whole_steps if chosen.whole_steps else 0
-    last_phase = max(opposed_from, whole_from)
-    return (0, 0, last_phase) if last_phase else (0, 1)
-
-
-def freeze_encoder(autoencoder: Autoencoder) -> None:
-    """Freeze all weights that compute latents; only the decoder is trained."""
-    for name, weight in autoencoder.named_parameters():
-        weight.requires_grad_(name.startswith(("decoder.", "post_quant_conv.")))
-
-
-def channels_last(module: ModuleT) -> ModuleT:
-    """Convert weights, in place, to the memory format that is fast for convolutions on a CPU; return the module."""
-    for weight in module.parameters():
-        if weight.ndim in _CHANNELS_LAST:
-            weight.data = weight.data.contiguous(memory_format=_CHANNELS_LAST[weight.ndim])
-    return module
-
-
-def to_pixels(frames_BTHWC: Tensor) -> Tensor:
-    """Return uint8 clips (B,T,H,W,3) as pixels (B,3,T,H,W) in [-1,1], in the fast memory format of their device."""
-    pixels = frames_BTHWC.permute(0, 4, 1, 2, 3).to(torch.float32) / 127.5 - 1.0
-    is_on_cpu = pixels.device.type == "cpu"
-    return pixels.contiguous(memory_format=torch.channels_last_3d if is_on_cpu else torch.contiguous_format)
-
-
-def cut_squares(frames_BTHWC: Tensor, size: int, rng: np.random.Generator) -> Tensor:
-    """Return a random square crop of every clip. Sides shorter than `size` are kept whole."""
-    count, _, height, width, _ = frames_BTHWC.shape
-    tops, lefts = (rng.integers(max(side - size, 0) + 1, size=count) for side in (height, width))
-    return torch.stack(
-        [
-            clip_THWC[:, top : top + size, left : left + size]
-            for clip_THWC, top, left in zip(frames_BTHWC, tops, lefts, strict=True)
-        ]
-    )
-
 
 class VAETask(Task):
     """Training task that reconstructs clips and pictures.
 
     The loss is |error| + a·error² + b·|error of gradients| + c·LPIPS + d·KL + e·w·(-logit), all means. The logit is
-    that of the discriminator, and w balances gradients (see `adaptive_weight`). `steps` is the length of the run, whose
-    last steps may use whole frames.
+    that of the discriminator, and w balances gradients (see `adaptive_weight`).
     """
 
     module: Autoencoder
@@ -167,7 +46,6 @@ class VAETask(Task):
         autoencoder: Autoencoder,
         *,
         settings: VAETrainSettings,
-        steps: int,
         perceptual: PerceptualDistance | None = None,
         adversary: Role | None = None,
     ) -> None:
@@ -176,13 +54,10 @@ class VAETask(Task):
         self._settings = settings
         self._perceptual = perceptual
         self._is_opposed = False
-        self._crops_until = steps - settings.whole_steps if settings.crop_size else 0
-        self._is_cropping = self._crops_until > 0
 
     def begin_step(self, step: int) -> None:
-        """Turn the discriminator on, and crops off, at their steps."""
+        """Turn the discriminator on at its first step."""
         self._is_opposed = self.adversary is not None and step >= self._settings.discriminator.start_step
-        self._is_cropping = step < self._crops_until
 
     def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of a batch of clips or pictures, with PSNR (dB), KL (nats per latent value) and more.
@@ -206,7 +81,7 @@ class VAETask(Task):
     def tokens(self, batch: ClipBatch) -> int:
         """Return the number of positions in the latents of the batch."""
         count, frames, height, width, _ = _frames(batch).shape
-        if self._is_cropping:
+        if self._settings.crop_size:
             height, width = (min(side, self._settings.crop_size) for side in (height, width))
         grid = self.module.grid
         rows, columns = grid.latent_size(height, width)
@@ -266,7 +141,7 @@ class VAETask(Task):
         share = self._settings.single_frame_share if torch.is_grad_enabled() else 0.0
         if share and num_frames > 1 and rng.numpy.random() < share:
             frames = frames[torch.arange(count), rng.numpy.integers(num_frames, size=count)].unsqueeze(1)
-        if self._is_cropping and torch.is_grad_enabled():
+        if self._settings.crop_size and torch.is_grad_enabled():
             frames = cut_squares(frames, self._settings.crop_size, rng.numpy)
         return to_pixels(queued_copy(frames, next(self.module.parameters()).device))
 
@@ -275,6 +150,113 @@ def _frames(batch: ClipBatch) -> Tensor:
     if batch.pixels_BTHWC is None:
         raise ValueError("autoencoders learn from pixels, and the batch has none")
     return batch.pixels_BTHWC
+
+
+def vae_task(settings: TrainSettings, *, device: torch.device, reporter: Reporter) -> VAETask:
+    """Return the task with random weights from torch's global generator. The autoencoder and the discriminator are on
+    the host.
+
+    `reporter` gets a warning if the perceptual term is off.
+    Raises RequestError if sizes contradict each other, and CheckpointError if the perceptual term's weights are missing
+    or broken.
+    """
+    chosen = settings.train_vae
+    perceptual = None
+    if chosen.perceptual_files:
+        perceptual = load_perceptual_distance([Path(file) for file in chosen.perceptual_files]).to(device)
+    elif chosen.perceptual_weight:
+        reporter.warn(
+            f"train_vae.perceptual_weight={chosen.perceptual_weight:g}, but the perceptual term is off: "
+            "train_vae.perceptual_files names no weights"
+        )
+    autoencoder = new_autoencoder(settings.vae)
+    if chosen.decoder_only:
+        freeze_encoder(autoencoder)
+    if device.type == "cpu":
+        # This memory format is fast for convolutions there.
+        for weight in autoencoder.parameters():
+            if weight.ndim in _CHANNELS_LAST:
+                weight.data = weight.data.contiguous(memory_format=_CHANNELS_LAST[weight.ndim])
+    adversary = None
+    if chosen.discriminator.weight:
+        adversary = discriminator_role(chosen.discriminator, optimizer=settings.optimizer)
+    return VAETask(
+        autoencoder,
+        settings=chosen,
+        perceptual=perceptual,
+        adversary=adversary,
+    )
+
+
+class VAEObjective(Objective):
+    """Objective of an autoencoder."""
+
+    def build(
+        self,
+        settings: TrainSettings,
+        *,
+        distribution: Distribution,
+        clips: ClipCache | None,
+        token_weights: TokenWeights | None,
+        reporter: Reporter,
+    ) -> VAETask:
+        """Return the task with its first weights. Raises the errors of `vae_task`, and CheckpointError for `init`."""
+        task = vae_task(settings, device=distribution.device, reporter=reporter)
+        if (path := find_first_weights(settings)) is not None:
+            fill_module(task.module, open_checkpoint(path))
+        # A distribution moves trained weights, but not a frozen encoder.
+        task.module.to(distribution.device)
+        return task
+
+    def stand_in(self, settings: TrainSettings) -> tuple[VAETask, list[nn.Module]]:
+        """Return the task without the perceptual term, which needs files."""
+        without_files = settings.replace({"train_vae.perceptual_files": (), "train_vae.perceptual_weight": 0.0})
+        return vae_task(without_files, device=torch.device("cpu"), reporter=SilentReporter()), []
+
+    def outline(self, settings: TrainSettings) -> Autoencoder:
+        """Return the autoencoder on the meta device."""
+        autoencoder = autoencoder_on_meta(settings.vae)
+        if settings.train_vae.decoder_only:
+            freeze_encoder(autoencoder)
+        return autoencoder
+
+    def layer_values(self, settings: TrainSettings, shape: BatchShape) -> int:
+        """Return the number of values of a micro-batch in a layer of full resolution."""
+        return shape.batch_size * shape.num_frames * shape.height * shape.width * settings.vae.sizes.pixel_width
+
+    def measured_steps(self, settings: TrainSettings) -> tuple[int, ...]:
+        """Return the first two steps, or the first and one with the discriminator."""
+        discriminator = settings.train_vae.discriminator
+        opposed_from = discriminator.start_step if discriminator.weight else 0
+        return (0, 0, opposed_from) if opposed_from else (0, 1)
+
+
+OBJECTIVE = VAEObjective()
+
+
+def freeze_encoder(autoencoder: Autoencoder) -> None:
+    """Freeze all weights that compute latents; only the decoder is trained."""
+    for name, weight in autoencoder.named_parameters():
+        weight.requires_grad_(name.startswith(("decoder.", "post_quant_conv.")))
+
+
+def to_pixels(frames_BTHWC: Tensor) -> Tensor:
+    """Return uint8 clips (B,T,H,W,3) as pixels (B,3,T,H,W) in [-1,1], in the fast memory format of their device."""
+    pixels = frames_BTHWC.permute(0, 4, 1, 2, 3).to(torch.float32) / 127.5 - 1.0
+    is_on_cpu = pixels.device.type == "cpu"
+    return pixels.contiguous(memory_format=torch.channels_last_3d if is_on_cpu else torch.contiguous_format)
+
+
+def cut_squares(frames_BTHWC: Tensor, size: int, rng: np.random.Generator) -> Tensor:
+    """Return a random square crop of every clip. Sides shorter than `size` are kept whole."""
+    count, _, height, width, _ = frames_BTHWC.shape
+    tops, lefts = (rng.integers(max(side - size, 0) + 1, size=count) for side in (height, width))
+    return torch.stack(
+        [
+            clip_THWC[:, top : top + size, left : left + size]
+            for clip_THWC, top, left in zip(frames_BTHWC, tops, lefts, strict=True)
+        ]
+    )
 
 
 def reconstruction_error(decoded: Tensor, pixels: Tensor, *, squared_weight: float) -> tuple[Tensor, Tensor]:

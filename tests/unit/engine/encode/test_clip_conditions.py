@@ -8,7 +8,7 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.encode.clips import (
     encoded_parts,
     fitting_modes,
-    sample_mode,
+    pick_mode,
 )
 
 ALL = dict.fromkeys(CONDITION_MODES, 1.0)
@@ -44,7 +44,8 @@ def test_a_picture_is_t2v_though_that_mode_has_no_weight():
 def test_modes_come_by_weight():
     weights = {"t2v": 1.0, "i2v_head": 5.0, "i2v_loop": 0.0, "i2v_tail": 2.0}
     rng = np.random.default_rng(0)
-    sampled = [sample_mode(weights, num_latent_frames=9, causal=True, rng=rng).name for _ in range(4000)]
+    modes = fitting_modes(weights, num_latent_frames=9, causal=True)
+    sampled = [pick_mode(modes, rng).name for _ in range(4000)]
     counts = {name: sampled.count(name) for name in set(sampled)}
     assert counts.keys() == {"t2v", "i2v_head", "i2v_tail"}
     # Within four standard deviations of 500, 2500 and 1000.
@@ -56,14 +57,14 @@ def test_modes_come_by_weight():
 @pytest.mark.parametrize("num_latent_frames", [1, 9])
 def test_every_draw_takes_one_number(num_latent_frames):
     rng, same = np.random.default_rng(0), np.random.default_rng(0)
-    sample_mode(ALL, num_latent_frames=num_latent_frames, causal=True, rng=rng)
+    pick_mode(fitting_modes(ALL, num_latent_frames=num_latent_frames, causal=True), rng)
     same.random()
     assert rng.random() == same.random()
 
 
 def test_an_unknown_mode_is_refused():
     with pytest.raises(RequestError, match="i2v_heat"):
-        sample_mode({"i2v_heat": 1.0}, num_latent_frames=3, causal=True, rng=np.random.default_rng(0))
+        fitting_modes({"i2v_heat": 1.0}, num_latent_frames=3, causal=True)
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ from opensora_cli.engine.encode.datasets import TableSource, open_table
 from opensora_cli.engine.encode.encoders import Encoders
 from opensora_cli.engine.encode.fill_cache import prepare_cache
 from opensora_cli.engine.encode.loading import open_batches
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives import mmdit
-from opensora_cli.engine.train.objectives.mmdit import mmdit_task
 from opensora_cli.media.write import write_media
 from opensora_cli.models.mmdit.model import MMDiT
 
@@ -127,6 +127,18 @@ def test_a_clip_has_latents_text_and_the_references_of_the_trained_modes(filled)
     }
 
 
+def task_of(settings, module, cache):
+    """Return the task of a run with another transformer."""
+    with mock.patch.object(mmdit, "build_transformer", return_value=module):
+        return mmdit.OBJECTIVE.build(
+            settings,
+            distribution=Distribution(CPU),
+            clips=cache,
+            token_weights=None,
+            reporter=tiny_world.RecordingReporter(),
+        )
+
+
 def losses(settings, *, micro_batches):
     """Return the first losses of a training whose weights are not zero."""
     cache = prepared(settings)
@@ -134,7 +146,7 @@ def losses(settings, *, micro_batches):
     module = MMDiT(mmdit_config(settings.model))
     nn.init.normal_(module.final_layer.linear.weight)
     nn.init.normal_(module.cond_in.weight)
-    task = mmdit_task(settings, module, device=CPU, clips=cache)
+    task = task_of(settings, module, cache)
     batches = open_batches(
         settings,
         data_rank=0,
@@ -276,7 +288,7 @@ def test_training_reads_no_frozen_weights(filled, tmp_path, monkeypatch):
     cache = prepared(filled)
     assert isinstance(cache, ClipCache)
     assert (tmp_path / "cache" / HEADER_FILE).exists()
-    mmdit_task(filled, MMDiT(mmdit_config(filled.model)), device=CPU, clips=cache)
+    task_of(filled, MMDiT(mmdit_config(filled.model)), cache)
 
 
 class Ended(BaseException):

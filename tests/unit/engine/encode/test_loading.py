@@ -74,7 +74,7 @@ def take(
 
 def described(batch: ClipBatch) -> tuple[object, ...]:
     pixels = None if batch.pixels_BTHWC is None else batch.pixels_BTHWC.numpy().tobytes()
-    return (batch.number, batch.epoch, batch.paths, batch.captions, batch.fps, batch.motion_scores, pixels)
+    return (batch.number, batch.epoch, batch.requests, pixels)
 
 
 def test_an_epoch_has_every_sample_once_in_batches_of_one_shape(table: Path) -> None:
@@ -88,11 +88,10 @@ def test_an_epoch_has_every_sample_once_in_batches_of_one_shape(table: Path) -> 
         assert batch.pixels_BTHWC is not None
         assert batch.pixels_BTHWC.shape == ((2, 1, 64, 64, 3) if is_picture else (3, 5, 64, 64, 3))
         assert batch.pixels_BTHWC.dtype == torch.uint8
-        assert batch.fps == ((0.0,) * 2 if is_picture else (FPS,) * 3)
-        assert batch.motion_scores == (None,) * len(batch.paths)
-        for path, caption in zip(batch.paths, batch.captions, strict=True):
-            kind, number = Path(path).stem.split("_")
-            assert caption == f"{kind} number {number}"
+        for request in batch.requests:
+            kind, number = Path(request.path).stem.split("_")
+            assert request.caption == f"{kind} number {number}"
+            assert (request.fps, request.motion_score) == (0.0 if is_picture else FPS, None)
 
 
 def test_clips_begin_anywhere_and_their_frames_follow_each_other(table: Path) -> None:
@@ -222,7 +221,7 @@ def test_clips_of_a_source_of_ones_own(workers: int) -> None:
     batches = take(of_data({"workers": workers}), 5, source=Colors(pictures=True, faded=4), reporter=reporter)
     shapes = sorted(tuple(batch.pixels_BTHWC.shape[:2]) for batch in batches if batch.pixels_BTHWC is not None)
     assert shapes == [(2, 5)] * 3 + [(3, 1)] * 2
-    assert {batch.fps for batch in batches} == {(12.0, 12.0), (0.0, 0.0, 0.0)}
+    assert {request.fps for batch in batches for request in batch.requests} == {12.0, 0.0}
     [replacement] = [each for batch in batches for each in batch.replaced]
     assert (replacement.path, replacement.reason) == ("color:4", "color:4 has faded")
     assert len(reporter.texts) == 1

@@ -76,12 +76,9 @@ def test_a_step_takes_what_was_estimated(target: str, changes: dict[str, object]
     assert not tmp_path.joinpath("log.jsonl").exists()
 
 
-WHOLE_LAST = {"train_vae.crop_size": 16, "train_vae.whole_steps": 3, "loop.steps": 20}
-
-
 @pytest.mark.parametrize(
     ("changes", "steps"),
-    [({}, (0, 1)), (OPPOSED, (0, 0, 9)), (WHOLE_LAST, (0, 0, 17))],
+    [({}, (0, 1)), (OPPOSED, (0, 0, 9))],
 )
 def test_the_last_phase_of_an_autoencoder_is_among_the_steps(
     changes: dict[str, object], steps: tuple[int, ...], tmp_path: Path

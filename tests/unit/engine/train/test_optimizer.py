@@ -7,11 +7,12 @@ import torch
 from torch import nn
 
 from opensora_cli.engine.train import optimizer
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.optimizer import (
     KernelMuon,
+    Learner,
     build_optimizers,
     orthogonalized,
-    set_rates,
 )
 from opensora_cli.settings.train_loop import OptimizerSettings
 
@@ -63,12 +64,13 @@ class TestBuildOptimizers:
         assert len(adamw.param_groups[0]["params"]) == 2
 
     def test_rates_are_shares_of_the_plateau(self):
-        optimizers = optimizers_of(
-            Convolutions(), OptimizerSettings(name="muon", learning_rate=1e-2, muon_learning_rate=4e-2)
-        )
-        for factor in (0.5, 0.25):
-            set_rates(optimizers, factor)
-            assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [1e-2 * factor, 4e-2 * factor]
+        settings = OptimizerSettings(name="muon", learning_rate=1e-2, muon_learning_rate=4e-2, warmup_steps=3)
+        trained, alone = dict(Convolutions().named_parameters()), Distribution(torch.device("cpu"))
+        learner = Learner(trained, settings, steps=10, distribution=alone)
+        for step, factor in ((1, 0.5), (0, 0.25)):
+            learner.set_rates(step)
+            rates = [optimizer.param_groups[0]["lr"] for optimizer in learner.optimizers]
+            assert rates == [1e-2 * factor, 4e-2 * factor]
 
     def test_without_weights_outside_blocks_there_is_muon_alone(self):
         module = Convolutions()

@@ -25,7 +25,7 @@ from opensora_cli.core.folder_lock import LOCK_FILE, locked_file
 from opensora_cli.core.threads import VARIABLES, Cores, ThreadChoice
 from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.run import train
-from opensora_cli.engine.train.state import with_recorded_threads
+from opensora_cli.engine.train.state import with_recorded_micro_batches, with_recorded_threads
 from opensora_cli.settings.train import TrainSettings
 
 STEPS = 6
@@ -251,6 +251,16 @@ def test_micro_batches_stay_as_the_run_began_unless_others_are_set(run, asked, t
     assert json.loads((run / "settings.json").read_text())["loop"]["micro_batches"] == taken
     # No micro-batch is skipped at the change, and none is repeated.
     assert running["sampler"]["number"] == 2 * 2 + taken
+
+
+def test_ranks_that_cannot_share_the_recorded_number_need_another(tmp_path):
+    settings, listener = tiny_training.vae_settings(tmp_path), Listener()
+    with pytest.raises(RequestError, match="2 data-parallel ranks cannot share") as caught:
+        with_recorded_micro_batches(settings, 3, data_ranks=2, reporter=listener)
+    assert "--set loop.micro_batches=4" in caught.value.hint
+    larger = settings.replace({"loop.micro_batches": 4})
+    assert with_recorded_micro_batches(larger, 3, data_ranks=2, reporter=listener) == larger
+    assert listener.warnings == ["an update has 4 micro-batches from now on, instead of 3"]
 
 
 def _replace_state(run: Path, name: str, content: bytes, **changes: object) -> None:

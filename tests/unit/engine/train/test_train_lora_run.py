@@ -126,16 +126,6 @@ def test_alpha_of_a_checkpoint_is_that_of_the_settings(trained, tmp_path):
         open_adapter(checkpoint)
 
 
-def test_files_are_those_of_peft(trained):
-    tensors = load_file(trained / "lora" / "adapter_model.safetensors")
-    layers = {name.removeprefix("base_model.model.").partition(".lora_")[0] for name in tensors}
-    assert len(tensors) == 2 * len(layers) == 2 * (2 * 2 + 8 * 2)
-    assert {layer.rpartition(".")[2] for layer in layers} == {"q_proj", "linear2"}
-    assert any(tensor.any() for name, tensor in tensors.items() if "lora_B" in name)
-    config = json.loads((trained / "lora" / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == "demo"
-
-
 def test_checkpoints_hold_the_adapter_alone(trained):
     (newest,) = sorted(trained.glob("epoch*-global_step*"))[-1:]
     held = [name for file in newest.rglob("*.safetensors") for name in load_file(file)]
@@ -235,16 +225,16 @@ def test_the_first_weights_are_those_of_the_file_bit_for_bit(trained, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "words", "hint"),
     [
-        ({"lora__rank": "4"}, "its rank is 2, not lora.rank=4", "--set lora.rank=2"),
-        ({"lora__alpha": "8"}, "its alpha is 2, and lora.alpha is 8", "--set lora.alpha=2"),
+        ({"lora__rank": "4"}, "it has lora.rank=2, not 4", "--set lora.rank=2"),
+        ({"lora__alpha": "8"}, "it has lora.alpha=2, not 8", "--set lora.alpha=2"),
         (
             {"lora__targets": "q_proj"},
-            "it has single_blocks.0.linear2, single_blocks.1.linear2, single_blocks.2.linear2 and 5 more beside lora.t",
+            "it has lora.targets=q_proj,linear2, not q_proj",
             "--set lora.targets=q_proj,linear2",
         ),
         (
             {"lora__targets": "q_proj,linear2,mlp", "lora__rank": "3", "lora__alpha": "3"},
-            "it lacks double_blocks.0.img_mlp.0",
+            "it has lora.targets=q_proj,linear2, not q_proj,linear2,mlp",
             "--set lora.rank=2 --set lora.alpha=2 --set lora.targets=q_proj,linear2",
         ),
     ],

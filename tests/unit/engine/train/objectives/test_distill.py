@@ -15,8 +15,8 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.few_steps import METADATA_KEY, asked_sampling
 from opensora_cli.engine.train.early import Resume
-from opensora_cli.engine.train.lora import adapters_off
-from opensora_cli.engine.train.objectives import distill
+from opensora_cli.engine.train.lora import using_adapter
+from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.objectives.distill import DistillTask
 from opensora_cli.engine.train.run import train
 from opensora_cli.sampling.guidance import Branch
@@ -28,7 +28,7 @@ from opensora_cli.settings.load import load_preset
 def task(tmp_path_factory) -> DistillTask:
     """Return the task with a random adapter; a new one changes nothing."""
     settings = settings_of(tmp_path_factory.mktemp("distill"), train_distill__image_guidance_scale=2.0)
-    return random_task(distill, settings)
+    return random_task(settings)
 
 
 def test_the_loss_is_the_distance_from_the_end_of_the_guided_steps(task, monkeypatch):
@@ -59,7 +59,7 @@ def test_the_loss_is_the_distance_from_the_end_of_the_guided_steps(task, monkeyp
     start_BND = student[4] + (times[1] - 1.0) * student[5]
     assert torch.equal(start_BND, teacher[0][4])
     assert torch.equal(start_BND, learned[4])
-    clips = task._clips.prepare(batch(), SampleRng.of(0, 0))
+    clips = task.prepare(batch(), SampleRng.of(0, 0))
     frames, rows, columns = clips.grid
     fine = flow_timesteps(4, tokens_per_frame=rows * columns, num_latent_frames=frames)
     assert times == [fine[0], fine[2], fine[3]]
@@ -81,10 +81,10 @@ def test_the_loss_is_the_distance_from_the_end_of_the_guided_steps(task, monkeyp
 
 
 def test_the_teacher_has_no_adapter(task):
-    clips = task._clips.prepare(batch(), SampleRng.of(0, 0))
+    clips = task.prepare(batch(), SampleRng.of(0, 0))
     with torch.no_grad():
         student = task._evaluate(clips, clips.noise_BND, 1.0, Branch.COND)
-        with adapters_off(task.module):
+        with using_adapter(task.module, None):
             teacher = task._evaluate(clips, clips.noise_BND, 1.0, Branch.COND)
         assert torch.equal(task._evaluate(clips, clips.noise_BND, 1.0, Branch.COND), student)
     assert (student - teacher).norm() > 0.01 * teacher.norm()
@@ -129,7 +129,7 @@ def test_the_file_states_its_sampling_and_an_interrupted_run_ends_the_same(tmp_p
 
 @pytest.mark.slow
 def test_the_adapter_comes_nearer_to_its_teacher(tmp_path):
-    learned = new_task(distill, settings_of(tmp_path, train_distill__steps=1, lora__rank=16))
+    learned = new_task(settings_of(tmp_path, train_distill__steps=1, lora__rank=16))
     optimizer = torch.optim.AdamW([each for each in learned.module.parameters() if each.requires_grad], lr=3e-3)
     losses = []
     for _ in range(40):
@@ -169,5 +169,5 @@ def test_the_predicted_evaluations_are_those_of_a_task(tmp_path, image, modes, e
     weights = {f"train_mmdit__mode_weights__{name}": 0 for name in CONDITION_MODES if modes and name not in modes}
     settings = settings_of(tmp_path, train_distill__image_guidance_scale=image, **weights)
     # Half a step of the student in the mean, and two steps of the teacher in each branch.
-    assert distill.evaluations(settings) == evaluations
-    assert len(new_task(distill, settings)._branches) * 2 + 0.5 == evaluations
+    assert find_objective(settings).evaluations(settings) == evaluations
+    assert len(new_task(settings)._branches) * 2 + 0.5 == evaluations

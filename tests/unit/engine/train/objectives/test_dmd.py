@@ -16,8 +16,7 @@ from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.estimate import estimate_training, measure_training
 from opensora_cli.engine.train.lora import CRITIC
-from opensora_cli.engine.train.objectives import dmd
-from opensora_cli.engine.train.objectives.base import MODEL
+from opensora_cli.engine.train.objectives.base import MODEL, find_objective
 from opensora_cli.engine.train.objectives.dmd import DMDTask
 from opensora_cli.engine.train.run import train
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
@@ -34,7 +33,7 @@ def dmd_settings(output: Path, **changes: object) -> TrainSettings:
 def task(tmp_path_factory) -> DMDTask:
     """Return the task with random adapters; new ones change nothing."""
     settings = dmd_settings(tmp_path_factory.mktemp("dmd"), train_distill__image_guidance_scale=2.0)
-    return random_task(dmd, settings)
+    return random_task(settings)
 
 
 class Evaluation(NamedTuple):
@@ -87,7 +86,7 @@ def test_the_gradient_is_the_direction_from_the_teacher_to_the_critic(task, eval
     ]
     assert [(each.part, each.branch) for each in teacher] == [("teacher", branch) for branch in Branch]
     assert (critic.part, critic.branch) == ("critic", Branch.COND)
-    clips = task._clips.prepare(batch(), SampleRng.of(0, 0))
+    clips = task.prepare(batch(), SampleRng.of(0, 0))
     frames, rows, columns = clips.grid
     own, usual = (flow_timesteps(count, tokens_per_frame=rows * columns, num_latent_frames=frames) for count in (2, 4))
     assert [noise.t, student.t] == own[:2]
@@ -166,10 +165,10 @@ def test_an_interrupted_run_ends_the_same(tmp_path):
 def test_the_predicted_evaluations_are_those_of_a_task(tmp_path, image, modes, branches):
     weights = {f"train_mmdit__mode_weights__{name}": 0 for name in CONDITION_MODES if modes and name not in modes}
     settings = dmd_settings(tmp_path, train_distill__image_guidance_scale=image, **weights)
-    assert len(new_task(dmd, settings)._branches) == branches
+    assert len(new_task(settings)._branches) == branches
     # Half a step of the adapter in the mean, and the one that learns. In every second update it is judged by all
     # branches of the teacher and by the critic, and its backward pass counts as one.
-    assert dmd.evaluations(settings) == 0.5 + 1 + (branches + 1 + 1) / 2
+    assert find_objective(settings).evaluations(settings) == 0.5 + 1 + (branches + 1 + 1) / 2
 
 
 def test_the_memory_of_both_adapters_is_estimated(tmp_path):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from closeness import assert_close
 
-from opensora_cli.engine.train.objectives.flow_matching import flow_target, get_batch_loss, noisy_latents
+from opensora_cli.engine.train.objectives.mmdit import flow_target, get_batch_loss, noisy_latents
 
 SIGMA = 0.2
 

@@ -22,15 +22,13 @@ from opensora_cli.core.conditions import (
     condition_mode,
     reference_parts,
 )
-from opensora_cli.data.batches import ClipBatch, SampleRng
+from opensora_cli.data.batches import ClipBatch, ClipRequest, SampleRng
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.engine.encode.clips import CachedClip, FreshClip, encode_for_cache, part_name, training_caption
+from opensora_cli.engine.encode.clips import CachedClip, FreshClip, encode_for_cache, part_name
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders
-from opensora_cli.engine.train.objectives.flow_matching import weighted_loss
-from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
+from opensora_cli.engine.train.objectives.mmdit import MMDiTTask, weighted_loss
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.settings.train_objectives import MMDiTTrainSettings
 
 LENGTHS = ReferenceLengths(video=1, easy=2)
 SETTINGS = tiny_training.mmdit_settings(Path("unused"))
@@ -83,18 +81,22 @@ def encoders(vae, **changes):
 def settings(weights=None, **changes):
     if weights is not None:
         changes["mode_weights"] = {mode: weights.get(mode, 0.0) for mode in CONDITION_MODES}
-    return MMDiTTrainSettings(video_latent_frames=LENGTHS.video, easy_latent_frames=LENGTHS.easy, **changes)
+    return SETTINGS.replace({f"train_mmdit.{name}": value for name, value in changes.items()})
 
 
-def task(frozen, *, module=None, grid=None, folders=(), token_weights=None, **changes):
+def task(frozen, *, module=None, vae=SETTINGS.vae, tables=(None, None), token_weights=None, **changes):
+    # Sizes that only a model of these latents could have are not checked.
+    train, validation = (table and str(table) for table in tables)
+    run = settings(**changes)
+    run = run.model_copy(
+        update={
+            "vae": vae,
+            "data": run.data.model_copy(update={"table": train}),
+            "validation": run.validation.model_copy(update={"table": validation}),
+        }
+    )
     return MMDiTTask(
-        module or Spy(),
-        settings=settings(**changes),
-        grid=grid or frozen.autoencoder.grid,
-        empty_prompt=frozen.empty_prompt,
-        encoders=lambda: frozen,
-        folders=folders,
-        token_weights=token_weights,
+        module or Spy(), run, empty_prompt=frozen.empty_prompt, encoders=lambda: frozen, token_weights=token_weights
     )
 
 
@@ -103,46 +105,37 @@ def pixels(count=3, *, num_frames=13):
     return torch.stack([moving_clip(number, num_frames=num_frames, size=32) for number in range(count)])
 
 
-def batch(pixels_BTHWC, **changes):
-    count = len(pixels_BTHWC)
-    return ClipBatch(
-        **{
-            "number": 0,
-            "epoch": 0,
-            "paths": tuple(f"clip {i}" for i in range(count)),
-            "captions": tuple("x" * (i + 1) for i in range(count)),
-            "fps": (12.0,) * count,
-            "motion_scores": (None,) * count,
-            "pixels_BTHWC": pixels_BTHWC,
-            "cached": None,
-            **changes,
-        }
-    )
+def batch(pixels_BTHWC, paths=None, **changes):
+    count, num_frames, height, width, _ = pixels_BTHWC.shape
+    each = {"fps": (12.0,) * count, "caption": tuple("x" * (i + 1) for i in range(count)), **changes}
+    requests = [
+        ClipRequest(
+            path=paths[i] if paths else f"clip {i}",
+            num_frames=num_frames,
+            height=height,
+            width=width,
+            **{name: values[i] for name, values in each.items()},
+        )
+        for i in range(count)
+    ]
+    return ClipBatch(number=0, epoch=0, requests=tuple(requests), pixels_BTHWC=pixels_BTHWC, cached=None)
 
 
 def permuted(original, order):
-    fields = ("paths", "captions", "fps", "motion_scores")
-    changes = {name: tuple(getattr(original, name)[i] for i in order) for name in fields}
-    return replace(original, pixels_BTHWC=original.pixels_BTHWC[list(order)], **changes)
+    requests = tuple(original.requests[i] for i in order)
+    return replace(original, pixels_BTHWC=original.pixels_BTHWC[list(order)], requests=requests)
 
 
 def cached(original, frozen, chosen):
     """The same batch, out of a cache of everything."""
     parts = {
         part_name(part): part
-        for name in chosen.mode_weights.by_mode()
+        for name in chosen.train_mmdit.mode_weights.by_mode()
         for part in reference_parts(condition_mode(name), lengths=LENGTHS)
     }
     clips = [
-        CachedClip(
-            encode_for_cache(
-                FreshClip(frozen, frames, training_caption(caption, fps=fps, motion_score=score, settings=chosen)),
-                parts,
-            )
-        )
-        for frames, caption, fps, score in zip(
-            original.pixels_BTHWC, original.captions, original.fps, original.motion_scores, strict=True
-        )
+        CachedClip(encode_for_cache(FreshClip(frozen, frames, request, chosen.train_mmdit), parts))
+        for frames, request in zip(original.pixels_BTHWC, original.requests, strict=True)
     ]
     return replace(original, pixels_BTHWC=None, cached=tuple(clips))
 
@@ -251,7 +244,7 @@ class TestStep:
     def test_clips_that_were_moved_with_their_table_get_the_same(self, vae, tmp_path):
         losses = []
         for folder in (tmp_path / "here", tmp_path / "there" / "deep"):
-            running = task(encoders(vae), folders=(tmp_path / "other", folder))
+            running = task(encoders(vae), tables=(tmp_path / "other" / "a.csv", folder / "b.csv"))
             losses.append(running.loss(batch(pixels(2), paths=(str(folder / "a.mp4"), str(folder / "b.mp4"))), rng(0)))
         assert losses[0] == losses[1]
         elsewhere = task(encoders(vae)).loss(batch(pixels(2), paths=("/c.mp4", "/d.mp4")), rng(0))
@@ -343,7 +336,7 @@ class TestText:
         asked = []
         frozen = encoders(vae, t5=lambda captions: asked.extend(captions) or t5(captions))
         running = task(frozen, t5_dropout=0.0)
-        running.loss(batch(pixels(2), motion_scores=(3.5, None), fps=(24.0, 0.0)), rng(0))
+        running.loss(batch(pixels(2), motion_score=(3.5, None), fps=(24.0, 0.0)), rng(0))
         assert asked == ["", "x 24 FPS, 4 motion score.", "xx"]
 
 
@@ -381,7 +374,7 @@ class TestModels:
         monkeypatch.setattr(vae, "encode", lambda x, **kind: seen.append(x.shape[2]) or encode(x, **kind))
         spy = Spy(CONFIG.replace({"in_channels": 8, "patch_size": 1}))
         frozen = encoders(vae)
-        running = task(frozen, module=spy, weights={mode: 1.0})
+        running = task(frozen, module=spy, vae=VAES["dc_ae"], weights={mode: 1.0})
         loss, _ = running.loss(batch(clips), rng(0))
         assert loss.isfinite()
         assert running.tokens(batch(clips)) == spy.calls[0]["latents"].shape[1] == 4 * 256
@@ -401,7 +394,7 @@ class TestModels:
         config = CONFIG.replace({"cond_embed": False, "guidance_embed": True})
         module = MMDiT(config)
         nn.init.normal_(module.final_layer.linear.weight)
-        running = task(encoders(autoencoder(VAES["flux_ae"])), module=module, weights={"t2v": 1.0})
+        running = task(encoders(autoencoder(VAES["flux_ae"])), module=module, vae=VAES["flux_ae"], weights={"t2v": 1.0})
         pictures = batch(pixels(3, num_frames=1), fps=(0.0,) * 3)
         loss, _ = running.loss(pictures, rng(0))
         loss.backward()
