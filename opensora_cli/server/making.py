@@ -40,7 +40,7 @@ def make_video(
 
     def state_due() -> bool:
         nonlocal saved_s
-        is_due = time.monotonic() - saved_s >= job["save_every"]
+        is_due = time.monotonic() - saved_s >= float(job["save_every"])
         if is_due:
             saved_s = time.monotonic()
         return is_due
