@@ -20,7 +20,9 @@ class ServeSettings(Section):
     folder: FileName = Field(default="serve", description="Folder of jobs and their results.")
     token_file: FileName | None = Field(default=None, description="File with the secret that requests must bring.")
     max_queue: int = Field(default=100, ge=1, le=100_000, description="Most videos that wait.")
-    save_every: float = Field(default=30.0, gt=0, description="Seconds of work between two saves of a video's state.")
+    save_every: float = Field(
+        default=30.0, gt=0, le=86_400, description="Seconds of work between two saves of a video's state."
+    )
     groups: int = Field(default=1, ge=1, le=64, description="Videos made at the same time, each on its own devices.")
 
     def rules(self) -> Iterator[str]:
