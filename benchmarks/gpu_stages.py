@@ -18,7 +18,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.encode.encoders import EmptyPrompt
-from opensora_cli.engine.estimate.generation_work import evaluation_work
+from opensora_cli.engine.estimate.transformer import evaluation_work
 from opensora_cli.engine.mem_profile.measured_stages import measure_stage
 from opensora_cli.engine.train.activations import largest_batch_shape, plan_activations
 from opensora_cli.engine.train.distribution import Distribution

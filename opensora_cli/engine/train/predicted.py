@@ -17,7 +17,7 @@ from opensora_cli.engine.components.configs import mmdit_config, transformer_on_
 from opensora_cli.engine.components.parallelize import exchanged_bytes
 from opensora_cli.engine.encode.encoders import frozen_dtype
 from opensora_cli.engine.encode.inputs import find_frozen_parts
-from opensora_cli.engine.estimate.generation_work import encoding_work, evaluation_work, text_work
+from opensora_cli.engine.estimate.autoencoder import encoding_work
 from opensora_cli.engine.estimate.links import Exchanged, Links
 from opensora_cli.engine.estimate.predicted_time import (
     ATTENTION,
@@ -35,6 +35,8 @@ from opensora_cli.engine.estimate.predicted_time import (
     times,
     total,
 )
+from opensora_cli.engine.estimate.text import text_work
+from opensora_cli.engine.estimate.transformer import evaluation_work
 from opensora_cli.engine.estimate.work import Work
 from opensora_cli.engine.train.activations import ActivationPlan, largest_batch_shape, plan_activations
 from opensora_cli.engine.train.build import count_parameters

@@ -6,8 +6,9 @@ from tiny_transformer import transformer
 from torch import nn
 from torch.nn import functional
 
-from opensora_cli.engine.estimate.fake_tensors import Repeated, fake_device, fake_module
-from opensora_cli.engine.estimate.generation_work import evaluation_work, text_work
+from opensora_cli.engine.estimate.fake_tensors import fake_device, fake_module, repeat_calls
+from opensora_cli.engine.estimate.text import text_work
+from opensora_cli.engine.estimate.transformer import evaluation_work
 from opensora_cli.engine.estimate.work import Work, WorkCounter
 from opensora_cli.engine.train.mfu import training_flops
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
@@ -45,16 +46,17 @@ def test_repeated_work_is_run_once_for_each_shape() -> None:
     with fake_device("cuda") as device:
         linear = fake_module(lambda: nn.Linear(6, 6), device=device, dtype=BF16)
         ran: list[int] = []
-        linear.register_forward_hook(lambda *_: ran.append(1))
+        run = linear.forward
+        linear.forward = lambda rows: ran.append(1) or run(rows)
         counter = WorkCounter()
-        repeated = Repeated(linear, work=counter)
+        repeat_calls(linear, work=counter)
         with counter:
-            repeated(torch.empty(5, 6, dtype=BF16, device=device))
-            repeated(torch.empty(5, 6, dtype=BF16, device=device))
+            linear(torch.empty(5, 6, dtype=BF16, device=device))
+            linear(torch.empty(5, 6, dtype=BF16, device=device))
             assert len(ran) == 1
             assert counter.work.product_flops == 2 * (2 * 5 * 6 * 6)
             assert counter.work.kernels == 2
-            repeated(torch.empty(7, 6, dtype=BF16, device=device))
+            linear(torch.empty(7, 6, dtype=BF16, device=device))
             assert len(ran) == 2
 
 
