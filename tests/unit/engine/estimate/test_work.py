@@ -10,7 +10,6 @@ from opensora_cli.engine.estimate.fake_tensors import fake_device, fake_module, 
 from opensora_cli.engine.estimate.text import text_work
 from opensora_cli.engine.estimate.transformer import evaluation_work
 from opensora_cli.engine.estimate.work import Work, WorkCounter
-from opensora_cli.engine.train.mfu import training_flops
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.shares import MeshShape
 
@@ -60,11 +59,8 @@ def test_repeated_work_is_run_once_for_each_shape() -> None:
             assert len(ran) == 2
 
 
-def test_an_evaluation_does_a_third_of_what_training_counts() -> None:
+def test_one_block_of_each_stack_represents_all() -> None:
     work = evaluation_work(CONFIG, 40, 8, BF16)
-    expected = training_flops(CONFIG, samples=1, latent_tokens=40, text_tokens=8)
-    assert 3 * (work.product_flops + work.attention_flops) == pytest.approx(expected, rel=1e-3)
-    # One block of each stack stands for all.
     deeper = evaluation_work(CONFIG.replace({"depth": 4, "depth_single_blocks": 6}), 40, 8, BF16)
     outside = evaluation_work(CONFIG.replace({"depth": 0, "depth_single_blocks": 0}), 40, 8, BF16)
     for name in ("product_flops", "attention_flops", "traffic_bytes", "kernels"):
