@@ -116,7 +116,7 @@ def _stage(bench: Bench, preset: str, stage: str, changes: Mapping[str, object])
     planned = next(each.total_bytes for each in plan.stages if each.name == stage)
     measured = measure_stage(plan, stage, runs=1)
     return {
-        "seconds": measured.times[0].mean_s,
+        "seconds": measured.times[stage].mean_s,
         "peak_gib": round(measured.peak_bytes / GIB, 3),
         "planned_gib": round(planned / GIB, 3),
         "planned_over_measured": round(planned / max(measured.peak_bytes, 1), 3),

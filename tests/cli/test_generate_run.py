@@ -158,7 +158,7 @@ def test_json_goes_back_in(world, osora, out, tmp_path, capsys):
 def test_dry_run_prints_the_plan_and_writes_nothing(osora, out):
     code, stdout, _ = osora("raining, sea", "--dry-run", "--json", "--steps", "50")
     plan = json.loads(stdout)
-    assert (code, plan["schema"], plan["model_evaluations"]) == (0, "osora.plan/5", 80)
+    assert (code, plan["schema"], plan["model_evaluations"]) == (0, "osora.plan/6", 80)
     assert not out.exists()
     assert plan["outputs"] == [
         {"path": f"{out}/raining-sea_seed42.mp4", "sidecar": f"{out}/raining-sea_seed42.mp4.json", "made_before": False}
