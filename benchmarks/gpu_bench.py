@@ -13,7 +13,7 @@ import torch
 from opensora_cli.core.device import GIB, release_memory
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.engine.estimate.generation_work import evaluation_work
+from opensora_cli.engine.estimate.transformer import evaluation_work
 from opensora_cli.engine.generate import loading
 from opensora_cli.engine.generate.chain import alone
 from opensora_cli.engine.generate.denoise import sample_latents

@@ -18,7 +18,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.encode.encoders import EmptyPrompt
-from opensora_cli.engine.estimate.generation_work import evaluation_work
+from opensora_cli.engine.estimate.transformer import evaluation_work
 from opensora_cli.engine.mem_profile.measured_stages import measure_stage
 from opensora_cli.engine.train.activations import largest_batch_shape, plan_activations
 from opensora_cli.engine.train.distribution import Distribution
@@ -116,7 +116,7 @@ def _stage(bench: Bench, preset: str, stage: str, changes: Mapping[str, object])
     planned = next(each.total_bytes for each in plan.stages if each.name == stage)
     measured = measure_stage(plan, stage, runs=1)
     return {
-        "seconds": measured.times[0].mean_s,
+        "seconds": measured.times[stage].mean_s,
         "peak_gib": round(measured.peak_bytes / GIB, 3),
         "planned_gib": round(planned / GIB, 3),
         "planned_over_measured": round(planned / max(measured.peak_bytes, 1), 3),

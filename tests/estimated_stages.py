@@ -8,8 +8,9 @@ import torch
 from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.loras import lora_ranks
 from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.engine.estimate.generation import GenerationSizes, estimate_generation
+from opensora_cli.engine.estimate.generation import estimate_generation
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
+from opensora_cli.engine.estimate.transformer import GenerationSizes
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.memory.counting import TensorBytes

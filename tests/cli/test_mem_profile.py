@@ -24,7 +24,7 @@ def test_a_generation_is_predicted_within_10_percent_of_what_is_measured(osora, 
     plot, snapshot = tmp_path / "memory.svg", tmp_path / "memory.pickle"
     args = [*SMALL, "--runs", "2", "--json", "--plot", str(plot), "--snapshot", str(snapshot)]
     document = json.loads(osora(*args).out)
-    assert document["schema"] == "osora.mem-profile/3"
+    assert document["schema"] == "osora.mem-profile/4"
     assert [stage["name"] for stage in document["stages"]] == ["text", "denoise", "decode"]
     for stage in document["stages"]:
         assert stage["predicted_bytes"] == pytest.approx(stage["measured_bytes"], rel=0.1)
@@ -64,7 +64,6 @@ def test_the_largest_batch_of_a_training_is_predicted(tmp_path: Path, osora) -> 
     batch = json.loads(osora("mem-profile", "--config", config, "--runs", "0", *search, "--json").out)["batch"]
     assert batch["batch_size"] > 1
     assert batch["peak_bytes"] <= batch["limit_bytes"] == 40 * 2**20
-    assert [batch["batch_size"] + 1, None] in batch["tried"]
 
 
 def test_links_that_lead_nowhere_are_not_replaced(tmp_path: Path, osora) -> None:

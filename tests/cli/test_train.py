@@ -42,7 +42,7 @@ def test_dry_run_touches_nothing(recipe: list[str], tmp_path: Path, monkeypatch:
     # It takes seconds, and would find the same.
     memory = plan.RankMemory.model_validate(document["memory"])
     monkeypatch.setattr(plan, "estimate_rank", lambda settings, reporter: memory)
-    assert document["schema"] == "osora.train-plan/5"
+    assert document["schema"] == "osora.train-plan/6"
     assert (document["steps"], document["settings"]["loop"]["steps"]) == (7, 7)
     assert document["parameters"] > 1000
     rank = document["memory"]

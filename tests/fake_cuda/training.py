@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, vae_tiling
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, frozen_dtype
-from opensora_cli.engine.estimate.fake_tensors import Repeated, give_fake_weights
+from opensora_cli.engine.estimate.fake_tensors import give_fake_weights, repeat_calls
 from opensora_cli.engine.train import build, estimate, transformer
 from opensora_cli.engine.train import distribution as ranks
 from opensora_cli.engine.train.distribution import Distribution
@@ -157,7 +157,7 @@ def _encoders(settings: TrainSettings, *, device: torch.device) -> Encoders:
         texts = random_text_encoders(settings)
     frozen = nn.ModuleList([vae, *texts]).requires_grad_(False).eval()
     give_fake_weights(frozen, device=device, dtype=dtype)
-    vae.encoder = Repeated(vae.encoder)
+    repeat_calls(vae.encoder)
     length, model = settings.text.t5_max_length, settings.model
 
     def t5(captions: list[str]) -> torch.Tensor:

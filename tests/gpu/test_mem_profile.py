@@ -13,10 +13,9 @@ def document(capsys, *args):
     return json.loads(capsys.readouterr().out)
 
 
-def test_stages_and_the_allocator(capsys, tmp_path):
+def test_stages_and_the_history_of_the_allocator(capsys, tmp_path):
     found = document(capsys, "--snapshot", str(tmp_path / "history.pickle"))
     assert all(stage["measured_bytes"] > 0 for stage in found["stages"])
-    assert found["allocator"]["reserved_bytes"] >= found["allocator"]["allocated_bytes"] > 0
     history = pickle.loads((tmp_path / "history.pickle").read_bytes())
     assert any(event["action"] == "alloc" for trace in history["device_traces"] for event in trace)
 

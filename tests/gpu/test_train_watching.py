@@ -8,9 +8,9 @@ import tiny_frozen
 import tiny_training
 import torch
 
-from opensora_cli.engine.train.mfu import peak_tflops
 from opensora_cli.engine.train.run import train
 from opensora_cli.media.read import probe
+from opensora_cli.settings.hardware import find_gpu
 
 
 def run(output: Path, frozen: Path, **changes: object) -> list[dict[str, object]]:
@@ -55,5 +55,5 @@ def test_everything_at_once(tmp_path: Path, frozen: Path) -> None:
 
 def test_peak_of_a_known_card(tmp_path: Path, frozen: Path) -> None:
     lines = run(tmp_path / "run", frozen, **{"loop.steps": 1, "watching.nvtx": True})
-    known = peak_tflops(torch.cuda.get_device_name()) is not None
+    known = find_gpu(torch.cuda.get_device_name()) is not None
     assert ("mfu" in lines[0]) is known

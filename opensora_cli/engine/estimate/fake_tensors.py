@@ -6,9 +6,8 @@ it would have allocated.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,12 +25,11 @@ HOST = torch.device("cpu")
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Size = tuple[int, ...]
-Counts = dict[object, int]
-"""Bytes by the thing that was counted."""
+Counts = tuple[int, ...]
+"""Several numbers of bytes that are counted together."""
 
 
-@dataclass(frozen=True, slots=True)
-class Need:
+class Need(NamedTuple):
     """Bytes that a computation needs besides its weights."""
 
     data: int
@@ -92,41 +90,36 @@ def extrapolated(count: Callable[[Size], Counts], size: Size, *, steps: Size, fe
         if more > 1:
             smaller = ((*size[:axis], length - less * step, *size[axis + 1 :]) for less in (more, more - 1))
             near, far = (extrapolated(count, each, steps=steps, few=few) for each in smaller)
-            return {key: near[key] + more * (far[key] - near[key]) for key in near}
+            return tuple(first + more * (second - first) for first, second in zip(near, far, strict=True))
     return count(size)
 
 
-class Repeated(nn.Module):
-    """Module that runs another one once for each input shape, and afterwards only repeats its allocations and its work.
+def repeat_calls(module: nn.Module, *, work: WorkCounter | None = None) -> None:
+    """Let a module run once for each shape of its inputs, and afterwards only repeat its allocations and its work.
 
-    The wrapped module has no state, and returns new tensors.
-
-    Args:
-        module: module to wrap.
-        work: counter of the work of each call; None means that it is not counted.
+    The module returns new tensors, and its options never change. `work` counts the work of each call; None means that
+    it is not counted.
     """
+    run, counter = module.forward, work or WorkCounter()
+    known: dict[object, tuple[int, Work, Any]] = {}
 
-    def __init__(self, module: nn.Module, *, work: WorkCounter | None = None) -> None:
-        super().__init__()
-        self._module, self._work = module, work or WorkCounter()
-        self._known: dict[object, tuple[int, Work, Any]] = {}
-
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        """Return tensors with the shapes of the module's results. `options` go to the module, and never change."""
+    def forward(*inputs: Any, **options: Any) -> Any:
         tensors = [each for each in tree_leaves(inputs) if isinstance(each, Tensor)]
         shapes = tuple(tensor.shape for tensor in tensors)
-        if shapes in self._known:
-            peak_bytes, work, outlines = self._known[shapes]
-            self._work.work += work
+        if shapes in known:
+            peak_bytes, done, outlines = known[shapes]
+            counter.work += done
             torch.empty(peak_bytes, dtype=torch.uint8, device=tensors[0].device)
             return tree_map(torch.empty_like, outlines)
-        before = self._work.work
-        with TensorBytes(device_type=tensors[0].device.type) as counter:
-            result = self._module(*inputs, **options)
+        before = counter.work
+        with TensorBytes(device_type=tensors[0].device.type) as memory:
+            result = run(*inputs, **options)
         # Only the shapes of the results are stored, as tensors of one element.
         outlines = tree_map(lambda tensor: tensor.new_empty(()).expand(tensor.shape), result)
-        self._known[shapes] = counter.peak_bytes, self._work.work - before, outlines
+        known[shapes] = memory.peak_bytes, counter.work - before, outlines
         return result
+
+    module.forward = forward
 
 
 class _CudaKernels(TorchFunctionMode):

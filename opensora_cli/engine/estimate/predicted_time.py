@@ -1,7 +1,7 @@
 """Prediction of seconds from operations and bytes: a roofline for each part (Williams et al. 2009).
 
 Products and attention run at a share of the peak of their dtype, everything else at the speed of the memory, one after
-the other. An H100 reached these shares of its peak.
+the other. `docs/explanations/predictions.md` has the assumptions.
 """
 
 from collections.abc import Mapping
@@ -21,22 +21,6 @@ TEXT, ENCODING, DECODING, UPDATE = "text", "encoding", "decoding", "optimizer"
 
 Seconds = dict[str, float]
 """Part -> seconds."""
-
-_ASSUMED: Mapping[str, str] = {
-    PRODUCTS: "products of matrices reach {gpu.product_efficiency:.0%} of the peak, as fitted to times on an H100",
-    EIGHT_BITS: "products in 8 bits reach {gpu.product_efficiency:.0%} of their peak, as others do of theirs",
-    ATTENTION: "attention reaches {gpu.attention_efficiency:.0%} of the peak, as fitted to times on an H100",
-    TRAFFIC: "every kernel but products and attention reads and writes memory at "
-    "{gpu.memory_rate.attainable_gb_per_s:g} GB/s, and finds nothing in a cache",
-    LAUNCHES: "the host starts a kernel in {gpu.launch_us:g} us, and the GPU waits for it",
-    COLLECTIVES: "GPUs exchange {gpu.gpu_link.attainable_gb_per_s:g} GB/s inside a machine and "
-    "{gpu.node_link.attainable_gb_per_s:g} GB/s between machines, each",
-    COPIES: "a GPU gets {gpu.host_link.attainable_gb_per_s:g} GB/s from page-locked memory, half from other memory",
-    TEXT: "the text encoders' products run as those of the transformer",
-    ENCODING: "the autoencoder reaches {gpu.autoencoder_efficiency:.0%} of the peak, as an H100 did",
-    DECODING: "the autoencoder reaches {gpu.autoencoder_efficiency:.0%} of the peak, as an H100 did",
-    UPDATE: "the optimizer reads and writes memory at {gpu.memory_rate.attainable_gb_per_s:g} GB/s",
-}
 
 _PAGEABLE = 0.5
 """Assumed share of a link's speed for copies from memory that is not page-locked."""
@@ -116,10 +100,9 @@ class PredictedTime(Document):
     seconds: float
     stages_s: Mapping[str, float]
     parts_s: Mapping[str, float]
-    """Seconds of each part; time that overlaps with another part is not counted."""
-    dominated_by: str
-    """Largest part, and the assumption behind it."""
+    """Seconds of each part, the largest first; time that overlaps with another part is not counted."""
     left_out: str
+    """Work that the prediction excludes."""
 
     @classmethod
     def of_stages(
@@ -127,14 +110,12 @@ class PredictedTime(Document):
     ) -> Self:
         """Return the document of stages that run one after the other."""
         parts = dict(sorted(added(*stages.values()).items(), key=lambda item: -item[1]))
-        largest = next(iter(parts))
         return cls(
             hardware=f"{devices}x{gpu.name}",
             of=of,
             seconds=total(parts),
             stages_s={name: total(seconds) for name, seconds in stages.items()},
             parts_s=parts,
-            dominated_by=f"{largest}: {_ASSUMED[largest].format(gpu=gpu)}",
             left_out=left_out,
         )
 
@@ -143,7 +124,7 @@ class PredictedTime(Document):
         return [
             f"predicted {_shown(self.seconds)} {self.of} on {self.hardware}, not measured: {_joined(self.stages_s)}",
             f"parts     {_joined(self.parts_s)}",
-            f"assumed   {self.dominated_by}; left out: {self.left_out}",
+            f"left out  {self.left_out}",
         ]
 
 

@@ -1,8 +1,9 @@
-"""Memory of the text encoders: weights by arithmetic, and activations counted on outlines of few layers."""
+"""Memory and work of the text encoders: weights by arithmetic, and activations counted on outlines of few layers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from math import prod
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.fake_tensors import Need, fake_device, fake_module
 from opensora_cli.engine.estimate.file_bytes import FileWeights
 from opensora_cli.engine.estimate.offload import TEXT, StageMemory
+from opensora_cli.engine.estimate.work import Work
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.slots import aligned, streaming_bytes
 from opensora_cli.models.text.clip import ClipTextModel
@@ -105,3 +107,18 @@ def _need(sizes: T5Sizes | ClipSizes, length: int, dtype: torch.dtype) -> Need:
             need = Need.of(counter)
             del embeds
             return need
+
+
+def text_work(t5: T5Sizes, clip: ClipSizes, lengths: tuple[int, int], itemsize: int, *, prompts: int = 2) -> Work:
+    """Return the work of encoding prompts of `lengths` tokens in T5 and CLIP, by arithmetic like their memory.
+
+    The weights are read once for each prompt.
+    """
+    weights = t5.num_layers * sum(t5.layer_weights.values()), clip.parameters
+    tokens = lengths[0], min(lengths[1], clip.max_length)
+    widths = t5.num_layers * t5.num_heads * t5.d_kv, clip.num_layers * clip.hidden_size
+    return Work(
+        product_flops=prompts * 2 * sum(map(prod, zip(weights, tokens, strict=True))),
+        attention_flops=prompts * sum(4 * length**2 * width for length, width in zip(tokens, widths, strict=True)),
+        product_bytes=prompts * sum(weights) * itemsize,
+    )

@@ -1,166 +1,217 @@
-"""Device memory of the transformer: its weights, and its share of the tokens on one of several ranks."""
+"""Memory and work of the transformer on one of several ranks, which shares tokens, heads or features with others."""
 
-from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from math import prod
+from math import ceil, gcd, prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.attention import AttentionBackend, AttentionFn, accumulation_dtype
+from opensora_cli.core.conditions import ConditionMode, ReferenceLengths
+from opensora_cli.core.device_names import GPU
 from opensora_cli.core.linear_products import LinearProducts
+from opensora_cli.core.solvers import Solver
 from opensora_cli.engine.components.attention import attention_stand_in
-from opensora_cli.engine.components.configs import one_block_of_each, with_depth
+from opensora_cli.engine.components.configs import with_depth
 from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras, in_first_block
-from opensora_cli.engine.components.on_meta import on_meta
 from opensora_cli.engine.components.parallelize import largest_share
-from opensora_cli.engine.estimate.fake_tensors import fake_module
-from opensora_cli.engine.estimate.file_bytes import FileWeights
-from opensora_cli.engine.estimate.offload import OffloadPlan
-from opensora_cli.memory.fp8_storage import StoredLinear
-from opensora_cli.memory.slots import aligned, kept_blocks, slot_bytes, streaming_bytes
+from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds, modulation_values
+from opensora_cli.engine.estimate.fake_tensors import (
+    Counts,
+    Need,
+    Size,
+    extrapolated,
+    fake_device,
+    fake_module,
+    repeat_calls,
+)
+from opensora_cli.engine.estimate.work import Work, WorkCounter
+from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention.math import MATH_PARTS
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.linears import Split
-from opensora_cli.models.mmdit.blocks import (
-    SEQUENCE_INPUTS,
-    TEXT_SEQUENCE_INPUTS,
-    RepeatedBlocks,
-    modulation_layers,
-    repeated_blocks,
-)
+from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.models.mmdit.layers import modulation_width
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape, Parts, shares
-from opensora_cli.settings.enums import OffloadMode
+from opensora_cli.sampling.conditioning import prepare_inference_condition
+from opensora_cli.sampling.denoise import VelocityFn, denoise
+from opensora_cli.sampling.guidance import Branch, GuidanceScales, branches_needed
+from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
+from opensora_cli.sampling.step_cache import CachedStep
+
+_STEPS = 2
+"""Steps to estimate: the second and later steps hold latents besides the noise."""
+_FEW_CHUNKS = 10
+"""Chunks of tokens of the smaller clips from which many chunks are extrapolated. With fewer, the peak is elsewhere."""
+_FEW_FRAMES = 64
+"""Latent frames of a longer clip that is estimated. The number of tokens counts, not their arrangement in frames."""
+
+_ALONE, _DIRECT = MeshShape(), ExchangePlan()
 
 
-def transformer_bytes(
-    config: MMDiTConfig, whole: int, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int, loras: LoraRanks
-) -> int:
-    """Return the bytes of the transformer's weights, adapters included, on the device of a rank.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationSizes:
+    """Sizes of a video that a plan has decided."""
 
-    `whole` counts all of its weights, without adapters; `tensor` ranks share the blocks.
-    """
-    on_host = offload.modulation_on_host
-    if on_host:
-        whole -= modulation_bytes(config, dtype)
-    outside, factors = _factor_bytes(config, dtype, loras, tensor, on_host)
-    if offload.mode is not OffloadMode.BLOCKS and not offload.in_8_bits and tensor == 1:
-        return whole + outside + sum(factors)
-    blocks = _blocks(config, dtype, without_modulation=on_host)
-    rest = whole + outside - sum(stack.count * _weight_bytes(block) for stack, block in blocks)
-    weights = bytes_of_blocks(config, dtype, offload, tensor=tensor)
-    slots = [sum(pair) for pair in zip(weights, factors, strict=True)]
-    if offload.mode is not OffloadMode.BLOCKS:
-        return rest + sum(slots)
-    return rest + streaming_bytes(slots, resident=offload.resident_blocks or 1)
-
-
-def modulation_bytes(config: MMDiTConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of the weights of all layers of modulation."""
-    return modulation_width(config) * (config.hidden_size + 1) * dtype.itemsize
+    height: int
+    width: int
+    latent_shape: tuple[int, int, int, int]
+    """(C, T, H, W) of one sample."""
+    mode: ConditionMode
+    lengths: ReferenceLengths
+    scales: GuidanceScales
+    """Guidance scales of a step with the most branches."""
+    solver: Solver = Solver.EULER
+    cached: tuple[GuidanceScales, ...] = ()
+    """Guidance scales of one step of each phase, with a step cache."""
+    mesh: MeshShape = _ALONE
+    """Mesh of the ranks."""
+    exchange: ExchangePlan = _DIRECT
+    loras: LoraRanks = ()
+    attention: str = "sdpa"
+    """Attention backend."""
+    has_draft: bool = False
+    """Whether a whole video is encoded as the start."""
 
 
-def largest_modulation_bytes(config: MMDiTConfig, dtype: torch.dtype) -> int:
-    """Return the bytes of the weights of the largest layer of modulation."""
-    blocks = _blocks(config, dtype)
-    sizes = (_weight_bytes(block.get_submodule(path)) for stack, block in blocks for path in stack.modulation)
-    return max(sizes, default=0)
+class SamplingOptions(NamedTuple):
+    """Further facts that decide the memory of sampling."""
+
+    config: MMDiTConfig
+    text_length: int
+    causal: bool
+    """Whether the autoencoder encodes the first frame on its own."""
+    num_times: int
+    """Times whose modulation is computed before the first step; 0 if modulation is computed in each step."""
+    chunk_tokens: int | None
+    linear: LinearProducts
+    dtype: torch.dtype
+    device_type: str
 
 
-def transformer_on_cpu(
-    config: MMDiTConfig, files: FileWeights, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int, loras: LoraRanks
-) -> tuple[int, int]:
-    """Return the bytes of the private weights of a rank on a CPU, and of the mapped weights that it reads each time the
-    model runs.
+def sampling_need(sizes: GenerationSizes, options: SamplingOptions) -> Need:
+    """Return the need of sampling one clip; that of many chunks of tokens follows from smaller clips."""
+    channels, frames, height, width = sizes.latent_shape
+    config, chunk_tokens = options.config, options.chunk_tokens
+    tokens = height * width // config.patch_size**2
+    if frames > _FEW_FRAMES:
+        frames, tokens = _FEW_FRAMES, ceil(frames * tokens / _FEW_FRAMES)
+        scales, *cached = (replace(each, image=each.image[-frames:]) for each in (sizes.scales, *sizes.cached))
+        sizes = replace(sizes, scales=scales, cached=tuple(cached))
+    step = tokens
+    if frames == _FEW_FRAMES and chunk_tokens is not None:
+        # All chunks of the smaller clips are as long as those of the whole, the last one included.
+        chunk = chunk_tokens * sizes.mesh.ring * sizes.mesh.ulysses
+        least = chunk // gcd(chunk, frames)
+        step = least * ceil(_FEW_CHUNKS * chunk / (least * frames))
 
-    Except for 8 bits, only blocks that are cast are streamed. Weights that ranks share are a copy on each rank.
-    """
-    # On a CPU adapters of modulation count, too.
-    outside, factors = _factor_bytes(config, dtype, loras, tensor, False)
-    private, mapped = files.outside.private + outside + sum(factors), files.outside.mapped
-    streams = offload.mode is OffloadMode.BLOCKS
-    private += files.modulation.copied if streams else files.modulation.private
-    # In 8 bits modulation is a copy, like the rest of the blocks.
-    offload = replace(offload, modulation_on_host=offload.modulation_on_host and not offload.fp8_storage)
-    slots = bytes_of_blocks(config, dtype, offload, tensor=tensor)
-    if offload.fp8_storage:
-        return private + sum(slots), mapped
-    whole, own = (_blocks(config, dtype, each, offload.modulation_on_host) for each in (1, tensor))
-    shares_of_blocks = [
-        _weight_bytes(part) / _weight_bytes(block)
-        for (stack, block), (_, part) in zip(whole, own, strict=True)
-        for _ in range(stack.count)
-    ]
-    kept = set(kept_blocks(len(slots), resident=offload.resident_blocks or 1)) if streams else set()
-    for index, (held, share) in enumerate(zip(files.blocks, shares_of_blocks, strict=True)):
-        in_file = held.mapped + (held.stored if streams else 0)
-        copied = held.copied if streams else held.private
-        if tensor > 1:
-            private += round(share * (copied + in_file))
-        else:
-            private += copied
-            mapped += 0 if index in kept else in_file
-    if streams:
-        slots = [sum(pair) for pair in zip(slots, factors, strict=True)]
-        private += streaming_bytes(slots, resident=offload.resident_blocks or 1)
-    return private, mapped
+    def count(size: Size) -> Counts:
+        shape = channels, frames, config.patch_size, config.patch_size * size[0]
+        return _sampling(replace(sizes, latent_shape=shape), options)
+
+    found = Need(*extrapolated(count, (tokens,), steps=(step,), few=(step,)))
+    # Modulation was computed for one block of each kind.
+    all_blocks, one_block = (modulation_values(options.num_times, each) for each in (config, with_depth(config, 1)))
+    return found._replace(data=found.data + (all_blocks - one_block) * options.dtype.itemsize)
 
 
-def streamed_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int) -> int:
-    """Return the bytes that move to the device of a rank each time the model runs, adapters excluded."""
-    if offload.mode is not OffloadMode.BLOCKS:
-        return 0
-    slots = bytes_of_blocks(config, dtype, offload, tensor=tensor)
-    kept = kept_blocks(len(slots), resident=offload.resident_blocks or 1)
-    return sum(slots) - sum(slots[index] for index in kept)
+@lru_cache(maxsize=256)
+def _sampling(sizes: GenerationSizes, options: SamplingOptions) -> Need:
+    """Return the need of sampling with one block of each kind."""
+    config, dtype, mesh = options.config, options.dtype, sizes.mesh
+    channels, frames, rows, columns = sizes.latent_shape
+    patch = config.patch_size
+    with fake_device(options.device_type) as device:
+        empty = partial(torch.empty, dtype=dtype, device=device)
+        transformer = fake_transformer(
+            config,
+            device=device,
+            dtype=dtype,
+            mesh=mesh,
+            exchange=sizes.exchange,
+            linear=options.linear,
+            attention=sizes.attention,
+            loras=sizes.loras,
+        )
+        transformer.set_sequence_chunk(options.chunk_tokens)
+        # Blocks run one after the other, so that one of each kind represents all.
+        for block in (*transformer.double_blocks, *transformer.single_blocks):
+            repeat_calls(block)
+        scales = [*sizes.cached, *_STEPS * [sizes.scales]]
+        count = max(len(scales) + 1, options.num_times)
+        times = [1.0 - index / count for index in range(count)]
+        with TensorBytes(device_type=device.type) as counter:
+            embeds = PromptEmbeds(empty(2, options.text_length, config.context_in_dim), empty(2, config.vec_in_dim))
+            references = [empty(channels, frames, rows, columns)] * 2 if sizes.mode.needs_reference else None
+            # The same steps as in `sample_latents` of generation.
+            noise_BCTHW = empty(1, channels, frames, rows, columns)
+            mask_B1THW, given_BCTHW = prepare_inference_condition(
+                noise_BCTHW, sizes.mode, [references], options.causal, lengths=sizes.lengths
+            )
+            velocity = GuidedVelocity(
+                transformer if mesh.ring * mesh.ulysses == 1 else FakeSequenceParallel(transformer, mesh),
+                embeds,
+                conditioning_BNK=pack_conditioning(mask_B1THW, given_BCTHW, patch) if config.cond_embed else None,
+                position_ids_1N3=position_ids(1, frames, rows // patch, columns // patch, device=device),
+                embedded_guidance=1.0 if config.guidance_embed else None,
+                times=times if options.num_times else (),
+            )
+            packed_BND = pack_latents(noise_BCTHW, patch)
+            denoised_BND = denoise(
+                _share_of_branches(velocity, mesh.guidance),
+                packed_BND,
+                timesteps=times[: len(scales) + 1],
+                scales=scales,
+                solver=sizes.solver,
+                cache=[CachedStep(branches_needed(each), is_reused=False) for each in scales] if sizes.cached else None,
+            )
+            latents_BCTHW = unpack_latents(
+                denoised_BND, num_latent_frames=frames, height=rows, width=columns, patch_size=patch
+            )
+            need = Need.of(counter)
+            del latents_BCTHW
+            return need
 
 
-@lru_cache(maxsize=16)
-def _factor_bytes(
-    config: MMDiTConfig, dtype: torch.dtype, loras: LoraRanks, tensor: int, modulation_on_host: bool
-) -> tuple[int, tuple[int, ...]]:
-    """Return the bytes of adapters outside the blocks, which are whole on every rank, and in each block."""
-    model, stacks = one_block_of_each(config), repeated_blocks(config)
-    splits = {f"{stack.module_path}.0.{linear.path}": linear.split for stack in stacks for linear in stack.linears}
-    in_blocks = {f"{stack.module_path}.{index}": 0 for stack in stacks for index in range(stack.count)}
-    outside, on_host = 0, modulation_layers(config) if modulation_on_host else ()
-    for path, rank in loras:
-        if path in on_host:
-            continue
-        first = in_first_block(path)
-        layer, split, block = model.get_submodule(first), splits.get(first), ".".join(path.split(".")[:2])
-        assert isinstance(layer, nn.Linear)
-        a, b = rank * layer.in_features, rank * layer.out_features
-        if block in in_blocks:
-            a, b = a // tensor if split is Split.ROW else a, b // tensor if split is Split.COLUMN else b
-            in_blocks[block] += aligned(a * dtype.itemsize) + aligned(b * dtype.itemsize)
-        else:
-            outside += (a + b) * dtype.itemsize
-    return outside, tuple(in_blocks.values())
+@lru_cache(maxsize=64)
+def evaluation_work(
+    config: MMDiTConfig,
+    video_tokens: int,
+    text_tokens: int,
+    dtype: torch.dtype,
+    mesh: MeshShape = _ALONE,
+    exchange: ExchangePlan = _DIRECT,
+    linear: LinearProducts = LinearProducts.EXACT,
+) -> Work:
+    """Return the work of one evaluation of the transformer for one clip, on the rank with the largest share. `linear`
+    is the kind of products in its linear layers."""
 
+    def work(depth: int, depth_single_blocks: int) -> Work:
+        changed = config.replace({"depth": depth, "depth_single_blocks": depth_single_blocks})
+        counter = WorkCounter()
+        with fake_device(GPU) as device, counter:
+            empty = partial(torch.empty, dtype=dtype, device=device)
+            transformer = fake_transformer(
+                changed, device=device, dtype=dtype, mesh=mesh, exchange=exchange, linear=linear
+            )
+            FakeSequenceParallel(transformer, mesh)(
+                empty(1, video_tokens, config.in_channels),
+                position_ids_BN3=torch.empty(1, video_tokens, 3, device=device),
+                timesteps_B=torch.empty(1, device=device),
+                prompt_embeds_BLC=empty(1, text_tokens, config.context_in_dim),
+                pooled_prompt_embeds_BV=empty(1, config.vec_in_dim),
+                conditioning_BNK=empty(1, video_tokens, config.conditioning_channels) if config.cond_embed else None,
+                embedded_guidance_B=torch.empty(1, device=device) if config.guidance_embed else None,
+            )
+            return counter.work
 
-def bytes_of_blocks(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int = 1) -> list[int]:
-    """Return the bytes that the weights of each block need in one run of memory on a rank, in the order of the blocks.
-    Adapters are excluded.
-    """
-    blocks = _stored_blocks(config, dtype, offload, tensor)
-    return [slot_bytes(block) for stack, block in blocks for _ in range(stack.count)]
-
-
-def dequantized_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int) -> int:
-    """Return the bytes of the largest dequantized weight of a linear layer in the blocks, on one of `tensor` ranks.
-    Weights are dequantized one at a time.
-    """
-    sizes = [0]
-    for stack, block in _stored_blocks(config, dtype, offload, tensor) if offload.fp8_storage else ():
-        multiplied = [linear.path for linear in stack.linears] if offload.linear is not LinearProducts.EXACT else []
-        dequantized = (layer for path, layer in _linears(block).items() if path not in multiplied)
-        sizes += [layer.in_features * layer.out_features * dtype.itemsize for layer in dequantized]
-    return max(sizes)
+    outside = work(0, 0)
+    double = (work(1, 0) - outside) * config.depth if config.depth else Work()
+    single = (work(0, 1) - outside) * config.depth_single_blocks if config.depth_single_blocks else Work()
+    return outside + double + single
 
 
 def fake_transformer(
@@ -186,7 +237,7 @@ def fake_transformer(
     def make() -> MMDiT:
         attend = fake_attention(mesh, attention_stand_in(attention), exchange=exchange)
         transformer = MMDiT(with_depth(config, 1), attention=attend)
-        _keep_largest_share(transformer, mesh.tensor)
+        keep_largest_share(transformer, mesh.tensor)
         add_fake_loras(transformer, ranks.items())
         return transformer
 
@@ -200,7 +251,7 @@ def fake_transformer(
     return transformer
 
 
-def _keep_largest_share(transformer: MMDiT, ranks: int) -> None:
+def keep_largest_share(transformer: MMDiT, ranks: int) -> None:
     """Reduce the blocks of a transformer without weights to the share of the rank with the largest one."""
     for stack in repeated_blocks(transformer.config) if ranks > 1 else ():
         for block in transformer.get_submodule(stack.module_path).children():
@@ -223,46 +274,18 @@ class _FakeRowLinear(nn.Linear):
         return out if self.bias is None else out + self.bias
 
 
-def _stored_blocks(
-    config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan, tensor: int
-) -> tuple[tuple[RepeatedBlocks, nn.Module], ...]:
-    return _blocks(config, dtype, tensor, offload.modulation_on_host, offload.fp8_storage, offload.linear)
+def _share_of_branches(velocity: VelocityFn, ranks: int) -> VelocityFn:
+    """Return a velocity that allocates like `SharedBranches` on the rank with the most branches."""
+    if ranks == 1:
+        return velocity
 
+    def shared(
+        packed_latents_1ND: Tensor, t: float, branches: tuple[Branch, ...], /, cached: CachedStep | None = None
+    ) -> dict[Branch, Tensor]:
+        own = velocity(packed_latents_1ND, t, branches[::ranks], cached)
+        return {branch: own[branch] if branch in own else torch.empty_like(packed_latents_1ND) for branch in branches}
 
-@lru_cache(maxsize=64)
-def _blocks(
-    config: MMDiTConfig,
-    dtype: torch.dtype,
-    tensor: int = 1,
-    without_modulation: bool = False,
-    fp8_storage: bool = False,
-    linear: LinearProducts = LinearProducts.EXACT,
-) -> tuple[tuple[RepeatedBlocks, nn.Module], ...]:
-    """Return every stack with one of its blocks, as a rank with the largest share stores it, on the meta device."""
-    model = deepcopy(one_block_of_each(config))
-    with on_meta():
-        _keep_largest_share(model, tensor)
-    model.to(dtype)
-    blocks = tuple(
-        (stack, model.get_submodule(f"{stack.module_path}.0")) for stack in repeated_blocks(config) if stack.count
-    )
-    for stack, block in blocks:
-        for path in stack.modulation if without_modulation else ():
-            block.set_submodule(path, nn.Identity())
-        for path, layer in _linears(block).items():
-            if fp8_storage or (linear is not LinearProducts.EXACT and path in {each.path for each in stack.linears}):
-                values = torch.empty_like(layer.weight, dtype=torch.float8_e4m3fn)
-                scale = torch.empty(layer.out_features, 1, device="meta")
-                block.set_submodule(path, StoredLinear(layer, values, scale))
-    return blocks
-
-
-def _weight_bytes(block: nn.Module) -> int:
-    return sum(weight.nbytes for weight in block.parameters())
-
-
-def _linears(block: nn.Module) -> dict[str, nn.Linear]:
-    return {path: module for path, module in block.named_modules() if isinstance(module, nn.Linear)}
+    return shared
 
 
 class FakeSequenceParallel:
@@ -272,7 +295,7 @@ class FakeSequenceParallel:
     """
 
     def __init__(self, model: MMDiT, mesh: MeshShape) -> None:
-        self._model = model
+        self.model = model
         self._ranks = mesh.ring * mesh.ulysses
 
     def __call__(self, packed_latents_BND: Tensor, /, **inputs: object) -> Tensor:
@@ -283,7 +306,7 @@ class FakeSequenceParallel:
             name: self._cut(value, dims[name]) if isinstance(value, Tensor) and name in dims else value
             for name, value in inputs.items()
         }
-        velocity: Tensor = self._model(share, **cut)
+        velocity: Tensor = self.model(share, **cut)
         return velocity if self._ranks == 1 else torch.empty_like(packed_latents_BND)
 
     def _cut(self, whole: Tensor, dim: int) -> Tensor:

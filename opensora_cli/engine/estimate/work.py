@@ -1,14 +1,14 @@
 """Work of models, counted on fake tensors: operations of products and of attention, and bytes that kernels move."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import astuple, dataclass
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 _aten = torch.ops.aten
 
@@ -70,15 +70,16 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         if not tensors or any(part.device.type == "cpu" and part.ndim for part in tensors):
             return result  # on the host
         moved = sum(map(_held_bytes, tensors))
-        flops = _FLOPS.get(func)
-        if flops is None:
+        kind = func.overloadpacket
+        flops = _FLOPS[kind](*args, out_val=result) if kind in _FLOPS else 0
+        if not flops:
             self.work += Work(traffic_bytes=moved, kernels=1)
-        elif func in _IN_8_BITS:
-            self.work += Work(eight_bit_flops=flops(result, *args), eight_bit_bytes=moved, kernels=1)
-        elif func in _ATTENTION:
-            self.work += Work(attention_flops=flops(result, *args), kernels=1)
+        elif kind in _IN_8_BITS:
+            self.work += Work(eight_bit_flops=flops, eight_bit_bytes=moved, kernels=1)
+        elif kind is _ATTENTION:
+            self.work += Work(attention_flops=flops, kernels=1)
         else:
-            self.work += Work(product_flops=flops(result, *args), product_bytes=moved, kernels=1)
+            self.work += Work(product_flops=flops, product_bytes=moved, kernels=1)
         return result
 
 
@@ -87,33 +88,12 @@ def _held_bytes(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.itemsize, tensor.untyped_storage().nbytes())
 
 
-def _of_product(result: Tensor, *operands: Tensor) -> int:
-    # The factors are the last two operands; an addend may come before them.
-    return 2 * result.numel() * operands[-1].shape[-2]
-
-
-def _of_8_bits(result: Tensor, rows: Tensor, *options: Any) -> int:
-    return 2 * result.numel() * rows.shape[-1]
-
-
-def _of_convolution(result: Tensor, clip: Tensor, weight: Tensor, *options: Any) -> int:
-    return 2 * result.numel() * prod(weight.shape[1:])
-
-
-def _of_attention(result: Any, query: Tensor, key: Tensor, value: Tensor, *options: Any) -> int:
-    rows, width = query.shape[:-1].numel(), query.shape[-1]
-    return 2 * rows * key.shape[-2] * (width + value.shape[-1])
-
-
-_ATTENTION = frozenset({_aten._scaled_dot_product_flash_attention_for_cpu.default})
-_IN_8_BITS = frozenset({_aten._int_mm.default, _aten._scaled_mm.default})
-_FLOPS: dict[Any, Callable[..., int]] = {
-    _aten.mm.default: _of_product,
-    _aten.bmm.default: _of_product,
-    _aten.addmm.default: _of_product,
-    **dict.fromkeys(_IN_8_BITS, _of_8_bits),
-    _aten.convolution.default: _of_convolution,
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: _of_attention,
+_ATTENTION, _INT8 = _aten._scaled_dot_product_flash_attention_for_cpu, _aten._int_mm
+_IN_8_BITS = frozenset({_INT8, _aten._scaled_mm})
+_FLOPS = {
+    **flop_registry,
+    _INT8: flop_registry[_aten.mm],
+    _ATTENTION: flop_registry[_aten._scaled_dot_product_flash_attention],
 }
 _FREE = frozenset(
     {_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default}

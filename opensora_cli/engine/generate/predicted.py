@@ -13,8 +13,8 @@ from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.engine.components.autoencoders import count_decoder_tiles
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.weights import Component
+from opensora_cli.engine.estimate.autoencoder import decoding_work, encoding_work
 from opensora_cli.engine.estimate.generation import reference_frames
-from opensora_cli.engine.estimate.generation_work import decoding_work, encoding_work, evaluation_work, text_work
 from opensora_cli.engine.estimate.links import Exchanged, Links
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, OffloadPlan
 from opensora_cli.engine.estimate.offload import TEXT as TEXT_STAGE
@@ -34,7 +34,9 @@ from opensora_cli.engine.estimate.predicted_time import (
     times,
     total,
 )
-from opensora_cli.engine.estimate.transformer import bytes_of_blocks, modulation_bytes, streamed_bytes
+from opensora_cli.engine.estimate.text import text_work
+from opensora_cli.engine.estimate.transformer import evaluation_work
+from opensora_cli.engine.estimate.weights import bytes_of_blocks, modulation_bytes, streamed_bytes
 from opensora_cli.engine.generate.chain import SEGMENT, VIDEO, Chain
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes

@@ -18,12 +18,12 @@ def largest_batch(peak_of: Callable[[int], int | None], *, limit_bytes: int, mos
 
     `peak_of` returns the bytes of a batch; None means that it ran out of memory.
     """
-    tried: dict[int, int | None] = {}
+    peaks = {0: 0}
 
     def fits(size: int) -> bool:
         peak = peak_of(size)
-        tried[size] = peak if peak is not None and peak <= limit_bytes else None
-        return tried[size] is not None
+        peaks[size] = peak or 0
+        return peak is not None and peak <= limit_bytes
 
     best, size = 0, 1
     while size <= most and fits(size):
@@ -32,13 +32,7 @@ def largest_batch(peak_of: Callable[[int], int | None], *, limit_bytes: int, mos
     while too_large - best > 1:
         middle = (best + too_large) // 2
         best, too_large = (middle, too_large) if fits(middle) else (best, middle)
-    return LargestBatch(
-        batch_size=best,
-        limit_bytes=limit_bytes,
-        peak_bytes=tried.get(best) or 0,
-        tried=tuple(tried.items()),
-        reached_most=best == most,
-    )
+    return LargestBatch(batch_size=best, limit_bytes=limit_bytes, peak_bytes=peaks[best])
 
 
 def training_batch(settings: TrainSettings, *, limit_bytes: int, reporter: Reporter) -> LargestBatch:

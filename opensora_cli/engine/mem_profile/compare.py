@@ -17,7 +17,7 @@ from opensora_cli.engine.estimate.offload import DECODE, DENOISE, OffloadPlan
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.mem_profile.measured_stages import OUT_OF_MEMORY, measure_stage, why_not_measured
 from opensora_cli.engine.mem_profile.report import AttentionCost, Technique, compared, mib
-from opensora_cli.engine.train.estimate import estimate_training, measure_training, time_training
+from opensora_cli.engine.train.estimate import STEP, estimate_training, measure_training
 from opensora_cli.memory.monitor import peak_bytes
 from opensora_cli.models.attention import attention_backend, backend_names
 from opensora_cli.settings.components import ModelSettings
@@ -86,7 +86,8 @@ _Cost = tuple[int, float]
 
 def _training_cost(settings: TrainSettings) -> tuple[_Cost, _Cost]:
     """Return the cost of a step, with its peak and with the bytes held for backward, without weights and states."""
-    memory, seconds = measure_training(settings), min(time_training(settings)[0])
+    memory = measure_training(settings, runs=_REPEATS)
+    seconds = memory.times[STEP].mean_s
     return (memory.device_peak_bytes, seconds), (memory.held_for_backward, seconds)
 
 
@@ -131,7 +132,7 @@ def _stage_cost(plan: Plan, stage: str) -> tuple[int, float] | None:
     """Return peak bytes and seconds of a stage; None means that memory was not enough."""
     measured = unless_out_of_memory(lambda: measure_stage(plan, stage, runs=1))
     release_memory(plan.hardware.device)
-    return None if measured is None else (measured.peak_bytes, measured.times[0].mean_s)
+    return None if measured is None else (measured.peak_bytes, measured.times[stage].mean_s)
 
 
 def attention_costs(

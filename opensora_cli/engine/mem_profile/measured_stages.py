@@ -1,10 +1,10 @@
 """Profiling a generation: each of its stages runs for a moment with random weights."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -14,7 +14,6 @@ from opensora_cli.core.device import (
     allocated_bytes,
     has_peaks,
     peak_allocated_bytes,
-    peak_reserved_bytes,
     release_memory,
     start_peak_memory,
     timed,
@@ -23,7 +22,7 @@ from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, vae_tiling
-from opensora_cli.engine.components.configs import count_parameters, transformer_on_meta
+from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.components.hardware import Hardware, unless_out_of_memory
 from opensora_cli.engine.components.linear_products import use_in_block
 from opensora_cli.engine.components.loras import add_fake_loras, lora_ranks
@@ -36,15 +35,7 @@ from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.loading import host_modulation, move_except, prepare, streamed_blocks
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.references import Reference, encode_references
-from opensora_cli.engine.mem_profile.report import (
-    Allocator,
-    Part,
-    StageProfile,
-    TimedPart,
-    Timeline,
-    mib,
-    module_shares,
-)
+from opensora_cli.engine.mem_profile.report import Part, StageProfile, Timeline, mib, module_shares, timed_parts
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.monitor import ModuleTimes, Spread, blocks_of
@@ -68,20 +59,15 @@ _STEPS = 2
 """Sampling steps to run: the second and later steps hold latents besides the noise."""
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
+class Measured(NamedTuple):
     """Memory and time of a stage."""
 
     peak_bytes: int
     counter: TensorBytes
-    reserved_bytes: int = 0
-    """Peak of reserved memory on CUDA; 0 on a CPU."""
-    allocated_bytes: int = 0
-    """Peak of allocated memory at the same time."""
-    parameters: Mapping[str, tuple[int, int, int, int]] = field(default_factory=dict)
+    parameters: Mapping[str, tuple[int, int, int, int]]
     """Name of a weight -> number of parameters, bytes, and zeros for gradients and optimizer states."""
-    times: tuple[TimedPart, ...] = ()
-    """Times of the stage and of blocks in the runs after the counted one."""
+    times: Mapping[str, Spread]
+    """Times of the stage, then of blocks, in the runs after the counted one."""
 
 
 def why_not_measured(needed: int, hardware: Hardware, *, weights: int = 0) -> str | None:
@@ -132,14 +118,6 @@ def profile_generation(
     return tuple(profiles), measured
 
 
-def allocator_use(measured: Sequence[Measured]) -> Allocator | None:
-    """Return the allocator use of the stage with the most reserved memory; None if the allocator was not used."""
-    most = max(measured, key=lambda result: result.reserved_bytes, default=None)
-    if most is None or not most.reserved_bytes:
-        return None
-    return Allocator.of(allocated=most.allocated_bytes, reserved=most.reserved_bytes)
-
-
 def _profile(stage: StageMemory, measured: Measured | None, reason: str | None) -> StageProfile:
     weights = None if measured is None else measured.counter.marks[0].live_bytes
     peak = None if measured is None else measured.peak_bytes
@@ -156,7 +134,7 @@ def _profile(stage: StageMemory, measured: Measured | None, reason: str | None) 
         not_measured=reason,
         modules=() if measured is None else module_shares(measured.parameters, measured.counter.peak_by_owner()),
         timeline=None if measured is None else Timeline.of(measured.counter),
-        times=() if measured is None else measured.times,
+        times=() if measured is None else timed_parts(measured.times),
     )
 
 
@@ -177,7 +155,7 @@ def streamed_bytes(plan: Plan, name: str) -> int:
     is_streamed, component = streams.get(name, (False, Component.VAE))
     if not is_streamed:
         return 0
-    return count_parameters(plan.settings, plan.weights)[component] * plan.hardware.dtype.itemsize
+    return plan.parameters[component] * plan.hardware.dtype.itemsize
 
 
 def measure_stage(plan: Plan, name: str, *, runs: int = 0) -> Measured:
@@ -198,10 +176,7 @@ def measure_stage(plan: Plan, name: str, *, runs: int = 0) -> Measured:
             start_peak_memory(device)
             timed(run, device)
             counter.mark("done")
-        peak, allocated, reserved = counter.peak_bytes, 0, 0
-        if has_peaks(device):
-            allocated, reserved = peak_allocated_bytes(device), peak_reserved_bytes(device)
-            peak = allocated - before
+        peak = peak_allocated_bytes(device) - before if has_peaks(device) else counter.peak_bytes
         parameters = {
             f"{title}.{path}": (weight.numel(), weight.nbytes, 0, 0)
             for title, model in models.items()
@@ -211,10 +186,7 @@ def measure_stage(plan: Plan, name: str, *, runs: int = 0) -> Measured:
         times = ModuleTimes(device)
         with times.watch(blocks):
             seconds = [timed(run, device) for _ in range(runs)]
-    spreads = {name: Spread.of(seconds), **times.spreads()} if seconds else {}
-    return Measured(
-        peak, counter, reserved, allocated, parameters, tuple(TimedPart.of(*item) for item in spreads.items())
-    )
+    return Measured(peak, counter, parameters, {name: Spread.of(seconds), **times.spreads()} if seconds else {})
 
 
 def random_transformer(plan: Plan) -> MMDiT:

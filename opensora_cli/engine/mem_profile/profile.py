@@ -6,7 +6,6 @@ from pathlib import Path
 from opensora_cli.core.device_names import GPU
 from opensora_cli.core.files import require_writable
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.components.configs import count_parameters
 from opensora_cli.engine.components.hardware import Hardware, out_of_memory_reported, pick_hardware
 from opensora_cli.engine.generate.chain import VIDEO
 from opensora_cli.engine.generate.dry_run import chain_to_plan
@@ -15,32 +14,25 @@ from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.mem_profile.batch import training_batch
 from opensora_cli.engine.mem_profile.chart import profile_figure
 from opensora_cli.engine.mem_profile.compare import attention_costs, compare_generation, compare_training
-from opensora_cli.engine.mem_profile.measured_stages import allocator_use, profile_generation, why_not_measured
+from opensora_cli.engine.mem_profile.measured_stages import profile_generation, why_not_measured
 from opensora_cli.engine.mem_profile.report import (
     MemProfile,
     Part,
     StageProfile,
-    TimedPart,
     Timeline,
     module_shares,
+    timed_parts,
 )
 from opensora_cli.engine.mem_profile.snapshot import recorded_history, write_snapshot
 from opensora_cli.engine.train.activations import largest_batch_shape
-from opensora_cli.engine.train.build import count_parameters as count_trained
 from opensora_cli.engine.train.early import warn_of_missing_inputs
-from opensora_cli.engine.train.estimate import (
-    TrainingMemory,
-    estimate_training,
-    measure_training,
-    time_training,
-)
+from opensora_cli.engine.train.estimate import STEP, TrainingMemory, estimate_training, measure_training
 from opensora_cli.engine.train.fake_ranks import BUFFERS
 from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.plan import judge, settings_on
 from opensora_cli.engine.train.rank_memory import RankMemory
 from opensora_cli.media.plots import new_figure, write_figure
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.memory.monitor import Spread
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.load import GenerateRequest
@@ -106,8 +98,6 @@ def _of_generation(
         device_name=hardware.device_name,
         how=_how(hardware, "two sampling steps", measured=bool(measured)),
         stages=stages,
-        parameters={str(name): count for name, count in count_parameters(plan.settings, plan.weights).items()},
-        allocator=allocator_use(measured),
         notes=tuple(f"offload: {line}" for line in plan.offload.lines()),
         techniques=compare_generation(plan, reporter=reporter) if settings.compare else (),
         attention=attention_costs(hardware, model, reporter=reporter) if settings.compare else (),
@@ -139,10 +129,6 @@ def _of_training(
         device_name=hardware.device_name if on is None else on.gpu.device_name,
         how=_how(hardware, f"{steps} steps", measured=stage.measured_bytes is not None),
         stages=(stage,),
-        parameters={str(what.target): count_trained(what)},
-        offloaded_bytes=memory.offloaded_bytes,
-        allocator=None,
-        rank=RankMemory.of(memory, what) if has_peers else None,
         techniques=compare_training(what, hardware, reporter=reporter) if settings.compare else (),
         attention=attention_costs(hardware, what.model, reporter=reporter) if compares_attention else (),
         batch=training_batch(what, limit_bytes=limit, reporter=reporter) if settings.adaptive_batch else None,
@@ -169,14 +155,9 @@ def _profile_training(
     if reason is not None:
         return _training_stage(predicted, None, reason), predicted, predicted
     with reporter.stage("measure", total=1, unit="step") as progress:
-        measured = measure_training(settings)
+        measured = measure_training(settings, runs=runs)
         progress.advance()
-    stage = _training_stage(predicted, measured, None)
-    if runs:
-        seconds, blocks = time_training(settings, runs=runs)
-        spreads = {stage.name: Spread.of(seconds), **blocks}
-        stage = stage.model_copy(update={"times": tuple(TimedPart.of(*item) for item in spreads.items())})
-    return stage, predicted, measured
+    return _training_stage(predicted, measured, None), predicted, measured
 
 
 def _training_stage(predicted: TrainingMemory, measured: TrainingMemory | None, reason: str | None) -> StageProfile:
@@ -192,13 +173,14 @@ def _training_stage(predicted: TrainingMemory, measured: TrainingMemory | None, 
         {f"model.{name}": sizes for name, sizes in shown.by_weight.items()}, shown.activations_by_module
     )
     return StageProfile(
-        name="training step",
+        name=STEP,
         parts=tuple(parts),
         predicted_bytes=predicted.peak_bytes,
         measured_bytes=None if measured is None else measured.peak_bytes,
         not_measured=reason,
         modules=modules,
         timeline=Timeline.of(shown.counter),
+        times=timed_parts(shown.times),
     )
 
 

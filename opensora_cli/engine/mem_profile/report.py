@@ -1,12 +1,12 @@
 """The result of a memory profile: a document, and lines for people."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from itertools import takewhile
 from typing import ClassVar
 
 from opensora_cli.core.documents import Document
 from opensora_cli.engine.estimate.verdict import HostMemory
-from opensora_cli.engine.train.rank_memory import RankMemory
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.monitor import Spread
 
@@ -14,8 +14,6 @@ MIB = 2**20
 
 _TIMELINE_POINTS = 160
 _LISTED_MODULES = 8
-_WASTEFUL = 0.2
-"""Share of unused reserved memory at the peak above which the report advises a setting."""
 
 
 class Part(Document):
@@ -70,11 +68,6 @@ class TimedPart(Document):
     mean_s: float
     deviation_s: float
     """Sample standard deviation (n-1) of the runs or calls; 0 for a single one."""
-
-    @classmethod
-    def of(cls, name: str, spread: Spread) -> "TimedPart":
-        """Return the times of a part."""
-        return cls(name=name, count=spread.count, mean_s=spread.mean_s, deviation_s=spread.deviation_s)
 
     def line(self) -> str:
         """Return a row in milliseconds."""
@@ -166,44 +159,19 @@ class LargestBatch(Document):
     limit_bytes: int
     peak_bytes: int
     """Predicted peak of the largest batch."""
-    tried: tuple[tuple[int, int | None], ...]
-    """Batches and their peaks, in the order of the search; None means that the batch does not fit."""
-    reached_most: bool
-    """Whether the search ended at its upper limit."""
 
     def line(self) -> str:
         """Return the result as text."""
         if not self.batch_size:
             return f"not even 1 clip fits into {mib(self.limit_bytes)}"
-        more = ", the largest that is tried" if self.reached_most else ""
         needed = f"{mib(self.peak_bytes)} at the peak (predicted)"
-        return f"{self.batch_size} fits into {mib(self.limit_bytes)}{more}: {needed}"
-
-
-class Allocator(Document):
-    """Peak of torch's allocator on CUDA, in the stage with the most reserved memory."""
-
-    allocated_bytes: int
-    reserved_bytes: int
-    advice: str
-
-    @classmethod
-    def of(cls, *, allocated: int, reserved: int) -> "Allocator":
-        """Return the peak with its advice."""
-        advice = "fragmentation is low: nothing to fix"
-        if (unused := 1 - allocated / reserved) > _WASTEFUL:
-            advice = f"{unused:.0%} is reserved and unused: try PYTORCH_ALLOC_CONF=expandable_segments:True"
-        return cls(allocated_bytes=allocated, reserved_bytes=reserved, advice=advice)
-
-    def line(self) -> str:
-        """Return the peak as text."""
-        return f"{mib(self.allocated_bytes)} allocated of {mib(self.reserved_bytes)} reserved; {self.advice}"
+        return f"{self.batch_size} fits into {mib(self.limit_bytes)}: {needed}"
 
 
 class MemProfile(Document):
-    """Whole memory profile: a document of the schema `osora.mem-profile/3`."""
+    """Whole memory profile: a document of the schema `osora.mem-profile/4`."""
 
-    SCHEMA: ClassVar[str | None] = "osora.mem-profile/3"
+    SCHEMA: ClassVar[str | None] = "osora.mem-profile/4"
 
     verdict: str
     """Whether the run fits, its memory, and its predicted time, as `--dry-run` says it."""
@@ -217,46 +185,25 @@ class MemProfile(Document):
     how: str
     """Description of the measurement in a sentence."""
     stages: tuple[StageProfile, ...]
-    parameters: dict[str, int]
-    """Component -> number of parameters."""
-    offloaded_bytes: int = 0
-    """Peak of the activations that a training step offloads."""
-    allocator: Allocator | None
-    """Allocator use; None on a CPU, and if nothing was measured."""
     notes: tuple[str, ...] = ()
     techniques: tuple[Technique, ...] = ()
     attention: tuple[AttentionCost, ...] = ()
     batch: LargestBatch | None = None
-    rank: RankMemory | None = None
-    """Predicted memory of a rank, for training on several devices."""
     files: dict[str, str]
     """Written files: kind -> path."""
 
-    @property
-    def worst(self) -> StageProfile:
-        """Stage that needs the most memory."""
-        return max(self.stages, key=lambda stage: stage.measured_bytes or stage.predicted_bytes)
-
     def lines(self) -> list[str]:
         """Return the profile for people."""
-        counts = ", ".join(f"{name} {count:,}" for name, count in self.parameters.items())
         found = [
             self.verdict,
             f"profile     {self.of} on {self.device} ({self.device_name})",
             f"measured    {self.how}",
-            f"parameters  {counts}",
         ]
         for stage in self.stages:
             found += ["", *stage.lines()]
-        if self.rank is not None:
-            found += ["", *self.rank.lines()]
-        found += ["", f"highest     {self.worst.name}"]
-        if self.offloaded_bytes:
-            found.append(f"offloaded   {mib(self.offloaded_bytes)} of activations")
+        found.append("")
         if self.device != "cpu" and self.host is not None:
             found.append(f"host        {self.host.line()}")
-        if self.allocator is not None:
-            found.append(f"allocator   {self.allocator.line()}")
         found += [f"note        {note}" for note in self.notes]
         if self.techniques:
             found += ["", f"  {'technique':46}{'memory saved':>14}{'':8}{'time':>9}"]
@@ -276,22 +223,14 @@ def module_shares(
     `by_weight` maps a name to the number of parameters, and to the bytes of weight, gradient and optimizer state.
     `made` maps the name of a module to the bytes that its forward allocated.
     """
-    names = {name: _group(name.rpartition(".")[0]) for name in by_weight} | {
-        name: _group(name) for name in made if name
-    }
-    shares: dict[str, list[int]] = {group: [0] * 5 for group in names.values()}
-    for name, sizes in by_weight.items():
-        for index, size in enumerate(sizes):
-            shares[names[name]][index] += size
-    for name, size in made.items():
-        if name:
-            shares[names[name]][4] += size
-    columns = ("parameters", "weight_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes")
-    found = [
-        ModuleShare(name=group, **dict(zip(columns, sizes, strict=True)))
-        for group, sizes in shares.items()
-        if any(sizes)
-    ]
+    shares: dict[str, list[int]] = {}
+    rows = [(name.rpartition(".")[0], (*sizes, 0)) for name, sizes in by_weight.items()]
+    rows += [(name, (0, 0, 0, 0, size)) for name, size in made.items() if name]
+    for name, sizes in rows:
+        total = shares.setdefault(_group(name), [0] * 5)
+        total[:] = map(sum, zip(total, sizes, strict=True))
+    columns = tuple(ModuleShare.model_fields)[1:]
+    found = [ModuleShare(name=name, **dict(zip(columns, sizes, strict=True))) for name, sizes in shares.items()]
     return tuple(sorted(found, key=lambda share: -(share.weight_bytes + share.activation_bytes)))
 
 
@@ -317,6 +256,11 @@ def _group(path: str) -> str:
     """Return the stack of a module: `model.double_blocks` for `model.double_blocks.3.img_mlp`."""
     parts = list(takewhile(lambda part: not part.isdigit(), path.split(".")))
     return ".".join(parts[:3])
+
+
+def timed_parts(times: Mapping[str, Spread]) -> tuple[TimedPart, ...]:
+    """Return the documents of times by the name of a part."""
+    return tuple(TimedPart(name=name, **asdict(spread)) for name, spread in times.items())
 
 
 def mib(size: int | None) -> str:

@@ -1,21 +1,21 @@
 """Memory of a training step: measured in a real step, or estimated by the same step on fake tensors."""
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from opensora_cli.core.device import timed
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.on_meta import on_meta
 from opensora_cli.engine.encode.encoders import frozen_dtype
+from opensora_cli.engine.estimate.autoencoder import encoding_need
 from opensora_cli.engine.estimate.fake_tensors import HOST, fake_device, give_fake_weights
-from opensora_cli.engine.estimate.tiles import encoding_need
 from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.activations import ActivationPlan, largest_batch_shape, plan_activations
 from opensora_cli.engine.train.distribution import Distribution, local
@@ -41,6 +41,7 @@ from opensora_cli.models.vae.autoencoder import COLORS, Autoencoder
 from opensora_cli.models.vae.tiles import Tiling
 from opensora_cli.settings.train import TrainSettings
 
+STEP = "training step"
 WEIGHTS, AVERAGE, OPTIMIZER, FROZEN = "weights", "average", "optimizer", "frozen parts"
 OFFLOADED = "offloaded"
 """Offloaded activations in host memory."""
@@ -73,24 +74,18 @@ class TrainingMemory:
     """Peak of offloaded activations, a part of `BUFFERS`."""
     counter: TensorBytes
     """Timeline of all tensors."""
+    times: Mapping[str, Spread] = field(default_factory=dict)
+    """Times of `STEP`, and of each block of the model."""
 
 
-def estimate_training(
-    settings: TrainSettings,
-    *,
-    rank: int = 0,
-    activations: ActivationPlan | None = None,
-    watch: Callable[[nn.Module], AbstractContextManager[object]] | None = None,
-) -> TrainingMemory:
+def estimate_training(settings: TrainSettings, *, rank: int = 0) -> TrainingMemory:
     """Return the result of `measure_training` on one of the ranks from fake tensors: without computing, and with a few
     MB of memory.
 
-    `activations` is by default the plan of `plan_activations`. `watch` returns a context for the transformer, which has
-    few blocks, during the step.
     Raises RequestError if sizes contradict each other, and RuntimeError in a process that is a rank itself.
     """
-    plan, weights = activations or plan_activations(settings), plan_frozen_weights(settings)
-    few, plan, times = with_few_blocks(settings, plan)
+    weights = plan_frozen_weights(settings)
+    few, plan, times = with_few_blocks(settings, plan_activations(settings))
     with on_meta():
         task, frozen = find_objective(few).stand_in(few)
     for module in frozen:
@@ -99,8 +94,7 @@ def estimate_training(
     with fake_rank(few, rank) as distribution, fake_device("cpu", grad=True):
         for module in (*_trained(task), *frozen):
             give_fake_weights(module, device=HOST)
-        with nullcontext() if watch is None else watch(task.module):
-            return _steps(few, plan, weights, task, frozen, distribution=distribution, times=times)
+        return _steps(few, plan, weights, task, frozen, distribution=distribution, times=times)
 
 
 def _encode_alone(module: Autoencoder, settings: TrainSettings) -> None:
@@ -122,9 +116,12 @@ def _encode_alone(module: Autoencoder, settings: TrainSettings) -> None:
 
 
 def measure_training(
-    settings: TrainSettings, *, limit: int | None = None, distribution: Distribution | None = None
+    settings: TrainSettings, *, limit: int | None = None, distribution: Distribution | None = None, runs: int = 0
 ) -> TrainingMemory:
     """Do the `measured_steps` of the objective with random weights, and return their memory on this rank.
+
+    Then `runs` more steps are timed. Times of blocks include only the first forward pass, not the recomputation of
+    checkpointed blocks in backward.
 
     Micro-batches are black clips of the largest shape. Frozen parts encode them, unless the run has a cache of clips.
     Without `distribution`, this process runs alone, even if the settings have several ranks.
@@ -134,38 +131,12 @@ def measure_training(
         RequestError: Sizes contradict each other.
         HardwareError: The host has no memory for offloaded activations.
     """
-    task, frozen = _random_task(settings)
-    alone = Distribution(torch.device("cpu"))
-    plan, weights = plan_activations(settings), plan_frozen_weights(settings)
-    return _steps(settings, plan, weights, task, frozen, distribution=distribution or alone, limit=limit)
-
-
-def time_training(settings: TrainSettings, *, runs: int = 2) -> tuple[list[float], dict[str, Spread]]:
-    """Return the seconds of steps with random weights, after a first step for the moments, and of the model's blocks.
-
-    Times of blocks include only the first forward pass, not the recomputation of checkpointed blocks in backward.
-    Raises the errors of `measure_training`.
-    """
-    task, _ = _random_task(settings)
-    device = torch.device("cpu")
-    trainer, blocks = _trainer(settings, task, Distribution(device)), ModuleTimes(device)
-    times = []
-    checkpoint_blocks(task.module, plan_activations(settings))
-    with _streamed(settings, plan_frozen_weights(settings), task):
-        trainer.do_step()
-        with blocks.watch(blocks_of(task.module, "model")):
-            for _ in range(runs):
-                start = time.perf_counter()
-                trainer.do_step()
-                times.append(time.perf_counter() - start)
-    return times, blocks.spreads()
-
-
-def _random_task(settings: TrainSettings) -> tuple[Task, list[nn.Module]]:
-    """Return the stand-in of a run's task, whose random weights depend only on the seed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.loop.seed)
-        return find_objective(settings).stand_in(settings)
+        task, frozen = find_objective(settings).stand_in(settings)
+    alone = Distribution(torch.device("cpu"))
+    plan, weights = plan_activations(settings), plan_frozen_weights(settings)
+    return _steps(settings, plan, weights, task, frozen, distribution=distribution or alone, limit=limit, runs=runs)
 
 
 def _steps(
@@ -177,6 +148,7 @@ def _steps(
     *,
     distribution: Distribution,
     limit: int | None = None,
+    runs: int = 0,
     times: Mapping[str, int] | None = None,
 ) -> TrainingMemory:
     """Do the steps. On fake tensors, the transformer's first step is skipped, and the moments are allocated before.
@@ -190,7 +162,6 @@ def _steps(
     if distribution.ranks > 1:
         task.shard(distribution)
     counter = TensorBytes(limit=limit, follow_sizes=distribution.divides)
-    _mark_forward(task, counter)
     trainer = _trainer(settings, task, distribution)
     steps = find_objective(settings).measured_steps(settings)
     if is_fake and settings.trains_transformer:
@@ -198,28 +169,37 @@ def _steps(
         steps = steps[-1:]
     # Copies between fake tensors would take no memory.
     streamed = nullcontext(fake_slots(weights)) if is_fake else _streamed(settings, weights, task)
-    with streamed as slots, counter, ExchangeOwners(counter):
-        counter.add(list((trainer.ema or {}).values()), AVERAGE)
-        waiting = {id(weight) for weight in waiting_weights(task.module, weights, settings)}
-        for module in _trained(task):
-            held = (*module.parameters(), *module.buffers())
-            counter.add([tensor for tensor in held if id(tensor) not in waiting], WEIGHTS)
-        counter.add(slots, WEIGHTS)
-        counter.add(_kept(trainer), OPTIMIZER)
-        if isinstance(distribution, FakeDistribution):
-            counter.add(list(distribution.buckets.values()), GRADIENTS)
-        for module in frozen:
-            counter.add(module, FROZEN)
-        few_blocks = FewBlocks(counter, task.module, times or {}, partial(_kept_all_the_time, trainer))
-        checkpoint_blocks(task.module, plan, on_copy=partial(counter.add, owner=OFFLOADED))
-        with counter.watch(task.module, "model"), few_blocks.watch():
-            for step in steps:
-                trainer.step = step
-                trainer.do_step()
-                counter.add(_gradients(trainer), GRADIENTS)
-                counter.add(_kept(trainer), OPTIMIZER)
-    counted = few_blocks.counted() if times else counter
-    return _memory(settings, counted, trainer, times=times or {})
+    with streamed as slots:
+        with counter, ExchangeOwners(counter):
+            counter.add(list((trainer.ema or {}).values()), AVERAGE)
+            waiting = {id(weight) for weight in waiting_weights(task.module, weights, settings)}
+            for module in _trained(task):
+                held = (*module.parameters(), *module.buffers())
+                counter.add([tensor for tensor in held if id(tensor) not in waiting], WEIGHTS)
+            counter.add(slots, WEIGHTS)
+            counter.add(_kept(trainer), OPTIMIZER)
+            if isinstance(distribution, FakeDistribution):
+                counter.add(list(distribution.buckets.values()), GRADIENTS)
+            for module in frozen:
+                counter.add(module, FROZEN)
+            _mark_forward(task, counter)
+            few_blocks = FewBlocks(counter, task.module, times or {}, partial(_kept_all_the_time, trainer))
+            checkpoint_blocks(task.module, plan, on_copy=partial(counter.add, owner=OFFLOADED))
+            with counter.watch(task.module, "model"), few_blocks.watch():
+                for step in steps:
+                    trainer.step = step
+                    trainer.do_step()
+                    counter.add(_gradients(trainer), GRADIENTS)
+                    counter.add(_kept(trainer), OPTIMIZER)
+            memory = _memory(settings, few_blocks.counted(), trainer, times=times or {})
+        if not runs:
+            return memory
+        seconds, blocks = [], ModuleTimes(distribution.device)
+        with blocks.watch(blocks_of(task.module, "model")):
+            for _ in range(runs):
+                trainer.step = steps[-1]
+                seconds.append(timed(trainer.do_step, distribution.device))
+    return replace(memory, times={STEP: Spread.of(seconds), **blocks.spreads()})
 
 
 def _streamed(

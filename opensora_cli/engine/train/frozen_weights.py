@@ -16,7 +16,7 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.hardware import OutOfMemoryError
 from opensora_cli.engine.estimate.offload import OffloadPlan
-from opensora_cli.engine.estimate.transformer import bytes_of_blocks
+from opensora_cli.engine.estimate.weights import bytes_of_blocks
 from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.transformer import weights_dtype
 from opensora_cli.memory.slots import kept_blocks, streaming_bytes

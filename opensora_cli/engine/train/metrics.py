@@ -20,7 +20,7 @@ from opensora_cli.core.reading import require_file
 from opensora_cli.core.regular_files import open_regular
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import LOG_FILE, PROFILE_FOLDER, SAMPLES_FOLDER, TENSORBOARD_FOLDER
-from opensora_cli.engine.train.mfu import open_mfu
+from opensora_cli.engine.train.predicted import open_mfu
 from opensora_cli.engine.train.trainer import Clock, StepReport
 from opensora_cli.settings.train import TrainSettings
 

@@ -41,7 +41,7 @@ from opensora_cli.settings.train_loop import WeightOffload
 class TrainPlan(Document):
     """Plan of a training run: all decisions before it begins."""
 
-    SCHEMA = "osora.train-plan/5"
+    SCHEMA = "osora.train-plan/6"
 
     verdict: str | None = None
     """Whether a rank fits, its memory, and the predicted time of all steps. None means not estimated."""

@@ -1,4 +1,4 @@
-"""Predicted time of a training step on GPUs that need not be in this machine, from operations and bytes.
+"""Predicted time of a training step on GPUs that need not be in this machine, and the utilization that a run reaches.
 
 A backward pass has twice the matmuls and traffic of its forward pass (with frozen weights, the same number of matmuls).
 It has two and a half times the attention, whose scores flash attention computes again (Dao et al. 2022, arXiv
@@ -6,18 +6,20 @@ It has two and a half times the attention, whose scores flash attention computes
 computation: the longer time counts.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
 import torch
 
+from opensora_cli.core.device import device_name, is_gpu
 from opensora_cli.core.device_names import GPU
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.parallelize import exchanged_bytes
 from opensora_cli.engine.encode.encoders import frozen_dtype
 from opensora_cli.engine.encode.inputs import find_frozen_parts
-from opensora_cli.engine.estimate.generation_work import encoding_work, evaluation_work, text_work
+from opensora_cli.engine.estimate.autoencoder import encoding_work
 from opensora_cli.engine.estimate.links import Exchanged, Links
 from opensora_cli.engine.estimate.predicted_time import (
     ATTENTION,
@@ -35,10 +37,12 @@ from opensora_cli.engine.estimate.predicted_time import (
     times,
     total,
 )
+from opensora_cli.engine.estimate.text import text_work
+from opensora_cli.engine.estimate.transformer import evaluation_work
 from opensora_cli.engine.estimate.work import Work
 from opensora_cli.engine.train.activations import ActivationPlan, largest_batch_shape, plan_activations
 from opensora_cli.engine.train.build import count_parameters
-from opensora_cli.engine.train.distribution import mesh_shape, training_exchange
+from opensora_cli.engine.train.distribution import Distribution, mesh_shape, training_exchange
 from opensora_cli.engine.train.frozen_weights import plan_frozen_weights
 from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.models.mmdit.config import MMDiTConfig
@@ -46,9 +50,9 @@ from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.shares import MeshShape
 from opensora_cli.settings.devices import Strategy
 from opensora_cli.settings.enums import HostWeights
-from opensora_cli.settings.hardware import GpuSettings
+from opensora_cli.settings.hardware import GpuSettings, find_gpu
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_loop import Checkpointing
+from opensora_cli.settings.train_loop import Checkpointing, Compute
 
 ENCODE, PASSES, SHARING, STEP = "encode", "forward and backward", "sharing weights and gradients", "update"
 
@@ -232,3 +236,38 @@ def _own_numbers(settings: TrainSettings) -> float:
     mesh = mesh_shape(settings.strategy, settings.parallel)
     sharing = mesh.shard * mesh.ring * mesh.ulysses * mesh.tensor if settings.strategy.shards else 1
     return count_parameters(settings) / sharing
+
+
+def open_mfu(settings: TrainSettings, distribution: Distribution) -> Callable[[int, int, float], float] | None:
+    """Return a function of samples, tokens and seconds that returns the model FLOPs utilization (MFU).
+
+    The result is None if the peak is unknown: on a CPU, in fp32, and on a GPU that `configs/hardware` lacks.
+    """
+    if not settings.trains_transformer:
+        return None
+    peak = settings.watching.peak_tflops
+    if peak is None and is_gpu(distribution.device) and settings.precision.compute is Compute.BF16:
+        gpu = find_gpu(device_name(distribution.device))
+        peak = None if gpu is None else gpu.bf16_tflops
+    if peak is None:
+        return None
+    all_devices = peak * 1e12 * distribution.ranks
+    config, text_tokens, is_frozen = mmdit_config(settings.model), settings.text.t5_max_length, settings.lora.is_on
+
+    def mfu(samples: int, tokens: int, seconds: float) -> float:
+        # Clips of different sizes count as if they had the same size, which slightly underestimates the FLOPs.
+        flops = samples * training_flops(config, tokens // samples, text_tokens, is_frozen=is_frozen)
+        return flops / (seconds * all_devices)
+
+    return mfu
+
+
+def training_flops(config: MMDiTConfig, latent_tokens: int, text_tokens: int, *, is_frozen: bool = False) -> float:
+    """Return the FLOPs of forward and backward of one clip.
+
+    Each matmul has two gradients (Kaplan et al. 2020, arXiv 2001.08361), or one if only an adapter is trained, whose
+    own operations, a few percent, do not count. Recomputed activations count once (Chowdhery et al. 2022, arXiv
+    2204.02311, appendix B).
+    """
+    work = evaluation_work(config, latent_tokens, text_tokens, torch.bfloat16)
+    return (2 if is_frozen else 3) * work.product_flops + 3 * work.attention_flops

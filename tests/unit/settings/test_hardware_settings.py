@@ -6,16 +6,14 @@ import pytest
 import yaml
 
 from opensora_cli.core.exceptions import OsoraError
-from opensora_cli.engine.train.mfu import peak_tflops
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.hardware import find_gpu, read_machine
 
 
 @pytest.mark.parametrize("name", list_presets("hardware"))
-def test_a_file_has_its_name_and_the_peak_that_training_compares_with(name: str) -> None:
+def test_a_file_has_its_name(name: str) -> None:
     gpu = read_machine(name).gpu
     assert gpu.name == name
-    assert gpu.bf16_tflops == peak_tflops(gpu.device_name)
     assert gpu.reserved < gpu.memory
 
 

@@ -15,7 +15,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.linear_products import use_in_block
-from opensora_cli.engine.estimate import generation, tiles
+from opensora_cli.engine.estimate import autoencoder, transformer
 from opensora_cli.engine.estimate.fake_tensors import HOST, fake_device, fake_module
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate.decode import decode_latents
@@ -201,7 +201,7 @@ def decoded_on_outlines(
         with TensorBytes(device_type=device.type) as counter:
             latents = torch.empty(1, SMALL_VAE.latent_channels, *shape, dtype=torch.bfloat16, device=device)
             for piece in vae.decode_pieces(latents, tiling=tiling, **options):
-                tiles._shown(piece[0])
+                autoencoder._shown(piece[0])
         return counter.peak_bytes
 
 
@@ -223,7 +223,7 @@ def test_the_largest_tile_and_a_few_chunks_represent_all(
     num_frames: int, frames: int, store: str, device_type: str, tiling: Tiling
 ):
     shape = num_frames, 5, 4
-    need = tiles.decoding_need(
+    need = autoencoder.decoding_need(
         SMALL_VAE, tiling, (4, *shape), (20, 16), torch.bfloat16, device_type, (frames, store == "host")
     )
     whole = decoded_on_outlines(shape, tiling, device_type, frames=frames, store=store)
@@ -291,7 +291,7 @@ MANY_TILES: dict[str, object] = {
 def test_many_tiles_and_chunks_follow_from_a_few(changes, device_type, monkeypatch: pytest.MonkeyPatch):
     plan, offload = plan_of({**MANY_TILES, **changes}), OffloadPlan(chunk_tokens=64)
     few = estimated(plan, offload, device_type)
-    for module in (generation, tiles):
+    for module in (transformer, autoencoder):
         monkeypatch.setattr(module, "extrapolated", lambda count, size, **_: count(size))
     whole = estimated(plan, offload, device_type)
     for name in ("encode", "denoise", "decode"):

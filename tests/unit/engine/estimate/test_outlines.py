@@ -12,11 +12,10 @@ from transformers import CLIPTextConfig, T5Config
 
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.estimate import file_bytes, generation, text, tiles
+from opensora_cli.engine.estimate import autoencoder, file_bytes, text, transformer
 from opensora_cli.engine.estimate.fake_tensors import Need, fake_device, fake_module
 from opensora_cli.engine.estimate.outline_mode import OutlineMode
 from opensora_cli.engine.estimate.outlines import HostOutline
-from opensora_cli.engine.estimate.tiles import tile_memory
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.text.clip import ClipTextModel
@@ -123,7 +122,13 @@ def test_a_text_takes_what_is_estimated_from_few_layers(config, sizes, model, dt
 def operations(changes, monkeypatch):
     """Return how many operations a plan of the demo runs on outlines."""
     count = 0
-    for cached in (generation._sampling, tiles._join_tiles, tiles.encoding_need, tile_memory, text._need):
+    for cached in (
+        transformer._sampling,
+        autoencoder.decoding_need,
+        autoencoder.encoding_need,
+        autoencoder.tile_memory,
+        text._need,
+    ):
         cached.cache_clear()
     dispatch = OutlineMode.__torch_dispatch__
 
@@ -142,7 +147,8 @@ def test_a_plan_costs_no_more_for_more_blocks_steps_and_ranks(monkeypatch):
     few = operations({}, monkeypatch)
     assert 0 < few < 3000
     more = {"model.depth": 19, "model.depth_single_blocks": 38, "sampling.num_inference_steps": 100}
-    assert operations(more, monkeypatch) == few
+    # Each time is one number on the device.
+    assert few <= operations(more, monkeypatch) < few + 100
     assert operations({"parallel.gpus": 2}, monkeypatch) < 1.3 * few
 
 

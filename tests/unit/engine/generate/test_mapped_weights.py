@@ -18,7 +18,7 @@ from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.file_bytes import file_weights
 from opensora_cli.engine.estimate.offload import OffloadPlan
-from opensora_cli.engine.estimate.transformer import transformer_on_cpu
+from opensora_cli.engine.estimate.weights import transformer_on_cpu
 from opensora_cli.engine.generate import models, planning
 from opensora_cli.engine.generate.chain import alone
 from opensora_cli.engine.generate.loading import host_modulation, streamed_blocks

@@ -6,7 +6,6 @@ import pytest
 import tiny_training
 
 from opensora_cli.engine.train import few_blocks
-from opensora_cli.engine.train.activations import ActivationPlan
 from opensora_cli.engine.train.estimate import TrainingMemory, estimate_training
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.train import TrainSettings, load_train_settings
@@ -22,12 +21,10 @@ def slow(name: str, changes: dict[str, object]) -> object:
     return pytest.param({**DEEP, **changes}, id=name, marks=pytest.mark.slow)
 
 
-def assert_alike(
-    settings: TrainSettings, monkeypatch: pytest.MonkeyPatch, *, rel: float, activations: ActivationPlan | None = None
-) -> None:
-    few = estimate_training(settings, activations=activations)
+def assert_alike(settings: TrainSettings, monkeypatch: pytest.MonkeyPatch, *, rel: float) -> None:
+    few = estimate_training(settings)
     monkeypatch.setattr(few_blocks, "FEW", 100)
-    whole = estimate_training(settings, activations=activations)
+    whole = estimate_training(settings)
     assert len(few.by_weight) < len(whole.by_weight)
     for name in ("peak_bytes", "device_peak_bytes", "held_for_backward", "offloaded_bytes"):
         assert getattr(few, name) == pytest.approx(getattr(whole, name), rel=rel), name

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from opensora_cli.core.attention import AttentionFn
 from opensora_cli.engine.train.lora import add_lora
-from opensora_cli.engine.train.mfu import peak_tflops, training_flops
+from opensora_cli.engine.train.predicted import training_flops
 from opensora_cli.settings.train_loop import LoraSettings
 
 BATCH, TOKENS, TEXT = 2, 7, 4
@@ -38,7 +38,7 @@ def model_with(attention: AttentionFn, **sizes: int) -> torch.nn.Module:
 def test_forward_is_a_third_of_it(depth: int, single: int) -> None:
     model = model_with(products, depth=depth, single=single, hidden=40, heads=5, mlp_ratio=0.625)
     forward, both = counted(model)
-    flops = training_flops(model.config, samples=BATCH, latent_tokens=BATCH * TOKENS, text_tokens=TEXT)
+    flops = BATCH * training_flops(model.config, TOKENS, TEXT)
     assert flops == 3 * forward
     # The first layers' inputs need no gradient, and nothing looks at what the last double block makes of the text.
     assert 0.75 * flops < both <= flops
@@ -50,30 +50,6 @@ def test_frozen_weights_need_no_gradient() -> None:
     config = model.config
     add_lora(model, LoraSettings(rank=1), seed=0)
     _, both = counted(model)
-    sizes = {"samples": BATCH, "latent_tokens": BATCH * TOKENS, "text_tokens": TEXT}
-    flops = training_flops(config, **sizes, is_frozen=True)
-    assert flops < training_flops(config, **sizes)
+    flops = BATCH * training_flops(config, TOKENS, TEXT, is_frozen=True)
+    assert flops < BATCH * training_flops(config, TOKENS, TEXT)
     assert both == pytest.approx(flops, rel=0.15)
-
-
-@pytest.mark.parametrize(
-    ("name", "peak"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989.5),
-        ("NVIDIA H100 PCIe", 756.5),
-        ("NVIDIA H200", 989.5),
-        ("NVIDIA H20", 148.0),
-        ("NVIDIA A100-SXM4-80GB", 312.0),
-        ("NVIDIA A10", 125.0),
-        ("NVIDIA A10G", None),
-        ("NVIDIA L40S", 362.05),
-        ("NVIDIA L4", 121.0),
-        ("NVIDIA GeForce RTX 4090", 165.2),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
-        ("NVIDIA RTX A6000", 154.8),
-        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
-        ("Tesla P40", None),
-    ],
-)
-def test_known_cards(name: str, peak: float | None) -> None:
-    assert peak_tflops(name) == peak

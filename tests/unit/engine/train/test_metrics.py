@@ -16,8 +16,8 @@ from opensora_cli.engine.train import metrics as metrics_module
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.metrics import Metrics, remove_records, truncate_log
-from opensora_cli.engine.train.mfu import training_flops
 from opensora_cli.engine.train.plan import plan_training
+from opensora_cli.engine.train.predicted import training_flops
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.trainer import PARTS, Clock, StepReport
 
@@ -313,8 +313,7 @@ class TestOpening:
         opened, settings = metrics(tmp_path, target=target, **changes), tiny_training.mmdit_settings(tmp_path)
         assert (opened._mfu is not None) is known
         if opened._mfu is not None:
-            sizes = {"samples": 4, "latent_tokens": 400, "text_tokens": settings.text.t5_max_length}
-            flops = training_flops(mmdit_config(settings.model), **sizes)
+            flops = 4 * training_flops(mmdit_config(settings.model), 100, settings.text.t5_max_length)
             assert opened._mfu(4, 400, 10.0) == pytest.approx(flops / (10 * 1e12))
 
     def test_marks_for_a_gpu_are_refused_on_a_cpu(self, tmp_path):

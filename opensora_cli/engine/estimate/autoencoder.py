@@ -1,18 +1,28 @@
-"""Memory of an autoencoder: its largest tile is run once, and every other tile takes its share of that."""
+"""Memory and work of an autoencoder: its largest tile is run once, and every other tile takes its share of that."""
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import lru_cache, partial
 from math import prod
-from typing import Any, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from opensora_cli.core.device_names import GPU
 from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
-from opensora_cli.engine.estimate.fake_tensors import HOST, Counts, Need, Size, extrapolated, fake_device, fake_module
+from opensora_cli.engine.estimate.fake_tensors import (
+    HOST,
+    Counts,
+    Need,
+    Size,
+    extrapolated,
+    fake_device,
+    fake_module,
+    repeat_calls,
+)
+from opensora_cli.engine.estimate.work import Work, WorkCounter
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.vae.autoencoder import COLORS, Autoencoder
@@ -20,37 +30,24 @@ from opensora_cli.models.vae.hunyuan import Decoder, Encoder
 from opensora_cli.models.vae.tiles import TileGrid, Tiling
 from opensora_cli.settings.components import VAESettings
 
-DATA, JOINED = "data", "joined"
-"""Inputs and results, and the rest of the peak while tiles are joined."""
-
 _FEW_TILES = 30
 """Most tiles that are estimated one by one."""
 _FEW_FRAMES = 4
 """Fewest frames between the two clips from which the memory of a longer one is extrapolated."""
 
-_PEAK, _CHANNELS = "peak", "channels"
-
 TileShape = tuple[int, int, int, int]
 """Channels, frames, height and width of an input."""
 
 
-@dataclass(frozen=True, slots=True)
-class TileMemory:
+class TileMemory(NamedTuple):
     """Memory of an encoder or decoder for its largest tile."""
 
-    shape: TileShape
     peak_bytes: int
     """Peak without the input and the kept kernels."""
     kept_bytes: int
     """Kernels that the module computes from its weights at the first call, and keeps."""
     channels: int
     """Channels of the result."""
-
-    def need(self, sizes: Mapping[object, int]) -> Need:
-        """Return the need of all tiles from the bytes of `DATA`, of `JOINED`, and of `FakeCoder.live_bytes`."""
-        data = sizes[DATA]
-        computing = (sizes[share] + round(self.peak_bytes * share) for share in sizes if isinstance(share, float))
-        return Need(data + self.kept_bytes, max(sizes[JOINED], max(computing) - data))
 
 
 def largest_tile(shape: TileShape, grid: TileGrid, tiling: Tiling) -> TileShape:
@@ -89,7 +86,6 @@ def tile_memory(
         kept: list[int] = []
 
         def run(size: Size) -> Counts:
-            """Return the peak for a clip of some frames, and the channels of the result."""
             clip_1CTHW = torch.empty(1, channels, *size, height, width, dtype=dtype, device=device)
             with TensorBytes(device_type=device.type) as counter:
                 out_1CTHW: Tensor = module(clip_1CTHW, **options)
@@ -97,38 +93,37 @@ def tile_memory(
             del out_1CTHW
             # Kernels are there at the peak, which is at the highest resolution.
             kept.append(counter.live_bytes)
-            return {_PEAK: counter.peak_bytes - counter.live_bytes, _CHANNELS: out_channels}
+            return counter.peak_bytes - counter.live_bytes, out_channels
 
         chunk = chunk_frames
         if chunk is None and isinstance(module, (Encoder, Decoder)):
             chunk = module.chunk_frames_for(torch.empty(1, channels, frames, height, width, device=device))
         # In a shorter clip, kernels could need more than frames.
         step = frames if chunk is None else chunk * -(-_FEW_FRAMES // chunk)
-        found = extrapolated(run, (frames,), steps=(step,), few=(step + 1,))
+        peak_bytes, channels = extrapolated(run, (frames,), steps=(step,), few=(step + 1,))
         # The first call computes the kernels that the module keeps.
-        return TileMemory(shape, found[_PEAK], kept[0], found[_CHANNELS])
+        return TileMemory(peak_bytes, kept[0], channels)
 
 
 def _coder(vae: Autoencoder, decodes: bool) -> nn.Module:
     return vae.decoder if decodes else vae.encoder
 
 
-class FakeCoder(nn.Module):
-    """Stand-in for the encoder or decoder of an autoencoder that allocates only its results.
+class _FakeCoder(nn.Module):
+    """Stand-in for an encoder or decoder that takes the memory of the largest tile, or its share of that."""
 
-    `live_bytes` has the most live bytes of `counter` before a tile, by the tile's share of the largest one.
-    """
-
-    def __init__(self, tile: TileMemory, grid: LatentGrid, counter: TensorBytes, *, decodes: bool) -> None:
+    def __init__(self, tile: TileMemory, largest: TileShape, grid: LatentGrid, *, decodes: bool) -> None:
         super().__init__()
-        self._tile, self._grid, self._counter, self._decodes = tile, grid, counter, decodes
-        self.live_bytes: dict[object, int] = {}
+        self._tile, self._values, self._grid, self._decodes = tile, prod(largest[1:]), grid, decodes
+        self._kernels: Tensor | None = None
 
     def forward(self, clip_BCTHW: Tensor, **_: object) -> Tensor:
         """Return the result for a tile. Options are ignored."""
         batch, _channels, frames, height, width = clip_BCTHW.shape
-        share = frames * height * width / prod(self._tile.shape[1:])
-        self.live_bytes[share] = max(self.live_bytes.get(share, 0), self._counter.live_bytes)
+        if self._kernels is None:
+            self._kernels = clip_BCTHW.new_empty(self._tile.kept_bytes, dtype=torch.uint8)
+        share = frames * height * width / self._values
+        clip_BCTHW.new_empty(round(self._tile.peak_bytes * share), dtype=torch.uint8)
         if self._decodes:
             space = self._grid.spatial_compression_ratio
             size = self._grid.num_frames(frames), height * space, width * space
@@ -137,6 +132,31 @@ class FakeCoder(nn.Module):
         return clip_BCTHW.new_empty(batch, self._tile.channels, self._grid.latent_frames(frames), *sides)
 
 
+def _need(
+    settings: VAESettings,
+    coder: _FakeCoder,
+    dtype: torch.dtype,
+    device_type: str,
+    run: Callable[[Autoencoder, Callable[..., Tensor]], object],
+) -> Need:
+    """Return the need of `run`, which returns its inputs and results, with `coder` as both encoder and decoder."""
+
+    def without_coders() -> Autoencoder:
+        vae = new_autoencoder(settings)
+        vae.encoder, vae.decoder = nn.Identity(), nn.Identity()
+        return vae
+
+    with fake_device(device_type) as device:
+        vae = fake_module(without_coders, device=device, dtype=dtype)
+        vae.encoder = vae.decoder = coder
+        with TensorBytes(device_type=device.type) as counter:
+            data = run(vae, partial(torch.empty, dtype=dtype, device=device))
+            need = Need.of(counter)
+            del data
+            return need
+
+
+@lru_cache(maxsize=256)
 def decoding_need(
     settings: VAESettings,
     tiling: Tiling,
@@ -146,68 +166,39 @@ def decoding_need(
     device_type: str,
     chunks: tuple[int | None, bool],
 ) -> Need:
-    """Return the need of decoding; that of many tiles follows from smaller clips."""
-    chunk_frames, store_on_host = chunks
-    grid = settings.sizes.tile_grids()[1]
+    """Return the need of decoding; that of many tiles follows from smaller clips.
+
+    `shown` are the height and width of the pixels that are kept, and `chunks` are frames and whether the host stores
+    them, see `OffloadPlan`.
+    """
+    grid, (height, width) = settings.sizes.tile_grids()[1], shown
+    largest = largest_tile(latent_shape, grid, tiling)
     tile = tile_memory(
-        settings,
-        largest_tile(latent_shape, grid, tiling),
-        dtype,
-        device_type,
-        decodes=True,
-        chunk_frames=chunk_frames,
-        store_on_host=store_on_host,
+        settings, largest, dtype, device_type, decodes=True, chunk_frames=chunks[0], store_on_host=chunks[1]
     )
     channels, *size = latent_shape
-    axes = ((grid.time, tiling.temporal), (grid.space, tiling.spatial), (grid.space, tiling.spatial))
 
-    def count(smaller: Size) -> Counts:
-        frames, rows, columns = smaller
-        return dict(_join_tiles(settings, tiling, (channels, frames, rows, columns), shown, dtype, device_type))
-
-    if grid.count((size[0], size[1], size[2]), tiling) <= _FEW_TILES:
-        return tile.need(count(tuple(size)))
-    return tile.need(
-        extrapolated(
-            count,
-            tuple(size),
-            steps=tuple(axis.stride if is_cut else length for (axis, is_cut), length in zip(axes, size, strict=True)),
-            few=tuple(axis.size + 2 * axis.stride if is_cut else 0 for axis, is_cut in axes),
-        )
-    )
-
-
-def _without_coders(settings: VAESettings) -> Autoencoder:
-    """Return an autoencoder whose encoder and decoder are missing."""
-    vae = new_autoencoder(settings)
-    vae.encoder, vae.decoder = nn.Identity(), nn.Identity()
-    return vae
-
-
-@lru_cache(maxsize=256)
-def _join_tiles(
-    settings: VAESettings,
-    tiling: Tiling,
-    latent_shape: tuple[int, int, int, int],
-    shown: tuple[int, int],
-    dtype: torch.dtype,
-    device_type: str,
-) -> Mapping[object, int]:
-    """Return the bytes of everything in decoding except the decoder itself; see `TileMemory.need`."""
-    height, width = shown
-    tile = TileMemory(largest_tile(latent_shape, settings.sizes.tile_grids()[1], tiling), 0, 0, COLORS)
-    with fake_device(device_type) as device:
-        vae = fake_module(lambda: _without_coders(settings), device=device, dtype=dtype)
-        with TensorBytes(device_type=device.type) as counter:
-            decoder = FakeCoder(tile, settings.grid, counter, decodes=True)
-            vae.decoder = cast(Any, decoder)
-            latents_1CTHW = torch.empty(1, *latent_shape, dtype=dtype, device=device)
+    def count(size: Size) -> Counts:
+        def run(vae: Autoencoder, empty: Callable[..., Tensor]) -> Tensor:
+            latents_1CTHW = empty(1, channels, *size)
             # The same steps as in `decode_latents` of generation.
             pieces_1CTHW = vae.decode_pieces(latents_1CTHW, tiling=tiling, canvas=HOST)
             deque(map(lambda piece_1CTHW: _shown(piece_1CTHW[0, :, :, :height, :width]), pieces_1CTHW), maxlen=0)
-            need = Need.of(counter)
-            del latents_1CTHW
-            return {DATA: need.data, JOINED: need.activations, **decoder.live_bytes}
+            return latents_1CTHW
+
+        coder = _FakeCoder(tile, largest, settings.grid, decodes=True)
+        return _need(settings, coder, dtype, device_type, run)
+
+    if grid.count((size[0], size[1], size[2]), tiling) <= _FEW_TILES:
+        return Need(*count(tuple(size)))
+    axes = ((grid.time, tiling.temporal), (grid.space, tiling.spatial), (grid.space, tiling.spatial))
+    found = extrapolated(
+        count,
+        tuple(size),
+        steps=tuple(axis.stride if is_cut else length for (axis, is_cut), length in zip(axes, size, strict=True)),
+        few=tuple(axis.size + 2 * axis.stride if is_cut else 0 for axis, is_cut in axes),
+    )
+    return Need(*found)
 
 
 def _shown(pixels_CTHW: Tensor) -> Tensor:
@@ -223,24 +214,49 @@ def encoding_need(
 ) -> Need:
     """Return the need of encoding clips of these lengths, one after the other; `sides` are height and width."""
     tiling = vae_tiling(settings)
-    grid = settings.sizes.tile_grids()[0]
-    tile = tile_memory(
+    largest = largest_tile((COLORS, max(num_frames), *sides), settings.sizes.tile_grids()[0], tiling)
+    tile = tile_memory(settings, largest, dtype, device_type, decodes=False)
+
+    def run(vae: Autoencoder, empty: Callable[..., Tensor]) -> list[Tensor]:
+        latents: list[Tensor] = []
+        for frames in num_frames:
+            pixels_1CTHW = empty(1, COLORS, frames, *sides)
+            latents.append(vae.encode(pixels_1CTHW, tiling=tiling)[0])
+        return [*latents, pixels_1CTHW]
+
+    coder = _FakeCoder(tile, largest, settings.grid, decodes=False)
+    return _need(settings, coder, dtype, device_type, run)
+
+
+@lru_cache(maxsize=64)
+def decoding_work(settings: VAESettings, latent_shape: tuple[int, int, int, int], dtype: torch.dtype) -> Work:
+    """Return the work of decoding the latents (C, T, H, W) of one clip, in the tiles of the settings."""
+    return _work(
         settings,
-        largest_tile((COLORS, max(num_frames), *sides), grid, tiling),
         dtype,
-        device_type,
-        decodes=False,
+        lambda vae, empty: deque(
+            vae.decode_pieces(empty(1, *latent_shape), tiling=vae_tiling(settings), canvas=HOST), maxlen=0
+        ),
     )
-    with fake_device(device_type) as device:
-        empty = partial(torch.empty, dtype=dtype, device=device)
-        vae = fake_module(lambda: _without_coders(settings), device=device, dtype=dtype)
-        with TensorBytes(device_type=device.type) as counter:
-            encoder = FakeCoder(tile, settings.grid, counter, decodes=False)
-            vae.encoder = cast(Any, encoder)
-            latents: list[Tensor] = []
-            for frames in num_frames:
-                pixels_1CTHW = empty(1, COLORS, frames, *sides)
-                latents.append(vae.encode(pixels_1CTHW, tiling=tiling)[0])
-            need = Need.of(counter)
-            latents.clear()
-            return tile.need({DATA: need.data, JOINED: need.activations, **encoder.live_bytes})
+
+
+@lru_cache(maxsize=64)
+def encoding_work(settings: VAESettings, num_frames: int, height: int, width: int, dtype: torch.dtype) -> Work:
+    """Return the work of encoding one clip."""
+    return _work(
+        settings,
+        dtype,
+        lambda vae, empty: vae.encode(empty(1, COLORS, num_frames, height, width), tiling=vae_tiling(settings)),
+    )
+
+
+def _work(
+    settings: VAESettings, dtype: torch.dtype, run: Callable[[Autoencoder, Callable[..., Tensor]], object]
+) -> Work:
+    counter = WorkCounter()
+    with fake_device(GPU) as device, counter:
+        vae = fake_module(lambda: new_autoencoder(settings), device=device, dtype=dtype)
+        for coder in (vae.encoder, vae.decoder):
+            repeat_calls(coder, work=counter)
+        run(vae, partial(torch.empty, dtype=dtype, device=device))
+        return counter.work
