@@ -12,12 +12,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import pytest
-from huggingface_hub import constants, hf_api
+from huggingface_hub import constants, file_download, hf_api
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 TOKEN = "hf_allowed"
@@ -212,6 +212,8 @@ def connect(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nonexistent")
     monkeypatch.setattr(hf_api.api, "endpoint", hub.endpoint)
     monkeypatch.setenv("HF_TOKEN", "")
+    # The client waits a second before it asks again.
+    monkeypatch.setattr(file_download, "time", SimpleNamespace(sleep=lambda _: None))
 
 
 @contextmanager
