@@ -54,7 +54,6 @@ def test_a_video_is_planned_for_what_is_named(osora) -> None:
     out = osora(*GENERATE, "--dry-run", "--on", "8xH100", "--gpus", "2").out
     assert "devices   2, Ulysses 2\n" in out
     assert "for 1 sample on 2xH100, not measured: " in out
-    assert "\nassumed   " in out
 
 
 @pytest.mark.usefixtures("_small_stages")
@@ -134,5 +133,5 @@ def test_commands_agree_on_the_same_request(osora) -> None:
     assert {key: profile[key] for key in ("verdict", "fits", "host")} == {
         key: plan[key] for key in ("verdict", "fits", "host")
     }
-    assert (profile["device_name"], profile["allocator"]) == (plan["device_name"], None)
+    assert profile["device_name"] == plan["device_name"]
     assert "--compare has no effect with --on" in osora("mem-profile", "--on", "4090", "--compare", code=2).err
