@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
+from opensora_cli.core.choices import QKV
 from opensora_cli.core.progress import SilentReporter, StageProgress
-from opensora_cli.core.weight_choices import QKV
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.media.write import write_media

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.exceptions import HardwareError, RequestError
-from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.engine.generate.chain import VIDEO
 from opensora_cli.engine.generate.decode import Figures, HeldVideo, write_video
 from opensora_cli.engine.generate.outputs import Claims, check_outputs, find_target

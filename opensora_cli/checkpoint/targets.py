@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from opensora_cli.checkpoint.formats.colossal import MODEL_FOLDER
+from opensora_cli.core.choices import Format
 from opensora_cli.core.exceptions import OutputError, RequestError
 from opensora_cli.core.files import refuse_special, require_space, writing
 from opensora_cli.core.formatting import first_few
-from opensora_cli.core.weight_choices import Format
 
 _OWN_NAMES = {
     Format.SAFETENSORS_SHARDS: re.compile(r"model(-\d{5,}-of-\d{5,}\.safetensors|\.safetensors\.index\.json)"),

@@ -49,10 +49,10 @@ from opensora_cli.checkpoint.shared_folder import (
 )
 from opensora_cli.checkpoint.transforms import rename
 from opensora_cli.community import refused
+from opensora_cli.core.choices import Selection
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.files import json_bytes
 from opensora_cli.core.formatting import escaped, first_few, plain, without_credentials
-from opensora_cli.core.weight_choices import Selection
 
 _ADAPTER_FOLDER = "lora"
 _OPTIMIZER_FILE = f"{OPTIMIZER_FOLDER}/optimizer.pt"

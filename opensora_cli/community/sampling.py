@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import Tensor
 
+from opensora_cli.core.choices import Fit
 from opensora_cli.core.conditions import RELEASED_LENGTHS, ReferenceLengths, condition_mode
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.files import write_bytes_atomic
-from opensora_cli.core.media_choices import Fit
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate.references import encode_references, read_references
 from opensora_cli.engine.generate.refinement import ChatServer, refine

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from opensora_cli.core.media_choices import Fit
+from opensora_cli.core.choices import Fit
 
 
 def fit_frames(

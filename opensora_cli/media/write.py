@@ -12,8 +12,8 @@ import av
 import torch
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
 
+from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.exceptions import OutputError
-from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.media.containers import EXACT_COLORS
 from opensora_cli.media.encode import gif_bytes, png_bytes, webp_bytes
 from opensora_cli.media.files import media_path

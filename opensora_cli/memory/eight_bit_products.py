@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.core.linear_products import LinearProducts
+from opensora_cli.core.choices import LinearProducts
 from opensora_cli.memory.fp8_storage import Fp8Linear, StoredLinear, largest_of_rows, require_finite
 
 INT8_LARGEST = 127

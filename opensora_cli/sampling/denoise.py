@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from opensora_cli.core.solvers import Solver
+from opensora_cli.core.choices import Solver
 from opensora_cli.sampling.guidance import Branch, GuidanceScales, branches_needed, combine_branches
 from opensora_cli.sampling.step_cache import CachedStep, Phase
 

@@ -15,8 +15,8 @@ from functools import cache, partial
 
 import torch
 
+from opensora_cli.core.choices import Solver
 from opensora_cli.core.conditions import ConditionMode
-from opensora_cli.core.solvers import Solver
 
 OSCILLATION_START = 10
 """First step from which odd steps may be unguided."""

@@ -7,8 +7,8 @@ from typing import Annotated
 
 from pydantic import Field
 
+from opensora_cli.core.choices import QKV, Format, Rotary, Selection
 from opensora_cli.core.section import ByteSize, FileName, Section, matching
-from opensora_cli.core.weight_choices import QKV, Format, Rotary, Selection
 from opensora_cli.models.registry import DOWNLOADS, DownloadName
 
 

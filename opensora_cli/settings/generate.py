@@ -10,8 +10,8 @@ from pydantic import Field, model_validator
 
 from opensora_cli.core import device_names
 from opensora_cli.core.attention_kinds import attention_problems
+from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.conditions import CONDITION_MODES, CONTINUING, ConditionMode, Source
-from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.section import Section, Words
 from opensora_cli.models.registry import AUTO, DEMO, TextInputs, WeightNames
 from opensora_cli.settings.applies import GENERATE, Pair, pair_problems

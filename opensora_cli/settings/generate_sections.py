@@ -8,10 +8,9 @@ from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
+from opensora_cli.core.choices import Fit, MediaFormat, Solver
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
-from opensora_cli.core.media_choices import Fit, MediaFormat
 from opensora_cli.core.section import MAX_FRAMES, Count, FileName, Section, Share, SplitAt, Words, one_of, split_list
-from opensora_cli.core.solvers import Solver
 from opensora_cli.models.registry import ARCHITECTURES, FLUX1_DEV
 from opensora_cli.settings.components import ModelSettings, VAESettings, picture_values
 from opensora_cli.settings.enums import AspectRatio, NameFrom, ReferenceRate

@@ -15,13 +15,13 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from opensora_cli.core.choices import Solver
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.formatting import escaped, plain
 from opensora_cli.core.ranks import is_of_launcher
 from opensora_cli.core.reading import read_json_object
 from opensora_cli.core.section import NO_VALUE
-from opensora_cli.core.solvers import Solver
 from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.settings.applies import refuse_without_effect
 from opensora_cli.settings.components import settings_of

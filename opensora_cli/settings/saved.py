@@ -11,8 +11,8 @@ from operator import attrgetter
 
 from pydantic import ValidationError
 
+from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.formatting import escaped
-from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.section import NO_VALUE
 from opensora_cli.settings.components import LoraFile
 from opensora_cli.settings.explain import Given

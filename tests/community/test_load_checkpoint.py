@@ -10,8 +10,8 @@ from torch import nn
 
 from opensora_cli.checkpoint.writing import write_checkpoint
 from opensora_cli.community.checkpoint import load_checkpoint
+from opensora_cli.core.choices import Format
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.weight_choices import Format
 
 
 def model(seed):

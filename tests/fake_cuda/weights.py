@@ -10,8 +10,8 @@ from sparse_weights import save_sparse
 from tiny_adapters import CONFIG
 from torch import Tensor, nn
 
+from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.conditions import CONDITION_MODES, Source
-from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.media.encode import png_bytes

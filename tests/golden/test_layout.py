@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from opensora_cli.checkpoint.lazy import LazyTensor
-from opensora_cli.core.weight_choices import QKV, Rotary
+from opensora_cli.core.choices import QKV, Rotary
 from opensora_cli.engine.ckpt.identify import check, identify, read_released
 from opensora_cli.engine.ckpt.layout import change_layout, find_layout
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from opensora_cli.core.choices import Solver
 from opensora_cli.core.conditions import condition_mode
-from opensora_cli.core.solvers import Solver
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layout import converter

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from opensora_cli.checkpoint.readable import visible_files
+from opensora_cli.core.choices import Selection
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.reading import read_json_object, require_schema
-from opensora_cli.core.weight_choices import Selection
 
 SETTINGS_FILE = "settings.json"
 """File with the settings of a run, in its folder."""

@@ -19,10 +19,10 @@ from opensora_cli.checkpoint.contents import Checkpoint, find_weights
 from opensora_cli.checkpoint.formats.torch import read_saved_tensor, save
 from opensora_cli.checkpoint.lazy import Extent, LazyTensor, are_sizes, is_possible
 from opensora_cli.checkpoint.readable import reading, refuse_outside
+from opensora_cli.core.choices import Format, Selection
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.strict_json import shown
-from opensora_cli.core.weight_choices import Format, Selection
 
 DCP_METADATA = ".metadata"
 """Name of the file that describes a folder."""

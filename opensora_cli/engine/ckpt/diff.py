@@ -12,12 +12,12 @@ from opensora_cli.checkpoint.fp8 import dequantize, without_scales
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.transforms import only
+from opensora_cli.core.choices import Selection
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.private_memory import freed_at_once
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
-from opensora_cli.core.weight_choices import Selection
 from opensora_cli.engine.ckpt.inspect import dtype_name
 from opensora_cli.settings.ckpt import DiffSettings
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from opensora_cli.checkpoint.formats.lora_file import describe_adapter
 from opensora_cli.checkpoint.load import Shape, differences
+from opensora_cli.core.choices import QKV
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import plain
-from opensora_cli.core.weight_choices import QKV
 from opensora_cli.models.mmdit.layout import HeadSizes, is_fused, plan_layout, planned_shapes
 from opensora_cli.settings.explain import nearest
 

@@ -12,11 +12,11 @@ from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.transforms import only
+from opensora_cli.core.choices import Format, Selection
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import aligned_rows, first_few, format_bytes, plain
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.core.weight_choices import Format, Selection
 from opensora_cli.engine.ckpt.identify import Identity, identify
 from opensora_cli.engine.ckpt.layout import find_layout
 from opensora_cli.settings.ckpt import InspectSettings

@@ -13,12 +13,12 @@ from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.readable import refuse_outside, sha256_of
 from opensora_cli.checkpoint.shared_folder import recorded_hashes, unhashed_files
+from opensora_cli.core.choices import Format, Selection
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import format_bytes, plain
 from opensora_cli.core.private_memory import freed_at_once
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
-from opensora_cli.core.weight_choices import Format, Selection
 from opensora_cli.engine.ckpt.diff import as_real_numbers, steps
 from opensora_cli.engine.ckpt.hub_records import downloaded_sha256
 from opensora_cli.engine.ckpt.identify import check, read_released

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Self
 import torch
 from torch import nn
 
+from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.device import capability, device_name, has_gpu, is_gpu
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError, RequestError
-from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.models.linears import LowRankLinear
 from opensora_cli.models.mmdit.blocks import RepeatedBlocks, repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from opensora_cli.core.choices import Fit
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.media_choices import Fit
 from opensora_cli.data.batches import BucketSampler, ClipRequest, EpochPlan, random_start
 from opensora_cli.data.buckets import NO_BUCKET, Buckets, Resolution, map_target_fps
 from opensora_cli.data.table import ClipTable, read_table

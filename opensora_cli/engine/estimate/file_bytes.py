@@ -14,8 +14,8 @@ import torch
 
 from opensora_cli.checkpoint.load import PlannedTensor, plan_tensors
 from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.core.choices import Rotary
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.core.weight_choices import Rotary
 from opensora_cli.engine.components.configs import mmdit_config, one_block_of_each
 from opensora_cli.engine.components.text_encoders import text_tensors
 from opensora_cli.engine.components.weights import Component, Stamp, WeightFiles, stamp_of

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
+from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.conditions import reference_parts
-from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.velocity import modulation_comes_first

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from opensora_cli.core.linear_products import LinearProducts
+from opensora_cli.core.choices import LinearProducts
 from opensora_cli.settings.devices import MemorySettings
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.attention import AttentionBackend, AttentionFn, accumulation_dtype
+from opensora_cli.core.choices import LinearProducts, Solver
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths
 from opensora_cli.core.device_names import GPU
-from opensora_cli.core.linear_products import LinearProducts
-from opensora_cli.core.solvers import Solver
 from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.configs import with_depth
 from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras, in_first_block

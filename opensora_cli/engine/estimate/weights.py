@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
-from opensora_cli.core.linear_products import LinearProducts
+from opensora_cli.core.choices import LinearProducts
 from opensora_cli.engine.components.configs import one_block_of_each
 from opensora_cli.engine.components.loras import LoraRanks, in_first_block
 from opensora_cli.engine.components.on_meta import on_meta

@@ -7,11 +7,11 @@ from typing import Any, Self
 
 from pydantic import AliasPath, ConfigDict, Field, InstanceOf
 
+from opensora_cli.core.choices import Solver
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import RankContext
-from opensora_cli.core.solvers import Solver
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.few_steps import require_turbo
 from opensora_cli.engine.components.parallelize import PlannedExchange

@@ -14,8 +14,7 @@ from torch import nn
 
 from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.core.linear_products import LinearProducts
-from opensora_cli.core.weight_choices import Rotary
+from opensora_cli.core.choices import LinearProducts, Rotary
 from opensora_cli.engine.components import text_encoders
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.linear_products import use_in_block

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
+from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths
 from opensora_cli.core.device import GIB
-from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.attention import AttentionPlan

@@ -8,12 +8,12 @@ from math import prod
 import torch
 
 from opensora_cli.core.attention_kinds import attention_problems
+from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.conditions import CONTINUING, condition_mode
 from opensora_cli.core.device import is_accelerator
 from opensora_cli.core.device_names import indexed
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
-from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.attention import AttentionUse, choose_attention
 from opensora_cli.engine.components.autoencoders import require_same_scale

@@ -7,9 +7,9 @@ additional time counts.
 
 from dataclasses import replace
 
+from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.device import is_gpu
 from opensora_cli.core.exceptions import HardwareError, RequestError
-from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.engine.components.autoencoders import count_decoder_tiles
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.weights import Component

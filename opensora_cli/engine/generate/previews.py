@@ -14,9 +14,9 @@ from einops import reduce
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from torch.nn.functional import interpolate
 
+from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.exceptions import FileProblem, HardwareError, OsoraError, OutputError
 from opensora_cli.core.files import user_cache, write_json_atomic
-from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.reading import read_json_object
 from opensora_cli.engine.components.weights import Component, packaged_demo, stamp_of

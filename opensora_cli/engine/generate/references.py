@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
+from opensora_cli.core.choices import Fit
 from opensora_cli.core.conditions import (
     CONTINUING,
     RELEASED_LENGTHS,
@@ -21,7 +22,6 @@ from opensora_cli.core.conditions import (
 )
 from opensora_cli.core.exceptions import MediaError, RequestError, TooShortError
 from opensora_cli.core.formatting import format_bytes
-from opensora_cli.core.media_choices import Fit
 from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import vae_tiling

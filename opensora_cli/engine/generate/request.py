@@ -9,8 +9,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.few_steps import asked_sampling, described, require_turbo

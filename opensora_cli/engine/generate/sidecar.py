@@ -10,10 +10,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.device import tf32_in_use
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.engine.components.hardware import versions
 from opensora_cli.engine.components.weights import stamp_of
 from opensora_cli.engine.generate.chain import DRAFT, PICTURE, Chain, alone

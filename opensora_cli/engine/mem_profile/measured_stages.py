@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.conditions import reference_parts
 from opensora_cli.core.device import (
     allocated_bytes,
@@ -18,7 +19,6 @@ from opensora_cli.core.device import (
     start_peak_memory,
     timed,
 )
-from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, vae_tiling

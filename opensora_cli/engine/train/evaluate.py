@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import opensora_cli
+from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.conditions import T2V
 from opensora_cli.core.device import random_state_kept, release_memory
 from opensora_cli.core.exceptions import FileProblem, OutputError
-from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_link import beat
 from opensora_cli.data.batches import SampleRng

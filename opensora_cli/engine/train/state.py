@@ -21,11 +21,11 @@ from opensora_cli.checkpoint.formats.colossal import (
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.core.choices import Selection
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few, plain
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.threads import ThreadChoice
-from opensora_cli.core.weight_choices import Selection
 from opensora_cli.engine.components.hardware import is_out_of_memory
 from opensora_cli.engine.train.distribution import local
 from opensora_cli.engine.train.objectives.base import MODEL

@@ -17,9 +17,9 @@ from typing import Self
 
 from torch import Tensor
 
+from opensora_cli.core.choices import QKV, Rotary
 from opensora_cli.core.dtypes import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.core.weight_choices import QKV, Rotary
 from opensora_cli.models.mmdit.config import MMDiTConfig
 
 ConvertFn = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from opensora_cli.core.weight_choices import Rotary
+from opensora_cli.core.choices import Rotary
 from opensora_cli.models.mmdit.layout import FUSED, SPLIT
 
 

@@ -16,7 +16,7 @@ from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.readable import sha256_of
 from opensora_cli.checkpoint.writing import write_checkpoint
 from opensora_cli.community.checkpoint import CheckpointIO
-from opensora_cli.core.weight_choices import Format
+from opensora_cli.core.choices import Format
 from opensora_cli.engine.ckpt.convert import convert
 from opensora_cli.settings.ckpt import ConvertSettings
 

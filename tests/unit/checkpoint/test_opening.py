@@ -11,8 +11,8 @@ from tiny_weights import bit_equal, held, read
 
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.writing import write_shards
+from opensora_cli.core.choices import Format
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.core.weight_choices import Format
 
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.arange(3)}
 ENTRIES = held(TENSORS)

@@ -13,8 +13,8 @@ from opensora_cli.checkpoint import opening
 from opensora_cli.checkpoint.formats.colossal import checkpoint_folder_name, epoch_folders, is_complete
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.writing import write_shards
+from opensora_cli.core.choices import Format, Selection
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.weight_choices import Format, Selection
 
 
 def weights(value):

@@ -16,8 +16,8 @@ from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.readable import sha256_of
 from opensora_cli.checkpoint.targets import check_target
 from opensora_cli.checkpoint.writing import write_checkpoint
+from opensora_cli.core.choices import Format
 from opensora_cli.core.exceptions import CheckpointError, OutputError
-from opensora_cli.core.weight_choices import Format
 
 MIB = 2**20
 FILES = [Format.SAFETENSORS, Format.TORCH]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from PIL import Image
 
-from opensora_cli.core.media_choices import Fit
+from opensora_cli.core.choices import Fit
 from opensora_cli.media.resize import fit_frames
 
 

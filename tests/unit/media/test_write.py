@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.exceptions import OutputError
-from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.media import encode, write
 from opensora_cli.media.files import media_path
 from opensora_cli.media.read import read_picture, read_video

@@ -5,8 +5,8 @@ import torch
 from storage_sizes import storage_bytes
 from torch import nn
 
+from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.engine.estimate.fake_tensors import fake_device, fake_module
 from opensora_cli.memory.eight_bit_products import (
     INT8_LARGEST,

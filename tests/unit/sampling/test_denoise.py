@@ -6,8 +6,8 @@ import pytest
 import torch
 from closeness import assert_close
 
+from opensora_cli.core.choices import Solver
 from opensora_cli.core.conditions import condition_mode
-from opensora_cli.core.solvers import Solver
 from opensora_cli.sampling.denoise import Past, denoise, euler_step, last_times
 from opensora_cli.sampling.guidance import (
     NO_GUIDANCE,

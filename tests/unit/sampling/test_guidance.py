@@ -7,8 +7,8 @@ import pytest
 import torch
 from closeness import assert_close
 
+from opensora_cli.core.choices import Solver
 from opensora_cli.core.conditions import CONDITION_MODES, condition_mode
-from opensora_cli.core.solvers import Solver
 from opensora_cli.sampling.guidance import (
     UNGUIDED,
     Branch,

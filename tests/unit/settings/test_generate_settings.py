@@ -3,8 +3,8 @@
 import pytest
 from pydantic import ValidationError
 
+from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.conditions import CONDITION_MODES
-from opensora_cli.core.media_choices import MediaFormat
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from opensora_cli.core.choices import Solver
 from opensora_cli.core.exceptions import FileProblem, RequestError
-from opensora_cli.core.solvers import Solver
 from opensora_cli.models.registry import AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings

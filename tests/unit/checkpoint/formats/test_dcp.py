@@ -14,8 +14,8 @@ from torch.distributed.checkpoint import metadata as described
 
 from opensora_cli.checkpoint.formats.dcp import DCP_METADATA, open_dcp, write_dcp
 from opensora_cli.checkpoint.lazy import LazyTensor
+from opensora_cli.core.choices import Format, Selection
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.weight_choices import Format, Selection
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from opensora_cli.checkpoint.formats.torch import open_torch, write_torch
 from opensora_cli.checkpoint.lazy import LazyTensor
+from opensora_cli.core.choices import Format, Selection
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.weight_choices import Format, Selection
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),

@@ -13,9 +13,9 @@ from tiny_world import RecordingReporter
 from torch import Tensor
 
 import opensora_cli
+from opensora_cli.core.choices import Format
 from opensora_cli.core.exceptions import OutputError, RequestError
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.core.weight_choices import Format
 from opensora_cli.engine.ckpt.convert import convert
 from opensora_cli.settings.ckpt import ConvertSettings
 

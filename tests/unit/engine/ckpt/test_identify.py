@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from opensora_cli.core.weight_choices import QKV
+from opensora_cli.core.choices import QKV
 from opensora_cli.engine.ckpt.identify import Identity, check, identify, read_released
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layout import HeadSizes, is_fused, plan_layout, planned_shapes

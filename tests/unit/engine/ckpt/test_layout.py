@@ -6,8 +6,8 @@ from tiny_transformer import transformer
 from tiny_weights import bit_equal, held, read
 
 from opensora_cli.checkpoint.lazy import LazyTensor
+from opensora_cli.core.choices import QKV, Rotary
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.weight_choices import QKV, Rotary
 from opensora_cli.engine.ckpt.layout import change_layout, find_layout, is_implied_by_names
 from opensora_cli.models.mmdit.layout import converter
 

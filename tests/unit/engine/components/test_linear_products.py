@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny_transformer import inputs, linears_of_blocks, transformer
 
+from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.exceptions import HardwareError, RequestError
-from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.engine.components import linear_products
 from opensora_cli.engine.components.linear_products import (
     require_products,

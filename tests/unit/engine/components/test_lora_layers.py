@@ -16,8 +16,8 @@ from torch import Tensor
 
 from opensora_cli.checkpoint.formats.lora_file import open_adapter
 from opensora_cli.checkpoint.lora import merge
+from opensora_cli.core.choices import QKV, Rotary
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.core.weight_choices import QKV, Rotary
 from opensora_cli.engine.ckpt.layout import change_layout
 from opensora_cli.engine.components.lora_files import fit_to_model, require_finite
 

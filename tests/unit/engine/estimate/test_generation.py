@@ -9,8 +9,8 @@ import torch
 from estimated_stages import beside_weights, counted, denoise_peak, estimated
 from storage_sizes import storage_bytes
 
+from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.conditions import reference_parts
-from opensora_cli.core.linear_products import LinearProducts
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
 from opensora_cli.engine.components.configs import mmdit_config

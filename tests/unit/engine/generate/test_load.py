@@ -8,7 +8,7 @@ from tiny_transformer import transformer
 from tiny_weights import bit_equal, converted
 from tiny_world import released_settings
 
-from opensora_cli.core.linear_products import LinearProducts
+from opensora_cli.core.choices import LinearProducts
 from opensora_cli.engine.components.autoencoders import load_autoencoder
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.components.weights import Component

@@ -9,7 +9,7 @@ from closeness import assert_close
 from safetensors.torch import load_file, save_file
 from tiny_world import released_settings
 
-from opensora_cli.core.linear_products import LinearProducts
+from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate import decode, denoise

@@ -14,6 +14,7 @@ from toy_training import Listener
 
 from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.core.choices import Selection
 from opensora_cli.core.exceptions import (
     CheckpointError,
     FileProblem,
@@ -23,7 +24,6 @@ from opensora_cli.core.exceptions import (
     TrainingError,
 )
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.core.weight_choices import Selection
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.encode.clip_cache import write_header
