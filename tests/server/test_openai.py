@@ -58,7 +58,7 @@ def test_each_error_has_its_class(openai, client, guarded):
             call(*args, **values)
         error = caught.value
         assert error.message
-        assert error.body["type"] == "invalid_request_error"
+        assert error.body["type"] == ("authentication_error" if error.status_code == 401 else "invalid_request_error")
         return type(error), error.body["code"], error.body["param"]
 
     videos, missing = client.videos, (openai.NotFoundError, "not_found", "video_id")
