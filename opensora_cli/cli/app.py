@@ -23,23 +23,38 @@ from opensora_cli.core.compiled_code import name_eager_cache
 from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.core.signals import held_back
 
+_VIDEOS, _TRAINING, _MACHINES = "Videos", "Training and weights", "Machines and measurements"
+_HIDDEN = ""
+
 _COMMANDS = {
-    "generate": ("generate:COMMAND", "Make a video from a prompt, and from pictures or videos if given."),
-    "serve": ("serve:COMMAND", "Serve a page and an API that make videos, with a queue that survives restarts."),
-    "gallery": ("gallery:COMMAND", "Write one HTML page of a folder of results."),
-    "train": ("train:COMMAND", "Train a part of the video model, or an adapter for it."),
-    "show": ("show:COMMAND", "Print prompt, seed, settings and timings of a result, and what a checkpoint holds."),
-    "presets": ("presets:COMMAND", "List the presets with size, needs, and the GPUs that they fit on."),
-    "env-check": ("env_check:COMMAND", "Check this machine and its environment variables."),
-    "mem-profile": ("mem_profile:COMMAND", "Show where the memory of a generation or a training goes."),
-    "bench-generate": ("bench_generate:COMMAND", "Time a video by stage, and compare it with other settings."),
-    "bench-comm": ("bench_comm:COMMAND", "Measure how fast devices communicate."),
-    "ckpt": ("ckpt:COMMAND", "Convert, inspect, verify, compare, merge and download weights."),
-    "data": ("data:COMMAND", "Make tables of pictures and videos, split them, preview them and encode them."),
-    "vae": ("vae:COMMAND", "Reconstruct pictures and videos with an autoencoder, and measure its latents."),
-    "convert-ckpt": ("ckpt:CONVERT", "Convert weights, as osora ckpt convert does."),
+    "generate": ("generate:COMMAND", _VIDEOS, "Make a video from a prompt, and from pictures or videos if given."),
+    "serve": (
+        "serve:COMMAND",
+        _VIDEOS,
+        "Serve a page and an API that make videos, with a queue that survives restarts.",
+    ),
+    "gallery": ("gallery:COMMAND", _VIDEOS, "Write one HTML page of a folder of results."),
+    "show": (
+        "show:COMMAND",
+        _VIDEOS,
+        "Print prompt, seed, settings and timings of a result, or what a checkpoint holds.",
+    ),
+    "presets": ("presets:COMMAND", _VIDEOS, "List the presets with size, needs, and the GPUs that they fit on."),
+    "train": ("train:COMMAND", _TRAINING, "Train a part of the video model, or an adapter for it."),
+    "data": ("data:COMMAND", _TRAINING, "Make, split, preview and encode tables of pictures and videos."),
+    "ckpt": ("ckpt:COMMAND", _TRAINING, "Convert, inspect, verify, compare, merge and download weights."),
+    "vae": ("vae:COMMAND", _TRAINING, "Reconstruct pictures and videos with an autoencoder, and measure its latents."),
+    "env-check": ("env_check:COMMAND", _MACHINES, "Check this machine and its environment variables."),
+    "mem-profile": ("mem_profile:COMMAND", _MACHINES, "Show where the memory of a generation or a training goes."),
+    "bench-generate": (
+        "bench_generate:COMMAND",
+        _MACHINES,
+        "Time a video by stage, and compare it with other settings.",
+    ),
+    "bench-comm": ("bench_comm:COMMAND", _MACHINES, "Measure how fast devices communicate."),
+    "convert-ckpt": ("ckpt:CONVERT", _HIDDEN, "Convert weights, as osora ckpt convert does."),
 }
-"""Place and short help of each command."""
+"""Place, panel and short help of each command."""
 
 
 class _Root(Group):
@@ -47,8 +62,8 @@ class _Root(Group):
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
-        for name, (_, about) in _COMMANDS.items():
-            self.add_command(TyperCommand(name, help=about))
+        for name, (_, panel, about) in _COMMANDS.items():
+            self.add_command(TyperCommand(name, help=about, hidden=panel == _HIDDEN, rich_help_panel=panel or None))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words of a command line. Raises FileProblem if the working folder was deleted."""
@@ -69,8 +84,10 @@ class _Root(Group):
     def load(self, *names: str) -> None:
         """Import the modules of commands. A module that Ctrl-C interrupts would raise any error."""
         with held_back():
-            for place, _ in (_COMMANDS[name] for name in names if name in _COMMANDS):
-                self.add_command(resolve_name(f"opensora_cli.cli.{place}"))
+            for place, panel, _ in (_COMMANDS[name] for name in names if name in _COMMANDS):
+                command = resolve_name(f"opensora_cli.cli.{place}")
+                command.rich_help_panel, command.hidden = panel or None, panel == _HIDDEN
+                self.add_command(command)
 
 
 app = typer.Typer(
@@ -101,7 +118,7 @@ Examples:
 """
 
 
-@app.callback(help=_ABOUT)
+@app.callback(help=_ABOUT, epilog="Documentation: docs/index.md in the checkout of osora.")
 def _osora(
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")

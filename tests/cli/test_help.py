@@ -50,6 +50,14 @@ def test_help_version_and_presets_import_nothing_heavy() -> None:
     assert [{"pydantic", "opensora_cli.cli.train"} & modules for modules in every[:2]] == [set()] * 2
 
 
+def test_commands_are_in_groups_and_the_help_ends_with_the_documentation(osora) -> None:
+    lines = osora("--help").out.rstrip().splitlines()
+    assert [line.split()[1] for line in lines if line.startswith("╭")] == ["Options", "Videos", "Training", "Machines"]
+    assert lines[-1].strip() == "Documentation: docs/index.md in the checkout of osora."
+    assert "convert-ckpt" not in "".join(lines)
+    assert "osora convert-ckpt" in osora("convert-ckpt", "--help").out
+
+
 @pytest.mark.slow
 def test_a_plan_of_the_demo_imports_neither_transformers_nor_compilers() -> None:
     [modules] = modules_after(["generate", "raining, sea", "--model", "demo", "--dry-run", "--json"])
