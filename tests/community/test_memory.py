@@ -19,7 +19,7 @@ from opensora_cli.community.memory import (
     memory_offloading_inference,
     set_grad_checkpoint,
 )
-from opensora_cli.models.attention.sdpa import sdpa
+from opensora_cli.models.attention.torch_kernels import sdpa
 
 
 class Block(nn.Module):

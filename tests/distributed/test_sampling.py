@@ -30,7 +30,7 @@ from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.process import ALONE
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.attention.sdpa import sdpa
+from opensora_cli.models.attention.torch_kernels import sdpa
 from opensora_cli.models.linears import LowRankLinear
 from opensora_cli.settings.load import load_preset
 

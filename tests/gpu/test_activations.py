@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from opensora_cli.community.memory import DynamicActivationManager
 from opensora_cli.memory.activations import HostActivations
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
-from opensora_cli.models.attention.math import math
+from opensora_cli.models.attention.torch_kernels import math
 
 
 @pytest.fixture(autouse=True)

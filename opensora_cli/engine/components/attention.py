@@ -19,7 +19,8 @@ from opensora_cli.core.attention_kinds import ATTENTION_KINDS
 from opensora_cli.core.device import capability, has_flash_kernels, has_gpu, is_gpu
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.models.attention import attention_backend
+from opensora_cli.models.attention import BACKENDS
+from opensora_cli.models.attention.torch_kernels import math
 from opensora_cli.settings.enums import AttentionChoice
 
 _HOPPER = 9
@@ -133,7 +134,7 @@ def keep_attention(planned: AttentionPlan, backend: str | None, use: AttentionUs
 def attention_stand_in(choice: AttentionChoice | str) -> AttentionBackend:
     """Return a backend that needs as much memory as `choice`, on any device and on fake tensors."""
     kind = ATTENTION_KINDS.get(choice)
-    return attention_backend("sdpa" if kind is None or kind.is_fused else str(choice))
+    return BACKENDS["sdpa" if kind is None or kind.is_fused else str(choice)]
 
 
 def _why_unavailable(name: str, use: AttentionUse) -> str | None:
@@ -158,21 +159,11 @@ def why_unusable(name: str, use: AttentionUse) -> str | None:
         return problem
     try:
         with _silenced():
-            error = _error(attention_backend(name), use)
+            error = _error(BACKENDS[name], use)
     except Exception as problem:
         # Libraries raise exceptions of any type if their kernels do not fit.
-        return _mismatch(name) or f"{name}: {' '.join(str(problem).split())[:200] or type(problem).__name__}"
+        return f"{name}: {' '.join(str(problem).split())[:200] or type(problem).__name__}"
     return None if error <= _TOLERANCE else f"{name} differs from math by {error:.0%}"
-
-
-def _mismatch(name: str) -> str | None:
-    try:
-        with _silenced():
-            mismatch = attention_backend(name).mismatch
-            return None if mismatch is None else mismatch()
-    except Exception:
-        # The library cannot be imported; the first exception says why.
-        return None
 
 
 def _error(backend: AttentionBackend, use: AttentionUse) -> float:
@@ -181,10 +172,7 @@ def _error(backend: AttentionBackend, use: AttentionUse) -> float:
     shape = 1, _HEADS, _TOKENS, use.head_dim
     *qkv, gradient = (torch.randn(shape, generator=generator).to(use.device, use.dtype) for _ in range(4))
     computations = {_gradients if use.gradients else _result, _parts if use.in_parts else _result}
-    reference = attention_backend("math")
-    return max(
-        _difference(compute(backend, qkv, gradient), compute(reference, qkv, gradient)) for compute in computations
-    )
+    return max(_difference(compute(backend, qkv, gradient), compute(math, qkv, gradient)) for compute in computations)
 
 
 def _result(attention: AttentionBackend, qkv: list[Tensor], gradient: Tensor) -> tuple[Tensor, ...]:

@@ -28,8 +28,7 @@ from opensora_cli.engine.estimate.fake_tensors import (
 )
 from opensora_cli.engine.estimate.work import Work, WorkCounter
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.attention.math import MATH_PARTS
-from opensora_cli.models.attention.sdpa import sdpa
+from opensora_cli.models.attention.torch_kernels import MATH_PARTS, sdpa
 from opensora_cli.models.linears import Split
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig

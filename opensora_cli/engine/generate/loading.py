@@ -22,7 +22,7 @@ from opensora_cli.engine.components.parallelize import shard_block, shard_t5
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.models.attention import attention_backend
+from opensora_cli.models.attention import BACKENDS
 from opensora_cli.models.mmdit.blocks import modulation_layers, repeated_blocks
 from opensora_cli.models.mmdit.layout import converter, find_rotary
 from opensora_cli.models.mmdit.model import MMDiT
@@ -138,7 +138,7 @@ def prepare(transformer: MMDiT, plan: Plan) -> None:
     """Apply the parts of a plan that need no other weights: sequence chunks and attention backend."""
     transformer.set_sequence_chunk(plan.offload.chunk_tokens)
     if plan.attention is not None:
-        transformer.set_attention(attention_backend(plan.attention.backend))
+        transformer.set_attention(BACKENDS[plan.attention.backend])
 
 
 def streamed_blocks(

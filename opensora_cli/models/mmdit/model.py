@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opensora_cli.core.attention import AttentionFn
-from opensora_cli.models.attention.sdpa import sdpa
+from opensora_cli.models.attention.torch_kernels import sdpa
 from opensora_cli.models.mmdit.blocks import modulation_layers
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layers import (
