@@ -118,11 +118,6 @@ def _moved(chunk_BCTHW: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(chunk_BCTHW, device=device, pin_memory=pinned).copy_(chunk_BCTHW, non_blocking=True)
 
 
-def records_no_gradient(clip_BCTHW: Tensor, conv: CausalConv3d) -> bool:
-    """Return whether no gradient is recorded through the model that contains `conv`."""
-    return not (clip_BCTHW.requires_grad or conv.conv.weight.requires_grad)
-
-
 def chunk_frames_for(shape: tuple[int, int, int, int], *, device: torch.device) -> int | None:
     """Return the default number of frames to compute at a time. None means all.
 
@@ -155,7 +150,8 @@ def run_in_chunks(
     clip = StoredClip(convolve(torch.split(clip_BCTHW, chunk_frames, dim=2), conv_in), store=store)
     for stage in stages_of(layers):
         clip = StoredClip(run_stage(clip, stage, chunk_frames=chunk_frames, store=store), store=store)
-    return last_stage(clip, norm_out, conv_out, canvas=canvas)
+    pixels = _norm_silu_conv(clip.drain(), clip.group_norm(norm_out), conv_out)
+    return torch.cat([chunk_BCTHW.to(canvas) for chunk_BCTHW in pixels], dim=2)
 
 
 def stages_of(layers: Iterable[nn.Module]) -> list[list[nn.Module]]:
@@ -186,12 +182,6 @@ def run_stage(
         else:
             chunks = _upsample(chunks, cast(Upsample, resampling), chunk_frames)
     return chunks
-
-
-def last_stage(clip: StoredClip, norm: nn.GroupNorm, conv: CausalConv3d, *, canvas: torch.device) -> Tensor:
-    """Return the output of the last stage for a clip, which is drained; see `run_in_chunks`."""
-    pixels = _norm_silu_conv(clip.drain(), clip.group_norm(norm), conv)
-    return torch.cat([chunk_BCTHW.to(canvas) for chunk_BCTHW in pixels], dim=2)
 
 
 def convolve(chunks: Iterable[Tensor], conv: CausalConv3d, *, silu: bool = False) -> Iterator[Tensor]:

@@ -1,12 +1,10 @@
-"""Efficient padding and upsampling convolution, for training on a CPU and for decoding many pixels."""
+"""Efficient norms, padding and upsampling convolution, for training on a CPU and for decoding many pixels."""
 
 import itertools
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +55,17 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
+class GroupNorm(nn.GroupNorm):
+    """`nn.GroupNorm` that keeps the dtype under autocast; kernels sum in fp32 for any dtype."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normalized activations in their own dtype and shape."""
+        # On a GPU, but not on a CPU, autocast would return twice the bytes, in fp32.
+        weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
+        with without_autocast(input.device):
+            return functional.group_norm(input, self.num_groups, weight, bias, self.eps)
+
+
 def convolved(clip_BCTHW: Tensor, convolve: Callable[[Tensor], Tensor]) -> Tensor:
     """Return `convolve(clip_BCTHW)`, computed in float32 if training in bfloat16 would crash the process.
 
@@ -86,6 +95,8 @@ class CarriedFrames:
 
     def __init__(self) -> None:
         self._padded_BCTHW: Tensor | None = None
+        self.kernels: tuple[Tensor, Tensor | None] | None = None
+        """Folded kernels of an upsampling convolution, the same for all chunks."""
 
     @property
     def is_empty(self) -> bool:
@@ -170,7 +181,10 @@ def conv_of_upsampled(
     factors = (time, space, space)
     is_start = carried is None or carried.is_empty
     padded_BCTHW = replicate_pad(fast_layout(hidden_BCTHW), (1, 1, 1, 1, 2 // time, 0), carried=carried)
-    kernels, bias = folded_kernels(conv, factors)
+    if carried is None:
+        kernels, bias = folded_kernels(conv, factors)
+    else:
+        kernels, bias = carried.kernels = carried.kernels or folded_kernels(conv, factors)
     convolve = onednn_conv3d if runs_in_onednn(padded_BCTHW, kernels) else functional.conv3d
     phases_BPTHW = convolved(padded_BCTHW, lambda clip_BCTHW: convolve(clip_BCTHW, kernels, bias))
     del padded_BCTHW
@@ -178,39 +192,8 @@ def conv_of_upsampled(
     return out
 
 
-class _Folded(NamedTuple):
-    """Folded kernels, with the state of their weights."""
-
-    storages: "list[weakref.ref[torch.UntypedStorage]]"
-    state: tuple[object, ...]
-    kernels: tuple[Tensor, Tensor | None]
-
-
-_FOLDED: "WeakKeyDictionary[nn.Conv3d, _Folded]" = WeakKeyDictionary()
-"""Cache of folded kernels of frozen convolutions, which is neither saved nor copied with the modules."""
-
-
 def folded_kernels(conv: nn.Conv3d, factors: tuple[int, int, int]) -> tuple[Tensor, Tensor | None]:
-    """Return the kernels of all phases and their bias. For frozen weights on a CPU they are cached."""
-    given = [conv.weight] if conv.bias is None else [conv.weight, conv.bias]
-    if any(each.device.type != "cpu" or each.requires_grad for each in given):
-        return _fold(conv, factors)
-    # An operation in place makes a new version, and another tensor under the same name has another storage.
-    state = factors, *((_version(each), each.shape, each.stride(), each.storage_offset(), each.dtype) for each in given)
-    storages = [each.untyped_storage() for each in given]
-    known = _FOLDED.get(conv)
-    if known is None or known.state != state or [ref() for ref in known.storages] != storages:
-        known = _Folded([weakref.ref(each) for each in storages], state, _fold(conv, factors))
-        _FOLDED[conv] = known
-    return known.kernels
-
-
-def _version(weight: Tensor) -> int:
-    """Return a number that changes with the values; 0 for weights of inference mode, which never change."""
-    return 0 if weight.is_inference() else weight._version
-
-
-def _fold(conv: nn.Conv3d, factors: tuple[int, int, int]) -> tuple[Tensor, Tensor | None]:
+    """Return the kernels of all phases and their bias."""
     weight = conv.weight
     # Sums of taps are rounded to the weight's dtype once, not at every addition.
     sum_dtype = torch.promote_types(weight.dtype, torch.float32)

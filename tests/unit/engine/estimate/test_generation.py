@@ -33,8 +33,6 @@ from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.registry import DEMO
-from opensora_cli.models.vae.hunyuan_blocks import Upsample
-from opensora_cli.models.vae.resample import folded_kernels
 from opensora_cli.models.vae.tiles import Tiling
 from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.load import load_preset
@@ -214,7 +212,7 @@ def decoded_on_outlines(
         pytest.param(22, 4, "device", "cpu", Tiling(), marks=SLOW),
         pytest.param(25, 4, "device", "cuda", Tiling(), marks=SLOW),
         pytest.param(27, 4, "host", "cuda", Tiling(), marks=SLOW),
-        pytest.param(6, 1, "device", "cpu", Tiling(spatial=True), marks=SLOW),
+        pytest.param(9, 1, "device", "cpu", Tiling(spatial=True), marks=SLOW),
         pytest.param(13, 3, "device", "cuda", Tiling(temporal=True), marks=SLOW),
         pytest.param(16, 5, "host", "cuda", Tiling(), marks=SLOW),
     ],
@@ -364,9 +362,5 @@ def test_on_cuda_the_host_holds_pixels_and_waiting_frames():
     on_device, on_host = (estimated(plan, offload, "cuda")["decode"] for offload in offloads)
     latents = 4 * prod(plan.latent_shape)
     assert on_device.data_bytes == latents
-    vae = new_autoencoder(plan.settings.vae).requires_grad_(False)
-    layers = [layer for layer in vae.modules() if isinstance(layer, Upsample)]
-    folded = [folded_kernels(layer.conv.conv, (layer.time, layer.space, layer.space)) for layer in layers]
-    # The kernels of upsampling convolutions stay folded.
-    assert on_cpu.data_bytes == latents + sum(each.nbytes for pair in folded for each in pair if each is not None)
+    assert on_cpu.data_bytes == latents
     assert beside_weights(on_host) < beside_weights(on_device)
