@@ -16,22 +16,21 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from opensora_cli.core.device import current_device, free_and_total_bytes, has_gpu, release_memory
 from opensora_cli.engine.components.hardware import unless_out_of_memory
 from opensora_cli.memory import checkpointing
-from opensora_cli.memory.activations import HostActivations
-from opensora_cli.memory.checkpointing import GradCheckpoint, run_checkpointed
+from opensora_cli.memory.checkpointing import GradCheckpoint, HostActivations, run_checkpointed
 from opensora_cli.memory.monitor import peak_bytes
 from opensora_cli.memory.streaming import stream_model
 
 
-class ActivationManager:
+class ActivationManager(HostActivations):
     """Stack of tensors in a host buffer. Before `setup_buffer`, no method has an effect."""
 
     # Whether there is a buffer, its number of elements, and how many of them are in use.
     enable, total_size, avail_offset = False, 0, 0
 
     def __init__(self) -> None:
+        super().__init__()
         self._moved: list[tuple[Tensor, torch.device | None]] = []
         self._ignored: Any = WeakTensorKeyDictionary()
-        self._saved = HostActivations()
 
     def setup_buffer(self, numel: int, dtype: torch.dtype) -> None:
         """Use a buffer of `numel` elements, which replaces an earlier one. Raises RuntimeError if that is used."""
@@ -86,7 +85,7 @@ class ActivationManager:
 
     def offloading(self) -> AbstractContextManager[object]:
         """Return a context that keeps the tensors that autograd saves inside it on the host, in memory of their own."""
-        return self._saved.offloading() if self.enable else nullcontext()
+        return super().offloading() if self.enable else nullcontext()
 
     def reset(self) -> None:
         """Release the buffer. The data of offloaded tensors is lost."""

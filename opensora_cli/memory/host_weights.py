@@ -1,4 +1,4 @@
-"""Weights of streamed blocks in host memory, and their copies to a device."""
+"""Weights of streamed blocks in host memory, their copies to a device, and the bytes that they take there."""
 
 import mmap
 import threading
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from opensora_cli.core.device import is_gpu
 from opensora_cli.memory.host_memory import PageLock, SideStream, page_aligned
-from opensora_cli.memory.slots import aligned
 
 HostSource = Literal["pinned", "mapped"]
 """Source of the copies. pinned: one page-locked copy of the weights; mapped: the original weights, as in a file."""
@@ -23,6 +22,45 @@ T = TypeVar("T")
 
 STAGING_BYTES = 32 * 2**20
 """Size of each of the two staging buffers for mapped weights: a copy takes much longer than its launch."""
+
+
+ALIGNMENT = 512
+"""Alignment of weights in bytes. It is that of torch's CUDA tensors, so that the same kernels are chosen."""
+SLOTS = 2
+"""Number of slots: one for the block that computes, and one for the next."""
+
+
+def aligned(nbytes: int) -> int:
+    """Return the aligned number of bytes of a weight in a run."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def slot_bytes(block: nn.Module) -> int:
+    """Return the number of bytes for a block's weights in one run of memory. The block may be on the meta device."""
+    return sum(aligned(weight.nbytes) for weight in block.parameters() if weight.device.type in ("cpu", "meta"))
+
+
+def streaming_bytes(block_bytes: Sequence[int], *, resident: int) -> int:
+    """Return the bytes that `stream_blocks` holds on the device for weights, from the blocks' `slot_bytes` in order.
+
+    Raises ValueError if `resident` is not positive.
+    """
+    kept = kept_blocks(len(block_bytes), resident=resident)
+    streamed = [size for index, size in enumerate(block_bytes) if index not in kept]
+    return sum(block_bytes[index] for index in kept) + min(resident, SLOTS) * max(streamed, default=0)
+
+
+def kept_blocks(count: int, *, resident: int) -> list[int]:
+    """Return the indexes of the blocks, among `count`, that `stream_blocks` keeps on the device.
+
+    Raises ValueError if `resident` is not positive.
+    """
+    if resident < 1:
+        raise ValueError(f"resident={resident} is not positive: a block must be on the device to compute")
+    if resident >= count:
+        return list(range(count))
+    kept = max(0, resident - SLOTS)
+    return [(2 * index + 1) * count // (2 * kept) for index in range(kept)]
 
 
 class BlockWeights:

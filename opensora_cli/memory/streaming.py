@@ -12,8 +12,14 @@ from torch.utils.hooks import RemovableHandle
 
 from opensora_cli.memory.checkpointing import RECOMPUTING, is_checkpointed
 from opensora_cli.memory.host_memory import SideStream
-from opensora_cli.memory.host_weights import BlockWeights, HostSource, HostWeights, open_host_weights
-from opensora_cli.memory.slots import SLOTS, kept_blocks
+from opensora_cli.memory.host_weights import (
+    SLOTS,
+    BlockWeights,
+    HostSource,
+    HostWeights,
+    kept_blocks,
+    open_host_weights,
+)
 
 
 @dataclass(slots=True)

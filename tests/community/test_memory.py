@@ -19,7 +19,6 @@ from opensora_cli.community.memory import (
     memory_offloading_inference,
     set_grad_checkpoint,
 )
-from opensora_cli.memory.activations import HostActivations
 from opensora_cli.models.attention.torch_kernels import sdpa
 
 
@@ -119,7 +118,7 @@ def test_checkpoints_offload_their_inputs_once_there_is_a_buffer(
     manager: ActivationManager, call: Checkpoint, numel: int | None
 ):
     copies: list[Tensor] = []
-    manager._saved = HostActivations(on_copy=copies.append)
+    manager._on_copy = copies.append
     if numel:
         manager.setup_buffer(numel, torch.float32)
     x = torch.linspace(-1, 1, 6).requires_grad_()
@@ -140,7 +139,7 @@ def test_every_module_learns_how_it_is_checkpointed(manager: ActivationManager):
     assert settings == {(True, True, 2)}
     assert all(torch.equal(*pair) for pair in zip(gradients(model), expected, strict=True))
     copies: list[Tensor] = []
-    manager._saved = HostActivations(on_copy=copies.append)
+    manager._on_copy = copies.append
     manager.setup_buffer(10_000, torch.float32)
     assert all(torch.equal(*pair) for pair in zip(gradients(model), expected, strict=True))
     # The inputs of the first two blocks, which share a checkpoint, and of the third.

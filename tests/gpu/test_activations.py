@@ -8,8 +8,7 @@ import torch
 from tiny_transformer import OUTSIDE_BLOCKS, assert_same, gradients, inputs, loss_of, transformer
 from torch import Tensor, nn
 
-from opensora_cli.memory.activations import HostActivations
-from opensora_cli.memory.checkpointing import set_grad_checkpoint
+from opensora_cli.memory.checkpointing import HostActivations, set_grad_checkpoint
 from opensora_cli.models.attention.torch_kernels import math
 
 

@@ -30,7 +30,7 @@ from opensora_cli.models.text.encoders import T5Encoder
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 
 if TYPE_CHECKING:
-    from opensora_cli.memory.eight_bit_products import ProductError
+    from opensora_cli.memory.eight_bit import ProductError
     from opensora_cli.memory.streaming import StreamingFigures
 
 
@@ -101,7 +101,7 @@ def load_transformer(
                     if measured is not None:
                         measured(replace(error, path=f"{path}.{error.path}"))
             if offload.fp8_storage:
-                from opensora_cli.memory.fp8_storage import store_in_fp8
+                from opensora_cli.memory.eight_bit import store_in_fp8
 
                 store_in_fp8(block)
             if not streams and plan.hardware.device.type != "cpu":

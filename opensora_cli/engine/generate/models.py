@@ -37,7 +37,7 @@ from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 
 if TYPE_CHECKING:
-    from opensora_cli.memory.eight_bit_products import ProductError
+    from opensora_cli.memory.eight_bit import ProductError
 
 T = TypeVar("T")
 

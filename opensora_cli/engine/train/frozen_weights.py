@@ -19,7 +19,7 @@ from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.estimate.weights import bytes_of_blocks
 from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.transformer import weights_dtype
-from opensora_cli.memory.slots import kept_blocks, streaming_bytes
+from opensora_cli.memory.host_weights import kept_blocks, streaming_bytes
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.settings.enums import HostWeights

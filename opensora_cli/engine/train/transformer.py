@@ -15,7 +15,7 @@ from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.train.distribution import Distribution, local
 from opensora_cli.engine.train.early import find_first_weights
 from opensora_cli.engine.train.lora import add_lora, first_adapter, open_first_adapter, read_adapter
-from opensora_cli.memory.fp8_storage import Fp8Linear
+from opensora_cli.memory.eight_bit import Fp8Linear
 from opensora_cli.models.attention import BACKENDS
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.layout import converter, find_rotary

@@ -13,8 +13,8 @@ from opensora_cli.engine.components.linear_products import (
     require_products,
     use_in_block,
 )
-from opensora_cli.memory import eight_bit_products
-from opensora_cli.memory.eight_bit_products import ProductLinear
+from opensora_cli.memory import eight_bit as eight_bit_products
+from opensora_cli.memory.eight_bit import ProductLinear
 from opensora_cli.models.linears import LowRankLinear
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig

@@ -34,7 +34,7 @@ from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.sidecar import sample_settings
 from opensora_cli.engine.mem_profile.measured_stages import random_transformer
-from opensora_cli.memory.slots import slot_bytes, streaming_bytes
+from opensora_cli.memory.host_weights import slot_bytes, streaming_bytes
 from opensora_cli.models.linears import LowRankLinear
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.registry import DEMO

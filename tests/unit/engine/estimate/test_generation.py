@@ -27,8 +27,8 @@ from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.references import Reference, encode_references
 from opensora_cli.engine.generate.text import encode_prompts
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.memory.fp8_storage import store_in_fp8
-from opensora_cli.memory.slots import slot_bytes, streaming_bytes
+from opensora_cli.memory.eight_bit import store_in_fp8
+from opensora_cli.memory.host_weights import slot_bytes, streaming_bytes
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.model import MMDiT
