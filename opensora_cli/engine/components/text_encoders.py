@@ -10,7 +10,7 @@ import torch
 
 from opensora_cli.checkpoint.load import PlannedTensor, load_into_module, plan_tensors
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.engine.components.on_meta import on_meta
+from opensora_cli.engine.components.architectures import on_meta
 from opensora_cli.engine.components.weights import Stamp, stamp_of
 from opensora_cli.models.text.clip import ClipTextModel, clip_weights
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from opensora_cli.core.device_names import GPU
 from opensora_cli.core.latent_grid import LatentGrid
-from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
+from opensora_cli.engine.components.architectures import new_autoencoder, vae_tiling
 from opensora_cli.engine.estimate.fake_tensors import (
     HOST,
     Counts,

@@ -21,8 +21,7 @@ from opensora_cli.core.device import (
 )
 from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, vae_tiling
-from opensora_cli.engine.components.configs import transformer_on_meta
+from opensora_cli.engine.components.architectures import autoencoder_on_meta, transformer_on_meta, vae_tiling
 from opensora_cli.engine.components.hardware import Hardware, unless_out_of_memory
 from opensora_cli.engine.components.linear_products import use_in_block
 from opensora_cli.engine.components.loras import add_fake_loras, lora_ranks

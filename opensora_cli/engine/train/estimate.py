@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from opensora_cli.core.device import timed
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import SampleRng
-from opensora_cli.engine.components.on_meta import on_meta
+from opensora_cli.engine.components.architectures import on_meta
 from opensora_cli.engine.encode.encoders import frozen_dtype
 from opensora_cli.engine.estimate.autoencoder import encoding_need
 from opensora_cli.engine.estimate.fake_tensors import HOST, fake_device, give_fake_weights

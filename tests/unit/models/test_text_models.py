@@ -9,7 +9,7 @@ from transformers.models.t5.modeling_t5 import T5Attention, T5LayerNorm
 
 from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.engine.components.on_meta import on_meta
+from opensora_cli.engine.components.architectures import on_meta
 from opensora_cli.models.text.clip import ClipTextModel, clip_weights
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import FusedRMSNorm, T5Model, position_buckets, t5_weights

@@ -12,8 +12,7 @@ from storage_sizes import storage_bytes
 from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.conditions import reference_parts
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
-from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.components.architectures import mmdit_config, new_autoencoder, vae_tiling
 from opensora_cli.engine.components.linear_products import use_in_block
 from opensora_cli.engine.estimate import autoencoder, transformer
 from opensora_cli.engine.estimate.fake_tensors import HOST, fake_device, fake_module

@@ -9,7 +9,7 @@ from tiny_weights import bit_equal, converted
 from tiny_world import released_settings
 
 from opensora_cli.core.choices import LinearProducts
-from opensora_cli.engine.components.autoencoders import load_autoencoder
+from opensora_cli.engine.components.architectures import load_autoencoder
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
