@@ -38,12 +38,11 @@ _inside_checkpoint: ContextVar[bool] = ContextVar("inside_checkpoint", default=F
 
 
 class HostActivations:
-    """Host copies of the tensors that autograd saves inside `offloading`.
+    """Host copies of the tensors that autograd saves inside `offloading`: around checkpoints, the inputs of blocks.
 
-    Around checkpointed blocks (see `checkpointing`), these are the inputs of the blocks. A tensor that is saved several
-    times, such as the rotary tables of all blocks, is copied once in each direction. Parameters and their views stay on
-    their device: every step needs them again. A saved tensor must not be changed in place. A copy is freed with the
-    graph that needs it. `on_copy` is called with each copy.
+    A tensor that is saved several times, such as the rotary tables of all blocks, is copied once in each direction.
+    Parameters and their views stay on their device. A saved tensor must not be changed in place. A copy is freed with
+    the graph that needs it. `on_copy` is called with each copy.
     """
 
     def __init__(self, *, on_copy: Callable[[Tensor], object] = lambda copy: None) -> None:
@@ -128,16 +127,13 @@ def set_grad_checkpoint(
 ) -> GradCheckpoint:
     """Checkpoint the blocks of a model, that is, the modules in its `ModuleList`s, and the modules at `others`.
 
-    Checkpoints do not nest, and without gradients there are none.
+    Checkpoints do not nest, and without gradients there are none. Raises ValueError if the model has checkpoints.
 
     Args:
         depth: path of a `ModuleList` -> number of blocks to checkpoint, from the first. None, or no entry, means all.
             The last blocks are the best to skip: backward frees their activations before it recomputes the others.
         activations: storage for the inputs of checkpoints. None keeps them on their device.
         keep_attention: save the results of torch's own attention instead of recomputing them (selective checkpointing).
-
-    Raises:
-        ValueError: The model is already checkpointed.
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

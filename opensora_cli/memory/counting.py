@@ -57,11 +57,9 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
     """Counter of the storages of tensors that are made inside its context, and of added tensors.
 
     A storage with any number of views counts once, from the operation that makes it until its last tensor is freed,
-    even after the context, and even if only autograd holds it. It works in forward, backward and inference mode, on any
-    device, and on meta tensors, which have no memory. For fake tensors, enter it inside their mode.
-
-    Temporary memory inside a kernel (workspaces), and memory that an allocator rounds up or caches, do not count. A
-    resized storage counts with its new size from the next operation on, or at once with `follow_sizes`.
+    even after the context. It works in forward, backward and inference mode, on any device, and on meta tensors. For
+    fake tensors, enter it inside their mode. Workspaces of kernels, and memory that an allocator rounds up or caches,
+    do not count. A resized storage counts with its new size from the next operation on.
 
     Args:
         device_type: count only tensors on this type of device. None means all devices.
@@ -143,11 +141,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return result
 
     def add(self, held: nn.Module | Tensor | Iterable[Tensor], owner: str | None = None) -> None:
-        """Count existing tensors, and set their owner.
-
-        For tensors that are already counted, the new owner applies from the beginning. None means no owner, or keeps
-        the previous one.
-        """
+        """Count existing tensors, and set their owner from the beginning on. None keeps the previous owner, if any."""
         if isinstance(held, nn.Module):
             held = [*held.parameters(), *held.buffers()]
         for tensor in _tensors(held if isinstance(held, Tensor) else list(held)):

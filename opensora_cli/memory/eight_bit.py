@@ -74,12 +74,8 @@ class Fp8Linear(StoredLinear):
 def store_in_fp8(block: nn.Module, *, frozen: bool = False) -> None:
     """Replace the linear layers inside a module, one after the other, by layers that store their weight in 8 bits.
 
-    Besides the result, only one weight in fp32 is in memory at a time. Names of parameters stay; each layer gets a
-    `weight_scale`. The module must not be on meta. Layers in 8 bits are skipped, and with `frozen`, layers that require
-    gradients, too.
-
-    Raises:
-        CheckpointError: A weight has numbers that are not finite; the layers before it have been replaced.
+    Names of parameters stay; each layer gets a `weight_scale`. Layers in 8 bits are skipped, and with `frozen`, layers
+    that require gradients, too. Raises CheckpointError if a weight has numbers that are not finite.
     """
     # Iterate by name because a list of layers would keep each in memory until the last is replaced.
     for name in [name for name, _ in block.named_children()]:
@@ -231,11 +227,7 @@ class ProductError:
 def use_products(block: nn.Module, paths: Iterable[str], kind: LinearProducts) -> list[ProductError]:
     """Replace linear layers of a block by layers that multiply in 8 bits, and return the error of each.
 
-    Besides the result, one weight in fp32 is in memory at a time. Names of parameters stay; each layer gets a
-    `weight_scale`. The error is for normally distributed inputs, the same at each call.
-
-    Raises:
-        CheckpointError: a weight has numbers that are not finite; the layers before it have been replaced.
+    The error is for normally distributed inputs, the same at each call. See `store_in_fp8` for names and errors.
     """
     last, errors = LastInput(), []
     for path in paths:
@@ -259,10 +251,7 @@ def _sampled_error(weight: Tensor, layer: ProductLinear) -> float:
 
 
 def output_and_rounded_product(layer: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output of a layer of `use_products` for tokens (N, in_features), and the expected output, in fp32.
-
-    The expected output is the fp32 product of the same rounded numbers.
-    """
+    """Return the output of a layer of `use_products` for tokens, and the fp32 product of the same rounded numbers."""
     assert isinstance(layer, ProductLinear)
     expected = _rounded_product(layer, tokens, slice(None))
     return layer(tokens).float(), expected if layer.bias is None else expected + layer.bias.float()

@@ -61,10 +61,8 @@ def choose_attention(
 ) -> AttentionPlan:
     """Return the backend for `choice`, the value of the setting named `setting`.
 
-    `tries_device` says whether this process may use the device. A process that may not, or a machine without the
-    device, only checks which libraries are installed; the ranks that compute choose again.
-
-    Raises HardwareError if the library of the backend is not installed, or the backend does not work on the device.
+    A process that may not use the device, or a machine without it, only checks which libraries are installed; the ranks
+    that compute choose again. Raises HardwareError if the backend does not work on the device.
     """
     # A plan can be for a device that this machine does not have.
     tries_device = tries_device and (not is_gpu(use.device) or has_gpu())
@@ -82,13 +80,8 @@ def choose_attention(
 def attention_order(device: torch.device) -> tuple[str, ...]:
     """Return the backends that `auto` tries on a device, in this order; it uses the first one that works.
 
-    - On a CPU only `sdpa` needs no memory for pairs of tokens.
-    - On a Hopper GPU `flash3` is first: its kernels are made for this GPU. A user has to build it, so it is rarely
-      installed.
-    - `sdpa` is next. Torch picks cuDNN's kernels on Hopper and on Blackwell GPUs of data centers, else its own flash
-      kernels, which are those of FlashAttention 2. So `cudnn` and `flash2` gain nothing there.
-    - A torch without flash kernels, as some builds for Windows are, tries `flash2` and `xformers` before `sdpa`.
-      The newest xformers, 0.0.35, has kernels for torch 2.10 with CUDA 12.8 only.
+    `flash3` is made for Hopper GPUs. With `sdpa` torch picks cuDNN's kernels or those of FlashAttention 2, so that
+    `cudnn` and `flash2` gain nothing, except in a torch without flash kernels, as some builds for Windows are.
     """
     if not is_gpu(device):
         return ("sdpa",)
@@ -103,8 +96,7 @@ def _first_usable(use: AttentionUse, *, setting: str, tries_device: bool) -> Att
         return AttentionPlan(backend="sdpa", reason=f"auto: {reason}")
     problems: list[str] = []
     for name in attention_order(use.device):
-        problem = why_unusable(name, use)
-        if problem is None:
+        if (problem := why_unusable(name, use)) is None:
             return AttentionPlan(backend=name, reason="; ".join([f"auto: {_reason(name, use)}", *problems]))
         problems.append(problem)
     raise HardwareError(

@@ -73,8 +73,6 @@ def require_products(
 
     `tensor` ranks share each block. `tries_device` says whether this process may use the device.
     """
-    if not any(stack.count for stack in repeated_blocks(config)):
-        raise RequestError(f"precision.linear={kind} has no effect on a model without blocks: leave it out")
     if not is_gpu(device):
         raise HardwareError(
             f"precision.linear={kind} needs an NVIDIA GPU, and this run is on {device.type}", hint=_USE_EXACT
@@ -96,11 +94,7 @@ def require_products(
 
 
 def use_in_block(block: nn.Module, stack: RepeatedBlocks, kind: LinearProducts) -> "list[ProductError]":
-    """Replace the linear layers of one block of a stack, and return the error of each product.
-
-    The layers may be sharded, or have adapters beside them. Raises CheckpointError if a weight has numbers that are not
-    finite.
-    """
+    """Replace the linear layers of one block, sharded or with adapters or not, and return the error of each product."""
     from opensora_cli.memory.eight_bit import use_products
 
     return use_products(block, [_path_of_weight(block, linear.path) for linear in stack.linears], kind)

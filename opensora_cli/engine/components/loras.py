@@ -162,9 +162,8 @@ def _examined(path: Path, size: int, changed_ns: int) -> tuple[str, tuple[str, .
 def fit_to_model(adapter: Adapter, shapes: Mapping[str, Shape], metadata: Mapping[str, str]) -> Adapter:
     """Return the adapter with the names of a model's weights, and with the layout of its q, k and v.
 
-    `shapes` has the tensors of the model, `metadata` is that of its file. A name in the adapter is compared with the
-    names of the model's layers here, in fused files and in diffusers, and with their spelling in kohya. A layer that is
-    not found keeps the name in its file.
+    `shapes` and `metadata` are those of the model's file. Names of the adapter can be the model's own, those of fused
+    files or of diffusers, or their spelling in kohya. A layer that is not found keeps its name.
     """
     model = _Model.of(shapes, metadata)
     updates: dict[str, tuple[LowRank, ...]] = {}

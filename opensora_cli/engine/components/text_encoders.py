@@ -34,8 +34,7 @@ def load_t5(
     """Return the T5 encoder in a folder; it pads or cuts every text to `max_length` tokens.
 
     With `layers_on_host` its layers stay on the CPU, for `streamed_layers`: mapped from the file, in the dtype of the
-    file if they are `cast_later`. Errors are those of `T5Encoder.reader`, and CheckpointError for weights that are
-    broken or do not fit config.json.
+    file if they are `cast_later`. Errors are those of `T5Encoder.reader`, and CheckpointError for unfit weights.
     """
     tokenizer = T5Encoder.reader(folder, max_length=max_length).tokenizer
     with on_meta():

@@ -44,12 +44,18 @@ class _FolderEncoder(PromptReader, Generic[Model]):
         self.model = model.requires_grad_(False).eval()
         self.device = torch.device(device)
 
+    @torch.no_grad()
+    def encode(self, texts: list[str]) -> Tensor:
+        """Return the output of the model, without an attention mask: T5 was trained to attend to the padding."""
+        outputs: Tensor = self.model(self._input_ids(texts))
+        return outputs
+
     def _input_ids(self, texts: list[str]) -> Tensor:
         return torch.tensor(self.tokenizer.padded_ids(texts, self.max_length)).to(self.device)
 
 
 class T5Encoder(_FolderEncoder[T5Model]):
-    """The encoder of a T5 (Raffel et al. 2020)."""
+    """Encoder of a T5 (Raffel et al. 2020), which returns the last hidden states (B, max_length, C)."""
 
     @classmethod
     def reader(cls, path: str | Path, *, max_length: int) -> PromptReader:
@@ -71,18 +77,9 @@ class T5Encoder(_FolderEncoder[T5Model]):
         """The layers, in the order in which they run: all of the weights but the table of tokens and a norm."""
         return self.model.encoder.block
 
-    @torch.no_grad()
-    def encode(self, texts: list[str]) -> Tensor:
-        """Return the last hidden state, (B, max_length, C).
-
-        There is no attention mask: the released model was trained on states that attend to the padding.
-        """
-        states: Tensor = self.model(self._input_ids(texts))
-        return states
-
 
 class ClipEncoder(_FolderEncoder[ClipTextModel]):
-    """The text tower of a CLIP (Radford et al. 2021)."""
+    """Text tower of a CLIP (Radford et al. 2021), which returns the pooled output (B, C)."""
 
     @classmethod
     def reader(cls, path: str | Path, *, max_length: int) -> PromptReader:
@@ -106,9 +103,3 @@ class ClipEncoder(_FolderEncoder[ClipTextModel]):
                 f"the tokenizer in {folder} does not end a text with token {sizes.end_id}, where its model pools"
             )
         return PromptReader(tokenizer=tokenizer, max_length=max_length)
-
-    @torch.no_grad()
-    def encode(self, texts: list[str]) -> Tensor:
-        """Return the pooled output, (B, C): the final state at the token that ends the text."""
-        pooled: Tensor = self.model(self._input_ids(texts))
-        return pooled

@@ -119,10 +119,9 @@ def _moved(chunk_BCTHW: Tensor, device: torch.device) -> Tensor:
 
 
 def chunk_frames_for(shape: tuple[int, int, int, int], *, device: torch.device) -> int | None:
-    """Return the default number of frames to compute at a time. None means all.
+    """Return the default number of frames to compute at a time, for frames (B, C, H, W) at the highest resolution.
 
-    `shape` is (B, C, H, W) of a frame between two layers at the highest resolution. In chunks, a CPU is equally fast
-    and needs half of the memory. Only very small chunks are slower, because of the overhead of calls.
+    In chunks, a CPU is equally fast and needs half of the memory, unless chunks are very small. None means all.
     """
     if device.type != "cpu":
         return None
@@ -143,9 +142,8 @@ def run_in_chunks(
 ) -> Tensor:
     """Return a decoder's output for projected latents, or an encoder's for pixels, on the canvas, without gradients.
 
-    `layers` are the layers between `conv_in` and `norm_out`. Each computes `chunk_frames` frames at a time, an even
-    number if a layer halves time. Layers that upsample in time return up to twice as many. Between two layers, the clip
-    is on `store`.
+    Each of `layers` computes `chunk_frames` frames at a time, an even number if a layer halves time. Between layers,
+    the clip is on `store`.
     """
     clip = StoredClip(convolve(torch.split(clip_BCTHW, chunk_frames, dim=2), conv_in), store=store)
     for stage in stages_of(layers):

@@ -40,10 +40,9 @@ class CausalConv3d(nn.Module):
         return self.convolve(self.pad(hidden_BCTHW))
 
     def pad(self, hidden_BCTHW: Tensor, carried: CarriedFrames | None = None, *, silu: bool = False) -> Tensor:
-        """Return the clip with its edges, for `convolve`.
+        """Return the clip with its edges, for `convolve`; see `replicate_pad`.
 
-        It may be the next chunk of a clip, after the one in `carried`: a stride in time must divide all of them but the
-        last. For `silu` see `replicate_pad`.
+        A stride in time must divide all chunks but the last.
         """
         return replicate_pad(fast_layout(hidden_BCTHW), self._padding, carried=carried, silu=silu)
 
@@ -79,9 +78,8 @@ class ResnetBlock(nn.Module):
 class FrameCausalAttention(nn.Module):
     """Self-attention of one full-width head over all positions, in which a frame sees itself and the past; residual.
 
-    The usual mask of T*H*W x T*H*W entries takes 4.6 GB at 33 frames of 32x32. But the queries of one frame all see the
-    same keys: frame by frame no mask is needed, half of the products are never computed, and torch's fused kernels keep
-    no scores either, forward or backward.
+    The queries of one frame all see the same keys. So frame by frame no mask is needed, which would take 4.6 GB at 33
+    frames of 32x32, half of the products are never computed, and torch's fused kernels keep no scores.
     """
 
     def __init__(self, channels: int, *, num_groups: int) -> None:
@@ -156,11 +154,7 @@ class Upsample(nn.Module):
         self.conv = CausalConv3d(channels, channels)
 
     def forward(self, hidden_BCTHW: Tensor, carried: CarriedFrames | None = None) -> Tensor:
-        """Return the same channels, H and W times `space`; of T frames, (T-1) times `time`, plus 1.
-
-        The input may be the next chunk of a clip, after the one in `carried`: all but the first give T times `time`
-        frames.
-        """
+        """Return the same channels, H and W times `space`; of T frames (T-1) times `time`, plus 1 in a first chunk."""
         return conv_of_upsampled(hidden_BCTHW, self.conv.conv, time=self.time, space=self.space, carried=carried)
 
 

@@ -42,8 +42,7 @@ def runs_in_onednn(clip_BCTHW: Tensor, weight: Tensor) -> bool:
 def onednn_conv3d(clip_BCTHW: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int] = (1, 1, 1)) -> Tensor:
     """Convolve without padding.
 
-    If a single clip has few channels, rows and frames (a product up to 20,480), `torch.nn.functional.conv3d` would copy
-    every neighborhood. That takes up to twelve times as long, and 27 times the memory of the clip.
+    For a small clip `torch.nn.functional.conv3d` would copy every neighborhood, in up to twelve times the time.
     """
     out: Tensor = torch.mkldnn_convolution(clip_BCTHW, weight, bias, (0, 0, 0), stride, (1, 1, 1), 1)
     return out
@@ -169,9 +168,8 @@ def conv_of_upsampled(
 ) -> Tensor:
     """Return the causal 3x3x3 convolution of the nearest-upsampled clip, without building the upsampled clip.
 
-    Pixels are repeated `space` times in height and width. Every frame except the first is repeated `time` times. Both
-    factors are 1 or 2. The result is (B, C_out, 1 + (T-1)*time, H*space, W*space); a chunk that is not the first has
-    T*time frames. Stride and padding of `conv` are ignored.
+    Factors are 1 or 2; the first frame is not repeated in time. The result is (B, C_out, 1 + (T-1)*time, H*space,
+    W*space); a chunk that is not the first has T*time frames.
 
     On a doubled axis, two of the three taps of the kernel always multiply the same low-resolution value. So two kernels
     of two taps on the low-resolution clip, for even and for odd positions, give the same sums. With all axes doubled,
@@ -217,10 +215,9 @@ def _fold_taps(kernel: Tensor, axis: int) -> tuple[Tensor, Tensor]:
 
 
 class _InterleavePhases(torch.autograd.Function):
-    """Move phases from channels to positions: (B, phases*C, T', H', W') -> (B, C, T, H, W).
+    """Move phases from channels to positions: (B, phases*C, T', H', W') -> (B, C, T, H, W), without those outside.
 
-    Positions outside the clip are dropped: the first and the last of a doubled height or width, and the first of a
-    doubled time axis if the clip starts there. Autograd of strided writes would copy the whole output once per phase.
+    Autograd of strided writes would copy the whole output once per phase.
     """
 
     @staticmethod

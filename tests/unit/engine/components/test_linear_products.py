@@ -87,11 +87,6 @@ def test_fp8_needs_bfloat16_and_sizes_that_its_kernel_takes():
         require(FP8, tensor=5)
 
 
-def test_a_model_without_blocks_has_no_use_for_it():
-    with pytest.raises(RequestError, match="no effect"):
-        require(INT8, MMDiTConfig(depth=0, depth_single_blocks=0))
-
-
 def test_a_wrong_or_missing_kernel_is_refused(gpu, monkeypatch):
     why_unusable, multiply = linear_products._why_unusable, eight_bit_products._int_mm
     assert why_unusable(INT8, CPU, torch.bfloat16) is None
