@@ -36,9 +36,7 @@ from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.device import GIB
 from opensora_cli.core.exceptions import OsoraError
 from opensora_cli.core.files import require_space
-from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
-from opensora_cli.engine.components.configs import transformer_on_meta
-from opensora_cli.engine.components.on_meta import on_meta
+from opensora_cli.engine.components.architectures import autoencoder_on_meta, on_meta, transformer_on_meta
 from opensora_cli.media.write import write_media
 from opensora_cli.models.text.clip import ClipTextModel
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes

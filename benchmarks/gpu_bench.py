@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 
 from opensora_cli.core.device import GIB, release_memory
-from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.estimate.transformer import evaluation_work
 from opensora_cli.engine.generate import loading

@@ -15,8 +15,8 @@ from torch.nn import functional
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.device import GIB
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.engine.components.attention import attention_stand_in
-from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.encode.encoders import EmptyPrompt
 from opensora_cli.engine.estimate.transformer import evaluation_work
 from opensora_cli.engine.mem_profile.measured_stages import measure_stage

@@ -11,7 +11,7 @@ from plain_vae import plain_decode
 from speed_pairs import Row, compared
 from torch import Tensor
 
-from opensora_cli.engine.components.autoencoders import load_autoencoder, new_autoencoder
+from opensora_cli.engine.components.architectures import load_autoencoder, new_autoencoder
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import CHUNK_TOKENS

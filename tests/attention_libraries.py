@@ -22,8 +22,6 @@ HALF = (torch.float16, torch.bfloat16)
 FLASH2 = {
     "flash_attn_func": "q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
     "alibi_slopes=None, deterministic=False, return_attn_probs=False",
-    "_flash_attn_backward": "dout, q, k, v, out, softmax_lse, dq, dk, dv, dropout_p, softmax_scale, causal, "
-    "window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state=None",
 }
 _FUNC3 = (
     "q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, "
@@ -65,15 +63,7 @@ FLASH4 = {
     "block_sparse_tensors=None, dlse=None, learnable_sink=None",
 }
 # xformers 0.0.35, xformers/ops/fmha/__init__.py
-_XFORMERS = "query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None"
-XFORMERS = {
-    "memory_efficient_attention": _XFORMERS,
-    "memory_efficient_attention_forward_requires_grad": _XFORMERS,
-    "memory_efficient_attention_backward": "grad, output, lse, query, key, value, attn_bias=None, p=0.0, scale=None, "
-    "*, op=None",
-}
-_XFORMERS_PADDING = 32
-"""Queries to a multiple of which its cutlass kernels pad the log-sum-exp."""
+XFORMERS = "query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None"
 _OFF = {
     **{name: None for name in ("attn_bias", "alibi_slopes", "qv", "k_new", "v_new", "page_table", "op")},
     **{f"{each}_descale": None for each in "qkv"},
@@ -147,13 +137,10 @@ def fake_flash2(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Library:
     library = Library(FLASH2, **options)
 
     def attend(given: dict[str, Any]) -> Any:
-        out, lse = library.forward(given["q"], given["k"], given["v"], given["softmax_scale"])
-        return (out, lse, None) if given["return_attn_probs"] else out
+        return library.forward(given["q"], given["k"], given["v"], given["softmax_scale"])[0]
 
-    package, interface = _modules(monkeypatch, "flash_attn", "flash_attn.flash_attn_interface")
+    (package,) = _modules(monkeypatch, "flash_attn")
     package.flash_attn_func = library.function("flash_attn_func", attend)  # type: ignore[attr-defined]
-    backward = library.function("_flash_attn_backward", lambda given: _into(library, given))
-    interface._flash_attn_backward = backward  # type: ignore[attr-defined]
     return library
 
 
@@ -197,23 +184,14 @@ def fake_flash4(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Library:
 
 def fake_xformers(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Library:
     """Likewise xformers."""
-    library = Library(XFORMERS, (*HALF, torch.float32), **options)
+    name = "memory_efficient_attention"
+    library = Library({name: XFORMERS}, (*HALF, torch.float32), **options)
 
-    def forward(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        out, lse = library.forward(given["query"], given["key"], given["value"], given["scale"])
-        return out, torch.nn.functional.pad(lse, (0, -lse.shape[-1] % _XFORMERS_PADDING), value=float("inf"))
-
-    def backward(given: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        kept = (given[name] for name in ("grad", "query", "key", "value", "output", "lse", "scale"))
-        return library.backward(*kept)
+    def attend(given: dict[str, Any]) -> Tensor:
+        return library.forward(given["query"], given["key"], given["value"], given["scale"])[0]
 
     _, ops = _modules(monkeypatch, "xformers", "xformers.ops")
-    for name, compute in (
-        ("memory_efficient_attention", lambda given: forward(given)[0]),
-        ("memory_efficient_attention_forward_requires_grad", forward),
-        ("memory_efficient_attention_backward", backward),
-    ):
-        setattr(ops, name, library.function(name, compute))
+    setattr(ops, name, library.function(name, attend))
     return library
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 
-from opensora_cli.engine.components.configs import count_parameters
+from opensora_cli.engine.components.architectures import count_parameters
 from opensora_cli.engine.components.loras import lora_ranks
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.estimate.generation import estimate_generation

@@ -140,7 +140,7 @@ def picture(width, height, kind="PNG"):
 
 def turbo_weights(folder):
     """Write the demo's transformer with a few-step adapter of 3 steps, and return the folder."""
-    from opensora_cli.engine.components.configs import transformer_on_meta
+    from opensora_cli.engine.components.architectures import transformer_on_meta
 
     folder.mkdir()
     shutil.copy(packaged_demo() / "transformer.safetensors", folder)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.attention import attention_backend
-from opensora_cli.models.attention.sdpa import sdpa
+from opensora_cli.models.attention import BACKENDS
+from opensora_cli.models.attention.torch_kernels import sdpa
 from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.sequence import sequence_attention
 from opensora_cli.parallel.shares import MeshShape, SequenceLengths, span
@@ -63,7 +63,7 @@ def attention_errors(
 
     # Laid out as a model lays them out: heads behind tokens.
     given = [whole[:, :, own].transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for whole in wholes]
-    out = sequence_attention(attention_backend(backend), mesh, lengths)(*given)
+    out = sequence_attention(BACKENDS[backend], mesh, lengths)(*given)
     assert out.shape == given[0].shape
     out.backward(gradient[:, :, own])
     pairs = [(out, expected), *((ours.grad, theirs.grad) for ours, theirs in zip(given, exact, strict=True))]

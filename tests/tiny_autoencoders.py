@@ -7,7 +7,7 @@ from torch import Tensor
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch, ClipRequest, SampledBatches, SampleRng
-from opensora_cli.engine.components.autoencoders import new_autoencoder
+from opensora_cli.engine.components.architectures import new_autoencoder
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives.discriminator import discriminator_role
 from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance

@@ -6,7 +6,7 @@ import tiny_training
 import tiny_world
 import torch
 
-from opensora_cli.engine.components.autoencoders import new_autoencoder
+from opensora_cli.engine.components.architectures import new_autoencoder
 
 
 def save_frozen_parts(folder: Path) -> Path:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.attention import AttentionFn
-from opensora_cli.models.attention.sdpa import sdpa
+from opensora_cli.models.attention.torch_kernels import sdpa
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT

@@ -17,8 +17,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 from opensora_cli.core.choices import QKV
 from opensora_cli.core.progress import SilentReporter, StageProgress
-from opensora_cli.engine.components.autoencoders import new_autoencoder
-from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.components.architectures import mmdit_config, new_autoencoder
 from opensora_cli.media.write import write_media
 from opensora_cli.models.mmdit.layout import HeadSizes, plan_layout
 from opensora_cli.models.mmdit.model import MMDiT

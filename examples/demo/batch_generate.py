@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from opensora_cli.core.conditions import T2V, ConditionMode, reference_parts
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.components.autoencoders import vae_tiling
+from opensora_cli.engine.components.architectures import vae_tiling
 from opensora_cli.engine.encode.clips import cut_part
 from opensora_cli.engine.generate.chain import alone
 from opensora_cli.engine.generate.decode import Clip, decode_latents

@@ -13,7 +13,7 @@ import torch
 
 from demo_world.scene_clips import SceneClip
 from opensora_cli.core.files import write_json_atomic
-from opensora_cli.engine.components.autoencoders import load_autoencoder
+from opensora_cli.engine.components.architectures import load_autoencoder
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate.previews import demo_map_file, fit_preview_map, preview_example
 from opensora_cli.media.resize import to_uint8

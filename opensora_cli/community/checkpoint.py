@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -80,9 +79,7 @@ class CheckpointIO:
     def __enter__(self) -> "CheckpointIO":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # After an error the other ranks may have ended.
         self._outcome_is_open = self._outcome_is_open and error is None
         self.wait()
@@ -267,10 +264,7 @@ def _load_state(target: Stateful, path: Path) -> None:
     if not path.exists() and path.with_suffix("").is_file():
         path = path.with_suffix("")
     state, _ = read_object(path)
-    try:
-        target.load_state_dict(state)
-    except Exception as error:
-        raise CheckpointError(f"{path} is broken or of another run: {' '.join(str(error).split())[:300]}") from error
+    target.load_state_dict(state)
 
 
 def _do_on_first_rank(do: Callable[[], object]) -> None:

@@ -4,12 +4,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -17,48 +16,51 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from opensora_cli.core.device import current_device, free_and_total_bytes, has_gpu, release_memory
 from opensora_cli.engine.components.hardware import unless_out_of_memory
 from opensora_cli.memory import checkpointing
-from opensora_cli.memory.checkpointing import GradCheckpoint, run_checkpointed
+from opensora_cli.memory.checkpointing import GradCheckpoint, HostActivations, run_checkpointed
 from opensora_cli.memory.monitor import peak_bytes
 from opensora_cli.memory.streaming import stream_model
 
 
-class ActivationManager:
-    """Stack of tensors in host memory. Without a buffer, `offload`, `onload` and `offloading` have no effect."""
+class ActivationManager(HostActivations):
+    """Stack of tensors in a host buffer. Before `setup_buffer`, no method has an effect."""
 
-    # Whether there is a buffer, its number of elements, and the flat buffer.
-    enable, total_size = False, 0
-    buffer: Tensor | None = None
+    # Whether there is a buffer, its number of elements, and how many of them are in use.
+    enable, total_size, avail_offset = False, 0, 0
 
     def __init__(self) -> None:
-        self._slots: list[weakref.ref[_Slot]] = []
-        self._moved: list[tuple[Tensor, _Slot]] = []
+        super().__init__()
+        self._moved: list[tuple[Tensor, torch.device | None]] = []
         self._ignored: Any = WeakTensorKeyDictionary()
 
     def setup_buffer(self, numel: int, dtype: torch.dtype) -> None:
-        """Allocate a buffer of `numel` elements, which replaces an earlier one. Raises RuntimeError if that is used."""
+        """Use a buffer of `numel` elements, which replaces an earlier one. Raises RuntimeError if that is used."""
         if self.avail_offset:
-            raise RuntimeError("the activation buffer is in use: call setup_buffer after backward, or reset() before")
-        self.buffer = torch.empty(numel, dtype=dtype, pin_memory=has_gpu())
-        self.enable, self.total_size = True, numel
+            raise RuntimeError("the activation buffer is in use: call onload for each tensor, or reset(), before")
+        self.enable, self.total_size, self._dtype = True, numel, dtype
+        vars(self).pop("buffer", None)
 
-    @property
-    def avail_offset(self) -> int:
-        """Number of used elements of the buffer."""
-        while self._slots:
-            last = self._slots[-1]()
-            if last is not None:
-                return last.stop
-            self._slots.pop()
-        return 0
+    @cached_property
+    def buffer(self) -> Tensor | None:
+        """Flat buffer, allocated at its first use. Checkpoints do not need it."""
+        return torch.empty(self.total_size, dtype=self._dtype, pin_memory=has_gpu()) if self.enable else None
 
     def offload(self, x: Tensor) -> Tensor | None:
         """Move the data of `x` to the buffer, in place, and return `x`. `onload` moves it back.
+
         Raises RuntimeError if the buffer is full or has another dtype.
         """
         if not self.enable or x in self._ignored:
             return None
-        slot = self._slot(x) if self._moves(x) else _Slot(self.avail_offset, x.detach())
-        x.data, self._moved = slot.host, [*self._moved, (x, slot)]
+        start, stop = self.avail_offset, self.avail_offset + x.numel()
+        if stop > self.total_size or x.dtype != self._dtype:
+            raise RuntimeError(
+                f"the activation buffer has {self.total_size - start} elements of {self._dtype} left, and {x.numel()} "
+                f"of {x.dtype} are needed: call setup_buffer with more, or with this dtype"
+            )
+        assert self.buffer is not None
+        host = self.buffer[start:stop].as_strided(x.shape, torch.empty_like(x, device="meta").stride())
+        self._moved.append((x, x.device))
+        x.data, self.avail_offset = host.copy_(x.detach()), stop
         return x
 
     def onload(self, x: Tensor) -> Tensor | None:
@@ -67,8 +69,10 @@ class ActivationManager:
             return None
         if not self.is_top_tensor(x):
             raise AssertionError("wrong order: onload first what was offloaded last")
-        _, slot = self._moved.pop()
-        x.data = slot.fetch()
+        _, device = self._moved.pop()
+        if device is not None:
+            self.avail_offset -= x.numel()
+            x.data = torch.empty_like(x.data, device=device).copy_(x.data)
         return x
 
     def is_top_tensor(self, x: Tensor) -> bool:
@@ -80,58 +84,13 @@ class ActivationManager:
         self._ignored[x] = True
 
     def offloading(self) -> AbstractContextManager[object]:
-        """Return a context that offloads the tensors that autograd saves inside it, except those of other dtypes."""
-        if not self.enable:
-            return nullcontext()
-        return saved_tensors_hooks(self._pack, lambda saved: saved.fetch() if isinstance(saved, _Slot) else saved)
+        """Return a context that keeps the tensors that autograd saves inside it on the host, in memory of their own."""
+        return super().offloading() if self.enable else nullcontext()
 
     def reset(self) -> None:
-        """Release all space. The data of offloaded tensors is lost."""
+        """Release the buffer. The data of offloaded tensors is lost."""
         self._moved.clear()
-        self._slots.clear()
-
-    def _moves(self, x: Tensor) -> bool:
-        return True
-
-    def _pack(self, x: Tensor) -> "Tensor | _Slot":
-        assert self.buffer is not None
-        is_weight = isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter)
-        return x if is_weight or x.dtype != self.buffer.dtype or not self._moves(x) else self._slot(x)
-
-    @torch.no_grad()
-    def _slot(self, x: Tensor) -> "_Slot":
-        assert self.buffer is not None
-        start, stop = self.avail_offset, self.avail_offset + x.numel()
-        if stop > self.total_size or x.dtype != self.buffer.dtype:
-            raise RuntimeError(
-                f"the activation buffer has {self.total_size - start} elements of {self.buffer.dtype} left, and "
-                f"{x.numel()} of {x.dtype} are needed: call setup_buffer with more, or with this dtype"
-            )
-        strides = torch.empty_like(x, device="meta").stride()
-        slot = _Slot(stop, self.buffer[start:stop].as_strided(x.shape, strides), x.device)
-        slot.host.copy_(x)
-        self._slots.append(weakref.ref(slot))
-        return slot
-
-
-class _Slot:
-    """Part of the buffer that ends before the element `stop`. It is free again once nothing refers to this object."""
-
-    def __init__(self, stop: int, host: Tensor, device: torch.device | None = None) -> None:
-        self.stop, self.host = stop, host
-        self._device = device
-
-    def fetch(self) -> Tensor:
-        """Return the tensor on its device; a tensor without a device was not moved."""
-        if self._device is None:
-            return self.host
-        return torch.empty_like(self.host, device=self._device).copy_(self.host)
-
-
-def _used_and_total(device: torch.device) -> tuple[int, int]:
-    """Return the used and the total bytes of a device, or on a CPU of the memory that this process can have."""
-    free, total = free_and_total_bytes(device)
-    return total - free, total
+        self.avail_offset = 0
 
 
 class DynamicActivationManager(ActivationManager):
@@ -140,20 +99,23 @@ class DynamicActivationManager(ActivationManager):
     The share `threshold` is 0 to 1: 0 offloads everything, 1 nothing. Other values raise ValueError.
     """
 
-    def __init__(
-        self, threshold: float = 0.8, *, read_memory: Callable[[torch.device], tuple[int, int]] = _used_and_total
-    ) -> None:
+    def __init__(self, threshold: float = 0.8) -> None:
         super().__init__()
         if not 0 <= threshold <= 1:
             raise ValueError(f"threshold={threshold} must be a share of the device's memory: 0 to 1")
         self.threshold = threshold
-        self._read_memory = read_memory
         self._history: deque[int] = deque(maxlen=10_000)
         self._peak = 0
 
     def adaptive_offload(self, x: Tensor) -> None:
-        """Offload `x` if memory is short. The caller must call `onload(x)` in any case."""
-        self.offload(x)
+        """Offload `x` if memory is short, on a CPU that of the host. The caller must call `onload(x)` in any case."""
+        free, total = free_and_total_bytes(x.device)
+        self._history.append(total - free)
+        self._peak = max(self._peak, total - free)
+        if total - free > self.threshold * total:
+            self.offload(x)
+        elif self.enable and x not in self._ignored:
+            self._moved.append((x, None))
 
     def memory_profiling(self) -> dict[str, Any]:
         """Return the device's used bytes at the peak and at each offload decision, and the used share of the buffer."""
@@ -163,15 +125,9 @@ class DynamicActivationManager(ActivationManager):
             "buffer_utilization": self.avail_offset / max(self.total_size, 1),
         }
 
-    def _moves(self, x: Tensor) -> bool:
-        used, total = self._read_memory(x.device)
-        self._history.append(used)
-        self._peak = max(self._peak, used)
-        return used > self.threshold * total
-
 
 GLOBAL_ACTIVATION_MANAGER = ActivationManager()
-"""Manager whose buffer, once set up, holds the inputs of this module's checkpoints."""
+"""Manager of the inputs of this module's checkpoints, which it offloads after `setup_buffer`."""
 
 
 class CheckpointFunctionWithOffload(torch_checkpoint.CheckpointFunction):

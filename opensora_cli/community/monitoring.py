@@ -54,22 +54,21 @@ class AccelerationProfiler:
 
     def profile_checkpoint(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function, and record its seconds and peak bytes under `checkpoint`. On a CPU tensors are counted."""
-        results: list[Any] = []
-
-        def run() -> None:
-            self._report["timing_breakdown"]["checkpoint"] = timed(
-                lambda: results.append(func(*args, **kwargs)), self._device
-            )
-
-        self._report["memory_breakdown"]["checkpoint"] = peak_bytes(run, device=self._device)
-        return results[0]
+        found: list[tuple[Any, float]] = []
+        peak = peak_bytes(lambda: found.append(self._timed(func, *args, **kwargs)), device=self._device)
+        self._report["memory_breakdown"]["checkpoint"] = peak
+        self._report["timing_breakdown"]["checkpoint"] = found[0][1]
+        return found[0][0]
 
     def profile_communication(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function, and record its seconds under its name."""
+        result, self._report["communication_breakdown"][func.__name__] = self._timed(func, *args, **kwargs)
+        return result
+
+    def _timed(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[Any, float]:
         results: list[Any] = []
         seconds = timed(lambda: results.append(func(*args, **kwargs)), self._device)
-        self._report["communication_breakdown"][func.__name__] = seconds
-        return results[0]
+        return results[0], seconds
 
     def generate_report(self) -> dict[str, dict[str, float]]:
         """Return `timing_breakdown` and `communication_breakdown` in seconds, `memory_breakdown` in bytes."""
@@ -110,10 +109,8 @@ def _log_memory(
 
 def log_model_params(model: nn.Module) -> None:
     """Log the number of parameters of a model, of trained ones, and their bytes. Shared parameters count once."""
-    weights = list(model.parameters())
-    total = sum(weight.numel() for weight in weights)
-    trained = sum(weight.numel() for weight in weights if weight.requires_grad)
-    gib = sum(weight.nbytes for weight in weights) / GIB
+    total, trained = get_model_numel(model)
+    gib = sum(weight.nbytes for weight in model.parameters()) / GIB
     _logger.info(f"{type(model).__name__}: {total:,} parameters, {trained:,} of them trained, {gib:.3f} GiB")
 
 

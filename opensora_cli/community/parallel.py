@@ -1,15 +1,21 @@
 """Functions for parallelism: collectives, groups of ranks, scheduled and retried exchanges."""
 
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from opensora_cli.community import refused
-from opensora_cli.community._communication import BandwidthMonitor as BandwidthMonitor
-from opensora_cli.community._communication import CommunicationScheduler as CommunicationScheduler
-from opensora_cli.community._communication import RobustCommunication as RobustCommunication
-from opensora_cli.community._communication import Scheduled as Scheduled
-from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.device import synchronize
+from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.models.text.t5 import FusedRMSNorm
 from opensora_cli.parallel import collectives
 from opensora_cli.parallel.collectives import Group
@@ -20,6 +26,11 @@ from opensora_cli.parallel.mesh import get_tensor_parallel_group as get_tensor_p
 from opensora_cli.parallel.mesh import set_data_parallel_group as set_data_parallel_group
 from opensora_cli.parallel.mesh import set_sequence_parallel_group as set_sequence_parallel_group
 from opensora_cli.parallel.mesh import set_tensor_parallel_group as set_tensor_parallel_group
+
+_SCATTER, _GATHER = 1, 2
+"""Dimensions of an exchange that is named only `all_to_all`."""
+_CONGESTED = 1.5
+_MEASURED = 20
 
 
 def gather_forward_split_backward(
@@ -77,6 +88,161 @@ class T5LayerNorm(FusedRMSNorm):
         made = T5LayerNorm(module.weight.numel(), module.eps).to(module.weight)
         made.load_state_dict({"weight": module.weight})
         return made
+
+
+class BandwidthMonitor:
+    """Monitor of the speed of each group's collectives on this rank."""
+
+    def __init__(self) -> None:
+        self._rates: dict[dist.ProcessGroup, deque[float]] = {}
+
+    @contextmanager
+    def measure(self, group: dist.ProcessGroup, nbytes: int, *, device: torch.device) -> Iterator[None]:
+        """Measure the context as one collective of `group` that moves `nbytes` of this rank."""
+        synchronize(device)
+        start = time.perf_counter()
+        yield
+        synchronize(device)
+        rates = self._rates.setdefault(group, deque(maxlen=_MEASURED))
+        rates.append((time.perf_counter() - start) / max(nbytes, 1))
+
+    def is_congested(self) -> bool:
+        """Return whether the last collective of a group took over 1.5 times its mean time, corrected for size."""
+        return any(rates[-1] > _CONGESTED * sum(rates) / len(rates) for rates in self._rates.values())
+
+
+@dataclass(slots=True, eq=False)
+class Scheduled:
+    """Scheduled collective, through which no gradient flows."""
+
+    run: Callable[[], Tensor]
+    queue: "list[Scheduled]"
+    result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """Return the result, after the collectives that were scheduled before it."""
+        while self.result is None:
+            first = self.queue.pop(0)
+            first.result = first.run()
+        return self.result
+
+
+class CommunicationScheduler:
+    """Queue of collectives. All ranks schedule the same ones in the same order, and may wait for them in any order.
+
+    `comm_type` is `all_to_all`, which divides dimension 1 and joins dimension 2, or `gather_split`, which joins the
+    last dimension. The group None means all ranks.
+    """
+
+    def __init__(self, *, monitor: BandwidthMonitor | None = None) -> None:
+        self.bandwidth_monitor = monitor or BandwidthMonitor()
+        self.pending_ops: list[Scheduled] = []
+        """Scheduled collectives that have not run."""
+
+    def schedule_communication(self, comm_type: str, tensor: Tensor, group: Group = None) -> Scheduled:
+        """Queue a collective until a caller waits for it or a later one."""
+        _result_shape(tensor, comm_type, group)
+        scheduled = Scheduled(partial(_run, comm_type, tensor.detach(), _ranks(group)), self.pending_ops)
+        self.pending_ops.append(scheduled)
+        return scheduled
+
+    def execute_communication(self, comm_type: str, tensor: Tensor, group: Group = None) -> Tensor:
+        """Run and measure a collective after all scheduled ones, and return its result, which has a gradient."""
+        _result_shape(tensor, comm_type, group)
+        if self.pending_ops:
+            self.pending_ops[-1].wait()
+        with self.bandwidth_monitor.measure(_ranks(group), tensor.nbytes, device=tensor.device):
+            return _run(comm_type, tensor, _ranks(group))
+
+
+def _run(comm_type: str, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    if comm_type == "all_to_all":
+        return all_to_all(tensor, group, _SCATTER, _GATHER)
+    return gather_forward_split_backward(tensor, group, -1)
+
+
+class RobustCommunication:
+    """All-to-all that all ranks of a group retry together, each time on a new group of the same ranks.
+
+    With gloo, a pair of ranks stays closed after a timeout, and NCCL ends the process, so that a failed group is never
+    used again. The ranks compare notes through the store; all must arrive within `timeout_s`.
+    """
+
+    def __init__(self, max_retries: int = 3, *, timeout_s: float = 600.0) -> None:
+        self.max_retries = max_retries
+        self._timeout = timedelta(seconds=timeout_s)
+        self._current: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+        self._meetings = 0
+
+    def safe_all_to_all(
+        self, input_: Tensor, process_group: Group, scatter_dim: int = 2, gather_dim: int = 1
+    ) -> Tensor:
+        """Return the result of `all_to_all`, retried after 1, 2, 4 ... seconds. Raises HardwareError after the last."""
+        if process_group is None:
+            return input_
+        group, reasons = self._current.get(process_group, process_group), dict[int, str]()
+        for attempt in range(self.max_retries + 1):
+            if attempt:
+                time.sleep(2.0 ** (attempt - 1))
+                ranks = dist.get_process_group_ranks(group)
+                group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
+                self._current[process_group] = group
+            out, reason = None, ""
+            try:
+                out = all_to_all(input_, group, scatter_dim, gather_dim)
+            except RuntimeError as error:
+                reason = str(error).partition("\n")[0] or type(error).__name__
+            reasons = self._reasons(group, reason)
+            if out is not None and not reasons:
+                return out
+        failed = ", ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
+        raise HardwareError(
+            f"the collective failed {self.max_retries + 1} times: {failed}",
+            hint="see what became of the other ranks, and start the run again",
+        )
+
+    def _reasons(self, group: dist.ProcessGroup, own: str) -> dict[int, str]:
+        """Return the reasons of the ranks whose collective failed."""
+        self._meetings += 1
+        store, ranks = group.get_group_store(), range(group.size())
+        keys = [f"retried/{self._meetings}/{rank}" for rank in ranks]
+        store.set(keys[group.rank()], own or " ")
+        try:
+            store.wait(keys, self._timeout)
+        except RuntimeError:
+            absent = [rank for rank in ranks if not store.check([keys[rank]])]
+            raise HardwareError(f"ranks {absent} did not come within {self._timeout.total_seconds():g} s") from None
+        reasons = {rank: store.get(keys[rank]).decode().strip() for rank in ranks}
+        return {rank: reason for rank, reason in reasons.items() if reason}
+
+    def verify_communication(self, input_tensor: Tensor, output_tensor: Tensor, comm_type: str) -> None:
+        """Check shape and numbers of a result over all ranks. Raises AssertionError if they cannot be right."""
+        expected = self.calculate_expected_shape(input_tensor, comm_type)
+        if output_tensor.shape != expected:
+            raise AssertionError(f"{comm_type} gave {tuple(output_tensor.shape)} and not {tuple(expected)}")
+        if not output_tensor.isfinite().all():
+            raise AssertionError(f"{comm_type} gave numbers that are not finite")
+
+    def calculate_expected_shape(self, input_tensor: Tensor, comm_type: str) -> torch.Size:
+        """Return the shape of a result over all ranks; `CommunicationScheduler` describes `comm_type`."""
+        return _result_shape(input_tensor, comm_type, None)
+
+
+def _ranks(group: Group) -> dist.ProcessGroup:
+    chosen = group or dist.group.WORLD
+    assert chosen is not None
+    return chosen
+
+
+def _result_shape(tensor: Tensor, comm_type: str, group: Group) -> torch.Size:
+    """Return the shape of a result. Raises RequestError for another type."""
+    if comm_type not in ("all_to_all", "gather_split"):
+        raise RequestError(f"comm_type={comm_type!r} must be all_to_all or gather_split")
+    shape, ranks = list(tensor.shape), dist.get_world_size(group) if dist.is_initialized() else 1
+    shape[_GATHER if comm_type == "all_to_all" else -1] *= ranks
+    if comm_type == "all_to_all":
+        shape[_SCATTER] //= ranks
+    return torch.Size(shape)
 
 
 T5EncoderPolicy = refused("T5EncoderPolicy", hint="opensora_cli.models.text.t5.T5Model has fused norms")

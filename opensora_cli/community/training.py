@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -20,7 +19,7 @@ from opensora_cli.core.ranks import find_context
 from opensora_cli.engine.encode.clips import condition_clip, cut_part, fitting_modes, pick_mode
 from opensora_cli.engine.launch.rank import device_type, log_wait, rank_device
 from opensora_cli.engine.train.objectives import mmdit
-from opensora_cli.engine.train.optimizer import build_optimizers, rate_factor, warmup_share
+from opensora_cli.engine.train.optimizer import rate_factor, warmup_share
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.parallel.rendezvous import init_with_retry
 from opensora_cli.settings.train_loop import OptimizerSettings, ScheduleName
@@ -173,38 +172,16 @@ def set_eps(optimizer: torch.optim.Optimizer, eps: float | None = None) -> None:
         group["eps"] = eps
 
 
-def create_optimizer(model: nn.Module, optimizer_config: Mapping[str, object]) -> torch.optim.Optimizer:
+def create_optimizer(model: nn.Module, optimizer_config: Mapping[str, Any]) -> torch.optim.Optimizer:
     """Return AdamW for the trained weights of `model`.
 
-    The keys of `optimizer_config` are `cls` (`AdamW` or `HybridAdam`, which mean the same), `lr`, `betas`, `eps`,
-    `weight_decay`, and `adamw_mode`, which can only be true. Raises RequestError if there is another key, or a value
-    breaks a rule.
+    The keys of `optimizer_config` are `cls` (`AdamW` or `HybridAdam`, which mean the same) and the keywords of
+    `HybridAdam`. Raises RequestError for another class.
     """
-    config: dict[str, Any] = {"cls": "HybridAdam", "lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
-    unknown = sorted(optimizer_config.keys() - config.keys() - {"adamw_mode"})
-    if unknown:
-        raise RequestError(f"optimizer_config has no {', '.join(unknown)}: use {', '.join(config)}")
-    config.update(optimizer_config)
-    if config["cls"] not in ("AdamW", "HybridAdam"):
-        raise RequestError(f"optimizer_config.cls={config['cls']} must be AdamW or HybridAdam")
-    if not config.get("adamw_mode", True):
-        raise RequestError("optimizer_config.adamw_mode=False is not supported: weight decay is AdamW's")
-    try:
-        beta1, beta2 = config["betas"]
-        settings = OptimizerSettings.model_validate(
-            {
-                "learning_rate": config["lr"],
-                "beta1": beta1,
-                "beta2": beta2,
-                "eps": config["eps"],
-                "weight_decay": config["weight_decay"],
-            }
-        )
-    except (TypeError, ValidationError, ValueError) as error:
-        raise RequestError(f"optimizer_config: {error}") from error
-    trained = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
-    (optimizer,) = build_optimizers(trained, settings)
-    return optimizer
+    config = {"cls": "HybridAdam", **optimizer_config}
+    if (kind := config.pop("cls")) not in ("AdamW", "HybridAdam"):
+        raise RequestError(f"optimizer_config.cls={kind} must be AdamW or HybridAdam")
+    return HybridAdam([weight for weight in model.parameters() if weight.requires_grad], **config)
 
 
 class HybridAdam(torch.optim.AdamW):
@@ -222,7 +199,7 @@ class HybridAdam(torch.optim.AdamW):
     ) -> None:
         if not bias_correction or not adamw_mode:
             raise RequestError("HybridAdam is AdamW: bias_correction and adamw_mode can only be true")
-        super().__init__(model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+        super().__init__(model_params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 
 
 class LinearWarmupLR(LRScheduler):

@@ -56,8 +56,6 @@ class AttentionBackend:
     """(q_BHND, k_BHMD, v_BHMD) -> kernel that computes such tensors in parts. None means no ring attention."""
     compared: tuple[tuple[str, ComparedKernel], ...] = ()
     """Kernels of the backend under the names that `osora mem-profile` prints."""
-    mismatch: Callable[[], str | None] | None = None
-    """Function that describes the mismatch if an installed library has no kernels for this torch; else None."""
 
     def __call__(self, q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, /) -> Tensor:
         """Return the attention of whole sequences; see `AttentionFn`."""

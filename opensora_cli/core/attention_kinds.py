@@ -1,6 +1,6 @@
 """Table of the attention backends: plain data for settings, choices and checks, without importing a backend.
 
-The code of a backend is `models/attention/NAME.py`. Every backend needs a row here.
+Their code is in `models/attention/`.
 """
 
 import importlib.metadata
@@ -39,7 +39,7 @@ class AttentionKind:
     description: str
     """Text for people."""
     in_parts: bool = True
-    """Whether it returns the log-sum-exp of scores; ring attention merges parts with it."""
+    """Whether ring attention can use it: its code has a kernel for parts of the keys."""
     half_only: bool = False
     """Whether it computes in float16 and bfloat16 only."""
     needs_gpu: bool = False
@@ -55,6 +55,7 @@ ATTENTION_KINDS = {
     "cudnn": AttentionKind(description="cuDNN's kernels, called through torch", half_only=True, needs_gpu=True),
     "flash2": AttentionKind(
         description="FlashAttention 2, from the package flash-attn",
+        in_parts=False,
         half_only=True,
         needs_gpu=True,
         library=Library("flash_attn", "flash-attn", "pip install flash-attn --no-build-isolation"),
@@ -79,6 +80,7 @@ ATTENTION_KINDS = {
     ),
     "xformers": AttentionKind(
         description="memory-efficient attention, from the package xformers",
+        in_parts=False,
         needs_gpu=True,
         library=Library("xformers", "xformers", "pip install xformers==0.0.35 'torch==2.10.*'"),
     ),
@@ -105,7 +107,7 @@ def attention_problems(name: str, *, setting: str, ring_degree: int | None, is_f
     if (ring_degree or 1) > 1 and not kind.in_parts:
         others = [other for other, each in ATTENTION_KINDS.items() if each.in_parts]
         yield (
-            f"{setting}={name} returns no log-sum-exp, and parallel.ring_degree={ring_degree} merges parts with it: "
+            f"{setting}={name} does not work in a ring, as parallel.ring_degree={ring_degree} asks: "
             f"use auto, {', '.join(others[:-1])} or {others[-1]}, or parallel.ulysses_degree"
         )
     if kind.half_only and is_fp32:

@@ -1,21 +1,27 @@
 """Activation checkpointing (Chen et al. 2016): blocks are recomputed in backward instead of saving their activations.
 
+The inputs of checkpoints, or any saved tensors, can be in host memory between forward and backward.
+
 Blocks are wrapped from outside: the model's code and the names of its parameters stay unchanged. torch's own
 non-reentrant checkpointing repeats dropout and autocast, so that gradients are bitwise identical to plain training. It
 works inside DDP and FSDP2, in any order of wrapping.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from types import MethodType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from opensora_cli.core.device import is_gpu
 
 RECOMPUTING = "_recomputing"
 """Optional attribute of a module: function that returns the context for recomputing its checkpoint in backward."""
@@ -31,11 +37,56 @@ _OURS = "checkpoints"
 _inside_checkpoint: ContextVar[bool] = ContextVar("inside_checkpoint", default=False)
 
 
-class Offload(Protocol):
-    """Storage for the inputs of checkpoints, such as `HostActivations`."""
+class HostActivations:
+    """Host copies of the tensors that autograd saves inside `offloading`: around checkpoints, the inputs of blocks.
+
+    A tensor that is saved several times, such as the rotary tables of all blocks, is copied once in each direction.
+    Parameters and their views stay on their device. A saved tensor must not be changed in place. A copy is freed with
+    the graph that needs it. `on_copy` is called with each copy.
+    """
+
+    def __init__(self, *, on_copy: Callable[[Tensor], object] = lambda copy: None) -> None:
+        self._on_copy = on_copy
+        self._saved: weakref.WeakValueDictionary[object, _Saved] = weakref.WeakValueDictionary()
 
     def offloading(self) -> AbstractContextManager[object]:
-        """Return a context that keeps the tensors that autograd saves inside it."""
+        """Return a context that offloads the tensors that autograd saves inside it."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    @torch.no_grad()
+    def _pack(self, x: Tensor) -> "Tensor | _Saved":
+        # A wrapper such as DTensor has no single storage to copy.
+        if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter) or hasattr(x, "__tensor_flatten__"):
+            return x
+        storage = x.untyped_storage()
+        key = (storage._cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, x._version)
+        saved = self._saved.get(key)
+        # Another storage may have the address of a freed one.
+        if saved is None or saved.storage() is not storage:
+            saved = self._saved[key] = _Saved(x)
+            self._on_copy(saved.copy)
+        return saved
+
+    @torch.no_grad()
+    def _unpack(self, saved: "Tensor | _Saved") -> Tensor:
+        return saved if isinstance(saved, Tensor) else saved.fetch()
+
+
+class _Saved:
+    """Saved tensor, on the host until backward needs it."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.storage = weakref.ref(x.untyped_storage())
+        self._device = x.device
+        # Copies from and to locked pages run in the order of the device's own work, without the host.
+        self.copy = torch.empty_like(x, device="cpu", pin_memory=is_gpu(x.device)).copy_(x, non_blocking=True)
+        self._fetched: Tensor | None = None
+
+    def fetch(self) -> Tensor:
+        """Return the tensor on its device."""
+        if self._fetched is None:
+            self._fetched = torch.empty_like(self.copy, device=self._device).copy_(self.copy, non_blocking=True)
+        return self._fetched
 
 
 class GradCheckpoint:
@@ -71,21 +122,18 @@ def set_grad_checkpoint(
     *,
     depth: Mapping[str, int | None] | None = None,
     others: Sequence[str] = (),
-    activations: Offload | None = None,
+    activations: HostActivations | None = None,
     keep_attention: bool = False,
 ) -> GradCheckpoint:
     """Checkpoint the blocks of a model, that is, the modules in its `ModuleList`s, and the modules at `others`.
 
-    Checkpoints do not nest, and without gradients there are none.
+    Checkpoints do not nest, and without gradients there are none. Raises ValueError if the model has checkpoints.
 
     Args:
         depth: path of a `ModuleList` -> number of blocks to checkpoint, from the first. None, or no entry, means all.
             The last blocks are the best to skip: backward frees their activations before it recomputes the others.
         activations: storage for the inputs of checkpoints. None keeps them on their device.
         keep_attention: save the results of torch's own attention instead of recomputing them (selective checkpointing).
-
-    Raises:
-        ValueError: A path does not exist, a depth is not possible, or the model is already checkpointed.
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +148,7 @@ def set_grad_checkpoint(
         )
 
     vars(forward)[_OURS] = True
-    done = GradCheckpoint(_choose(model, depth or {}, others))
+    done = GradCheckpoint([*(path for path in blocks_of(model) if _has_checkpoint(path, depth or {})), *others])
     for path in done.paths:
         module = model.get_submodule(path)
         if "forward" in vars(module):
@@ -116,25 +164,20 @@ def is_checkpointed(module: nn.Module) -> bool:
     return isinstance(forward, MethodType) and _OURS in vars(forward.__func__)
 
 
-def _choose(model: nn.Module, depth: Mapping[str, int | None], others: Sequence[str]) -> list[str]:
-    """Return the paths of the modules to wrap."""
-    stacks: dict[str, list[str]] = {}
-    for path, module in model.named_modules():
-        # A stack within a block belongs to the block.
-        is_inside = any(path.startswith(f"{block}.") for blocks in stacks.values() for block in blocks)
+def blocks_of(model: nn.Module, name: str = "") -> dict[str, nn.Module]:
+    """Return the blocks of a model, the entries of its outermost `ModuleList`s, by paths that begin with `name`."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules(prefix=name):
+        is_inside = any(f"{path}.".startswith(f"{block}.") for block in found)
         if isinstance(module, nn.ModuleList) and not is_inside:
-            stacks[path] = [f"{path}.{name}" if path else name for name, _ in module.named_children()]
-    unknown = [path for path in depth if path not in stacks]
-    unknown += [path for path in others if path not in dict(model.named_modules())]
-    if unknown:
-        raise ValueError(f"{type(model).__name__} has no {', '.join(unknown)}; its stacks are {', '.join(stacks)}")
-    wrapped = []
-    for path, blocks in stacks.items():
-        count = depth.get(path)
-        if count is not None and not 0 <= count <= len(blocks):
-            raise ValueError(f"depth of {path!r} is {count}: use 0 to {len(blocks)}")
-        wrapped += blocks[:count]
-    return wrapped + list(others)
+            found |= {f"{path}.{index}".lstrip("."): block for index, block in enumerate(module)}
+    return found
+
+
+def _has_checkpoint(path: str, depth: Mapping[str, int | None]) -> bool:
+    stack, _, index = path.rpartition(".")
+    count = depth.get(stack)
+    return count is None or int(index) < count
 
 
 def run_checkpointed(
@@ -142,7 +185,7 @@ def run_checkpointed(
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
     *,
-    activations: Offload | None = None,
+    activations: HostActivations | None = None,
     keep_attention: bool = False,
     recomputing: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Any:

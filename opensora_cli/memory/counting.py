@@ -41,8 +41,6 @@ class Mark:
     position: int
     """Number of earlier changes."""
     live_bytes: int
-    peak_bytes: int
-    """Peak since the previous mark, or since the beginning."""
 
 
 @dataclass(slots=True)
@@ -59,11 +57,9 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
     """Counter of the storages of tensors that are made inside its context, and of added tensors.
 
     A storage with any number of views counts once, from the operation that makes it until its last tensor is freed,
-    even after the context, and even if only autograd holds it. It works in forward, backward and inference mode, on any
-    device, and on meta tensors, which have no memory. For fake tensors, enter it inside their mode.
-
-    Temporary memory inside a kernel (workspaces), and memory that an allocator rounds up or caches, do not count. A
-    resized storage counts with its new size from the next operation on, or at once with `follow_sizes`.
+    even after the context. It works in forward, backward and inference mode, on any device, and on meta tensors. For
+    fake tensors, enter it inside their mode. Workspaces of kernels, and memory that an allocator rounds up or caches,
+    do not count. A resized storage counts with its new size from the next operation on.
 
     Args:
         device_type: count only tensors on this type of device. None means all devices.
@@ -87,7 +83,6 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         self._owners: list[str] = []
         self._running: list[str] = []
         self._peak_position = 0
-        self._peak_since_mark = 0
         self._entered: list[ExitStack] = []
         self._counts_fake = False
 
@@ -146,11 +141,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         return result
 
     def add(self, held: nn.Module | Tensor | Iterable[Tensor], owner: str | None = None) -> None:
-        """Count existing tensors, and set their owner.
-
-        For tensors that are already counted, the new owner applies from the beginning. None means no owner, or keeps
-        the previous one.
-        """
+        """Count existing tensors, and set their owner from the beginning on. None keeps the previous owner, if any."""
         if isinstance(held, nn.Module):
             held = [*held.parameters(), *held.buffers()]
         for tensor in _tensors(held if isinstance(held, Tensor) else list(held)):
@@ -185,8 +176,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
     def mark(self, name: str) -> None:
         """Put a named moment on the timeline."""
-        self.marks.append(Mark(name, len(self.changes), self.live_bytes, self._peak_since_mark))
-        self._peak_since_mark = self.live_bytes
+        self.marks.append(Mark(name, len(self.changes), self.live_bytes))
 
     def reset_peak(self) -> None:
         """Restart the search for the peak."""
@@ -195,11 +185,11 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
     def peak_by_owner(self) -> dict[str, int]:
         """Return the live bytes by owner when the peak was first reached."""
-        return self._by_owner(self._peak_position)
+        return self._live(self._peak_position, self._owners.__getitem__)
 
     def owners_at(self, mark: Mark) -> dict[str, int]:
         """Return the live bytes by owner at a mark."""
-        return self._by_owner(mark.position)
+        return self._live(mark.position, self._owners.__getitem__)
 
     def storages_of(self, tensors: Iterable[Tensor]) -> set[int]:
         """Return the numbers of the storages of counted tensors among `tensors`."""
@@ -247,9 +237,6 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         """Return the owner of a change."""
         return self._owners[change.storage]
 
-    def _by_owner(self, position: int) -> dict[str, int]:
-        return self._live(position, self._owners.__getitem__)
-
     def _live(self, position: int, key: Callable[[int], KeyT]) -> dict[KeyT, int]:
         totals: dict[KeyT, int] = {}
         for change in self.changes[:position]:
@@ -288,7 +275,6 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
     def _change(self, number: int, num_bytes: int) -> None:
         self.changes.append(Change(number, num_bytes))
         self.live_bytes += num_bytes
-        self._peak_since_mark = max(self._peak_since_mark, self.live_bytes)
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
             self._peak_position = len(self.changes)

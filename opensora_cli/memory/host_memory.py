@@ -9,7 +9,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from types import TracebackType
 from typing import IO
 
 import torch
@@ -99,12 +98,11 @@ class SideStream:
 
 
 class SharedCopies:
-    """Store of one common copy of tensors that every rank has computed, with a view for each rank.
+    """Store of one common copy of tensors that every rank of a machine has computed, in the same order.
 
-    The ranks of the group, on one machine, hold the same tensors in the same order. The copies are in unnamed files, so
-    that a killed process leaves none. The files have `segment_bytes` unless a tensor is larger, and are in memory if it
-    has room, or else in the temporary folder. If neither has room, or the ranks cannot see each other's files, each
-    rank keeps its own tensors. Tensors may be read after the context has ended, and must not be written to.
+    The copies are in unnamed files, which a killed process leaves no trace of: in memory if it has room, or else in the
+    temporary folder. If neither has room, or the ranks cannot see each other's files, each rank keeps its own tensors.
+    Tensors may be read after the context has ended, and must not be written to.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, segment_bytes: int = _SEGMENT_BYTES) -> None:
@@ -117,9 +115,7 @@ class SharedCopies:
     def __enter__(self) -> "SharedCopies":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         # After a failure, other ranks may never arrive.
         if error is None:
             dist.barrier(self._group)
@@ -151,11 +147,7 @@ class SharedCopies:
 
 
 def _unnamed_file(nbytes: int) -> IO[bytes] | None:
-    """Return an unnamed file with reserved space, so that writing to its map cannot fail.
-
-    It is in memory if half of the available memory is enough, or else in the temporary folder. None means that there
-    is no room, or that this system has no such files.
-    """
+    """Return an unnamed file with reserved space, so that writing to its map cannot fail; None without room."""
     if sys.platform != "linux":
         return None
     makers: list[Callable[[], IO[bytes]]] = [tempfile.TemporaryFile]

@@ -1,4 +1,4 @@
-"""Weights of streamed blocks in host memory, and their copies to a device."""
+"""Weights of streamed blocks in host memory, their copies to a device, and the bytes that they take there."""
 
 import mmap
 import threading
@@ -7,14 +7,13 @@ from collections.abc import Callable, Container, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import accumulate, cycle
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.device import is_gpu
 from opensora_cli.memory.host_memory import PageLock, SideStream, page_aligned
-from opensora_cli.memory.slots import aligned
 
 HostSource = Literal["pinned", "mapped"]
 """Source of the copies. pinned: one page-locked copy of the weights; mapped: the original weights, as in a file."""
@@ -25,13 +24,48 @@ STAGING_BYTES = 32 * 2**20
 """Size of each of the two staging buffers for mapped weights: a copy takes much longer than its launch."""
 
 
-class BlockWeights:
-    """Parameters of a block that are on the CPU, and their offsets in one run of bytes.
+ALIGNMENT = 512
+"""Alignment of weights in bytes. It is that of torch's CUDA tensors, so that the same kernels are chosen."""
+SLOTS = 2
+"""Number of slots: one for the block that computes, and one for the next."""
 
-    A parameter that several modules of the block share appears once. Parameters are contiguous, row by row. Parameters
-    on another device are skipped: they are shared with modules outside of the blocks. With `frozen`, parameters that
-    require gradients are skipped, too, and so are parameters of modules in `without`.
-    Floating-point parameters have `dtype` in the run. None means that each keeps its dtype.
+
+def aligned(nbytes: int) -> int:
+    """Return the aligned number of bytes of a weight in a run."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def slot_bytes(block: nn.Module) -> int:
+    """Return the number of bytes for a block's weights in one run of memory. The block may be on the meta device."""
+    return sum(aligned(weight.nbytes) for weight in block.parameters() if weight.device.type in ("cpu", "meta"))
+
+
+def streaming_bytes(block_bytes: Sequence[int], *, resident: int) -> int:
+    """Return the bytes that `stream_blocks` holds on the device for weights, from the blocks' `slot_bytes` in order."""
+    kept = kept_blocks(len(block_bytes), resident=resident)
+    streamed = [size for index, size in enumerate(block_bytes) if index not in kept]
+    return sum(block_bytes[index] for index in kept) + min(resident, SLOTS) * max(streamed, default=0)
+
+
+def kept_blocks(count: int, *, resident: int) -> list[int]:
+    """Return the indexes of the blocks, among `count`, that `stream_blocks` keeps on the device.
+
+    Raises ValueError if `resident` is not positive.
+    """
+    if resident < 1:
+        raise ValueError(f"resident={resident} is not positive: a block must be on the device to compute")
+    if resident >= count:
+        return list(range(count))
+    kept = max(0, resident - SLOTS)
+    return [(2 * index + 1) * count // (2 * kept) for index in range(kept)]
+
+
+class BlockWeights:
+    """Parameters of a block that are on the CPU, each once, and their offsets in one run of bytes.
+
+    Parameters on another device are skipped: they are shared with modules outside of the blocks. So are those of
+    modules in `without`, and with `frozen` those that require gradients. Floating-point parameters have `dtype` in the
+    run; None means their own.
     """
 
     def __init__(
@@ -79,8 +113,7 @@ class BlockWeights:
     def move_to(self, run: Tensor, shared: dict[nn.Parameter, nn.Parameter]) -> None:
         """Copy the parameters to a run of (nbytes or more,) uint8 on the CPU. The block keeps these copies.
 
-        `shared` maps parameters of several blocks to their replacements. A parameter maps to itself until one of the
-        blocks has moved.
+        `shared` maps parameters of several blocks to their replacements, or to themselves before the first has moved.
         """
         users: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
         for (weight, own), view in zip(self._users.items(), self.views(run), strict=True):
@@ -100,34 +133,15 @@ def _give(weight: nn.Parameter, users: Sequence[tuple[nn.Module, str]]) -> None:
         module._parameters[name] = weight
 
 
-class HostWeights(Protocol):
-    """Weights of blocks in host memory."""
-
-    nbytes: int
-    """Bytes of memory that were allocated for the weights."""
-
-    def start(self, copy: Callable[[], T]) -> Future[T]:
-        """Run `copy`, which calls `copy_to`. Copies run in the order of the calls."""
-
-    def copy_to(self, index: int, slot: Tensor) -> None:
-        """Copy block number `index` to `slot`, on the device's current stream."""
-
-
 @contextmanager
 def open_host_weights(
     source: HostSource, blocks: Sequence[BlockWeights], *, device: torch.device, side: SideStream
-) -> Iterator[HostWeights]:
+) -> Iterator["HostWeights"]:
     """Prepare weights for copies to a device, and yield them.
 
-    At the end of the context, threads are stopped, copies are done, and memory is unlocked. No memory is locked for a
-    CPU.
-
-    Args:
-        source: `pinned` moves the blocks' weights, block by block, to page-locked memory, where they stay after it is
-            unlocked. Their former memory is freed unless it is used elsewhere. `mapped` does not move them.
-
-    Raises:
-        HardwareError: The memory cannot be locked.
+    `pinned` moves the weights, block by block, to page-locked memory, where they stay after it is unlocked; no memory
+    is locked for a CPU. At the end of the context, threads are stopped, copies are done, and memory is unlocked. Raises
+    HardwareError if the memory cannot be locked.
     """
     with _LockedMemory(device) as memory:
         try:
@@ -165,7 +179,7 @@ class _LockedMemory:
 
 
 class _PinnedWeights:
-    """Weights in locked memory. The device fetches a block in one asynchronous copy."""
+    """Weights in locked memory. The device fetches a block in one asynchronous copy, on its current stream."""
 
     def __init__(self, blocks: Sequence[BlockWeights], memory: _LockedMemory) -> None:
         counts = Counter(weight for block in blocks for weight in block.host)
@@ -241,3 +255,7 @@ class _MappedWeights:
     def __exit__(self, *exception: object) -> None:
         self._stopped.set()
         self._thread.shutdown(cancel_futures=True)
+
+
+HostWeights = _PinnedWeights | _MappedWeights
+"""Weights of blocks in host memory: `start` runs copies in the order of the calls, and each calls `copy_to`."""

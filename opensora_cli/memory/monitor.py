@@ -59,15 +59,21 @@ class ModuleTimes:
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = torch.device(device)
-        self._seconds: dict[str, list[float]] = {}
-        self._events: dict[str, list[tuple[Any, Any]]] = {}
+        self._spans: dict[str, list[tuple[Any, Any]]] = {}
 
     @contextmanager
     def watch(self, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         """Time every call of these modules inside the context, each under its name."""
         removers: list[Callable[[], None]] = []
         for name, module in modules.items():
-            enter, leave = self._event_hooks(name) if has_streams(self._device) else self._clock_hooks(name)
+            starts: list[Any] = []
+
+            def enter(*_: object, starts: list[Any] = starts) -> None:
+                starts.append(self._now())
+
+            def leave(*_: object, name: str = name, starts: list[Any] = starts) -> None:
+                self._spans.setdefault(name, []).append((starts.pop(), self._now()))
+
             # Outside of other hooks, so that streaming of weights and offloading of activations count.
             removers.append(module.register_forward_pre_hook(enter, prepend=True).remove)
             removers.append(module.register_forward_hook(leave).remove)
@@ -80,31 +86,8 @@ class ModuleTimes:
     def spreads(self) -> dict[str, Spread]:
         """Return the mean and deviation over the calls of each called module. It waits for the device."""
         synchronize(self._device)
-        timed = {name: [seconds_between(start, end) for start, end in events] for name, events in self._events.items()}
-        return {name: Spread.of(seconds) for name, seconds in {**self._seconds, **timed}.items() if seconds}
+        between = seconds_between if has_streams(self._device) else lambda start, end: end - start
+        return {name: Spread.of([between(*span) for span in spans]) for name, spans in self._spans.items()}
 
-    def _clock_hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        starts: list[float] = []
-
-        def leave(*_: object) -> None:
-            self._seconds.setdefault(name, []).append(time.perf_counter() - starts.pop())
-
-        return lambda *_: starts.append(time.perf_counter()), leave
-
-    def _event_hooks(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
-        starts: list[Any] = []
-
-        def leave(*_: object) -> None:
-            self._events.setdefault(name, []).append((starts.pop(), timing_event(self._device)))
-
-        return lambda *_: starts.append(timing_event(self._device)), leave
-
-
-def blocks_of(model: nn.Module, name: str) -> dict[str, nn.Module]:
-    """Return the blocks of a model, the entries of its outermost `ModuleList`s, by paths that begin with `name`."""
-    found: dict[str, nn.Module] = {}
-    for path, module in model.named_modules(prefix=name):
-        is_inside = any(f"{path}.".startswith(f"{block}.") for block in found)
-        if isinstance(module, nn.ModuleList) and not is_inside:
-            found |= {f"{path}.{index}": block for index, block in enumerate(module)}
-    return found
+    def _now(self) -> Any:
+        return timing_event(self._device) if has_streams(self._device) else time.perf_counter()

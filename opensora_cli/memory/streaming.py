@@ -12,8 +12,14 @@ from torch.utils.hooks import RemovableHandle
 
 from opensora_cli.memory.checkpointing import RECOMPUTING, is_checkpointed
 from opensora_cli.memory.host_memory import SideStream
-from opensora_cli.memory.host_weights import BlockWeights, HostSource, HostWeights, open_host_weights
-from opensora_cli.memory.slots import SLOTS, kept_blocks
+from opensora_cli.memory.host_weights import (
+    SLOTS,
+    BlockWeights,
+    HostSource,
+    HostWeights,
+    kept_blocks,
+    open_host_weights,
+)
 
 
 @dataclass(slots=True)
@@ -43,27 +49,22 @@ def stream_blocks(
 ) -> Iterator[StreamingFigures]:
     """Run a model with the weights of at most `resident` of its blocks on the device.
 
-    All of these but two stay there, spread evenly over the blocks. The other blocks use two slots in turn. When a block
-    has computed, the block after the next one is copied to its slot, on a separate stream, while the next one computes.
-    With one resident block, there is one slot, and nothing overlaps. Blocks may be called in any order and be skipped,
-    but only the order of the stacks is fast. The results are those of a model that is on the device as a whole.
+    All of these but two stay there, spread evenly over the blocks. The other blocks use two slots in turn: while a
+    block computes, the next one is copied on a separate stream. Blocks may be called in any order and be skipped, but
+    only the order of the stacks is fast. The results are those of a model that is on the device as a whole.
 
     A block has its weights on the device only during its forward; at any other time its parameters are on the CPU,
-    under their names. With `pinned`, they are other tensors from then on, with the same values. The yielded figures are
-    updated continuously. When the context ends, the device's memory is freed.
-
-    With gradients, each block needs a checkpoint (`set_grad_checkpoint`), so that autograd does not hold its weights
-    until backward. Backward recomputes the blocks from the last to the first, and copies their weights again. They stay
-    until the previous block is recomputed, when autograd has finished with them.
+    under their names, with `pinned` as other tensors with the same values. The yielded figures are updated
+    continuously. With gradients, each block needs a checkpoint (`set_grad_checkpoint`), so that autograd does not hold
+    its weights until backward, which copies them again.
 
     Args:
         stacks: blocks in the order in which they run, with parameters on the CPU. Everything else of the model is on
             the device. Buffers of blocks are moved there.
         resident: largest number of blocks with weights on the device at the same time, at least 1.
-        source: place of the weights of streamed blocks: `pinned` is one page-locked copy; `mapped` is no copy, but a
-            thread that reads the original weights.
-        dtype: compute dtype of floating-point weights, to which copies are cast, permanently if they are `pinned`. None
-            means their own. Only for the CPU.
+        source: place of the weights of streamed blocks, see `HostSource`.
+        dtype: dtype to which copies of floating-point weights are cast, permanently if they are `pinned`. None means
+            their own. Only for the CPU.
         trains: leave weights that require gradients on the device.
         without: modules inside the blocks whose weights are not moved because nothing computes with them there.
 
@@ -106,10 +107,9 @@ def stream_blocks(
 
 @contextmanager
 def stream_model(model: nn.Module, *, device: torch.device | str, resident: int) -> Iterator[StreamingFigures]:
-    """Run any model with `stream_blocks`. Its blocks are the modules in its `ModuleList`s and `Sequential`s.
+    """Run any model with `stream_blocks`. Its blocks are the modules in its outermost `ModuleList`s and `Sequential`s.
 
-    A block inside another is a part of it. All other parts of the model are on the device inside the context, and the
-    whole model is on the CPU afterwards. Raises the errors of `stream_blocks`.
+    Its other parts are on the device inside the context, and the whole model is on the CPU afterwards.
     """
     model.cpu()
     stacks: list[nn.ModuleList] = []

@@ -44,7 +44,9 @@ def prepare_inference_condition(
     count = lengths.latent_frames(mode, causal=causal)
     if count > num_latent_frames:
         raise RequestError(f"condition.mode={name} gives {count} latent frames, and the clip has {num_latent_frames}")
-    for index, references in enumerate(_of_batch(ref_list, z.shape[0])):
+    if len(ref_list) != len(z):
+        raise ValueError(f"references for {len(ref_list)} samples were given to a batch of {len(z)}")
+    for index, references in enumerate(ref_list):
         if not references:
             # Falling back to t2v, as the reference implementation does, would ignore the request.
             raise RequestError(
@@ -57,14 +59,6 @@ def prepare_inference_condition(
             mask_B1THW[index, :, -count:] = 1
             reference_BCTHW[index, :, -count:] = _checked(references[-1], z, count, name)[:, -count:]
     return mask_B1THW, reference_BCTHW
-
-
-def _of_batch(
-    ref_list: Sequence[Sequence[torch.Tensor] | None], batch_size: int
-) -> Sequence[Sequence[torch.Tensor] | None]:
-    if len(ref_list) != batch_size:
-        raise ValueError(f"references for {len(ref_list)} samples were given to a batch of {batch_size}")
-    return ref_list
 
 
 def _checked(reference_CTHW: torch.Tensor, z: torch.Tensor, count: int, name: str) -> torch.Tensor:
@@ -83,10 +77,9 @@ def _checked(reference_CTHW: torch.Tensor, z: torch.Tensor, count: int, name: st
 def restore_references(
     latents_BCTHW: torch.Tensor, conditioning_mask_B1THW: torch.Tensor, reference_latents_BCTHW: torch.Tensor
 ) -> torch.Tensor:
-    """Return the latents with the given frames restored where the mask is 1, in every sample of the batch.
+    """Return the latents with the given frames restored where the mask is 1: sampling only approaches them.
 
-    It is for modes with `gives_pictures` because sampling only approaches the given latents. The reference
-    implementation restores only sample 0. The result has the dtype and device of `latents_BCTHW`.
+    The reference implementation restores only sample 0. The result has the dtype and device of `latents_BCTHW`.
     """
     return torch.where(
         conditioning_mask_B1THW.to(latents_BCTHW.device) > 0, reference_latents_BCTHW.to(latents_BCTHW), latents_BCTHW

@@ -84,9 +84,7 @@ def oscillating_scale(scale: float, step: int) -> float:
 
 def mean_scale(scale: float, step: int, *, num_steps: int, mean_of: int) -> float:
     """Return the mean of `oscillating_scale` over two neighboring steps in a run of `mean_of` steps, at the same
-    progress as `step` in a run of `num_steps`.
-
-    Steps are short compared with the curve of the latents, so that oscillation has the effect of this mean.
+    progress as `step` in a run of `num_steps`: oscillation in short steps has the effect of this mean.
     """
     return (scale + 1.0) / 2 if step * mean_of >= OSCILLATION_START * num_steps else scale
 
@@ -148,11 +146,10 @@ def _scales_at(
 
 
 def _telescope(scales: GuidanceScales) -> list[tuple[Branch, tuple[float, ...]]]:
-    """Return the branches that count, each with the weight of its difference to the previous one.
+    """Return the branches that count, each with the weight of its difference to the previous one: 1, s_img and s_txt.
 
-    In the order of `Branch`, the guided velocity is the sum of weight·(branch - previous branch) with the weights 1,
-    s_img and s_txt. So the coefficient of a branch is its weight minus the weight of the next one. If these are equal
-    for all frames, the branch drops out, and the sum over the others keeps its form.
+    The coefficient of a branch is its weight minus the weight of the next one. If these are equal for all frames, the
+    branch drops out, and the sum over the others keeps its form.
     """
     ladder = [(Branch.UNCOND2, (1.0,)), (Branch.UNCOND, scales.image), (Branch.COND, (scales.text,))]
     following = [*(weights for _, weights in ladder[1:]), (0.0,)]

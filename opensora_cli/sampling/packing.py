@@ -16,18 +16,9 @@ def pack_latents(latents_BCTHW: torch.Tensor, patch_size: int) -> torch.Tensor:
 
 
 def unpack_latents(
-    packed_latents_BND: torch.Tensor,
-    *,
-    num_latent_frames: int,
-    height: int,
-    width: int,
-    patch_size: int,
+    packed_latents_BND: torch.Tensor, *, num_latent_frames: int, height: int, width: int, patch_size: int
 ) -> torch.Tensor:
-    """Undo `pack_latents`: return latents_BCTHW. `height` and `width` are those of the latents, not of the picture.
-
-    Raises:
-        ValueError: The number of tokens does not match this number and size of frames.
-    """
+    """Undo `pack_latents`: return latents_BCTHW of `height` x `width`. Raises ValueError if tokens do not match."""
     num_tokens = packed_latents_BND.shape[1]
     rows, columns = height // patch_size, width // patch_size
     if num_tokens != num_latent_frames * rows * columns or height % patch_size or width % patch_size:
@@ -56,12 +47,7 @@ def pack_conditioning(
 
 
 def position_ids(
-    batch_size: int,
-    num_latent_frames: int,
-    rows: int,
-    columns: int,
-    *,
-    device: torch.device | str | None = None,
+    batch_size: int, num_latent_frames: int, rows: int, columns: int, *, device: torch.device | str | None = None
 ) -> torch.Tensor:
     """Return position_ids_BN3, the (frame, row, column) of every token, in fp32, in the order of `pack_latents`.
 

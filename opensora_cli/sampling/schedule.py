@@ -9,8 +9,6 @@ from collections.abc import Sequence
 
 import torch
 
-from opensora_cli.core.exceptions import RequestError
-
 # The shift is 1 (none) for frames of 256 tokens and 3 for 4096 tokens, and linear in the number of tokens.
 _BASE_TOKENS = 256
 _TOKENS_PER_UNIT_SHIFT = (4096 - 256) / 2
@@ -27,31 +25,18 @@ def shifted_times(times: torch.Tensor, shift: float) -> torch.Tensor:
 
 
 def flow_timesteps(
-    num_inference_steps: int,
-    *,
-    tokens_per_frame: int,
-    num_latent_frames: int,
-    flow_shift: float | None = None,
+    num_inference_steps: int, *, tokens_per_frame: int, num_latent_frames: int, flow_shift: float | None = None
 ) -> list[float]:
     """Return the `num_inference_steps + 1` timesteps from 1 down to 0, the ends of the steps.
 
-    Evenly spaced times t become a·t/(1 + (a-1)·t), so that a shift a > 1 spends more steps near the noise. `flow_shift`
-    is a; 1 keeps times evenly spaced, and None means the value of `flow_shift_for`. Raises RequestError if there is no
-    step, or if the shift is not positive and finite.
+    Evenly spaced times are shifted by `flow_shift`; 1 keeps them, and None means the value of `flow_shift_for`.
     """
-    if num_inference_steps < 1:
-        raise RequestError(f"sampling.num_inference_steps={num_inference_steps} must be at least 1")
-    if flow_shift is not None and not (math.isfinite(flow_shift) and flow_shift > 0):
-        raise RequestError(f"sampling.flow_shift={flow_shift} must be a positive number")
-    shift = (
-        flow_shift_for(tokens_per_frame=tokens_per_frame, num_latent_frames=num_latent_frames)
-        if flow_shift is None
-        else flow_shift
-    )
+    if flow_shift is None:
+        flow_shift = flow_shift_for(tokens_per_frame=tokens_per_frame, num_latent_frames=num_latent_frames)
     # In fp32 like the reference, so that the times are bitwise identical.
     times = torch.linspace(1.0, 0.0, num_inference_steps + 1, dtype=torch.float32, device="cpu")
     # One by one, which outlines of tensors allow, too.
-    return [float(each) for each in shifted_times(times, shift)]
+    return [float(each) for each in shifted_times(times, flow_shift)]
 
 
 def latent_size(height: int, width: int, *, spatial_compression: int = 8, patch_size: int = 2) -> tuple[int, int]:
@@ -77,8 +62,7 @@ def noise_latents(
 ) -> torch.Tensor:
     """Return the starting noise in latents_BCTHW, one sample for each seed; `height` and `width` are in pixels.
 
-    Each sample is one `torch.randn` from its own generator on the target device and in the target dtype, as in the
-    reference. So a sample depends on the device and dtype, but not on other samples of its batch.
+    Each sample is one `torch.randn` from its own generator on the target device and in its dtype, as in the reference.
     """
     latent_height, latent_width = latent_size(
         height, width, spatial_compression=spatial_compression, patch_size=patch_size

@@ -57,35 +57,23 @@ def ratio_value(aspect_ratio: str) -> float:
     )
 
 
-def _fitted_size(pixels: float, ratio: float, multiple: int) -> tuple[int, int]:
-    """Return (height, width), rounded down to multiples: first the width, then the height for the pixels."""
-    width = int(math.sqrt(pixels * ratio) / multiple) * multiple
-    height = int(pixels / width / multiple) * multiple if width else 0
-    return height, width
-
-
-def _closest_size(pixels: float, size: tuple[int, int], multiple: int) -> tuple[int, int]:
-    """Return the size whose area is closest to `pixels`: `size` itself, or one multiple higher or wider.
-
-    The reference implementation also tries lower and narrower sizes, which rounded-down sides never need.
-    """
-    height, width = size
-    candidates = (size, (height + multiple, width), (height, width + multiple))
-    return min(candidates, key=lambda candidate: abs(candidate[0] * candidate[1] - pixels))
-
-
 def _size_table(resolution: str, *, multiple: int, training: bool) -> dict[str, tuple[int, int]]:
     pixels = num_pixels(resolution)
     table: dict[str, tuple[int, int]] = {}
     for ratio in _RATIOS:
-        size = _fitted_size(pixels, ratio_value(ratio), multiple)
-        if min(size) == 0:
+        # Rounded down to multiples: first the width, then the height for the pixels.
+        width = int(math.sqrt(pixels * ratio_value(ratio)) / multiple) * multiple
+        height = int(pixels / width / multiple) * multiple if width else 0
+        size = height, width
+        if height == 0:
             raise RequestError(
                 f"video.resolution={resolution} has no frame of {ratio} in multiples of {multiple} pixels",
                 hint="use a larger resolution",
             )
         if training:
-            size = _closest_size(pixels, size, multiple)
+            # The reference also tries lower and narrower sizes, which rounded-down sides never need.
+            candidates = (size, (height + multiple, width), (height, width + multiple))
+            size = min(candidates, key=lambda candidate: abs(candidate[0] * candidate[1] - pixels))
             if size in table.values():
                 continue
         table[ratio] = size
@@ -103,18 +91,14 @@ def inference_sizes(resolution: str, *, multiple: int = 16) -> dict[str, tuple[i
 
 
 def training_sizes(resolution: str, *, multiple: int = 16) -> dict[str, tuple[int, int]]:
-    """Return ratio -> (height, width) in pixels, for training: closer to the number of pixels, without duplicates.
-
-    Arguments and errors are the same as in `inference_sizes`.
-    """
+    """Return ratio -> (height, width) for training: closer to the pixels, without duplicates; see `inference_sizes`."""
     return _size_table(resolution, multiple=multiple, training=True)
 
 
 def nearest_training_size(resolution: str, aspect_ratio: str | float, *, multiple: int = 16) -> tuple[str, int, int]:
-    """Return the ratio whose size for training is nearest in shape, with its (height, width).
+    """Return the ratio whose size for training is nearest in shape, with its (height, width); see `inference_sizes`.
 
-    `aspect_ratio` is a name, or width / height. A name in the table maps to itself. Most names outside of the table
-    have the size of another one. Other arguments and errors are the same as in `inference_sizes`.
+    `aspect_ratio` is a name, or width / height. A name in the table maps to itself.
     """
     table = training_sizes(resolution, multiple=multiple)
     if isinstance(aspect_ratio, str) and aspect_ratio in table:
@@ -126,10 +110,6 @@ def nearest_training_size(resolution: str, aspect_ratio: str | float, *, multipl
 
 
 def image_size(resolution: str, aspect_ratio: str, *, multiple: int = 16) -> tuple[int, int]:
-    """Return the (height, width) in pixels for sampling; arguments are the same as in `inference_sizes`.
-
-    Raises RequestError with the nearest resolution or ratio if one is unknown, or if the resolution is too small for
-    the ratio.
-    """
+    """Return the (height, width) in pixels for sampling; see `inference_sizes`, and `ratio_value` for errors."""
     ratio_value(aspect_ratio)
     return inference_sizes(resolution, multiple=multiple)[aspect_ratio]

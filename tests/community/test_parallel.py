@@ -66,15 +66,14 @@ class TestT5LayerNorm:
         assert made.weight is not native.weight
 
 
-def test_a_link_is_congested_when_it_becomes_slow():
-    monitor = BandwidthMonitor()
+def test_a_link_is_congested_when_it_becomes_slow(monkeypatch):
+    monitor, now = BandwidthMonitor(), [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
     assert not monitor.is_congested()
-    for _ in range(20):
-        monitor.record("any group", 1000, 1e-3)
-    assert not monitor.is_congested()
-    for _ in range(10):
-        monitor.record("any group", 1000, 5e-3)
-    assert monitor.is_congested()
+    for seconds, congested in ((1e-3, False), (1e-3, False), (5e-3, True)):
+        with monitor.measure("any group", 1000, device=torch.device("cpu")):
+            now[0] += seconds
+        assert monitor.is_congested() is congested
 
 
 class TestVerifying:

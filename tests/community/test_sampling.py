@@ -25,7 +25,7 @@ from opensora_cli.community.sampling import (
     save_sample,
 )
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.components.autoencoders import new_autoencoder
+from opensora_cli.engine.components.architectures import new_autoencoder
 from opensora_cli.media.read import probe
 
 

@@ -23,7 +23,7 @@ from opensora_cli.community.training import (
     update_ema,
 )
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.components.autoencoders import new_autoencoder
+from opensora_cli.engine.components.architectures import new_autoencoder
 from opensora_cli.engine.train.optimizer import rate_factor
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.train_loop import OptimizerSettings
@@ -141,7 +141,7 @@ class TestCreateOptimizer:
         config = {"cls": "HybridAdam", "lr": 1e-5, "eps": 1e-15, "weight_decay": 0.1, "adamw_mode": True}
         adamw = create_optimizer(module, config)
         group = adamw.param_groups[0]
-        assert type(adamw) is torch.optim.AdamW
+        assert isinstance(adamw, torch.optim.AdamW)
         assert [group[name] for name in ("lr", "betas", "eps", "weight_decay")] == [1e-5, (0.9, 0.999), 1e-15, 0.1]
         assert len(group["params"]) == 2
         assert config["cls"] == "HybridAdam"
@@ -151,9 +151,6 @@ class TestCreateOptimizer:
         [
             ({"cls": "Lion"}, "cls=Lion must be"),
             ({"cls": "CPUAdam"}, "must be AdamW or HybridAdam"),
-            ({"learning_rate": 1.0}, "no learning_rate"),
-            ({"lr": -1.0}, "greater than 0"),
-            ({"betas": 0.9}, "optimizer_config"),
             ({"adamw_mode": False}, "adamw_mode"),
         ],
     )

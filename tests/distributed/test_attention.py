@@ -11,7 +11,7 @@ from attention_libraries import fake_flash2, fake_flash3, fake_flash4, fake_xfor
 from shared_tokens import attention_bytes, attention_errors, mesh_of, random_qkv
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.models.attention.sdpa import sdpa
+from opensora_cli.models.attention.torch_kernels import sdpa
 from opensora_cli.parallel.ring import RingAttention
 from opensora_cli.parallel.shares import SequenceLengths
 from opensora_cli.parallel.ulysses import UlyssesAttention

@@ -20,7 +20,7 @@ from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.bench_comm.operations import BUILDERS, Place, bus_factor
 from opensora_cli.engine.bench_comm.report import BenchReport
 from opensora_cli.engine.bench_comm.run import affordable_bytes, bench_comm
-from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.all_to_all import TwoStages
 from opensora_cli.parallel.collectives import all_gather, reduce_scatter, reduce_scatter_single

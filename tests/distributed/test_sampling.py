@@ -20,8 +20,8 @@ from torch._dynamo.utils import counters
 from opensora_cli.cli.app import main
 from opensora_cli.core.conditions import reference_parts
 from opensora_cli.engine.bench_comm.counting import counted_bytes
+from opensora_cli.engine.components.architectures import transformer_on_meta
 from opensora_cli.engine.components.compiled import compile_blocks
-from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate import loading
@@ -30,7 +30,7 @@ from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.process import ALONE
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.attention.sdpa import sdpa
+from opensora_cli.models.attention.torch_kernels import sdpa
 from opensora_cli.models.linears import LowRankLinear
 from opensora_cli.settings.load import load_preset
 

@@ -16,7 +16,7 @@ from torch import nn
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.parallelize import shard_transformer
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.memory.fp8_storage import store_in_fp8
+from opensora_cli.memory.eight_bit import store_in_fp8
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 

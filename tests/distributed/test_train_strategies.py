@@ -23,8 +23,7 @@ from torch._dynamo.utils import counters
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.parallelize import shard_transformer
 from opensora_cli.engine.train.distribution import Distribution, local, mesh_shape
-from opensora_cli.memory.activations import HostActivations
-from opensora_cli.memory.checkpointing import set_grad_checkpoint
+from opensora_cli.memory.checkpointing import HostActivations, set_grad_checkpoint
 from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.devices import Strategy

@@ -11,7 +11,7 @@ from fake_cuda.generation import MAY_WAIT, rehearse
 from fake_cuda.log import Began, Collective, Copy, Log, lines_of
 from fake_cuda.weights import full_size_settings
 
-from opensora_cli.engine.components.on_meta import on_meta
+from opensora_cli.engine.components.architectures import on_meta
 from opensora_cli.memory.host_weights import _MappedWeights
 from opensora_cli.models.text.sizes import T5Sizes
 from opensora_cli.models.text.t5 import T5Model

@@ -25,8 +25,7 @@ from sparse_weights import save_sparse
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, vae_tiling
-from opensora_cli.engine.components.configs import transformer_on_meta
+from opensora_cli.engine.components.architectures import autoencoder_on_meta, transformer_on_meta, vae_tiling
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, frozen_dtype
 from opensora_cli.engine.estimate.fake_tensors import give_fake_weights, repeat_calls
 from opensora_cli.engine.train import build, estimate, transformer

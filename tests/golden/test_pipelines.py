@@ -10,8 +10,7 @@ from PIL import Image
 from small_stages import small_stages
 
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.components.autoencoders import new_autoencoder
-from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.components.architectures import mmdit_config, new_autoencoder
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import decode, denoise
 from opensora_cli.engine.generate.planning import make_plan

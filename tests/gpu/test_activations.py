@@ -8,10 +8,8 @@ import torch
 from tiny_transformer import OUTSIDE_BLOCKS, assert_same, gradients, inputs, loss_of, transformer
 from torch import Tensor, nn
 
-from opensora_cli.community.memory import DynamicActivationManager
-from opensora_cli.memory.activations import HostActivations
-from opensora_cli.memory.checkpointing import set_grad_checkpoint
-from opensora_cli.models.attention.math import math
+from opensora_cli.memory.checkpointing import HostActivations, set_grad_checkpoint
+from opensora_cli.models.attention.torch_kernels import math
 
 
 @pytest.fixture(autouse=True)
@@ -104,19 +102,3 @@ def test_bytes_held_on_the_device() -> None:
         outside = held_bytes()
     assert checkpointed <= 0.3 * plain
     assert outside <= 0.1 * checkpointed
-
-
-def test_dynamic() -> None:
-    model, arguments = model_and_inputs(torch.float32)
-    expected = gradients(model, arguments)
-    used, total = DynamicActivationManager()._read_memory(torch.device("cuda"))
-    assert torch.cuda.memory_allocated() <= used < total
-    for threshold, moved in ((0.0, True), (1.0, False)):
-        held = DynamicActivationManager(threshold)
-        held.setup_buffer(2 * 10**7, torch.float32)
-        with set_grad_checkpoint(model, activations=held):
-            loss = loss_of(model, arguments)
-            assert (held.avail_offset > 0) is moved
-            del loss
-            assert_same(gradients(model, arguments), expected)
-        assert 0 < held.memory_profiling()["peak_memory"] < total

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from opensora_cli.core.attention_kinds import ATTENTION_KINDS
 from opensora_cli.engine.components.attention import AttentionUse, choose_attention, why_unusable
-from opensora_cli.models.attention import attention_backend
-from opensora_cli.models.attention.math import math
+from opensora_cli.models.attention import BACKENDS
+from opensora_cli.models.attention.torch_kernels import math
 from opensora_cli.settings.enums import AttentionChoice
 
 LENGTH, CUTS = 333, (200, 132, 1)
@@ -38,7 +38,7 @@ def test_the_whole_and_its_gradients(name: str, dtype: torch.dtype, head_dim: in
     *qkv, gradient = _drawn(dtype, head_dim)
     leaves = [tensor.clone().requires_grad_() for tensor in qkv]
     exact = [tensor.double().requires_grad_() for tensor in qkv]
-    out, expected = attention_backend(name)(*leaves), math(*exact)
+    out, expected = BACKENDS[name](*leaves), math(*exact)
     assert (out.shape, out.dtype) == (qkv[0].shape, dtype)
     # Products in bfloat16 round weights of any dtype.
     tolerance = TOLERANCES[torch.bfloat16 if name == "bf16_products" else dtype]
@@ -56,7 +56,7 @@ def test_parts_make_the_whole_and_its_gradients(name: str, dtype: torch.dtype) -
     k, v = k.contiguous(), v.contiguous()
     exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
     expected = math(*exact)
-    kernel = attention_backend(name).part_kernel
+    kernel = BACKENDS[name].part_kernel
     assert kernel is not None
     of_parts = kernel(q, k, v)
     out, lse = merged(of_parts, q, k, v, CUTS)

@@ -15,9 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from opensora_cli.core.attention import PartKernel
 from opensora_cli.core.device import collective_backends
-from opensora_cli.models.attention import sdpa as kernels
-from opensora_cli.models.attention.math import MATH_PARTS
-from opensora_cli.models.attention.sdpa import part_kernel
+from opensora_cli.models.attention import torch_kernels as kernels
+from opensora_cli.models.attention.torch_kernels import MATH_PARTS, part_kernel
 from opensora_cli.parallel.shares import shares
 
 CUTS = (33, 70, 1)

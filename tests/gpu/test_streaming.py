@@ -9,9 +9,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from opensora_cli.memory import host_weights
-from opensora_cli.memory.fp8_storage import store_in_fp8
+from opensora_cli.memory.eight_bit import store_in_fp8
 from opensora_cli.memory.host_memory import PageLock
-from opensora_cli.memory.slots import slot_bytes, streaming_bytes
+from opensora_cli.memory.host_weights import slot_bytes, streaming_bytes
 from opensora_cli.memory.streaming import stream_blocks
 
 DEVICE = torch.device("cuda:0")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from opensora_cli.core.conditions import ReferenceLengths, condition_mode
 from opensora_cli.data.batches import ClipBatch, ClipRequest, SampleRng
-from opensora_cli.engine.components.autoencoders import new_autoencoder
+from opensora_cli.engine.components.architectures import new_autoencoder
 from opensora_cli.engine.encode.clips import (
     CachedClip,
     FreshClip,

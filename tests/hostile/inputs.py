@@ -17,7 +17,7 @@ import yaml
 from hostile.sandbox import Folder, Sandbox
 from safetensors.torch import save_file
 
-from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.models.mmdit.model import MMDiT
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from demo_world.scenes import render_scene, sample_scene
 from demo_world.settings import DemoSettings, SceneSettings
 from opensora_cli.checkpoint.writing import write_weights
-from opensora_cli.engine.components.autoencoders import new_autoencoder
+from opensora_cli.engine.components.architectures import new_autoencoder
 from opensora_cli.engine.train.objectives.vae import to_pixels
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.settings.components import VAESettings

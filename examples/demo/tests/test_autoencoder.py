@@ -12,7 +12,7 @@ from tiny_autoencoders import VAES
 from demo_world.autoencoder import finish_autoencoder, gather_taps, whiten_latents
 from demo_world.scenes import render_scene, sample_scene
 from demo_world.settings import DemoSettings
-from opensora_cli.engine.components.autoencoders import new_autoencoder
+from opensora_cli.engine.components.architectures import new_autoencoder
 from opensora_cli.engine.train.objectives.vae import to_pixels
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from demo_world.scene_clips import SceneClip
-from opensora_cli.engine.components.autoencoders import load_autoencoder
+from opensora_cli.engine.components.architectures import load_autoencoder
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate.previews import demo_map_file, fit_preview_map, read_map
 from opensora_cli.media.resize import fit_frames, to_uint8

@@ -11,8 +11,8 @@ from opensora_cli.core.device import timed
 from opensora_cli.core.documents import Document
 from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.bench_comm.timing import meet
-from opensora_cli.engine.components.configs import mmdit_config
-from opensora_cli.models.attention.sdpa import sdpa
+from opensora_cli.engine.components.architectures import mmdit_config
+from opensora_cli.models.attention.torch_kernels import sdpa
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.mesh import new_group

@@ -19,7 +19,8 @@ from opensora_cli.core.attention_kinds import ATTENTION_KINDS
 from opensora_cli.core.device import capability, has_flash_kernels, has_gpu, is_gpu
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.models.attention import attention_backend
+from opensora_cli.models.attention import BACKENDS
+from opensora_cli.models.attention.torch_kernels import math
 from opensora_cli.settings.enums import AttentionChoice
 
 _HOPPER = 9
@@ -60,10 +61,8 @@ def choose_attention(
 ) -> AttentionPlan:
     """Return the backend for `choice`, the value of the setting named `setting`.
 
-    `tries_device` says whether this process may use the device. A process that may not, or a machine without the
-    device, only checks which libraries are installed; the ranks that compute choose again.
-
-    Raises HardwareError if the library of the backend is not installed, or the backend does not work on the device.
+    A process that may not use the device, or a machine without it, only checks which libraries are installed; the ranks
+    that compute choose again. Raises HardwareError if the backend does not work on the device.
     """
     # A plan can be for a device that this machine does not have.
     tries_device = tries_device and (not is_gpu(use.device) or has_gpu())
@@ -81,13 +80,8 @@ def choose_attention(
 def attention_order(device: torch.device) -> tuple[str, ...]:
     """Return the backends that `auto` tries on a device, in this order; it uses the first one that works.
 
-    - On a CPU only `sdpa` needs no memory for pairs of tokens.
-    - On a Hopper GPU `flash3` is first: its kernels are made for this GPU. A user has to build it, so it is rarely
-      installed.
-    - `sdpa` is next. Torch picks cuDNN's kernels on Hopper and on Blackwell GPUs of data centers, else its own flash
-      kernels, which are those of FlashAttention 2. So `cudnn` and `flash2` gain nothing there.
-    - A torch without flash kernels, as some builds for Windows are, tries `flash2` and `xformers` before `sdpa`.
-      The newest xformers, 0.0.35, has kernels for torch 2.10 with CUDA 12.8 only.
+    `flash3` is made for Hopper GPUs. With `sdpa` torch picks cuDNN's kernels or those of FlashAttention 2, so that
+    `cudnn` and `flash2` gain nothing, except in a torch without flash kernels, as some builds for Windows are.
     """
     if not is_gpu(device):
         return ("sdpa",)
@@ -102,8 +96,7 @@ def _first_usable(use: AttentionUse, *, setting: str, tries_device: bool) -> Att
         return AttentionPlan(backend="sdpa", reason=f"auto: {reason}")
     problems: list[str] = []
     for name in attention_order(use.device):
-        problem = why_unusable(name, use)
-        if problem is None:
+        if (problem := why_unusable(name, use)) is None:
             return AttentionPlan(backend=name, reason="; ".join([f"auto: {_reason(name, use)}", *problems]))
         problems.append(problem)
     raise HardwareError(
@@ -133,7 +126,7 @@ def keep_attention(planned: AttentionPlan, backend: str | None, use: AttentionUs
 def attention_stand_in(choice: AttentionChoice | str) -> AttentionBackend:
     """Return a backend that needs as much memory as `choice`, on any device and on fake tensors."""
     kind = ATTENTION_KINDS.get(choice)
-    return attention_backend("sdpa" if kind is None or kind.is_fused else str(choice))
+    return BACKENDS["sdpa" if kind is None or kind.is_fused else str(choice)]
 
 
 def _why_unavailable(name: str, use: AttentionUse) -> str | None:
@@ -158,21 +151,11 @@ def why_unusable(name: str, use: AttentionUse) -> str | None:
         return problem
     try:
         with _silenced():
-            error = _error(attention_backend(name), use)
+            error = _error(BACKENDS[name], use)
     except Exception as problem:
         # Libraries raise exceptions of any type if their kernels do not fit.
-        return _mismatch(name) or f"{name}: {' '.join(str(problem).split())[:200] or type(problem).__name__}"
+        return f"{name}: {' '.join(str(problem).split())[:200] or type(problem).__name__}"
     return None if error <= _TOLERANCE else f"{name} differs from math by {error:.0%}"
-
-
-def _mismatch(name: str) -> str | None:
-    try:
-        with _silenced():
-            mismatch = attention_backend(name).mismatch
-            return None if mismatch is None else mismatch()
-    except Exception:
-        # The library cannot be imported; the first exception says why.
-        return None
 
 
 def _error(backend: AttentionBackend, use: AttentionUse) -> float:
@@ -181,10 +164,7 @@ def _error(backend: AttentionBackend, use: AttentionUse) -> float:
     shape = 1, _HEADS, _TOKENS, use.head_dim
     *qkv, gradient = (torch.randn(shape, generator=generator).to(use.device, use.dtype) for _ in range(4))
     computations = {_gradients if use.gradients else _result, _parts if use.in_parts else _result}
-    reference = attention_backend("math")
-    return max(
-        _difference(compute(backend, qkv, gradient), compute(reference, qkv, gradient)) for compute in computations
-    )
+    return max(_difference(compute(backend, qkv, gradient), compute(math, qkv, gradient)) for compute in computations)
 
 
 def _result(attention: AttentionBackend, qkv: list[Tensor], gradient: Tensor) -> tuple[Tensor, ...]:

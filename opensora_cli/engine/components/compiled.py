@@ -5,8 +5,7 @@ gradients such attention is one operator of the graph, so that it does not break
 """
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -30,16 +29,13 @@ _called: list[AttentionFn] = []
 def compile_blocks(transformer: MMDiT, *, warn: Callable[[str], None], backend: Backend = "inductor") -> None:
     """Make the blocks of a transformer run compiled; names and weights stay.
 
-    Each block gets a class whose `forward` is compiled. So checkpointing wraps the compiled code, as do the hooks of
-    FSDP2 and of `stream_blocks`, which are added later. Add adapters and layers in 8 bits before, or everything is
-    compiled twice. All transformers of the process share the compiled code. Blocks must share no weights, and their
-    layers must exchange nothing with other ranks; the attention may, without gradients.
+    Each block gets a class whose `forward` is compiled; checkpointing and the hooks of FSDP2 and of `stream_blocks`
+    are added later. Add adapters and layers in 8 bits before, or everything is compiled twice. Blocks must share no
+    weights, and their layers must exchange nothing with other ranks; the attention may, without gradients.
 
-    Two calls run uncompiled, and `warn` is called once for each cause: a kind of block that cannot be compiled as a
-    whole, and blocks that compute chunks of tokens (`set_sequence_chunk`), since compiled code needs the memory of all
-    tokens.
-
-    The compiler caches its files in `private_folder`s. Raises OutputError if other accounts may write to these.
+    A kind of block that cannot be compiled as a whole runs uncompiled, and so do chunks of tokens
+    (`set_sequence_chunk`); `warn` is called once for each cause. Raises OutputError if other accounts may write to the
+    compiler's caches.
     """
     _keep_private(backend)
     for stack in repeated_blocks(transformer.config):
@@ -85,14 +81,16 @@ def _compiled_class(plain: type[nn.Module], backend: Backend) -> type[nn.Module]
         if can_compile and _in_chunks(self, args[0]):
             report(self, f"runs uncompiled, {self.chunk_tokens} tokens at a time: compiled it would need more memory")
         elif can_compile:
+            _called.append(vars(self)["attention"])
             try:
-                with _calling(vars(self)["attention"]):
-                    return fast(self, *args)
+                return fast(self, *args)
             except (TorchDynamoException, FailOnRecompileLimitHit) as error:
                 can_compile = False
                 # The first line names the backend, the second the code that it cannot compile.
                 reason = " ".join(str(error).strip().splitlines()[:2])
                 report(self, f"cannot be compiled and runs uncompiled: {reason}")
+            finally:
+                _called.pop()
         return plain.forward(self, *args)
 
     def attention(self: nn.Module) -> AttentionFn:
@@ -117,15 +115,6 @@ def _is_traceable(attention: AttentionFn) -> bool:
     """Return whether the compiler can trace an attention: only torch's own backends."""
     kind = ATTENTION_KINDS.get(attention.name) if isinstance(attention, AttentionBackend) else None
     return kind is not None and kind.library is None
-
-
-@contextmanager
-def _calling(attention: AttentionFn) -> Iterator[None]:
-    _called.append(attention)
-    try:
-        yield
-    finally:
-        _called.pop()
 
 
 @cache

@@ -59,10 +59,9 @@ class Hardware:
 
 
 def pick_hardware(device: str, dtype: str) -> Hardware:
-    """Return the device and dtype that `runtime.device` and `runtime.dtype` mean on this machine.
+    """Return the device and dtype that `runtime.device` and `runtime.dtype` mean here. Raises HardwareError without it.
 
-    The device `auto` is a GPU if there is one, else the CPU; the dtype `auto` is bfloat16 on accelerators, float32 on a
-    CPU. Raises HardwareError if there is no such device.
+    The dtype `auto` is bfloat16 on accelerators, float32 on a CPU.
     """
     chosen = pick_device(device)
     is_cpu = chosen.type == "cpu"
@@ -80,10 +79,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def unless_out_of_memory(run: Callable[[], T]) -> T | None:
-    """Return the result of `run`, or None if memory was not enough.
-
-    The memory of `run` can be released afterwards, because the exception is gone with the traceback that held it.
-    """
+    """Return the result of `run`, or None if memory was not enough; the memory of `run` can be released afterwards."""
     try:
         return run()
     except (MemoryError, RuntimeError) as error:

@@ -18,7 +18,7 @@ from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.parallel.shares import shares
 
 if TYPE_CHECKING:
-    from opensora_cli.memory.eight_bit_products import ProductError
+    from opensora_cli.memory.eight_bit import ProductError
 
 _NEEDED = {LinearProducts.INT8: (8, 0), LinearProducts.FP8: (8, 9)}
 """Lowest compute capability."""
@@ -73,8 +73,6 @@ def require_products(
 
     `tensor` ranks share each block. `tries_device` says whether this process may use the device.
     """
-    if not any(stack.count for stack in repeated_blocks(config)):
-        raise RequestError(f"precision.linear={kind} has no effect on a model without blocks: leave it out")
     if not is_gpu(device):
         raise HardwareError(
             f"precision.linear={kind} needs an NVIDIA GPU, and this run is on {device.type}", hint=_USE_EXACT
@@ -96,12 +94,8 @@ def require_products(
 
 
 def use_in_block(block: nn.Module, stack: RepeatedBlocks, kind: LinearProducts) -> "list[ProductError]":
-    """Replace the linear layers of one block of a stack, and return the error of each product.
-
-    The layers may be sharded, or have adapters beside them. Raises CheckpointError if a weight has numbers that are not
-    finite.
-    """
-    from opensora_cli.memory.eight_bit_products import use_products
+    """Replace the linear layers of one block, sharded or with adapters or not, and return the error of each product."""
+    from opensora_cli.memory.eight_bit import use_products
 
     return use_products(block, [_path_of_weight(block, linear.path) for linear in stack.linears], kind)
 
@@ -140,7 +134,7 @@ def _require_sizes(kind: LinearProducts, config: MMDiTConfig, tensor: int) -> No
 @lru_cache(maxsize=8)
 def _why_unusable(kind: LinearProducts, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return the reason why a small product on the device is wrong, or None."""
-    from opensora_cli.memory.eight_bit_products import output_and_rounded_product, use_products
+    from opensora_cli.memory.eight_bit import output_and_rounded_product, use_products
 
     # The random numbers of the run stay as they are.
     with torch.inference_mode(), torch.random.fork_rng(devices=[]):

@@ -1,29 +1,52 @@
-"""LoRA adapters (Hu et al. 2021) beside the layers of a transformer.
+"""LoRA adapters (Hu et al. 2021): opened, compared with the transformer, and added beside its layers.
 
 A generation computes adapters beside the layers. The weights of the layers stay as they are: mapped from their file,
 shared by all ranks, in 8 bits, or offloaded to the host.
 """
 
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from opensora_cli.checkpoint.formats.lora_file import DOTTED_PREFIXES, KOHYA_PREFIXES, open_adapter
+from opensora_cli.checkpoint.formats.peft import adapter_files
+from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.lazy import rounded
-from opensora_cli.checkpoint.lora import Adapter
-from opensora_cli.core.formatting import format_bytes
+from opensora_cli.checkpoint.lora import Adapter, LowRank, require_fit
+from opensora_cli.checkpoint.readable import listing_sha256, sha256_of
+from opensora_cli.core.choices import QKV, Rotary
+from opensora_cli.core.dtypes import ROTARY_METADATA
+from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.formatting import first_few, format_bytes, plain
+from opensora_cli.core.strict_json import shown
+from opensora_cli.engine.components.architectures import transformer_on_meta
 from opensora_cli.models.linears import LowRankLinear, Split
 from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.models.mmdit.layout import (
+    ROTATED,
+    HeadSizes,
+    Shape,
+    find_rotary,
+    plan_layout,
+    planned_shapes,
+    reorder_heads,
+)
 from opensora_cli.models.mmdit.model import MMDiT
+from opensora_cli.models.mmdit.names import Named, Span, linear_names
+from opensora_cli.settings.components import LoraFile, ModelSettings
 
 _IN_BLOCK = re.compile(r"(?P<stack>\w+_blocks)\.(?P<index>\d+)\.(?P<linear>.+)")
 
 LoraRanks = tuple[tuple[str, int], ...]
 """Path of each changed linear layer of the transformer, with its rank, summed over all adapters."""
+_WEIGHT = ".weight"
+_INPUT = "img_in.weight"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +86,197 @@ def lora_ranks(loras: Iterable[Lora]) -> LoraRanks:
 def in_first_block(path: str) -> str:
     """Return the path of the same layer in the first block of its stack; a path outside the blocks stays."""
     return _IN_BLOCK.sub(r"\g<stack>.0.\g<linear>", path)
+
+
+def open_loras(files: Sequence[LoraFile], model: ModelSettings) -> tuple[Lora, ...]:
+    """Open adapters and compare them with the transformer; this hashes their files, and reads them to find NaN."""
+    if not files:
+        return ()
+    transformer = transformer_on_meta(model)
+    return tuple(_open(file, transformer) for file in files)
+
+
+def _open(file: LoraFile, transformer: nn.Module) -> Lora:
+    path = Path(file.path)
+    name, colon, scale = path.name.rpartition(":")
+    if colon and name and not path.exists():
+        raise RequestError(
+            f"--lora {plain(str(path))}: {plain(repr(scale))} is not a scale, and there is no such file",
+            hint="what follows the last colon must be a number, as in :0.8",
+        )
+    adapter = open_fitting(path, transformer)
+    sha256 = listing_sha256({each.name: _examine(each)[0] for each in adapter.files})
+    if file.sha256 is not None and file.sha256 != sha256:
+        raise CheckpointError(
+            f"{path} has changed since the run that is repeated: its SHA-256 is {sha256[:12]}..., not "
+            f"{file.sha256[:12]}...",
+            hint=f"name it again to use the changed file: --lora {path}:{file.scale:g}",
+        )
+    return Lora(path=path, scale=file.scale, sha256=sha256, adapter=adapter)
+
+
+def open_fitting(path: Path, transformer: nn.Module) -> Adapter:
+    """Open an adapter for the linear layers of a transformer, with the names of their weights.
+
+    The folder of a training stands for the adapter that it wrote at its end.
+    """
+    if not adapter_files(path)[0].exists() and adapter_files(path / "lora")[0].exists():
+        path = path / "lora"
+    shapes = {name: tuple(weight.shape) for name, weight in transformer.named_parameters()}
+    linears = {f"{name}{_WEIGHT}" for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)}
+    adapter = fit_to_model(open_adapter(path), shapes, {})
+    require_fit(
+        adapter,
+        {name: shape for name, shape in shapes.items() if name in linears},
+        hint=f"osora ckpt inspect {adapter.files[-1]} lists its tensors",
+    )
+    require_finite(adapter.files)
+    return adapter
+
+
+def require_finite(files: Iterable[Path]) -> None:
+    """Raise CheckpointError if a tensor of an adapter has NaN or infinite numbers: every result would be black."""
+    for path in files:
+        if broken := _examine(path)[1]:
+            raise CheckpointError(f"{path} has numbers that are not finite: {first_few(list(broken))}")
+
+
+def _examine(path: Path) -> tuple[str, tuple[str, ...]]:
+    """Return the SHA-256 of an adapter's file, and the names of its tensors that are not finite."""
+    status = path.stat()
+    return _examined(path, status.st_size, status.st_mtime_ns)
+
+
+# One run is planned several times.
+@lru_cache(maxsize=64)
+def _examined(path: Path, size: int, changed_ns: int) -> tuple[str, tuple[str, ...]]:
+    entries = {} if path.suffix == ".json" else open_safetensors(path)[0]
+    broken = [
+        name
+        for name, entry in entries.items()
+        if entry.dtype.is_floating_point and not torch.isfinite(entry.read().float()).all()
+    ]
+    return sha256_of(path), tuple(broken)
+
+
+def fit_to_model(adapter: Adapter, shapes: Mapping[str, Shape], metadata: Mapping[str, str]) -> Adapter:
+    """Return the adapter with the names of a model's weights, and with the layout of its q, k and v.
+
+    `shapes` and `metadata` are those of the model's file. Names of the adapter can be the model's own, those of fused
+    files or of diffusers, or their spelling in kohya. A layer that is not found keeps its name.
+    """
+    model = _Model.of(shapes, metadata)
+    updates: dict[str, tuple[LowRank, ...]] = {}
+    for name, found in adapter.updates.items():
+        for update in found:
+            placed = model.place(name.removesuffix(_WEIGHT), update, adapter)
+            for weight, part in placed or [(name, update)]:
+                updates[weight] = (*updates.get(weight, ()), part)
+    return replace(adapter, updates=updates)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Model:
+    """Linear layers of a model, with all their known names."""
+
+    shapes: Mapping[str, Shape]
+    prefix: str
+    sizes: HeadSizes | None
+    rotary: Rotary
+    names: Mapping[str, Named]
+    spellings: Mapping[str, tuple[str, ...]]
+    """Names by their spelling with underscores."""
+    fused: Mapping[str, tuple[str, int]]
+    """Layer of the split model -> fused layer that has its rows, and the first of these rows."""
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, Shape], metadata: Mapping[str, str]) -> "_Model":
+        sizes = HeadSizes.of_shapes(shapes)
+        prefix, names, rotary = "", {}, Rotary.HALF
+        if sizes is None:
+            paths = [name.removesuffix(_WEIGHT) for name in shapes if name.endswith(_WEIGHT)]
+            names = {path: Named((), rotary) for path in paths}
+        else:
+            prefix = min((name for name in shapes if name.endswith(_INPUT)), key=len).removesuffix(_INPUT)
+            split = planned_shapes(plan_layout(shapes, sizes, qkv=QKV.SPLIT, reorder=False), shapes)
+            rows = {
+                name.removeprefix(prefix).removesuffix(_WEIGHT): shape[0]
+                for name, shape in split.items()
+                if name.startswith(prefix) and name.endswith(_WEIGHT) and len(shape) == 2
+            }
+            names, rotary = linear_names(rows, sizes.hidden_size), find_rotary(shapes, metadata)
+        spellings: dict[str, tuple[str, ...]] = {}
+        for name in names:
+            key = name.replace(".", "_")
+            spellings[key] = (*spellings.get(key, ()), name)
+        fused = {
+            span.layer: (name, span.source) for name, named in names.items() if named.is_fused for span in named.spans
+        }
+        return cls(
+            shapes=shapes, prefix=prefix, sizes=sizes, rotary=rotary, names=names, spellings=spellings, fused=fused
+        )
+
+    def place(self, module: str, update: LowRank, adapter: Adapter) -> list[tuple[str, LowRank]]:
+        """Return the model's weights that an update changes, with its part for each; empty for an unknown layer."""
+        name = self._known(module, adapter.path)
+        if name is None:
+            return []
+        named = self.names[name]
+        stated = ROTARY_METADATA in adapter.metadata
+        rotary = find_rotary((), adapter.metadata) if stated else named.rotary
+        reorders = rotary is not self.rotary and any(_is_rotated(span) for span in named.spans)
+        weight = f"{self.prefix}{name}{_WEIGHT}"
+        if weight in self.shapes and not reorders:
+            return [(weight, update)]
+        if update.b.shape[0] != named.rows:
+            raise CheckpointError(
+                f"{adapter.path} does not fit the model: {shown(module)} has {named.rows} rows there "
+                f"(adapter: {update.described})"
+            )
+        return [self._part(span, update, reorders=reorders and _is_rotated(span)) for span in named.spans]
+
+    def _known(self, module: str, path: Path) -> str | None:
+        """Return the known name of a layer in a file, or None."""
+        name = module.removeprefix(self.prefix)
+        while name not in self.names and (prefix := _first_of(DOTTED_PREFIXES, name)):
+            name = name.removeprefix(prefix)
+        if name in self.names:
+            return name
+        spelled = self.spellings.get(module.removeprefix(_first_of(KOHYA_PREFIXES, module)), ())
+        if len(spelled) > 1:
+            raise CheckpointError(f"{path}: {shown(module)} can mean {' or '.join(spelled)}")
+        return spelled[0] if spelled else None
+
+    def _part(self, span: Span, update: LowRank, *, reorders: bool) -> tuple[str, LowRank]:
+        """Return the weight that has the rows of `span`, and the part of an update for it."""
+        assert self.sizes is not None, "layers of other models have only their own names"
+        first, head_dim, rotary = span.source, self.sizes.head_dim, self.rotary
+        b = update.b.map(lambda whole: whole[first : first + span.count])
+        if reorders:
+            b = b.map(lambda rows: reorder_heads(rows, head_dim=head_dim, rotary=rotary))
+        layer, start = span.layer, span.start
+        if f"{self.prefix}{layer}{_WEIGHT}" not in self.shapes:
+            layer, offset = self.fused[layer]
+            start += offset
+        weight = f"{self.prefix}{layer}{_WEIGHT}"
+        if (rows := self.shapes[weight][0]) != span.count:
+            b = b.map(partial(_padded, start=start, rows=rows))
+        return weight, replace(update, b=b)
+
+
+def _padded(own: Tensor, *, start: int, rows: int) -> Tensor:
+    """Return a tensor of `rows` rows, zero except for those of `own`, which begin at `start`."""
+    whole = own.new_zeros(rows, *own.shape[1:])
+    whole[start : start + len(own)] = own
+    return whole
+
+
+def _first_of(prefixes: tuple[str, ...], name: str) -> str:
+    return next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+
+
+def _is_rotated(span: Span) -> bool:
+    return span.layer.rpartition(".")[2] in ROTATED
 
 
 def add_loras(

@@ -30,9 +30,9 @@ _EVEN = 1.05
 def choose_mesh(settings: GenerateSettings, *, video_tokens: int) -> MeshShape:
     """Return the axes along which ranks share the transformer: the degrees in `settings`, and the best for the rest.
 
-    By default ranks share the tokens of one sample. Ulysses moves the fewest bytes, in bursts that need fast links, so
-    it gets as many ranks as divide the heads evenly and are on one machine. Ring attention gets the rest: it works for
-    any number of ranks, and computes while it waits. Raises RequestError for more ranks than tokens.
+    By default ranks share the tokens of one sample: as many ranks of a machine as divide the heads evenly with Ulysses,
+    which moves the fewest bytes but needs fast links, the rest in a ring. Raises RequestError for more ranks than
+    tokens.
     """
     parallel = settings.parallel
     tensor, guidance = parallel.tensor_parallel_degree or 1, parallel.cfg_parallel_degree or 1
@@ -124,11 +124,7 @@ def plan_exchange(parallel: ExchangeSettings, mesh: MeshShape, *, num_heads: int
 def exchanged_bytes(
     plan: ExchangePlan, mesh: MeshShape, config: MMDiTConfig, *, video_tokens: int, text_tokens: int, itemsize: int
 ) -> dict[str, int]:
-    """Return the bytes that all ranks of one forward pass send in the exchanges of `UlyssesAttention`.
-
-    The keys are those of `ExchangePlan.stage_bytes`. A backward pass sends the same number, in the same dtype.
-    `itemsize` is the bytes of an element of q, k and v.
-    """
+    """Return the bytes that all ranks send in the exchanges of one forward pass, by stage; backward sends the same."""
     ranks, head_dim = mesh.ring * mesh.ulysses, config.head_dim
     # `SequenceParallel` divides tokens in the same way.
     cut = zip(shares(video_tokens, ranks), shares(text_tokens, ranks)[::-1], strict=True)
@@ -193,10 +189,9 @@ def describe_exchange(parallel: ExchangeSettings, plan: ExchangePlan, mesh: Mesh
 
 
 def shard_transformer(transformer: MMDiT, group: dist.ProcessGroup) -> None:
-    """Keep this rank's share of the blocks of a transformer; other layers stay whole.
+    """Keep this rank's share of the blocks of a transformer, before they are in 8 bits or streamed.
 
-    The transformer is equal on all ranks, on any device; its blocks are not yet stored in 8 bits or streamed. Raises
-    RequestError for more ranks than heads.
+    Raises RequestError for more ranks than heads.
     """
     for stack in repeated_blocks(transformer.config):
         for block in transformer.get_submodule(stack.module_path).children():
@@ -211,11 +206,7 @@ def shard_block(block: nn.Module, stack: RepeatedBlocks, group: dist.ProcessGrou
 
 
 def shard_t5(t5: T5Encoder, group: dist.ProcessGroup) -> None:
-    """Keep this rank's share of the layers of a T5; the token embeddings and the norms stay whole.
-
-    The T5 is equal on all ranks, on any device; its layers are not yet streamed. Raises RequestError for more ranks
-    than heads. CLIP stays whole on every rank: it has a fortieth of the weights, not worth an exchange.
-    """
+    """Keep this rank's share of the layers of a T5; the token embeddings and the norms stay whole, as CLIP does."""
     from opensora_cli.parallel.tensor import shard_linears
 
     sizes = t5.model.sizes

@@ -10,7 +10,7 @@ import torch
 
 from opensora_cli.checkpoint.load import PlannedTensor, load_into_module, plan_tensors
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.engine.components.on_meta import on_meta
+from opensora_cli.engine.components.architectures import on_meta
 from opensora_cli.engine.components.weights import Stamp, stamp_of
 from opensora_cli.models.text.clip import ClipTextModel, clip_weights
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
@@ -34,8 +34,7 @@ def load_t5(
     """Return the T5 encoder in a folder; it pads or cuts every text to `max_length` tokens.
 
     With `layers_on_host` its layers stay on the CPU, for `streamed_layers`: mapped from the file, in the dtype of the
-    file if they are `cast_later`. Errors are those of `T5Encoder.reader`, and CheckpointError for weights that are
-    broken or do not fit config.json.
+    file if they are `cast_later`. Errors are those of `T5Encoder.reader`, and CheckpointError for unfit weights.
     """
     tokenizer = T5Encoder.reader(folder, max_length=max_length).tokenizer
     with on_meta():

@@ -40,10 +40,7 @@ class _Inputs(NamedTuple):
 
 
 class GuidedVelocity:
-    """Evaluates the transformer for one sample.
-
-    Branches are one batch if `are_batched`, else they run one after the other: then neither the peak of memory nor the
-    result depends on the step.
+    """Evaluates the transformer for one sample, its branches as one batch if `are_batched`, else one after the other.
 
     `conditioning_BNK` is None for a model without a condition embedding; `embedded_guidance` is for a
     guidance-distilled one. `on_evaluation` is called after each evaluation, for progress. With `times` the transformer
@@ -176,9 +173,7 @@ def modulation_values(num_times: int, config: MMDiTConfig) -> int:
 
 
 def modulation_comes_first(num_times: int, config: MMDiTConfig) -> bool:
-    """Return whether the modulation of all `num_times` times is computed first: if it is small, and less than its
-    weights.
-    """
+    """Return whether the modulation of all times is computed first: if it is small, and less than its weights."""
     return _PROMPTS * num_times < config.hidden_size and modulation_values(num_times, config) <= _MODULATION_VALUES
 
 

@@ -81,9 +81,9 @@ class WeightFiles:
 def find_weights(settings: GenerateSettings) -> WeightFiles:
     """Return the places of the weights for `settings`.
 
-    Only the folder of `--weights` or `OSORA_WEIGHTS` is searched if there is one. The default is `./ckpts`, then the
-    Hugging Face cache, for each component. The weights of the demo are part of osora. A named folder replaces them if
-    it has a transformer with the file name of the demo; its missing parts are taken from the packaged demo.
+    Only the folder of `--weights` or `OSORA_WEIGHTS` is searched if there is one, otherwise `./ckpts`, then the Hugging
+    Face cache, for each component. A named folder with a transformer of the demo's file name replaces parts of the
+    packaged demo.
     """
     files, named = settings.files, settings.runtime.weights
     if not ARCHITECTURES[settings.model.name].is_packaged:
@@ -108,10 +108,8 @@ def find_released(files: WeightNames, named: str | None, *, model: str = OPEN_SO
 def find_autoencoder(kind: VAEKind, file: str, *, hub_repo: str | None, named: str | None) -> Path:
     """Return the weights of an autoencoder, or raise a CheckpointError that names the searched places.
 
-    Args:
-        file: name of the file.
-        hub_repo: Hub repository whose cache is searched; None means the packaged demo.
-        named: the only folder to search; None means `./ckpts`, then the Hugging Face cache.
+    `named` is the only folder to search. None means `./ckpts`, then the cache of `hub_repo`; without a repository, the
+    packaged demo.
     """
     folders = [packaged_demo()] if hub_repo is None else _default_folders(hub_repo)
     folders = folders if named is None else [Path(named)]
@@ -175,11 +173,7 @@ def _default_folders(*hub_repos: str) -> list[Path]:
 
 
 def _hub_snapshot(repo: str) -> Path | None:
-    """Return the folder of `repo` in the Hugging Face cache, without a request.
-
-    The layout of the cache and its variables are documented. Importing huggingface_hub takes longer than everything
-    else that refuses a wrong request.
-    """
+    """Return the folder of `repo` in the Hugging Face cache, without requests or the slow import of its library."""
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     places = (os.environ.get("HF_HUB_CACHE"), os.environ.get("HUGGINGFACE_HUB_CACHE"), os.path.join(home, "hub"))
     cache = Path(os.path.expandvars(os.path.expanduser(next(filter(None, places)))))
@@ -238,8 +232,7 @@ def choose_model(
     """Return the model to run, and the reason.
 
     `auto` is the released model if its weights, under their published names, and a CUDA device are available, else the
-    demo. `device` can be the CPU. Torch is imported only if it decides, in the context `loading`. The reason says that
-    there is no CUDA device only if torch is imported.
+    demo. Torch is imported only if it decides, in the context `loading`.
     """
     if choice != AUTO:
         return choice, "as asked"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from opensora_cli.core.device_names import GPU
 from opensora_cli.core.latent_grid import LatentGrid
-from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
+from opensora_cli.engine.components.architectures import new_autoencoder, vae_tiling
 from opensora_cli.engine.estimate.fake_tensors import (
     HOST,
     Counts,
@@ -43,9 +43,7 @@ class TileMemory(NamedTuple):
     """Memory of an encoder or decoder for its largest tile."""
 
     peak_bytes: int
-    """Peak without the input and the kept kernels."""
-    kept_bytes: int
-    """Kernels that the module computes from its weights at the first call, and keeps."""
+    """Peak without the input."""
     channels: int
     """Channels of the result."""
 
@@ -83,7 +81,6 @@ def tile_memory(
         if chunk_frames is not None:
             options |= {"chunk_frames": chunk_frames, "store": HOST if store_on_host else device}
         channels, frames, height, width = shape
-        kept: list[int] = []
 
         def run(size: Size) -> Counts:
             clip_1CTHW = torch.empty(1, channels, *size, height, width, dtype=dtype, device=device)
@@ -91,9 +88,7 @@ def tile_memory(
                 out_1CTHW: Tensor = module(clip_1CTHW, **options)
             out_channels = out_1CTHW.shape[1]
             del out_1CTHW
-            # Kernels are there at the peak, which is at the highest resolution.
-            kept.append(counter.live_bytes)
-            return counter.peak_bytes - counter.live_bytes, out_channels
+            return counter.peak_bytes, out_channels
 
         chunk = chunk_frames
         if chunk is None and isinstance(module, (Encoder, Decoder)):
@@ -101,8 +96,7 @@ def tile_memory(
         # In a shorter clip, kernels could need more than frames.
         step = frames if chunk is None else chunk * -(-_FEW_FRAMES // chunk)
         peak_bytes, channels = extrapolated(run, (frames,), steps=(step,), few=(step + 1,))
-        # The first call computes the kernels that the module keeps.
-        return TileMemory(peak_bytes, kept[0], channels)
+        return TileMemory(peak_bytes, channels)
 
 
 def _coder(vae: Autoencoder, decodes: bool) -> nn.Module:
@@ -115,13 +109,10 @@ class _FakeCoder(nn.Module):
     def __init__(self, tile: TileMemory, largest: TileShape, grid: LatentGrid, *, decodes: bool) -> None:
         super().__init__()
         self._tile, self._values, self._grid, self._decodes = tile, prod(largest[1:]), grid, decodes
-        self._kernels: Tensor | None = None
 
     def forward(self, clip_BCTHW: Tensor, **_: object) -> Tensor:
         """Return the result for a tile. Options are ignored."""
         batch, _channels, frames, height, width = clip_BCTHW.shape
-        if self._kernels is None:
-            self._kernels = clip_BCTHW.new_empty(self._tile.kept_bytes, dtype=torch.uint8)
         share = frames * height * width / self._values
         clip_BCTHW.new_empty(round(self._tile.peak_bytes * share), dtype=torch.uint8)
         if self._decodes:

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from opensora_cli.engine.components.on_meta import on_meta
+from opensora_cli.engine.components.architectures import on_meta
 from opensora_cli.engine.estimate.outline_mode import OutlineMode
 from opensora_cli.engine.estimate.work import Work, WorkCounter
 from opensora_cli.memory.counting import TensorBytes

@@ -16,7 +16,7 @@ from opensora_cli.checkpoint.load import PlannedTensor, plan_tensors
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.choices import Rotary
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.engine.components.configs import mmdit_config, one_block_of_each
+from opensora_cli.engine.components.architectures import mmdit_config, one_block_of_each
 from opensora_cli.engine.components.text_encoders import text_tensors
 from opensora_cli.engine.components.weights import Component, Stamp, WeightFiles, stamp_of
 from opensora_cli.models.mmdit.blocks import modulation_layers, repeated_blocks
@@ -94,7 +94,7 @@ def file_weights(
     """Return the memory of each component on a CPU that computes in `dtype`. No weight is read.
 
     Missing files count like the released ones, and broken files like copies, since loading reports them. `parameters`
-    are counts, see `configs.count_parameters`. With `modulation_first`, modulation is read only before the first step.
+    are counts, see `count_parameters`. With `modulation_first`, modulation is read only before the first step.
     """
     found = {}
     for component, count in parameters.items():

@@ -15,8 +15,7 @@ import torch
 
 from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.conditions import reference_parts
-from opensora_cli.engine.components.autoencoders import vae_tiling
-from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.components.architectures import mmdit_config, vae_tiling
 from opensora_cli.engine.components.velocity import modulation_comes_first
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.autoencoder import decoding_need, encoding_need
@@ -48,7 +47,7 @@ def estimate_generation(
     """Return the device memory of each stage, in the order of execution.
 
     Repeated counts are cached, so that many offload plans for one video cost little more than one. `parameters` are
-    counts, see `configs.count_parameters`, and `dtype` is the dtype of weights and activations. Text encoders that
+    counts, see `count_parameters`, and `dtype` is the dtype of weights and activations. Text encoders that
     `text_folders` lacks count like the released ones. `files` are the mapped files that a CPU computes with; None means
     no mapped files. Raises RequestError if sizes in `settings` contradict each other.
     """

@@ -16,7 +16,7 @@ from opensora_cli.engine.estimate.file_bytes import FileWeights
 from opensora_cli.engine.estimate.offload import TEXT, StageMemory
 from opensora_cli.engine.estimate.work import Work
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.memory.slots import aligned, streaming_bytes
+from opensora_cli.memory.host_weights import aligned, streaming_bytes
 from opensora_cli.models.text.clip import ClipTextModel
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import T5Model, t5_linears

@@ -12,8 +12,8 @@ from opensora_cli.core.attention import AttentionBackend, AttentionFn, accumulat
 from opensora_cli.core.choices import LinearProducts, Solver
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths
 from opensora_cli.core.device_names import GPU
+from opensora_cli.engine.components.architectures import with_depth
 from opensora_cli.engine.components.attention import attention_stand_in
-from opensora_cli.engine.components.configs import with_depth
 from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras, in_first_block
 from opensora_cli.engine.components.parallelize import largest_share
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds, modulation_values
@@ -28,8 +28,7 @@ from opensora_cli.engine.estimate.fake_tensors import (
 )
 from opensora_cli.engine.estimate.work import Work, WorkCounter
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.attention.math import MATH_PARTS
-from opensora_cli.models.attention.sdpa import sdpa
+from opensora_cli.models.attention.torch_kernels import MATH_PARTS, sdpa
 from opensora_cli.models.linears import Split
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig

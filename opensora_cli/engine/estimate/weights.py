@@ -8,14 +8,13 @@ import torch
 from torch import nn
 
 from opensora_cli.core.choices import LinearProducts
-from opensora_cli.engine.components.configs import one_block_of_each
+from opensora_cli.engine.components.architectures import on_meta, one_block_of_each
 from opensora_cli.engine.components.loras import LoraRanks, in_first_block
-from opensora_cli.engine.components.on_meta import on_meta
 from opensora_cli.engine.estimate.file_bytes import FileWeights
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.estimate.transformer import keep_largest_share
-from opensora_cli.memory.fp8_storage import StoredLinear
-from opensora_cli.memory.slots import aligned, kept_blocks, slot_bytes, streaming_bytes
+from opensora_cli.memory.eight_bit import StoredLinear
+from opensora_cli.memory.host_weights import aligned, kept_blocks, slot_bytes, streaming_bytes
 from opensora_cli.models.linears import Split
 from opensora_cli.models.mmdit.blocks import RepeatedBlocks, modulation_layers, repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig

@@ -14,7 +14,7 @@ import opensora_cli
 from opensora_cli.core.device import peak_memory_gib
 from opensora_cli.core.documents import Document
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.components.autoencoders import count_decoder_tiles, vae_tiling
+from opensora_cli.engine.components.architectures import count_decoder_tiles, vae_tiling
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
 from opensora_cli.engine.generate.chain import PICTURE, Chain

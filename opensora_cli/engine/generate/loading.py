@@ -16,13 +16,13 @@ from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.choices import LinearProducts, Rotary
 from opensora_cli.engine.components import text_encoders
-from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
+from opensora_cli.engine.components.architectures import mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.linear_products import use_in_block
 from opensora_cli.engine.components.parallelize import shard_block, shard_t5
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.models.attention import attention_backend
+from opensora_cli.models.attention import BACKENDS
 from opensora_cli.models.mmdit.blocks import modulation_layers, repeated_blocks
 from opensora_cli.models.mmdit.layout import converter, find_rotary
 from opensora_cli.models.mmdit.model import MMDiT
@@ -30,7 +30,7 @@ from opensora_cli.models.text.encoders import T5Encoder
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 
 if TYPE_CHECKING:
-    from opensora_cli.memory.eight_bit_products import ProductError
+    from opensora_cli.memory.eight_bit import ProductError
     from opensora_cli.memory.streaming import StreamingFigures
 
 
@@ -101,7 +101,7 @@ def load_transformer(
                     if measured is not None:
                         measured(replace(error, path=f"{path}.{error.path}"))
             if offload.fp8_storage:
-                from opensora_cli.memory.fp8_storage import store_in_fp8
+                from opensora_cli.memory.eight_bit import store_in_fp8
 
                 store_in_fp8(block)
             if not streams and plan.hardware.device.type != "cpu":
@@ -138,7 +138,7 @@ def prepare(transformer: MMDiT, plan: Plan) -> None:
     """Apply the parts of a plan that need no other weights: sequence chunks and attention backend."""
     transformer.set_sequence_chunk(plan.offload.chunk_tokens)
     if plan.attention is not None:
-        transformer.set_attention(attention_backend(plan.attention.backend))
+        transformer.set_attention(BACKENDS[plan.attention.backend])
 
 
 def streamed_blocks(

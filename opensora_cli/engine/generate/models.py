@@ -12,7 +12,7 @@ from opensora_cli.core.device import release_memory
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import BYTES
 from opensora_cli.engine.components import text_encoders
-from opensora_cli.engine.components.autoencoders import load_autoencoder
+from opensora_cli.engine.components.architectures import load_autoencoder
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.hardware import OutOfMemoryError
 from opensora_cli.engine.components.linear_products import LinearProductsReport
@@ -37,7 +37,7 @@ from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 
 if TYPE_CHECKING:
-    from opensora_cli.memory.eight_bit_products import ProductError
+    from opensora_cli.memory.eight_bit import ProductError
 
 T = TypeVar("T")
 

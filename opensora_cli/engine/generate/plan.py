@@ -10,9 +10,8 @@ from opensora_cli.core.conditions import ConditionMode, ReferenceLengths
 from opensora_cli.core.device import GIB
 from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.threads import ThreadChoice
+from opensora_cli.engine.components.architectures import decodes_in_chunks, mmdit_config
 from opensora_cli.engine.components.attention import AttentionPlan
-from opensora_cli.engine.components.autoencoders import decodes_in_chunks
-from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.loras import Lora, lora_ranks
 from opensora_cli.engine.components.parallelize import PlannedExchange, exchanged_bytes

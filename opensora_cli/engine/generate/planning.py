@@ -15,9 +15,8 @@ from opensora_cli.core.device_names import indexed
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
 from opensora_cli.core.progress import Reporter
+from opensora_cli.engine.components.architectures import count_parameters, mmdit_config, require_same_scale
 from opensora_cli.engine.components.attention import AttentionUse, choose_attention
-from opensora_cli.engine.components.autoencoders import require_same_scale
-from opensora_cli.engine.components.configs import count_parameters, mmdit_config
 from opensora_cli.engine.components.few_steps import adapters_of
 from opensora_cli.engine.components.hardware import Hardware, pick_hardware
 from opensora_cli.engine.components.linear_products import require_products
@@ -123,7 +122,7 @@ def make_plan(
 
     exchange, attention, loras = ExchangePlan(), None, tuple[Lora, ...]()
     if samples and (adapters := adapters_of(settings)):
-        from opensora_cli.engine.components.lora_files import open_loras
+        from opensora_cli.engine.components.loras import open_loras
 
         loras = open_loras(adapters, model)
     if samples:

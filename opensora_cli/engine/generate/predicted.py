@@ -10,8 +10,7 @@ from dataclasses import replace
 from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.device import is_gpu
 from opensora_cli.core.exceptions import HardwareError, RequestError
-from opensora_cli.engine.components.autoencoders import count_decoder_tiles
-from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.components.architectures import count_decoder_tiles, mmdit_config
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.autoencoder import decoding_work, encoding_work
 from opensora_cli.engine.estimate.generation import reference_frames

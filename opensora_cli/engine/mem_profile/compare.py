@@ -19,7 +19,7 @@ from opensora_cli.engine.mem_profile.measured_stages import OUT_OF_MEMORY, measu
 from opensora_cli.engine.mem_profile.report import AttentionCost, Technique, compared, mib
 from opensora_cli.engine.train.estimate import STEP, estimate_training, measure_training
 from opensora_cli.memory.monitor import peak_bytes
-from opensora_cli.models.attention import attention_backend, backend_names
+from opensora_cli.models.attention import BACKENDS
 from opensora_cli.settings.components import ModelSettings
 from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.train import TrainSettings
@@ -142,7 +142,7 @@ def attention_costs(
     found = []
     head_dim = model.hidden_size // model.num_heads
     use = AttentionUse(device=hardware.device, dtype=hardware.dtype, head_dim=head_dim)
-    kernels = [(name, *compared) for name in backend_names() for compared in attention_backend(name).compared]
+    kernels = [(name, *compared) for name, backend in BACKENDS.items() for compared in backend.compared]
     with reporter.stage("attention", total=len(kernels) * len(lengths), unit="runs") as progress:
         for name, kind, kernel in kernels:
             # CUDA kernels may be missing or unsuitable. For torch's own kernels, running them shows this.

@@ -21,8 +21,7 @@ from opensora_cli.core.device import (
 )
 from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, vae_tiling
-from opensora_cli.engine.components.configs import transformer_on_meta
+from opensora_cli.engine.components.architectures import autoencoder_on_meta, transformer_on_meta, vae_tiling
 from opensora_cli.engine.components.hardware import Hardware, unless_out_of_memory
 from opensora_cli.engine.components.linear_products import use_in_block
 from opensora_cli.engine.components.loras import add_fake_loras, lora_ranks
@@ -36,9 +35,10 @@ from opensora_cli.engine.generate.loading import host_modulation, move_except, p
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.references import Reference, encode_references
 from opensora_cli.engine.mem_profile.report import Part, StageProfile, Timeline, mib, module_shares, timed_parts
+from opensora_cli.memory.checkpointing import blocks_of
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.memory.fp8_storage import store_in_fp8
-from opensora_cli.memory.monitor import ModuleTimes, Spread, blocks_of
+from opensora_cli.memory.eight_bit import store_in_fp8
+from opensora_cli.memory.monitor import ModuleTimes, Spread
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.model import MMDiT

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from opensora_cli.core.device import timed
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import SampleRng
-from opensora_cli.engine.components.on_meta import on_meta
+from opensora_cli.engine.components.architectures import on_meta
 from opensora_cli.engine.encode.encoders import frozen_dtype
 from opensora_cli.engine.estimate.autoencoder import encoding_need
 from opensora_cli.engine.estimate.fake_tensors import HOST, fake_device, give_fake_weights
@@ -34,9 +34,10 @@ from opensora_cli.engine.train.optimizer import kept_tensors
 from opensora_cli.engine.train.parallelize import checkpoint_blocks
 from opensora_cli.engine.train.stand_ins import largest_batches
 from opensora_cli.engine.train.trainer import Clock, Trainer
+from opensora_cli.memory.checkpointing import blocks_of
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.memory.fp8_storage import store_in_fp8
-from opensora_cli.memory.monitor import ModuleTimes, Spread, blocks_of
+from opensora_cli.memory.eight_bit import store_in_fp8
+from opensora_cli.memory.monitor import ModuleTimes, Spread
 from opensora_cli.models.vae.autoencoder import COLORS, Autoencoder
 from opensora_cli.models.vae.tiles import Tiling
 from opensora_cli.settings.train import TrainSettings

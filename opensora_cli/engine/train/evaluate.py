@@ -21,7 +21,7 @@ from opensora_cli.core.rank_link import beat
 from opensora_cli.data.batches import SampleRng
 from opensora_cli.data.loading import ClipLoader, ReadingNotes, ReplacementWarnings
 from opensora_cli.data.source import ClipSource
-from opensora_cli.engine.components.autoencoders import vae_tiling
+from opensora_cli.engine.components.architectures import vae_tiling
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.encode.clips import training_caption
 from opensora_cli.engine.encode.datasets import open_table

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.engine.train.activations import ActivationPlan
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit.blocks import repeated_blocks

@@ -13,13 +13,13 @@ from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.formatting import format_bytes
 from opensora_cli.core.private_memory import freed_at_once, read_private_memory
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.engine.components.hardware import OutOfMemoryError
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.estimate.weights import bytes_of_blocks
 from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.transformer import weights_dtype
-from opensora_cli.memory.slots import kept_blocks, streaming_bytes
+from opensora_cli.memory.host_weights import kept_blocks, streaming_bytes
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.settings.enums import HostWeights

@@ -16,7 +16,7 @@ from opensora_cli.checkpoint.lora import Adapter
 from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.files import write_json_atomic
-from opensora_cli.engine.components.lora_files import open_fitting
+from opensora_cli.engine.components.loras import open_fitting
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT

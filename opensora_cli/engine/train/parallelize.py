@@ -23,8 +23,7 @@ from torch.distributed.fsdp import (
 from opensora_cli.core.device import is_accelerator
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.train.activations import ActivationPlan
-from opensora_cli.memory.activations import HostActivations
-from opensora_cli.memory.checkpointing import set_grad_checkpoint
+from opensora_cli.memory.checkpointing import HostActivations, set_grad_checkpoint
 from opensora_cli.models.linears import Split
 from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER, SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, repeated_blocks
 from opensora_cli.models.mmdit.model import MMDiT

@@ -15,8 +15,8 @@ from opensora_cli.core.formatting import first_few
 from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.threads import ThreadChoice, pick_threads
+from opensora_cli.engine.components.architectures import transformer_on_meta
 from opensora_cli.engine.components.attention import AttentionPlan
-from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.components.parallelize import describe_exchange
 from opensora_cli.engine.estimate.predicted_time import PredictedTime

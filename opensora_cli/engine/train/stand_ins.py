@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from opensora_cli.core.conditions import ReferencePart
 from opensora_cli.data.batches import SampledBatches, SampleRng
-from opensora_cli.engine.components.autoencoders import new_autoencoder, vae_tiling
+from opensora_cli.engine.components.architectures import new_autoencoder, vae_tiling
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, frozen_dtype
 from opensora_cli.engine.encode.inputs import find_frozen_parts

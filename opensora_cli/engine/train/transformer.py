@@ -10,13 +10,13 @@ from opensora_cli.checkpoint.load import read_weights
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.choices import Rotary
 from opensora_cli.core.dtypes import torch_dtype
+from opensora_cli.engine.components.architectures import transformer_on_meta
 from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
-from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.train.distribution import Distribution, local
 from opensora_cli.engine.train.early import find_first_weights
 from opensora_cli.engine.train.lora import add_lora, first_adapter, open_first_adapter, read_adapter
-from opensora_cli.memory.fp8_storage import Fp8Linear
-from opensora_cli.models.attention import attention_backend
+from opensora_cli.memory.eight_bit import Fp8Linear
+from opensora_cli.models.attention import BACKENDS
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.layout import converter, find_rotary
 from opensora_cli.models.mmdit.model import MMDiT
@@ -57,7 +57,7 @@ def build_transformer(settings: TrainSettings, *, distribution: Distribution) ->
     transformer = empty_transformer(settings) if distribution.divides else new_transformer(settings, device=device)
     plan = plan_attention(settings, device=device)
     assert plan is not None
-    transformer.set_attention(attention_backend(plan.backend))
+    transformer.set_attention(BACKENDS[plan.backend])
     return transformer
 
 

@@ -20,7 +20,7 @@ from opensora_cli.core.exceptions import BatchError, MediaError, OsoraError, Out
 from opensora_cli.core.formatting import duration
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.threads import pick_threads, threads_used
-from opensora_cli.engine.components.autoencoders import load_autoencoder, vae_tiling
+from opensora_cli.engine.components.architectures import load_autoencoder, vae_tiling
 from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory, pick_hardware, versions
 from opensora_cli.engine.estimate.autoencoder import decoding_work, encoding_work
 from opensora_cli.engine.estimate.predicted_time import autoencoder_seconds

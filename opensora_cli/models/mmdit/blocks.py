@@ -11,22 +11,18 @@ from opensora_cli.models.mmdit.config import MMDiTConfig
 
 @dataclass(frozen=True)
 class RepeatedBlocks:
-    """A stack of equal blocks.
-
-    Args:
-        module_path: path of the `ModuleList` in the model.
-        linears: the sharding plan of one block; a linear that is not named stays whole on every rank.
-        used_by_all_heads: parameters of one block that are whole on every rank, but each rank has only its heads'
-            gradients of them.
-        modulation: the linear layers of one block that depend on time and pooled prompt alone, not on any token.
-    """
+    """Stack of equal blocks."""
 
     name: str
     module_path: str
+    """Path of the `ModuleList` in the model."""
     count: int
     linears: tuple[ShardedLinear, ...]
+    """Sharding plan of one block. Other linear layers stay whole on every rank."""
     used_by_all_heads: tuple[str, ...]
+    """Parameters that are whole on every rank, which has only its heads' gradients of them."""
     modulation: tuple[str, ...]
+    """Linear layers of one block that depend on time and pooled prompt alone, not on any token."""
 
 
 SEQUENCE_INPUTS: dict[str, int] = {"packed_latents_BND": 1, "position_ids_BN3": 1, "conditioning_BNK": 1}
@@ -48,9 +44,7 @@ def repeated_blocks(config: MMDiTConfig) -> tuple[RepeatedBlocks, ...]:
         linear
         for stream in ("img", "txt")
         for linear in (
-            ShardedLinear(f"{stream}_attn.q_proj", Split.COLUMN, (hidden,), (head,)),
-            ShardedLinear(f"{stream}_attn.k_proj", Split.COLUMN, (hidden,), (head,)),
-            ShardedLinear(f"{stream}_attn.v_proj", Split.COLUMN, (hidden,), (head,)),
+            *(ShardedLinear(f"{stream}_attn.{name}_proj", Split.COLUMN, (hidden,), (head,)) for name in "qkv"),
             ShardedLinear(f"{stream}_attn.proj", Split.ROW, (hidden,), (head,)),
             ShardedLinear(f"{stream}_mlp.0", Split.COLUMN, (mlp,), (1,)),
             ShardedLinear(f"{stream}_mlp.2", Split.ROW, (mlp,), (1,)),

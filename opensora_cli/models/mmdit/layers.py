@@ -34,8 +34,7 @@ def sinusoidal_embedding(
 ) -> Tensor:
     """Embed times in 0..1 or guidance scales as cosines, then sines, of falling frequencies; (B, width) in `dtype`.
 
-    The number is rounded to `dtype` before the factor 1000, because the released weights were trained so; the product
-    and the angles stay in fp32. `width` is even; `max_period` is the longest wavelength over 2π.
+    The number is rounded to `dtype` before the factor 1000, because the released weights were trained so.
     """
     half = width // 2
     exponents = torch.arange(half, dtype=torch.float32, device=values_B.device) / half
@@ -150,8 +149,7 @@ def rotated_heads(x_BNW: Tensor, norm: HeadNorm, rotary: Rotary) -> Tensor:
 def _rotated_heads(x_BNW: Tensor, scale_D: Tensor, rotary: Rotary) -> Tensor:
     """Compute `rotated_heads` with half the memory traffic, and without fp32 copies of other dtypes.
 
-    A rotation keeps lengths and is linear. So it comes first, with a table that includes the scale, and its result is
-    divided by the root mean square of the input.
+    A rotation keeps lengths and is linear. So it comes first, and then the division by the root mean square.
     """
     width = scale_D.shape[0]
     x_BNHD = x_BNW.view(*x_BNW.shape[:-1], x_BNW.shape[-1] // width, width)
@@ -372,10 +370,9 @@ class FinalLayer(nn.Module):
 
 
 def rotary_angles(position_ids_BNA: Tensor, *, axes_dim: tuple[int, ...], theta: float) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of every rotation angle, both (B, 1, N, D/2) in fp32.
+    """Return cosine and sine of every rotation angle, both (B, 1, N, D/2) in fp32, the axes concatenated.
 
-    Axis i, of the A in `position_ids_BNA`, has axes_dim[i]/2 frequencies theta^(-2k/axes_dim[i]); the axes are
-    concatenated.
+    Axis i has axes_dim[i]/2 frequencies theta^(-2k/axes_dim[i]).
     """
     angles = []
     for axis, dim in enumerate(axes_dim):

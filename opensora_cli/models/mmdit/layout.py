@@ -98,10 +98,9 @@ def find_rotary(keys: Iterable[str], metadata: Mapping[str, str]) -> Rotary:
 
 
 def plan_layout(shapes: Mapping[str, Shape], sizes: HeadSizes, *, qkv: QKV, reorder: bool) -> Plan:
-    """Return the plan that converts the tensors of a file to the layout `qkv`, in the file's order.
+    """Return the plan that converts the tensors of a file to the layout `qkv`, and with `reorder` to the other rotary.
 
-    Tensors that are none of q, k and v, or whose shapes are not what `sizes` demands, pass unchanged. `reorder` changes
-    the rotary layout, too.
+    Tensors that are none of q, k and v, or whose shapes are not what `sizes` demands, pass unchanged.
     """
     split = {name: piece for key in shapes for name, piece in _split(key, shapes, sizes)}
     if reorder:
@@ -145,19 +144,16 @@ def planned_shapes(plan: Plan, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
 def reorder_heads(tensor: Tensor, *, head_dim: int, rotary: Rotary) -> Tensor:
     """Bring the rows of each head into the order of `rotary`; they must be in the other one.
 
-    `tensor` is the (H·D, ...) weight or bias of q or k, or the (D,) scale of their norm. Half-split puts the even rows
-    first, then the odd ones; interleaved puts them back.
+    `tensor` is the (H·D, ...) weight or bias of q or k, or the (D,) scale of their norm.
     """
     halves = (head_dim // 2, 2) if rotary is Rotary.HALF else (2, head_dim // 2)
     return tensor.reshape(-1, *halves, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
 def converter(config: MMDiTConfig, *, interleaved: bool | None = None) -> ConvertFn:
-    """Return the function that converts a file's tensors to our layout: mapping -> iterator of (key, tensor).
+    """Return the function that converts a file's tensors, one at a time, to our layout. Unknown keys pass unchanged.
 
-    It reads one tensor at a time; pieces of fused tensors are views. Keys it has no rule for pass unchanged, so that a
-    strict loader can name them. `interleaved` is about the file's rotary pairs; None goes by the released models: fused
-    files are interleaved, split ones half-split.
+    `interleaved` is about the file's rotary pairs; None goes by the released models, see `find_rotary`.
     """
     return partial(_convert, sizes=HeadSizes.of_config(config), interleaved=interleaved)
 

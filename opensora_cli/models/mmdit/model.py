@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opensora_cli.core.attention import AttentionFn
-from opensora_cli.models.attention.sdpa import sdpa
+from opensora_cli.models.attention.torch_kernels import sdpa
 from opensora_cli.models.mmdit.blocks import modulation_layers
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layers import (
@@ -78,9 +78,8 @@ class MMDiT(nn.Module):
     def reset_parameters(self, *, generator: torch.Generator | None = None) -> None:
         """Initialize weights for training from scratch, as DiT does (Peebles & Xie 2023).
 
-        Every block starts as the identity and the velocity at zero (zero modulation and output), and the condition is
-        ignored at first (zero `cond_in`), so that a model trained without it starts where it stood. `generator` is on
-        the weights' device; None is torch's global one.
+        Every block starts as the identity, the velocity at zero, and the condition is ignored at first. `generator` is
+        on the weights' device; None is torch's global one.
         """
         for name, parameter in self.named_parameters():
             self.initialize_weight(name, parameter, generator=generator)
@@ -109,14 +108,10 @@ class MMDiT(nn.Module):
             block.attention = attention
 
     def set_sequence_chunk(self, tokens: int | None) -> None:
-        """Limit how many tokens blocks compute at a time, in all but attention, so that they need less memory.
+        """Limit how many tokens blocks compute at a time without gradients, in all but attention, to save memory.
 
-        Results match up to rounding. It has an effect only without gradients, since autograd would save the same
-        tensors. Some thousands cost hardly any time on a GPU. None, the default, means all at once. Raises ValueError
-        for less than 1.
+        Results match up to rounding. Some thousands cost hardly any time on a GPU. None means all at once.
         """
-        if tokens is not None and tokens < 1:
-            raise ValueError(f"tokens={tokens} must be at least 1")
         for block in (*self.double_blocks, *self.single_blocks):
             block.chunk_tokens = tokens
 
@@ -198,10 +193,9 @@ class MMDiT(nn.Module):
     def modulation_of(
         self, timesteps_B: Tensor, pooled_prompt_embeds_BV: Tensor, embedded_guidance_B: Tensor | None = None
     ) -> dict[nn.Module, Tensor]:
-        """Return the modulation values for each of B times with the pooled prompt, by layer.
+        """Return the modulation values for each of B times with the pooled prompt, by layer; see `forward`.
 
-        Arguments are those of `forward`. The layers' weights may be on another device, or in another floating-point
-        dtype. They are copied to the arguments' device, one layer after the other.
+        Weights on another device, or in another dtype, are copied to the arguments' device, one layer after the other.
         """
         vector_BD = self._modulation_vector(timesteps_B, pooled_prompt_embeds_BV, embedded_guidance_B)
         activated_BD = functional.silu(vector_BD)

@@ -1,13 +1,13 @@
 """The text tower of a CLIP (Radford et al. 2021, https://arxiv.org/abs/2103.00020), with the names of its files."""
 
 from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from opensora_cli.models.text.activations import ACTIVATIONS
-from opensora_cli.models.text.sizes import ClipSizes
+from opensora_cli.models.text.sizes import ACTIVATIONS, ClipSizes
 
 _TOWER = "text_model."
 _OTHER_PARTS = ("vision_model.", "visual_projection.", "text_projection.", "logit_scale")
@@ -21,39 +21,27 @@ class ClipTextModel(nn.Module):
     def __init__(self, sizes: ClipSizes) -> None:
         super().__init__()
         self.sizes = sizes
-        self.embeddings = _Embeddings(sizes)
-        self.encoder = _Encoder(sizes)
+        # Dictionaries because the published keys are nested.
+        self.embeddings = nn.ModuleDict(
+            {
+                "token_embedding": nn.Embedding(sizes.vocab_size, sizes.hidden_size),
+                "position_embedding": nn.Embedding(sizes.max_length, sizes.hidden_size),
+            }
+        )
+        self.encoder = nn.ModuleDict({"layers": nn.ModuleList(_Layer(sizes) for _ in range(sizes.num_layers))})
         self.final_layer_norm = nn.LayerNorm(sizes.hidden_size, eps=sizes.eps)
 
     def forward(self, ids_BL: Tensor) -> Tensor:
         """Return the pooled output, (B, C), of token ids: the last state of the token that ends the text."""
-        states_BLC = self.final_layer_norm(self.encoder(self.embeddings(ids_BL)))
+        positions_LC: Any = self.embeddings["position_embedding"].weight[: ids_BL.shape[1]]  # type: ignore[index]
+        states_BLC = self.embeddings["token_embedding"](ids_BL) + positions_LC
+        for layer in cast(nn.ModuleList, self.encoder["layers"]):
+            states_BLC = layer(states_BLC)
+        states_BLC = self.final_layer_norm(states_BLC)
         # OpenAI's files say 2, and mean the largest id.
         ends_BL = ids_BL if self.sizes.end_id == 2 else (ids_BL == self.sizes.end_id).int()
         pooled: Tensor = states_BLC[torch.arange(len(ids_BL), device=ids_BL.device), ends_BL.argmax(dim=-1)]
         return pooled
-
-
-class _Embeddings(nn.Module):
-    def __init__(self, sizes: ClipSizes) -> None:
-        super().__init__()
-        self.token_embedding = nn.Embedding(sizes.vocab_size, sizes.hidden_size)
-        self.position_embedding = nn.Embedding(sizes.max_length, sizes.hidden_size)
-
-    def forward(self, ids_BL: Tensor) -> Tensor:
-        states: Tensor = self.token_embedding(ids_BL) + self.position_embedding.weight[: ids_BL.shape[1]]
-        return states
-
-
-class _Encoder(nn.Module):
-    def __init__(self, sizes: ClipSizes) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(_Layer(sizes) for _ in range(sizes.num_layers))
-
-    def forward(self, states_BLC: Tensor) -> Tensor:
-        for layer in self.layers:
-            states_BLC = layer(states_BLC)
-        return states_BLC
 
 
 class _Layer(nn.Module):

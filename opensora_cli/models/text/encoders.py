@@ -11,10 +11,9 @@ from torch import Tensor, nn
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.models.text.clip import ClipTextModel
 from opensora_cli.models.text.files import CLIP_VOCABULARIES, T5_VOCABULARIES, require_files
-from opensora_cli.models.text.folder import load_tokenizer
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import T5Model
-from opensora_cli.models.text.tokenizer import Tokenizer
+from opensora_cli.models.text.tokenizer import Tokenizer, load_tokenizer
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -32,7 +31,8 @@ class PromptReader:
 
     def unknown_words(self, text: str) -> list[str]:
         """Return the words of `text` (emoji, too) that the vocabulary cannot spell, each once, in their order."""
-        words = dict.fromkeys(word for word in map(_bare, re.findall(r"\w+|[^\w\s]+", text)) if word)
+        spaced = "".join(" " if unicodedata.category(char).startswith("P") else char for char in text)
+        words = dict.fromkeys(re.findall(r"\w+|[^\w\s]+", spaced))
         return [word for word in words if not self.tokenizer.can_spell(word)]
 
 
@@ -44,12 +44,18 @@ class _FolderEncoder(PromptReader, Generic[Model]):
         self.model = model.requires_grad_(False).eval()
         self.device = torch.device(device)
 
+    @torch.no_grad()
+    def encode(self, texts: list[str]) -> Tensor:
+        """Return the output of the model, without an attention mask: T5 was trained to attend to the padding."""
+        outputs: Tensor = self.model(self._input_ids(texts))
+        return outputs
+
     def _input_ids(self, texts: list[str]) -> Tensor:
         return torch.tensor(self.tokenizer.padded_ids(texts, self.max_length)).to(self.device)
 
 
 class T5Encoder(_FolderEncoder[T5Model]):
-    """The encoder of a T5 (Raffel et al. 2020)."""
+    """Encoder of a T5 (Raffel et al. 2020), which returns the last hidden states (B, max_length, C)."""
 
     @classmethod
     def reader(cls, path: str | Path, *, max_length: int) -> PromptReader:
@@ -71,29 +77,16 @@ class T5Encoder(_FolderEncoder[T5Model]):
         """The layers, in the order in which they run: all of the weights but the table of tokens and a norm."""
         return self.model.encoder.block
 
-    @torch.no_grad()
-    def encode(self, texts: list[str]) -> Tensor:
-        """Return the last hidden state, (B, max_length, C).
-
-        There is no attention mask: the released model was trained on states that attend to the padding.
-        """
-        states: Tensor = self.model(self._input_ids(texts))
-        return states
-
 
 class ClipEncoder(_FolderEncoder[ClipTextModel]):
-    """The text tower of a CLIP (Radford et al. 2021)."""
+    """Text tower of a CLIP (Radford et al. 2021), which returns the pooled output (B, C)."""
 
     @classmethod
     def reader(cls, path: str | Path, *, max_length: int) -> PromptReader:
         """Return how the encoder in a folder reads prompts, without its weights.
 
-        The folder has config.json, weights, and tokenizer.json or vocab.json + merges.txt; nothing is asked of a
-        network.
-
-        Raises:
-            CheckpointError: files are missing (all are named) or broken, or contradict each other.
-            RequestError: `max_length` is over the model's positions.
+        The folder has config.json, weights, and tokenizer.json or vocab.json + merges.txt. Raises CheckpointError as
+        `T5Encoder.reader` does, and RequestError if `max_length` is over the model's positions.
         """
         folder = Path(path)
         require_files(folder, vocabularies=CLIP_VOCABULARIES)
@@ -103,30 +96,10 @@ class ClipEncoder(_FolderEncoder[ClipTextModel]):
                 f"text.clip_max_length={max_length} is over the {sizes.max_length} positions of {folder}"
             )
         tokenizer = load_tokenizer(folder, vocab_size=sizes.vocab_size)
-        _require_end_token(folder, tokenizer, sizes.end_id)
+        # With end_id 2 (OpenAI's files) a CLIP pools at the largest id; otherwise at end_id, and at the first token
+        # where there is none, which would make every prompt mean the same.
+        if sizes.end_id != 2 and sizes.end_id not in tokenizer.ids("a"):
+            raise CheckpointError(
+                f"the tokenizer in {folder} does not end a text with token {sizes.end_id}, where its model pools"
+            )
         return PromptReader(tokenizer=tokenizer, max_length=max_length)
-
-    @torch.no_grad()
-    def encode(self, texts: list[str]) -> Tensor:
-        """Return the pooled output, (B, C): the final state at the token that ends the text."""
-        pooled: Tensor = self.model(self._input_ids(texts))
-        return pooled
-
-
-def _require_end_token(folder: Path, tokenizer: Tokenizer, end_id: int) -> None:
-    # With end_id 2 (OpenAI's files) a CLIP pools at the largest id; otherwise at end_id, and at the first token where
-    # there is none, which would make every prompt mean the same.
-    if end_id != 2 and end_id not in tokenizer.ids("a"):
-        raise CheckpointError(
-            f"the tokenizer in {folder} does not end a text with token {end_id}, where its model pools"
-        )
-
-
-def _bare(word: str) -> str:
-    """Strip punctuation (not symbols such as emoji) from both ends."""
-    start, end = 0, len(word)
-    while start < end and unicodedata.category(word[start]).startswith("P"):
-        start += 1
-    while end > start and unicodedata.category(word[end - 1]).startswith("P"):
-        end -= 1
-    return word[start:end]

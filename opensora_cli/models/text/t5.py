@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opensora_cli.models.linears import ShardedLinear, Split
-from opensora_cli.models.text.activations import ACTIVATIONS
-from opensora_cli.models.text.sizes import T5Sizes
+from opensora_cli.models.text.sizes import ACTIVATIONS, T5Sizes
 
 LAYERS = "encoder.block"
 """Path of the layers in the model."""
@@ -133,7 +132,7 @@ class _Attention(nn.Module):
 class _MLPPart(nn.Module):
     def __init__(self, sizes: T5Sizes) -> None:
         super().__init__()
-        self.DenseReluDense = (_GatedMLP if sizes.is_gated_act else _MLP)(sizes)
+        self.DenseReluDense = _MLP(sizes)
         self.layer_norm = FusedRMSNorm(sizes.d_model, eps=sizes.eps)
 
     def forward(self, states_BLC: Tensor) -> Tensor:
@@ -142,29 +141,21 @@ class _MLPPart(nn.Module):
 
 
 class _MLP(nn.Module):
+    """Two linear layers; with a gate if the sizes ask for it (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
+
     def __init__(self, sizes: T5Sizes) -> None:
         super().__init__()
-        self.wi = nn.Linear(sizes.d_model, sizes.d_ff, bias=False)
+        self.inward = sizes.inward
+        for name in self.inward:
+            self.add_module(name, nn.Linear(sizes.d_model, sizes.d_ff, bias=False))
         self.wo = nn.Linear(sizes.d_ff, sizes.d_model, bias=False)
         self.activation = ACTIVATIONS[sizes.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.wo(self.activation(self.wi(x)).to(self.wo.weight.dtype))
-        return out
-
-
-class _GatedMLP(nn.Module):
-    """Shazeer 2020, "GLU variants improve transformer", https://arxiv.org/abs/2002.05202."""
-
-    def __init__(self, sizes: T5Sizes) -> None:
-        super().__init__()
-        self.wi_0 = nn.Linear(sizes.d_model, sizes.d_ff, bias=False)
-        self.wi_1 = nn.Linear(sizes.d_model, sizes.d_ff, bias=False)
-        self.wo = nn.Linear(sizes.d_ff, sizes.d_model, bias=False)
-        self.activation = ACTIVATIONS[sizes.activation]
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = self.activation(self.wi_0(x)) * self.wi_1(x)
+        first, *gates = (self.get_submodule(name) for name in self.inward)
+        inner: Tensor = self.activation(first(x))
+        for gate in gates:
+            inner = inner * gate(x)
         out: Tensor = self.wo(inner.to(self.wo.weight.dtype))
         return out
 
@@ -200,11 +191,10 @@ _DENSE = "layer.1.DenseReluDense"
 def t5_linears(sizes: T5Sizes) -> tuple[ShardedLinear, ...]:
     """Return the sharding plan of one layer; its norms stay whole on every rank."""
     heads, mlp = (sizes.num_heads * sizes.d_kv,), (sizes.d_ff,)
-    inward = ("wi_0", "wi_1") if sizes.is_gated_act else ("wi",)
     return (
         *(ShardedLinear(f"{_ATTENTION}.{name}", Split.COLUMN, heads, (sizes.d_kv,)) for name in ("q", "k", "v")),
         ShardedLinear(f"{_ATTENTION}.o", Split.ROW, heads, (sizes.d_kv,)),
-        *(ShardedLinear(f"{_DENSE}.{name}", Split.COLUMN, mlp, (1,)) for name in inward),
+        *(ShardedLinear(f"{_DENSE}.{name}", Split.COLUMN, mlp, (1,)) for name in sizes.inward),
         ShardedLinear(f"{_DENSE}.wo", Split.ROW, mlp, (1,)),
     )
 

@@ -1,12 +1,20 @@
-"""Tokenizer that converts texts to token IDs."""
+"""Tokenizers in the folders of text encoders: read completely, offline, and without noise."""
 
+import importlib
+import importlib.util
 import json
-from collections.abc import Sequence
+import logging
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Vocabulary
+
+from opensora_cli.core.exceptions import CheckpointError, HardwareError
+from opensora_cli.core.reading import is_lack_of_memory
 
 _NAMES = frozenset({"bos_token", "eos_token", "pad_token", "unk_token"})
 _CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
@@ -85,3 +93,85 @@ class Tokenizer:
     def can_spell(self, word: str) -> bool:
         """Return whether the vocabulary has tokens for a word."""
         return self._unknown_id is None or self._unknown_id not in self.ids(word, with_special=False)
+
+
+def load_tokenizer(folder: Path, *, vocab_size: int) -> Tokenizer:
+    """Return the tokenizer in `folder` of a model whose embedding table has `vocab_size` rows.
+
+    Raises:
+        CheckpointError: a broken vocabulary, one without words, or one that is larger than the model's table.
+        HardwareError: sentencepiece or protobuf is needed and not installed.
+    """
+    with _blamed(folder):
+        tokenizer = Tokenizer.of_one_file(folder)
+    tokenizer = tokenizer or _tokenizer_of_transformers(folder)
+    # A tokenizer class can make a vocabulary of its special tokens alone; "▁" is sentencepiece's mark of a space.
+    if not tokenizer.words - {"▁"}:
+        raise CheckpointError(f"the vocabulary in {folder} has no words: every word would be unknown")
+    if (last := max(tokenizer.vocabulary.values())) >= vocab_size:
+        raise CheckpointError(f"the vocabulary in {folder} has ids up to {last}, its model only {vocab_size} rows")
+    return tokenizer
+
+
+def _tokenizer_of_transformers(folder: Path) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    if not (folder / "tokenizer.json").is_file() and (folder / "spiece.model").is_file():
+        _require_sentencepiece(folder / "spiece.model")
+    with quiet(), _blamed(folder):
+        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    if tokenizer.pad_token_id is None:
+        raise CheckpointError(f"the tokenizer in {folder} has no padding token")
+    # It looks at the stated lengths when it reads a text, and only then it sets the sides.
+    with quiet(), _blamed(folder):
+        tokenizer("a")
+        tokenizer("a", padding="max_length", truncation=True, max_length=8)
+        vocabulary, unknown = tokenizer.backend_tokenizer, tokenizer.unk_token
+    return Tokenizer(vocabulary, pad=tokenizer.pad_token, unknown=unknown, special=tokenizer.all_special_tokens)
+
+
+def _require_sentencepiece(vocabulary: Path) -> None:
+    """Refuse a missing library or an unreadable vocabulary, for which transformers would blame another library."""
+    for module, package in (("sentencepiece", "sentencepiece"), ("google.protobuf", "protobuf")):
+        try:
+            found = importlib.util.find_spec(module) is not None
+        except ModuleNotFoundError:  # of the parent package
+            found = False
+        if not found:
+            raise HardwareError(f"{vocabulary} needs {package}", hint=f"pip install {package}")
+    sentencepiece: Any = importlib.import_module("sentencepiece")  # untyped
+    try:
+        sentencepiece.SentencePieceProcessor(model_file=str(vocabulary))
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{vocabulary} is no sentencepiece vocabulary", hint="fetch it again") from error
+
+
+@contextmanager
+def _blamed(folder: Path) -> Iterator[None]:
+    """Turn any error of the libraries in the block into a CheckpointError, except a lack of memory."""
+    try:
+        yield
+    except Exception as error:
+        if is_lack_of_memory(error):
+            raise
+        text = " ".join(str(error).split())[:300]
+        raise CheckpointError(f"vocabulary in {folder} cannot be loaded: {type(error).__name__}: {text}") from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence transformers' progress bars and logging inside the block, and restore them after it."""
+    from transformers.utils import logging as noise
+
+    control: Any = noise  # partly untyped
+    verbosity, bars = control.get_verbosity(), control.is_progress_bar_enabled()
+    control.set_verbosity(logging.CRITICAL)
+    control.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        control.set_verbosity(verbosity)
+        if bars:
+            control.enable_progress_bar()

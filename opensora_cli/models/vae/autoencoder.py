@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -38,7 +38,7 @@ class Autoencoder(nn.Module, ABC):
     config: AutoencoderConfig
     encoder: nn.Module
     decoder: nn.Module
-    """Decoder of one tile. It takes the `canvas` of `decode`."""
+    """Decoder of one tile. It takes the `canvas` of `decode`, and `chunk_frames` and `store` if it has chunks."""
     decodes_in_chunks: ClassVar[bool] = False
     """Whether `decode` takes `chunk_frames`."""
 
@@ -77,9 +77,9 @@ class Autoencoder(nn.Module, ABC):
         encoded_BCTHW: Tensor = self.encoder(pixels_BCTHW)
         return encoded_BCTHW
 
-    def decode_tile(self, latents_BCTHW: Tensor, *, canvas: torch.device | None = None) -> Tensor:
-        """Return the pixels of a tile of unscaled latents. `canvas` is that of `decode`."""
-        pixels_BCTHW: Tensor = self.decoder(latents_BCTHW, canvas=canvas)
+    def decode_tile(self, latents_BCTHW: Tensor, **options: object) -> Tensor:
+        """Return the pixels of a tile of unscaled latents; `options` are those of the decoder."""
+        pixels_BCTHW: Tensor = self.decoder(latents_BCTHW, **options)
         return pixels_BCTHW
 
     @abstractmethod
@@ -104,10 +104,13 @@ class Autoencoder(nn.Module, ABC):
         Arguments and errors are those of `decode`. Errors precede any computation.
         """
         self.check_latents(latents_BCTHW)
+        options: dict[str, Any] = {"canvas": canvas}
         if chunk_frames is not None:
-            raise RequestError(f"{type(self).__name__} decodes all frames of a tile at once: drop chunk_frames")
+            if not self.decodes_in_chunks:
+                raise RequestError(f"{type(self).__name__} decodes all frames of a tile at once: drop chunk_frames")
+            options |= {"chunk_frames": chunk_frames, "store": store}
         return tiled_pieces(
-            partial(self.decode_tile, canvas=canvas),
+            partial(self.decode_tile, **options),
             self.unscale_latents(latents_BCTHW),
             grid=self.config.tile_grids()[1],
             tiling=tiling,
@@ -133,8 +136,7 @@ class Autoencoder(nn.Module, ABC):
             store: device of frames between two layers with `chunk_frames`. None means the device of the latents.
 
         Raises:
-            RequestError: The shape cannot be decoded, `chunk_frames` is less than 1, or the autoencoder does not
-                decode in chunks.
+            RequestError: The shape cannot be decoded, or the autoencoder does not decode in chunks.
         """
         return joined_in_time(
             self.decode_pieces(latents_BCTHW, tiling=tiling, canvas=canvas, chunk_frames=chunk_frames, store=store)

@@ -118,16 +118,10 @@ def _moved(chunk_BCTHW: Tensor, device: torch.device) -> Tensor:
     return torch.empty_like(chunk_BCTHW, device=device, pin_memory=pinned).copy_(chunk_BCTHW, non_blocking=True)
 
 
-def records_no_gradient(clip_BCTHW: Tensor, conv: CausalConv3d) -> bool:
-    """Return whether no gradient is recorded through the model that contains `conv`."""
-    return not (clip_BCTHW.requires_grad or conv.conv.weight.requires_grad)
-
-
 def chunk_frames_for(shape: tuple[int, int, int, int], *, device: torch.device) -> int | None:
-    """Return the default number of frames to compute at a time. None means all.
+    """Return the default number of frames to compute at a time, for frames (B, C, H, W) at the highest resolution.
 
-    `shape` is (B, C, H, W) of a frame between two layers at the highest resolution. In chunks, a CPU is equally fast
-    and needs half of the memory. Only very small chunks are slower, because of the overhead of calls.
+    In chunks, a CPU is equally fast and needs half of the memory, unless chunks are very small. None means all.
     """
     if device.type != "cpu":
         return None
@@ -148,14 +142,14 @@ def run_in_chunks(
 ) -> Tensor:
     """Return a decoder's output for projected latents, or an encoder's for pixels, on the canvas, without gradients.
 
-    `layers` are the layers between `conv_in` and `norm_out`. Each computes `chunk_frames` frames at a time, an even
-    number if a layer halves time. Layers that upsample in time return up to twice as many. Between two layers, the clip
-    is on `store`.
+    Each of `layers` computes `chunk_frames` frames at a time, an even number if a layer halves time. Between layers,
+    the clip is on `store`.
     """
     clip = StoredClip(convolve(torch.split(clip_BCTHW, chunk_frames, dim=2), conv_in), store=store)
     for stage in stages_of(layers):
         clip = StoredClip(run_stage(clip, stage, chunk_frames=chunk_frames, store=store), store=store)
-    return last_stage(clip, norm_out, conv_out, canvas=canvas)
+    pixels = _norm_silu_conv(clip.drain(), clip.group_norm(norm_out), conv_out)
+    return torch.cat([chunk_BCTHW.to(canvas) for chunk_BCTHW in pixels], dim=2)
 
 
 def stages_of(layers: Iterable[nn.Module]) -> list[list[nn.Module]]:
@@ -186,12 +180,6 @@ def run_stage(
         else:
             chunks = _upsample(chunks, cast(Upsample, resampling), chunk_frames)
     return chunks
-
-
-def last_stage(clip: StoredClip, norm: nn.GroupNorm, conv: CausalConv3d, *, canvas: torch.device) -> Tensor:
-    """Return the output of the last stage for a clip, which is drained; see `run_in_chunks`."""
-    pixels = _norm_silu_conv(clip.drain(), clip.group_norm(norm), conv)
-    return torch.cat([chunk_BCTHW.to(canvas) for chunk_BCTHW in pixels], dim=2)
 
 
 def convolve(chunks: Iterable[Tensor], conv: CausalConv3d, *, silu: bool = False) -> Iterator[Tensor]:

@@ -62,14 +62,8 @@ class HunyuanSizes(Section):
                 )
                 return
         for size, name in (("sample_size", "spatial_compression_ratio"), ("sample_tsize", "time_compression_ratio")):
-            if problem := tile_problem(
-                "vae",
-                size,
-                getattr(self, size),
-                ratio=getattr(self, name),
-                ratio_name=name,
-                overlap=self.tile_overlap_factor,
-            ):
+            ratio, overlap = getattr(self, name), self.tile_overlap_factor
+            if problem := tile_problem("vae", size, getattr(self, size), ratio=ratio, ratio_name=name, overlap=overlap):
                 yield problem
 
 
@@ -100,10 +94,7 @@ class HunyuanVAEConfig(HunyuanSizes):
 
     @property
     def level_factors(self) -> tuple[tuple[int, int], ...]:
-        """(time, space) factor between every level and the next, in the order of the blocks.
-
-        Encoder and decoder share the order: the decoder is not the encoder's mirror image in this respect.
-        """
+        """(time, space) factor between every level and the next, in the order of the blocks of encoder and decoder."""
         levels = len(self.block_out_channels)
         num_time = self.time_compression_ratio.bit_length() - 1
         num_space = self.spatial_compression_ratio.bit_length() - 1
@@ -167,19 +158,15 @@ class DCAEConfig(Section):
                 yield f"{named}: {coarser} must divide 4 times the width before it, {finer}"
         if widths[-1] % self.latent_channels:
             yield f"vae.dc_ae.latent_channels={self.latent_channels} must divide the last width of {named}"
-        grid, overlap = self.grid, self.tile_overlap_factor
-        space, time = grid.spatial_compression_ratio, grid.time_compression_ratio
-        size, length = self.spatial_tile_size, self.temporal_tile_size
-        yield from filter(
-            None,
-            (
-                tile_problem("vae.dc_ae", "spatial_tile_size", size, ratio=space, overlap=overlap),
-                # The previous tile has the frame of a last tile of one latent frame.
-                tile_problem(
-                    "vae.dc_ae", "temporal_tile_size", length, ratio=time, overlap=overlap, shortest_overlap=1
-                ),
-            ),
+        tiles = (
+            ("spatial_tile_size", self.grid.spatial_compression_ratio, 0),
+            # The previous tile has the frame of a last tile of one latent frame.
+            ("temporal_tile_size", self.grid.time_compression_ratio, 1),
         )
+        for name, ratio, least in tiles:
+            overlap, size = self.tile_overlap_factor, getattr(self, name)
+            if problem := tile_problem("vae.dc_ae", name, size, ratio=ratio, overlap=overlap, shortest_overlap=least):
+                yield problem
 
     @property
     def grid(self) -> LatentGrid:
@@ -199,8 +186,7 @@ class DCAEConfig(Section):
     def tile_grids(self) -> tuple[TileGrid, TileGrid]:
         """Return the cuts of pixels to encode, and of latents to decode.
 
-        A last tile of one latent frame would be decoded to a picture, and its other frames would be lost. The previous
-        tile has that frame at its end.
+        A last tile of one latent frame would be decoded to a picture; the previous tile has that frame at its end.
         """
         grid, overlap = self.grid, self.tile_overlap_factor
         space = tile_axes(self.spatial_tile_size, ratio=grid.spatial_compression_ratio, overlap=overlap)
@@ -251,10 +237,7 @@ class FluxAEConfig(Section):
         return self.widths[0]
 
     def tile_grids(self) -> tuple[TileGrid, TileGrid]:
-        """Return the cuts of pixels to encode, and of latents to decode.
-
-        Each frame is a temporal tile, which changes only the memory use.
-        """
+        """Return the cuts of pixels to encode, and of latents to decode. Each frame is a temporal tile."""
         axes = tile_axes(self.tile_size, ratio=self.grid.spatial_compression_ratio, overlap=self.tile_overlap_factor)
         encoded, decoded = (TileGrid(axis, _ONE_FRAME, is_causal=False) for axis in axes)
         return encoded, decoded

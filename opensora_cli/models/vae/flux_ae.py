@@ -1,6 +1,8 @@
 """2D autoencoder of FLUX.1."""
 
+from collections import OrderedDict
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from einops import rearrange
@@ -9,7 +11,7 @@ from torch.nn import functional
 
 from opensora_cli.models.vae.autoencoder import COLORS, PosteriorAutoencoder
 from opensora_cli.models.vae.config import FLUX_NORM_GROUPS, FluxAEConfig
-from opensora_cli.models.vae.group_norm import GroupNorm
+from opensora_cli.models.vae.resample import GroupNorm
 
 _NORM_EPS = 1e-6
 
@@ -58,77 +60,6 @@ class Attention(nn.Module):
         return hidden_BCHW + out_BCHW
 
 
-class MidBlock(nn.Module):
-    """Resnet, attention, resnet, at the lowest resolution."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.block_1 = ResnetBlock(channels, channels)
-        self.attn_1 = Attention(channels)
-        self.block_2 = ResnetBlock(channels, channels)
-
-    def forward(self, hidden_BCHW: Tensor) -> Tensor:
-        """Return the same shape."""
-        out_BCHW: Tensor = self.block_2(self.attn_1(self.block_1(hidden_BCHW)))
-        return out_BCHW
-
-
-class Downsample(nn.Module):
-    """Convolution with a stride of 2, padded with zeros below and on the right."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, stride=2)
-
-    def forward(self, hidden_BCHW: Tensor) -> Tensor:
-        """Return (B,C,H/2,W/2)."""
-        out_BCHW: Tensor = self.conv(functional.pad(hidden_BCHW, (0, 1, 0, 1)))
-        return out_BCHW
-
-
-class Upsample(nn.Module):
-    """Nearest upsampling by 2, then a convolution."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv = _conv(channels, channels)
-
-    def forward(self, hidden_BCHW: Tensor) -> Tensor:
-        """Return (B,C,2H,2W)."""
-        out_BCHW: Tensor = self.conv(functional.interpolate(hidden_BCHW, scale_factor=2.0, mode="nearest"))
-        return out_BCHW
-
-
-class DownLevel(nn.Module):
-    """Level of the encoder: resnets, then downsampling unless it is the last."""
-
-    def __init__(self, in_channels: int, out_channels: int, *, num_blocks: int, is_last: bool) -> None:
-        super().__init__()
-        self.block = _resnets(in_channels, out_channels, num_blocks=num_blocks)
-        self.downsample = None if is_last else Downsample(out_channels)
-
-    def forward(self, hidden_BCHW: Tensor) -> Tensor:
-        """Return (B,out_channels,H/2,W/2), or (B,out_channels,H,W) for the last level."""
-        for block in self.block:
-            hidden_BCHW = block(hidden_BCHW)
-        return hidden_BCHW if self.downsample is None else self.downsample(hidden_BCHW)
-
-
-class UpLevel(nn.Module):
-    """Level of the decoder: resnets, then upsampling unless it is the finest."""
-
-    def __init__(self, in_channels: int, out_channels: int, *, num_blocks: int, is_last: bool) -> None:
-        super().__init__()
-        self.block = _resnets(in_channels, out_channels, num_blocks=num_blocks)
-        self.upsample = None if is_last else Upsample(out_channels)
-
-    def forward(self, hidden_BCHW: Tensor) -> Tensor:
-        """Return (B,out_channels,2H,2W), or (B,out_channels,H,W) for the finest level."""
-        for block in self.block:
-            hidden_BCHW = block(hidden_BCHW)
-        return hidden_BCHW if self.upsample is None else self.upsample(hidden_BCHW)
-
-
 class Encoder(nn.Module):
     """Pixels (B,3,H,W) to moments (B,2*z_channels,h,w)."""
 
@@ -136,20 +67,22 @@ class Encoder(nn.Module):
         super().__init__()
         widths = config.widths
         self.conv_in = _conv(COLORS, config.ch)
-        self.down = nn.ModuleList(
-            DownLevel(before, after, num_blocks=config.num_res_blocks, is_last=level == len(widths) - 1)
-            for level, (before, after) in enumerate(zip((config.ch, *widths), widths, strict=False))
-        )
-        self.mid = MidBlock(widths[-1])
+        self.down = nn.Sequential()
+        for before, after in pairwise((config.ch, *widths)):
+            level = _level(before, after, num_blocks=config.num_res_blocks)
+            if len(self.down) < len(widths) - 1:
+                # Padded with zeros below and on the right.
+                pad, conv = nn.ZeroPad2d((0, 1, 0, 1)), nn.Conv2d(after, after, 3, stride=2)
+                level.add_module("downsample", nn.Sequential(OrderedDict(pad=pad, conv=conv)))
+            self.down.append(level)
+        self.mid = _mid_block(widths[-1])
         self.norm_out = _norm(widths[-1])
         self.conv_out = _conv(widths[-1], 2 * config.z_channels)
 
     def forward(self, pixels_BCHW: Tensor) -> Tensor:
         """Return the moments."""
-        hidden_BCHW = self.conv_in(pixels_BCHW)
-        for level in self.down:
-            hidden_BCHW = level(hidden_BCHW)
-        out: Tensor = self.conv_out(functional.silu(self.norm_out(self.mid(hidden_BCHW))))
+        hidden_BCHW = self.mid(self.down(self.conv_in(pixels_BCHW)))
+        out: Tensor = self.conv_out(functional.silu(self.norm_out(hidden_BCHW)))
         return out
 
 
@@ -160,12 +93,15 @@ class Decoder(nn.Module):
         super().__init__()
         widths = config.widths
         self.conv_in = _conv(config.z_channels, widths[-1])
-        self.mid = MidBlock(widths[-1])
+        self.mid = _mid_block(widths[-1])
         # In the order of the encoder: the last and coarsest level runs first.
-        self.up = nn.ModuleList(
-            UpLevel(before, after, num_blocks=config.num_res_blocks + 1, is_last=level == 0)
-            for level, (before, after) in enumerate(zip((*widths[1:], widths[-1]), widths, strict=True))
-        )
+        self.up = nn.ModuleList()
+        for before, after in zip((*widths[1:], widths[-1]), widths, strict=True):
+            level = _level(before, after, num_blocks=config.num_res_blocks + 1)
+            if len(self.up) > 0:
+                upsample = OrderedDict(nearest=nn.Upsample(scale_factor=2.0, mode="nearest"), conv=_conv(after, after))
+                level.add_module("upsample", nn.Sequential(upsample))
+            self.up.append(level)
         self.norm_out = _norm(widths[0])
         self.conv_out = _conv(widths[0], COLORS)
 
@@ -217,10 +153,16 @@ def _by_frame(run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor) -> Tensor:
     return rearrange(run(frames_NCHW), "(b t) c h w -> b c t h w", b=len(clip_BCTHW))
 
 
-def _resnets(in_channels: int, out_channels: int, *, num_blocks: int) -> nn.ModuleList:
-    """Return the resnets of a level. The first changes the width."""
+def _level(in_channels: int, out_channels: int, *, num_blocks: int) -> nn.Sequential:
+    """Return a level of resnets. The first changes the width."""
     widths = (in_channels, *[out_channels] * (num_blocks - 1))
-    return nn.ModuleList(ResnetBlock(width, out_channels) for width in widths)
+    return nn.Sequential(OrderedDict(block=nn.Sequential(*(ResnetBlock(width, out_channels) for width in widths))))
+
+
+def _mid_block(channels: int) -> nn.Sequential:
+    """Return a resnet, attention and a resnet, for the lowest resolution."""
+    first, last = ResnetBlock(channels, channels), ResnetBlock(channels, channels)
+    return nn.Sequential(OrderedDict(block_1=first, attn_1=Attention(channels), block_2=last))
 
 
 def _norm(channels: int) -> GroupNorm:

@@ -1,12 +1,14 @@
 """Layers of the causal video autoencoder: clips (B,C,T,H,W) in and out."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from opensora_cli.models.vae.group_norm import GroupNorm
 from opensora_cli.models.vae.resample import (
     CarriedFrames,
+    GroupNorm,
     conv_of_upsampled,
     convolved,
     fast_layout,
@@ -38,10 +40,9 @@ class CausalConv3d(nn.Module):
         return self.convolve(self.pad(hidden_BCTHW))
 
     def pad(self, hidden_BCTHW: Tensor, carried: CarriedFrames | None = None, *, silu: bool = False) -> Tensor:
-        """Return the clip with its edges, for `convolve`.
+        """Return the clip with its edges, for `convolve`; see `replicate_pad`.
 
-        It may be the next chunk of a clip, after the one in `carried`: a stride in time must divide all of them but the
-        last. For `silu` see `replicate_pad`.
+        A stride in time must divide all chunks but the last.
         """
         return replicate_pad(fast_layout(hidden_BCTHW), self._padding, carried=carried, silu=silu)
 
@@ -77,9 +78,8 @@ class ResnetBlock(nn.Module):
 class FrameCausalAttention(nn.Module):
     """Self-attention of one full-width head over all positions, in which a frame sees itself and the past; residual.
 
-    The usual mask of T*H*W x T*H*W entries takes 4.6 GB at 33 frames of 32x32. But the queries of one frame all see the
-    same keys: frame by frame no mask is needed, half of the products are never computed, and torch's fused kernels keep
-    no scores either, forward or backward.
+    The queries of one frame all see the same keys. So frame by frame no mask is needed, which would take 4.6 GB at 33
+    frames of 32x32, half of the products are never computed, and torch's fused kernels keep no scores.
     """
 
     def __init__(self, channels: int, *, num_groups: int) -> None:
@@ -124,10 +124,10 @@ class MidBlock(nn.Module):
         self.resnets = nn.ModuleList(ResnetBlock(channels, channels, num_groups=num_groups) for _ in range(2))
         self.attentions = nn.ModuleList([FrameCausalAttention(channels, num_groups=num_groups)])
 
-    def forward(self, hidden_BCTHW: Tensor) -> Tensor:
-        """Return the same shape."""
-        out_BCTHW: Tensor = self.resnets[1](self.attentions[0](self.resnets[0](hidden_BCTHW)))
-        return out_BCTHW
+    def layers(self) -> Iterable[nn.Module]:
+        """Return the layers in the order in which they run."""
+        first, last = self.resnets
+        return first, *self.attentions, last
 
 
 class Downsample(nn.Module):
@@ -154,58 +154,31 @@ class Upsample(nn.Module):
         self.conv = CausalConv3d(channels, channels)
 
     def forward(self, hidden_BCTHW: Tensor, carried: CarriedFrames | None = None) -> Tensor:
-        """Return the same channels, H and W times `space`; of T frames, (T-1) times `time`, plus 1.
-
-        The input may be the next chunk of a clip, after the one in `carried`: all but the first give T times `time`
-        frames.
-        """
+        """Return the same channels, H and W times `space`; of T frames (T-1) times `time`, plus 1 in a first chunk."""
         return conv_of_upsampled(hidden_BCTHW, self.conv.conv, time=self.time, space=self.space, carried=carried)
 
 
-class DownBlock(nn.Module):
-    """A level of the encoder: resnets, then a downsampling where `time` or `space` is 2."""
+class Level(nn.Module):
+    """Level of the encoder or decoder: resnets, then a resampling layer where `time` or `space` is 2."""
 
     def __init__(
-        self, in_channels: int, out_channels: int, *, num_layers: int, num_groups: int, time: int, space: int
+        self,
+        in_channels: int,
+        out_channels: int,
+        resampling: type[Downsample] | type[Upsample],
+        *,
+        num_layers: int,
+        num_groups: int,
+        time: int,
+        space: int,
     ) -> None:
         super().__init__()
-        self.resnets = _resnets(in_channels, out_channels, num_layers=num_layers, num_groups=num_groups)
-        self.downsamplers = nn.ModuleList()
-        if time * space > 1:
-            self.downsamplers.append(Downsample(out_channels, time=time, space=space))
-
-    def forward(self, hidden_BCTHW: Tensor) -> Tensor:
-        """Return (B,out_channels,T,H,W), smaller by the factors."""
-        for layer in (*self.resnets, *self.downsamplers):
-            hidden_BCTHW = layer(hidden_BCTHW)
-        return hidden_BCTHW
-
-
-class UpBlock(nn.Module):
-    """A level of the decoder: resnets, then an upsampling where `time` or `space` is 2."""
-
-    def __init__(
-        self, in_channels: int, out_channels: int, *, num_layers: int, num_groups: int, time: int, space: int
-    ) -> None:
-        super().__init__()
-        self.resnets = _resnets(in_channels, out_channels, num_layers=num_layers, num_groups=num_groups)
-        self.upsamplers = nn.ModuleList()
-        if time * space > 1:
-            self.upsamplers.append(Upsample(out_channels, time=time, space=space))
-
-    def forward(self, hidden_BCTHW: Tensor) -> Tensor:
-        """Return (B,out_channels,T,H,W), larger by the factors."""
-        for layer in (*self.resnets, *self.upsamplers):
-            hidden_BCTHW = layer(hidden_BCTHW)
-        return hidden_BCTHW
+        widths = (in_channels, *[out_channels] * (num_layers - 1))
+        self.resnets = nn.ModuleList(ResnetBlock(width, out_channels, num_groups=num_groups) for width in widths)
+        resamplings = [resampling(out_channels, time=time, space=space)] if time * space > 1 else []
+        self.add_module("downsamplers" if resampling is Downsample else "upsamplers", nn.ModuleList(resamplings))
 
 
 def _tokens(hidden_BCTHW: Tensor) -> Tensor:
     """(B,C,T,H,W) -> (B,T*H*W,C)."""
     return hidden_BCTHW.flatten(2).transpose(1, 2).contiguous()
-
-
-def _resnets(in_channels: int, out_channels: int, *, num_layers: int, num_groups: int) -> nn.ModuleList:
-    """Return the resnets of a level, of which the first changes the width."""
-    widths = (in_channels, *[out_channels] * (num_layers - 1))
-    return nn.ModuleList(ResnetBlock(width, out_channels, num_groups=num_groups) for width in widths)

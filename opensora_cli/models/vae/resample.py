@@ -1,12 +1,10 @@
-"""Efficient padding and upsampling convolution, for training on a CPU and for decoding many pixels."""
+"""Efficient norms, padding and upsampling convolution, for training on a CPU and for decoding many pixels."""
 
 import itertools
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +42,7 @@ def runs_in_onednn(clip_BCTHW: Tensor, weight: Tensor) -> bool:
 def onednn_conv3d(clip_BCTHW: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int] = (1, 1, 1)) -> Tensor:
     """Convolve without padding.
 
-    If a single clip has few channels, rows and frames (a product up to 20,480), `torch.nn.functional.conv3d` would copy
-    every neighborhood. That takes up to twelve times as long, and 27 times the memory of the clip.
+    For a small clip `torch.nn.functional.conv3d` would copy every neighborhood, in up to twelve times the time.
     """
     out: Tensor = torch.mkldnn_convolution(clip_BCTHW, weight, bias, (0, 0, 0), stride, (1, 1, 1), 1)
     return out
@@ -55,6 +52,17 @@ def without_autocast(device: torch.device) -> AbstractContextManager[object]:
     """Return a context that computes in the dtypes of the tensors."""
     # The meta device has no autocast.
     return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
+
+
+class GroupNorm(nn.GroupNorm):
+    """`nn.GroupNorm` that keeps the dtype under autocast; kernels sum in fp32 for any dtype."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the normalized activations in their own dtype and shape."""
+        # On a GPU, but not on a CPU, autocast would return twice the bytes, in fp32.
+        weight, bias = self.weight.to(input.dtype), self.bias.to(input.dtype)
+        with without_autocast(input.device):
+            return functional.group_norm(input, self.num_groups, weight, bias, self.eps)
 
 
 def convolved(clip_BCTHW: Tensor, convolve: Callable[[Tensor], Tensor]) -> Tensor:
@@ -86,6 +94,8 @@ class CarriedFrames:
 
     def __init__(self) -> None:
         self._padded_BCTHW: Tensor | None = None
+        self.kernels: tuple[Tensor, Tensor | None] | None = None
+        """Folded kernels of an upsampling convolution, the same for all chunks."""
 
     @property
     def is_empty(self) -> bool:
@@ -158,9 +168,8 @@ def conv_of_upsampled(
 ) -> Tensor:
     """Return the causal 3x3x3 convolution of the nearest-upsampled clip, without building the upsampled clip.
 
-    Pixels are repeated `space` times in height and width. Every frame except the first is repeated `time` times. Both
-    factors are 1 or 2. The result is (B, C_out, 1 + (T-1)*time, H*space, W*space); a chunk that is not the first has
-    T*time frames. Stride and padding of `conv` are ignored.
+    Factors are 1 or 2; the first frame is not repeated in time. The result is (B, C_out, 1 + (T-1)*time, H*space,
+    W*space); a chunk that is not the first has T*time frames.
 
     On a doubled axis, two of the three taps of the kernel always multiply the same low-resolution value. So two kernels
     of two taps on the low-resolution clip, for even and for odd positions, give the same sums. With all axes doubled,
@@ -170,7 +179,10 @@ def conv_of_upsampled(
     factors = (time, space, space)
     is_start = carried is None or carried.is_empty
     padded_BCTHW = replicate_pad(fast_layout(hidden_BCTHW), (1, 1, 1, 1, 2 // time, 0), carried=carried)
-    kernels, bias = folded_kernels(conv, factors)
+    if carried is None:
+        kernels, bias = folded_kernels(conv, factors)
+    else:
+        kernels, bias = carried.kernels = carried.kernels or folded_kernels(conv, factors)
     convolve = onednn_conv3d if runs_in_onednn(padded_BCTHW, kernels) else functional.conv3d
     phases_BPTHW = convolved(padded_BCTHW, lambda clip_BCTHW: convolve(clip_BCTHW, kernels, bias))
     del padded_BCTHW
@@ -178,39 +190,8 @@ def conv_of_upsampled(
     return out
 
 
-class _Folded(NamedTuple):
-    """Folded kernels, with the state of their weights."""
-
-    storages: "list[weakref.ref[torch.UntypedStorage]]"
-    state: tuple[object, ...]
-    kernels: tuple[Tensor, Tensor | None]
-
-
-_FOLDED: "WeakKeyDictionary[nn.Conv3d, _Folded]" = WeakKeyDictionary()
-"""Cache of folded kernels of frozen convolutions, which is neither saved nor copied with the modules."""
-
-
 def folded_kernels(conv: nn.Conv3d, factors: tuple[int, int, int]) -> tuple[Tensor, Tensor | None]:
-    """Return the kernels of all phases and their bias. For frozen weights on a CPU they are cached."""
-    given = [conv.weight] if conv.bias is None else [conv.weight, conv.bias]
-    if any(each.device.type != "cpu" or each.requires_grad for each in given):
-        return _fold(conv, factors)
-    # An operation in place makes a new version, and another tensor under the same name has another storage.
-    state = factors, *((_version(each), each.shape, each.stride(), each.storage_offset(), each.dtype) for each in given)
-    storages = [each.untyped_storage() for each in given]
-    known = _FOLDED.get(conv)
-    if known is None or known.state != state or [ref() for ref in known.storages] != storages:
-        known = _Folded([weakref.ref(each) for each in storages], state, _fold(conv, factors))
-        _FOLDED[conv] = known
-    return known.kernels
-
-
-def _version(weight: Tensor) -> int:
-    """Return a number that changes with the values; 0 for weights of inference mode, which never change."""
-    return 0 if weight.is_inference() else weight._version
-
-
-def _fold(conv: nn.Conv3d, factors: tuple[int, int, int]) -> tuple[Tensor, Tensor | None]:
+    """Return the kernels of all phases and their bias."""
     weight = conv.weight
     # Sums of taps are rounded to the weight's dtype once, not at every addition.
     sum_dtype = torch.promote_types(weight.dtype, torch.float32)
@@ -234,10 +215,9 @@ def _fold_taps(kernel: Tensor, axis: int) -> tuple[Tensor, Tensor]:
 
 
 class _InterleavePhases(torch.autograd.Function):
-    """Move phases from channels to positions: (B, phases*C, T', H', W') -> (B, C, T, H, W).
+    """Move phases from channels to positions: (B, phases*C, T', H', W') -> (B, C, T, H, W), without those outside.
 
-    Positions outside the clip are dropped: the first and the last of a doubled height or width, and the first of a
-    doubled time axis if the clip starts there. Autograd of strided writes would copy the whole output once per phase.
+    Autograd of strided writes would copy the whole output once per phase.
     """
 
     @staticmethod

@@ -2,16 +2,11 @@
 
 from dataclasses import dataclass
 from math import prod
-from typing import Self
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Axes that are cut into tiles.
-
-    Height and width are cut where one of them is larger than a tile, time where it is longer. Temporal tiles of a
-    causal model have one more frame.
-    """
+    """Axes that are cut into tiles: height and width if one of them is larger than a tile, time if it is longer."""
 
     spatial: bool = False
     temporal: bool = False
@@ -37,13 +32,6 @@ class TileAxis:
     blend: int
     kept: int
     shortest: int = 1
-
-    @classmethod
-    def from_sizes(cls, size: int, *, output_size: int, overlap: float, shortest: int = 1) -> Self:
-        """Return tiles of `size` positions with `output_size` outputs that share `overlap` of their length."""
-        blend = int(output_size * overlap)
-        stride = int(size * (1 - overlap))
-        return cls(size=size, stride=stride, blend=blend, kept=output_size - blend, shortest=shortest)
 
     def starts_in_time(self, num_frames: int) -> range:
         """Return the first position of each temporal tile."""
@@ -71,16 +59,18 @@ class TileGrid:
 
 
 def tile_axes(size: int, *, ratio: int, overlap: float, shortest: int = 1) -> tuple[TileAxis, TileAxis]:
-    """Return the cuts of pixels or frames into tiles of `size`, and of their latents.
+    """Return the cuts of pixels or frames into tiles of `size`, and of their latents, each of `ratio` positions.
 
-    A latent stands for `ratio` positions, and the last tile has at least `shortest` latents. `overlap` is the share of
-    a tile that overlaps with the next.
+    `overlap` is the share of a tile that overlaps with the next. The last tile has at least `shortest` latents.
     """
-    latent_size = size // ratio
-    return (
-        TileAxis.from_sizes(size, output_size=latent_size, overlap=overlap),
-        TileAxis.from_sizes(latent_size, output_size=size, overlap=overlap, shortest=shortest),
-    )
+
+    def axis(size: int, output_size: int, shortest: int) -> TileAxis:
+        blend = int(output_size * overlap)
+        return TileAxis(
+            size, stride=int(size * (1 - overlap)), blend=blend, kept=output_size - blend, shortest=shortest
+        )
+
+    return axis(size, size // ratio, 1), axis(size // ratio, size, shortest)
 
 
 def tile_problem(
@@ -88,8 +78,7 @@ def tile_problem(
 ) -> str | None:
     """Return the error if tiles of pixels or frames and of their latents are not cut and joined at the same places.
 
-    Two tiles must share at least `shortest_overlap` latents. `section` and the names are those of the settings. Other
-    arguments are those of `tile_axes`.
+    Two tiles must share at least `shortest_overlap` latents. `section` and the names are those of the settings.
     """
     encoded, decoded = tile_axes(size, ratio=ratio, overlap=overlap)
     places = {encoded.stride, decoded.stride * ratio, encoded.kept * ratio, decoded.kept}

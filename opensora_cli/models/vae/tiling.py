@@ -14,11 +14,7 @@ from opensora_cli.models.vae.tiles import TileAxis, TileGrid, Tiling
 
 
 def run_tiled(run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor, *, grid: TileGrid, tiling: Tiling) -> Tensor:
-    """Return `run(clip_BCTHW)`, computed tile by tile along the axes in `tiling` that are longer than a tile.
-
-    `run` is the encoder or decoder of a tile, and `grid` its cut. The result has the size of `run(clip_BCTHW)` and the
-    device of the results of `run`.
-    """
+    """Return `run(clip_BCTHW)` of an encoder or decoder with the cut `grid`, computed tile by tile along `tiling`."""
     return joined_in_time(tiled_pieces(run, clip_BCTHW, grid=grid, tiling=tiling))
 
 

@@ -7,8 +7,7 @@ import torch
 from tiny_transformer import OUTSIDE_BLOCKS, inputs, loss_of, transformer
 from torch import nn
 
-from opensora_cli.memory.activations import HostActivations
-from opensora_cli.memory.checkpointing import set_grad_checkpoint
+from opensora_cli.memory.checkpointing import HostActivations, set_grad_checkpoint
 from opensora_cli.memory.counting import TensorBytes
 
 

@@ -8,8 +8,7 @@ from tiny_transformer import OUTSIDE_BLOCKS, assert_same, gradients, inputs, tra
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opensora_cli.memory.activations import HostActivations
-from opensora_cli.memory.checkpointing import set_grad_checkpoint
+from opensora_cli.memory.checkpointing import HostActivations, set_grad_checkpoint
 
 
 class Held(HostActivations):
@@ -86,23 +85,6 @@ def test_selective_checkpointing_recomputes_no_attention(deterministic):
         assert calls.count == times * blocks
 
 
-def test_a_batch_in_parts_with_offload(deterministic):
-    model = transformer()
-    batches = [inputs(model, seed=seed) for seed in range(2)]
-
-    def accumulated() -> dict[str, Tensor]:
-        model.zero_grad()
-        losses = [
-            model(*list(batch.values())[:1], **dict(list(batch.items())[1:])).square().mean() for batch in batches
-        ]
-        torch.stack(losses).sum().backward()
-        return {name: weight.grad.clone() for name, weight in model.named_parameters()}
-
-    expected = accumulated()
-    with set_grad_checkpoint(model, activations=Held()):
-        assert_same(accumulated(), expected)
-
-
 def test_without_gradients_nothing_is_held():
     model = transformer()
     arguments = inputs(model)
@@ -140,22 +122,6 @@ def test_a_copy_of_the_model_computes_for_itself(deterministic):
 
 
 class TestErrors:
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ({"depth": {"double_block": 1}}, "MMDiT has no double_block; its stacks are double_blocks, single_blocks"),
-            ({"depth": {"double_blocks": 3}}, "depth of 'double_blocks' is 3: use 0 to 2"),
-            ({"depth": {"double_blocks": -1}}, "depth of 'double_blocks' is -1: use 0 to 2"),
-            ({"others": ("last_layer",)}, "MMDiT has no last_layer"),
-        ],
-        ids=str,
-    )
-    def test_wrong_arguments_are_refused(self, options, message):
-        model = transformer()
-        with pytest.raises(ValueError, match=message):
-            set_grad_checkpoint(model, **options)
-        set_grad_checkpoint(model).remove()
-
     def test_checkpointing_twice_is_refused(self):
         model = transformer()
         done = set_grad_checkpoint(model)

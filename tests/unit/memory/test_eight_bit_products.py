@@ -8,7 +8,7 @@ from torch import nn
 from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.estimate.fake_tensors import fake_device, fake_module
-from opensora_cli.memory.eight_bit_products import (
+from opensora_cli.memory.eight_bit import (
     INT8_LARGEST,
     Fp8ProductLinear,
     ProductLinear,

@@ -6,8 +6,8 @@ from tiny_transformer import inputs, transformer
 from torch import nn
 
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.memory.fp8_storage import store_in_fp8
-from opensora_cli.memory.slots import slot_bytes
+from opensora_cli.memory.eight_bit import store_in_fp8
+from opensora_cli.memory.host_weights import slot_bytes
 from opensora_cli.memory.streaming import stream_blocks
 
 pytestmark = pytest.mark.usefixtures("no_gradients")

@@ -1,7 +1,8 @@
 import torch
 from torch import nn
 
-from opensora_cli.memory.monitor import ModuleTimes, blocks_of
+from opensora_cli.memory.checkpointing import blocks_of
+from opensora_cli.memory.monitor import ModuleTimes
 
 
 def test_every_call_of_a_block_is_timed_while_it_is_watched():

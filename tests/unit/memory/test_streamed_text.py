@@ -11,9 +11,9 @@ from tiny_world import save_t5
 
 import opensora_cli
 from opensora_cli.engine.components.text_encoders import load_t5
-from opensora_cli.memory.slots import slot_bytes, streaming_bytes
+from opensora_cli.memory.host_weights import slot_bytes, streaming_bytes
 from opensora_cli.memory.streaming import stream_blocks
-from opensora_cli.models.text import folder as folders
+from opensora_cli.models.text import tokenizer as folders
 
 DEMO = Path(opensora_cli.__file__).parent / "assets" / "demo" / "t5"
 TEXTS = ["a boat on the sea , raining", "the sea at night"]

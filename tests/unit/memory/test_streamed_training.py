@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.memory.checkpointing import RECOMPUTING, set_grad_checkpoint
-from opensora_cli.memory.fp8_storage import store_in_fp8
-from opensora_cli.memory.host_weights import BlockWeights
-from opensora_cli.memory.slots import streaming_bytes
+from opensora_cli.memory.eight_bit import store_in_fp8
+from opensora_cli.memory.host_weights import BlockWeights, streaming_bytes
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.train_loop import LoraSettings

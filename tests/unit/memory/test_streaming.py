@@ -16,7 +16,7 @@ from torch import nn
 from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.memory import host_weights, streaming
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.memory.slots import slot_bytes, streaming_bytes
+from opensora_cli.memory.host_weights import slot_bytes, streaming_bytes
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit.blocks import modulation_layers, repeated_blocks
 from opensora_cli.models.mmdit.model import KnownInputs, MMDiT

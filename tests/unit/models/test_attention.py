@@ -4,35 +4,15 @@ import pytest
 import torch
 from attention_parts import gradients, merged
 from closeness import assert_close
-from tiny_transformer import inputs, transformer
 from torch.nn import functional
 
 from opensora_cli.core.attention import accumulation_dtype
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.models import attention
-from opensora_cli.models.attention import attention_backend, backend_names
-from opensora_cli.models.attention.math import MATH_PARTS, math
-from opensora_cli.models.attention.sdpa import sdpa
+from opensora_cli.models.attention import BACKENDS
+from opensora_cli.models.attention.torch_kernels import MATH_PARTS, math, sdpa
 from opensora_cli.parallel.ring import RingAttention
 
 WIDTH = 8
-ADDED = """
-from torch import Tensor
-from opensora_cli.core.attention import AttentionBackend, ComparedKernel
-from opensora_cli.models.attention.math import MATH_PARTS, math
-
-calls = []
-
-def attend(q, k, v, /):
-    calls.append(q.shape)
-    return math(q, k, v)
-
-def part_kernel(q, k, v):
-    calls.append("parts")
-    return MATH_PARTS
-
-added = AttentionBackend("added", attend, part_kernel=part_kernel, compared=(("added", ComparedKernel(attend)),))
-"""
 
 
 def draw(*lengths, dtype):
@@ -43,7 +23,7 @@ def draw(*lengths, dtype):
 @pytest.mark.parametrize(("name", "tolerance"), [("sdpa", 1e-6), ("bf16_products", 0.03)])
 def test_every_backend_computes_what_the_reference_does(name, tolerance):
     q, k, v = draw(7, 7, 7, dtype=torch.float32)
-    out = attention_backend(name)(q, k, v)
+    out = BACKENDS[name](q, k, v)
     assert out.dtype is torch.float32
     assert torch.allclose(out, math(q, k, v), atol=tolerance)
 
@@ -58,27 +38,7 @@ def test_math_keeps_fp32_under_autocast_and_returns_the_dtype_of_values():
     assert math(q, k, v.bfloat16()).dtype is torch.bfloat16
 
 
-def test_an_unknown_backend_is_refused_with_the_nearest_name():
-    with pytest.raises(RequestError, match=r"attention='spda' .*sdpa or xformers.*mean 'sdpa'"):
-        attention_backend("spda")
-
-
-def test_a_file_in_the_package_is_a_backend_for_models_rings_and_comparison(tmp_path, monkeypatch):
-    (tmp_path / "added.py").write_text(ADDED)
-    monkeypatch.setattr(attention, "__path__", [*attention.__path__, str(tmp_path)])
-    monkeypatch.delitem(attention.__dict__, "added", raising=False)
-    assert "added" in backend_names()
-    backend = attention_backend("added")
-    calls = backend.attend.__globals__["calls"]
-
-    model = transformer(depth=1, single=1, attention=backend)
-    model(**inputs(model))
-    assert calls == [(2, 4, 12 + 5, 8)] * 2
-    assert dict(backend.compared).keys() == {"added"}
-    assert RingAttention(backend, None, None)._part_kernel is backend.part_kernel
-
-
-@pytest.mark.parametrize("backend", [attention_backend("bf16_products"), functional.scaled_dot_product_attention])
+@pytest.mark.parametrize("backend", [BACKENDS["bf16_products"], functional.scaled_dot_product_attention])
 def test_a_ring_refuses_attention_without_parts(backend):
     with pytest.raises(RequestError, match="does not compute in parts"):
         RingAttention(backend, None, None)

@@ -6,8 +6,8 @@ from attention_libraries import FLASH3_B1, HALF, fake_flash2, fake_flash3, fake_
 from attention_parts import gradients, merged
 
 from opensora_cli.core.attention_kinds import ATTENTION_KINDS
-from opensora_cli.models.attention import attention_backend, backend_names
-from opensora_cli.models.attention.math import math
+from opensora_cli.models.attention import BACKENDS
+from opensora_cli.models.attention.torch_kernels import math
 from opensora_cli.settings.enums import AttentionChoice
 
 LIBRARIES = {
@@ -17,6 +17,7 @@ LIBRARIES = {
     "xformers": [("xformers", fake_xformers)],
 }
 FAKES = [fake for fakes in LIBRARIES.values() for fake in fakes]
+IN_PARTS = [*LIBRARIES["flash3"], *LIBRARIES["flash4"]]
 TOLERANCE = 0.03
 """Of bfloat16, for results of about 1."""
 
@@ -32,7 +33,7 @@ def test_the_whole_and_its_gradients_are_those_of_math(monkeypatch, name, fake, 
     library = fake(monkeypatch)
     *qkv, gradient = draw(7, 7, 7, 7, dtype=dtype)
     found, expected = [], []
-    for attention, results in ((attention_backend(name), found), (math, expected)):
+    for attention, results in ((BACKENDS[name], found), (math, expected)):
         leaves = [tensor.clone().requires_grad_() for tensor in qkv]
         out = attention(*leaves)
         results += [out, *torch.autograd.grad(out, leaves, gradient)]
@@ -46,11 +47,11 @@ def test_the_whole_and_its_gradients_are_those_of_math(monkeypatch, name, fake, 
     assert given.get("softmax_scale", given.get("scale")) == 16**-0.5
 
 
-@pytest.mark.parametrize(("name", "fake"), FAKES)
+@pytest.mark.parametrize(("name", "fake"), IN_PARTS)
 def test_parts_make_the_whole_and_its_gradients(monkeypatch, name, fake):
     fake(monkeypatch)
     q, k, v, gradient = draw(5, 7, 7, 5)
-    kernel = attention_backend(name).part_kernel(q, k, v)
+    kernel = BACKENDS[name].part_kernel(q, k, v)
     exact = [tensor.float().requires_grad_() for tensor in (q, k, v)]
     expected = math(*exact)
     out, lse = merged(kernel, q, k, v, (3, 4))
@@ -64,14 +65,14 @@ def test_parts_make_the_whole_and_its_gradients(monkeypatch, name, fake):
 
 
 @pytest.mark.parametrize("is_deterministic", [False, True])
-@pytest.mark.parametrize(("name", "fake"), [*LIBRARIES["flash2"], *LIBRARIES["flash3"], *LIBRARIES["flash4"]])
+@pytest.mark.parametrize(("name", "fake"), IN_PARTS)
 def test_gradients_are_summed_in_one_order_where_torch_is_to_be_deterministic(
     monkeypatch, name, fake, is_deterministic
 ):
     library = fake(monkeypatch)
     q, k, v, gradient = draw(5, 5, 5, 5)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
-    attention = attention_backend(name)
+    attention = BACKENDS[name]
     attention(q, k, v)
     kernel = attention.part_kernel(q, k, v)
     kernel.gradients(gradient, q, k, v, *kernel.attend(q, k, v))
@@ -90,14 +91,14 @@ def test_the_first_flash3_returned_a_pair(monkeypatch):
 
     monkeypatch.setattr(flash_attn_interface, "flash_attn_func", pair)
     q, k, v = draw(5, 5, 5)
-    assert torch.equal(attention_backend("flash3")(q, k, v), math(q, k, v))
+    assert torch.equal(BACKENDS["flash3"](q, k, v), math(q, k, v))
     assert library.calls
 
 
 def test_cudnn_in_parts_has_the_shapes_of_torchs_schema():
     """On the meta device, where torch checks arguments and shapes, and computes nothing."""
     q, k, v, gradient = (tensor.to("meta") for tensor in draw(5, 7, 7, 5))
-    kernel = attention_backend("cudnn").part_kernel(q, k, v)
+    kernel = BACKENDS["cudnn"].part_kernel(q, k, v)
     out, lse = kernel.attend(q, k, v)
     assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
     grads = kernel.gradients(gradient, q, k, v, out, lse)
@@ -114,14 +115,14 @@ def test_cudnn_alone_is_allowed(monkeypatch):
         return tensors[2]
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
-    attention_backend("cudnn")(*draw(5, 5, 5))
+    BACKENDS["cudnn"](*draw(5, 5, 5))
     assert asked == [(False, False, False, True)]
 
 
 def test_every_backend_has_a_row_and_a_choice():
-    assert set(backend_names()) == set(ATTENTION_KINDS) == set(AttentionChoice) - {"auto"}
+    assert set(BACKENDS) == set(ATTENTION_KINDS) == set(AttentionChoice) - {"auto"}
     for name, kind in ATTENTION_KINDS.items():
-        backend = attention_backend(name)
+        backend = BACKENDS[name]
         assert backend.name == name
         assert (backend.part_kernel is not None) is kind.in_parts
         assert bool(backend.compared) is (kind.needs_gpu or name == "sdpa")

@@ -9,8 +9,8 @@ from torch.nn import functional
 from opensora_cli.engine.estimate.fake_tensors import fake_device, fake_module
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.vae.config import DCAEConfig
-from opensora_cli.models.vae.dc_ae import DCAE
-from opensora_cli.models.vae.dc_ae_blocks import (
+from opensora_cli.models.vae.dc_ae import (
+    DCAE,
     ChannelRMSNorm,
     ClipConv3d,
     relu_attention,

@@ -5,7 +5,7 @@ import torch
 from closeness import assert_close
 from torch import Tensor, nn
 
-from opensora_cli.memory.fp8_storage import Fp8Linear, store_in_fp8
+from opensora_cli.memory.eight_bit import Fp8Linear, store_in_fp8
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.linears import LowRankLinear
 

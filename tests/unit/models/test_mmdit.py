@@ -7,8 +7,7 @@ from pydantic import ValidationError
 from tiny_transformer import inputs, transformer
 from torch import nn
 
-from opensora_cli.models.attention.math import math
-from opensora_cli.models.attention.sdpa import sdpa
+from opensora_cli.models.attention.torch_kernels import math, sdpa
 from opensora_cli.models.mmdit.blocks import Split, repeated_blocks
 from opensora_cli.models.mmdit.layers import (
     HeadNorm,

@@ -7,7 +7,7 @@ from tiny_transformer import assert_same, gradients, inputs, transformer
 from torch import nn
 
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.attention.sdpa import sdpa
+from opensora_cli.models.attention.torch_kernels import sdpa
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
 

@@ -1,75 +1,30 @@
-"""Convolutions without gradients: which kernels they are, and when those of an upsampling are folded."""
+"""Convolutions without gradients: which kernels they are."""
 
 from unittest import mock
 
 import pytest
 import torch
 from closeness import assert_close
-from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_cli.models.vae import resample
-from opensora_cli.models.vae.dc_ae_blocks import ClipConv3d
+from opensora_cli.models.vae.dc_ae import ClipConv3d
 from opensora_cli.models.vae.hunyuan_blocks import CausalConv3d, Upsample
-from opensora_cli.models.vae.resample import onednn_conv3d, replicate_pad
-
-
-@pytest.fixture
-def folds():
-    with mock.patch.object(resample, "_fold", side_effect=resample._fold) as fold:
-        yield fold
-
-
-def frozen_upsample():
-    torch.manual_seed(0)
-    return Upsample(4, time=2, space=2).requires_grad_(False)
+from opensora_cli.models.vae.resample import CarriedFrames, onednn_conv3d, replicate_pad
 
 
 def clip_of(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
 
-def expected(layer, clip):
-    """The convolution of the clip upsampled."""
-    wide = clip.repeat_interleave(2, dim=3).repeat_interleave(2, dim=4)
-    whole = torch.cat((wide[:, :, :1], wide[:, :, 1:].repeat_interleave(2, dim=2)), dim=2)
-    return layer.conv(whole).detach()
-
-
-def test_kernels_of_frozen_weights_are_folded_once(folds):
-    layer, clip = frozen_upsample(), clip_of(1, 4, 3, 4, 4)
-    for _ in range(3):
-        assert_close(layer(clip), expected(layer, clip), tolerance=1e-5)
-    with torch.inference_mode():
-        layer(clip)
-    assert folds.call_count == 1
-
-
-CHANGES = {
-    "in place": lambda layer: layer.conv.conv.weight.mul_(2),
-    "the bias in place": lambda layer: layer.conv.conv.bias.add_(1),
-    "averaged": lambda layer: torch._foreach_lerp_([layer.conv.conv.weight], [torch.ones(4, 4, 3, 3, 3)], 0.5),
-    "loaded": lambda layer: layer.load_state_dict({name: 2 * each for name, each in layer.state_dict().items()}),
-    "assigned": lambda layer: layer.load_state_dict(
-        {name: 2 * each for name, each in layer.state_dict().items()}, assign=True
-    ),
-    "data": lambda layer: setattr(layer.conv.conv.weight, "data", 2 * layer.conv.conv.weight.data),
-    "replaced": lambda layer: setattr(layer.conv.conv, "weight", nn.Parameter(torch.ones(4, 4, 3, 3, 3))),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_kernels_are_folded_again_where_weights_change(folds, change):
-    layer, clip = frozen_upsample(), clip_of(1, 4, 3, 4, 4)
-    before = layer(clip)
-    with torch.no_grad():
-        CHANGES[change](layer)
-    layer.requires_grad_(False)
-    after = layer(clip)
-    assert folds.call_count == 2
-    assert not torch.allclose(before, after)
-    assert_close(after, expected(layer, clip), tolerance=1e-5)
+def test_kernels_are_folded_once_for_all_chunks():
+    layer, carried = Upsample(4, time=2, space=2).requires_grad_(False), CarriedFrames()
+    clip = clip_of(1, 4, 3, 4, 4)
+    with mock.patch.object(resample, "folded_kernels", side_effect=resample.folded_kernels) as fold:
+        chunks = [layer(chunk, carried) for chunk in clip.split(1, dim=2)]
+        assert fold.call_count == 1
+        assert_close(torch.cat(chunks, dim=2), layer(clip), tolerance=1e-5)
 
 
 @pytest.mark.parametrize("stride", [(1, 1, 1), (2, 2, 2), (1, 2, 2)])

@@ -9,7 +9,7 @@ from transformers.models.t5.modeling_t5 import T5Attention, T5LayerNorm
 
 from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.engine.components.on_meta import on_meta
+from opensora_cli.engine.components.architectures import on_meta
 from opensora_cli.models.text.clip import ClipTextModel, clip_weights
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import FusedRMSNorm, T5Model, position_buckets, t5_weights
@@ -146,12 +146,16 @@ def test_pooled_output_of_clip(tmp_path, changes):
 @pytest.mark.parametrize(
     ("sizes_class", "config", "message"),
     [
-        (T5Sizes, {"feed_forward_proj": "gated-tanhshrink"}, "'tanhshrink' is no activation function of relu, gelu"),
+        (
+            T5Sizes,
+            {"feed_forward_proj": "gated-tanhshrink"},
+            "'gated-tanhshrink': no activation function of relu",
+        ),
         (T5Sizes, {"relative_attention_max_distance": 8}, "32 buckets reach over a distance of 8"),
-        (T5Sizes, {"layer_norm_epsilon": "small"}, "layer_norm_epsilon is 'small', and no number from 0 to 1"),
-        (ClipSizes, {"hidden_act": "sine"}, "'sine' is no activation function"),
+        (T5Sizes, {"layer_norm_epsilon": "small"}, "layer_norm_epsilon='small': Input should be a valid number"),
+        (ClipSizes, {"hidden_act": "sine"}, "'sine': no activation function"),
         (ClipSizes, {"hidden_size": 30, "num_attention_heads": 4}, "4 heads do not divide a width of 30"),
-        (ClipSizes, {"text_config": {"layer_norm_eps": -1}}, "layer_norm_eps is -1, and no number"),
+        (ClipSizes, {"text_config": {"layer_norm_eps": -1}}, "layer_norm_eps=-1: Input should be greater"),
     ],
 )
 def test_what_a_configuration_cannot_mean_is_refused(tmp_path, sizes_class, config, message):

@@ -60,13 +60,6 @@ def test_of_a_longer_reference_the_head_takes_the_beginning_and_the_tail_the_end
     assert torch.equal(tail[0, :, -9:], clip[:, -9:])
 
 
-def test_samples_keep_their_own_references():
-    first, second = _latents(1, seed=1)[0], _latents(1, seed=2)[0]
-    _, reference = prepare_inference_condition(_latents(3, batch=2), "i2v_head", [[first], [second]])
-    assert torch.equal(reference[0, :, :1], first)
-    assert torch.equal(reference[1, :, :1], second)
-
-
 @pytest.mark.parametrize("name", MODES_WITH_REFERENCE)
 def test_one_latent_frame_is_t2v(name):
     assert condition_mode(name, num_latent_frames=1) is T2V

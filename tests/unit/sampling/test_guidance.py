@@ -15,7 +15,6 @@ from opensora_cli.sampling.guidance import (
     Guidance,
     GuidanceScales,
     branches_needed,
-    busiest,
     combine_branches,
     count_evaluations,
     guidance_scales,
@@ -164,19 +163,6 @@ def test_image_guidance_grows_along_the_clip_and_fades_over_the_run():
     assert _scales(25, PRESET, I2V).image == (1.0,)
     assert _scales(24, PRESET, I2V).image[-1] == pytest.approx(3.0 - 2.0 * 24 / 50)
     assert _scales(48, PRESET, I2V).image == pytest.approx([1.0, 1.02, 1.04, 1.06, 1.08])
-
-
-def test_what_the_branches_see():
-    assert {branch: (branch.uses_prompt, branch.uses_conditioning) for branch in Branch} == {
-        COND: (True, True),
-        UNCOND: (False, True),
-        UNCOND2: (False, False),
-    }
-
-
-def test_the_busiest_step_evaluates_the_most_branches():
-    plain, all_three = GuidanceScales(1.0, (1.0,)), GuidanceScales(7.5, (3.0,))
-    assert busiest([plain, all_three, UNGUIDED]) is all_three
 
 
 def test_scales_of_frames_need_tokens_of_whole_frames():

@@ -1,11 +1,8 @@
 """Noise and timesteps."""
 
-import math
-
 import pytest
 import torch
 
-from opensora_cli.core.exceptions import RequestError
 from opensora_cli.sampling.schedule import (
     flow_shift_for,
     flow_timesteps,
@@ -25,18 +22,6 @@ def test_a_given_shift_takes_the_place_of_the_automatic_one():
         flow_timesteps(4, tokens_per_frame=4096, num_latent_frames=1, flow_shift=shift) for shift in (None, 3.0)
     )
     assert automatic == given != flow_timesteps(4, tokens_per_frame=4096, num_latent_frames=1, flow_shift=1.0)
-
-
-@pytest.mark.parametrize("steps", [0, -3])
-def test_no_steps_are_refused(steps):
-    with pytest.raises(RequestError, match=f"num_inference_steps={steps} must be at least 1"):
-        flow_timesteps(steps, tokens_per_frame=256, num_latent_frames=1)
-
-
-@pytest.mark.parametrize("shift", [0.0, -1.0, math.nan, math.inf])
-def test_a_useless_shift_is_refused(shift):
-    with pytest.raises(RequestError, match=r"flow_shift=.* must be a positive number"):
-        flow_timesteps(5, tokens_per_frame=256, num_latent_frames=1, flow_shift=shift)
 
 
 @pytest.mark.parametrize(
@@ -63,9 +48,3 @@ def test_a_sample_does_not_depend_on_its_batch():
     for index, seed in enumerate(seeds):
         assert torch.equal(batch[index : index + 1], _noise([seed]))
     assert not torch.equal(batch[0], batch[1])
-
-
-def test_noise_leaves_the_global_generator_alone():
-    before = torch.random.get_rng_state()
-    _noise([1, 2])
-    assert torch.equal(before, torch.random.get_rng_state())

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
+from opensora_cli.engine.components.architectures import autoencoder_on_meta
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.enums import VAEKind
 from opensora_cli.settings.explain import Given

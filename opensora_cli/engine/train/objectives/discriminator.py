@@ -3,8 +3,8 @@
 from torch import Tensor, nn
 
 from opensora_cli.engine.train.objectives.base import Role
-from opensora_cli.models.vae.dc_ae_blocks import ClipConv3d
-from opensora_cli.models.vae.group_norm import GroupNorm
+from opensora_cli.models.vae.dc_ae import ClipConv3d
+from opensora_cli.models.vae.resample import GroupNorm
 from opensora_cli.settings.train_loop import OptimizerName, OptimizerSettings
 from opensora_cli.settings.train_objectives import DiscriminatorSettings
 

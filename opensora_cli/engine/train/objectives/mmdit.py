@@ -21,9 +21,8 @@ from opensora_cli.core.device import is_accelerator, is_gpu, queued_copy
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.data.batches import ClipBatch, SampleRng
+from opensora_cli.engine.components.architectures import mmdit_config, scale_metadata
 from opensora_cli.engine.components.attention import attention_stand_in
-from opensora_cli.engine.components.autoencoders import scale_metadata
-from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.encode.clip_cache import ClipCache
 from opensora_cli.engine.encode.clips import EncodedClip, FreshClip, condition_clip, fitting_modes, pick_mode
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, load_encoders

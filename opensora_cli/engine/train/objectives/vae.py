@@ -13,7 +13,7 @@ from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.core.device import queued_copy
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.data.batches import ClipBatch, SampleRng
-from opensora_cli.engine.components.autoencoders import autoencoder_on_meta, new_autoencoder
+from opensora_cli.engine.components.architectures import autoencoder_on_meta, new_autoencoder
 from opensora_cli.engine.encode.clip_cache import ClipCache
 from opensora_cli.engine.train.activations import BatchShape
 from opensora_cli.engine.train.distribution import Distribution

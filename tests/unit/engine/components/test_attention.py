@@ -1,6 +1,5 @@
 """Choice of the attention backend of a run, and what makes a backend usable."""
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -21,7 +20,7 @@ from opensora_cli.engine.components.attention import (
 from opensora_cli.engine.estimate.fake_tensors import fake_device
 from opensora_cli.engine.estimate.transformer import fake_attention
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.attention import attention_backend
+from opensora_cli.models.attention import BACKENDS
 from opensora_cli.parallel.shares import MeshShape
 from opensora_cli.settings.enums import AttentionChoice
 
@@ -84,7 +83,7 @@ def test_kernels_for_gpus_are_refused_on_a_cpu(monkeypatch):
 @pytest.mark.usefixtures("on_cpu")
 def test_a_backend_that_agrees_with_math_is_usable(monkeypatch, name, fake):
     library = fake(monkeypatch)
-    for use in (CPU, replace(CPU, gradients=True), replace(CPU, in_parts=True)):
+    for use in (CPU, replace(CPU, gradients=True), replace(CPU, in_parts=name == "flash3")):
         assert why_unusable(name, use) is None
     assert choose(name).backend == name
     count = len(library.calls)
@@ -101,49 +100,23 @@ def test_a_backend_with_other_results_is_refused(monkeypatch, scaled, error):
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize(("needs", "tried"), [("gradients", ()), ("in_parts", ()), (None, ("not here",))])
-def test_only_what_a_run_needs_is_tried(monkeypatch, needs, tried):
+@pytest.mark.parametrize("needs", ["gradients", "in_parts", None])
+def test_only_what_a_run_needs_is_tried(monkeypatch, needs):
     """A build without a backward pass generates, and does not train."""
-    fake_flash2(monkeypatch)
-    import flash_attn
+    fake_flash3(monkeypatch)
+    import flash_attn_interface
 
-    attend = flash_attn.flash_attn_func
+    attend = flash_attn_interface.flash_attn_func
 
-    def without_backward(q, k, v, **named):
-        if q.requires_grad or named.get("return_attn_probs"):
+    def without_backward(q, k, v, softmax_scale, causal, deterministic=False, return_attn_probs=False):
+        if q.requires_grad or return_attn_probs:
             raise RuntimeError("This build has no such kernel.\nSee the log.")
-        return attend(q, k, v, **named)
+        return attend(q, k, v, softmax_scale=softmax_scale, causal=causal)
 
-    monkeypatch.setattr(flash_attn, "flash_attn_func", without_backward)
+    monkeypatch.setattr(flash_attn_interface, "flash_attn_func", without_backward)
     use = CPU if needs is None else replace(CPU, **{needs: True})
-    expected = None if tried else "flash2: This build has no such kernel. See the log."
-    assert why_unusable("flash2", use) == expected
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_xformers_for_another_torch_is_refused(monkeypatch, tmp_path):
-    fake_xformers(monkeypatch)
-    import xformers
-
-    (tmp_path / "cpp_lib.json").write_text(json.dumps({"version": {"cuda": 1208, "torch": "2.10.0+cu128"}}))
-    monkeypatch.setattr(xformers, "__file__", str(tmp_path / "__init__.py"), raising=False)
-    monkeypatch.setattr(xformers, "__version__", "0.0.35", raising=False)
-    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
-    # Its build matters only if it does not work.
-    assert why_unusable("xformers", CPU) is None
-
-    def no_operator(*given, **named):
-        raise NotImplementedError("No operator found for `memory_efficient_attention_forward` with inputs:\n query")
-
-    monkeypatch.setattr(xformers.ops, "memory_efficient_attention", no_operator)
-    why_unusable.cache_clear()
-    reason = "xformers 0.0.35 was built for torch 2.10.0+cu128, and this is torch 2.13.0+cu130"
-    assert why_unusable("xformers", CPU) == reason
-    with pytest.raises(HardwareError, match="xformers does not work here"):
-        choose("xformers")
-    monkeypatch.setattr(torch, "__version__", "2.10.0+cu128")
-    why_unusable.cache_clear()
-    assert why_unusable("xformers", CPU).startswith("xformers: No operator found for")
+    expected = "flash3: This build has no such kernel. See the log."
+    assert why_unusable("flash3", use) == (None if needs is None else expected)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -236,4 +209,4 @@ def test_estimates_count_the_scores_of_backends_that_are_not_fused(mesh):
 
     assert peak("math") >= peak("sdpa") + scores
     assert peak("auto") == peak("flash2") == peak("xformers") == peak("sdpa")
-    assert attention_stand_in("bf16_products") is attention_backend("bf16_products")
+    assert attention_stand_in("bf16_products") is BACKENDS["bf16_products"]

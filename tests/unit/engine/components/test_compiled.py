@@ -19,9 +19,9 @@ from torch._dynamo.utils import counters
 from opensora_cli.engine.components import compiled
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
-from opensora_cli.memory.fp8_storage import store_in_fp8
+from opensora_cli.memory.eight_bit import store_in_fp8
 from opensora_cli.memory.streaming import stream_blocks
-from opensora_cli.models.attention.math import math
+from opensora_cli.models.attention.torch_kernels import math
 from opensora_cli.models.linears import LowRankLinear
 
 

@@ -11,7 +11,7 @@ from tiny_adapters import write_lora
 from tiny_world import RecordingReporter
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.engine.components.configs import transformer_on_meta
+from opensora_cli.engine.components.architectures import transformer_on_meta
 from opensora_cli.engine.components.few_steps import METADATA_KEY, sampling_metadata
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate.dry_run import chain_to_plan

@@ -19,7 +19,7 @@ from opensora_cli.checkpoint.lora import merge
 from opensora_cli.core.choices import QKV, Rotary
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.ckpt.layout import change_layout
-from opensora_cli.engine.components.lora_files import fit_to_model, require_finite
+from opensora_cli.engine.components.loras import fit_to_model, require_finite
 
 HIDDEN = 32
 SPLIT = {name: weight.detach().double() for name, weight in transformer(depth=1, single=2).named_parameters()}

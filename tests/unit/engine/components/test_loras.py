@@ -21,7 +21,7 @@ from torch import Tensor
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.engine.ckpt.merge_lora import merge_lora
-from opensora_cli.engine.components.configs import transformer_on_meta
+from opensora_cli.engine.components.architectures import transformer_on_meta
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.estimate.offload import OffloadPlan
@@ -34,7 +34,7 @@ from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.sidecar import sample_settings
 from opensora_cli.engine.mem_profile.measured_stages import random_transformer
-from opensora_cli.memory.slots import slot_bytes, streaming_bytes
+from opensora_cli.memory.host_weights import slot_bytes, streaming_bytes
 from opensora_cli.models.linears import LowRankLinear
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.registry import DEMO

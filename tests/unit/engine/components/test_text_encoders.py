@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models
 
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, RequestError
 from opensora_cli.engine.components.text_encoders import load_clip, load_t5
-from opensora_cli.models.text import folder as folders
+from opensora_cli.models.text import tokenizer as folders
 from opensora_cli.models.text.files import CLIP_VOCABULARIES, T5_VOCABULARIES, missing_files
 
 SENTENCES = ["a night boat on the sea", "rain over the forest at night", "snow in the desert", "a blue ball moves left"]
@@ -342,8 +342,8 @@ QUERY, TABLE = "encoder.block.1.layer.0.SelfAttention.q.weight", "shared.weight"
         ("t5_words", take_a_small_model, "ids up to 19, its model only 8 rows"),
         ("t5_words", take_a_vocabulary_without_words, "has no words"),
         ("clip", lambda folder: save_tokenizer(folder, None), "does not end a text with token 1"),
-        ("clip", say_a_length_that_is_none, "vocabulary in .* cannot be used"),
-        ("t5_words", say_a_length_that_is_none, "vocabulary in .* cannot be used"),
+        ("clip", say_a_length_that_is_none, "vocabulary in .* cannot be loaded"),
+        ("t5_words", say_a_length_that_is_none, "vocabulary in .* cannot be loaded"),
     ],
 )
 def test_a_broken_folder_is_refused_in_one_line(request, copied, name, damage, message):

@@ -7,7 +7,7 @@ from tiny_transformer import inputs, transformer
 from torch import Tensor
 
 from opensora_cli.engine.components import velocity
-from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.engine.components.velocity import (
     GuidedVelocity,
     PromptEmbeds,

@@ -21,7 +21,7 @@ from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import BatchError, FileProblem, MediaError
 from opensora_cli.core.threads import Cores, ThreadChoice
 from opensora_cli.data.batches import SampleRng
-from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.engine.data import cache as cache_module
 from opensora_cli.engine.data.cache import cache_clips
 from opensora_cli.engine.encode import fill_cache

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CLIPTextConfig, T5Config
 
-from opensora_cli.engine.components.configs import count_parameters, mmdit_config, transformer_on_meta
+from opensora_cli.engine.components.architectures import count_parameters, mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate import autoencoder, file_bytes, text, transformer
 from opensora_cli.engine.estimate.fake_tensors import Need, fake_device, fake_module

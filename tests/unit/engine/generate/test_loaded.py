@@ -11,7 +11,7 @@ from opensora_cli.engine.estimate.offload import AUTOENCODER, TEXT_ENCODERS, TRA
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.planning import make_plan
-from opensora_cli.models.attention import attention_backend
+from opensora_cli.models.attention import BACKENDS
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
@@ -92,7 +92,7 @@ def test_only_what_changes_is_loaded_again(plan, record, changes, reloaded):
     assert {stage for stage in first if again[stage] is not first[stage]} == set(reloaded)
     weight = next(again["denoise"].parameters())
     assert weight.dtype is other.hardware.dtype
-    assert again["denoise"].attention is attention_backend(other.attention.backend)
+    assert again["denoise"].attention is BACKENDS[other.attention.backend]
 
 
 def test_weights_that_change_on_disk_are_loaded_again(world, plan, record):

@@ -12,8 +12,7 @@ from tiny_world import released_settings
 
 from opensora_cli.core.device import GIB
 from opensora_cli.core.private_memory import PrivateMemory
-from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
-from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
+from opensora_cli.engine.components.architectures import autoencoder_on_meta, mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.file_bytes import file_weights

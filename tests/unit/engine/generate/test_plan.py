@@ -12,8 +12,8 @@ from tiny_world import dc_ae_settings, demo_settings, released_settings
 from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.core.device import GIB
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, RequestError
-from opensora_cli.engine.components import autoencoders, configs, hardware
-from opensora_cli.engine.components.autoencoders import new_autoencoder
+from opensora_cli.engine.components import architectures, hardware
+from opensora_cli.engine.components.architectures import new_autoencoder
 from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
@@ -162,12 +162,12 @@ def test_a_transformer_that_was_trained_on_latents_of_another_scale_is_refused(w
     path = tmp_path / "trained.safetensors"
     settings = dc_ae_settings(world, tmp_path, files__transformer=str(path))
     trained_with = settings.replace({"vae.dc_ae.scaling_factor": 0.493}).vae
-    metadata = autoencoders.scale_metadata(trained_with)
+    metadata = architectures.scale_metadata(trained_with)
     write_weights(path, {"any": torch.zeros(1)}, dtype=torch.float32, metadata=metadata)
     with pytest.raises(CheckpointError, match=r"scaling_factor=0\.493, and the settings have .*=none") as caught:
         make_plan(settings)
     assert caught.value.hint == "use --set vae.dc_ae.scaling_factor=0.493"
-    autoencoders.require_same_scale(path, trained_with)
+    architectures.require_same_scale(path, trained_with)
 
 
 @pytest.mark.usefixtures("without_estimates")
@@ -195,7 +195,7 @@ def test_constants_of_the_released_text_encoders():
 
 def test_weight_bytes_are_those_of_the_files(world, tmp_path):
     made = make_plan(released_settings(world, tmp_path))
-    counts = configs.count_parameters(made.settings, made.weights)
+    counts = architectures.count_parameters(made.settings, made.weights)
     assert made.weights.complete
     for component, name in ((Component.TRANSFORMER, "Open_Sora_v2"), (Component.VAE, "hunyuan_vae")):
         size = (world.released / f"{name}.safetensors").stat().st_size
@@ -328,9 +328,9 @@ def test_tiles_are_counted_as_the_decoder_runs(world, tmp_path):
         runs = []
         vae.decoder.register_forward_hook(lambda *_, runs=runs: runs.append(1))
         with torch.no_grad():
-            vae.decode(torch.zeros(1, *shape), tiling=autoencoders.vae_tiling(settings.vae))
-        assert len(runs) == autoencoders.count_decoder_tiles(shape, settings.vae)
-    assert autoencoders.count_decoder_tiles((4, 10, 8, 8), released.vae) > 1
+            vae.decode(torch.zeros(1, *shape), tiling=architectures.vae_tiling(settings.vae))
+        assert len(runs) == architectures.count_decoder_tiles(shape, settings.vae)
+    assert architectures.count_decoder_tiles((4, 10, 8, 8), released.vae) > 1
 
 
 class TestHardware:

@@ -8,7 +8,7 @@ import torch
 from tiny_world import RecordingReporter, demo_settings, flux_settings, names, picture_first_settings, released_settings
 
 from opensora_cli.core.exceptions import OutputError
-from opensora_cli.engine.components.autoencoders import load_autoencoder
+from opensora_cli.engine.components.architectures import load_autoencoder
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate import previews
 from opensora_cli.engine.generate.dry_run import plan_generation

@@ -11,7 +11,7 @@ import torch
 from toy_training import Listener, ToyTask, toy_trainer
 
 from opensora_cli.core.exceptions import FileProblem, HardwareError
-from opensora_cli.engine.components.configs import mmdit_config
+from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.engine.train import metrics as metrics_module
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume

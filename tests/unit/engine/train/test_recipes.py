@@ -11,7 +11,7 @@ from tiny_autoencoders import moving_clip
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import SampleRng
-from opensora_cli.engine.components.autoencoders import new_autoencoder
+from opensora_cli.engine.components.architectures import new_autoencoder
 from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.train.activations import plan_activations

@@ -24,8 +24,7 @@ from opensora_cli.core.exceptions import (
     TrainingError,
 )
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
-from opensora_cli.engine.components.configs import transformer_on_meta
+from opensora_cli.engine.components.architectures import autoencoder_on_meta, transformer_on_meta
 from opensora_cli.engine.encode.clip_cache import write_header
 from opensora_cli.engine.encode.encoders import EmptyPrompt
 from opensora_cli.engine.train import checkpoints, run

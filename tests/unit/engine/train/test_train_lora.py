@@ -19,8 +19,7 @@ from opensora_cli.checkpoint.lora import merge
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.train.lora import add_lora, save_lora
-from opensora_cli.memory.activations import HostActivations
-from opensora_cli.memory.checkpointing import set_grad_checkpoint
+from opensora_cli.memory.checkpointing import HostActivations, set_grad_checkpoint
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.components import LoraFile

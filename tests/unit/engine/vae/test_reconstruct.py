@@ -16,7 +16,7 @@ from torch import Tensor
 
 from opensora_cli.core import files as core_files
 from opensora_cli.core.exceptions import BatchError, CheckpointError, OutputError
-from opensora_cli.engine.components.autoencoders import new_autoencoder
+from opensora_cli.engine.components.architectures import new_autoencoder
 from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.vae import reconstruct as vae_reconstruct
 from opensora_cli.engine.vae.reconstruct import Failed, Reconstructed, predicted_seconds, reconstruct, windows

@@ -8,7 +8,7 @@ from tiny_world import RecordingReporter
 from torch import Tensor
 
 from opensora_cli.core.exceptions import BatchError
-from opensora_cli.engine.components.autoencoders import load_autoencoder, new_autoencoder
+from opensora_cli.engine.components.architectures import load_autoencoder, new_autoencoder
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.vae.stats import ChannelStatistics, RunningMoments, latent_statistics, scaling_settings
 from opensora_cli.media.read import read_picture, read_video

@@ -1,8 +1,12 @@
-"""Linear layers that multiply in 8 bits on a GPU, for inference.
+"""Linear layers with weights in 8 bits: dequantized at each access, or multiplied in 8 bits on a GPU. For inference.
 
-Weights are stored in 8 bits, with a scale for each row (output feature). Inputs are rounded at each call, with a scale
-for each token from its largest number (Dettmers et al. 2022, LLM.int8(), without the exceptions for outliers). Sums are
-in int32 or fp32, and both scales are applied to them. int8 is symmetric about zero.
+Storage takes half the memory of bf16. Each row (output feature) has its own scale, so that a row of large numbers does
+not affect others. The scale of float8_e4m3fn is a power of two: its mantissa has three bits, so that the product is
+exact in bfloat16. The root mean square error of normally distributed weights is 2.6 %.
+
+Products also round the inputs at each call, with a scale for each token from its largest number (Dettmers et al. 2022,
+LLM.int8(), without the exceptions for outliers). Sums are in int32 or fp32, and both scales are applied to them. int8
+is symmetric about zero.
 """
 
 import weakref
@@ -14,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.choices import LinearProducts
-from opensora_cli.memory.fp8_storage import Fp8Linear, StoredLinear, largest_of_rows, require_finite
+from opensora_cli.core.exceptions import CheckpointError
 
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 INT8_LARGEST = 127
 _PIECE = 2**24
 """Number of values that are rounded or scaled at the same time."""
@@ -25,6 +30,86 @@ _SAMPLED_TOKENS, _SAMPLED_ROWS = 16, 256
 
 Rounded = tuple[Tensor, Tensor]
 """Values in 8 bits, and the scale of each row in fp32."""
+
+
+class StoredLinear(nn.Linear):
+    """Linear layer with a parameter `weight` in 8 bits, and `weight_scale`, (out_features, 1) in fp32.
+
+    The attribute `weight` is their product, dequantized on each access, in the dtype of the original weight. The layer
+    shares the bias of `linear`.
+    """
+
+    def __init__(self, linear: nn.Linear, values: Tensor, scale: Tensor) -> None:
+        nn.Module.__init__(self)
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.dtype = linear.weight.dtype
+        # `register_parameter` refuses the name of a property.
+        self._parameters["weight"] = nn.Parameter(values, requires_grad=False)
+        self.weight_scale = nn.Parameter(scale, requires_grad=False)
+        self.register_parameter("bias", linear.bias)
+        self.train(linear.training)
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """Dequantized weight, (out_features, in_features)."""
+        values = self._parameters["weight"]
+        assert values is not None
+        # A power of two is exact in bf16, but the scale of a small weight may be too small for float16.
+        product = torch.float32 if self.dtype is torch.float16 else self.dtype
+        return values.to(product).mul_(self.weight_scale.to(product)).to(self.dtype)
+
+
+class Fp8Linear(StoredLinear):
+    """Linear layer with a parameter `weight` in float8_e4m3fn, with an error of at most 1/16 of each number.
+
+    Raises CheckpointError if the weight has numbers that are not finite.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear, *_quantized(linear.weight.detach()))
+
+
+@torch.no_grad()
+def store_in_fp8(block: nn.Module, *, frozen: bool = False) -> None:
+    """Replace the linear layers inside a module, one after the other, by layers that store their weight in 8 bits.
+
+    Names of parameters stay; each layer gets a `weight_scale`. Layers in 8 bits are skipped, and with `frozen`, layers
+    that require gradients, too. Raises CheckpointError if a weight has numbers that are not finite.
+    """
+    # Iterate by name because a list of layers would keep each in memory until the last is replaced.
+    for name in [name for name, _ in block.named_children()]:
+        child = block.get_submodule(name)
+        if not isinstance(child, nn.Linear):
+            store_in_fp8(child, frozen=frozen)
+        elif not isinstance(child, StoredLinear) and not (frozen and child.weight.requires_grad):
+            setattr(block, name, Fp8Linear(child))
+
+
+def largest_of_rows(values: Tensor) -> Tensor:
+    """Return the largest magnitude in each row of `values`, (N, I); (N, 1) in fp32."""
+    low, high = values.aminmax(dim=1, keepdim=True)
+    return torch.maximum(-low, high).float()
+
+
+def require_finite(largest: Tensor) -> None:
+    """Raise CheckpointError if a magnitude of a weight is not finite."""
+    if not largest.isfinite().all():
+        raise CheckpointError(
+            "a linear layer has weights that are not finite, which 8 bits cannot hold",
+            hint="osora ckpt verify lists such tensors",
+        )
+
+
+def _quantized(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `weight`, (O, I), in float8_e4m3fn, and the scale of each row, (O, 1) in fp32."""
+    largest = largest_of_rows(weight)
+    require_finite(largest)
+    mantissa, exponent = torch.frexp(largest / _LARGEST)
+    # The smallest power of two that brings the largest number into range; 0.5 is a power of two itself.
+    exponent = torch.where(mantissa > 0.5, exponent, exponent - 1).clamp(min=-126)
+    scale = torch.where(largest > 0, torch.ldexp(torch.ones_like(largest), exponent), 1.0)
+    return (weight / scale).to(torch.float8_e4m3fn), scale
 
 
 class LastInput:
@@ -112,7 +197,7 @@ class Fp8ProductLinear(ProductLinear, Fp8Linear):
 
     def round_input(self, flat: Tensor) -> Rounded:
         """Round to float8; the largest magnitude of a token becomes the largest value of the format."""
-        return _in_pieces(flat, torch.float8_e4m3fn, torch.finfo(torch.float8_e4m3fn).max, lambda piece: piece)
+        return _in_pieces(flat, torch.float8_e4m3fn, _LARGEST, lambda piece: piece)
 
     def multiply(self, rounded: Rounded, rows: slice, dtype: torch.dtype) -> Tensor:
         """Multiply in the kernel, which applies scales and bias and returns bfloat16."""
@@ -142,11 +227,7 @@ class ProductError:
 def use_products(block: nn.Module, paths: Iterable[str], kind: LinearProducts) -> list[ProductError]:
     """Replace linear layers of a block by layers that multiply in 8 bits, and return the error of each.
 
-    Besides the result, one weight in fp32 is in memory at a time. Names of parameters stay; each layer gets a
-    `weight_scale`. The error is for normally distributed inputs, the same at each call.
-
-    Raises:
-        CheckpointError: a weight has numbers that are not finite; the layers before it have been replaced.
+    The error is for normally distributed inputs, the same at each call. See `store_in_fp8` for names and errors.
     """
     last, errors = LastInput(), []
     for path in paths:
@@ -170,10 +251,7 @@ def _sampled_error(weight: Tensor, layer: ProductLinear) -> float:
 
 
 def output_and_rounded_product(layer: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output of a layer of `use_products` for tokens (N, in_features), and the expected output, in fp32.
-
-    The expected output is the fp32 product of the same rounded numbers.
-    """
+    """Return the output of a layer of `use_products` for tokens, and the fp32 product of the same rounded numbers."""
     assert isinstance(layer, ProductLinear)
     expected = _rounded_product(layer, tokens, slice(None))
     return layer(tokens).float(), expected if layer.bias is None else expected + layer.bias.float()
