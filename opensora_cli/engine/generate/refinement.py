@@ -11,6 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 from time import sleep
@@ -115,8 +116,10 @@ class ChatServer:
             try:
                 return attempt()
             except HTTPError as error:
-                with error:
-                    reason = self._shown(f"{error.code} {error.reason} {error.read(300).decode(errors='replace')}")
+                text = b""
+                with error, suppress(HTTPException, OSError):  # The body may break off or come too slowly.
+                    text = error.read(300)
+                reason = self._shown(f"{error.code} {error.reason} {text.decode(errors='replace')}")
                 if error.code not in _BUSY:
                     hint = f"check {REFINE_KEY}" if error.code in (401, 403) else None
                     raise ServerProblem(f"{self.url} refuses: {reason}", hint=hint) from None

@@ -281,6 +281,16 @@ class TestServer:
         assert message.endswith("no model for <hidden>")
         assert (elsewhere.paths, len(stub.asked)) == ([], 1)
 
+    def test_a_refusal_whose_text_does_not_come_is_still_a_refusal(self, start):
+        def answer(handler):
+            handler.send_response(400)
+            handler.send_header("Content-Length", "100")
+            handler.end_headers()
+            time.sleep(0.6)
+
+        start(answer)
+        assert problem().endswith(" refuses: 400 Bad Request")
+
     @pytest.mark.parametrize(
         ("answer", "words"),
         [
