@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 from typing import Any, TypeVar
 from urllib.error import HTTPError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
@@ -142,8 +142,13 @@ class ChatServer:
         request = Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
         if self._key:
             request.add_unredirected_header("Authorization", f"Bearer {self._key}")
+        end, content = monotonic() + self._timeout_s, b""
         with build_opener(_NoRedirects).open(request, timeout=self._timeout_s) as response:
-            return parse_object(response.read(MAX_JSON_BYTES + 1))
+            while len(content) <= MAX_JSON_BYTES and (part := response.read1(2**16)):
+                content += part
+                if monotonic() > end:  # The timeout of a socket is that of one read.
+                    raise TimeoutError("timed out")
+        return parse_object(content)
 
     def _shown(self, text: str) -> str:
         return plain(" ".join(text.split()).replace(self._key or "\0", "<hidden>"))

@@ -247,6 +247,14 @@ def problem(**options) -> str:
     return raised.value.message
 
 
+def drip(handler) -> None:
+    """Answer with a byte every 50 ms."""
+    with_status(200)(handler)
+    for byte in said("A boat."):
+        time.sleep(0.05)
+        handler.wfile.write(bytes([byte]))
+
+
 class TestServer:
     @pytest.mark.parametrize(
         "url", ["", "localhost:8000", "ftp://a", "http://[", "http://me:secret@a", "http://a?secret"]
@@ -300,8 +308,9 @@ class TestServer:
             (b" " * 10_000_001, "JSON with more values"),
             (lambda handler: handler.connection.close(), ""),
             (lambda handler: time.sleep(0.6), "timed out"),
+            (drip, "timed out"),
         ],
-        ids=["text", "empty", "none", "endless", "closed", "late"],
+        ids=["text", "empty", "none", "endless", "closed", "late", "dripping"],
     )
     def test_nonsense_is_asked_again(self, start, answer, words):
         start(answer, "A boat.")
