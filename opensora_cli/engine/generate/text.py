@@ -7,7 +7,6 @@ import hashlib
 import importlib.metadata
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -23,7 +22,7 @@ from opensora_cli.engine.estimate.offload import TEXT
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
+from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.sampling.text import add_fps_info_to_text, add_motion_score_to_text
 from opensora_cli.settings.explain import nearest
 from opensora_cli.settings.generate import GenerateSettings
@@ -108,14 +107,6 @@ def _of_segments(plan: Plan, known: Mapping[str, TextEmbeds]) -> tuple[PromptEmb
     )
 
 
-@lru_cache(maxsize=2)
-def _prompt_readers(
-    paths: tuple[Path, Path], stamps: object, t5_length: int, clip_length: int
-) -> tuple[PromptReader, PromptReader]:
-    """Return the tokenizers of T5 and CLIP, without weights; `stamps` are those of the files."""
-    return T5Encoder.reader(paths[0], max_length=t5_length), ClipEncoder.reader(paths[1], max_length=clip_length)
-
-
 def warn_about_prompts(plan: Plan, reporter: Reporter) -> None:
     """Warn about text that T5 or CLIP truncates, and about words that a small model does not know.
 
@@ -123,9 +114,9 @@ def warn_about_prompts(plan: Plan, reporter: Reporter) -> None:
     """
     if plan.decodes_only or not {Component.T5, Component.CLIP} <= plan.weights.paths.keys():
         return
-    settings, paths = plan.settings, (plan.weights.path(Component.T5), plan.weights.path(Component.CLIP))
-    lengths = settings.text.t5_max_length, settings.text.clip_max_length
-    t5, clip = _prompt_readers(paths, tuple(map(stamp_of, paths)), *lengths)
+    settings, t5_folder = plan.settings, plan.weights.path(Component.T5)
+    t5 = T5Encoder.reader(t5_folder, max_length=settings.text.t5_max_length)
+    clip = ClipEncoder.reader(plan.weights.path(Component.CLIP), max_length=settings.text.clip_max_length)
     truncating = [
         f"{name} after {reader.max_length} tokens"
         for name, reader in (("T5", t5), ("CLIP", clip))
@@ -133,7 +124,7 @@ def warn_about_prompts(plan: Plan, reporter: Reporter) -> None:
     ]
     if truncating:
         reporter.warn(f"the prompt is too long and is cut: {', '.join(truncating)}")
-    vocabulary = read_vocabulary(paths[0].parent)
+    vocabulary = read_vocabulary(t5_folder.parent)
     if not settings.text.known_words_warning:
         return
     # Without the suffixes, which the user did not type.
