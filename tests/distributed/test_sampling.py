@@ -24,9 +24,9 @@ from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import packaged_demo
-from opensora_cli.engine.generate import loading
+from opensora_cli.engine.generate import models as loading
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.process import ALONE
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.memory.counting import TensorBytes

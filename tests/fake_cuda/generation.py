@@ -18,14 +18,13 @@ from opensora_cli.core.progress import SilentReporter, StageProgress
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import denoise, pipeline
 from opensora_cli.engine.generate import run as generation_run
-from opensora_cli.engine.generate.chain import SEGMENT, Chain
+from opensora_cli.engine.generate.chain import Chain, make_chain
 from opensora_cli.engine.generate.decode import Clip
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.pipeline import computing, make
-from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.planning import make_chain
+from opensora_cli.engine.generate.plan import SEGMENT, Plan
 from opensora_cli.engine.generate.process import ALONE, OneProcess
 from opensora_cli.engine.generate.ranks import joined_ranks
 from opensora_cli.engine.generate.references import references_of

@@ -14,7 +14,7 @@ from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import decode, denoise
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import encode_references, references_of
 from opensora_cli.models.mmdit.layout import converter
 from opensora_cli.models.mmdit.model import MMDiT

@@ -14,14 +14,13 @@ from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.bench_generate.report import BenchedSetting, BenchGenerateReport, RunTime, is_loading
 from opensora_cli.engine.generate import ranks as generate_ranks
-from opensora_cli.engine.generate.chain import VIDEO, Chain
+from opensora_cli.engine.generate.chain import Chain, require_fit, require_room, require_weights
 from opensora_cli.engine.generate.decode import HeldVideo, hold
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.pipeline import computing, make
-from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.planning import require_fit, require_room, require_weights
+from opensora_cli.engine.generate.plan import VIDEO, Plan
 from opensora_cli.engine.generate.process import ALONE
 from opensora_cli.engine.generate.references import Reference, references_of
 from opensora_cli.engine.generate.refinement import refined

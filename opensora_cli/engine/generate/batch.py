@@ -21,11 +21,11 @@ from opensora_cli.core.rank_link import beat
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.weights import require_weights_of
+from opensora_cli.engine.generate.chain import require_fit, require_weights
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.pipeline import computing
-from opensora_cli.engine.generate.planning import require_fit, require_weights
 from opensora_cli.engine.generate.prompts import Row, Shard
 from opensora_cli.engine.generate.ranks import device_for_rows, joined_for_rows, require_devices, start_ranks, watched
 from opensora_cli.engine.generate.request import request_of_rank, resolve
@@ -299,7 +299,7 @@ class _OwnRows:
                 require_weights(chain, reporter)
                 require_fit(chain)
                 with computing(plan, reporter):
-                    for each in dict(chain.jobs).values():
+                    for each in chain.by_role.values():
                         text_embeds(each, self._models, Events(reporter, keeps_results=False))
             # These settings have the number of threads of a CPU, on which embeddings depend.
             return row, chain.settings

@@ -17,11 +17,11 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import count_decoder_tiles, vae_tiling
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
-from opensora_cli.engine.generate.chain import PICTURE, Chain
+from opensora_cli.engine.generate.chain import Chain
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
-from opensora_cli.engine.generate.outputs import SampleFiles, is_begun, last_frame_path, read_made
-from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.outputs import SampleFiles, is_begun, read_made
+from opensora_cli.engine.generate.plan import PICTURE, Plan
 from opensora_cli.engine.generate.references import LOW_PSNR_DB, GivenFramesPSNR
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.sidecar import FirstPicture, first_picture, sidecar_document
@@ -307,7 +307,7 @@ def write_video(
     settings, output = chain.settings, chain.settings.output
     last_frame = None
     if output.last_frame:
-        last_frame = LastFrame(last_frame_path(sample.target), replace=output.overwrite or is_begun(sample))
+        last_frame = LastFrame(sample.last_frame, replace=output.overwrite or is_begun(sample))
     # The metadata has no time and no path, so that the same request makes the same bytes.
     tags = {
         "prompt": settings.prompt,

@@ -18,8 +18,7 @@ from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.process import ALONE, OneProcess
 from opensora_cli.engine.generate.references import reference_latents
-from opensora_cli.engine.generate.sample import DenoisedSample, Sample, unfinished
-from opensora_cli.engine.generate.saved_latents import save_latents
+from opensora_cli.engine.generate.sample import DenoisedSample, Sample, save_latents, unfinished
 from opensora_cli.engine.generate.sidecar import sample_settings
 from opensora_cli.sampling.conditioning import prepare_inference_condition, restore_references
 from opensora_cli.sampling.denoise import OnStep, Past, Step, denoise, euler_step
@@ -235,7 +234,7 @@ def sample_latents(
         plan.mode,
         None if reference_latents is None else [reference_latents],
         settings.vae.grid.is_causal,
-        lengths=plan.lengths,
+        lengths=plan.settings.condition.lengths,
     )
     velocity = GuidedVelocity(
         transformer,

@@ -12,7 +12,7 @@ from opensora_cli.core.rank_link import report_left
 from opensora_cli.engine.components.hardware import out_of_memory_reported
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.generate.outputs import SampleFiles
-from opensora_cli.engine.generate.saved_latents import remove_latents
+from opensora_cli.engine.generate.sample import remove_latents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

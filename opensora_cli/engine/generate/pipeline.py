@@ -12,12 +12,12 @@ from opensora_cli.core.device import limited_memory, start_peak_memory, tf32_pro
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.threads import threads_used
 from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.engine.generate.chain import DRAFT, PICTURE, Chain, alone
+from opensora_cli.engine.generate.chain import Chain, alone
 from opensora_cli.engine.generate.decode import Clip, decode_samples, hold, write_video
 from opensora_cli.engine.generate.denoise import denoise_samples, encode_shared_references
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Plan
 from opensora_cli.engine.generate.references import Reference, reference_latents, references_of, references_to
 from opensora_cli.engine.generate.sample import Sample, unfinished
 from opensora_cli.engine.generate.sidecar import picture_files

@@ -23,7 +23,7 @@ from opensora_cli.engine.components.weights import Component, packaged_demo, sta
 from opensora_cli.engine.estimate.offload import DECODE
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
-from opensora_cli.engine.generate.outputs import SampleFiles, preview_path
+from opensora_cli.engine.generate.outputs import SampleFiles
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.sheets import enlarged
@@ -195,7 +195,7 @@ class Previews:
         fps = settings.video.fps / settings.vae.grid.time_compression_ratio
         try:
             frames_THWC = enlarged(self._colors.frames(predicted_CTHW()), longest_side=_GIF_SIDE)
-            path = preview_path(sample.target)
+            path = sample.preview
             write_media([frames_THWC], path, fps=fps, format=MediaFormat.GIF)
             self._events.hooks.on_preview(path)
         except (OsoraError, OSError, RuntimeError) as error:

@@ -20,9 +20,8 @@ from opensora_cli.core.rank_messages import Json, all_gather_json, broadcast_jso
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import UNKNOWN_BYTES, Hardware
 from opensora_cli.engine.estimate.offload import ON_DEVICE
-from opensora_cli.engine.generate.chain import DRAFT, PICTURE
 from opensora_cli.engine.generate.outputs import sample_files
-from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Plan
 from opensora_cli.engine.generate.process import OneProcess
 from opensora_cli.engine.generate.references import refined_with_mode
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder, write_settings

@@ -160,7 +160,7 @@ def references_of(plan: Plan, reporter: Reporter) -> list[Reference]:
         fit=condition.fit,
         causal=plan.settings.vae.grid.is_causal,
         temporal_compression=plan.settings.vae.grid.time_compression_ratio,
-        lengths=plan.lengths,
+        lengths=plan.settings.condition.lengths,
         continues=condition.continued is not None,
         fps=plan.settings.video.fps,
         resample=condition.ref_fps is ReferenceRate.MATCH,

@@ -16,7 +16,7 @@ from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.few_steps import asked_sampling, described, require_turbo
 from opensora_cli.engine.components.weights import choose_model, require_weights_of
 from opensora_cli.engine.generate.outputs import num_samples, read_made, sample_files
-from opensora_cli.engine.generate.saved_latents import LATENTS_ENDING, open_latents, require_latents
+from opensora_cli.engine.generate.sample import LATENTS_ENDING, open_latents
 from opensora_cli.media.files import readable_file
 from opensora_cli.media.results import refuse_existing
 from opensora_cli.models.registry import AUTO, DEMO, OPEN_SORA_V2
@@ -51,8 +51,7 @@ def resolve(
 ) -> GenerateSettings:
     """Return the settings that a request means on this machine, without torch unless the choice of the model needs it.
 
-    The model decides the preset, and saved latents bring the settings that made them. A chosen model and its reason are
-    noted, and settings of a `.py` file that osora does not have.
+    The model decides the preset, and saved latents bring the settings that made them.
 
     Args:
         context: set in one of several ranks.
@@ -66,7 +65,10 @@ def resolve(
 
     @contextmanager
     def loading_torch() -> Iterator[None]:
-        _refuse_for_every_model(request)
+        try:  # Refuse what neither of the models that `auto` may choose allows.
+            load_generate_settings(request, model=DEMO)
+        except RequestError:
+            load_generate_settings(request, model=OPEN_SORA_V2)
         with loading():
             yield
 
@@ -92,14 +94,6 @@ def resolve(
     return settings
 
 
-def _refuse_for_every_model(request: GenerateRequest) -> None:
-    """Raise RequestError if neither of the models that `auto` may choose allows the request."""
-    try:
-        load_generate_settings(request, model=DEMO)
-    except RequestError:
-        load_generate_settings(request, model=OPEN_SORA_V2)
-
-
 def request_of_rank(request: GenerateRequest, context: RankContext) -> GenerateRequest:
     """Return the request with the number of ranks, also if torchrun or Slurm started them."""
     from opensora_cli.engine.launch.rank import rank_counts
@@ -114,17 +108,17 @@ def request_of_rank(request: GenerateRequest, context: RankContext) -> GenerateR
 def _with_saved_latents(request: GenerateRequest) -> tuple[GenerateRequest, Path | None]:
     """Return the request with the settings in the latents that it decodes or continues, and their file.
 
-    The file is None if there are no latents, or if a sidecar has the settings.
+    The file is None without latents, and if a sidecar has the settings.
     """
     decodes = "resume" not in request.overrides
     given = request.overrides.get("from_latents" if decodes else "resume")
     if given is None:
         return request, None
     latents = str(given.value)
-    require_latents(latents)
+    values = open_latents(latents).settings
     if request.saved is not None:
         return request, None
-    saved = SavedSettings(source=latents, values=open_latents(latents).settings, decodes=decodes)
+    saved = SavedSettings(source=latents, values=values, decodes=decodes)
     try:
         _ = saved.layer
     except RequestError as error:
@@ -193,8 +187,8 @@ def start_step(timesteps: Sequence[float], strength: float) -> int:
 def picture_settings(settings: GenerateSettings) -> GenerateSettings | None:
     """Return the settings of the picture that is made before a video; None without one.
 
-    Its size is a training size in multiples of a token of the video. Its prompt has no frame rate and no motion score.
-    Both follow the reference. Raises RequestError if settings contradict each other.
+    As in the reference, its size is a training size in multiples of a token of the video, and its prompt has no frame
+    rate and no motion score. Raises RequestError if settings contradict each other.
     """
     picture, output = settings.picture, settings.output
     if not picture.first or settings.from_latents is not None:
@@ -242,16 +236,14 @@ def _own_sampling(settings: GenerateSettings) -> dict[str, object]:
 
 def size_of_picture(settings: GenerateSettings, resolution: str) -> tuple[int, int, str | None]:
     """Return the height and width of a picture of the video's shape, and a note if that is not the requested shape."""
-    video, multiple = settings.video, settings.size_multiple
+    video = settings.video
+    asked, shape = str(video.aspect_ratio), ratio_value(video.aspect_ratio)
+    wanted: str | float = video.aspect_ratio
     if video.height is not None and video.width is not None:
-        asked = f"{video.width}x{video.height}"
-        ratio, height, width = nearest_training_size(resolution, video.width / video.height, multiple=multiple)
-        is_nearest = width * video.height != height * video.width
-    else:
-        asked = video.aspect_ratio
-        ratio, height, width = nearest_training_size(resolution, video.aspect_ratio, multiple=multiple)
-        is_nearest = ratio != asked and width / height != ratio_value(asked)
-    if not is_nearest:
+        asked, shape = f"{video.width}x{video.height}", video.width / video.height
+        wanted = shape
+    ratio, height, width = nearest_training_size(resolution, wanted, multiple=settings.size_multiple)
+    if asked == ratio or width / height == shape:
         return height, width, None
     note = f"pictures of {resolution} have no size of {asked}: the nearest is {width}x{height}, that of {ratio}"
     return height, width, note

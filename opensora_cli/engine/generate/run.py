@@ -18,33 +18,23 @@ from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.attention import AttentionPlan, keep_attention
 from opensora_cli.engine.components.linear_products import LinearProductsReport
-from opensora_cli.engine.generate.chain import PICTURE, VIDEO, Chain
+from opensora_cli.engine.generate.chain import Chain, make_chain, require_room, require_weights
 from opensora_cli.engine.generate.decode import GeneratedVideo, HeldVideo, hold, report_given_frames, save
 from opensora_cli.engine.generate.events import Events, Hooks
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import (
-    Claims,
     SampleFiles,
     check_outputs,
     note_earlier_work,
     num_samples,
-    preview_path,
     sample_files,
-    sheet_path,
 )
 from opensora_cli.engine.generate.pipeline import computing, make
-from opensora_cli.engine.generate.planning import (
-    attention_use,
-    make_chain,
-    rank_hardware,
-    require_room,
-    require_weights,
-)
+from opensora_cli.engine.generate.plan import PICTURE, VIDEO, attention_use, rank_hardware
 from opensora_cli.engine.generate.process import OneProcess
 from opensora_cli.engine.generate.references import references_of, refined_with_mode, with_mode
 from opensora_cli.engine.generate.request import resolve
-from opensora_cli.engine.generate.sample import Sample, read_saved, unfinished
-from opensora_cli.engine.generate.saved_latents import open_latents
+from opensora_cli.engine.generate.sample import Sample, open_latents, read_saved, unfinished
 from opensora_cli.engine.generate.sidecar import choose_outputs, refuse_pictures, request_hashes
 from opensora_cli.engine.generate.text import warn_about_prompts
 from opensora_cli.settings.applies import used_settings
@@ -71,12 +61,11 @@ class ExploredSeed(Document):
         """Return the document of an explored seed."""
         assert sample.latents is not None
         steps = sample.saved_steps if sample.is_explored else sample.settings.sampling.stop_at
-        preview = preview_path(sample.target)
         return cls(
             seed=sample.seed,
             state=sample.latents,
             steps=steps,
-            preview=preview if preview.is_file() else None,
+            preview=sample.preview if sample.preview.is_file() else None,
             command=sample.command(sample.latents, is_begun=steps is not None),
         )
 
@@ -186,13 +175,12 @@ def generate(
         chosen = choose_outputs(chain, ranks=ranks)
         if all(sample.made_before for sample in chosen):
             return _earlier_result(chain, chosen, reporter)
-        claims = stack.enter_context(Claims())
         require_room(chain, reporter)
         references = references_of(chain.video, reporter) if is_main else []
         if is_main:
             warn_about_prompts(chain.video, reporter)
             check_outputs(chain, create=True)
-        chosen = choose_outputs(chain, claims=claims, ranks=ranks)
+        chosen = choose_outputs(chain, claims=stack, ranks=ranks)
         files = [sample for sample in chosen if not sample.made_before]
         if not files:  # another run has finished them since the first look
             return _earlier_result(chain, chosen, reporter)
@@ -309,13 +297,12 @@ def _write_sheet(files: Sequence[SampleFiles], reporter: Reporter) -> Path | Non
     cells = []
     for sample in files:
         try:
-            strip_HWC = film_strip(read_video(preview_path(sample.target)).frames_THWC)
+            strip_HWC = film_strip(read_video(sample.preview).frames_THWC)
         except MediaError:
             strip_HWC = None
         cells.append((f"seed {sample.seed}" + (" (finished)" if sample.made_before else ""), strip_HWC))
     try:
-        path = sheet_path(files[0].target)
-        return write_media([contact_sheet(cells)[None]], path, fps=1, format=MediaFormat.PNG)
+        return write_media([contact_sheet(cells)[None]], files[0].sheet, fps=1, format=MediaFormat.PNG)
     except OutputError as error:
         reporter.warn(f"there is no sheet of the seeds: {error.message}")
         return None

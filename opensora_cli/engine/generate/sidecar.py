@@ -5,6 +5,7 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,21 +17,19 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.hardware import versions
 from opensora_cli.engine.components.weights import stamp_of
-from opensora_cli.engine.generate.chain import DRAFT, PICTURE, Chain, alone
+from opensora_cli.engine.generate.chain import Chain, alone
 from opensora_cli.engine.generate.outputs import (
-    Claims,
     SampleFiles,
     find_target,
     is_begun,
-    last_frame_path,
     num_samples,
     read_made,
     sample_files,
 )
-from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Plan
 from opensora_cli.engine.generate.process import ALONE, OneProcess
 from opensora_cli.engine.generate.request import picture_path
-from opensora_cli.engine.generate.saved_latents import REQUEST_KEY, open_latents
+from opensora_cli.engine.generate.sample import REQUEST_KEY, open_latents
 from opensora_cli.engine.generate.text import full_prompt
 from opensora_cli.media.results import refuse_existing, sidecar_path
 from opensora_cli.settings.applies import used_settings
@@ -39,7 +38,9 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
 
 
-def choose_outputs(chain: Chain, *, claims: Claims | None = None, ranks: OneProcess = ALONE) -> tuple[SampleFiles, ...]:
+def choose_outputs(
+    chain: Chain, *, claims: ExitStack | None = None, ranks: OneProcess = ALONE
+) -> tuple[SampleFiles, ...]:
     """Return the files of every sample, which rank 0 chooses. `claims` are those of `find_target`."""
     settings, chosen = chain.settings, list[SampleFiles]()
     if ranks.is_main:
@@ -166,7 +167,7 @@ def refuse_pictures(chain: Chain, files: Sequence[SampleFiles]) -> None:
         return
     for sample in files if settings.output.last_frame else ():
         if not is_begun(sample):
-            refuse_existing(last_frame_path(sample.target), None)
+            refuse_existing(sample.last_frame, None)
     for picture in picture_files(chain, files) if settings.picture.save else ():
         if not picture.made_before:
             refuse_existing(picture.media, picture.sidecar)

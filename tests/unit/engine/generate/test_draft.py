@@ -12,9 +12,10 @@ from opensora_cli import Pipeline
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import denoise, pipeline
-from opensora_cli.engine.generate.chain import DRAFT as DRAFT_ROLE
+from opensora_cli.engine.generate.chain import make_chain
 from opensora_cli.engine.generate.dry_run import PlanDocument
-from opensora_cli.engine.generate.planning import make_chain, make_plan
+from opensora_cli.engine.generate.plan import DRAFT as DRAFT_ROLE
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.request import draft_settings, start_step
 from opensora_cli.engine.generate.run import generate

@@ -22,16 +22,15 @@ from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputE
 from opensora_cli.engine.estimate.offload import DENOISE, StageMemory
 from opensora_cli.engine.generate import decode, denoise, models, outputs, references
 from opensora_cli.engine.generate import text as generate_text
+from opensora_cli.engine.generate.chain import make_chain
 from opensora_cli.engine.generate.dry_run import plan_generation
 from opensora_cli.engine.generate.events import Events, Hooks
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.pipeline import computing, make
-from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.run import generate
-from opensora_cli.engine.generate.sample import Sample
-from opensora_cli.engine.generate.saved_latents import open_latents
+from opensora_cli.engine.generate.sample import Sample, open_latents
 from opensora_cli.settings.explain import Given
 
 pytestmark = pytest.mark.usefixtures("without_estimates")

@@ -10,7 +10,7 @@ from opensora_cli.engine.components.hardware import OutOfMemoryError
 from opensora_cli.engine.estimate.offload import AUTOENCODER, TEXT_ENCODERS, TRANSFORMER
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.models.attention import attention_backend
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 

@@ -19,10 +19,11 @@ from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.file_bytes import file_weights
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.estimate.weights import transformer_on_cpu
-from opensora_cli.engine.generate import models, planning
+from opensora_cli.engine.generate import models
+from opensora_cli.engine.generate import plan as planning
 from opensora_cli.engine.generate.chain import alone
-from opensora_cli.engine.generate.loading import host_modulation, streamed_blocks
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.models import host_modulation, streamed_blocks
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.registry import OPEN_SORA_V2

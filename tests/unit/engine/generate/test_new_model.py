@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.registry import ARCHITECTURES, Architecture, TextInputs, WeightNames
 from opensora_cli.models.vae.config import HunyuanVAEConfig

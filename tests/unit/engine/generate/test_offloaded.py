@@ -19,7 +19,7 @@ from opensora_cli.engine.generate.chain import alone
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import references_of
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.sample import Sample

@@ -15,8 +15,8 @@ from opensora_cli.core import left_overs
 from opensora_cli.core.exceptions import OsoraWarning, OutputError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate import decode, models
+from opensora_cli.engine.generate.chain import make_chain
 from opensora_cli.engine.generate.dry_run import plan_generation
-from opensora_cli.engine.generate.planning import make_chain
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.run import generate

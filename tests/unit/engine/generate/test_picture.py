@@ -12,9 +12,9 @@ from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputE
 from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.estimate.offload import StageMemory
 from opensora_cli.engine.generate import decode, pipeline, ranks
-from opensora_cli.engine.generate.chain import PICTURE
+from opensora_cli.engine.generate.chain import make_chain, require_fit
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
-from opensora_cli.engine.generate.planning import make_chain, require_fit
+from opensora_cli.engine.generate.plan import PICTURE
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.request import picture_settings, refuse_early, resolve, size_of_picture
 from opensora_cli.engine.generate.run import generate

@@ -17,10 +17,11 @@ from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
-from opensora_cli.engine.generate import planning
-from opensora_cli.engine.generate.chain import PICTURE, alone
+from opensora_cli.engine.generate import chain as chains
+from opensora_cli.engine.generate import plan as planning
+from opensora_cli.engine.generate.chain import alone, make_chain, require_fit
 from opensora_cli.engine.generate.dry_run import PlanDocument
-from opensora_cli.engine.generate.planning import make_chain, make_plan, require_fit
+from opensora_cli.engine.generate.plan import PICTURE, make_plan
 from opensora_cli.models.registry import OPEN_SORA_V2
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.shares import MeshShape
@@ -228,7 +229,7 @@ def test_a_stage_that_does_not_fit_is_named(world, tmp_path, monkeypatch):
 def test_limit_of_memory(world, tmp_path, monkeypatch):
     on_machine_with(10 * GIB, monkeypatch)
     # It takes seconds, and has tests of its own.
-    monkeypatch.setattr(planning, "_what_would_fit", lambda plan: "")
+    monkeypatch.setattr(chains, "_what_would_fit", lambda plan: "")
     made = make_plan(released_settings(world, tmp_path, memory__limit="100kB", memory__offload="none"))
     assert made.budget_bytes == 100_000
     with pytest.raises(HardwareError, match=r"memory\.limit allows 97\.66 KiB"):

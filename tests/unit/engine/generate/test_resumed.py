@@ -16,7 +16,7 @@ from tiny_world import RecordingReporter, demo_settings, names
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
 from opensora_cli.engine.components import attention
 from opensora_cli.engine.generate import denoise
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import with_mode
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_video

@@ -14,8 +14,9 @@ from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode, Length,
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import decode, denoise, models, references
+from opensora_cli.engine.generate.chain import make_chain
 from opensora_cli.engine.generate.dry_run import plan_generation
-from opensora_cli.engine.generate.planning import make_chain, make_plan
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_picture, read_video

@@ -17,19 +17,18 @@ from opensora_cli.core.private_memory import PrivateMemory
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate import references, text
-from opensora_cli.engine.generate.chain import SEGMENT
+from opensora_cli.engine.generate.chain import make_chain
 from opensora_cli.engine.generate.decode import HeldVideo
 from opensora_cli.engine.generate.dry_run import PlanDocument
 from opensora_cli.engine.generate.extend import ExtendedVideo, follow
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
-from opensora_cli.engine.generate.planning import make_chain
+from opensora_cli.engine.generate.plan import SEGMENT
 from opensora_cli.engine.generate.process import ALONE
 from opensora_cli.engine.generate.references import references_of, with_mode
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.run import generate, hold_from_request
-from opensora_cli.engine.generate.sample import read_saved
-from opensora_cli.engine.generate.saved_latents import save_latents
+from opensora_cli.engine.generate.sample import read_saved, save_latents
 from opensora_cli.media.read import probe, read_video
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import write_media

@@ -14,7 +14,7 @@ from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.generate import models as generate_models
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.text import (
     encode_prompts,
