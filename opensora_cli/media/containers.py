@@ -6,15 +6,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import dropwhile, islice, pairwise
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypeVar
 
 import av
 import numpy as np
 import torch
 from av.container import InputContainer
-from av.filter import Graph
-from av.sidedata.sidedata import SideDataContainer
-from av.sidedata.sidedata import Type as SideDataType
 from av.stream import Disposition
 from av.video.reformatter import Colorspace, Interpolation
 
@@ -42,21 +39,15 @@ _PICTURE_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1"
 
 _MOST_PIXELS = 2**28
 """Limit of square pixels in a frame: 16,384 x 16,384."""
-
 _WIDEST_PIXEL = Fraction(8)
 """Largest width of a pixel divided by its height, or height by width; known formats have at most 2.2."""
-
 _UNSPECIFIED_COLORS = 2
 """Code of an unknown color space (ITU-T H.273)."""
-
 _FALLBACK_FPS = 24.0
-
 _MOST_DRIFT = 0.25
 """Largest error of the mean rate at the wanted frame, in frames."""
-
 _UNEVEN = 2.0
 """Longest frame, in usual frames, of a video at a constant rate. Some programs drop single frames."""
-
 _MOST_REORDERED = 64
 """More packets than any codec stores between two consecutive frames."""
 
@@ -239,7 +230,7 @@ def _shown_times(packets: "Iterable[av.Packet[av.VideoStream]]") -> Iterator[int
 
 
 def _is_uneven(times: Sequence[int | None]) -> bool:
-    """Return whether the longest frame lasts over twice as long as the usual one; times in any unit."""
+    """Return whether the longest frame lasts over twice as long as the usual one."""
     known = sorted(time for time in times if time is not None)
     durations = sorted(later - earlier for earlier, later in pairwise(known))
     return bool(durations) and durations[-1] > _UNEVEN * durations[len(durations) // 2]
@@ -252,49 +243,9 @@ def _mean_rate(track: av.VideoStream) -> float:
 def _numbered(
     decoded: Iterable[av.VideoFrame], track: av.VideoStream, *, threads: int | None
 ) -> "Iterator[_ContainerFrame]":
-    """Yield decoded frames without interlacing, with the time that they have if the file names none."""
-    rate = _mean_rate(track)
-    pixel_aspect = track.sample_aspect_ratio or Fraction(1)
-    for index, frame in enumerate(_deinterlaced(decoded)):
-        yield _ContainerFrame(frame, index / rate, 1 / rate, pixel_aspect, threads)
-
-
-def _deinterlaced(decoded: Iterable[av.VideoFrame]) -> Iterator[av.VideoFrame]:
-    """Yield the frames, one for one; those of two fields at different times with FFmpeg's `bwdif` filter."""
-    graph: Graph | None = None
-    form = None
-    for frame in decoded:
-        if graph is not None and form != (frame.width, frame.height, frame.format.name):
-            graph.push(None)
-            yield from _filtered(graph)
-            graph = None
-        if graph is None:
-            if not frame.interlaced_frame:
-                yield frame
-                continue
-            form = (frame.width, frame.height, frame.format.name)
-            graph = Graph()
-            graph.link_nodes(
-                graph.add_buffer(
-                    width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base
-                ),
-                graph.add("bwdif", mode="send_frame", deint="interlaced"),
-                graph.add("buffersink"),
-            ).configure()
-        graph.push(frame)
-        yield from _filtered(graph)
-    if graph is not None:
-        graph.push(None)
-        yield from _filtered(graph)
-
-
-def _filtered(graph: Graph) -> Iterator[av.VideoFrame]:
-    """Yield the frames that are ready."""
-    while True:
-        try:
-            yield cast(av.VideoFrame, graph.pull())
-        except (av.BlockingIOError, av.EOFError):
-            return
+    """Yield decoded frames, with the time that they have if the file names none."""
+    rate, aspect = _mean_rate(track), track.sample_aspect_ratio or Fraction(1)
+    return (_ContainerFrame(frame, index / rate, 1 / rate, aspect, threads) for index, frame in enumerate(decoded))
 
 
 def _frames_after_seeking(
@@ -368,24 +319,10 @@ class _ContainerFrame:
         ).to_ndarray()
         if is_hdr:
             rgb = hdr.to_sdr(rgb.astype(np.uint16, copy=False), transfer=frame.color_trc)
-        return torch.from_numpy(np.ascontiguousarray(_upright(rgb, frame)))
+        # Phones store upright videos in quarter turns.
+        return torch.from_numpy(np.ascontiguousarray(np.rot90(rgb, round(frame.rotation / 90))))
 
 
 def _is_untagged_hd(frame: av.VideoFrame) -> bool:
     """Return whether players assume BT.709 for a frame that names no color space; they assume BT.601 for small ones."""
     return frame.colorspace == _UNSPECIFIED_COLORS and (frame.width >= 1280 or frame.height > 576)
-
-
-def _upright(picture_HWC: np.ndarray, frame: av.VideoFrame) -> np.ndarray:
-    """Return a frame turned and mirrored by its display matrix, in quarter turns, as phones store upright videos."""
-    side_data = cast(SideDataContainer, frame.side_data)  # PyAV's stubs know only one kind.
-    if SideDataType.DISPLAYMATRIX not in side_data:
-        return picture_HWC
-    matrix = bytes(side_data[SideDataType.DISPLAYMATRIX])
-    # Row vectors: (x', y') = (x, y) [[a, b], [c, d]], in 16.16 fixed point, each row of three entries.
-    a, b, _, c, d = np.frombuffer(matrix, dtype=np.int32, count=5).tolist()
-    quarter_turned = abs(b) > abs(a)
-    if quarter_turned:
-        picture_HWC = picture_HWC.transpose(1, 0, 2)
-    flip_x, flip_y = (c < 0, b < 0) if quarter_turned else (a < 0, d < 0)
-    return picture_HWC[:: -1 if flip_y else 1, :: -1 if flip_x else 1]

@@ -15,11 +15,11 @@ from opensora_cli.core.files import nearest_existing
 from opensora_cli.core.folder_lock import lock_beside, lock_holder, locked_file
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.generate.sample import LATENTS_ENDING, REQUEST_KEY, open_latents
-from opensora_cli.media.files import media_path
 from opensora_cli.media.names import file_stem, prompt_stem
 from opensora_cli.media.results import (
     conflicting_file,
     is_there,
+    media_path,
     read_sidecar,
     refuse_existing,
     result_bytes,
@@ -226,7 +226,8 @@ def note_earlier_work(files: Sequence[SampleFiles], reporter: Reporter) -> None:
         if sample.made_before:
             reporter.note(f"made before by the same request: {sample.media}{advice}")
             if sample.settings.output.last_frame and not sample.last_frame.exists():
-                reporter.warn(f"{sample.last_frame} is not there: the video was made without it; --overwrite makes it")
+                last = sample.last_frame
+                reporter.warn(f"{last} is not there: the video was made without it; --overwrite makes both")
         elif sample.saved is not None and sample.settings.from_latents is None:
             after = "" if sample.saved_steps is None else f", after step {sample.saved_steps}"
             word = "kept:" if sample.is_explored else "continuing from"

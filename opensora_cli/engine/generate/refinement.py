@@ -285,8 +285,8 @@ def refine(
 
 def _jpeg_of(path: str | Path) -> bytes:
     """Return the first frame of a picture or video as a small JPEG file."""
-    from opensora_cli.media.encode import jpeg_bytes
     from opensora_cli.media.read import is_picture, read_picture, read_video
+    from opensora_cli.media.write import jpeg_bytes
 
     frame_HWC = read_picture(path) if is_picture(path) else read_video(path, num_frames=1).frames_THWC[0]
     return jpeg_bytes(frame_HWC, longest_side=_PICTURE_SIDE)

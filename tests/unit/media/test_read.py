@@ -32,15 +32,15 @@ def red_left_green_top(height: int = 32, width: int = 48) -> torch.Tensor:
 
 
 def write_video(
-    path: Path, frames_THWC: torch.Tensor, times: list[int] | None = None, **rotation: float | bool
+    path: Path, frames_THWC: torch.Tensor, times: list[int] | None = None, *, degrees: float | None = None
 ) -> Path:
     """Write an MP4 or MKV whose frames appear at `times` tenths of a second."""
     with av.open(str(path), "w") as container:
         track = container.add_stream("libx264", rate=10, options={"crf": "10"})
         track.height, track.width = frames_THWC.shape[1:3]
         track.pix_fmt = "yuv420p"
-        if rotation:
-            track.set_display_rotation(rotation["degrees"], hflip=bool(rotation.get("hflip", False)))
+        if degrees is not None:
+            track.set_display_rotation(degrees)
         for index, pixels in enumerate(frames_THWC):
             frame = av.VideoFrame.from_ndarray(pixels.numpy(), format="rgb24")
             frame.pts, frame.time_base = (times[index] if times else index), Fraction(1, 10)
@@ -125,12 +125,11 @@ class TestVideos:
         assert levels(read_video(path).frames_THWC) == [0, 1, 2, 3, 4]
         assert levels(read_video(path, fps=10).frames_THWC)[:8] == [0, 1, 2, 2, 2, 2, 3, 4]
 
-    @pytest.mark.parametrize(("quarter_turns", "mirrored"), [(0, True), (1, False), (1, True), (2, False), (3, False)])
-    def test_phone_videos_are_turned_upright(self, tmp_path: Path, quarter_turns: int, mirrored: bool) -> None:
+    @pytest.mark.parametrize("quarter_turns", [1, 2, 3])
+    def test_phone_videos_are_turned_upright(self, tmp_path: Path, quarter_turns: int) -> None:
         stored = red_left_green_top().expand(3, -1, -1, -1)
-        path = write_video(tmp_path / "a.mp4", stored, degrees=90.0 * quarter_turns, hflip=mirrored)
+        path = write_video(tmp_path / "a.mp4", stored, degrees=90.0 * quarter_turns)
         upright = red_left_green_top().rot90(quarter_turns, dims=(0, 1))
-        upright = upright.flip(1) if mirrored else upright
         frames = read_video(path).frames_THWC
         assert frames.shape[1:] == upright.shape
         assert (frames[1].float() - upright.float()).abs().mean() < 12
