@@ -1,6 +1,6 @@
 """The table of a comparison, and its document."""
 
-from opensora_cli.engine.bench_generate.report import BenchedSetting, BenchGenerateReport, RunTime
+from opensora_cli.engine.bench_generate import BenchedSetting, BenchGenerateReport, RunTime
 
 
 def row(name: str, **changes: object) -> BenchedSetting:

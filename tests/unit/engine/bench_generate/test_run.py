@@ -14,7 +14,7 @@ from tiny_world import (
     released_settings,
 )
 
-from opensora_cli.engine.bench_generate.run import bench_generate, likeness
+from opensora_cli.engine.bench_generate import bench_generate, likeness
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_picture
 from opensora_cli.media.similarity import HIGHEST_PSNR_DB, psnr_db, ssim
