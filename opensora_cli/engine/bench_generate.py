@@ -22,7 +22,7 @@ from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.plan import VIDEO, Plan
-from opensora_cli.engine.generate.process import ALONE
+from opensora_cli.engine.generate.ranks import ALONE
 from opensora_cli.engine.generate.references import Reference, references_of
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.run import chain_of, plan_here

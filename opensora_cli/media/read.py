@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from opensora_cli.core.exceptions import FileProblem, MediaError, TooShortError
+from opensora_cli.core.exceptions import FileProblem, MediaError
 from opensora_cli.core.formatting import shown_path
 from opensora_cli.core.reading import reading
 from opensora_cli.media import containers, pictures
@@ -213,4 +213,4 @@ def _too_short(file: Path, *, found: int, wanted: int | None, fps: float | None)
     at_rate = "" if fps is None else f" at {fps:g} frames a second"
     frames = "1 frame" if found == 1 else f"{found} frames"
     message = f"{file} has {frames}{at_rate}, but {wanted} are needed"
-    return TooShortError(message, num_frames=found, hint="give a longer video")
+    return MediaError(message, hint="give a longer video")

@@ -132,7 +132,7 @@ def test_a_result_that_exists_starts_no_ranks(
     one = [*SHORT, "--steps", "1", "--out", "a.png", "--num-frames", "1", "--quiet"]
     assert main(one) == 0
     monkeypatch.setattr(
-        "opensora_cli.engine.generate.ranks.start_ranks", lambda *_, **__: pytest.fail("ranks are started")
+        "opensora_cli.engine.generate.run.start_ranks", lambda *_, **__: pytest.fail("ranks are started")
     )
     assert main([*one, "--gpus", "2"]) == 0
     assert capsys.readouterr().out == "a.png\n" * 2

@@ -27,8 +27,7 @@ from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate import models as loading
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.plan import make_plan
-from opensora_cli.engine.generate.process import ALONE
-from opensora_cli.engine.generate.ranks import Ranks
+from opensora_cli.engine.generate.ranks import ALONE, Ranks
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.linears import LowRankLinear

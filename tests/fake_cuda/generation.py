@@ -25,8 +25,7 @@ from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.plan import SEGMENT, Plan
-from opensora_cli.engine.generate.process import ALONE, OneProcess
-from opensora_cli.engine.generate.ranks import joined_ranks
+from opensora_cli.engine.generate.ranks import ALONE, OneProcess, joined_ranks
 from opensora_cli.engine.generate.references import references_of
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.models.mmdit.model import _computed_where

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -36,26 +36,6 @@ _HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentFigures:
-    """Times and measurements of one segment of an extended video."""
-
-    prompt: str
-    seed: int
-    """Seed of the noise."""
-    start_frame: int
-    """First frame of the segment in the video."""
-    num_frames: int
-    """Frames of the segment, without the given ones."""
-    denoise_s: float
-    """Seconds of sampling; 0 for latents from a file."""
-    decode_s: float
-    given_frames_psnr_db: float | None
-    """PSNR of the given frames in the video; None without references."""
-    brightness_shift: float
-    """Shift of the first frame, of 255, that makes its brightness follow the segment before; mean over channels."""
-
-
-@dataclass(frozen=True, slots=True)
 class Figures:
     """Times and measurements of one sample."""
 
@@ -67,8 +47,12 @@ class Figures:
     """PSNR of the given frames in the video; None without references."""
     linear_products: LinearProductsReport | None
     """Errors of 8-bit products; None without any."""
-    segments: tuple[SegmentFigures, ...] = ()
-    """Segments of an extended video."""
+    segments: tuple[Mapping[str, object], ...] = ()
+    """Figures of each segment of an extended video; see `ExtendedVideo.add`."""
+
+    def with_times(self, **seconds: float) -> "Figures":
+        """Return the figures with the seconds of other stages."""
+        return replace(self, timings_s={**self.timings_s, **seconds})
 
     def to_json(self) -> dict[str, object]:
         """Return the figures for a sidecar."""
@@ -78,7 +62,7 @@ class Figures:
             **self.peak_memory_gib,
             "given_frames_psnr_db": None if db is None else round(db, 2),
             "linear_products": None if products is None else products.to_json(),
-            "segments": [asdict(segment) for segment in self.segments],
+            "segments": [*self.segments],
         }
 
 
@@ -162,7 +146,7 @@ def decode_latents(
 ) -> Generator[torch.Tensor]:
     """Yield the frames (t, H, W, 3) of a sample piece by piece, uint8 on the CPU, cropped to the requested size.
 
-    `on_tile` is called after each run of the decoder, for progress.
+    `on_tile` is called after each run of the decoder.
     """
 
     def shown(piece_BCTHW: torch.Tensor) -> torch.Tensor:
@@ -278,9 +262,8 @@ def save(clip: Clip) -> GeneratedVideo:
         saving.enter_context(events.reporter.stage(_SAVE, unit="video"))
 
     def figures() -> Figures:
-        known = clip.figures()
         save_s = time.perf_counter() - start - (timings_s.get(DECODE, 0.0) - decode_s)
-        return replace(known, timings_s={**known.timings_s, _SAVE: save_s})
+        return clip.figures().with_times(save=save_s)
 
     with events.timed(_SAVE), ExitStack() as saving, closing(decoded()) as pieces:
         write_video(pieces, chain, sample, figures)

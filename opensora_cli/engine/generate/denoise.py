@@ -16,7 +16,7 @@ from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.process import ALONE, OneProcess
+from opensora_cli.engine.generate.ranks import ALONE, OneProcess
 from opensora_cli.engine.generate.references import reference_latents
 from opensora_cli.engine.generate.sample import DenoisedSample, Sample, save_latents, unfinished
 from opensora_cli.engine.generate.sidecar import sample_settings

@@ -29,9 +29,9 @@ from opensora_cli.engine.generate.outputs import (
 from opensora_cli.engine.generate.predicted import predict_known_time
 from opensora_cli.engine.generate.previews import known_map
 from opensora_cli.engine.generate.ranks import hardware_of_ranks, planned_hardware
-from opensora_cli.engine.generate.references import references_of, with_mode
+from opensora_cli.engine.generate.references import references_of
 from opensora_cli.engine.generate.refinement import note_plan
-from opensora_cli.engine.generate.request import picture_settings
+from opensora_cli.engine.generate.request import picture_settings, with_mode
 from opensora_cli.engine.generate.sidecar import choose_outputs, picture_files
 from opensora_cli.engine.generate.text import warn_about_prompts
 from opensora_cli.parallel.shares import MeshShape

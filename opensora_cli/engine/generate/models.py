@@ -40,7 +40,7 @@ from opensora_cli.engine.estimate.offload import (
 )
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.process import ALONE, OneProcess
+from opensora_cli.engine.generate.ranks import ALONE, OneProcess
 from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.mmdit.blocks import modulation_layers, repeated_blocks
 from opensora_cli.models.mmdit.layout import converter, find_rotary

@@ -31,9 +31,16 @@ from opensora_cli.engine.generate.outputs import (
 )
 from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.plan import PICTURE, VIDEO, attention_use, rank_hardware
-from opensora_cli.engine.generate.process import OneProcess
-from opensora_cli.engine.generate.references import references_of, refined_with_mode, with_mode
-from opensora_cli.engine.generate.request import resolve
+from opensora_cli.engine.generate.ranks import (
+    OneProcess,
+    hardware_of_ranks,
+    joined_ranks,
+    require_devices,
+    start_ranks,
+    watched,
+)
+from opensora_cli.engine.generate.references import references_of
+from opensora_cli.engine.generate.request import refined_with_mode, resolve, with_mode
 from opensora_cli.engine.generate.sample import Sample, open_latents, read_saved, unfinished
 from opensora_cli.engine.generate.sidecar import choose_outputs, refuse_pictures, request_hashes
 from opensora_cli.engine.generate.text import warn_about_prompts
@@ -160,8 +167,6 @@ def generate(
         return _generate_in_ranks(settings, reporter, rank_flags)
     with ExitStack() as stack:
         if context is not None:
-            from opensora_cli.engine.generate.ranks import joined_ranks, watched
-
             reporter = watched(reporter)
             settings, joined = stack.enter_context(joined_ranks(settings, context, reporter))
             models = stack.enter_context(LoadedModels(ranks=joined))
@@ -250,25 +255,17 @@ def chain_of(settings: GenerateSettings, models: LoadedModels, *, device: str | 
 def _generate_in_ranks(
     settings: GenerateSettings, reporter: Reporter, rank_flags: Sequence[str]
 ) -> GenerateResult | None:
-    """Run the request in ranks, unless all of it was made before.
-
-    First refuse a request that rank 0 would refuse, except for memory, which each rank checks on its own device.
-    """
-    from opensora_cli.engine.generate.ranks import hardware_of_ranks, require_devices, start_ranks
+    """Run the request in ranks, unless all of it was made before. Rank 0 checks the rest."""
     from opensora_cli.engine.generate.refinement import refined
 
     require_devices(settings)
-    settings, silent = refined(settings, reporter=reporter), SilentReporter()
+    settings = refined(settings, reporter=reporter)
     # Reading the free memory of a device creates a CUDA context that stays until this process ends.
     hardware = hardware_of_ranks(settings)
-    chain = make_chain(with_mode(settings, silent), hardware=hardware, tries_device=False)
-    require_weights(chain, silent)
+    chain = make_chain(with_mode(settings, SilentReporter()), hardware=hardware, tries_device=False)
     files = choose_outputs(chain)
     if all(sample.made_before for sample in files):
         return _earlier_result(chain, files, reporter)
-    check_outputs(chain, create=False)
-    references_of(chain.video, silent)
-    refuse_pictures(chain, [sample for sample in files if not sample.made_before])
     start_ranks(settings, "generate", rank_flags)
     return None
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from opensora_cli.engine.generate.chain import Chain
     from opensora_cli.engine.generate.outputs import SampleFiles
     from opensora_cli.engine.generate.plan import Plan
-    from opensora_cli.engine.generate.process import OneProcess
+    from opensora_cli.engine.generate.ranks import OneProcess
     from opensora_cli.engine.generate.references import Reference
 
 LATENTS_SCHEMA = "osora.latents/1"

@@ -27,7 +27,7 @@ from opensora_cli.engine.generate.outputs import (
     sample_files,
 )
 from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Plan
-from opensora_cli.engine.generate.process import ALONE, OneProcess
+from opensora_cli.engine.generate.ranks import ALONE, OneProcess
 from opensora_cli.engine.generate.request import picture_path
 from opensora_cli.engine.generate.sample import REQUEST_KEY, open_latents
 from opensora_cli.engine.generate.text import full_prompt

@@ -16,8 +16,7 @@ from opensora_cli.engine.generate.chain import make_chain
 from opensora_cli.engine.generate.dry_run import PlanDocument
 from opensora_cli.engine.generate.plan import DRAFT as DRAFT_ROLE
 from opensora_cli.engine.generate.plan import make_plan
-from opensora_cli.engine.generate.references import with_mode
-from opensora_cli.engine.generate.request import draft_settings, start_step
+from opensora_cli.engine.generate.request import draft_settings, start_step, with_mode
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.sampling.schedule import noise_latents
 from opensora_cli.settings.load import load_preset

@@ -28,7 +28,7 @@ from opensora_cli.engine.generate.events import Events, Hooks
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.pipeline import computing, make
-from opensora_cli.engine.generate.references import with_mode
+from opensora_cli.engine.generate.request import with_mode
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.sample import Sample, open_latents
 from opensora_cli.settings.explain import Given

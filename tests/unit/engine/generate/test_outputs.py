@@ -17,8 +17,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate import decode, models
 from opensora_cli.engine.generate.chain import make_chain
 from opensora_cli.engine.generate.dry_run import plan_generation
-from opensora_cli.engine.generate.references import with_mode
-from opensora_cli.engine.generate.request import resolve
+from opensora_cli.engine.generate.request import resolve, with_mode
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.sidecar import choose_outputs
 from opensora_cli.media.read import read_picture

@@ -11,12 +11,11 @@ from opensora_cli.core.device import GIB
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
 from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.estimate.offload import StageMemory
-from opensora_cli.engine.generate import decode, pipeline, ranks
+from opensora_cli.engine.generate import decode, pipeline
 from opensora_cli.engine.generate.chain import make_chain, require_fit
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
 from opensora_cli.engine.generate.plan import PICTURE
-from opensora_cli.engine.generate.references import with_mode
-from opensora_cli.engine.generate.request import picture_settings, refuse_early, resolve, size_of_picture
+from opensora_cli.engine.generate.request import picture_settings, refuse_early, resolve, size_of_picture, with_mode
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_preset, read_sidecar
@@ -167,14 +166,11 @@ class TestMade:
             original = video.path if sidecar == video.sidecar else video.picture.file
             assert same.path.read_bytes() == original.read_bytes()
 
-    def test_another_file_of_its_name_is_kept(self, world, tmp_path, monkeypatch, reporter):
+    def test_another_file_of_its_name_is_kept(self, world, tmp_path, reporter):
         settings = picture_first_settings(world, tmp_path / "boat.mp4", picture__save="true")
         (tmp_path / "boat.picture.png").write_bytes(b"mine")
         with pytest.raises(OutputError, match=r"boat.picture.png exists already"):
             generate(settings, reporter=reporter)
-        monkeypatch.setattr(ranks, "start_ranks", lambda *_: pytest.fail("ranks were started"))
-        with pytest.raises(OutputError, match=r"boat.picture.png exists already"):
-            generate(settings.replace({"parallel.gpus": 2, "runtime.device": "cpu"}), reporter=reporter, rank_flags=())
         assert not reporter.stages
         [video] = generate(settings.replace({"output.overwrite": True})).videos
         assert video.picture.file.read_bytes() != b"mine"

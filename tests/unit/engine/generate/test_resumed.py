@@ -17,7 +17,7 @@ from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputE
 from opensora_cli.engine.components import attention
 from opensora_cli.engine.generate import denoise
 from opensora_cli.engine.generate.plan import make_plan
-from opensora_cli.engine.generate.references import with_mode
+from opensora_cli.engine.generate.request import with_mode
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_video
 

@@ -16,7 +16,7 @@ from opensora_cli.core.exceptions import CheckpointError, MediaError
 from opensora_cli.core.private_memory import PrivateMemory
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.estimate.offload import DENOISE
-from opensora_cli.engine.generate import references, text
+from opensora_cli.engine.generate import text
 from opensora_cli.engine.generate.chain import make_chain
 from opensora_cli.engine.generate.decode import HeldVideo
 from opensora_cli.engine.generate.dry_run import PlanDocument
@@ -24,9 +24,9 @@ from opensora_cli.engine.generate.extend import ExtendedVideo, follow
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.plan import SEGMENT
-from opensora_cli.engine.generate.process import ALONE
-from opensora_cli.engine.generate.references import references_of, with_mode
-from opensora_cli.engine.generate.request import resolve
+from opensora_cli.engine.generate.ranks import ALONE
+from opensora_cli.engine.generate.references import references_of
+from opensora_cli.engine.generate.request import resolve, with_mode
 from opensora_cli.engine.generate.run import generate, hold_from_request
 from opensora_cli.engine.generate.sample import read_saved, save_latents
 from opensora_cli.media.read import probe, read_video
@@ -291,7 +291,9 @@ def test_what_cannot_be_continued_is_refused(world, tmp_path, monkeypatch, repor
     if name == "varies.mp4":
         monkeypatch.setattr("opensora_cli.media.read.probe", lambda path: replace(facts, is_uneven=True))
     if name == "large.mp4":
-        monkeypatch.setattr(references, "read_private_memory", lambda: PrivateMemory(100_000, 10**9))
+        monkeypatch.setattr(
+            "opensora_cli.engine.generate.request.read_private_memory", lambda: PrivateMemory(100_000, 10**9)
+        )
     with pytest.raises(MediaError) as raised:
         with_mode(continuing(world, tmp_path, path), reporter)
     assert says in raised.value.message
