@@ -325,10 +325,7 @@ class _Runner:
         return chain_of(settings, self._models)
 
     def run(self, chain: Chain) -> tuple[HeldVideo | None, dict[str, float], list[float]]:
-        """Make a video; return it (on rank 0), the seconds of its stages, and the peak memory of each rank in GiB.
-
-        All ranks call it. Without a way to measure peaks the list is empty.
-        """
+        """Make a video; return it on rank 0, the seconds of its stages, and the peak memory of each rank in GiB."""
         plan = chain.video
         events = Events(self.reporter, keeps_results=False)
         chain = chain.change(self._models.planned, only=VIDEO)

@@ -137,11 +137,7 @@ def probe_video(path: Path) -> MediaFacts:
 
 
 def decode_whole(path: Path, *, num_frames: int) -> None:
-    """Decode all `num_frames` of a video file.
-
-    Raises MediaError with the first damaged frame, or with the number of frames if some are missing. A codec without
-    checksums shows some damage as other pictures.
-    """
+    """Decode all `num_frames` of a video; MediaError names the first damaged frame or the missing ones."""
     found = 0
     try:
         with _opened(path, threads=1) as (container, track):

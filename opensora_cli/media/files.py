@@ -24,10 +24,7 @@ def readable_file(path: str | os.PathLike[str]) -> Path:
 
 
 def read_tags(path: Path) -> dict[str, str]:
-    """Return the tags of a video or picture. Tags of MP4 include `title` and `comment`.
-
-    A folder of numbered pictures has the tags of its first one. Raises FileProblem if the file is missing or broken.
-    """
+    """Return the tags of a result, with those of its first picture for a folder. Raises FileProblem if it is broken."""
     import av
     from PIL import ExifTags, Image, UnidentifiedImageError
 

@@ -174,10 +174,7 @@ def _exactly(frames: Iterator[torch.Tensor], num_frames: int, file: Path) -> Ite
 
 
 def _resampled(frames: Iterable[StoredFrame], fps: float, file: Path) -> Iterator[StoredFrame]:
-    """Yield the frame shown at 0, 1/fps, 2/fps ... seconds after the first.
-
-    Raises MediaError for more than `_MOST_RESAMPLED` frames, since a file may claim any time.
-    """
+    """Yield the frame shown at 0, 1/fps, 2/fps ... seconds after the first. A file may claim any time."""
     # Times in files are rounded: a frame a thousandth of a step later counts.
     tolerance = 1e-3 / fps
 

@@ -193,10 +193,7 @@ class Chain:
         return Chain(tuple(change(plan) if only in (None, plan.role) else plan for plan in self.jobs))
 
     def with_threads(self) -> "Chain":
-        """Return the chain with the CPU threads of all jobs chosen for the video.
-
-        On a CPU the settings record the number, since sums depend on it.
-        """
+        """Return the chain with the CPU threads of all jobs; a CPU's settings record them, since sums depend on it."""
         plan, settings = self.video, self.settings
         # Values in one layer of the model that takes longest.
         values = settings.video.num_frames * plan.height * plan.width * settings.vae.sizes.pixel_width

@@ -144,10 +144,7 @@ def _decoded(sample: Sample, plan: Plan, autoencoder: Autoencoder, events: Event
 def decode_latents(
     plan: Plan, vae: Autoencoder, latents_CTHW: torch.Tensor, *, on_tile: Callable[[], None] = lambda: None
 ) -> Generator[torch.Tensor]:
-    """Yield the frames (t, H, W, 3) of a sample piece by piece, uint8 on the CPU, cropped to the requested size.
-
-    `on_tile` is called after each run of the decoder.
-    """
+    """Yield frames (t, H, W, 3) piece by piece, uint8 on the CPU; `on_tile` is called after each run of the decoder."""
 
     def shown(piece_BCTHW: torch.Tensor) -> torch.Tensor:
         return to_uint8(piece_BCTHW[0, :, :, : plan.height, : plan.width])
@@ -179,11 +176,7 @@ def decode_samples(
     *,
     finish: Callable[[Clip], V],
 ) -> tuple[V, ...]:
-    """Decode every sample of one plan, one after the other, and return the result of `finish` for each.
-
-    `finish` is a function such as `save`. Several ranks share the tiles: rank 0 calls `finish`, and the others return
-    nothing.
-    """
+    """Decode the samples of one plan in turn; return the result of `finish` for each, on rank 0 alone."""
     plan = samples[0].plan
     ranks = models.ranks.of(plan)
     results: list[V] = []
@@ -244,10 +237,7 @@ class GeneratedVideo(Document):
 
 
 def save(clip: Clip) -> GeneratedVideo:
-    """Write a result with its sidecar and extras, all or nothing, and remove the latents that were saved for it.
-
-    Each piece is written as soon as it is decoded.
-    """
+    """Write a result piece by piece, all files or none, and remove the latents that were saved for it."""
     chain, sample, events = clip.chain, clip.files, clip.events
     plan, timings_s = chain.video, events.timings_s
     start, decode_s = time.perf_counter(), timings_s.get(DECODE, 0.0)
@@ -283,10 +273,7 @@ def save(clip: Clip) -> GeneratedVideo:
 def write_video(
     pieces_tHWC: Iterable[torch.Tensor], chain: Chain, sample: SampleFiles, figures: Callable[[], Figures]
 ) -> None:
-    """Write a result, its sidecar with the `figures` after the last piece, and its last frame if requested.
-
-    All files are written, or none.
-    """
+    """Write a result, its sidecar with the last `figures`, and its last frame if requested: all files or none."""
     settings, output = chain.settings, chain.settings.output
     last_frame = None
     if output.last_frame:

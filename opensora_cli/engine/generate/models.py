@@ -114,10 +114,7 @@ class LoadedModels:
         return sum(held.num_bytes for held in self._held.values() if held.device == device)
 
     def planned(self, plan: Plan) -> Plan:
-        """Return a plan that keeps models beside the stages, if models stay after a run and there is room.
-
-        Results stay bitwise identical: only models that fit without other changes are kept.
-        """
+        """Return a plan that keeps models beside the stages if they fit without other changes: bits stay the same."""
         if not self._stay or plan.settings.memory.offload is OffloadMode.MODEL:
             return plan
         loaded = {name: held.num_bytes for name, held in self._held.items() if held.device == plan.hardware.device}
@@ -303,10 +300,7 @@ def retried(run: Callable[[Plan], T], plan: Plan, stage: str, models: LoadedMode
 
 
 def load_t5(plan: Plan, *, group: dist.ProcessGroup | None = None) -> T5Encoder:
-    """Return the T5 encoder. With `stream_text` its layers stay on the CPU, for `text_encoders.streamed_layers`.
-
-    Otherwise the ranks of `group` share its layers, if T5 has a head for each rank.
-    """
+    """Return the T5 encoder, whose layers the ranks of `group` share, unless they stay on the CPU to be streamed."""
     streams, device, dtype = plan.offload.stream_text, plan.hardware.device, plan.hardware.dtype
     t5 = text_encoders.load_t5(
         plan.weights.path(Component.T5),
@@ -409,10 +403,7 @@ def prepare(transformer: MMDiT, plan: Plan) -> None:
 def streamed_blocks(
     plan: Plan, transformer: MMDiT, *, source: HostWeights | None = None
 ) -> "AbstractContextManager[StreamingFigures]":
-    """Return a context that copies the offloaded blocks of a transformer to the device while they are needed.
-
-    `source` is the place of the blocks; None means the planned one.
-    """
+    """Return a context that copies offloaded blocks to the device when needed; `source` None is the planned place."""
     from opensora_cli.memory.streaming import stream_blocks
 
     return stream_blocks(
@@ -436,10 +427,7 @@ def host_modulation(transformer: MMDiT, offload: OffloadPlan) -> list[nn.Module]
 
 
 def move_except(excluded: Sequence[nn.Module], block: nn.Module, device: torch.device) -> None:
-    """Move a block to a device in place, except some of its layers.
-
-    Modules that contain an excluded layer must have no weights of their own.
-    """
+    """Move a block to a device, except some of its layers, whose parents have no weights of their own."""
     if not any(part in excluded for part in block.modules()):
         block.to(device)
         return

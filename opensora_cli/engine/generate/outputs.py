@@ -274,10 +274,7 @@ def _saved_request(latents: Path) -> tuple[str | None, int | None]:
 
 
 def check_outputs(chain: "Chain", *, create: bool) -> None:
-    """Raise OutputError if the folder of results cannot be written or has too little space.
-
-    With `create`, the folder is made and a temporary file written in it.
-    """
+    """Raise OutputError if the folder of results has no space or cannot be written; with `create` it is made."""
     settings, plan = chain.settings, chain.video
     folder = sample_files(settings, 0).media.parent
     hint = "choose another folder with --out"

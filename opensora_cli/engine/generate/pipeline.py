@@ -94,10 +94,7 @@ def make(
 
 
 def _make_pictures(chain: Chain, samples: Sequence[Sample], models: LoadedModels, events: Events) -> None:
-    """Make the picture of each sample, which becomes its reference, on rank 0 alone.
-
-    A picture that an earlier run of the same request has made is read from its file.
-    """
+    """Make the picture of each sample, its reference, on rank 0, or read the one that an earlier run has saved."""
     plan = chain.find(PICTURE)
     if plan is None:
         return

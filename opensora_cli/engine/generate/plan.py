@@ -303,10 +303,7 @@ class Plan:
         return self.with_offload(choose_offload(memory, self.offloadable, self._estimate, budget=self.budget_bytes))
 
     def with_stronger_offload(self, stage: str) -> "Plan | None":
-        """Return a plan in which `stage` needs much less memory; None without such a plan, or if several ranks run.
-
-        A rank that changed its plan alone would leave the other ranks waiting.
-        """
+        """Return a plan in which `stage` needs much less memory; None without one, and for several ranks."""
         stronger = stronger_offload(self.offload, stage, self.offloadable) if self.mesh.size == 1 else None
         return None if stronger is None else self.with_offload(stronger)
 
@@ -475,10 +472,7 @@ def _start(settings: GenerateSettings, timesteps: tuple[float, ...]) -> int:
 
 
 def rank_hardware(settings: GenerateSettings, *, device: str | None = None) -> Hardware:
-    """Return the device of a rank; ranks on the CPU of one machine share its memory.
-
-    `device` None means the device of `settings`. Raises HardwareError if there is no such device.
-    """
+    """Return the device of a rank, by default that of `settings`; ranks on the CPU of a machine share its memory."""
     parallel = settings.parallel
     if device is None and parallel.devices is not None and parallel.world_size == 1:
         device = indexed(parallel.devices[0])

@@ -150,11 +150,7 @@ def known_map(plan: Plan, reporter: Reporter) -> PreviewMap | None:
 
 
 def preview_map(plan: Plan, models: LoadedModels, events: Events) -> PreviewMap | None:
-    """Return the map of a plan's autoencoder, fitted and cached if necessary.
-
-    Returns None, with a warning, if fitting does not fit in memory. Raises CheckpointError if the autoencoder's weights
-    are broken.
-    """
+    """Return the map of a plan's autoencoder, fitted and cached if necessary; None, with a warning, without memory."""
     if (known := known_map(plan, events.reporter)) is not None:
         return known
 
@@ -177,10 +173,7 @@ def preview_map(plan: Plan, models: LoadedModels, events: Events) -> PreviewMap 
 
 
 class Previews:
-    """Writer of previews during sampling and at the end of exploring; without colors it writes none.
-
-    A failure ends only the previews.
-    """
+    """Writer of previews during sampling; a failure ends only the previews, and without colors there are none."""
 
     def __init__(self, plan: Plan, colors: PreviewMap | None, events: Events) -> None:
         self._settings, self._colors, self._events = plan.settings, colors, events

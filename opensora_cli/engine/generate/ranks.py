@@ -97,10 +97,7 @@ ALONE = OneProcess()
 
 
 class Ranks(OneProcess):
-    """All processes of a run on a mesh, whose ranks exchange tokens for heads by the plan `exchange`.
-
-    Without a mesh they only share prompts and messages; `of` returns them on the mesh of a plan.
-    """
+    """All processes of a run; `of` returns them on the mesh of a plan, on which they exchange tokens for heads."""
 
     device: torch.device
 
@@ -183,10 +180,7 @@ def _machine_group() -> dist.ProcessGroup:
 def start_ranks(
     settings: GenerateSettings, command: str, arguments: Sequence[str], *, gives_settings: bool = True
 ) -> None:
-    """Run a command in ranks on this machine, and return when all are done. Rank 0 prints.
-
-    With `gives_settings` the ranks read these settings from a file.
-    """
+    """Run a command in ranks on this machine; with `gives_settings` they read these settings from a file."""
     with log_folder(command) as log_dir:
         request = _launch_request(settings, log_dir)
         if gives_settings:

@@ -90,10 +90,7 @@ class ChatServer:
 
     @property
     def model(self) -> str:
-        """Name of the model: the one in the environment, or the first that the server lists.
-
-        Raises ServerProblem if the server lists none.
-        """
+        """Name of the model in the environment, else the first that the server lists; may raise ServerProblem."""
         self._model = self._model or self._try(lambda: _text(self._send("/models", None)["data"][0]["id"]))
         return self._model
 
@@ -161,10 +158,7 @@ def _text(value: object) -> str:
 
 
 def refined(settings: GenerateSettings, *, reporter: Reporter) -> GenerateSettings:
-    """Return the settings with the prompt and the motion score that a language model gives.
-
-    A server without an answer changes nothing, with a warning. The result asks for no refinement.
-    """
+    """Return the settings with a refined prompt and motion score; without an answer they stay, with a warning."""
     kinds, wanted, prompt = _kinds(settings), settings.refine, settings.prompt
     server = require_refinement(settings, reporter)
     if server is None:

@@ -109,10 +109,7 @@ def request_of_rank(request: GenerateRequest, context: RankContext) -> GenerateR
 
 
 def _with_saved_latents(request: GenerateRequest) -> tuple[GenerateRequest, Path | None]:
-    """Return the request with the settings in the latents that it decodes or continues, and their file.
-
-    The file is None without latents, and if a sidecar has the settings.
-    """
+    """Return the request with the settings in the latents that it decodes or continues, and their file, if any."""
     decodes = "resume" not in request.overrides
     given = request.overrides.get("from_latents" if decodes else "resume")
     if given is None:
@@ -162,10 +159,7 @@ def refined_with_mode(settings: GenerateSettings, reporter: Reporter) -> Generat
 
 
 def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
-    """Return `settings` with a condition mode, which the references suggest if none is set.
-
-    A clip to continue brings its length, size and rate.
-    """
+    """Return `settings` with a condition mode, suggested by the references or by the clip to continue."""
     if settings.condition.continued == 0:
         settings = _as_continued(settings, reporter)
     if settings.condition.mode is not None:
@@ -202,10 +196,7 @@ def _replaced(settings: GenerateSettings, changes: Mapping[str, object], *, what
 
 
 def _as_continued(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
-    """Return settings with the size, rate and number of frames of the clip that is continued.
-
-    Raises MediaError if it is missing, broken, a picture or too short, or if its rate varies.
-    """
+    """Return settings with the length, size and rate of the clip to continue; MediaError if it cannot be continued."""
     from opensora_cli.media.read import probe
 
     [path], video, multiple = settings.condition.references, settings.video, settings.size_multiple
@@ -244,10 +235,7 @@ def _as_continued(settings: GenerateSettings, reporter: Reporter) -> GenerateSet
 
 
 def draft_settings(settings: GenerateSettings, *, height: int, width: int) -> GenerateSettings | None:
-    """Return the settings of the draft of a video of this size; None without a draft.
-
-    The draft has the seed, steps, prompt and references of the video. Raises RequestError if the draft is not smaller.
-    """
+    """Return the settings of a video's draft; None without one. Raises RequestError if it is not smaller."""
     resolution, multiple = settings.draft.resolution, settings.size_multiple
     if resolution is None or settings.from_latents is not None:
         return None

@@ -227,10 +227,7 @@ def generate(
 def plan_here(
     settings: GenerateSettings, models: LoadedModels, *, reporter: Reporter, device: str | None = None
 ) -> Chain:
-    """Return the jobs of a request for a process that shares no video with others; see `make_chain`.
-
-    The prompt is refined if requested, and the condition mode is chosen.
-    """
+    """Return the jobs of a request for one process, with the prompt refined and the condition mode chosen."""
     parallel = settings.parallel
     if parallel.world_size > (parallel.data_parallel_degree or 1):
         raise RequestError(
@@ -242,10 +239,7 @@ def plan_here(
 
 
 def chain_of(settings: GenerateSettings, models: LoadedModels, *, device: str | None = None) -> Chain:
-    """Return the jobs of a request, planned for the device with the least free memory. All ranks call it.
-
-    The memory of loaded models can be released, and counts as free. `device` is that of a single process.
-    """
+    """Return the jobs for the rank with the least memory, in which loaded models count as free. All ranks call it."""
     own = models.ranks.device
     hardware = rank_hardware(settings, device=device if own is None else str(own))
     free = models.ranks.least(hardware.free_bytes + models.bytes_on(hardware.device))

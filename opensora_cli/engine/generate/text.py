@@ -31,10 +31,7 @@ _LISTED_WORDS = 10
 
 
 def full_prompt(settings: GenerateSettings, prompt: str | None = None) -> str:
-    """Return a prompt with the suffixes that the model was trained on. Negative prompts get none.
-
-    `prompt` is the prompt of a segment; None means the prompt of the settings.
-    """
+    """Return a prompt, by default that of `settings`, with the suffixes that the model was trained on."""
     prompts = [settings.prompt if prompt is None else prompt]
     suffix = settings.prompt_suffix
     if suffix.add_fps:
@@ -82,10 +79,7 @@ def encode_texts(texts: Iterable[str], t5: T5Encoder, clip: ClipEncoder) -> Iter
 
 
 def _of_segments(plan: Plan, known: Mapping[str, TextEmbeds]) -> tuple[PromptEmbeds, ...]:
-    """Return the embeddings of the prompt of each segment, with the embeddings of the negative prompt.
-
-    Raises CheckpointError if an encoder has another width than the transformer reads.
-    """
+    """Return the embeddings of each segment's prompt and of the negative prompt; refuse encoders of other widths."""
     settings, negative = plan.settings, known[plan.settings.negative_prompt]
     for component, key, needed, given in (
         (Component.T5, "context_in_dim", settings.model.context_in_dim, negative.prompt_embeds_1LC.shape[-1]),
@@ -108,10 +102,7 @@ def _of_segments(plan: Plan, known: Mapping[str, TextEmbeds]) -> tuple[PromptEmb
 
 
 def warn_about_prompts(plan: Plan, reporter: Reporter) -> None:
-    """Warn about text that T5 or CLIP truncates, and about words that a small model does not know.
-
-    Needs no weights. Does nothing if files of the encoders are missing, or nothing is encoded.
-    """
+    """Warn about text that T5 or CLIP truncates, and about words that a small model does not know."""
     if plan.decodes_only or not {Component.T5, Component.CLIP} <= plan.weights.paths.keys():
         return
     settings, t5_folder = plan.settings, plan.weights.path(Component.T5)
@@ -147,10 +138,7 @@ def _nearest_word(word: str, known: Sequence[str]) -> str | None:
 
 
 def read_vocabulary(folder: Path) -> dict[str, list[str]]:
-    """Return the words that a small model knows, by kind, from `vocabulary.json` beside its weights.
-
-    The result is empty without that file. Raises CheckpointError if the file is broken.
-    """
+    """Return the words of a small model by kind, from `vocabulary.json` beside its weights; empty without it."""
     path = folder / "vocabulary.json"
     if not path.is_file():
         return {}
@@ -162,11 +150,7 @@ def read_vocabulary(folder: Path) -> dict[str, list[str]]:
 
 
 def name_in_cache(plan: Plan, text: str, *, ranks: int = 1) -> str:
-    """Return the name of a text in the cache: a hash of everything that decides the bits of its embeddings.
-
-    Size and modification time stand for the content of the encoders' files, which are large. Sums depend on the
-    threads of a CPU, and on the number of `ranks` that share the layers of T5.
-    """
+    """Return the name of a text in the cache: a hash of everything that decides the bits of its embeddings."""
     hardware, settings = plan.hardware, plan.settings
     on_cpu = hardware.device.type == "cpu"
     kernels = torch.backends.cpu.get_cpu_capability() if on_cpu else settings.precision.tf32

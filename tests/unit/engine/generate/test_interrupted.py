@@ -136,7 +136,7 @@ class TestCtrlC:
                 f"continue with: osora generate --from {sample.latents} --weights {world.released}"
                 for sample in (second, third)
             ),
-            f"of 4 samples: 1 finished, 1 with saved latents, 1 begun, 1 still to be made{advice}",
+            f"of 4 samples: 1 finished, 2 begun, 1 still to be made{advice}",
         ]
         assert names(tmp_path) == sorted([state.name, second.latents.name, third.latents.name])
 
