@@ -157,7 +157,6 @@ class Chain:
         hardware, frames, video = plan.hardware, plan.num_frames, settings.video
         size = f"{self.num_samples} x {plan.width}x{plan.height}"
         reused = f"{len(plan.reused_steps)} of them from the cache, " if plan.reused_steps else ""
-        mapped = [f"{each.name} {gib_or_less(each.mapped_bytes)}" for each in plan.stages if each.mapped_bytes]
         offload = plan.offload.lines()
         if plan.offload.modulation_on_host and plan.offload.mode is not OffloadMode.BLOCKS and plan.files is None:
             offload.insert(0, "modulation on the host, computed before the first step")
@@ -176,13 +175,9 @@ class Chain:
             if segments > 1
             else None,
             "memory": ", ".join(f"{stage.name} {gib_or_less(stage.total_bytes)}" for stage in self.stages),
-            "mapped": f"{', '.join(mapped)}: weights that are read from their files" if mapped else None,
             "devices": f"{plan.mesh.size}, {describe_mesh(plan.mesh)}" if plan.mesh.size > 1 else None,
             "exchange": plan.planned_exchange and plan.planned_exchange.line(),
             "attention": plan.attention and plan.attention.line(),
-            "compile": "the transformer's blocks, when they are first called"
-            if settings.compile and not plan.decodes_only
-            else None,
             "offload": "; ".join(offload),
             "host": self.host.line() if hardware.device.type != "cpu" else None,
         }

@@ -16,7 +16,7 @@ from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.ranks import ALONE, OneProcess
+from opensora_cli.engine.generate.ranks import ALONE, Ranks
 from opensora_cli.engine.generate.references import reference_latents
 from opensora_cli.engine.generate.sample import DenoisedSample, Sample, save_latents, unfinished
 from opensora_cli.engine.generate.sidecar import sample_settings
@@ -114,7 +114,7 @@ def encode_shared_references(samples: Sequence[Sample], models: LoadedModels, ev
 class _Saver:
     """Saver of the latents of a sample, complete or after a step from which a later run continues."""
 
-    def __init__(self, sample: Sample, plan: Plan, events: Events, ranks: OneProcess, finishing: ExitStack) -> None:
+    def __init__(self, sample: Sample, plan: Plan, events: Events, ranks: Ranks, finishing: ExitStack) -> None:
         self._sample, self._plan, self._events = sample, plan, events
         self._finishing = finishing
         """Context in which Ctrl-C waits, from the last step until the complete latents are saved."""
@@ -191,7 +191,7 @@ def sample_latents(
     begun: DenoisedSample | None = None,
     draft_CTHW: torch.Tensor | None = None,
     steps_done: int = 0,
-    ranks: OneProcess = ALONE,
+    ranks: Ranks = ALONE,
     on_evaluation: Callable[[], None] = lambda: None,
     on_step: OnStep = lambda step: None,
     on_predicted: OnPredicted | None = None,

@@ -40,7 +40,7 @@ from opensora_cli.engine.estimate.offload import (
 )
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.ranks import ALONE, OneProcess
+from opensora_cli.engine.generate.ranks import ALONE, Ranks
 from opensora_cli.models.attention import attention_backend
 from opensora_cli.models.mmdit.blocks import modulation_layers, repeated_blocks
 from opensora_cli.models.mmdit.layout import converter, find_rotary
@@ -89,7 +89,7 @@ class LoadedModels:
         ranks: processes of the run, each of which loads its part of T5 and of the transformer.
     """
 
-    def __init__(self, *, stay: bool = False, ranks: OneProcess = ALONE) -> None:
+    def __init__(self, *, stay: bool = False, ranks: Ranks = ALONE) -> None:
         self.ranks = ranks
         self.prompts = PromptCache.of_user()
         """Cache of prompt embeddings from earlier runs."""

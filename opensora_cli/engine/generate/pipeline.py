@@ -52,44 +52,35 @@ def make(
     *,
     finish: Callable[[Clip], V] | None,
 ) -> tuple[V, ...]:
-    """Run every job of a chain for some samples, inside `computing`; return the result of `finish` for each sample.
+    """Run every job of a chain for some samples, inside `computing`.
 
     Samples are made one after the other if all models stay loaded. Otherwise all are denoised before the first is
-    decoded, so that each model is loaded once. Extended videos are made one by one. Of several ranks, rank 0 alone
-    returns results.
+    decoded, so that each model is loaded once. Extended videos are made one by one.
 
-    Args:
-        finish: function of a decoded sample, such as `save`; None to denoise without decoding.
-
-    Raises:
-        CheckpointError: weights are broken or do not fit the settings.
-        OutputError: latents or a result cannot be written.
-        HardwareError: out of memory.
-        KeyboardInterrupt: the run was cancelled.
+    Returns the results of `finish`, a function of a decoded sample, such as `save`; None means to denoise without
+    decoding. Of several ranks, rank 0 alone returns results.
     """
     embeds: tuple[PromptEmbeds, ...] = ()
     if missing := unfinished(samples):
         embeds = text_embeds(chain.video, models, events)
         _make_pictures(chain, missing, models, events)
         _make_drafts(chain, [sample for sample in missing if sample.begun is None], embeds, models, events)
-    continues = len(chain.segments) > 1 or chain.settings.condition.continued is not None
     if finish is None:
         denoise_samples(samples, embeds, models, events)
         return ()
     videos: list[V] = []
-    if not continues:
-        encode_shared_references(missing, models, events)
-        left = [*samples]
-        while left:
-            count = 1 if models.keep_all(chain.video) else len(left)
-            denoise_samples(left[:count], embeds, models, events)
-            videos += decode_samples(left[:count], models, events, finish=finish)
-            del left[:count]
+    if len(chain.segments) > 1 or chain.settings.condition.continued is not None:
+        for sample in samples:
+            video = _make_segments(chain, sample, embeds, models, events)
+            videos += [finish(video)] if models.ranks.is_main else []
         return tuple(videos)
-    for sample in samples:
-        video = _make_segments(chain, sample, embeds, models, events)
-        if models.ranks.is_main:
-            videos.append(finish(video))
+    encode_shared_references(missing, models, events)
+    left = [*samples]
+    while left:
+        count = 1 if models.keep_all(chain.video) else len(left)
+        denoise_samples(left[:count], embeds, models, events)
+        videos += decode_samples(left[:count], models, events, finish=finish)
+        del left[:count]
     return tuple(videos)
 
 

@@ -32,7 +32,7 @@ from opensora_cli.engine.generate.outputs import (
 from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.plan import PICTURE, VIDEO, attention_use, rank_hardware
 from opensora_cli.engine.generate.ranks import (
-    OneProcess,
+    Ranks,
     hardware_of_ranks,
     joined_ranks,
     require_devices,
@@ -60,8 +60,8 @@ class ExploredSeed(Document):
     """Steps done; None means all steps."""
     preview: Path | None
     """Animation of the last prediction; None without previews."""
-    command: str = Field(exclude=True)
-    """Command that finishes the sample."""
+    line: str = Field(exclude=True)
+    """Command that finishes the sample, with its seed."""
 
     @classmethod
     def of(cls, sample: SampleFiles) -> "ExploredSeed":
@@ -73,12 +73,8 @@ class ExploredSeed(Document):
             state=sample.latents,
             steps=steps,
             preview=sample.preview if sample.preview.is_file() else None,
-            command=sample.command(sample.latents, is_begun=steps is not None),
+            line=f"{sample.command(sample.latents, is_begun=steps is not None)}  # seed {sample.seed}",
         )
-
-    def line(self) -> str:
-        """Return the command that finishes the sample, with its seed."""
-        return f"{self.command}  # seed {self.seed}"
 
 
 class GenerateResult(Document):
@@ -118,7 +114,7 @@ class GenerateResult(Document):
         """Return the path of every result, and the command that finishes each explored seed."""
         return [
             *(str(path) for path in (*(video.path for video in self.videos), self.sheet) if path is not None),
-            *(seed.line() for seed in self.explored or ()),
+            *(seed.line for seed in self.explored or ()),
         ]
 
     def lines_after_notes(self) -> list[str]:
@@ -139,8 +135,8 @@ def generate(
     """Make the videos that `settings` describe, and write them to files.
 
     Everything that can be checked is checked before the first weight is read. Each video is saved as soon as it is
-    decoded. A result that the same request has made before is kept; a result of another
-    request keeps its name, and the new one is NAME_2.
+    decoded. A result that the same request has made before is kept. A result of another request keeps its name, and the
+    new one is NAME_2.
 
     Args:
         context: set in one of several ranks, which all call this function and join.
@@ -154,10 +150,8 @@ def generate(
 
     Raises:
         RequestError: the request contradicts itself, or asks for more devices than this process has to itself.
-        MediaError: a reference is missing, broken or too short.
-        CheckpointError: weights are missing (all are named) or broken, or saved latents are.
-        OutputError: a named result exists already from another request, or a result cannot be written.
-        InUseError: another process makes the same result.
+        FileProblem: weights (all are named), references or saved latents are missing or broken, a named result exists
+            from another request, another process makes it (InUseError), or it cannot be written.
         HardwareError: there is no such device, or not enough memory.
         RankFailure: a rank that was started failed.
         KeyboardInterrupt: its argument lists what is finished and how to continue.
@@ -194,17 +188,16 @@ def generate(
             refuse_pictures(chain, files)
         saved = [read_saved(chain, sample, ranks) for sample in files]
         chain = _with_attention_before(chain.with_threads(), files, ranks)
-        samples = [
-            Sample(chain, chain.video, sample, references, latents)
-            for sample, latents in zip(files, saved, strict=True)
-        ]
-        events = Events(reporter, hooks=hooks or Hooks())
-        output = chain.settings.output
+        events, output = Events(reporter, hooks=hooks), chain.settings.output
         stack.enter_context(computing(chain.video, reporter))
         if is_main:
             # Without a sidecar no later run can tell which request has made a result.
             stack.enter_context(events.rescue(files, can_repeat=output.metadata and not output.overwrite))
-        samples = [sample for sample in samples if not sample.files.is_explored]
+        samples = [
+            Sample(chain, chain.video, sample, references, latents)
+            for sample, latents in zip(files, saved, strict=True)
+            if not sample.is_explored
+        ]
         evaluations = sum(chain.evaluations_after(each.files.saved_steps or 0) for each in unfinished(samples))
         videos = make(chain, samples, models, events, finish=None if output.explore else save)
         kept = [GeneratedVideo.of(chain, sample) for sample in chosen if sample.made_before]
@@ -299,7 +292,7 @@ def _write_sheet(files: Sequence[SampleFiles], reporter: Reporter) -> Path | Non
         return None
 
 
-def _with_attention_before(chain: Chain, files: Sequence[SampleFiles], ranks: OneProcess) -> Chain:
+def _with_attention_before(chain: Chain, files: Sequence[SampleFiles], ranks: Ranks) -> Chain:
     """Return the chain with the attention backend of the first unfinished latents, which rank 0 reads."""
     begun = [sample.saved for sample in files if sample.saved is not None and sample.saved_steps is not None]
     plan, attention = chain.video, chain.video.attention

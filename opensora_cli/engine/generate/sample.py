@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from opensora_cli.engine.generate.chain import Chain
     from opensora_cli.engine.generate.outputs import SampleFiles
     from opensora_cli.engine.generate.plan import Plan
-    from opensora_cli.engine.generate.ranks import OneProcess
+    from opensora_cli.engine.generate.ranks import Ranks
     from opensora_cli.engine.generate.references import Reference
 
 LATENTS_SCHEMA = "osora.latents/1"
@@ -98,7 +98,7 @@ def unfinished(samples: Sequence[Sample]) -> list[Sample]:
     return [sample for sample in samples if sample.denoised is None]
 
 
-def read_saved(chain: "Chain", files: "SampleFiles", ranks: "OneProcess") -> tuple[DenoisedSample, ...]:
+def read_saved(chain: "Chain", files: "SampleFiles", ranks: "Ranks") -> tuple[DenoisedSample, ...]:
     """Return the saved latents of each begun segment of a sample, which rank 0 reads; empty without a file."""
     if files.saved is None:
         return ()

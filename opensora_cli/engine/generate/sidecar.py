@@ -27,7 +27,7 @@ from opensora_cli.engine.generate.outputs import (
     sample_files,
 )
 from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Plan
-from opensora_cli.engine.generate.ranks import ALONE, OneProcess
+from opensora_cli.engine.generate.ranks import ALONE, Ranks
 from opensora_cli.engine.generate.request import picture_path
 from opensora_cli.engine.generate.sample import REQUEST_KEY, open_latents
 from opensora_cli.engine.generate.text import full_prompt
@@ -38,9 +38,7 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
 
 
-def choose_outputs(
-    chain: Chain, *, claims: ExitStack | None = None, ranks: OneProcess = ALONE
-) -> tuple[SampleFiles, ...]:
+def choose_outputs(chain: Chain, *, claims: ExitStack | None = None, ranks: Ranks = ALONE) -> tuple[SampleFiles, ...]:
     """Return the files of every sample, which rank 0 chooses. `claims` are those of `find_target`."""
     settings, chosen = chain.settings, list[SampleFiles]()
     if ranks.is_main:

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.registry import ARCHITECTURES, Architecture, TextInputs, WeightNames
@@ -55,9 +54,3 @@ def test_a_recipe_trains_it(tmp_path: Path) -> None:
     assert (settings.model.depth, settings.model.hidden_size) == (3, 32)
     assert settings.vae.sizes == TINY.autoencoder
     assert (settings.text.t5_max_length, settings.train_mmdit.files.t5) == (16, TINY.files.t5)
-
-
-def test_an_unknown_model_is_refused_with_the_names_of_all() -> None:
-    request = GenerateRequest(overrides=_overrides(prompt="sea", runtime__model_choice="tinny"))
-    with pytest.raises(RequestError, match=r"=tinny must be one of auto, demo, .*, tiny: did you mean tiny"):
-        load_generate_settings(request, model=request.model)

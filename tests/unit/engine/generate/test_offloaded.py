@@ -145,12 +145,6 @@ def test_only_what_is_used_is_on_the_device(plan, reporter, monkeypatch):
     assert all(torch.equal(state[name], fresh[name]) for name in fresh)
 
 
-def test_the_chosen_offload_is_reported(world, tmp_path, reporter):
-    settings = released_settings(world, tmp_path, memory__offload="blocks", memory__resident_blocks="1")
-    generate(settings, reporter=reporter)
-    assert "offload: blocks of the transformer on the device: 1, the others mapped" in reporter.notes
-
-
 class TestSecondAttempt:
     @pytest.fixture(scope="class")
     @classmethod

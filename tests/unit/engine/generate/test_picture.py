@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_world import demo_settings, flux_settings, names, picture_first_settings, released_settings
+from tiny_world import flux_settings, names, picture_first_settings, released_settings
 
 from opensora_cli.core.device import GIB
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
@@ -13,7 +13,7 @@ from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.estimate.offload import StageMemory
 from opensora_cli.engine.generate import decode, pipeline
 from opensora_cli.engine.generate.chain import make_chain, require_fit
-from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
+from opensora_cli.engine.generate.dry_run import PlanDocument
 from opensora_cli.engine.generate.plan import PICTURE
 from opensora_cli.engine.generate.request import picture_settings, refuse_early, resolve, size_of_picture, with_mode
 from opensora_cli.engine.generate.run import generate
@@ -176,15 +176,6 @@ class TestMade:
         assert video.picture.file.read_bytes() != b"mine"
 
     @pytest.mark.slow
-    def test_the_demo_makes_it_by_itself(self, world, tmp_path):
-        settings = demo_settings(world, tmp_path / "sea.gif", picture__first="true", picture__save="true")
-        [video] = generate(settings).videos
-        assert video.picture.model == "demo"
-        [alone] = generate(demo_settings(world, tmp_path / "alone.png", video__num_frames="1")).videos
-        assert video.picture.file == tmp_path / "sea.picture.png"
-        assert video.picture.file.read_bytes() == alone.path.read_bytes()
-
-    @pytest.mark.slow
     def test_saved_latents_are_decoded_without_it(self, world, tmp_path, monkeypatch, reporter):
         settings = picture_first_settings(world, tmp_path / "made")
         whole = generate(settings).videos[0].path.read_bytes()
@@ -208,8 +199,3 @@ class TestMade:
         [video] = generate(ended, reporter=reporter).videos
         assert f"continuing from latents of the same request: {latents}" in reporter.notes
         assert (video.path.read_bytes(), reporter.stages) == (whole, ["load", "decode", "save"])
-
-    def test_a_dry_run_reports_the_nearest_size(self, world, tmp_path, reporter):
-        chain = plan_generation(picture_first_settings(world, tmp_path), reporter=reporter).chain
-        assert "pictures of 32px have no size of 32x16: the nearest is 64x16, that of 2.39:1" in reporter.notes
-        assert chain.find(PICTURE).latent_shape == (4, 1, 8, 32)

@@ -43,12 +43,6 @@ def test_no_mode_suits(world, tmp_path, reporter):
     assert "--cond" in caught.value.hint
 
 
-def test_the_suggested_mode_is_validated(world, tmp_path, reporter):
-    settings = released_settings(world, tmp_path, condition__references=str(world.video))
-    with pytest.raises(RequestError, match=r"video\.num_frames=9 leaves nothing to make"):
-        with_mode(settings, reporter)
-
-
 def test_broken_references_stop_the_dry_run(world, tmp_path, reporter):
     (tmp_path / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n and no more")
     for mode in (None, "i2v_head"):

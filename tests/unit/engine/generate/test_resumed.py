@@ -99,11 +99,6 @@ def test_so_it_does_with_a_step_cache(world, tmp_path, steps):
     assert rest.model_evaluations == reporter.totals["denoise"]
 
 
-def test_before_the_first_step_there_is_nothing_to_save(world, tmp_path):
-    assert stopped(demo_settings(world, tmp_path, **T2V), 0) == "nothing was finished yet: run it again"
-    assert names(tmp_path) == []
-
-
 def test_the_same_command_goes_on_and_can_be_stopped_again(world, tmp_path, whole):
     settings = demo_settings(world, tmp_path / "clip.mp4", **T2V)
     stopped(settings, 1)

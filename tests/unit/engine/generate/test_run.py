@@ -7,14 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 from closeness import assert_close
-from pydantic import ValidationError
 from tiny_world import dc_ae_settings, demo_settings, flux_settings, names, released_settings
 
-from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode, Length, Position, Source
+from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.engine.generate import decode, denoise, models, references
-from opensora_cli.engine.generate.chain import make_chain
+from opensora_cli.engine.generate import denoise, models, references
 from opensora_cli.engine.generate.dry_run import plan_generation
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.request import resolve
@@ -88,20 +86,6 @@ def test_a_clip_of_any_length_is_cut_out_of_whole_latent_frames(world, tmp_path)
     assert all((cut.path / name).read_bytes() == (whole.path / name).read_bytes() for name in names(cut.path))
 
 
-def test_a_further_mode_is_a_further_row(world, tmp_path, monkeypatch):
-    between = ConditionMode("between", Source.VIDEO, Position.BOTH, Length.VIDEO, "both ends are given")
-    monkeypatch.setitem(CONDITION_MODES, between.name, between)
-    changes = {"condition__mode": "between", "condition__video_latent_frames": "1"}
-    settings = demo_settings(world, tmp_path, **changes, condition__references=references_for(world, "between"))
-    result = generate(settings)
-    assert result.settings.condition.mode == "between"
-    assert result.videos[0].given_frames_psnr_db is not None
-    with pytest.raises(ValidationError, match=r"condition\.mode=between gives 4 latent frames"):
-        settings.replace({"video.num_frames": 13})
-    with pytest.raises(ValidationError, match=r"condition\.mode=between needs a reference: give the video"):
-        settings.replace({"condition.references": ()})
-
-
 def test_pictures_alone(world, tmp_path, reporter):
     settings = flux_settings(world, tmp_path / "pictures", sampling__num_samples="2")
     result = generate(settings, reporter=reporter)
@@ -156,33 +140,6 @@ def test_samples_are_what_their_seeds_make_alone(world, tmp_path):
     assert [output["seed"] for output in document["outputs"]] == [5, 6, 7]
     assert (document["schema"], document["model_evaluations"]) == ("osora.generate/2", 12)
     assert document["settings"]["prompt"] == "raining, sea"
-
-
-@pytest.mark.parametrize("mode", [pytest.param("i2v_tail", marks=pytest.mark.slow), "i2v_loop"])
-def test_given_latents_are_put_back_in_every_sample(world, tmp_path, monkeypatch, mode):
-    given, decoded = [], []
-    encode, decode_latents = references.encode_references, decode.decode_latents
-    monkeypatch.setattr(references, "encode_references", lambda *a, **k: given.extend(encode(*a, **k)) or given)
-    monkeypatch.setattr(
-        decode,
-        "decode_latents",
-        lambda plan, vae, latents, **k: decoded.append(latents) or decode_latents(plan, vae, latents, **k),
-    )
-    generate(
-        released_settings(
-            world,
-            tmp_path,
-            condition__mode=mode,
-            condition__references=references_for(world, mode),
-            sampling__num_samples="2",
-        )
-    )
-    assert len(decoded) == 2
-    for latents in decoded:
-        if mode != "i2v_tail":
-            torch.testing.assert_close(latents[:, 0], given[0][:, 0], rtol=0, atol=0)
-        torch.testing.assert_close(latents[:, -1], given[-1][:, 0], rtol=0, atol=0)
-    assert not torch.equal(decoded[0][:, 1], decoded[1][:, 1])
 
 
 class CountingTransformer:
@@ -298,21 +255,6 @@ class TestRequests:
         assert reporter.notes == []
         assert resolve(request, reporter=reporter).model.name == "demo"
         assert reporter.notes == ["model: demo (there is no CUDA device)"]
-
-    def test_missing_weights_are_reported_before_anything_is_planned(self, tmp_path, reporter, monkeypatch):
-        warned = []
-
-        def planned(*args, **options):
-            warned.append(list(reporter.warnings))
-            return make_chain(*args, **options)
-
-        monkeypatch.setattr("opensora_cli.engine.generate.dry_run.make_chain", planned)
-        given = {"prompt": "sea", "runtime.model_choice": "open-sora-v2", "runtime.device": "cpu"}
-        given |= {"runtime.weights": str(tmp_path), "output.path": str(tmp_path)}
-        request = GenerateRequest(overrides={key: Given(value, "the test") for key, value in given.items()})
-        plan_generation(resolve(request, reporter=reporter), reporter=reporter)
-        assert warned == [reporter.warnings]
-        assert "a run would be refused: weights of the open-sora-v2 model are missing" in warned[0][0]
 
 
 def test_a_seamless_loop_leaves_out_its_last_frame(world, tmp_path, reporter):

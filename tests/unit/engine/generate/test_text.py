@@ -127,18 +127,6 @@ def test_names_tell_apart_what_has_other_bits(plan, world, tmp_path, monkeypatch
     assert name(streamed, ranks=2) == name(streamed) == name()
 
 
-def test_models_that_stay_read_the_cache_too(plan, reporter, loads):
-    encoded(plan, reporter)
-    models, record = LoadedModels(stay=True), Events(reporter)
-    for _ in range(3):
-        text_embeds(plan, models, record)
-    assert len(loads) == 1
-    rain = replace(plan, settings=plan.settings.replace({"prompt": "rain"}))
-    text_embeds(rain, models, record)
-    text_embeds(rain, models, record)
-    assert len(loads) == 2
-
-
 def test_an_encoder_of_another_width_is_refused(plan, reporter):
     other = replace(plan, settings=plan.settings.replace({"model.vec_in_dim": 24}))
     folder = plan.weights.path(Component.CLIP)
