@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean
 from typing import ClassVar
 
@@ -41,6 +42,7 @@ _NOTHING_KEPT: Mapping[str, object] = {
     "output.save_latents": False,
 }
 _WARM_UP_STEPS = 2
+_Made = tuple[HeldVideo | None, dict[str, float], list[float]]
 
 
 class RunTime(Document):
@@ -187,13 +189,11 @@ def bench_generate(
             settings, ranks = stack.enter_context(generate_ranks.joined_ranks(settings, context, reporter))
         models = stack.enter_context(LoadedModels(stay=True, ranks=ranks))
         chain = plan_here(settings, models, reporter=reporter) if context is None else chain_of(settings, models)
-        runner = _Runner(reporter, models)
-        rows, skipped = _planned(chain, tries, runner)
+        rows, skipped = _planned(chain, tries, models, reporter)
         exact = rows[0].chain.video
         is_main = context is None or context.is_main
-        if is_main:
-            runner.references = references_of(exact, reporter)
-        _run_all(rows, repeats, runner)
+        references = references_of(exact, reporter) if is_main else []
+        _run_all(rows, repeats, partial(_make, models=models, references=references, reporter=reporter), reporter)
     if not is_main:
         return None
     return BenchGenerateReport(
@@ -240,16 +240,16 @@ class _Row:
         )
 
 
-def _planned(exact: Chain, tries: Tries, runner: "_Runner") -> tuple[list[_Row], dict[str, str]]:
+def _planned(exact: Chain, tries: Tries, models: LoadedModels, reporter: Reporter) -> tuple[list[_Row], dict[str, str]]:
     """Return a row for each setting, the exact run first, and the reason for each skipped name of the standard set."""
-    require_weights(exact, runner.reporter)
-    require_room(exact, runner.reporter)
+    require_weights(exact, reporter)
+    require_room(exact, reporter)
     # Sums depend on the number of threads: all rows use the number of the exact run.
     exact = exact.with_threads()
     rows, skipped = [_Row(EXACT, {}, exact)], {}
     for name, changes in (STANDARD if tries is None else tries).items():
         try:
-            chain = runner.plan(tried_settings(exact.settings, changes, name=name)).with_threads()
+            chain = chain_of(tried_settings(exact.settings, changes, name=name), models).with_threads()
             require_weights(chain, SilentReporter())
             require_fit(chain)
         except OsoraError as error:
@@ -264,7 +264,7 @@ def _planned(exact: Chain, tries: Tries, runner: "_Runner") -> tuple[list[_Row],
     return rows, skipped
 
 
-def _run_all(rows: Sequence[_Row], repeats: int, runner: "_Runner") -> None:
+def _run_all(rows: Sequence[_Row], repeats: int, make_video: Callable[[Chain], _Made], reporter: Reporter) -> None:
     """Run all rows `repeats` times, back and forth, so that a machine that slows down favors no row."""
     exact, warm, done = None, set(), 0
     turns = [row for turn in range(repeats) for row in (rows if turn % 2 == 0 else reversed(rows))]
@@ -274,17 +274,17 @@ def _run_all(rows: Sequence[_Row], repeats: int, runner: "_Runner") -> None:
             # Runs that differ in sampling alone use the same kernels.
             kernels = json.dumps(row.chain.settings.model_dump(mode="json", exclude={"sampling"}), sort_keys=True)
             if kernels not in warm:
-                runner.reporter.note(f"{place}, a few steps to warm up")
-                runner.run(row.chain.change(_shortened))
+                reporter.note(f"{place}, a few steps to warm up")
+                make_video(row.chain.change(_shortened))
                 warm.add(kernels)
-            video, stages_s, peaks_gib = runner.run(row.chain)
+            video, stages_s, peaks_gib = make_video(row.chain)
             row.stages_s.append(stages_s)
             row.peaks_gib += peaks_gib
             done += 1
-            runner.reporter.note(f"{place}: {row.seconds[-1]:.2f} s")
+            reporter.note(f"{place}: {row.seconds[-1]:.2f} s")
             if video is not None and exact is not None and row.likeness[0] is None:
                 # The second exact run is compared with the first: their difference is the noise of this device.
-                with runner.reporter.stage("compare", total=len(video.frames_THWC), unit="frames") as progress:
+                with reporter.stage("compare", total=len(video.frames_THWC), unit="frames") as progress:
                     row.likeness = likeness(video, exact, on_frame=progress.advance)
             exact = exact or video
     except KeyboardInterrupt as interrupt:
@@ -312,28 +312,15 @@ def likeness(video: HeldVideo, exact: HeldVideo, *, on_frame: Callable[[], None]
     return round(fmean(psnrs), 3), round(fmean(ssims), 5) if ssims else None, error
 
 
-class _Runner:
-    """Planner and maker of videos in this process or rank."""
-
-    def __init__(self, reporter: Reporter, models: LoadedModels) -> None:
-        self.reporter = reporter
-        self.references: Sequence[Reference] = ()
-        self._models = models
-
-    def plan(self, settings: GenerateSettings) -> Chain:
-        """Return the jobs of one video; all ranks call it."""
-        return chain_of(settings, self._models)
-
-    def run(self, chain: Chain) -> tuple[HeldVideo | None, dict[str, float], list[float]]:
-        """Make a video; return it on rank 0, the seconds of its stages, and the peak memory of each rank in GiB."""
-        plan = chain.video
-        events = Events(self.reporter, keeps_results=False)
-        chain = chain.change(self._models.planned, only=VIDEO)
-        sample = Sample(chain, chain.video, sample_files(chain.settings, 0), self.references)
-        with computing(plan, self.reporter):
-            is_measured = start_peak_memory(plan.hardware.device)
-            videos = make(chain, [sample], self._models, events, finish=hold)
-            peaks = [*peak_memory_gib(plan.hardware.device).values()] if is_measured else []
-        if self._models.ranks.count > 1:
-            peaks = [peak for of_rank in all_gather_json(peaks) for peak in of_rank]
-        return (videos[0] if videos else None), events.timings_s, peaks
+def _make(chain: Chain, *, models: LoadedModels, references: Sequence[Reference], reporter: Reporter) -> _Made:
+    """Make a video; return it on rank 0, the seconds of its stages, and the peak memory of each rank in GiB."""
+    events, device = Events(reporter, keeps_results=False), chain.video.hardware.device
+    chain = chain.change(models.planned, only=VIDEO)
+    sample = Sample(chain, chain.video, sample_files(chain.settings, 0), references)
+    with computing(chain.video, reporter):
+        is_measured = start_peak_memory(device)
+        videos = make(chain, [sample], models, events, finish=hold)
+        peaks = [*peak_memory_gib(device).values()] if is_measured else []
+    if models.ranks.count > 1:
+        peaks = [peak for of_rank in all_gather_json(peaks) for peak in of_rank]
+    return (videos[0] if videos else None), events.timings_s, peaks

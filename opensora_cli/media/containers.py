@@ -1,12 +1,13 @@
 """Videos in containers (MP4, MKV, WebM, AVI, ...), through PyAV."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from itertools import dropwhile, islice, pairwise
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 import av
 import numpy as np
@@ -54,23 +55,18 @@ _MOST_REORDERED = 64
 _Part = TypeVar("_Part")
 
 
-class StoredFrame(Protocol):
+class StoredFrame(NamedTuple):
     """Decoded frame in the form of its decoder."""
 
-    @property
-    def time(self) -> float:
-        """Start in seconds."""
-
-    @property
-    def duration(self) -> float:
-        """Duration in seconds, if no frame follows."""
-
-    def to_rgb(self) -> torch.Tensor:
-        """Return the frame as uint8 RGB (H, W, 3), upright."""
+    time: float
+    """Start in seconds."""
+    duration: float
+    """Duration in seconds, if no frame follows."""
+    to_rgb: Callable[[], torch.Tensor]
+    """Function that returns the frame as uint8 RGB (H, W, 3), upright."""
 
 
-@dataclass(frozen=True)
-class VideoSource:
+class VideoSource(NamedTuple):
     """Open video: frames, which are decoded on access, and mean rate."""
 
     frames: Iterator[StoredFrame]
@@ -236,17 +232,19 @@ def _mean_rate(track: av.VideoStream) -> float:
     return float(track.average_rate or track.guessed_rate or _FALLBACK_FPS)
 
 
-def _numbered(
-    decoded: Iterable[av.VideoFrame], track: av.VideoStream, *, threads: int | None
-) -> "Iterator[_ContainerFrame]":
-    """Yield decoded frames, with the time that they have if the file names none."""
+def _numbered(decoded: Iterable[av.VideoFrame], track: av.VideoStream, *, threads: int | None) -> Iterator[StoredFrame]:
+    """Yield decoded frames, with the time that they have if the file names none. `threads` convert the colors."""
     rate, aspect = _mean_rate(track), track.sample_aspect_ratio or Fraction(1)
-    return (_ContainerFrame(frame, index / rate, 1 / rate, aspect, threads) for index, frame in enumerate(decoded))
+    for index, frame in enumerate(decoded):
+        duration = float(frame.duration * frame.time_base) if frame.duration and frame.time_base else 1 / rate
+        yield StoredFrame(
+            index / rate if frame.pts is None else frame.time, duration, partial(_rgb, frame, aspect, threads)
+        )
 
 
 def _frames_after_seeking(
     container: InputContainer, track: av.VideoStream, path: Path, *, start: int, threads: int | None
-) -> "Iterator[_ContainerFrame] | None":
+) -> Iterator[StoredFrame] | None:
     """Return the frames from number `start` on; None if seeking fails."""
     wanted = _place_before(container, track, path, frame=start)
     if wanted is None:
@@ -280,45 +278,22 @@ def _place_before(container: InputContainer, track: av.VideoStream, path: Path, 
     return None if frame >= len(times) else (times[frame - 1] + times[frame]) / 2
 
 
-@dataclass(frozen=True)
-class _ContainerFrame:
-    decoded: av.VideoFrame
-    usual_time: float
-    usual_duration: float
-    pixel_aspect: Fraction
-    """Width of a pixel divided by its height."""
-    threads: int | None
-    """Threads that convert the colors; None for those of the machine."""
-
-    @property
-    def time(self) -> float:
-        return self.usual_time if self.decoded.pts is None else self.decoded.time
-
-    @property
-    def duration(self) -> float:
-        length, time_base = self.decoded.duration, self.decoded.time_base
-        return float(length * time_base) if length and time_base else self.usual_duration
-
-    def to_rgb(self) -> torch.Tensor:
-        """Return the frame upright, with square pixels, and in the colors of sRGB."""
-        frame = self.decoded
-        # The shorter side is stretched, so that no detail is lost.
-        wider, higher = max(self.pixel_aspect, Fraction(1)), max(1 / self.pixel_aspect, Fraction(1))
-        is_hdr = frame.color_trc in (hdr.PQ, hdr.HLG)
-        rgb = frame.reformat(
-            width=round(frame.width * wider),
-            height=round(frame.height * higher),
-            format="rgb48le" if is_hdr else "rgb24",
-            src_colorspace=Colorspace.ITU709 if _is_untagged_hd(frame) else None,
-            interpolation=EXACT_COLORS,
-            threads=self.threads,
-        ).to_ndarray()
-        if is_hdr:
-            rgb = hdr.to_sdr(rgb.astype(np.uint16, copy=False), transfer=frame.color_trc)
-        # Phones store upright videos in quarter turns.
-        return torch.from_numpy(np.ascontiguousarray(np.rot90(rgb, round(frame.rotation / 90))))
-
-
-def _is_untagged_hd(frame: av.VideoFrame) -> bool:
-    """Return whether players assume BT.709 for a frame that names no color space; they assume BT.601 for small ones."""
-    return frame.colorspace == _UNSPECIFIED_COLORS and (frame.width >= 1280 or frame.height > 576)
+def _rgb(frame: av.VideoFrame, aspect: Fraction, threads: int | None) -> torch.Tensor:
+    """Return a frame upright, with square pixels, and in the colors of sRGB; `aspect` is that of its pixels."""
+    # The shorter side is stretched, so that no detail is lost.
+    wider, higher = max(aspect, Fraction(1)), max(1 / aspect, Fraction(1))
+    is_hdr = frame.color_trc in (hdr.PQ, hdr.HLG)
+    # Players assume BT.709 for a large frame that names no color space, and BT.601 for a small one.
+    is_untagged_hd = frame.colorspace == _UNSPECIFIED_COLORS and (frame.width >= 1280 or frame.height > 576)
+    rgb = frame.reformat(
+        width=round(frame.width * wider),
+        height=round(frame.height * higher),
+        format="rgb48le" if is_hdr else "rgb24",
+        src_colorspace=Colorspace.ITU709 if is_untagged_hd else None,
+        interpolation=EXACT_COLORS,
+        threads=threads,
+    ).to_ndarray()
+    if is_hdr:
+        rgb = hdr.to_sdr(rgb.astype(np.uint16, copy=False), transfer=frame.color_trc)
+    # Phones store upright videos in quarter turns.
+    return torch.from_numpy(np.ascontiguousarray(np.rot90(rgb, round(frame.rotation / 90))))

@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
@@ -147,7 +148,7 @@ def _refuse(target: Path, kind: MediaFormat, start: Sequence[torch.Tensor]) -> N
             hint="choose an even size, or --format gif, webp or png",
         )
     if len(start) > 1 and target.is_dir():
-        others = sorted(entry.name for entry in target.iterdir() if not _is_sequence_frame(entry))
+        others = sorted(entry.name for entry in target.iterdir() if not re.fullmatch(r"frame_\d+\.png", entry.name))
         if others:
             raise OutputError(
                 f"cannot write {target}: it holds other files than a sequence of frames, such as {others[0]}",
@@ -328,10 +329,6 @@ def _mp4_tags(tags: Mapping[str, str]) -> dict[str, str]:
     others = "; ".join(f"{key}: {value}" for key, value in tags.items() if key not in ("prompt", "title", "comment"))
     shown = {"title": tags.get("prompt", ""), "comment": others}
     return {key: value for key, value in shown.items() if value} | dict(tags)
-
-
-def _is_sequence_frame(path: Path) -> bool:
-    return path.suffix == ".png" and path.stem.removeprefix("frame_").isdecimal()
 
 
 def _storable(text: str) -> str:

@@ -85,7 +85,7 @@ def drawn(plan):
     )
     channels, _, rows, columns = plan.latent_shape
     ratio = plan.settings.vae.time_compression_ratio
-    parts = reference_parts(plan.mode, lengths=plan.lengths, temporal_compression=ratio)
+    parts = reference_parts(plan.mode, lengths=plan.settings.condition.lengths, temporal_compression=ratio)
     references = [
         torch.randn(channels, (part.num_frames - 1) // ratio + 1, rows, columns, generator=generator) for part in parts
     ]

@@ -166,10 +166,11 @@ def generate(
             models = stack.enter_context(LoadedModels(ranks=joined))
         models = models or stack.enter_context(LoadedModels(stay=num_samples(settings) > 1))
         ranks, is_main = models.ranks, models.ranks.is_main
-        if ranks.count == 1:
-            chain = plan_here(settings, models, reporter=reporter, device=device)
-        else:
-            chain = chain_of(settings, models).change(models.planned, only=VIDEO)
+        chain = (
+            plan_here(settings, models, reporter=reporter, device=device)
+            if ranks.count == 1
+            else chain_of(settings, models)
+        )
         require_weights(chain, reporter)
         chosen = choose_outputs(chain, ranks=ranks)
         if all(sample.made_before for sample in chosen):
@@ -227,16 +228,18 @@ def plan_here(
             f"{parallel.world_size} devices are asked for, and this is one process",
             hint="start with osora generate --gpus N, torchrun or srun",
         )
-    chain = chain_of(refined_with_mode(settings, reporter), models, device=device)
-    return chain.change(models.planned, only=VIDEO)
+    return chain_of(refined_with_mode(settings, reporter), models, device=device)
 
 
 def chain_of(settings: GenerateSettings, models: LoadedModels, *, device: str | None = None) -> Chain:
-    """Return the jobs for the rank with the least memory, in which loaded models count as free. All ranks call it."""
+    """Return the jobs for the rank with the least memory, in which loaded models count as free. All ranks call it.
+
+    Models that fit stay loaded.
+    """
     own = models.ranks.device
     hardware = rank_hardware(settings, device=device if own is None else str(own))
     free = models.ranks.least(hardware.free_bytes + models.bytes_on(hardware.device))
-    return make_chain(settings, hardware=replace(hardware, free_bytes=free))
+    return make_chain(settings, hardware=replace(hardware, free_bytes=free)).change(models.planned, only=VIDEO)
 
 
 def _generate_in_ranks(

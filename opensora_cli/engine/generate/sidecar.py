@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -70,7 +69,7 @@ def request_hashes(chain: Chain) -> Callable[[int, str], str]:
     plan, picture = chain.video, chain.find(PICTURE)
     settings, latents = plan.settings, plan.settings.from_latents
     saved_request = None if latents is None else _request_of_latents(settings, latents)
-    references = [] if plan.decodes_only else [_sha256(path) for path in settings.condition.references]
+    references = [] if plan.decodes_only else [_hash(path) for path in settings.condition.references]
     of_picture = None if picture is None else request_hashes(alone(picture))
     used = used_settings(settings)
     others = "files", "runtime", "output", "condition", "refine", "picture"
@@ -79,7 +78,7 @@ def request_hashes(chain: Chain) -> Callable[[int, str], str]:
         "memory": settings.memory.fp8_storage,
         "loras": [[lora.scale, lora.sha256] for lora in plan.loras],
         "condition": {**used["condition"], "references": references},
-        "latents": None if latents is None else _sha256(latents),
+        "latents": None if latents is None else _hash(latents),
         "weights": {part: stamp_of(path) for part, path in plan.weight_paths.items()},
         "attention": settings.runtime.attention,
         "device": [plan.hardware.device.type, plan.hardware.dtype_name],
@@ -119,19 +118,18 @@ def _request_of_latents(settings: GenerateSettings, latents: str) -> str | None:
     return saved.request_sha256 if is_the_same else None
 
 
-def _sha256(path: str | Path) -> str:
-    try:
-        state = os.stat(path)
-        return _sha256_in(os.path.abspath(path), state.st_ino, state.st_size, state.st_mtime_ns)
-    except OSError:
-        return ""  # Reading the file reports the error.
+def _hash(path: str) -> str:
+    return _sha256(path, stamp_of(Path(path)))
 
 
 @lru_cache(maxsize=256)
-def _sha256_in(path: str, *state: int) -> str:
-    """Return the hash of a file in this state. A run needs it each time that it looks for names."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _sha256(path: str, stamp: object) -> str:
+    """Return the hash of a file with this stamp, which a run needs each time that it looks for names."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""  # Reading the file reports the error.
 
 
 def picture_files(chain: Chain, files: Sequence[SampleFiles]) -> list[SampleFiles]:

@@ -6,7 +6,7 @@ Each text is encoded alone, so that its embeddings are bitwise identical whateve
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -123,18 +123,15 @@ def warn_about_prompts(plan: Plan, reporter: Reporter) -> None:
     if not unknown:
         return
     known_words = sorted(t5.tokenizer.words)
-    near = {word: _nearest_word(word.lower(), known_words) for word in unknown[:_LISTED_WORDS]}
+    # Words of other languages are rarely meant.
+    alike = {word: [other for other in known_words if other[:1] == word[:1].lower()] for word in unknown}
+    near = {word: nearest(word.lower(), alike[word], cutoff=0.75) for word in unknown[:_LISTED_WORDS]}
     words = ", ".join(f'"{word}"' + (f' (nearest: "{known}")' if known else "") for word, known in near.items())
     more = f" and {len(unknown) - _LISTED_WORDS} more words" if len(unknown) > _LISTED_WORDS else ""
     knows = "; ".join(f"{kind}: {', '.join(known)}" for kind, known in vocabulary.items())
     reporter.warn(
         f"the {settings.model.name} model does not know {words}{more}" + (f"; it knows {knows}" if knows else "")
     )
-
-
-def _nearest_word(word: str, known: Sequence[str]) -> str | None:
-    """Return the known word that `word` is a form or a misspelling of. Words of other languages are rarely meant."""
-    return nearest(word, [other for other in known if other[:1] == word[:1]], cutoff=0.75)
 
 
 def read_vocabulary(folder: Path) -> dict[str, list[str]]:

@@ -174,21 +174,6 @@ def test_progress_is_called_and_what_it_raises_ends_the_call(
     assert evaluations == [(done, 4, "evaluations") for done in range(5)]
 
 
-def test_a_bar_is_shown_in_terminals_alone(
-    new_pipeline: Callable[..., Pipeline], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def shown(progress: str | None) -> str:
-        with new_pipeline(progress=progress) as pipe:
-            pipe("raining, sea", seed=7, num_frames=1)
-        return capfd.readouterr().err
-
-    assert shown("bar") == ""
-    for name in ("TTY_INTERACTIVE", "TTY_COMPATIBLE"):
-        monkeypatch.setenv(name, "1")
-    assert "denoise" in shown("bar")
-    assert shown(None) == ""
-
-
 def test_references_in_memory(new_pipeline: Callable[..., Pipeline], world: World) -> None:
     """A reference gives the same video as its file."""
     picture = Image.open(world.picture)

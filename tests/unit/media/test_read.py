@@ -118,11 +118,6 @@ class TestVideos:
         assert levels(read_video(path, fps=4).frames_THWC) == [0, 2, 5, 7, 10]
         assert levels(read_video(path, fps=5, num_frames=2, from_end=True).frames_THWC) == [8, 10]
 
-    def test_a_variable_rate_becomes_constant(self, tmp_path: Path) -> None:
-        path = write_video(tmp_path / "a.mkv", numbered(5), times=[0, 1, 2, 6, 7])
-        assert levels(read_video(path).frames_THWC) == [0, 1, 2, 3, 4]
-        assert levels(read_video(path, fps=10).frames_THWC)[:8] == [0, 1, 2, 2, 2, 2, 3, 4]
-
     @pytest.mark.parametrize("quarter_turns", [1, 2, 3])
     def test_phone_videos_are_turned_upright(self, tmp_path: Path, quarter_turns: int) -> None:
         stored = red_left_green_top().expand(3, -1, -1, -1)

@@ -128,7 +128,7 @@ def decode_peak(plan: Plan, offload: OffloadPlan) -> int:
 
 def encode_peak(plan: Plan) -> int:
     vae = new_autoencoder(plan.settings.vae).to(plan.hardware.dtype).requires_grad_(False)
-    parts = reference_parts(plan.mode, causal=plan.settings.vae.grid.is_causal, lengths=plan.lengths)
+    parts = reference_parts(plan.mode, causal=plan.settings.vae.grid.is_causal, lengths=plan.settings.condition.lengths)
 
     def run() -> object:
         references = [Reference(torch.zeros(3, part.num_frames, plan.height, plan.width), True) for part in parts]

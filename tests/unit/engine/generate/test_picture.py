@@ -1,18 +1,16 @@
 """A picture that is made first: what asks for it, and that it is given as its file would be."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 from tiny_world import flux_settings, names, picture_first_settings, released_settings
 
 from opensora_cli.core.device import GIB
-from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
+from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.engine.components.hardware import Hardware
-from opensora_cli.engine.estimate.offload import StageMemory
 from opensora_cli.engine.generate import decode, pipeline
-from opensora_cli.engine.generate.chain import make_chain, require_fit
+from opensora_cli.engine.generate.chain import make_chain
 from opensora_cli.engine.generate.dry_run import PlanDocument
 from opensora_cli.engine.generate.plan import PICTURE
 from opensora_cli.engine.generate.request import picture_settings, refuse_early, resolve, size_of_picture, with_mode
@@ -85,17 +83,6 @@ def test_one_plan_has_the_memory_of_both(tmp_path):
     assert "missing   Open_Sora_v2.safetensors" in document.lines()
     assert "first     a picture of 1024x576, by flux1-dev in 50 steps" in document.lines()
     assert document.to_json()["jobs"][0]["model"] == "flux1-dev"
-
-
-@pytest.mark.usefixtures("without_estimates")
-def test_a_picture_that_does_not_fit_is_refused(world, tmp_path):
-    chain = make_chain(with_mode(picture_first_settings(world, tmp_path), None))
-    large = StageMemory("denoise", weight_bytes=2**60, data_bytes=0)
-    chain = chain.change(lambda plan: replace(plan, stages=(large,)), only=PICTURE)
-    assert not chain.fits
-    with pytest.raises(HardwareError, match="the stage picture denoise needs") as caught:
-        require_fit(chain)
-    assert "--set picture.first=false" in caught.value.hint
 
 
 @pytest.mark.usefixtures("without_estimates")

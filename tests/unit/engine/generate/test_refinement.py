@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from PIL import Image
 from tiny_world import RecordingReporter
 
 from opensora_cli.core.exceptions import FileProblem, RequestError
-from opensora_cli.engine.generate import ranks, refinement
+from opensora_cli.engine.generate import refinement
 from opensora_cli.engine.generate.refinement import (
     KINDS,
     ChatServer,
@@ -212,25 +211,6 @@ class TestRequirements:
         monkeypatch.delenv("OSORA_REFINE_URL")
         note_plan(settings_of(), reporter)
         assert reporter.warnings[0].startswith("a run would be refused: OSORA_REFINE_URL is not set")
-
-
-@pytest.mark.parametrize("is_main", [True, False])
-def test_of_ranks_that_others_have_started_the_first_asks(start, monkeypatch, is_main):
-    stub, met = start("A red boat."), []
-
-    def meeting(*_, **__):
-        met.append(len(stub.asked))
-        raise InterruptedError
-
-    monkeypatch.setattr(ranks, "settings_of_ranks", lambda settings, _: settings)
-    monkeypatch.setattr(ranks, "joined", meeting)
-    context = SimpleNamespace(is_main=is_main)
-    with (
-        pytest.raises(InterruptedError),
-        ranks.joined_ranks(settings_of(runtime__device="cpu"), context, RecordingReporter()),
-    ):
-        pass
-    assert met == [int(is_main)]
 
 
 def ask(*, read=str, tries=3, reporter=None) -> str:

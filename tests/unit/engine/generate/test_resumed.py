@@ -1,8 +1,6 @@
 """A run that is stopped while it denoises goes on from the step that it has reached, to the same bytes."""
 
-import errno
 import json
-import os
 import shlex
 import shutil
 from pathlib import Path
@@ -10,7 +8,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, safe_open, save_file
 from small_stages import small_stages
-from stopping import continued, stop_after, stopped
+from stopping import continued, stopped
 from tiny_world import RecordingReporter, demo_settings, names
 
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
@@ -133,18 +131,6 @@ def test_overwriting_goes_on_only_where_it_is_asked_for(world, tmp_path, whole):
     result, _ = go_on(state, output__overwrite=True)
     assert (result.model_evaluations, (tmp_path / "clip.mp4").read_bytes()) == (4, whole)
     assert names(tmp_path) == ["clip.mp4", "clip.mp4.json"]
-
-
-def test_a_full_disk_is_a_warning_where_the_run_is_ended_anyway(world, tmp_path, monkeypatch, reporter):
-    def full(*_args, **_options):
-        raise OutputError(f"cannot write: {os.strerror(errno.ENOSPC)}")
-
-    stop_after(monkeypatch, 2)
-    monkeypatch.setattr(denoise, "save_latents", full)
-    with pytest.raises(KeyboardInterrupt, match="nothing was finished yet"):
-        generate(demo_settings(world, tmp_path, **T2V), reporter=reporter)
-    [warning] = reporter.warnings
-    assert warning == "the latents of the last step cannot be saved: cannot write: No space left on device"
 
 
 def test_an_error_in_the_middle_keeps_what_is_done(world, tmp_path, monkeypatch, reporter, whole):

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 from closeness import assert_close
-from tiny_world import dc_ae_settings, demo_settings, flux_settings, names, released_settings
+from tiny_world import RecordingReporter, dc_ae_settings, demo_settings, flux_settings, names, released_settings
 
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import denoise, models, references
+from opensora_cli.engine.generate import request as requests
 from opensora_cli.engine.generate.dry_run import plan_generation
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.request import resolve
@@ -20,7 +21,7 @@ from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.files import read_tags
 from opensora_cli.media.read import read_picture, read_video
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.load import GenerateRequest, read_sidecar
+from opensora_cli.settings.load import GenerateRequest, read_request, read_sidecar
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
@@ -181,20 +182,6 @@ def test_what_the_branches_are_shown(world, tmp_path, monkeypatch):
     assert_close(latents[:, :1], reference)
 
 
-def test_distilled_model_is_told_its_guidance(world, tmp_path):
-    transformer = CountingTransformer()
-    embeds = PromptEmbeds(torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[3.0], [4.0]]))
-    settings = released_settings(
-        world, tmp_path, model__guidance_embed="true", model__cond_embed="false", sampling__embedded_guidance="3.5"
-    )
-    denoise.sample_latents(make_plan(settings), transformer, embeds, None, seed=0)
-    assert len(transformer.calls) == 2
-    for call in transformer.calls:
-        assert call["embedded_guidance_B"].item() == 3.5
-        assert call["conditioning_BNK"] is None
-        assert call["prompt_embeds_BLC"].item() == 1.0
-
-
 class TestPrompts:
     def test_five_thousand_characters(self, world, tmp_path, reporter):
         prompt = "a boat on the sea at night, " * 180
@@ -271,3 +258,18 @@ def test_a_seamless_loop_leaves_out_its_last_frame(world, tmp_path, reporter):
     assert video.given_frames_psnr_db == whole.given_frames_psnr_db
     with pytest.raises(RequestError, match=r"condition\.seamless=true has no effect with condition\.mode=i2v_head"):
         generate(demo_settings(world, tmp_path, condition__references=str(world.picture), condition__seamless="true"))
+
+
+def test_a_request_that_no_model_allows_is_refused_before_torch_chooses_one(monkeypatch):
+    def choose_model(*_, loading, **__):
+        with loading():
+            raise AssertionError("torch was asked")
+
+    monkeypatch.setattr(requests, "choose_model", choose_model)
+    typed = {"prompt": Given("sea", "PROMPT")}
+    wrong = read_request(overrides={**typed, "runtime.device": Given("gpu", "--device")}, environment={})
+    with pytest.raises(RequestError, match=r"runtime\.device=gpu must be .* \(from --device\)"):
+        requests.resolve(wrong, reporter=RecordingReporter())
+    large = read_request(overrides={**typed, "video.resolution": Given("768px", "--res")}, environment={})
+    with pytest.raises(AssertionError, match="torch was asked"):
+        requests.resolve(large, reporter=RecordingReporter())
