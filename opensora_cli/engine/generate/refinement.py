@@ -139,13 +139,13 @@ class ChatServer:
         request = Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
         if self._key:
             request.add_unredirected_header("Authorization", f"Bearer {self._key}")
-        end, content = monotonic() + self._timeout_s, b""
+        end, content = monotonic() + self._timeout_s, bytearray()
         with build_opener(_NoRedirects).open(request, timeout=self._timeout_s) as response:
             while len(content) <= MAX_JSON_BYTES and (part := response.read1(2**16)):
                 content += part
                 if monotonic() > end:  # The timeout of a socket is that of one read.
                     raise TimeoutError("timed out")
-        return parse_object(content)
+        return parse_object(bytes(content))
 
     def _shown(self, text: str) -> str:
         return plain(" ".join(text.split()).replace(self._key or "\0", "<hidden>"))

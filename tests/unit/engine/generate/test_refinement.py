@@ -215,7 +215,7 @@ class TestRequirements:
 
 def ask(*, read=str, tries=3, reporter=None) -> str:
     """Ask the server that the environment names."""
-    server = ChatServer(timeout_s=0.3, tries=tries, reporter=reporter or RecordingReporter())
+    server = ChatServer(timeout_s=1.0, tries=tries, reporter=reporter or RecordingReporter())
     return server.ask("be brief", "a boat", pictures=(), read=read)
 
 
@@ -274,7 +274,7 @@ class TestServer:
             handler.send_response(400)
             handler.send_header("Content-Length", "100")
             handler.end_headers()
-            time.sleep(0.6)
+            time.sleep(1.5)
 
         start(answer)
         assert problem().endswith(" refuses: 400 Bad Request")
@@ -287,7 +287,7 @@ class TestServer:
             (said(None), "an answer without text"),
             (b" " * 10_000_001, "JSON with more values"),
             (lambda handler: handler.connection.close(), ""),
-            (lambda handler: time.sleep(0.6), "timed out"),
+            (lambda handler: time.sleep(1.5), "timed out"),
             (drip, "timed out"),
         ],
         ids=["text", "empty", "none", "endless", "closed", "late", "dripping"],
