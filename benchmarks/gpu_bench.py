@@ -14,11 +14,10 @@ from opensora_cli.core.device import GIB, release_memory
 from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.estimate.transformer import evaluation_work
-from opensora_cli.engine.generate import loading
+from opensora_cli.engine.generate import models
 from opensora_cli.engine.generate.chain import alone
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.plan import Plan, make_plan
 from opensora_cli.engine.mem_profile.measured_stages import random_transformer
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.bench_generate import tried_settings
@@ -88,13 +87,13 @@ class Bench:
         compiled = getattr(settings, "compile", False)
         form = settings.model, settings.precision, settings.memory, offload.mode, offload.resident_blocks, compiled
         if self._kept is not None and self._kept[0] == form:
-            loading.prepare(self._kept[1], plan)
+            models.prepare(self._kept[1], plan)
             return self._kept[1]
         self.release()
         transformer = random_transformer(plan)
-        loading.prepare(transformer, plan)
+        models.prepare(transformer, plan)
         if offload.mode is OffloadMode.BLOCKS:
-            self._ends.enter_context(loading.streamed_blocks(plan, transformer))
+            self._ends.enter_context(models.streamed_blocks(plan, transformer))
         self._kept = form, transformer
         return transformer
 

@@ -19,8 +19,7 @@ from opensora_cli.core.formatting import duration
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.estimate.predicted_time import TRAFFIC, Seconds, added, times, total
 from opensora_cli.engine.generate.chain import alone
-from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.plan import Plan, make_plan
 from opensora_cli.engine.generate.predicted import decoding, evaluation, loading, predict_time, text
 from opensora_cli.engine.generate.ranks import hardware_of_ranks
 from opensora_cli.engine.train.estimate import estimate_training

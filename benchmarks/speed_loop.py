@@ -16,9 +16,8 @@ from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import CHUNK_TOKENS
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.loading import load_transformer
-from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.models import load_transformer
+from opensora_cli.engine.generate.plan import Plan, make_plan
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.vae.hunyuan import HunyuanVAE

@@ -6,7 +6,7 @@ import torch
 
 from opensora_cli.core.device import GIB
 from opensora_cli.engine.components.hardware import Hardware
-from opensora_cli.engine.generate.planning import make_chain
+from opensora_cli.engine.generate.chain import make_chain
 from opensora_cli.settings.load import load_preset
 
 

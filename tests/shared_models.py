@@ -7,7 +7,7 @@ from shared_tokens import mesh_of
 from small_stages import small_stages
 
 from opensora_cli.engine.components.parallelize import shard_transformer
-from opensora_cli.engine.generate import planning
+from opensora_cli.engine.generate import plan as planning
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.mesh import ParallelMesh

@@ -82,7 +82,10 @@ def given_of(plan: Plan, filmed_THWC: NDArray[np.uint8]) -> list[Reference]:
     """Return the frames of a clip that the plan's mode gives."""
     grid = plan.settings.vae.grid
     parts = reference_parts(
-        plan.mode, causal=grid.is_causal, temporal_compression=grid.time_compression_ratio, lengths=plan.lengths
+        plan.mode,
+        causal=grid.is_causal,
+        temporal_compression=grid.time_compression_ratio,
+        lengths=plan.settings.condition.lengths,
     )
     ends = [True] * plan.mode.at_head + [False] * plan.mode.at_tail
     filmed = torch.from_numpy(filmed_THWC)

@@ -36,10 +36,8 @@ from demo_world.translated_captions import Language
 from opensora_cli.core.exceptions import OsoraError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.planning import make_plan
-from opensora_cli.engine.generate.references import with_mode
-from opensora_cli.engine.generate.request import resolve
+from opensora_cli.engine.generate.plan import Plan, make_plan
+from opensora_cli.engine.generate.request import resolve, with_mode
 from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings

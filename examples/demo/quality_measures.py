@@ -24,8 +24,7 @@ from measured_scenes import (
 )
 from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.plan import Plan, make_plan
 from opensora_cli.engine.generate.references import GivenFramesPSNR
 from scene_reader import (
     ANSWERS,

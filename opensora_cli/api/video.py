@@ -8,6 +8,7 @@ import tempfile
 import time
 import webbrowser
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -18,10 +19,10 @@ from pydantic import ValidationError
 
 from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.exceptions import HardwareError, RequestError
-from opensora_cli.engine.generate.chain import VIDEO
 from opensora_cli.engine.generate.decode import Figures, HeldVideo, write_video
-from opensora_cli.engine.generate.outputs import Claims, check_outputs, find_target
-from opensora_cli.engine.generate.saved_latents import remove_latents
+from opensora_cli.engine.generate.outputs import check_outputs, find_target
+from opensora_cli.engine.generate.plan import VIDEO
+from opensora_cli.engine.generate.sample import remove_latents
 from opensora_cli.engine.generate.sidecar import sample_settings
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.explain import explain
@@ -76,9 +77,9 @@ class Video:
         chain = held.chain.change(lambda plan: replace(plan, settings=settings), only=VIDEO)
 
         def figures() -> Figures:
-            return replace(held.figures, timings_s={**held.figures.timings_s, "save": time.perf_counter() - start})
+            return held.figures.with_times(save=time.perf_counter() - start)
 
-        with Claims() as claims:
+        with ExitStack() as claims:
             check_outputs(chain, create=True)
             request = self._request_sha256(settings.sampling.seed, settings.output_format)
             sample = find_target(settings, 0, request, claims=claims)

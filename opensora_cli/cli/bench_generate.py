@@ -55,7 +55,7 @@ def bench_generate(given: Layer, call: Call) -> None:
         for name, changes in (tries or {}).items():
             tried_settings(exact, changes, name=name)
     with call.loading():
-        from opensora_cli.engine.bench_generate.run import bench_generate as compare
+        from opensora_cli.engine.bench_generate import bench_generate as compare
 
     flags = call.again("--try", "--repeats")
     report = compare(exact, tries, repeats=repeats or 1, reporter=call.reporter, context=context, rank_flags=flags)

@@ -184,18 +184,6 @@ def suggested_mode(are_pictures: Sequence[bool]) -> ConditionMode | None:
     return None
 
 
-def longest_mode(
-    position: Position, num_frames: int, *, causal: bool, temporal_compression: int, lengths: ReferenceLengths
-) -> tuple[ConditionMode, int] | None:
-    """Return the mode that uses most frames of a video of `num_frames`, and that number; None if no mode fits."""
-    takes = [
-        (mode, lengths.pixel_frames(mode, causal=causal, temporal_compression=temporal_compression))
-        for mode in CONDITION_MODES.values()
-        if mode.position is position and mode.needs_reference
-    ]
-    return max((each for each in takes if each[1] <= num_frames), key=lambda each: each[1], default=None)
-
-
 def reference_parts(
     mode: ConditionMode,
     *,

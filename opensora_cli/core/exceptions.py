@@ -39,15 +39,6 @@ class MediaError(FileProblem):
     """A picture or video cannot be read."""
 
 
-class TooShortError(MediaError):
-    """A video has fewer frames than are needed."""
-
-    def __init__(self, message: str, *, num_frames: int, hint: str | None = None) -> None:
-        super().__init__(message, hint=hint)
-        self.num_frames = num_frames
-        """Number of frames in the video."""
-
-
 class OutputError(FileProblem):
     """A result cannot be written."""
 

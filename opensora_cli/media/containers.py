@@ -1,20 +1,18 @@
 """Videos in containers (MP4, MKV, WebM, AVI, ...), through PyAV."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from itertools import dropwhile, islice, pairwise
 from pathlib import Path
-from typing import Protocol, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 import av
 import numpy as np
 import torch
 from av.container import InputContainer
-from av.filter import Graph
-from av.sidedata.sidedata import SideDataContainer
-from av.sidedata.sidedata import Type as SideDataType
 from av.stream import Disposition
 from av.video.reformatter import Colorspace, Interpolation
 
@@ -42,44 +40,33 @@ _PICTURE_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1"
 
 _MOST_PIXELS = 2**28
 """Limit of square pixels in a frame: 16,384 x 16,384."""
-
 _WIDEST_PIXEL = Fraction(8)
 """Largest width of a pixel divided by its height, or height by width; known formats have at most 2.2."""
-
 _UNSPECIFIED_COLORS = 2
 """Code of an unknown color space (ITU-T H.273)."""
-
 _FALLBACK_FPS = 24.0
-
 _MOST_DRIFT = 0.25
 """Largest error of the mean rate at the wanted frame, in frames."""
-
 _UNEVEN = 2.0
 """Longest frame, in usual frames, of a video at a constant rate. Some programs drop single frames."""
-
 _MOST_REORDERED = 64
 """More packets than any codec stores between two consecutive frames."""
 
 _Part = TypeVar("_Part")
 
 
-class StoredFrame(Protocol):
+class StoredFrame(NamedTuple):
     """Decoded frame in the form of its decoder."""
 
-    @property
-    def time(self) -> float:
-        """Start in seconds."""
-
-    @property
-    def duration(self) -> float:
-        """Duration in seconds, if no frame follows."""
-
-    def to_rgb(self) -> torch.Tensor:
-        """Return the frame as uint8 RGB (H, W, 3), upright."""
+    time: float
+    """Start in seconds."""
+    duration: float
+    """Duration in seconds, if no frame follows."""
+    to_rgb: Callable[[], torch.Tensor]
+    """Function that returns the frame as uint8 RGB (H, W, 3), upright."""
 
 
-@dataclass(frozen=True)
-class VideoSource:
+class VideoSource(NamedTuple):
     """Open video: frames, which are decoded on access, and mean rate."""
 
     frames: Iterator[StoredFrame]
@@ -146,11 +133,7 @@ def probe_video(path: Path) -> MediaFacts:
 
 
 def decode_whole(path: Path, *, num_frames: int) -> None:
-    """Decode all `num_frames` of a video file.
-
-    Raises MediaError with the first damaged frame, or with the number of frames if some are missing. A codec without
-    checksums shows some damage as other pictures.
-    """
+    """Decode all `num_frames` of a video; MediaError names the first damaged frame or the missing ones."""
     found = 0
     try:
         with _opened(path, threads=1) as (container, track):
@@ -239,7 +222,7 @@ def _shown_times(packets: "Iterable[av.Packet[av.VideoStream]]") -> Iterator[int
 
 
 def _is_uneven(times: Sequence[int | None]) -> bool:
-    """Return whether the longest frame lasts over twice as long as the usual one; times in any unit."""
+    """Return whether the longest frame lasts over twice as long as the usual one."""
     known = sorted(time for time in times if time is not None)
     durations = sorted(later - earlier for earlier, later in pairwise(known))
     return bool(durations) and durations[-1] > _UNEVEN * durations[len(durations) // 2]
@@ -249,57 +232,19 @@ def _mean_rate(track: av.VideoStream) -> float:
     return float(track.average_rate or track.guessed_rate or _FALLBACK_FPS)
 
 
-def _numbered(
-    decoded: Iterable[av.VideoFrame], track: av.VideoStream, *, threads: int | None
-) -> "Iterator[_ContainerFrame]":
-    """Yield decoded frames without interlacing, with the time that they have if the file names none."""
-    rate = _mean_rate(track)
-    pixel_aspect = track.sample_aspect_ratio or Fraction(1)
-    for index, frame in enumerate(_deinterlaced(decoded)):
-        yield _ContainerFrame(frame, index / rate, 1 / rate, pixel_aspect, threads)
-
-
-def _deinterlaced(decoded: Iterable[av.VideoFrame]) -> Iterator[av.VideoFrame]:
-    """Yield the frames, one for one; those of two fields at different times with FFmpeg's `bwdif` filter."""
-    graph: Graph | None = None
-    form = None
-    for frame in decoded:
-        if graph is not None and form != (frame.width, frame.height, frame.format.name):
-            graph.push(None)
-            yield from _filtered(graph)
-            graph = None
-        if graph is None:
-            if not frame.interlaced_frame:
-                yield frame
-                continue
-            form = (frame.width, frame.height, frame.format.name)
-            graph = Graph()
-            graph.link_nodes(
-                graph.add_buffer(
-                    width=frame.width, height=frame.height, format=frame.format, time_base=frame.time_base
-                ),
-                graph.add("bwdif", mode="send_frame", deint="interlaced"),
-                graph.add("buffersink"),
-            ).configure()
-        graph.push(frame)
-        yield from _filtered(graph)
-    if graph is not None:
-        graph.push(None)
-        yield from _filtered(graph)
-
-
-def _filtered(graph: Graph) -> Iterator[av.VideoFrame]:
-    """Yield the frames that are ready."""
-    while True:
-        try:
-            yield cast(av.VideoFrame, graph.pull())
-        except (av.BlockingIOError, av.EOFError):
-            return
+def _numbered(decoded: Iterable[av.VideoFrame], track: av.VideoStream, *, threads: int | None) -> Iterator[StoredFrame]:
+    """Yield decoded frames, with the time that they have if the file names none. `threads` convert the colors."""
+    rate, aspect = _mean_rate(track), track.sample_aspect_ratio or Fraction(1)
+    for index, frame in enumerate(decoded):
+        duration = float(frame.duration * frame.time_base) if frame.duration and frame.time_base else 1 / rate
+        yield StoredFrame(
+            index / rate if frame.pts is None else frame.time, duration, partial(_rgb, frame, aspect, threads)
+        )
 
 
 def _frames_after_seeking(
     container: InputContainer, track: av.VideoStream, path: Path, *, start: int, threads: int | None
-) -> "Iterator[_ContainerFrame] | None":
+) -> Iterator[StoredFrame] | None:
     """Return the frames from number `start` on; None if seeking fails."""
     wanted = _place_before(container, track, path, frame=start)
     if wanted is None:
@@ -333,59 +278,22 @@ def _place_before(container: InputContainer, track: av.VideoStream, path: Path, 
     return None if frame >= len(times) else (times[frame - 1] + times[frame]) / 2
 
 
-@dataclass(frozen=True)
-class _ContainerFrame:
-    decoded: av.VideoFrame
-    usual_time: float
-    usual_duration: float
-    pixel_aspect: Fraction
-    """Width of a pixel divided by its height."""
-    threads: int | None
-    """Threads that convert the colors; None for those of the machine."""
-
-    @property
-    def time(self) -> float:
-        return self.usual_time if self.decoded.pts is None else self.decoded.time
-
-    @property
-    def duration(self) -> float:
-        length, time_base = self.decoded.duration, self.decoded.time_base
-        return float(length * time_base) if length and time_base else self.usual_duration
-
-    def to_rgb(self) -> torch.Tensor:
-        """Return the frame upright, with square pixels, and in the colors of sRGB."""
-        frame = self.decoded
-        # The shorter side is stretched, so that no detail is lost.
-        wider, higher = max(self.pixel_aspect, Fraction(1)), max(1 / self.pixel_aspect, Fraction(1))
-        is_hdr = frame.color_trc in (hdr.PQ, hdr.HLG)
-        rgb = frame.reformat(
-            width=round(frame.width * wider),
-            height=round(frame.height * higher),
-            format="rgb48le" if is_hdr else "rgb24",
-            src_colorspace=Colorspace.ITU709 if _is_untagged_hd(frame) else None,
-            interpolation=EXACT_COLORS,
-            threads=self.threads,
-        ).to_ndarray()
-        if is_hdr:
-            rgb = hdr.to_sdr(rgb.astype(np.uint16, copy=False), transfer=frame.color_trc)
-        return torch.from_numpy(np.ascontiguousarray(_upright(rgb, frame)))
-
-
-def _is_untagged_hd(frame: av.VideoFrame) -> bool:
-    """Return whether players assume BT.709 for a frame that names no color space; they assume BT.601 for small ones."""
-    return frame.colorspace == _UNSPECIFIED_COLORS and (frame.width >= 1280 or frame.height > 576)
-
-
-def _upright(picture_HWC: np.ndarray, frame: av.VideoFrame) -> np.ndarray:
-    """Return a frame turned and mirrored by its display matrix, in quarter turns, as phones store upright videos."""
-    side_data = cast(SideDataContainer, frame.side_data)  # PyAV's stubs know only one kind.
-    if SideDataType.DISPLAYMATRIX not in side_data:
-        return picture_HWC
-    matrix = bytes(side_data[SideDataType.DISPLAYMATRIX])
-    # Row vectors: (x', y') = (x, y) [[a, b], [c, d]], in 16.16 fixed point, each row of three entries.
-    a, b, _, c, d = np.frombuffer(matrix, dtype=np.int32, count=5).tolist()
-    quarter_turned = abs(b) > abs(a)
-    if quarter_turned:
-        picture_HWC = picture_HWC.transpose(1, 0, 2)
-    flip_x, flip_y = (c < 0, b < 0) if quarter_turned else (a < 0, d < 0)
-    return picture_HWC[:: -1 if flip_y else 1, :: -1 if flip_x else 1]
+def _rgb(frame: av.VideoFrame, aspect: Fraction, threads: int | None) -> torch.Tensor:
+    """Return a frame upright, with square pixels, and in the colors of sRGB; `aspect` is that of its pixels."""
+    # The shorter side is stretched, so that no detail is lost.
+    wider, higher = max(aspect, Fraction(1)), max(1 / aspect, Fraction(1))
+    is_hdr = frame.color_trc in (hdr.PQ, hdr.HLG)
+    # Players assume BT.709 for a large frame that names no color space, and BT.601 for a small one.
+    is_untagged_hd = frame.colorspace == _UNSPECIFIED_COLORS and (frame.width >= 1280 or frame.height > 576)
+    rgb = frame.reformat(
+        width=round(frame.width * wider),
+        height=round(frame.height * higher),
+        format="rgb48le" if is_hdr else "rgb24",
+        src_colorspace=Colorspace.ITU709 if is_untagged_hd else None,
+        interpolation=EXACT_COLORS,
+        threads=threads,
+    ).to_ndarray()
+    if is_hdr:
+        rgb = hdr.to_sdr(rgb.astype(np.uint16, copy=False), transfer=frame.color_trc)
+    # Phones store upright videos in quarter turns.
+    return torch.from_numpy(np.ascontiguousarray(np.rot90(rgb, round(frame.rotation / 90))))

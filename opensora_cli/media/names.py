@@ -55,7 +55,8 @@ def _words(prompt: str) -> tuple[str, bool]:
     for character in unicodedata.normalize("NFC", unicodedata.normalize("NFC", prompt).lower()):
         category = unicodedata.category(character)
         after_letter = bool(kept) and kept[-1] != _SEPARATOR
-        if category[0] in "LN" or (category in ("Mn", "Mc") and after_letter and not _is_variation_selector(character)):
+        selects = "\ufe00" <= character <= "\ufe0f" or "\U000e0100" <= character <= "\U000e01ef"  # a variation
+        if category[0] in "LN" or (category in ("Mn", "Mc") and after_letter and not selects):
             kept.append(character)
             continue
         # S*: emoji and other symbols beyond the punctuation of a keyboard; Cs, Co, Cn: unknown characters.
@@ -65,10 +66,6 @@ def _words(prompt: str) -> tuple[str, bool]:
         if after_letter and category not in ("Cf", "Mn", "Mc", "Me"):
             kept.append(_SEPARATOR)
     return "".join(kept).strip(_SEPARATOR), lost_something
-
-
-def _is_variation_selector(character: str) -> bool:
-    return "\ufe00" <= character <= "\ufe0f" or "\U000e0100" <= character <= "\U000e01ef"
 
 
 def _cut(text: str, max_bytes: int) -> str:

@@ -6,7 +6,6 @@ import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 from opensora_cli.core.exceptions import MediaError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.reading import lack_of_machine
-from opensora_cli.media.containers import VideoSource
+from opensora_cli.media.containers import StoredFrame, VideoSource
 
 _BROKEN = (
     *(OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError),
@@ -105,16 +104,6 @@ def _frame_numbers(picture: Image.Image) -> range:
     return range(int(getattr(picture, "default_image", False)), getattr(picture, "n_frames", 1))
 
 
-@dataclass(frozen=True)
-class _PictureFrame:
-    picture_HWC: torch.Tensor
-    time: float
-    duration: float
-
-    def to_rgb(self) -> torch.Tensor:
-        return self.picture_HWC
-
-
 def _require_size(picture: Image.Image, path: Path, *, num_frames: int) -> None:
     """Raise MediaError for an animation that takes hours to decode, since a few bytes may fill any canvas."""
     width, height = picture.size
@@ -134,10 +123,11 @@ def _duration_ms(picture: Image.Image, number: int) -> int:
     return duration if duration >= SHORTEST_MS else _DEFAULT_DURATION_MS
 
 
-def _frames(picture: Image.Image, path: Path, numbers: range, durations_ms: list[int]) -> Iterator[_PictureFrame]:
+def _frames(picture: Image.Image, path: Path, numbers: range, durations_ms: list[int]) -> Iterator[StoredFrame]:
     time_ms = 0
     for number, duration_ms in zip(numbers, durations_ms, strict=True):
-        yield _PictureFrame(_rgb(picture, path, number), time_ms / 1000, duration_ms / 1000)
+        rgb_HWC = _rgb(picture, path, number)
+        yield StoredFrame(time_ms / 1000, duration_ms / 1000, rgb_HWC.detach)
         time_ms += duration_ms
 
 

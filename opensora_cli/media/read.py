@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from opensora_cli.core.exceptions import FileProblem, MediaError, TooShortError
+from opensora_cli.core.exceptions import FileProblem, MediaError
 from opensora_cli.core.formatting import shown_path
 from opensora_cli.core.reading import reading
 from opensora_cli.media import containers, pictures
@@ -174,10 +174,7 @@ def _exactly(frames: Iterator[torch.Tensor], num_frames: int, file: Path) -> Ite
 
 
 def _resampled(frames: Iterable[StoredFrame], fps: float, file: Path) -> Iterator[StoredFrame]:
-    """Yield the frame shown at 0, 1/fps, 2/fps ... seconds after the first.
-
-    Raises MediaError for more than `_MOST_RESAMPLED` frames, since a file may claim any time.
-    """
+    """Yield the frame shown at 0, 1/fps, 2/fps ... seconds after the first. A file may claim any time."""
     # Times in files are rounded: a frame a thousandth of a step later counts.
     tolerance = 1e-3 / fps
 
@@ -213,4 +210,4 @@ def _too_short(file: Path, *, found: int, wanted: int | None, fps: float | None)
     at_rate = "" if fps is None else f" at {fps:g} frames a second"
     frames = "1 frame" if found == 1 else f"{found} frames"
     message = f"{file} has {frames}{at_rate}, but {wanted} are needed"
-    return TooShortError(message, num_frames=found, hint="give a longer video")
+    return MediaError(message, hint="give a longer video")

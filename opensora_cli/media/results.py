@@ -36,6 +36,14 @@ class Extra(NamedTuple):
     """Whether an existing file of this name is replaced. Otherwise OutputError is raised."""
 
 
+def media_path(path: str | os.PathLike[str], *, format: str, num_frames: int) -> Path:
+    """Return the path of a result: `path`, or the folder of a PNG sequence."""
+    target = Path(path)
+    if format != "png" or num_frames == 1:
+        return target
+    return target.with_suffix("") if target.suffix.lower() == ".png" else target
+
+
 def sidecar_path(media: Path) -> Path:
     """Return the file of the sidecar of a result."""
     return media.with_name(f"{media.name}.json")

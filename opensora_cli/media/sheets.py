@@ -31,10 +31,7 @@ def film_strip(frames_THWC: torch.Tensor) -> torch.Tensor:
 
 
 def contact_sheet(cells: Sequence[tuple[str, torch.Tensor | None]]) -> torch.Tensor:
-    """Return one or more uint8 RGB pictures (H, W, 3) of one size, each below its label, on about a square.
-
-    The place of a missing picture is empty. Letters grow with the pictures.
-    """
+    """Return labeled uint8 RGB pictures (H, W, 3) of one size on about a square; a missing picture stays empty."""
     sizes = [tuple(picture_HWC.shape[:2]) for _, picture_HWC in cells if picture_HWC is not None] or [_EMPTY_SIZE]
     height, width = (max(size[axis] for size in sizes) for axis in range(2))
     letters = max(_SMALLEST_LETTERS, height // 9)

@@ -24,7 +24,7 @@ from opensora_cli.core.rank_link import beat
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.ranks import Ranks, watched
-from opensora_cli.engine.generate.references import refined_with_mode
+from opensora_cli.engine.generate.request import refined_with_mode
 from opensora_cli.engine.launch.failures import RankFailure
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
 from opensora_cli.engine.launch.rank import joined

@@ -132,7 +132,7 @@ def test_a_result_that_exists_starts_no_ranks(
     one = [*SHORT, "--steps", "1", "--out", "a.png", "--num-frames", "1", "--quiet"]
     assert main(one) == 0
     monkeypatch.setattr(
-        "opensora_cli.engine.generate.ranks.start_ranks", lambda *_, **__: pytest.fail("ranks are started")
+        "opensora_cli.engine.generate.run.start_ranks", lambda *_, **__: pytest.fail("ranks are started")
     )
     assert main([*one, "--gpus", "2"]) == 0
     assert capsys.readouterr().out == "a.png\n" * 2
@@ -209,7 +209,7 @@ def test_a_dry_run_plans_for_gpus_that_are_not_here(
     )
     assert document["jobs"][0]["mesh"]["ulysses"] == 2
     # A limit of memory is known. What would fit takes seconds, and has tests of its own.
-    monkeypatch.setattr("opensora_cli.engine.generate.planning._what_would_fit", lambda plan: "")
+    monkeypatch.setattr("opensora_cli.engine.generate.chain._what_would_fit", lambda plan: "")
     assert main([*command, "--memory-limit", "1MiB"]) == 4
     assert "memory.limit allows 1.00 MiB" in capsys.readouterr().err
 

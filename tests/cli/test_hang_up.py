@@ -12,7 +12,7 @@ from pseudo_terminals import Terminal
 from safetensors import safe_open
 
 from opensora_cli.checkpoint.shared_folder import wrong_files
-from opensora_cli.engine.generate.saved_latents import STEPS_KEY
+from opensora_cli.engine.generate.sample import STEPS_KEY
 
 pytestmark = pytest.mark.slow
 

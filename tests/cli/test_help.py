@@ -61,7 +61,7 @@ def test_commands_are_in_groups_and_the_help_ends_with_the_documentation(osora) 
 @pytest.mark.slow
 def test_a_plan_of_the_demo_imports_neither_transformers_nor_compilers() -> None:
     [modules] = modules_after(["generate", "raining, sea", "--model", "demo", "--dry-run", "--json"])
-    assert {"torch", "opensora_cli.engine.generate.planning"} <= modules
+    assert {"torch", "opensora_cli.engine.generate.plan"} <= modules
     assert modules.isdisjoint({"transformers", "huggingface_hub", "torch._dynamo", "torch._inductor", "sympy"})
 
 

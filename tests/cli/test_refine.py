@@ -10,7 +10,7 @@ from chat_server import KEY, ChatStub, serving
 from tiny_world import World, released_overrides
 
 from opensora_cli.cli import app
-from opensora_cli.engine.generate import ranks, refinement
+from opensora_cli.engine.generate import refinement, run
 from opensora_cli.settings.generate import GenerateSettings
 
 Start = Callable[..., ChatStub]
@@ -94,7 +94,7 @@ def test_a_plan_asks_nothing(start: Start, osora: Osora) -> None:
 
 def test_the_launcher_asks_once_for_all_ranks(start: Start, osora: Osora, monkeypatch: pytest.MonkeyPatch) -> None:
     stub, started = start("raining, a grey sea"), []
-    monkeypatch.setattr(ranks, "start_ranks", lambda settings, *_: started.append(settings))
+    monkeypatch.setattr(run, "start_ranks", lambda settings, *_: started.append(settings))
     assert osora("raining, sea", "--refine", "--gpus", "2", "--device", "cpu")[0] == 0
     [settings] = started
     assert isinstance(settings, GenerateSettings)

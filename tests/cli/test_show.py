@@ -10,7 +10,7 @@ from cli.fake_engine import FakeEngine
 from safetensors.torch import save_file
 
 from opensora_cli.cli.app import main
-from opensora_cli.engine.generate.saved_latents import STEPS_KEY
+from opensora_cli.engine.generate.sample import STEPS_KEY
 from opensora_cli.media.write import write_media
 
 SETTINGS = {"prompt": "sea", "sampling": {"seed": 7, "num_inference_steps": 3}, "video": {"fps": 12}}

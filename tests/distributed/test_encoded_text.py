@@ -16,7 +16,7 @@ from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import models as generate_models
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.text import text_embeds
 from opensora_cli.parallel.shares import MeshShape

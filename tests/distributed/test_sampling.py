@@ -24,11 +24,10 @@ from opensora_cli.engine.components.architectures import transformer_on_meta
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import packaged_demo
-from opensora_cli.engine.generate import loading
+from opensora_cli.engine.generate import models as loading
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.planning import make_plan
-from opensora_cli.engine.generate.process import ALONE
-from opensora_cli.engine.generate.ranks import Ranks
+from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.ranks import ALONE, Ranks
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention.torch_kernels import sdpa
 from opensora_cli.models.linears import LowRankLinear
@@ -86,7 +85,7 @@ def drawn(plan):
     )
     channels, _, rows, columns = plan.latent_shape
     ratio = plan.settings.vae.time_compression_ratio
-    parts = reference_parts(plan.mode, lengths=plan.lengths, temporal_compression=ratio)
+    parts = reference_parts(plan.mode, lengths=plan.settings.condition.lengths, temporal_compression=ratio)
     references = [
         torch.randn(channels, (part.num_frames - 1) // ratio + 1, rows, columns, generator=generator) for part in parts
     ]

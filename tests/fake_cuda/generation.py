@@ -18,16 +18,14 @@ from opensora_cli.core.progress import SilentReporter, StageProgress
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import denoise, pipeline
 from opensora_cli.engine.generate import run as generation_run
-from opensora_cli.engine.generate.chain import SEGMENT, Chain
+from opensora_cli.engine.generate.chain import Chain, make_chain
 from opensora_cli.engine.generate.decode import Clip
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.pipeline import computing, make
-from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.planning import make_chain
-from opensora_cli.engine.generate.process import ALONE, OneProcess
-from opensora_cli.engine.generate.ranks import joined_ranks
+from opensora_cli.engine.generate.plan import SEGMENT, Plan
+from opensora_cli.engine.generate.ranks import ALONE, Ranks, joined_ranks
 from opensora_cli.engine.generate.references import references_of
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.models.mmdit.model import _computed_where
@@ -117,7 +115,7 @@ def rehearse(
             stack.enter_context(mock.patch.object(pipeline, "text_embeds", _text_embeds))
         # There are no numbers to write.
         stack.enter_context(mock.patch.object(denoise, "save_latents"))
-        ranks: OneProcess = ALONE
+        ranks: Ranks = ALONE
         if world.size == 1:
             chain = generation_run.plan_here(settings, LoadedModels(), reporter=reporter)
         else:
@@ -133,7 +131,7 @@ def _planned(settings: GenerateSettings, **options: Any) -> Chain:
         return make_chain(settings, **options | {"tries_device": False}).with_threads()
 
 
-def _make(chain: Chain, ranks: OneProcess, reporter: LoggedReporter, *, decodes: bool) -> None:
+def _make(chain: Chain, ranks: Ranks, reporter: LoggedReporter, *, decodes: bool) -> None:
     files = [sample_files(chain.settings, index) for index in range(chain.num_samples)]
     with _disable_current_modes():
         references = references_of(chain.video, reporter) if ranks.is_main else []

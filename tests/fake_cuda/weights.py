@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.conditions import CONDITION_MODES, Source
 from opensora_cli.engine.components.architectures import autoencoder_on_meta, transformer_on_meta
-from opensora_cli.media.encode import png_bytes
-from opensora_cli.media.write import write_media
+from opensora_cli.media.write import png_bytes, write_media
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
 

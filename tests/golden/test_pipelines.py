@@ -13,7 +13,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.architectures import mmdit_config, new_autoencoder
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import decode, denoise
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import encode_references, references_of
 from opensora_cli.models.mmdit.layout import converter
 from opensora_cli.models.mmdit.model import MMDiT

@@ -32,9 +32,8 @@ from measured_scenes import scene_set
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import CheckpointError, OsoraError
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.planning import make_plan
-from opensora_cli.engine.generate.references import with_mode
+from opensora_cli.engine.generate.plan import Plan, make_plan
+from opensora_cli.engine.generate.request import with_mode
 from quality_measures import is_hard
 
 

@@ -18,7 +18,7 @@ from opensora_cli.engine.components.attention import AttentionUse, attention_ord
 from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.components.weights import DEFAULT_FOLDER, find_weights
 from opensora_cli.engine.env_check.report import Finding, PresetNeeds, note, ok, problem, warning
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.models.registry import DEMO, OPEN_SORA_V2
 from opensora_cli.settings.components import DOWNLOAD_COMMAND
 from opensora_cli.settings.enums import AttentionChoice

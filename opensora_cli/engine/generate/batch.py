@@ -21,11 +21,11 @@ from opensora_cli.core.rank_link import beat
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.weights import require_weights_of
+from opensora_cli.engine.generate.chain import require_fit, require_weights
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.pipeline import computing
-from opensora_cli.engine.generate.planning import require_fit, require_weights
 from opensora_cli.engine.generate.prompts import Row, Shard
 from opensora_cli.engine.generate.ranks import device_for_rows, joined_for_rows, require_devices, start_ranks, watched
 from opensora_cli.engine.generate.request import request_of_rank, resolve
@@ -48,7 +48,8 @@ _OF_A_ROW: Mapping[str, bool | set[str]] = {
     "condition": {"references"},
 }
 """Settings that may differ between rows with the same plan."""
-_MACHINE_NOTES = ("model", "attention", "threads", "offload", "memory", "weights", "refine")
+_MACHINE_NOTES = ("saved", "model", "attention", "threads", "offload", "memory", "weights", "refine")
+"""First words of the notes that are shown, each once."""
 
 
 class FailedRow(Document):
@@ -60,6 +61,11 @@ class FailedRow(Document):
     name: str | None = None
     """Name of the result in the table; None without one."""
     error: str
+
+    @classmethod
+    def of(cls, row: Row, error: OsoraError) -> "FailedRow":
+        """Return the document of a row."""
+        return cls(row=row.number, prompt=row.prompt, name=row.name, error=error.message)
 
 
 class BatchResult(Document):
@@ -85,12 +91,12 @@ class BatchResult(Document):
         if self.failed:
             others = "the others are finished; " if self.outputs else ""
             raise BatchError(
-                "\n".join([f"{len(self.failed)} of {self.rows} rows failed", *failed_lines(self.failed)]),
+                "\n".join([f"{len(self.failed)} of {self.rows} rows failed", *_failed_lines(self.failed)]),
                 hint=f"{others}--json lists all, and the same command tries these again",
             )
 
 
-def failed_lines(failed: Sequence[FailedRow]) -> list[str]:
+def _failed_lines(failed: Sequence[FailedRow]) -> list[str]:
     """Return a line for each of the first failed rows, and one with the number of the others."""
     lines = [f"row {each.row}: {each.error}" for each in failed[:_LISTED_ROWS]]
     return lines if len(failed) <= _LISTED_ROWS else [*lines, f"and {len(failed) - _LISTED_ROWS} more"]
@@ -120,7 +126,7 @@ class BatchPlan(Document):
         head = f"rows      {self.rows} of {shapes}, and {len(self.failed)} that would be refused"
         largest_first = sorted(self.shapes, key=lambda shape: -shape.plan.peak_bytes)
         plans = (line for shape in largest_first for line in (*shape.plan.lines(), f"rows      {shape.rows}", ""))
-        return [*plans, head, *failed_lines(self.failed)]
+        return [*plans, head, *_failed_lines(self.failed)]
 
     def raise_for_problems(self) -> None:
         """Raise HardwareError if a stage of a shape needs more memory than may be used."""
@@ -128,28 +134,25 @@ class BatchPlan(Document):
             shape.plan.raise_for_problems()
 
 
-class RowReporter(SilentReporter):
+class _RowReporter(SilentReporter):
     """Reporter of saved videos, of warnings with the number of their row, and of notes about the machine, each once."""
 
     def __init__(self, reporter: Reporter) -> None:
         self.row = 0
         self._reporter = reporter
-        self._noted: set[str] = set()
+        self._shown: set[str] = set()
 
     def note(self, text: str) -> None:
-        """Show a note about the machine or a saved video."""
-        kind = text.partition(":")[0]
+        kind = text.partition(":")[0].partition(" ")[0]
         # The number of threads is chosen for a row, and then a setting of it.
-        noted = kind if kind == "threads" else text
-        is_saved = text.startswith("saved ")
-        if (is_saved or kind in _MACHINE_NOTES) and noted not in self._noted:
-            self._noted.add(noted)
+        line = kind if kind == "threads" else text
+        if kind in _MACHINE_NOTES and line not in self._shown:
+            self._shown.add(line)
             self._reporter.note(text)
 
     def warn(self, text: str) -> None:
-        """Show a warning with the number of its row."""
-        if (line := f"row {self.row}: {text}") not in self._noted:
-            self._noted.add(line)
+        if (line := f"row {self.row}: {text}") not in self._shown:
+            self._shown.add(line)
             self._reporter.warn(line)
 
 
@@ -182,26 +185,26 @@ def generate_rows(
 
     Returns None if ranks were started; rank 0 prints the result.
     """
-    refuse_one_file(request)
+    _refuse_one_file(request)
     rows = shard.rows(rows)
     with LoadedModels(stay=True) as models:
         if context is None:
             own = _OwnRows(request, rows, models, reporter)
-            first = own.first_settings
-            if first is not None and first.parallel.world_size > 1:
-                require_devices(first)
-                start_ranks(first, "generate", rank_arguments, gives_settings=False)
-                return None
-            if first is not None:
+            if own.valid:
+                first = own.valid[0][1]
+                if first.parallel.world_size > 1:
+                    require_devices(first)
+                    start_ranks(first, "generate", rank_arguments, gives_settings=False)
+                    return None
                 require_weights_of(first)
             parts = [own.make(own.shown)]
-            own.raise_common_error()
+            if not own.outputs and len({error.message for _, error in own.errors}) == 1:
+                raise own.errors[0][1]  # What is wrong with every row is wrong with the request.
         else:
             own_rows = shard.part(context.rank, context.world_size).rows(rows)
             with joined_for_rows(context) as group:
                 own = _OwnRows(request_of_rank(request, context), own_rows, models, reporter)
-                first = own.first_settings
-                own.device = None if first is None else device_for_rows(first, context)
+                own.device = device_for_rows(own.valid[0][1], context) if own.valid else None
                 part = own.make(watched(own.shown))
                 beat("rows")  # The other ranks may take long.
                 parts = [_Part.model_validate(each) for each in all_gather_json(part.to_json(), group)]
@@ -218,21 +221,21 @@ def generate_rows(
 
 def plan_rows(request: GenerateRequest, rows: Sequence[Row], *, shard: Shard, reporter: Reporter) -> BatchPlan:
     """Return a plan for each group of rows that differ only in prompts, seed, references and name."""
-    refuse_one_file(request)
-    chosen, shown = shard.rows(rows), RowReporter(reporter)
+    _refuse_one_file(request)
+    chosen, shown = shard.rows(rows), _RowReporter(reporter)
     failed: list[FailedRow] = []
     plans: dict[str, PlanDocument] = {}
     counts: Counter[str] = Counter()
     for row in chosen:
         shown.row = row.number
         try:
-            settings = row_settings(row, request, shown)
+            settings = _row_settings(row, request, shown)
             shape = settings.model_dump_json(exclude=_OF_A_ROW)
             if shape not in plans:
                 plans[shape] = plan_generation(settings, reporter=shown, on=request.on)
             counts[shape] += 1
         except OsoraError as error:
-            failed.append(failed_row(row, error))
+            failed.append(FailedRow.of(row, error))
     shapes = tuple(PlannedShape(rows=counts[shape], plan=plan) for shape, plan in plans.items())
     return BatchPlan(rows=len(chosen), failed=tuple(failed), shapes=shapes)
 
@@ -241,52 +244,62 @@ class _OwnRows:
     """Rows of this process, with models that stay loaded."""
 
     def __init__(self, request: GenerateRequest, rows: Sequence[Row], models: LoadedModels, reporter: Reporter) -> None:
-        self._count, self._models = len(rows), models
-        self._reporter, self.shown = reporter, RowReporter(reporter)
+        self._count, self._models, self._reporter = len(rows), models, reporter
+        self.shown = _RowReporter(reporter)
         self.device: str | None = None
         """Device of this rank; None for the device of the settings."""
-        self._valid: list[tuple[Row, GenerateSettings]] = []
-        self._outputs: dict[int, tuple[Path, ...]] = {}
-        self._errors: list[tuple[Row, OsoraError]] = []
-        self._made = 0
+        self.valid: list[tuple[Row, GenerateSettings]] = []
+        self.outputs: dict[int, tuple[Path, ...]] = {}
+        self.errors: list[tuple[Row, OsoraError]] = []
         for row in rows:
             with self._failing(row):
-                self._valid.append((row, row_settings(row, request, self.shown)))
-        for line in failed_lines(self._failed()) if self._valid else ():
+                self.valid.append((row, _row_settings(row, request, self.shown)))
+        for line in _failed_lines(self._failed) if self.valid else ():
             reporter.warn(f"{line}; the others are made")
 
     @property
-    def first_settings(self) -> GenerateSettings | None:
-        """Settings of the first valid row; None if all are wrong."""
-        return self._valid[0][1] if self._valid else None
-
-    def raise_common_error(self) -> None:
-        """Raise the error that all rows share: an error of the request."""
-        if not self._outputs and len({error.message for _, error in self._errors}) == 1:
-            raise self._errors[0][1]
+    def _failed(self) -> tuple[FailedRow, ...]:
+        return tuple(FailedRow.of(row, error) for row, error in self.errors)
 
     def make(self, reporter: Reporter) -> _Part:
         """Make the rows that are not finished; `reporter` is that of each row."""
-        in_use: list[tuple[Row, GenerateSettings]] = []
+        made, in_use = 0, list[tuple[Row, GenerateSettings]]()
         with self._reporter.stage("rows", total=self._count, unit="rows") as progress:
-            progress.advance(len(self._errors))
-            try:
-                for start in range(0, len(self._valid), _ROWS_AHEAD):
-                    rows = self._valid[start : start + _ROWS_AHEAD]
-                    left = [each for row in rows if (each := self._encode_row(*row, reporter, progress)) is not None]
-                    in_use += [each for each in left if not self._make_row(*each, reporter, progress)]
-                while in_use := [each for each in in_use if not self._make_row(*each, reporter, progress)]:
-                    beat("rows")
-                    time.sleep(_LOOK_S)
-            except KeyboardInterrupt as interrupt:
-                finished = f"{len(self._outputs)} of {self._count} rows are finished: the same command continues"
-                raise KeyboardInterrupt(finished) from interrupt
-        return _Part(made=self._made, outputs=self._outputs, failed=tuple(self._failed()))
 
-    def _encode_row(
+            def make(row: Row, settings: GenerateSettings) -> None:
+                nonlocal made
+                with self._failing(row, progress):
+                    try:
+                        result = generate(settings, reporter=reporter, models=self._models, device=self.device)
+                    except InUseError:  # Another process makes it now.
+                        in_use.append((row, settings))
+                        return
+                    assert result is not None
+                    made += not all(video.made_before for video in result.videos)
+                    self._finish(row, [video.path for video in result.videos], progress)
+
+            progress.advance(len(self.errors))
+            try:
+                for start in range(0, len(self.valid), _ROWS_AHEAD):
+                    rows = self.valid[start : start + _ROWS_AHEAD]
+                    for left in [self._encode(*row, reporter, progress) for row in rows]:
+                        if left is not None:
+                            make(*left)
+                while waiting := in_use[:]:
+                    in_use.clear()
+                    for each in waiting:
+                        make(*each)
+                    beat("rows")
+                    time.sleep(_LOOK_S if in_use else 0)
+            except KeyboardInterrupt as interrupt:
+                finished = f"{len(self.outputs)} of {self._count} rows are finished: the same command continues"
+                raise KeyboardInterrupt(finished) from interrupt
+        return _Part(made=made, outputs=self.outputs, failed=self._failed)
+
+    def _encode(
         self, row: Row, settings: GenerateSettings, reporter: Reporter, progress: StageProgress
     ) -> tuple[Row, GenerateSettings] | None:
-        """Encode the prompts of a row into the prompt cache; return its settings, None if it is finished or failed."""
+        """Encode the prompts of a row into the prompt cache; return what to make, None if it is finished or failed."""
         with self._failing(row, progress):
             chain = plan_here(settings, self._models, reporter=self.shown, device=self.device).with_threads()
             plan, files = chain.video, choose_outputs(chain)
@@ -299,31 +312,15 @@ class _OwnRows:
                 require_weights(chain, reporter)
                 require_fit(chain)
                 with computing(plan, reporter):
-                    for each in dict(chain.jobs).values():
+                    for each in chain.by_role.values():
                         text_embeds(each, self._models, Events(reporter, keeps_results=False))
             # These settings have the number of threads of a CPU, on which embeddings depend.
             return row, chain.settings
         return None
 
-    def _make_row(self, row: Row, settings: GenerateSettings, reporter: Reporter, progress: StageProgress) -> bool:
-        """Make a row; return False if another process makes it now."""
-        with self._failing(row, progress):
-            try:
-                result = generate(settings, reporter=reporter, models=self._models, device=self.device)
-            except InUseError:
-                return False
-            assert result is not None
-            self._made += not all(video.made_before for video in result.videos)
-            self._finish(row, [video.path for video in result.videos], progress)
-        return True
-
     def _finish(self, row: Row, paths: Sequence[Path], progress: StageProgress) -> None:
-        self._outputs[row.number] = tuple(paths)
+        self.outputs[row.number] = tuple(paths)
         progress.advance()
-
-    def _failed(self) -> list[FailedRow]:
-        """Return the documents of the rows that failed."""
-        return [failed_row(row, error) for row, error in self._errors]
 
     @contextmanager
     def _failing(self, row: Row, progress: StageProgress | None = None) -> Iterator[None]:
@@ -332,12 +329,12 @@ class _OwnRows:
         try:
             yield
         except OsoraError as error:
-            self._errors.append((row, error))
+            self.errors.append((row, error))
             if progress is not None:
                 progress.advance()
 
 
-def row_settings(row: Row, request: GenerateRequest, reporter: Reporter) -> GenerateSettings:
+def _row_settings(row: Row, request: GenerateRequest, reporter: Reporter) -> GenerateSettings:
     """Return the settings of a row."""
     if row.problem is not None:
         raise RequestError(row.problem)
@@ -356,23 +353,18 @@ def row_settings(row: Row, request: GenerateRequest, reporter: Reporter) -> Gene
         )
     changes: dict[str, object] = {"parallel.data_parallel_degree": parallel.world_size}
     if row.name is not None:
-        kind = settings.output_format
-        ending = "" if row.name.lower().endswith(f".{kind}") else f".{kind}"
-        changes["output.path"] = str(Path(settings.output.path) / f"{row.name}{ending}")
+        ending = f".{settings.output_format}"
+        name = row.name if row.name.lower().endswith(ending) else row.name + ending
+        changes["output.path"] = str(Path(settings.output.path) / name)
     try:
         return settings.replace(changes)
     except ValidationError as error:
         raise RequestError("; ".join(explain(error))) from error
 
 
-def refuse_one_file(request: GenerateRequest) -> None:
+def _refuse_one_file(request: GenerateRequest) -> None:
     """Raise RequestError if the request names one file for the results of all rows."""
     given = request.find("output.path")
     output = OutputSettings() if given is None else OutputSettings(path=str(given.value))
     if output.named_format is not None:
         raise RequestError(f"output.path={output.path} is one file: name a folder for the results of all rows")
-
-
-def failed_row(row: Row, error: OsoraError) -> FailedRow:
-    """Return the document of a row that failed."""
-    return FailedRow(row=row.number, prompt=row.prompt, name=row.name, error=error.message)

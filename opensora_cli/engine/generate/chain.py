@@ -1,43 +1,60 @@
-"""Chain of the jobs of a request: a picture, a draft, the video and the segments that extend it."""
+"""Chain of the jobs of a request: planned before any weight is read, and refused if it does not fit in memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
 
+import torch
+
+from opensora_cli.core.dtypes import torch_dtype
+from opensora_cli.core.exceptions import HardwareError, OsoraError
+from opensora_cli.core.progress import Reporter
 from opensora_cli.core.threads import pick_threads
+from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.parallelize import describe_mesh
+from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import TEXT, StageMemory
 from opensora_cli.engine.estimate.verdict import HostMemory, verdict_line
 from opensora_cli.engine.generate.outputs import num_samples
-from opensora_cli.engine.generate.plan import Plan, gib_or_less
-from opensora_cli.settings.enums import OffloadMode
+from opensora_cli.engine.generate.plan import (
+    DRAFT,
+    PICTURE,
+    SEGMENT,
+    VIDEO,
+    Plan,
+    gib_or_less,
+    make_plan,
+    rank_hardware,
+)
+from opensora_cli.engine.generate.request import draft_settings, picture_settings
+from opensora_cli.settings.enums import DType, HostWeights, OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 
-PICTURE, DRAFT, VIDEO, SEGMENT = "picture", "draft", "video", "extend"
-"""Roles of jobs. Names of stages begin with the role of their job; stages of the video have no prefix."""
-
-
-class Job(NamedTuple):
-    """One clip to make for each sample of a request."""
-
-    role: str
-    """PICTURE, DRAFT, VIDEO or SEGMENT."""
-    plan: Plan
+_CONTINUATION: Mapping[str, object] = {
+    "video.extend": 0,
+    "prompts_at": (),
+    "condition.mode": "t2v",
+    "condition.references": (),
+    "condition.continued": None,
+    "picture.first": False,
+    "picture.save": False,
+}
+"""Changes to the settings of a video for the segments that extend it, which continue frames in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chain:
     """Jobs of one request in order: the output of a job is the reference or the start of the next.
 
-    A chain is one video, with or without one of these: a picture that it shows, a draft that it starts from, or the
-    segments that extend it.
+    A chain is one video, with or without a picture that it shows, a draft that it starts from, or segments that extend
+    it.
     """
 
-    jobs: tuple[Job, ...]
+    jobs: tuple[Plan, ...]
 
     def find(self, role: str) -> Plan | None:
         """Return the plan of the first job with a role; None if there is none."""
-        return next((job.plan for job in self.jobs if job.role == role), None)
+        return next((plan for plan in self.jobs if plan.role == role), None)
 
     @property
     def video(self) -> Plan:
@@ -54,7 +71,7 @@ class Chain:
     @property
     def segments(self) -> tuple[Plan, ...]:
         """Plans of the video and of the segments that extend it."""
-        return tuple(job.plan for job in self.jobs if job.role in (VIDEO, SEGMENT))
+        return tuple(plan for plan in self.jobs if plan.role in (VIDEO, SEGMENT))
 
     @property
     def num_samples(self) -> int:
@@ -87,11 +104,16 @@ class Chain:
         return sum(plan.latent_bytes for plan in self.segments)
 
     @property
+    def by_role(self) -> dict[str, Plan]:
+        """One plan for each role, in order: segments that extend a video have equal plans."""
+        return {plan.role: plan for plan in self.jobs}
+
+    @property
     def stages(self) -> tuple[StageMemory, ...]:
-        """Stages of all jobs, named after their roles. All segments that extend a video have the same stages."""
+        """Stages of all jobs, named after their roles."""
         return tuple(
             stage if role == VIDEO else replace(stage, name=f"{role} {stage.name}")
-            for role, plan in dict(self.jobs).items()
+            for role, plan in self.by_role.items()
             for stage in plan.stages
             if not (role == SEGMENT and stage.name == TEXT)
         )
@@ -109,7 +131,7 @@ class Chain:
     @property
     def host(self) -> HostMemory:
         """Host memory of a machine: that of the job that needs the most."""
-        return max((plan.host for _, plan in self.jobs), key=lambda host: host.pinned_bytes + host.page_cache_bytes)
+        return max((plan.host for plan in self.jobs), key=lambda host: host.pinned_bytes + host.page_cache_bytes)
 
     @property
     def usable_bytes(self) -> int | None:
@@ -135,7 +157,6 @@ class Chain:
         hardware, frames, video = plan.hardware, plan.num_frames, settings.video
         size = f"{self.num_samples} x {plan.width}x{plan.height}"
         reused = f"{len(plan.reused_steps)} of them from the cache, " if plan.reused_steps else ""
-        mapped = [f"{each.name} {gib_or_less(each.mapped_bytes)}" for each in plan.stages if each.mapped_bytes]
         offload = plan.offload.lines()
         if plan.offload.modulation_on_host and plan.offload.mode is not OffloadMode.BLOCKS and plan.files is None:
             offload.insert(0, "modulation on the host, computed before the first step")
@@ -154,13 +175,9 @@ class Chain:
             if segments > 1
             else None,
             "memory": ", ".join(f"{stage.name} {gib_or_less(stage.total_bytes)}" for stage in self.stages),
-            "mapped": f"{', '.join(mapped)}: weights that are read from their files" if mapped else None,
             "devices": f"{plan.mesh.size}, {describe_mesh(plan.mesh)}" if plan.mesh.size > 1 else None,
             "exchange": plan.planned_exchange and plan.planned_exchange.line(),
             "attention": plan.attention and plan.attention.line(),
-            "compile": "the transformer's blocks, when they are first called"
-            if settings.compile and not plan.decodes_only
-            else None,
             "offload": "; ".join(offload),
             "host": self.host.line() if hardware.device.type != "cpu" else None,
         }
@@ -168,26 +185,18 @@ class Chain:
 
     def change(self, change: Callable[[Plan], Plan], *, only: str | None = None) -> "Chain":
         """Return the chain with `change` applied to every plan, or to the plans of the role `only`."""
-        return Chain(
-            tuple(Job(role, change(plan)) if only in (None, role) else Job(role, plan) for role, plan in self.jobs)
-        )
+        return Chain(tuple(change(plan) if only in (None, plan.role) else plan for plan in self.jobs))
 
     def with_threads(self) -> "Chain":
-        """Return the chain with the CPU threads of all jobs chosen for the video.
-
-        On a CPU the settings record the number, since sums depend on it.
-        """
+        """Return the chain with the CPU threads of all jobs; a CPU's settings record them, since sums depend on it."""
         plan, settings = self.video, self.settings
-        if plan.threads is not None:
-            threads = plan.threads
-        else:
-            # Values in one layer of the model that takes longest.
-            values = settings.video.num_frames * plan.height * plan.width * settings.vae.sizes.pixel_width
-            if not plan.decodes_only:
-                evaluations = max(1, plan.model_evaluations // plan.num_steps)
-                values = (plan.video_tokens + settings.text.t5_max_length) * settings.model.hidden_size * evaluations
-            ranks = settings.parallel.ranks_per_node
-            threads = pick_threads(asked=settings.runtime.threads, values=values, ranks=ranks)
+        # Values in one layer of the model that takes longest.
+        values = settings.video.num_frames * plan.height * plan.width * settings.vae.sizes.pixel_width
+        if not plan.decodes_only:
+            evaluations = max(1, plan.model_evaluations // plan.num_steps)
+            values = (plan.video_tokens + settings.text.t5_max_length) * settings.model.hidden_size * evaluations
+        ranks = settings.parallel.ranks_per_node
+        threads = plan.threads or pick_threads(asked=settings.runtime.threads, values=values, ranks=ranks)
 
         def change(plan: Plan) -> Plan:
             recorded = plan.settings.runtime.threads
@@ -200,4 +209,119 @@ class Chain:
 
 def alone(plan: Plan) -> Chain:
     """Return a chain of one job."""
-    return Chain((Job(VIDEO, plan),))
+    return Chain((replace(plan, role=VIDEO),))
+
+
+def make_chain(settings: GenerateSettings, *, hardware: Hardware | None = None, tries_device: bool = True) -> Chain:
+    """Return the jobs of a request, for the device of `settings` if `hardware` is None; see `make_plan`."""
+    plan = partial(make_plan, hardware=hardware or rank_hardware(settings), tries_device=tries_device)
+    jobs = []
+    if (picture := picture_settings(settings)) is not None:
+        jobs.append(plan(picture, role=PICTURE))
+    video = plan(settings)
+    if (draft := draft_settings(settings, height=video.height, width=video.width)) is not None:
+        jobs.append(plan(draft, role=DRAFT))
+    jobs.append(video)
+    if settings.video.extend:
+        segment = plan(settings.replace(_CONTINUATION), role=SEGMENT, held_frames=settings.num_frames)
+        jobs += [segment] * settings.video.extend
+    return Chain(tuple(jobs))
+
+
+def require_weights(chain: Chain, reporter: Reporter) -> None:
+    """Raise CheckpointError if weights are missing, with a warning if they would not fit either."""
+    for plan in chain.jobs:
+        if plan.missing_weights and not chain.fits:
+            # The user should know before downloading 40 GB.
+            try:
+                require_fit(chain)
+            except HardwareError as error:
+                reporter.warn(f"with its weights this would not run here either: {error.message}")
+        plan.weights.require(plan.components)
+    weights = chain.video.weights
+    if borrowed := weights.borrowed():
+        folder = weights.path(Component.TRANSFORMER).parent
+        reporter.note(f"weights: {', '.join(borrowed)} are the demo's own, since {folder} has none")
+
+
+def require_room(chain: Chain, reporter: Reporter) -> None:
+    """Raise HardwareError if a stage does not fit in memory, and note how the plan saves memory."""
+    require_fit(chain)
+    facts = chain.facts()
+    for name in ("first", "devices", "exchange", "offload"):
+        if name in facts:
+            reporter.note(f"{name}: {facts[name]}")
+    note_exceptions(chain.video, reporter)
+
+
+def note_exceptions(plan: Plan, reporter: Reporter) -> None:
+    """Note a picture of another shape, and offload settings that have no effect on a CPU, which maps weights."""
+    if plan.size_note is not None:
+        reporter.note(plan.size_note)
+    memory = plan.settings.memory
+    has_blocks, host = plan.decodes_only or plan.offloadable.num_blocks > 0, memory.host_weights
+    asked = {
+        "offload=blocks": not has_blocks and memory.offload is OffloadMode.BLOCKS,
+        f"resident_blocks={memory.resident_blocks}": not has_blocks and memory.resident_blocks is not None,
+        f"host_weights={host}": host is HostWeights.PINNED or not (has_blocks or host is None),
+    }
+    named = ", ".join(f"memory.{text}" for text, is_asked in asked.items() if is_asked)
+    if named and plan.files is not None:
+        reporter.note(
+            f"memory: {named} has no effect on a CPU, which computes with weights where they are mapped from their file"
+        )
+
+
+def require_fit(chain: Chain) -> None:
+    """Raise HardwareError, with the changes that would fit, if a stage needs more memory than may be used."""
+    if chain.fits:
+        return
+    worst, plan = max(chain.stages, key=lambda stage: stage.total_bytes), chain.video
+    hardware, budget = plan.hardware, gib_or_less(plan.budget_bytes)
+    has = f"memory.limit allows {budget}" if plan.budget_bytes < hardware.free_bytes else f"has {budget} free"
+    raise HardwareError(
+        f"the stage {worst.name} needs {gib_or_less(worst.total_bytes)}, and {hardware.device} "
+        f"({hardware.device_name}) {has}",
+        hint=_what_would_fit(plan),
+    )
+
+
+def _what_would_fit(plan: Plan) -> str:
+    """Name the changes that each make the request fit without the others."""
+    fitting = []
+    for flag, changes in _smaller_requests(plan):
+        try:
+            changed = plan.settings.replace(changes)
+            # The same free memory: loaded models that the plan does not need count as free.
+            dtype = plan.hardware.dtype if changed.runtime.dtype is DType.AUTO else torch_dtype(changed.runtime.dtype)
+            hardware = replace(plan.hardware, dtype=dtype)
+            smaller = make_chain(changed, hardware=hardware, tries_device=plan.hardware.is_here)
+        except (OsoraError, ValueError):
+            continue  # such as a video too short for its references
+        if smaller.fits:
+            fitting.append(f"{flag} ({gib_or_less(smaller.peak_bytes)})")
+    if not fitting:
+        return "use a device with more memory, or --model demo"
+    return f"{' or '.join(filter(None, (', '.join(fitting[:-1]), fitting[-1])))} would fit"
+
+
+def _smaller_requests(plan: Plan) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield changes as a flag and as settings: first changes that keep the result, last the smallest video."""
+    settings = plan.settings
+    if settings.memory.offload is not OffloadMode.AUTO or settings.memory.resident_blocks is not None:
+        yield "--offload auto", {"memory.offload": OffloadMode.AUTO, "memory.resident_blocks": None}
+    if plan.hardware.dtype is torch.float32:
+        yield "--dtype bfloat16", {"runtime.dtype": DType.BFLOAT16}
+    if not plan.offload.in_8_bits and not plan.decodes_only:
+        yield "--set memory.fp8_storage=true", {"memory.fp8_storage": True}
+    tiled: dict[str, object] = {f"vae.{axis}_tiling": True for axis in ("spatial", "temporal")}
+    if not (settings.vae.spatial_tiling and settings.vae.temporal_tiling):
+        yield " ".join(f"--set {key}=true" for key in tiled), tiled
+    if settings.picture.first:
+        yield "--set picture.first=false", {"picture.first": False, "condition.mode": "t2v"}
+    smallest = min(settings.video.resolutions, key=lambda name: int(name.rstrip("px")))
+    if settings.video.height is None and settings.video.resolution != smallest:
+        yield f"--res {smallest}", {"video.resolution": smallest}
+    frames = settings.vae.grid.longest_clip(settings.video.num_frames // 2 + 1)
+    if frames < settings.video.num_frames:
+        yield f"--num-frames {frames}", {"video.num_frames": frames}

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,11 +17,11 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.architectures import count_decoder_tiles, vae_tiling
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
-from opensora_cli.engine.generate.chain import PICTURE, Chain
+from opensora_cli.engine.generate.chain import Chain
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
-from opensora_cli.engine.generate.outputs import SampleFiles, is_begun, last_frame_path, read_made
-from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.outputs import SampleFiles, is_begun, read_made
+from opensora_cli.engine.generate.plan import PICTURE, Plan
 from opensora_cli.engine.generate.references import LOW_PSNR_DB, GivenFramesPSNR
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.sidecar import FirstPicture, first_picture, sidecar_document
@@ -36,26 +36,6 @@ _HOST = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentFigures:
-    """Times and measurements of one segment of an extended video."""
-
-    prompt: str
-    seed: int
-    """Seed of the noise."""
-    start_frame: int
-    """First frame of the segment in the video."""
-    num_frames: int
-    """Frames of the segment, without the given ones."""
-    denoise_s: float
-    """Seconds of sampling; 0 for latents from a file."""
-    decode_s: float
-    given_frames_psnr_db: float | None
-    """PSNR of the given frames in the video; None without references."""
-    brightness_shift: float
-    """Shift of the first frame, of 255, that makes its brightness follow the segment before; mean over channels."""
-
-
-@dataclass(frozen=True, slots=True)
 class Figures:
     """Times and measurements of one sample."""
 
@@ -67,8 +47,12 @@ class Figures:
     """PSNR of the given frames in the video; None without references."""
     linear_products: LinearProductsReport | None
     """Errors of 8-bit products; None without any."""
-    segments: tuple[SegmentFigures, ...] = ()
-    """Segments of an extended video."""
+    segments: tuple[Mapping[str, object], ...] = ()
+    """Figures of each segment of an extended video; see `ExtendedVideo.add`."""
+
+    def with_times(self, **seconds: float) -> "Figures":
+        """Return the figures with the seconds of other stages."""
+        return replace(self, timings_s={**self.timings_s, **seconds})
 
     def to_json(self) -> dict[str, object]:
         """Return the figures for a sidecar."""
@@ -78,7 +62,7 @@ class Figures:
             **self.peak_memory_gib,
             "given_frames_psnr_db": None if db is None else round(db, 2),
             "linear_products": None if products is None else products.to_json(),
-            "segments": [asdict(segment) for segment in self.segments],
+            "segments": [*self.segments],
         }
 
 
@@ -160,10 +144,7 @@ def _decoded(sample: Sample, plan: Plan, autoencoder: Autoencoder, events: Event
 def decode_latents(
     plan: Plan, vae: Autoencoder, latents_CTHW: torch.Tensor, *, on_tile: Callable[[], None] = lambda: None
 ) -> Generator[torch.Tensor]:
-    """Yield the frames (t, H, W, 3) of a sample piece by piece, uint8 on the CPU, cropped to the requested size.
-
-    `on_tile` is called after each run of the decoder, for progress.
-    """
+    """Yield frames (t, H, W, 3) piece by piece, uint8 on the CPU; `on_tile` is called after each run of the decoder."""
 
     def shown(piece_BCTHW: torch.Tensor) -> torch.Tensor:
         return to_uint8(piece_BCTHW[0, :, :, : plan.height, : plan.width])
@@ -195,11 +176,7 @@ def decode_samples(
     *,
     finish: Callable[[Clip], V],
 ) -> tuple[V, ...]:
-    """Decode every sample of one plan, one after the other, and return the result of `finish` for each.
-
-    `finish` is a function such as `save`. Several ranks share the tiles: rank 0 calls `finish`, and the others return
-    nothing.
-    """
+    """Decode the samples of one plan in turn; return the result of `finish` for each, on rank 0 alone."""
     plan = samples[0].plan
     ranks = models.ranks.of(plan)
     results: list[V] = []
@@ -260,10 +237,7 @@ class GeneratedVideo(Document):
 
 
 def save(clip: Clip) -> GeneratedVideo:
-    """Write a result with its sidecar and extras, all or nothing, and remove the latents that were saved for it.
-
-    Each piece is written as soon as it is decoded.
-    """
+    """Write a result piece by piece, all files or none, and remove the latents that were saved for it."""
     chain, sample, events = clip.chain, clip.files, clip.events
     plan, timings_s = chain.video, events.timings_s
     start, decode_s = time.perf_counter(), timings_s.get(DECODE, 0.0)
@@ -278,9 +252,8 @@ def save(clip: Clip) -> GeneratedVideo:
         saving.enter_context(events.reporter.stage(_SAVE, unit="video"))
 
     def figures() -> Figures:
-        known = clip.figures()
         save_s = time.perf_counter() - start - (timings_s.get(DECODE, 0.0) - decode_s)
-        return replace(known, timings_s={**known.timings_s, _SAVE: save_s})
+        return clip.figures().with_times(save=save_s)
 
     with events.timed(_SAVE), ExitStack() as saving, closing(decoded()) as pieces:
         write_video(pieces, chain, sample, figures)
@@ -300,14 +273,11 @@ def save(clip: Clip) -> GeneratedVideo:
 def write_video(
     pieces_tHWC: Iterable[torch.Tensor], chain: Chain, sample: SampleFiles, figures: Callable[[], Figures]
 ) -> None:
-    """Write a result, its sidecar with the `figures` after the last piece, and its last frame if requested.
-
-    All files are written, or none.
-    """
+    """Write a result, its sidecar with the last `figures`, and its last frame if requested: all files or none."""
     settings, output = chain.settings, chain.settings.output
     last_frame = None
     if output.last_frame:
-        last_frame = LastFrame(last_frame_path(sample.target), replace=output.overwrite or is_begun(sample))
+        last_frame = LastFrame(sample.last_frame, replace=output.overwrite or is_begun(sample))
     # The metadata has no time and no path, so that the same request makes the same bytes.
     tags = {
         "prompt": settings.prompt,

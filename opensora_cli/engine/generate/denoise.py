@@ -16,10 +16,9 @@ from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.process import ALONE, OneProcess
+from opensora_cli.engine.generate.ranks import ALONE, Ranks
 from opensora_cli.engine.generate.references import reference_latents
-from opensora_cli.engine.generate.sample import DenoisedSample, Sample, unfinished
-from opensora_cli.engine.generate.saved_latents import save_latents
+from opensora_cli.engine.generate.sample import DenoisedSample, Sample, save_latents, unfinished
 from opensora_cli.engine.generate.sidecar import sample_settings
 from opensora_cli.sampling.conditioning import prepare_inference_condition, restore_references
 from opensora_cli.sampling.denoise import OnStep, Past, Step, denoise, euler_step
@@ -115,7 +114,7 @@ def encode_shared_references(samples: Sequence[Sample], models: LoadedModels, ev
 class _Saver:
     """Saver of the latents of a sample, complete or after a step from which a later run continues."""
 
-    def __init__(self, sample: Sample, plan: Plan, events: Events, ranks: OneProcess, finishing: ExitStack) -> None:
+    def __init__(self, sample: Sample, plan: Plan, events: Events, ranks: Ranks, finishing: ExitStack) -> None:
         self._sample, self._plan, self._events = sample, plan, events
         self._finishing = finishing
         """Context in which Ctrl-C waits, from the last step until the complete latents are saved."""
@@ -192,7 +191,7 @@ def sample_latents(
     begun: DenoisedSample | None = None,
     draft_CTHW: torch.Tensor | None = None,
     steps_done: int = 0,
-    ranks: OneProcess = ALONE,
+    ranks: Ranks = ALONE,
     on_evaluation: Callable[[], None] = lambda: None,
     on_step: OnStep = lambda step: None,
     on_predicted: OnPredicted | None = None,
@@ -235,7 +234,7 @@ def sample_latents(
         plan.mode,
         None if reference_latents is None else [reference_latents],
         settings.vae.grid.is_causal,
-        lengths=plan.lengths,
+        lengths=plan.settings.condition.lengths,
     )
     velocity = GuidedVelocity(
         transformer,

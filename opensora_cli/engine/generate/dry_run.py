@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from pydantic import AliasPath, ConfigDict, Field, InstanceOf
 
@@ -19,21 +19,19 @@ from opensora_cli.engine.components.weights import Component, require_weights_of
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.estimate.predicted_time import PredictedTime
 from opensora_cli.engine.estimate.verdict import HostMemory
-from opensora_cli.engine.generate.chain import Chain
+from opensora_cli.engine.generate.chain import Chain, make_chain, note_exceptions, require_fit
 from opensora_cli.engine.generate.outputs import (
     SampleFiles,
     check_outputs,
     note_earlier_work,
     sample_files,
-    sheet_path,
 )
-from opensora_cli.engine.generate.planning import make_chain, note_exceptions, require_fit
 from opensora_cli.engine.generate.predicted import predict_known_time
 from opensora_cli.engine.generate.previews import known_map
 from opensora_cli.engine.generate.ranks import hardware_of_ranks, planned_hardware
-from opensora_cli.engine.generate.references import references_of, with_mode
+from opensora_cli.engine.generate.references import references_of
 from opensora_cli.engine.generate.refinement import note_plan
-from opensora_cli.engine.generate.request import picture_settings
+from opensora_cli.engine.generate.request import picture_settings, with_mode
 from opensora_cli.engine.generate.sidecar import choose_outputs, picture_files
 from opensora_cli.engine.generate.text import warn_about_prompts
 from opensora_cli.parallel.shares import MeshShape
@@ -71,11 +69,6 @@ class PlannedLora(Document):
     """Ranks of its layers, each once."""
 
 
-def _plan(*path: str) -> Any:
-    """Return a field that is read from an attribute of the plan of a job."""
-    return Field(validation_alias=AliasPath("plan", *path))
-
-
 class PlannedJob(Document):
     """Plan of one job of a request."""
 
@@ -83,38 +76,38 @@ class PlannedJob(Document):
 
     role: str
     """picture, draft, video or extend."""
-    model: str = _plan("settings", "model", "name")
-    height: int = _plan("height")
-    width: int = _plan("width")
-    num_frames: int = _plan("num_frames")
+    model: str = Field(validation_alias=AliasPath("settings", "model", "name"))
+    height: int
+    width: int
+    num_frames: int
     """Frames of the result, with all segments."""
-    condition_mode: str = _plan("mode", "name")
-    latent_shape: tuple[int, int, int, int] = _plan("latent_shape")
+    condition_mode: str = Field(validation_alias=AliasPath("mode", "name"))
+    latent_shape: tuple[int, int, int, int]
     """(C, T, H, W) of one sample."""
-    latent_bytes: int = _plan("latent_bytes")
+    latent_bytes: int
     """Size of the latents of one sample."""
-    video_tokens: int = _plan("video_tokens")
-    text_tokens: int = _plan("settings", "text", "t5_max_length")
-    num_inference_steps: int = _plan("num_steps")
-    skipped_steps: int = _plan("start")
+    video_tokens: int
+    text_tokens: int = Field(validation_alias=AliasPath("settings", "text", "t5_max_length"))
+    num_inference_steps: int = Field(validation_alias="num_steps")
+    skipped_steps: int = Field(validation_alias="start")
     """Steps that are skipped because the video starts from its draft."""
-    reused_steps: tuple[int, ...] = _plan("reused_steps")
+    reused_steps: tuple[int, ...]
     """Steps that reuse block outputs, with `sampling.step_cache`."""
-    solver: Solver = _plan("settings", "sampling", "solver")
-    timesteps: tuple[float, ...] = _plan("timesteps")
-    model_evaluations: int = _plan("model_evaluations")
+    solver: Solver = Field(validation_alias=AliasPath("settings", "sampling", "solver"))
+    timesteps: tuple[float, ...]
+    model_evaluations: int
     """Model evaluations for one sample."""
-    stages: tuple[PlannedStage, ...] = _plan("stages")
-    offload: OffloadPlan = _plan("offload")
-    mesh: MeshShape = _plan("mesh")
-    exchange: PlannedExchange | None = _plan("planned_exchange")
+    stages: tuple[PlannedStage, ...]
+    offload: OffloadPlan
+    mesh: MeshShape
+    exchange: PlannedExchange | None = Field(validation_alias="planned_exchange")
     """Exchange of tokens for heads between ranks; None without one."""
-    attention: AttentionPlan | None = _plan("attention")
+    attention: AttentionPlan | None
     """Attention backend; None if the transformer does not run."""
-    weights: dict[Component, Path] = _plan("weight_paths")
+    weights: dict[Component, Path] = Field(validation_alias="weight_paths")
     """Weights to read that were found."""
-    missing_weights: tuple[str, ...] = _plan("missing_weights")
-    loras: tuple[PlannedLora, ...] = _plan("loras")
+    missing_weights: tuple[str, ...]
+    loras: tuple[PlannedLora, ...]
 
 
 class PlannedFile(Document):
@@ -193,7 +186,7 @@ class PlanDocument(Document):
             host=chain.host,
             outputs=tuple(map(PlannedFile.of, files)),
             pictures=tuple(map(PlannedFile.of, picture_files(chain, files) if plan.settings.picture.save else ())),
-            sheet=sheet_path(files[0].target) if plan.settings.output.explore and files else None,
+            sheet=files[0].sheet if plan.settings.output.explore and files else None,
             predicted=predicted,
             settings=plan.settings,
             chain=chain,

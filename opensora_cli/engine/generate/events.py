@@ -12,7 +12,7 @@ from opensora_cli.core.rank_link import report_left
 from opensora_cli.engine.components.hardware import out_of_memory_reported
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.generate.outputs import SampleFiles
-from opensora_cli.engine.generate.saved_latents import remove_latents
+from opensora_cli.engine.generate.sample import remove_latents
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,8 +33,6 @@ class Events:
     """Report stages and their times, and list the saved files of a run that ends early.
 
     Args:
-        reporter: shows messages and the progress of stages.
-        hooks: functions of the program that runs the generation.
         keeps_results: whether the videos are results of the run that are kept in files.
         role: role of the job, a prefix of the names of its stages; None for the video.
     """
@@ -70,10 +68,7 @@ class Events:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the time of the block to `timings_s[name]`, without the time of other stages inside it.
-
-        Raises OutOfMemoryError if the block runs out of memory.
-        """
+        """Add the time of the block, without stages inside it, to `timings_s[name]`; may raise OutOfMemoryError."""
         start, timed_s = time.perf_counter(), sum(self.timings_s.values())
         hint = "ask for a smaller --res or fewer --num-frames, or close what else uses the device"
         try:
@@ -91,12 +86,7 @@ class Events:
     @contextmanager
     def of_job(self, role: str) -> Iterator["Events"]:
         """Yield the events of another job of the chain, such as a picture. Its results are not listed."""
-        events = Events(
-            self.reporter,
-            hooks=self.hooks,
-            keeps_results=False,
-            role=role,
-        )
+        events = Events(self.reporter, hooks=self.hooks, keeps_results=False, role=role)
         try:
             yield events
         finally:
@@ -104,9 +94,7 @@ class Events:
 
     @contextmanager
     def saving(self, latents: Path, sample: SampleFiles, *, is_begun: bool) -> Iterator[None]:
-        """Record the file of latents that the block saves, for the report of a run that ends early.
-
-        `is_begun` means that some steps are missing."""
+        """Record the latents that the block saves, for `rescue`; `is_begun` means that some steps are missing."""
         # Before the block: an interruption may come after the file is written and before the call returns.
         self._latents[latents] = sample, is_begun
         yield
@@ -131,14 +119,9 @@ class Events:
 
     @contextmanager
     def rescue(self, files: Sequence[SampleFiles], *, can_repeat: bool) -> Iterator[None]:
-        """Report finished samples and the way to continue if the block ends early.
+        """Report finished samples and how to continue if the block ends early: in KeyboardInterrupt, or as warnings.
 
-        The lines are in KeyboardInterrupt, and warnings for other errors. A launcher knows them at any time, also when
-        this process is killed.
-
-        Args:
-            files: files of the samples that the block makes.
-            can_repeat: whether the same command makes the rest.
+        A launcher knows the lines at any time. `can_repeat` says whether the same command makes the rest.
         """
         self._files, self._can_repeat = files, can_repeat
         self._latents |= {
@@ -177,8 +160,5 @@ class Events:
         rest = len(self._files) - len(finished) - len(there)
         if not (finished or saved) or rest <= 0:
             return [*finished, *saved]
-        begun = sum(is_begun for *_, is_begun in there.values())
-        counts = {"finished": len(finished), "with saved latents": len(there) - begun, "begun": begun}
-        states = [f"{count} {state}" for state, count in counts.items() if count or state == "finished"]
-        line = f"of {len(self._files)} samples: {', '.join(states)}, {rest} still to be made"
+        line = f"of {len(self._files)} samples: {len(finished)} finished, {len(there)} begun, {rest} still to be made"
         return [*finished, *saved, line + (": the same command continues" if self._can_repeat else "")]

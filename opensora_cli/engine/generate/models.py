@@ -1,21 +1,30 @@
-"""The loaded models of a run: provided to stages, kept while they fit, released, and retried in less memory."""
+"""The models of a run: loaded when a stage first needs them, kept while they fit, streamed, and released.
 
-from collections.abc import Callable, Iterable, Iterator
+Each model is created without weights and filled from its mapped file, tensor by tensor. A stage that runs out of memory
+is retried in less of it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self, TypeVar, cast
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.core.choices import LinearProducts, Rotary
 from opensora_cli.core.device import release_memory
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import BYTES
 from opensora_cli.engine.components import text_encoders
-from opensora_cli.engine.components.architectures import load_autoencoder
+from opensora_cli.engine.components.architectures import load_autoencoder, mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.hardware import OutOfMemoryError
-from opensora_cli.engine.components.linear_products import LinearProductsReport
+from opensora_cli.engine.components.linear_products import LinearProductsReport, use_in_block
+from opensora_cli.engine.components.parallelize import shard_block, shard_t5
 from opensora_cli.engine.components.weights import Component, stamp_of
 from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.estimate.offload import (
@@ -25,12 +34,15 @@ from opensora_cli.engine.estimate.offload import (
     MODEL_OF,
     TEXT_ENCODERS,
     TRANSFORMER,
+    OffloadPlan,
     keep_models,
 )
 from opensora_cli.engine.generate.events import Events
-from opensora_cli.engine.generate.loading import load_t5, load_transformer, prepare, streamed_blocks
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.process import ALONE, OneProcess
+from opensora_cli.engine.generate.ranks import ALONE, Ranks
+from opensora_cli.models.attention import BACKENDS
+from opensora_cli.models.mmdit.blocks import modulation_layers, repeated_blocks
+from opensora_cli.models.mmdit.layout import converter, find_rotary
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.models.vae.autoencoder import Autoencoder
@@ -38,6 +50,7 @@ from opensora_cli.settings.enums import HostWeights, OffloadMode
 
 if TYPE_CHECKING:
     from opensora_cli.memory.eight_bit import ProductError
+    from opensora_cli.memory.streaming import StreamingFigures
 
 T = TypeVar("T")
 
@@ -65,7 +78,7 @@ class _Held:
 
 
 class LoadedModels:
-    """The text encoders, the transformer and the autoencoder, each loaded when a stage first asks for it.
+    """The text encoders, the transformer and the autoencoder, each loaded when a stage first needs it.
 
     Before a stage begins, `retried` releases the models that its plan does not keep beside it, and models that
     the plan needs in another form: other weights, dtype or offload. A model whose stage fails is released, too.
@@ -75,7 +88,7 @@ class LoadedModels:
         ranks: processes of the run, each of which loads its part of T5 and of the transformer.
     """
 
-    def __init__(self, *, stay: bool = False, ranks: OneProcess = ALONE) -> None:
+    def __init__(self, *, stay: bool = False, ranks: Ranks = ALONE) -> None:
         self.ranks = ranks
         self.prompts = PromptCache.of_user()
         """Cache of prompt embeddings from earlier runs."""
@@ -100,10 +113,7 @@ class LoadedModels:
         return sum(held.num_bytes for held in self._held.values() if held.device == device)
 
     def planned(self, plan: Plan) -> Plan:
-        """Return a plan that keeps models beside the stages, if models stay after a run and there is room.
-
-        Results stay bitwise identical: only models that fit without other changes are kept.
-        """
+        """Return a plan that keeps models beside the stages if they fit without other changes: bits stay the same."""
         if not self._stay or plan.settings.memory.offload is OffloadMode.MODEL:
             return plan
         loaded = {name: held.num_bytes for name, held in self._held.items() if held.device == plan.hardware.device}
@@ -129,15 +139,10 @@ class LoadedModels:
         """Release all models."""
         self._release(self._held)
 
-    def release_others(self, stage: str, *, for_good: bool = False) -> bool:
-        """Release all models except the model of a stage; return whether any was released.
-
-        With `for_good`, later runs release their models at their end.
-        """
-        others = self._held.keys() - {MODEL_OF[stage]}
+    def release_others(self, stage: str, *, for_good: bool = False) -> None:
+        """Release all models except the model of a stage. With `for_good`, models no longer stay after a run."""
         self._stay = self._stay and not for_good
-        self._release(others)
-        return bool(others)
+        self._release(self._held.keys() - {MODEL_OF[stage]})
 
     def text_encoders(self, plan: Plan, events: Events) -> AbstractContextManager[TextEncoders]:
         """Provide T5 and CLIP, with T5's layers streamed if the plan says so."""
@@ -147,12 +152,8 @@ class LoadedModels:
             with events.stage("load", total=2, unit="encoders") as progress:
                 t5 = load_t5(plan, group=self.ranks.text_group)
                 progress.advance()
-                clip = text_encoders.load_clip(
-                    plan.weights.path(Component.CLIP),
-                    max_length=plan.settings.text.clip_max_length,
-                    device=device,
-                    dtype=dtype,
-                )
+                folder, length = plan.weights.path(Component.CLIP), plan.settings.text.clip_max_length
+                clip = text_encoders.load_clip(folder, max_length=length, device=device, dtype=dtype)
                 progress.advance()
                 if plan.offload.stream_text:
                     ends.enter_context(text_encoders.streamed_layers(t5, device=device, dtype=dtype))
@@ -174,40 +175,35 @@ class LoadedModels:
                     measured=errors.append,
                 )
             self._products = LinearProductsReport.of(plan.offload.linear, errors) if errors else None
-            events.linear_products = self._products
             if self._products is not None:
                 events.reporter.note(f"8 bits: {self._products.line()}")
             if plan.settings.compile:
                 compile_blocks(transformer, warn=events.reporter.warn)
-            if plan.offload.mode is not OffloadMode.BLOCKS:
-                return transformer
-            with events.stage("offload"):
-                try:
-                    ends.enter_context(streamed_blocks(plan, transformer))
-                except HardwareError as error:
-                    if plan.settings.memory.host_weights is not None or isinstance(error, OutOfMemoryError):
-                        raise
-                    events.reporter.warn(f"{error.message}: the blocks stay mapped from their file")
-                    ends.enter_context(streamed_blocks(plan, transformer, source=HostWeights.MAPPED))
+            if plan.offload.mode is OffloadMode.BLOCKS:
+                with events.stage("offload"):
+                    try:
+                        ends.enter_context(streamed_blocks(plan, transformer))
+                    except HardwareError as error:
+                        if plan.settings.memory.host_weights is not None or isinstance(error, OutOfMemoryError):
+                            raise
+                        events.reporter.warn(f"{error.message}: the blocks stay mapped from their file")
+                        ends.enter_context(streamed_blocks(plan, transformer, source=HostWeights.MAPPED))
             return transformer
 
-        def reuse(transformer: MMDiT) -> None:
+        def use(transformer: MMDiT) -> None:
             prepare(transformer, plan)
             events.linear_products = self._products
 
-        return self._provide(TRANSFORMER, plan, load, reuse=reuse)
+        return self._provide(TRANSFORMER, plan, load, use=use)
 
     def autoencoder(self, plan: Plan, events: Events) -> AbstractContextManager[Autoencoder]:
         """Provide the autoencoder."""
 
         def load(_: ExitStack) -> Autoencoder:
+            path, hardware = plan.weights.path(Component.VAE), plan.hardware
             with _loading(plan, Component.VAE, events) as advance:
                 return load_autoencoder(
-                    plan.settings.vae,
-                    plan.weights.path(Component.VAE),
-                    device=plan.hardware.device,
-                    dtype=plan.hardware.dtype,
-                    advance=advance,
+                    plan.settings.vae, path, device=hardware.device, dtype=hardware.dtype, advance=advance
                 )
 
         return self._provide(AUTOENCODER, plan, load)
@@ -219,20 +215,20 @@ class LoadedModels:
         plan: Plan,
         load: Callable[[ExitStack], T],
         *,
-        reuse: Callable[[T], object] = lambda model: None,
+        use: Callable[[T], object] = lambda model: None,
     ) -> Iterator[T]:
-        """Provide a model, loaded if it is missing or has another form; `reuse` is called with a model that stays."""
+        """Provide a model, loaded if it is missing or has another form; `use` is called with it each time."""
         key = _model_key(plan, name)
         try:
             if name in self._held and self._held[name].key != key:
                 self._release([name])
-            if name in self._held:
-                reuse(cast(T, self._held[name].model))
-            else:
+            if name not in self._held:
                 own = next((stage.own_bytes for stage in plan.stages if MODEL_OF[stage.name] == name), 0)
                 with ExitStack() as ends:
-                    model = load(ends)
-                    self._held[name] = _Held(model, key, plan.hardware.device, own, ends.pop_all())
+                    loaded = load(ends)
+                    self._held[name] = _Held(loaded, key, plan.hardware.device, own, ends.pop_all())
+                del loaded
+            use(cast(T, self._held[name].model))
             yield cast(T, self._held[name].model)
         except BaseException:
             if name in self._held:
@@ -269,22 +265,11 @@ def _model_key(plan: Plan, name: str) -> object:
         streams = offload.mode is OffloadMode.BLOCKS
         loras = tuple((lora.path, lora.scale, lora.sha256) for lora in plan.loras)
         made_of = (
-            settings.model,
-            settings.compile,
-            loras,
-            offload.fp8_storage,
-            offload.linear,
-            offload.modulation_on_host,
+            *(settings.model, settings.compile, loras, plan.mesh.tensor),
+            *(offload.fp8_storage, offload.linear, offload.modulation_on_host),
             streams and (offload.resident_blocks, offload.host_weights),
-            plan.mesh.tensor,
         )
     return files, plan.hardware.device, plan.hardware.dtype, made_of
-
-
-def _one_at_a_time(plan: Plan) -> Plan:
-    """Return a plan that keeps no model beside a stage."""
-    stages = (replace(stage, weight_bytes=stage.own_bytes, kept=()) for stage in plan.stages)
-    return replace(plan, stages=tuple(stages))
 
 
 def retried(run: Callable[[Plan], T], plan: Plan, stage: str, models: LoadedModels, events: Events) -> tuple[T, Plan]:
@@ -298,7 +283,8 @@ def retried(run: Callable[[Plan], T], plan: Plan, stage: str, models: LoadedMode
         return run(plan), plan
     except OutOfMemoryError as error:
         are_others = plan.mesh.size == 1 and bool(models.names)
-        stronger = _one_at_a_time(plan) if are_others else plan.with_stronger_offload(stage)
+        alone = tuple(replace(each, weight_bytes=each.own_bytes, kept=()) for each in plan.stages)
+        stronger = replace(plan, stages=alone) if are_others else plan.with_stronger_offload(stage)
         if stronger is None:
             raise
         message = error.message
@@ -310,3 +296,146 @@ def retried(run: Callable[[Plan], T], plan: Plan, stage: str, models: LoadedMode
         return retried(run, stronger, stage, models, events)
     events.reporter.warn(f"{message}; retrying with: {'; '.join(stronger.offload.lines())}")
     return run(stronger), stronger
+
+
+def load_t5(plan: Plan, *, group: dist.ProcessGroup | None = None) -> T5Encoder:
+    """Return the T5 encoder, whose layers the ranks of `group` share, unless they stay on the CPU to be streamed."""
+    streams, device, dtype = plan.offload.stream_text, plan.hardware.device, plan.hardware.dtype
+    t5 = text_encoders.load_t5(
+        plan.weights.path(Component.T5),
+        max_length=plan.settings.text.t5_max_length,
+        device=device,
+        dtype=dtype,
+        layers_on_host=streams or group is not None,
+    )
+    if group is not None and not streams:
+        if dist.get_world_size(group) <= t5.model.sizes.num_heads:
+            shard_t5(t5, group)
+        t5.blocks.to(device=device, dtype=dtype if text_encoders.cast_later(device, dtype) else None)
+    return t5
+
+
+def load_transformer(
+    plan: Plan,
+    *,
+    group: dist.ProcessGroup | None = None,
+    machine_group: dist.ProcessGroup | None = None,
+    advance: Callable[[int], None] | None = None,
+    measured: "Callable[[ProductError], object]" = lambda error: None,
+) -> MMDiT:
+    """Return the transformer with its adapters. Files in another published layout are converted.
+
+    Offloaded blocks stay on the CPU, for `streamed_blocks`.
+
+    Args:
+        group: ranks that share each block's heads and features.
+        machine_group: ranks of this machine, which share one copy of the weights that are offloaded to the CPU.
+        advance: called with the bytes of each tensor.
+        measured: called with the error of each layer that multiplies in 8 bits.
+    """
+    path, offload, device = plan.weights.path(Component.TRANSFORMER), plan.offload, plan.hardware.device
+    transformer = transformer_on_meta(plan.settings.model).requires_grad_(False).eval()
+    checkpoint = open_checkpoint(path)
+    rotary = find_rotary(checkpoint.entries, checkpoint.metadata)
+    streams = offload.mode is OffloadMode.BLOCKS
+    changes = offload.in_8_bits or group is not None
+    stacks = repeated_blocks(transformer.config)
+    blocks = {f"{stack.module_path}.{index}": stack for stack in stacks for index in range(stack.count)}
+    patterns = [f"{stack.module_path}.*" for stack in stacks]
+    modulation = [f"{layer}.*" for layer in modulation_layers(transformer.config)] if offload.modulation_on_host else []
+
+    with ExitStack() as ends:
+        hold: Callable[[torch.Tensor], torch.Tensor] | None = None
+        if machine_group is not None:
+            from opensora_cli.memory.host_memory import SharedCopies
+
+            hold = ends.enter_context(SharedCopies(machine_group)).hold
+
+        def finish_block(path: str) -> None:
+            block = transformer.get_submodule(path)
+            if group is not None:
+                shard_block(block, blocks[path], group)
+            if offload.linear is not LinearProducts.EXACT:
+                for error in use_in_block(block, blocks[path], offload.linear):
+                    measured(replace(error, path=f"{path}.{error.path}"))
+            if offload.fp8_storage:
+                from opensora_cli.memory.eight_bit import store_in_fp8
+
+                store_in_fp8(block)
+            if not streams and device.type != "cpu":
+                move_except(host_modulation(transformer, offload), block, device)
+            # Ranks of a tensor-parallel group have different weights, and share no copies.
+            if hold is not None and group is None:
+                for weight in block.parameters():
+                    if weight.device.type == "cpu" and weight.dtype in (torch.float8_e4m3fn, torch.int8):
+                        weight.data = hold(weight.data)
+
+        load_into_module(
+            transformer,
+            path,
+            device=device,
+            dtype=plan.hardware.dtype,
+            convert=converter(mmdit_config(plan.settings.model), interleaved=rotary is Rotary.INTERLEAVED),
+            keep_on_host=patterns + modulation if streams or changes else modulation,
+            keep_dtype=patterns + modulation if _casts_blocks_at_use(plan) else (),
+            # One block at a time: the host never holds more than one that has not been changed yet.
+            blocks=list(blocks) if changes else (),
+            finish_block=finish_block if changes else None,
+            hold=hold,
+            advance=advance,
+        )
+    if plan.loras:
+        from opensora_cli.engine.components.loras import add_loras
+
+        add_loras(transformer, plan.loras, dtype=plan.hardware.dtype, group=group)
+    prepare(transformer, plan)
+    return transformer
+
+
+def prepare(transformer: MMDiT, plan: Plan) -> None:
+    """Apply the parts of a plan that need no other weights: sequence chunks and attention backend."""
+    transformer.set_sequence_chunk(plan.offload.chunk_tokens)
+    if plan.attention is not None:
+        transformer.set_attention(BACKENDS[plan.attention.backend])
+
+
+def streamed_blocks(
+    plan: Plan, transformer: MMDiT, *, source: HostWeights | None = None
+) -> "AbstractContextManager[StreamingFigures]":
+    """Return a context that copies offloaded blocks to the device when needed; `source` None is the planned place."""
+    from opensora_cli.memory.streaming import stream_blocks
+
+    return stream_blocks(
+        [
+            cast(nn.ModuleList, transformer.get_submodule(stack.module_path))
+            for stack in repeated_blocks(transformer.config)
+        ],
+        device=plan.hardware.device,
+        resident=plan.offload.resident_blocks or 1,
+        source=(source or plan.offload.host_weights).value,
+        dtype=plan.hardware.dtype if _casts_blocks_at_use(plan) else None,
+        without=host_modulation(transformer, plan.offload),
+    )
+
+
+def host_modulation(transformer: MMDiT, offload: OffloadPlan) -> list[nn.Module]:
+    """Return the modulation layers whose weights stay on the host, since they run once, before the first step."""
+    if not offload.modulation_on_host:
+        return []
+    return [transformer.get_submodule(path) for path in modulation_layers(transformer.config)]
+
+
+def move_except(excluded: Sequence[nn.Module], block: nn.Module, device: torch.device) -> None:
+    """Move a block to a device, except some of its layers, whose parents have no weights of their own."""
+    if not any(part in excluded for part in block.modules()):
+        block.to(device)
+        return
+    for child in block.children():
+        if child not in excluded:
+            move_except(excluded, child, device)
+
+
+def _casts_blocks_at_use(plan: Plan) -> bool:
+    """Return whether blocks are cast when they are needed, which happens on a CPU only."""
+    offload = plan.offload
+    return plan.hardware.device.type == "cpu" and offload.mode is OffloadMode.BLOCKS and not offload.in_8_bits

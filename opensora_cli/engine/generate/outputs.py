@@ -14,12 +14,12 @@ from opensora_cli.core.exceptions import CheckpointError, InUseError, OutputErro
 from opensora_cli.core.files import nearest_existing
 from opensora_cli.core.folder_lock import lock_beside, lock_holder, locked_file
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.generate.saved_latents import LATENTS_ENDING, REQUEST_KEY, open_latents
-from opensora_cli.media.files import media_path
+from opensora_cli.engine.generate.sample import LATENTS_ENDING, REQUEST_KEY, open_latents
 from opensora_cli.media.names import file_stem, prompt_stem
 from opensora_cli.media.results import (
     conflicting_file,
     is_there,
+    media_path,
     read_sidecar,
     refuse_existing,
     result_bytes,
@@ -69,14 +69,24 @@ class SampleFiles:
     """Number of the segment of an extended video."""
 
     @property
+    def last_frame(self) -> Path:
+        """File for the last frame of the video."""
+        return self.target.with_name(f"{self.target.stem}.last.png")
+
+    @property
+    def preview(self) -> Path:
+        """File for the latest preview."""
+        return self.target.with_name(f"{self.target.stem}.preview.gif")
+
+    @property
+    def sheet(self) -> Path:
+        """File for the sheet of explored seeds, if this is the first."""
+        return self.target.with_name(f"{self.target.stem}.explore.png")
+
+    @property
     def noise_seed(self) -> int:
         """Seed of the noise of this segment. Segments are 10,000 seeds apart, more than a run has samples."""
         return self.seed + self.segment * _SEEDS_PER_SEGMENT
-
-    @property
-    def is_free(self) -> bool:
-        """Whether the name has neither a result nor latents. Raises OutputError if no file can have it."""
-        return conflicting_file(self.media, self.sidecar) is None and not (self.latents and is_there(self.latents))
 
     @property
     def is_explored(self) -> bool:
@@ -129,31 +139,14 @@ def sample_files(settings: GenerateSettings, index: int, *, number: int = 1, req
     )
 
 
-def last_frame_path(video: Path) -> Path:
-    """Return the file for the last frame of a video."""
-    return video.with_name(f"{video.stem}.last.png")
-
-
-def preview_path(target: Path) -> Path:
-    """Return the file for the latest preview of a sample."""
-    return target.with_name(f"{target.stem}.preview.gif")
-
-
-def sheet_path(first: Path) -> Path:
-    """Return the file for the sheet of explored seeds, named after the result of the first seed."""
-    return first.with_name(f"{first.stem}.explore.png")
-
-
-class Claims(ExitStack):
-    """Names and requests that no other process may use until the block ends."""
-
-
-def find_target(settings: GenerateSettings, index: int, request_sha256: str, *, claims: Claims | None) -> SampleFiles:
+def find_target(
+    settings: GenerateSettings, index: int, request_sha256: str, *, claims: ExitStack | None
+) -> SampleFiles:
     """Return the files of a sample: finished or begun files of the same request, else the first free name.
 
     A name in a folder that another request has taken gives way to the next one. A file that was named is never given
     another name. With `output.overwrite`, files of the same request are replaced, else files of the first name. With
-    `claims`, the names are claimed, and in a folder the request, too; the folder must exist.
+    `claims`, no other process may use the names, and in a folder the request, until it closes; the folder must exist.
     """
     is_named = settings.output.named_format is not None or settings.output.name_from is NameFrom.PROMPT
     has_one_name = is_named or settings.output.overwrite
@@ -161,12 +154,15 @@ def find_target(settings: GenerateSettings, index: int, request_sha256: str, *, 
     def named(number: int) -> SampleFiles:
         return sample_files(settings, index, number=number, request_sha256=request_sha256)
 
+    def in_use(what: str, lock: Path) -> InUseError:
+        return InUseError(f"{what}: {lock_holder(lock)}", hint="wait until it ends, or use another --out")
+
     sample = named(1)
     with ExitStack() as locks:
         if claims is not None and not is_named:
             lock = lock_beside(sample.media, f"{request_sha256} {sample.media.name}")
             if not locks.enter_context(locked_file(lock)):
-                raise _in_use(f"another run is making the same result in {sample.media.parent}", lock)
+                raise in_use(f"another run is making the same result in {sample.media.parent}", lock)
         if settings.output.overwrite and not is_named:
             # Files that the request has made or begun, else the files of the first name.
             while request_sha256 not in (_sidecar_of(sample).get(REQUEST_KEY), _begun(sample)[0]):
@@ -187,19 +183,16 @@ def find_target(settings: GenerateSettings, index: int, request_sha256: str, *, 
                             claims.push(locks.pop_all())
                         return found
                 elif has_one_name:
-                    raise _in_use(f"{sample.media} is being made by another run", lock)
+                    raise in_use(f"{sample.media} is being made by another run", lock)
             sample = named(sample.number + 1)
-
-
-def _in_use(what: str, lock: Path) -> InUseError:
-    return InUseError(f"{what}: {lock_holder(lock)}", hint="wait until it ends, or use another --out")
 
 
 def _usable(sample: SampleFiles, *, has_one_name: bool) -> SampleFiles | None:
     """Return the files that a request uses under a name; None if they belong to another request."""
     state, overwrite = sample.settings.resume, sample.settings.output.overwrite
-    # `is_free` is checked even with --overwrite: it refuses names that no file can have.
-    if state is None and (sample.is_free or overwrite):
+    # Also with --overwrite: this refuses names that no file can have.
+    is_free = conflicting_file(sample.media, sample.sidecar) is None
+    if state is None and (overwrite or (is_free and not (sample.latents and is_there(sample.latents)))):
         return sample
     if not overwrite and read_made(sample).get(REQUEST_KEY) == sample.request_sha256:
         return replace(sample, made_before=True)
@@ -230,11 +223,11 @@ def note_earlier_work(files: Sequence[SampleFiles], reporter: Reporter) -> None:
     """Note the samples that are finished or begun, before the others are made."""
     advice = " (--overwrite makes it again)" if all(sample.made_before for sample in files) else ""
     for sample in files:
-        last_frame = last_frame_path(sample.target)
         if sample.made_before:
             reporter.note(f"made before by the same request: {sample.media}{advice}")
-            if sample.settings.output.last_frame and not last_frame.exists():
-                reporter.warn(f"{last_frame} is not there: the video was made without it; --overwrite makes both")
+            if sample.settings.output.last_frame and not sample.last_frame.exists():
+                last = sample.last_frame
+                reporter.warn(f"{last} is not there: the video was made without it; --overwrite makes both")
         elif sample.saved is not None and sample.settings.from_latents is None:
             after = "" if sample.saved_steps is None else f", after step {sample.saved_steps}"
             word = "kept:" if sample.is_explored else "continuing from"
@@ -281,10 +274,7 @@ def _saved_request(latents: Path) -> tuple[str | None, int | None]:
 
 
 def check_outputs(chain: "Chain", *, create: bool) -> None:
-    """Raise OutputError if the folder of results cannot be written or has too little space.
-
-    With `create`, the folder is made and a temporary file written in it.
-    """
+    """Raise OutputError if the folder of results has no space or cannot be written; with `create` it is made."""
     settings, plan = chain.settings, chain.video
     folder = sample_files(settings, 0).media.parent
     hint = "choose another folder with --out"

@@ -12,12 +12,12 @@ from opensora_cli.core.device import limited_memory, start_peak_memory, tf32_pro
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.threads import threads_used
 from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.engine.generate.chain import DRAFT, PICTURE, Chain, alone
+from opensora_cli.engine.generate.chain import Chain, alone
 from opensora_cli.engine.generate.decode import Clip, decode_samples, hold, write_video
 from opensora_cli.engine.generate.denoise import denoise_samples, encode_shared_references
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Plan
 from opensora_cli.engine.generate.references import Reference, reference_latents, references_of, references_to
 from opensora_cli.engine.generate.sample import Sample, unfinished
 from opensora_cli.engine.generate.sidecar import picture_files
@@ -52,52 +52,40 @@ def make(
     *,
     finish: Callable[[Clip], V] | None,
 ) -> tuple[V, ...]:
-    """Run every job of a chain for some samples, inside `computing`; return the result of `finish` for each sample.
+    """Run every job of a chain for some samples, inside `computing`.
 
     Samples are made one after the other if all models stay loaded. Otherwise all are denoised before the first is
-    decoded, so that each model is loaded once. Extended videos are made one by one. Of several ranks, rank 0 alone
-    returns results.
+    decoded, so that each model is loaded once. Extended videos are made one by one.
 
-    Args:
-        finish: function of a decoded sample, such as `save`; None to denoise without decoding.
-
-    Raises:
-        CheckpointError: weights are broken or do not fit the settings.
-        OutputError: latents or a result cannot be written.
-        HardwareError: out of memory.
-        KeyboardInterrupt: the run was cancelled.
+    Returns the results of `finish`, a function of a decoded sample, such as `save`; None means to denoise without
+    decoding. Of several ranks, rank 0 alone returns results.
     """
     embeds: tuple[PromptEmbeds, ...] = ()
     if missing := unfinished(samples):
         embeds = text_embeds(chain.video, models, events)
         _make_pictures(chain, missing, models, events)
         _make_drafts(chain, [sample for sample in missing if sample.begun is None], embeds, models, events)
-    continues = len(chain.segments) > 1 or chain.settings.condition.continued is not None
     if finish is None:
         denoise_samples(samples, embeds, models, events)
         return ()
     videos: list[V] = []
-    if not continues:
-        encode_shared_references(missing, models, events)
-        left = [*samples]
-        while left:
-            count = 1 if models.keep_all(chain.video) else len(left)
-            denoise_samples(left[:count], embeds, models, events)
-            videos += decode_samples(left[:count], models, events, finish=finish)
-            del left[:count]
+    if len(chain.segments) > 1 or chain.settings.condition.continued is not None:
+        for sample in samples:
+            video = _make_segments(chain, sample, embeds, models, events)
+            videos += [finish(video)] if models.ranks.is_main else []
         return tuple(videos)
-    for sample in samples:
-        video = _make_segments(chain, sample, embeds, models, events)
-        if models.ranks.is_main:
-            videos.append(finish(video))
+    encode_shared_references(missing, models, events)
+    left = [*samples]
+    while left:
+        count = 1 if models.keep_all(chain.video) else len(left)
+        denoise_samples(left[:count], embeds, models, events)
+        videos += decode_samples(left[:count], models, events, finish=finish)
+        del left[:count]
     return tuple(videos)
 
 
 def _make_pictures(chain: Chain, samples: Sequence[Sample], models: LoadedModels, events: Events) -> None:
-    """Make the picture of each sample, which becomes its reference, on rank 0 alone.
-
-    A picture that an earlier run of the same request has made is read from its file.
-    """
+    """Make the picture of each sample, its reference, on rank 0, or read the one that an earlier run has saved."""
     plan = chain.find(PICTURE)
     if plan is None:
         return

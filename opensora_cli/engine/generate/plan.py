@@ -1,22 +1,38 @@
-"""Plans of the jobs of a request: sizes, steps, and the memory of each stage."""
+"""Plan of one job of a request: sizes, steps, and the memory of each stage."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
+from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.choices import LinearProducts
-from opensora_cli.core.conditions import ConditionMode, ReferenceLengths
-from opensora_cli.core.device import GIB
+from opensora_cli.core.conditions import CONTINUING, ConditionMode, condition_mode
+from opensora_cli.core.device import GIB, is_accelerator
+from opensora_cli.core.device_names import indexed
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.threads import ThreadChoice
-from opensora_cli.engine.components.architectures import decodes_in_chunks, mmdit_config
-from opensora_cli.engine.components.attention import AttentionPlan
-from opensora_cli.engine.components.hardware import Hardware
+from opensora_cli.engine.components.architectures import (
+    count_parameters,
+    decodes_in_chunks,
+    mmdit_config,
+    require_same_scale,
+)
+from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
+from opensora_cli.engine.components.few_steps import adapters_of
+from opensora_cli.engine.components.hardware import Hardware, pick_hardware
+from opensora_cli.engine.components.linear_products import require_products
 from opensora_cli.engine.components.loras import Lora, lora_ranks
-from opensora_cli.engine.components.parallelize import PlannedExchange, exchanged_bytes
-from opensora_cli.engine.components.weights import Component, WeightFiles, needed_components
-from opensora_cli.engine.estimate.file_bytes import FileWeights, can_be_cast_later
+from opensora_cli.engine.components.parallelize import (
+    PlannedExchange,
+    choose_mesh,
+    exchanged_bytes,
+    plan_exchange,
+    require_branches,
+)
+from opensora_cli.engine.components.weights import Component, WeightFiles, find_weights, needed_components
+from opensora_cli.engine.estimate.file_bytes import FileWeights, can_be_cast_later, file_weights
 from opensora_cli.engine.estimate.generation import computes_modulation_first, estimate_generation
 from opensora_cli.engine.estimate.offload import (
     CHUNK_TOKENS,
@@ -30,9 +46,11 @@ from opensora_cli.engine.estimate.offload import (
 from opensora_cli.engine.estimate.transformer import GenerationSizes
 from opensora_cli.engine.estimate.verdict import HostMemory
 from opensora_cli.engine.estimate.weights import streamed_bytes
+from opensora_cli.engine.generate.request import PICTURE_MODE, size_of_picture, start_step
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape
 from opensora_cli.sampling.denoise import last_times
 from opensora_cli.sampling.guidance import (
+    NO_GUIDANCE,
     Branch,
     Guidance,
     GuidanceScales,
@@ -40,15 +58,22 @@ from opensora_cli.sampling.guidance import (
     count_evaluations,
     guidance_scales,
 )
+from opensora_cli.sampling.schedule import flow_timesteps, latent_size
+from opensora_cli.sampling.sizes import image_size
 from opensora_cli.sampling.step_cache import CachedStep, Phase, cached_steps, one_of_each_phase
 from opensora_cli.settings.enums import HostWeights
 from opensora_cli.settings.generate import GenerateSettings
 
+PICTURE, DRAFT, VIDEO, SEGMENT = "picture", "draft", "video", "extend"
+"""Roles of jobs. Names of stages begin with the role of their job; stages of the video have no prefix."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """Plan of one job, complete before the job begins."""
+    """Plan of one job, a clip to make for each sample of a request; complete before the job begins."""
 
+    role: str = VIDEO
+    """PICTURE, DRAFT, VIDEO or SEGMENT."""
     settings: GenerateSettings
     """Settings of the job, with a condition mode."""
     hardware: Hardware
@@ -100,11 +125,6 @@ class Plan:
     def missing_weights(self) -> tuple[str, ...]:
         """Names of missing files of weights."""
         return tuple(name for component in self.components for name in self.weights.missing.get(component, ()))
-
-    @property
-    def lengths(self) -> ReferenceLengths:
-        """Latent frames that references give."""
-        return self.settings.condition.lengths
 
     @property
     def summary(self) -> str:
@@ -210,7 +230,7 @@ class Plan:
             width=self.width,
             latent_shape=self.latent_shape,
             mode=self.mode,
-            lengths=self.lengths,
+            lengths=self.settings.condition.lengths,
             scales=busiest(self.scales),
             solver=self.settings.sampling.solver,
             cached=one_of_each_phase(self.scales) if self.settings.sampling.step_cache else (),
@@ -279,18 +299,15 @@ class Plan:
         """Return the plan with another offload."""
         return replace(self, offload=offload, stages=self._estimate(offload))
 
-    def with_best_offload(self, budget_bytes: int) -> "Plan":
+    def with_best_offload(self) -> "Plan":
         """Return the plan with the least offload that fits; if nothing fits, with the least memory."""
         memory = self.settings.memory
         if self.files is not None:  # A copy gains nothing over the mapped file.
             memory = memory.replace({"host_weights": None})
-        return self.with_offload(choose_offload(memory, self.offloadable, self._estimate, budget=budget_bytes))
+        return self.with_offload(choose_offload(memory, self.offloadable, self._estimate, budget=self.budget_bytes))
 
     def with_stronger_offload(self, stage: str) -> "Plan | None":
-        """Return a plan in which `stage` needs much less memory; None without such a plan, or if several ranks run.
-
-        A rank that changed its plan alone would leave the other ranks waiting.
-        """
+        """Return a plan in which `stage` needs much less memory; None without one, and for several ranks."""
         stronger = stronger_offload(self.offload, stage, self.offloadable) if self.mesh.size == 1 else None
         return None if stronger is None else self.with_offload(stronger)
 
@@ -307,6 +324,172 @@ class Plan:
             files=self.files,
         )
         return tuple(replace(stage, data_bytes=stage.data_bytes + on_cpu * self.held_bytes) for stage in stages)
+
+
+def make_plan(
+    settings: GenerateSettings,
+    *,
+    role: str = VIDEO,
+    hardware: Hardware | None = None,
+    tries_device: bool = True,
+    held_frames: int | None = None,
+) -> Plan:
+    """Return the plan of one job on this machine.
+
+    Neither weights nor enough memory are needed; `require_weights` and `require_fit` check them.
+
+    Args:
+        settings: settings with a condition mode; see `references.with_mode`.
+        role: role of the job.
+        hardware: device of one of several ranks; None means a rank's share of the device of `settings`.
+        tries_device: whether this process may use the device, to check attention kernels.
+        held_frames: frames of the whole video, for a segment that extends it; None for any other clip.
+    """
+    hardware = hardware or rank_hardware(settings)
+    model, sampling, grid = settings.model, settings.sampling, settings.vae.grid
+    blocks, resident = model.depth + model.depth_single_blocks, settings.memory.resident_blocks
+    if resident is not None and resident > blocks:
+        raise RequestError(f"memory.resident_blocks={resident} must be at most the {blocks} of the model")
+    weights = find_weights(settings)
+    samples = settings.from_latents is None
+    if samples and Component.TRANSFORMER in weights.paths:
+        require_same_scale(weights.paths[Component.TRANSFORMER], settings.vae)
+
+    height, width, size_note = _pixel_size(settings)
+    rows, columns = latent_size(
+        height, width, spatial_compression=grid.spatial_compression_ratio, patch_size=model.patch_size
+    )
+    latent_shape = grid.latent_channels, settings.num_latent_frames, rows, columns
+    makes_picture = settings.picture.first and samples
+    if makes_picture:
+        _, _, size_note = size_of_picture(settings, settings.picture.resolution)
+    named = settings.condition.mode or (PICTURE_MODE if makes_picture else "t2v")
+    mode = CONTINUING if held_frames else condition_mode(named, num_latent_frames=settings.num_latent_frames)
+
+    timesteps = sampling.timesteps or tuple(
+        flow_timesteps(
+            sampling.num_inference_steps,
+            tokens_per_frame=rows * columns // model.patch_size**2,
+            num_latent_frames=settings.num_latent_frames,
+            flow_shift=sampling.flow_shift,
+        )
+    )
+    guidance = _guidance(settings)
+    scales = guidance_scales(guidance, mode=mode, timesteps=timesteps, num_latent_frames=settings.num_latent_frames)
+    mesh = choose_mesh(settings, video_tokens=prod(latent_shape[1:]) // model.patch_size**2)
+    require_branches(mesh, scales)
+
+    exchange, attention, loras = ExchangePlan(), None, tuple[Lora, ...]()
+    if samples and (adapters := adapters_of(settings)):
+        from opensora_cli.engine.components.loras import open_loras
+
+        loras = open_loras(adapters, model)
+    if samples:
+        itemsize = hardware.dtype.itemsize
+        exchange = plan_exchange(settings.parallel, mesh, num_heads=model.num_heads, itemsize=itemsize)
+        choice, setting = settings.runtime.attention, "runtime.attention"
+        # The degree of a ring that the settings leave open is known only now.
+        for problem in attention_problems(choice, setting=setting, ring_degree=mesh.ring, is_fp32=False):
+            raise RequestError(problem)
+        use = attention_use(settings, hardware, mesh)
+        attention = choose_attention(choice, use, setting=setting, tries_device=tries_device)
+        if settings.precision.linear is not LinearProducts.EXACT:
+            require_products(
+                settings.precision.linear,
+                mmdit_config(model),
+                device=hardware.device,
+                dtype=hardware.dtype,
+                tensor=mesh.tensor,
+                tries_device=tries_device,
+            )
+
+    parameters, files = count_parameters(settings, weights), None
+    if hardware.device.type == "cpu":
+        # Storage in 8 bits copies modulation with the blocks.
+        modulation_first = computes_modulation_first(settings) and not settings.memory.fp8_storage
+        files = file_weights(settings, weights, parameters, hardware.dtype, modulation_first=modulation_first)
+    plan = Plan(
+        role=role,
+        settings=settings,
+        hardware=hardware,
+        weights=weights,
+        mode=mode,
+        guidance=guidance,
+        height=height,
+        width=width,
+        size_note=size_note,
+        latent_shape=latent_shape,
+        timesteps=timesteps,
+        start=_start(settings, timesteps) if samples and settings.draft.resolution is not None else 0,
+        mesh=mesh,
+        exchange=exchange,
+        loras=loras,
+        attention=attention,
+        parameters=parameters,
+        files=files,
+        held_bytes=(held_frames or 0) * height * width * 3,
+    )
+    change = sampling.step_cache
+    # A step cache that comes from `sampling.fast` may have no effect.
+    if change and samples and not sampling.fast and not plan.reused_steps:
+        raise RequestError(
+            f"sampling.step_cache={change:g} has no effect on {plan.num_steps} steps, which are further apart",
+            hint="use a larger one, or more steps",
+        )
+    return plan.with_best_offload()
+
+
+def _pixel_size(settings: GenerateSettings) -> tuple[int, int, str | None]:
+    """Return height, width, and a note if the shape is not the requested one."""
+    video = settings.video
+    if video.height is not None and video.width is not None:
+        return video.height, video.width, None
+    if settings.vae.kind.makes_videos:
+        return *image_size(video.resolution, video.aspect_ratio, multiple=settings.size_multiple), None
+    return size_of_picture(settings, video.resolution)
+
+
+def _guidance(settings: GenerateSettings) -> Guidance:
+    sampling = settings.sampling
+    if settings.model.guidance_embed:
+        return NO_GUIDANCE
+    return Guidance(
+        guidance_scale=sampling.guidance_scale,
+        image_guidance_scale=sampling.image_guidance_scale,
+        text_oscillation=sampling.text_oscillation,
+        image_oscillation=sampling.image_oscillation,
+        temporal_image_scaling=sampling.temporal_image_scaling,
+        mean_of=sampling.mean_guidance_of,
+        interval=sampling.guidance_interval,
+    )
+
+
+def _start(settings: GenerateSettings, timesteps: tuple[float, ...]) -> int:
+    """Return the step at which a video starts from its draft."""
+    start, stop = start_step(timesteps, settings.draft.strength), settings.sampling.stop_at
+    if stop is not None and stop <= start:
+        raise RequestError(
+            f"sampling.stop_at={stop} is over where the video starts from its draft, after step {start}",
+            hint="stop later, or use a greater --draft-strength",
+        )
+    return start
+
+
+def rank_hardware(settings: GenerateSettings, *, device: str | None = None) -> Hardware:
+    """Return the device of a rank, by default that of `settings`; ranks on the CPU of a machine share its memory."""
+    parallel = settings.parallel
+    if device is None and parallel.devices is not None and parallel.world_size == 1:
+        device = indexed(parallel.devices[0])
+    hardware = pick_hardware(device or settings.runtime.device, settings.runtime.dtype)
+    if is_accelerator(hardware.device):
+        return hardware
+    return replace(hardware, free_bytes=hardware.free_bytes // parallel.ranks_per_node)
+
+
+def attention_use(settings: GenerateSettings, hardware: Hardware, mesh: MeshShape) -> AttentionUse:
+    """Return the requirements of one rank on its attention backend."""
+    head_dim = settings.model.hidden_size // settings.model.num_heads
+    return AttentionUse(device=hardware.device, dtype=hardware.dtype, head_dim=head_dim, in_parts=mesh.ring > 1)
 
 
 def gib_or_less(num_bytes: int) -> str:

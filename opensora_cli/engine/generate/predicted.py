@@ -36,8 +36,8 @@ from opensora_cli.engine.estimate.predicted_time import (
 from opensora_cli.engine.estimate.text import text_work
 from opensora_cli.engine.estimate.transformer import evaluation_work
 from opensora_cli.engine.estimate.weights import bytes_of_blocks, modulation_bytes, streamed_bytes
-from opensora_cli.engine.generate.chain import SEGMENT, VIDEO, Chain
-from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.chain import Chain
+from opensora_cli.engine.generate.plan import SEGMENT, VIDEO, Plan
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.shares import shares
 from opensora_cli.settings.enums import HostWeights
@@ -49,7 +49,7 @@ LOAD = "load"
 def predict_time(chain: Chain, gpu: GpuSettings) -> PredictedTime:
     """Return the predicted seconds of every stage of a chain on GPUs of this kind."""
     samples, stages = chain.num_samples, dict[str, Seconds]()
-    for role, plan in dict(chain.jobs).items():
+    for role, plan in chain.by_role.items():
         count = sum(job.role == role for job in chain.jobs)
         clips, own = count * samples, dict[str, Seconds]()
         # Segments use the models and the prompts of the video.

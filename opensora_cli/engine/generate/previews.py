@@ -23,7 +23,7 @@ from opensora_cli.engine.components.weights import Component, packaged_demo, sta
 from opensora_cli.engine.estimate.offload import DECODE
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
-from opensora_cli.engine.generate.outputs import SampleFiles, preview_path
+from opensora_cli.engine.generate.outputs import SampleFiles
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.sheets import enlarged
@@ -150,11 +150,7 @@ def known_map(plan: Plan, reporter: Reporter) -> PreviewMap | None:
 
 
 def preview_map(plan: Plan, models: LoadedModels, events: Events) -> PreviewMap | None:
-    """Return the map of a plan's autoencoder, fitted and cached if necessary.
-
-    Returns None, with a warning, if fitting does not fit in memory. Raises CheckpointError if the autoencoder's weights
-    are broken.
-    """
+    """Return the map of a plan's autoencoder, fitted and cached if necessary; None, with a warning, without memory."""
     if (known := known_map(plan, events.reporter)) is not None:
         return known
 
@@ -177,10 +173,7 @@ def preview_map(plan: Plan, models: LoadedModels, events: Events) -> PreviewMap 
 
 
 class Previews:
-    """Writer of previews during sampling and at the end of exploring; without colors it writes none.
-
-    A failure ends only the previews.
-    """
+    """Writer of previews during sampling; a failure ends only the previews, and without colors there are none."""
 
     def __init__(self, plan: Plan, colors: PreviewMap | None, events: Events) -> None:
         self._settings, self._colors, self._events = plan.settings, colors, events
@@ -195,7 +188,7 @@ class Previews:
         fps = settings.video.fps / settings.vae.grid.time_compression_ratio
         try:
             frames_THWC = enlarged(self._colors.frames(predicted_CTHW()), longest_side=_GIF_SIDE)
-            path = preview_path(sample.target)
+            path = sample.preview
             write_media([frames_THWC], path, fps=fps, format=MediaFormat.GIF)
             self._events.hooks.on_preview(path)
         except (OsoraError, OSError, RuntimeError) as error:

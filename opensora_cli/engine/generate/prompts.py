@@ -101,7 +101,7 @@ def read_prompts(path: Path) -> list[Row]:
         rows.append(row)
     if not rows:
         raise FileProblem(f"{path} has no rows")
-    if columns and not {"prompt"} & columns.keys():
+    if columns and "prompt" not in columns:
         raise FileProblem(f"{path} has no column prompt; it has {plain(', '.join(columns))}")
     return rows
 
@@ -122,24 +122,20 @@ def _lines(path: Path, kind: str) -> Iterator[dict[str, object] | str]:
 
 def _table(path: Path) -> Iterator[dict[str, object] | str]:
     header, rows = read_rows(path)
-    twice = {name for name in header if header.count(name) > 1 and not _is_index(name)}
-    if twice:
+    # pandas numbers the rows in a column without a name.
+    numbering = {name for name in header if not name.strip() or name.startswith(("Unnamed: ", "__index_level_0__"))}
+    if twice := {name for name in header if header.count(name) > 1} - numbering:
         raise FileProblem(f"{path} has two columns {plain(min(twice))}")
     for cells in rows:
         if len(cells) > len(header):
             yield f"it has {len(cells)} cells, and the table {len(header)} columns: quote a text that has commas in it"
         else:
             named = zip(header, [*cells, *[None] * (len(header) - len(cells))], strict=True)
-            yield {name: cell for name, cell in named if not _is_index(name)}
-
-
-def _is_index(column: str) -> bool:
-    """Return whether pandas wrote a column that only numbers the rows."""
-    return not column.strip() or column.startswith("Unnamed: ") or column == "__index_level_0__"
+            yield {name: cell for name, cell in named if name not in numbering}
 
 
 def _row(number: int, cells: Mapping[str, object], folder: Path) -> Row:
-    """Return the settings of a row; a file of another row or a wrong value is found when the row is planned."""
+    """Return the settings of a row. Wrong values are found when the row is planned."""
     given: dict[str, Given] = {}
     name = problem = None
     for column, value in cells.items():
@@ -148,16 +144,14 @@ def _row(number: int, cells: Mapping[str, object], folder: Path) -> Row:
             continue
         if key == _NAME:
             name = str(value)
-        elif key == _REFERENCES:
+            continue
+        if key == _REFERENCES:
             files = value.split(";") if isinstance(value, str) else value if isinstance(value, list) else [value]
             value = tuple(str(folder / str(file).strip()) for file in files if str(file).strip())
-        if key != _NAME:
-            given[key] = Given(value, f"column {column}")
+        given[key] = Given(value, f"column {column}")
     if "prompt" not in given or not str(given["prompt"].value).strip():
         problem = "prompt is empty"
-    elif name is not None and (
-        name.startswith(".") or {"/", "\\", "\0"} & set(name) or len(os.fsencode(name)) > _LONGEST_NAME
-    ):
+    elif name and (name.startswith(".") or {*"/\\\0"} & {*name} or len(os.fsencode(name)) > _LONGEST_NAME):
         problem = f"name={plain(name)} must be the name of a file, without a folder, of at most {_LONGEST_NAME} bytes"
     return Row(number, given, name, problem)
 

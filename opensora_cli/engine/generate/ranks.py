@@ -20,11 +20,9 @@ from opensora_cli.core.rank_messages import Json, all_gather_json, broadcast_jso
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import UNKNOWN_BYTES, Hardware
 from opensora_cli.engine.estimate.offload import ON_DEVICE
-from opensora_cli.engine.generate.chain import DRAFT, PICTURE
 from opensora_cli.engine.generate.outputs import sample_files
-from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.process import OneProcess
-from opensora_cli.engine.generate.references import refined_with_mode
+from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Plan
+from opensora_cli.engine.generate.request import refined_with_mode
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder, write_settings
 from opensora_cli.engine.launch.rank import (
     WatchedReporter,
@@ -51,36 +49,49 @@ _LONGEST = timedelta(days=30)
 """Longest time that a finished rank waits for the others."""
 
 
-class Ranks(OneProcess):
-    """All processes of a run on a mesh, whose ranks exchange tokens for heads by the plan `exchange`.
+class Ranks:
+    """Processes of a run on a mesh. Only rank 0 reads references, prints and writes files.
 
-    Without a mesh they only share prompts and messages; `of` returns them on the mesh of a plan.
+    Without a mesh the processes only share prompts and messages; `of` returns them on the mesh of a plan.
+
+    Args:
+        device: device of this rank; None for a single process, which may choose.
+        shape: degrees of the mesh.
+        exchange: plan by which ranks exchange tokens for heads.
     """
 
-    device: torch.device
+    text_group: dist.ProcessGroup | None = None
+    """Ranks that share the layers of T5; None for a single process."""
+    tensor_group: dist.ProcessGroup | None = None
+    """Ranks that share each block's heads and features; None if each rank has all of them."""
+    machine_group: dist.ProcessGroup | None = None
+    """Ranks of this machine, which share one copy of the weights that are offloaded to the CPU."""
 
     def __init__(
-        self, device: torch.device, shape: MeshShape | None = None, exchange: ExchangePlan | None = None
+        self, device: torch.device | None = None, shape: MeshShape | None = None, exchange: ExchangePlan | None = None
     ) -> None:
-        self.count = dist.get_world_size()
-        self.text_group = dist.group.WORLD
+        self.device = device
+        self.count = 1 if device is None else dist.get_world_size()
+        self._exchange = exchange or ExchangePlan()
+        if device is None:
+            return
         shape = shape or MeshShape(replicate=self.count)
         self.mesh = ParallelMesh(shape, device_type=device.type)
         use_mesh(self.mesh)
-        self.device = device
-        self._exchange = exchange or ExchangePlan()
         self._stages = open_stages(self.mesh, self._exchange)
-        self.machine_group = _machine_group()
+        self.text_group, self.machine_group = dist.group.WORLD, _machine_group()
         self.tensor_group = self.mesh.group("tensor") if shape.tensor > 1 else None
         self._meshes = {(shape, self._exchange): self}
 
     @property
     def is_main(self) -> bool:
         """Whether this is rank 0."""
-        return dist.get_rank() == 0
+        return self.device is None or dist.get_rank() == 0
 
     def of(self, plan: Plan) -> "Ranks":
         """Return the same processes on the mesh of a plan; all ranks call it."""
+        if self.device is None:
+            return self
         key = plan.mesh, plan.exchange
         if key not in self._meshes:
             self._meshes[key] = Ranks(self.device, plan.mesh, plan.exchange)
@@ -88,19 +99,19 @@ class Ranks(OneProcess):
 
     def same(self, value: Json) -> Json:
         """Return the value of rank 0; tuples arrive as lists on the others."""
-        return broadcast_json(value)
+        return value if self.device is None else broadcast_json(value)
 
     def least(self, value: int) -> int:
         """Return the smallest value of all ranks."""
-        return int(min(all_gather_json(value)))
+        return value if self.device is None else int(min(all_gather_json(value)))
 
     def same_tensors(self, tensors: Sequence[Tensor] | None) -> Sequence[Tensor]:
-        """Return the tensors of rank 0, on the device of each rank."""
-        return broadcast_tensors(tensors, device=self.device)
+        """Return the tensors of rank 0, on the device of each of several ranks."""
+        return tensors or () if self.device is None else broadcast_tensors(tensors, device=self.device)
 
     def share_tokens(self, transformer: MMDiT) -> Callable[..., Tensor]:
         """Return a function like the transformer that computes this rank's share of the tokens."""
-        if self.mesh.shape.ring * self.mesh.shape.ulysses == 1:
+        if self.device is None or self.mesh.shape.ring * self.mesh.shape.ulysses == 1:
             return transformer
         lengths = SequenceLengths.of_mesh(self.mesh)
         attention = sequence_attention(
@@ -117,9 +128,13 @@ class Ranks(OneProcess):
 
     def share_branches(self, velocity: VelocityFn, *, on_evaluation: Callable[[], None]) -> VelocityFn:
         """Return the same velocity, computed together: each rank evaluates its share of the branches."""
-        if self.mesh.shape.guidance == 1:
+        if self.device is None or self.mesh.shape.guidance == 1:
             return velocity
         return SharedBranches(velocity, self.mesh.group("guidance"), on_evaluation=on_evaluation)
+
+
+ALONE = Ranks()
+"""The only process of a run."""
 
 
 def _machine_group() -> dist.ProcessGroup:
@@ -138,10 +153,7 @@ def _machine_group() -> dist.ProcessGroup:
 def start_ranks(
     settings: GenerateSettings, command: str, arguments: Sequence[str], *, gives_settings: bool = True
 ) -> None:
-    """Run a command in ranks on this machine, and return when all are done. Rank 0 prints.
-
-    With `gives_settings` the ranks read these settings from a file.
-    """
+    """Run a command in ranks on this machine; with `gives_settings` they read these settings from a file."""
     with log_folder(command) as log_dir:
         request = _launch_request(settings, log_dir)
         if gives_settings:

@@ -11,9 +11,10 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
-from time import sleep
+from time import monotonic, sleep
 from typing import Any, TypeVar
 from urllib.error import HTTPError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
@@ -89,10 +90,7 @@ class ChatServer:
 
     @property
     def model(self) -> str:
-        """Name of the model: the one in the environment, or the first that the server lists.
-
-        Raises ServerProblem if the server lists none.
-        """
+        """Name of the model in the environment, else the first that the server lists; may raise ServerProblem."""
         self._model = self._model or self._try(lambda: _text(self._send("/models", None)["data"][0]["id"]))
         return self._model
 
@@ -115,8 +113,10 @@ class ChatServer:
             try:
                 return attempt()
             except HTTPError as error:
-                with error:
-                    reason = self._shown(f"{error.code} {error.reason} {error.read(300).decode(errors='replace')}")
+                text = b""
+                with error, suppress(HTTPException, OSError):  # The body may break off or come too slowly.
+                    text = error.read(300)
+                reason = self._shown(f"{error.code} {error.reason} {text.decode(errors='replace')}")
                 if error.code not in _BUSY:
                     hint = f"check {REFINE_KEY}" if error.code in (401, 403) else None
                     raise ServerProblem(f"{self.url} refuses: {reason}", hint=hint) from None
@@ -139,8 +139,13 @@ class ChatServer:
         request = Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
         if self._key:
             request.add_unredirected_header("Authorization", f"Bearer {self._key}")
+        end, content = monotonic() + self._timeout_s, bytearray()
         with build_opener(_NoRedirects).open(request, timeout=self._timeout_s) as response:
-            return parse_object(response.read(MAX_JSON_BYTES + 1))
+            while len(content) <= MAX_JSON_BYTES and (part := response.read1(2**16)):
+                content += part
+                if monotonic() > end:  # The timeout of a socket is that of one read.
+                    raise TimeoutError("timed out")
+        return parse_object(bytes(content))
 
     def _shown(self, text: str) -> str:
         return plain(" ".join(text.split()).replace(self._key or "\0", "<hidden>"))
@@ -153,10 +158,7 @@ def _text(value: object) -> str:
 
 
 def refined(settings: GenerateSettings, *, reporter: Reporter) -> GenerateSettings:
-    """Return the settings with the prompt and the motion score that a language model gives.
-
-    A server without an answer changes nothing, with a warning. The result asks for no refinement.
-    """
+    """Return the settings with a refined prompt and motion score; without an answer they stay, with a warning."""
     kinds, wanted, prompt = _kinds(settings), settings.refine, settings.prompt
     server = require_refinement(settings, reporter)
     if server is None:
@@ -277,8 +279,8 @@ def refine(
 
 def _jpeg_of(path: str | Path) -> bytes:
     """Return the first frame of a picture or video as a small JPEG file."""
-    from opensora_cli.media.encode import jpeg_bytes
     from opensora_cli.media.read import is_picture, read_picture, read_video
+    from opensora_cli.media.write import jpeg_bytes
 
     frame_HWC = read_picture(path) if is_picture(path) else read_video(path, num_frames=1).frames_THWC[0]
     return jpeg_bytes(frame_HWC, longest_side=_PICTURE_SIDE)

@@ -1,6 +1,7 @@
 """Resolve a request to the settings of its jobs, and refuse wrong requests before torch is imported."""
 
 import math
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -10,15 +11,16 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from opensora_cli.core.choices import MediaFormat
-from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.conditions import CONTINUING, T2V, suggested_mode
+from opensora_cli.core.exceptions import CheckpointError, MediaError, RequestError
+from opensora_cli.core.formatting import format_bytes
+from opensora_cli.core.private_memory import read_private_memory
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.few_steps import asked_sampling, described, require_turbo
 from opensora_cli.engine.components.weights import choose_model, require_weights_of
-from opensora_cli.engine.generate.outputs import num_samples, read_made, sample_files
-from opensora_cli.engine.generate.saved_latents import LATENTS_ENDING, open_latents, require_latents
+from opensora_cli.engine.generate.sample import LATENTS_ENDING, open_latents
 from opensora_cli.media.files import readable_file
-from opensora_cli.media.results import refuse_existing
 from opensora_cli.models.registry import AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.sampling.sizes import image_size, nearest_training_size, num_pixels, ratio_value
 from opensora_cli.settings.explain import Given, explain
@@ -28,6 +30,7 @@ from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_gene
 PICTURE_MODE = "i2v_head"
 """Condition mode of a video whose picture is made first, if no mode is set."""
 
+_MOST_FPS = 240
 _VIDEO_ONLY: Mapping[str, object] = {
     "draft": {},
     "output.save_latents": False,
@@ -51,8 +54,7 @@ def resolve(
 ) -> GenerateSettings:
     """Return the settings that a request means on this machine, without torch unless the choice of the model needs it.
 
-    The model decides the preset, and saved latents bring the settings that made them. A chosen model and its reason are
-    noted, and settings of a `.py` file that osora does not have.
+    The model decides the preset, and saved latents bring the settings that made them.
 
     Args:
         context: set in one of several ranks.
@@ -66,7 +68,10 @@ def resolve(
 
     @contextmanager
     def loading_torch() -> Iterator[None]:
-        _refuse_for_every_model(request)
+        try:  # Refuse what neither of the models that `auto` may choose allows.
+            load_generate_settings(request, model=DEMO)
+        except RequestError:
+            load_generate_settings(request, model=OPEN_SORA_V2)
         with loading():
             yield
 
@@ -92,14 +97,6 @@ def resolve(
     return settings
 
 
-def _refuse_for_every_model(request: GenerateRequest) -> None:
-    """Raise RequestError if neither of the models that `auto` may choose allows the request."""
-    try:
-        load_generate_settings(request, model=DEMO)
-    except RequestError:
-        load_generate_settings(request, model=OPEN_SORA_V2)
-
-
 def request_of_rank(request: GenerateRequest, context: RankContext) -> GenerateRequest:
     """Return the request with the number of ranks, also if torchrun or Slurm started them."""
     from opensora_cli.engine.launch.rank import rank_counts
@@ -112,19 +109,16 @@ def request_of_rank(request: GenerateRequest, context: RankContext) -> GenerateR
 
 
 def _with_saved_latents(request: GenerateRequest) -> tuple[GenerateRequest, Path | None]:
-    """Return the request with the settings in the latents that it decodes or continues, and their file.
-
-    The file is None if there are no latents, or if a sidecar has the settings.
-    """
+    """Return the request with the settings in the latents that it decodes or continues, and their file, if any."""
     decodes = "resume" not in request.overrides
     given = request.overrides.get("from_latents" if decodes else "resume")
     if given is None:
         return request, None
     latents = str(given.value)
-    require_latents(latents)
+    values = open_latents(latents).settings
     if request.saved is not None:
         return request, None
-    saved = SavedSettings(source=latents, values=open_latents(latents).settings, decodes=decodes)
+    saved = SavedSettings(source=latents, values=values, decodes=decodes)
     try:
         _ = saved.layer
     except RequestError as error:
@@ -133,7 +127,7 @@ def _with_saved_latents(request: GenerateRequest) -> tuple[GenerateRequest, Path
 
 
 def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
-    """Refuse missing and conflicting files that can be detected without torch."""
+    """Refuse missing files that can be detected without torch."""
     for reference in settings.condition.references:
         readable_file(reference)
     for lora in settings.loras if settings.from_latents is None else ():
@@ -153,21 +147,95 @@ def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
             hint = f"{error.hint}; --set picture.first=false makes no picture first"
             raise CheckpointError(error.message, hint=hint) from error
     require_weights_of(settings)
-    if settings.output.named_format is None or settings.output.overwrite:
-        return
-    for index in range(num_samples(settings)):
-        sample = sample_files(settings, index)
-        made = read_made(sample)
-        # The same request may have made the result before.
-        if (made.get("seed"), made.get("prompt")) != (sample.seed, settings.prompt):
-            refuse_existing(sample.media, sample.sidecar)
+
+
+def refined_with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
+    """Return `settings` with the prompt refined if requested, and with a condition mode."""
+    if settings.refine.is_on:
+        from opensora_cli.engine.generate.refinement import refined
+
+        settings = refined(settings, reporter=reporter)
+    return with_mode(settings, reporter)
+
+
+def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
+    """Return `settings` with a condition mode, suggested by the references or by the clip to continue."""
+    if settings.condition.continued == 0:
+        settings = _as_continued(settings, reporter)
+    if settings.condition.mode is not None:
+        return settings
+    references = settings.condition.references
+    if settings.picture.first and settings.from_latents is None:
+        name = PICTURE_MODE
+    elif not references:
+        name = T2V.name
+    else:
+        from opensora_cli.media.read import is_picture, read_video
+
+        for path in references:
+            if not is_picture(path):
+                read_video(path, num_frames=1)
+        mode = suggested_mode([is_picture(path) for path in references])
+        if mode is None:
+            raise RequestError(
+                f"no condition mode suits these {len(references)} references by itself",
+                hint="choose one with --cond, and give one file for each end of the video",
+            )
+        name = mode.name
+    if references:
+        given = "reference" if len(references) == 1 else f"{len(references)} references"
+        reporter.note(f"condition: {name}, which suits the {given} given")
+    return _replaced(settings, {"condition.mode": name})
+
+
+def _replaced(settings: GenerateSettings, changes: Mapping[str, object], *, what: str = "") -> GenerateSettings:
+    try:
+        return settings.replace(changes)
+    except ValidationError as error:
+        raise RequestError("\n".join(f"{what}{line}" for line in explain(error))) from error
+
+
+def _as_continued(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
+    """Return settings with the length, size and rate of the clip to continue; MediaError if it cannot be continued."""
+    from opensora_cli.media.read import probe
+
+    [path], video, multiple = settings.condition.references, settings.video, settings.size_multiple
+    facts, mode = probe(path), settings.condition.mode or CONTINUING.name
+    if facts.fps is None:
+        raise MediaError(f"{path} is a picture, and --continue needs a video", hint=f"--ref {path} starts from it")
+    if facts.num_frames < settings.given_frames:
+        frames = "1 frame" if facts.num_frames == 1 else f"{facts.num_frames} frames"
+        hint = "give a longer video; --ref with --cond i2v_head starts from a single frame"
+        raise MediaError(f"{path} has {frames}, and {mode} needs {settings.given_frames}", hint=hint)
+    if facts.is_uneven:
+        hint = f"make its rate constant: ffmpeg -i {shlex.quote(str(path))} -r 24 even.mp4"
+        raise MediaError(f"{path} has frames of uneven length, and the result has one rate", hint=hint)
+    most = max(num_pixels(name) for name in video.resolutions)
+    scale = min(1.0, math.sqrt(most / (facts.height * facts.width)))
+    # The largest size within the limit: rounding up could exceed it.
+    height, width = (max(1, int(side * scale) // multiple) * multiple for side in (facts.height, facts.width))
+    fps = min(max(round(facts.fps), 1), _MOST_FPS)
+    needed, free = facts.num_frames * height * width * 3, read_private_memory().free_bytes
+    if needed > free // 2:
+        hint = f"continue its end alone: ffmpeg -sseof -10 -i {shlex.quote(str(path))} end.mp4"
+        raise MediaError(
+            f"{path} is too large: its {facts.num_frames:,} frames take {format_bytes(needed)} of memory, and "
+            f"{format_bytes(free)} are free",
+            hint=hint,
+        )
+    if (width, height) != (facts.width, facts.height):
+        reporter.note(
+            f"continue: {facts.width}x{facts.height} becomes {width}x{height}, a size of the {settings.model.name} "
+            f"model (condition.fit={settings.condition.fit})"
+        )
+    if abs(fps - facts.fps) > 1e-3:
+        reporter.note(f"continue: {facts.fps:g} frames a second become {fps}")
+    size = {"video.height": height, "video.width": width, "video.fps": fps}
+    return _replaced(settings, {"condition.mode": mode, "condition.continued": facts.num_frames, **size})
 
 
 def draft_settings(settings: GenerateSettings, *, height: int, width: int) -> GenerateSettings | None:
-    """Return the settings of the draft of a video of this size; None without a draft.
-
-    The draft has the seed, steps, prompt and references of the video. Raises RequestError if the draft is not smaller.
-    """
+    """Return the settings of a video's draft; None without one. Raises RequestError if it is not smaller."""
     resolution, multiple = settings.draft.resolution, settings.size_multiple
     if resolution is None or settings.from_latents is not None:
         return None
@@ -193,8 +261,8 @@ def start_step(timesteps: Sequence[float], strength: float) -> int:
 def picture_settings(settings: GenerateSettings) -> GenerateSettings | None:
     """Return the settings of the picture that is made before a video; None without one.
 
-    Its size is a training size in multiples of a token of the video. Its prompt has no frame rate and no motion score.
-    Both follow the reference. Raises RequestError if settings contradict each other.
+    As in the reference, its size is a training size in multiples of a token of the video, and its prompt has no frame
+    rate and no motion score. Raises RequestError if settings contradict each other.
     """
     picture, output = settings.picture, settings.output
     if not picture.first or settings.from_latents is not None:
@@ -227,10 +295,7 @@ def picture_settings(settings: GenerateSettings) -> GenerateSettings | None:
             "sampling.turbo": False,
             **_own_sampling(settings),
         }
-    try:
-        return settings.replace(changes)
-    except ValidationError as error:
-        raise RequestError("\n".join(f"the picture: {line}" for line in explain(error))) from error
+    return _replaced(settings, changes, what="the picture: ")
 
 
 def _own_sampling(settings: GenerateSettings) -> dict[str, object]:
@@ -242,16 +307,14 @@ def _own_sampling(settings: GenerateSettings) -> dict[str, object]:
 
 def size_of_picture(settings: GenerateSettings, resolution: str) -> tuple[int, int, str | None]:
     """Return the height and width of a picture of the video's shape, and a note if that is not the requested shape."""
-    video, multiple = settings.video, settings.size_multiple
+    video = settings.video
+    asked, shape = str(video.aspect_ratio), ratio_value(video.aspect_ratio)
+    wanted: str | float = video.aspect_ratio
     if video.height is not None and video.width is not None:
-        asked = f"{video.width}x{video.height}"
-        ratio, height, width = nearest_training_size(resolution, video.width / video.height, multiple=multiple)
-        is_nearest = width * video.height != height * video.width
-    else:
-        asked = video.aspect_ratio
-        ratio, height, width = nearest_training_size(resolution, video.aspect_ratio, multiple=multiple)
-        is_nearest = ratio != asked and width / height != ratio_value(asked)
-    if not is_nearest:
+        asked, shape = f"{video.width}x{video.height}", video.width / video.height
+        wanted = shape
+    ratio, height, width = nearest_training_size(resolution, wanted, multiple=settings.size_multiple)
+    if asked == ratio or width / height == shape:
         return height, width, None
     note = f"pictures of {resolution} have no size of {asked}: the nearest is {width}x{height}, that of {ratio}"
     return height, width, note

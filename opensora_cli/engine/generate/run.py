@@ -18,33 +18,30 @@ from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.attention import AttentionPlan, keep_attention
 from opensora_cli.engine.components.linear_products import LinearProductsReport
-from opensora_cli.engine.generate.chain import PICTURE, VIDEO, Chain
+from opensora_cli.engine.generate.chain import Chain, make_chain, require_room, require_weights
 from opensora_cli.engine.generate.decode import GeneratedVideo, HeldVideo, hold, report_given_frames, save
 from opensora_cli.engine.generate.events import Events, Hooks
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import (
-    Claims,
     SampleFiles,
     check_outputs,
     note_earlier_work,
     num_samples,
-    preview_path,
     sample_files,
-    sheet_path,
 )
 from opensora_cli.engine.generate.pipeline import computing, make
-from opensora_cli.engine.generate.planning import (
-    attention_use,
-    make_chain,
-    rank_hardware,
-    require_room,
-    require_weights,
+from opensora_cli.engine.generate.plan import PICTURE, VIDEO, attention_use, rank_hardware
+from opensora_cli.engine.generate.ranks import (
+    Ranks,
+    hardware_of_ranks,
+    joined_ranks,
+    require_devices,
+    start_ranks,
+    watched,
 )
-from opensora_cli.engine.generate.process import OneProcess
-from opensora_cli.engine.generate.references import references_of, refined_with_mode, with_mode
-from opensora_cli.engine.generate.request import resolve
-from opensora_cli.engine.generate.sample import Sample, read_saved, unfinished
-from opensora_cli.engine.generate.saved_latents import open_latents
+from opensora_cli.engine.generate.references import references_of
+from opensora_cli.engine.generate.request import refined_with_mode, resolve, with_mode
+from opensora_cli.engine.generate.sample import Sample, open_latents, read_saved, unfinished
 from opensora_cli.engine.generate.sidecar import choose_outputs, refuse_pictures, request_hashes
 from opensora_cli.engine.generate.text import warn_about_prompts
 from opensora_cli.settings.applies import used_settings
@@ -63,26 +60,21 @@ class ExploredSeed(Document):
     """Steps done; None means all steps."""
     preview: Path | None
     """Animation of the last prediction; None without previews."""
-    command: str = Field(exclude=True)
-    """Command that finishes the sample."""
+    line: str = Field(exclude=True)
+    """Command that finishes the sample, with its seed."""
 
     @classmethod
     def of(cls, sample: SampleFiles) -> "ExploredSeed":
         """Return the document of an explored seed."""
         assert sample.latents is not None
         steps = sample.saved_steps if sample.is_explored else sample.settings.sampling.stop_at
-        preview = preview_path(sample.target)
         return cls(
             seed=sample.seed,
             state=sample.latents,
             steps=steps,
-            preview=preview if preview.is_file() else None,
-            command=sample.command(sample.latents, is_begun=steps is not None),
+            preview=sample.preview if sample.preview.is_file() else None,
+            line=f"{sample.command(sample.latents, is_begun=steps is not None)}  # seed {sample.seed}",
         )
-
-    def line(self) -> str:
-        """Return the command that finishes the sample, with its seed."""
-        return f"{self.command}  # seed {self.seed}"
 
 
 class GenerateResult(Document):
@@ -122,7 +114,7 @@ class GenerateResult(Document):
         """Return the path of every result, and the command that finishes each explored seed."""
         return [
             *(str(path) for path in (*(video.path for video in self.videos), self.sheet) if path is not None),
-            *(seed.line() for seed in self.explored or ()),
+            *(seed.line for seed in self.explored or ()),
         ]
 
     def lines_after_notes(self) -> list[str]:
@@ -143,8 +135,8 @@ def generate(
     """Make the videos that `settings` describe, and write them to files.
 
     Everything that can be checked is checked before the first weight is read. Each video is saved as soon as it is
-    decoded. A result that the same request has made before is kept; a result of another
-    request keeps its name, and the new one is NAME_2.
+    decoded. A result that the same request has made before is kept. A result of another request keeps its name, and the
+    new one is NAME_2.
 
     Args:
         context: set in one of several ranks, which all call this function and join.
@@ -158,10 +150,8 @@ def generate(
 
     Raises:
         RequestError: the request contradicts itself, or asks for more devices than this process has to itself.
-        MediaError: a reference is missing, broken or too short.
-        CheckpointError: weights are missing (all are named) or broken, or saved latents are.
-        OutputError: a named result exists already from another request, or a result cannot be written.
-        InUseError: another process makes the same result.
+        FileProblem: weights (all are named), references or saved latents are missing or broken, a named result exists
+            from another request, another process makes it (InUseError), or it cannot be written.
         HardwareError: there is no such device, or not enough memory.
         RankFailure: a rank that was started failed.
         KeyboardInterrupt: its argument lists what is finished and how to continue.
@@ -171,28 +161,26 @@ def generate(
         return _generate_in_ranks(settings, reporter, rank_flags)
     with ExitStack() as stack:
         if context is not None:
-            from opensora_cli.engine.generate.ranks import joined_ranks, watched
-
             reporter = watched(reporter)
             settings, joined = stack.enter_context(joined_ranks(settings, context, reporter))
             models = stack.enter_context(LoadedModels(ranks=joined))
         models = models or stack.enter_context(LoadedModels(stay=num_samples(settings) > 1))
         ranks, is_main = models.ranks, models.ranks.is_main
-        if ranks.count == 1:
-            chain = plan_here(settings, models, reporter=reporter, device=device)
-        else:
-            chain = chain_of(settings, models).change(models.planned, only=VIDEO)
+        chain = (
+            plan_here(settings, models, reporter=reporter, device=device)
+            if ranks.count == 1
+            else chain_of(settings, models)
+        )
         require_weights(chain, reporter)
         chosen = choose_outputs(chain, ranks=ranks)
         if all(sample.made_before for sample in chosen):
             return _earlier_result(chain, chosen, reporter)
-        claims = stack.enter_context(Claims())
         require_room(chain, reporter)
         references = references_of(chain.video, reporter) if is_main else []
         if is_main:
             warn_about_prompts(chain.video, reporter)
             check_outputs(chain, create=True)
-        chosen = choose_outputs(chain, claims=claims, ranks=ranks)
+        chosen = choose_outputs(chain, claims=stack, ranks=ranks)
         files = [sample for sample in chosen if not sample.made_before]
         if not files:  # another run has finished them since the first look
             return _earlier_result(chain, chosen, reporter)
@@ -201,17 +189,16 @@ def generate(
             refuse_pictures(chain, files)
         saved = [read_saved(chain, sample, ranks) for sample in files]
         chain = _with_attention_before(chain.with_threads(), files, ranks)
-        samples = [
-            Sample(chain, chain.video, sample, references, latents)
-            for sample, latents in zip(files, saved, strict=True)
-        ]
-        events = Events(reporter, hooks=hooks or Hooks())
-        output = chain.settings.output
+        events, output = Events(reporter, hooks=hooks), chain.settings.output
         stack.enter_context(computing(chain.video, reporter))
         if is_main:
             # Without a sidecar no later run can tell which request has made a result.
             stack.enter_context(events.rescue(files, can_repeat=output.metadata and not output.overwrite))
-        samples = [sample for sample in samples if not sample.files.is_explored]
+        samples = [
+            Sample(chain, chain.video, sample, references, latents)
+            for sample, latents in zip(files, saved, strict=True)
+            if not sample.is_explored
+        ]
         evaluations = sum(chain.evaluations_after(each.files.saved_steps or 0) for each in unfinished(samples))
         videos = make(chain, samples, models, events, finish=None if output.explore else save)
         kept = [GeneratedVideo.of(chain, sample) for sample in chosen if sample.made_before]
@@ -234,53 +221,41 @@ def generate(
 def plan_here(
     settings: GenerateSettings, models: LoadedModels, *, reporter: Reporter, device: str | None = None
 ) -> Chain:
-    """Return the jobs of a request for a process that shares no video with others; see `make_chain`.
-
-    The prompt is refined if requested, and the condition mode is chosen.
-    """
+    """Return the jobs of a request for one process, with the prompt refined and the condition mode chosen."""
     parallel = settings.parallel
     if parallel.world_size > (parallel.data_parallel_degree or 1):
         raise RequestError(
             f"{parallel.world_size} devices are asked for, and this is one process",
             hint="start with osora generate --gpus N, torchrun or srun",
         )
-    chain = chain_of(refined_with_mode(settings, reporter), models, device=device)
-    return chain.change(models.planned, only=VIDEO)
+    return chain_of(refined_with_mode(settings, reporter), models, device=device)
 
 
 def chain_of(settings: GenerateSettings, models: LoadedModels, *, device: str | None = None) -> Chain:
-    """Return the jobs of a request, planned for the device with the least free memory. All ranks call it.
+    """Return the jobs for the rank with the least memory, in which loaded models count as free. All ranks call it.
 
-    The memory of loaded models can be released, and counts as free. `device` is that of a single process.
+    Models that fit stay loaded.
     """
     own = models.ranks.device
     hardware = rank_hardware(settings, device=device if own is None else str(own))
     free = models.ranks.least(hardware.free_bytes + models.bytes_on(hardware.device))
-    return make_chain(settings, hardware=replace(hardware, free_bytes=free))
+    return make_chain(settings, hardware=replace(hardware, free_bytes=free)).change(models.planned, only=VIDEO)
 
 
 def _generate_in_ranks(
     settings: GenerateSettings, reporter: Reporter, rank_flags: Sequence[str]
 ) -> GenerateResult | None:
-    """Run the request in ranks, unless all of it was made before.
-
-    First refuse a request that rank 0 would refuse, except for memory, which each rank checks on its own device.
-    """
-    from opensora_cli.engine.generate.ranks import hardware_of_ranks, require_devices, start_ranks
+    """Run the request in ranks, unless all of it was made before. Rank 0 checks the rest."""
     from opensora_cli.engine.generate.refinement import refined
 
     require_devices(settings)
-    settings, silent = refined(settings, reporter=reporter), SilentReporter()
+    settings = refined(settings, reporter=reporter)
     # Reading the free memory of a device creates a CUDA context that stays until this process ends.
     hardware = hardware_of_ranks(settings)
-    chain = make_chain(with_mode(settings, silent), hardware=hardware, tries_device=False)
-    require_weights(chain, silent)
+    chain = make_chain(with_mode(settings, SilentReporter()), hardware=hardware, tries_device=False)
     files = choose_outputs(chain)
     if all(sample.made_before for sample in files):
         return _earlier_result(chain, files, reporter)
-    check_outputs(chain, create=False)
-    references_of(chain.video, silent)
-    refuse_pictures(chain, [sample for sample in files if not sample.made_before])
     start_ranks(settings, "generate", rank_flags)
     return None
 
@@ -309,19 +284,18 @@ def _write_sheet(files: Sequence[SampleFiles], reporter: Reporter) -> Path | Non
     cells = []
     for sample in files:
         try:
-            strip_HWC = film_strip(read_video(preview_path(sample.target)).frames_THWC)
+            strip_HWC = film_strip(read_video(sample.preview).frames_THWC)
         except MediaError:
             strip_HWC = None
         cells.append((f"seed {sample.seed}" + (" (finished)" if sample.made_before else ""), strip_HWC))
     try:
-        path = sheet_path(files[0].target)
-        return write_media([contact_sheet(cells)[None]], path, fps=1, format=MediaFormat.PNG)
+        return write_media([contact_sheet(cells)[None]], files[0].sheet, fps=1, format=MediaFormat.PNG)
     except OutputError as error:
         reporter.warn(f"there is no sheet of the seeds: {error.message}")
         return None
 
 
-def _with_attention_before(chain: Chain, files: Sequence[SampleFiles], ranks: OneProcess) -> Chain:
+def _with_attention_before(chain: Chain, files: Sequence[SampleFiles], ranks: Ranks) -> Chain:
     """Return the chain with the attention backend of the first unfinished latents, which rank 0 reads."""
     begun = [sample.saved for sample in files if sample.saved is not None and sample.saved_steps is not None]
     plan, attention = chain.video, chain.video.attention

@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-import os
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,21 +16,19 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.hardware import versions
 from opensora_cli.engine.components.weights import stamp_of
-from opensora_cli.engine.generate.chain import DRAFT, PICTURE, Chain, alone
+from opensora_cli.engine.generate.chain import Chain, alone
 from opensora_cli.engine.generate.outputs import (
-    Claims,
     SampleFiles,
     find_target,
     is_begun,
-    last_frame_path,
     num_samples,
     read_made,
     sample_files,
 )
-from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.process import ALONE, OneProcess
+from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Plan
+from opensora_cli.engine.generate.ranks import ALONE, Ranks
 from opensora_cli.engine.generate.request import picture_path
-from opensora_cli.engine.generate.saved_latents import REQUEST_KEY, open_latents
+from opensora_cli.engine.generate.sample import REQUEST_KEY, open_latents
 from opensora_cli.engine.generate.text import full_prompt
 from opensora_cli.media.results import refuse_existing, sidecar_path
 from opensora_cli.settings.applies import used_settings
@@ -39,7 +37,7 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA
 
 
-def choose_outputs(chain: Chain, *, claims: Claims | None = None, ranks: OneProcess = ALONE) -> tuple[SampleFiles, ...]:
+def choose_outputs(chain: Chain, *, claims: ExitStack | None = None, ranks: Ranks = ALONE) -> tuple[SampleFiles, ...]:
     """Return the files of every sample, which rank 0 chooses. `claims` are those of `find_target`."""
     settings, chosen = chain.settings, list[SampleFiles]()
     if ranks.is_main:
@@ -71,7 +69,7 @@ def request_hashes(chain: Chain) -> Callable[[int, str], str]:
     plan, picture = chain.video, chain.find(PICTURE)
     settings, latents = plan.settings, plan.settings.from_latents
     saved_request = None if latents is None else _request_of_latents(settings, latents)
-    references = [] if plan.decodes_only else [_sha256(path) for path in settings.condition.references]
+    references = [] if plan.decodes_only else [_hash(path) for path in settings.condition.references]
     of_picture = None if picture is None else request_hashes(alone(picture))
     used = used_settings(settings)
     others = "files", "runtime", "output", "condition", "refine", "picture"
@@ -80,7 +78,7 @@ def request_hashes(chain: Chain) -> Callable[[int, str], str]:
         "memory": settings.memory.fp8_storage,
         "loras": [[lora.scale, lora.sha256] for lora in plan.loras],
         "condition": {**used["condition"], "references": references},
-        "latents": None if latents is None else _sha256(latents),
+        "latents": None if latents is None else _hash(latents),
         "weights": {part: stamp_of(path) for part, path in plan.weight_paths.items()},
         "attention": settings.runtime.attention,
         "device": [plan.hardware.device.type, plan.hardware.dtype_name],
@@ -120,19 +118,18 @@ def _request_of_latents(settings: GenerateSettings, latents: str) -> str | None:
     return saved.request_sha256 if is_the_same else None
 
 
-def _sha256(path: str | Path) -> str:
-    try:
-        state = os.stat(path)
-        return _sha256_in(os.path.abspath(path), state.st_ino, state.st_size, state.st_mtime_ns)
-    except OSError:
-        return ""  # Reading the file reports the error.
+def _hash(path: str) -> str:
+    return _sha256(path, stamp_of(Path(path)))
 
 
 @lru_cache(maxsize=256)
-def _sha256_in(path: str, *state: int) -> str:
-    """Return the hash of a file in this state. A run needs it each time that it looks for names."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _sha256(path: str, stamp: object) -> str:
+    """Return the hash of a file with this stamp, which a run needs each time that it looks for names."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""  # Reading the file reports the error.
 
 
 def picture_files(chain: Chain, files: Sequence[SampleFiles]) -> list[SampleFiles]:
@@ -166,7 +163,7 @@ def refuse_pictures(chain: Chain, files: Sequence[SampleFiles]) -> None:
         return
     for sample in files if settings.output.last_frame else ():
         if not is_begun(sample):
-            refuse_existing(last_frame_path(sample.target), None)
+            refuse_existing(sample.last_frame, None)
     for picture in picture_files(chain, files) if settings.picture.save else ():
         if not picture.made_before:
             refuse_existing(picture.media, picture.sidecar)

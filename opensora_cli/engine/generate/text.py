@@ -6,8 +6,7 @@ Each text is encoded alone, so that its embeddings are bitwise identical whateve
 import hashlib
 import importlib.metadata
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -23,7 +22,7 @@ from opensora_cli.engine.estimate.offload import TEXT
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.models.text.encoders import ClipEncoder, PromptReader, T5Encoder
+from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.sampling.text import add_fps_info_to_text, add_motion_score_to_text
 from opensora_cli.settings.explain import nearest
 from opensora_cli.settings.generate import GenerateSettings
@@ -32,10 +31,7 @@ _LISTED_WORDS = 10
 
 
 def full_prompt(settings: GenerateSettings, prompt: str | None = None) -> str:
-    """Return a prompt with the suffixes that the model was trained on. Negative prompts get none.
-
-    `prompt` is the prompt of a segment; None means the prompt of the settings.
-    """
+    """Return a prompt, by default that of `settings`, with the suffixes that the model was trained on."""
     prompts = [settings.prompt if prompt is None else prompt]
     suffix = settings.prompt_suffix
     if suffix.add_fps:
@@ -83,10 +79,7 @@ def encode_texts(texts: Iterable[str], t5: T5Encoder, clip: ClipEncoder) -> Iter
 
 
 def _of_segments(plan: Plan, known: Mapping[str, TextEmbeds]) -> tuple[PromptEmbeds, ...]:
-    """Return the embeddings of the prompt of each segment, with the embeddings of the negative prompt.
-
-    Raises CheckpointError if an encoder has another width than the transformer reads.
-    """
+    """Return the embeddings of each segment's prompt and of the negative prompt; refuse encoders of other widths."""
     settings, negative = plan.settings, known[plan.settings.negative_prompt]
     for component, key, needed, given in (
         (Component.T5, "context_in_dim", settings.model.context_in_dim, negative.prompt_embeds_1LC.shape[-1]),
@@ -108,24 +101,13 @@ def _of_segments(plan: Plan, known: Mapping[str, TextEmbeds]) -> tuple[PromptEmb
     )
 
 
-@lru_cache(maxsize=2)
-def _prompt_readers(
-    paths: tuple[Path, Path], stamps: object, t5_length: int, clip_length: int
-) -> tuple[PromptReader, PromptReader]:
-    """Return the tokenizers of T5 and CLIP, without weights; `stamps` are those of the files."""
-    return T5Encoder.reader(paths[0], max_length=t5_length), ClipEncoder.reader(paths[1], max_length=clip_length)
-
-
 def warn_about_prompts(plan: Plan, reporter: Reporter) -> None:
-    """Warn about text that T5 or CLIP truncates, and about words that a small model does not know.
-
-    Needs no weights. Does nothing if files of the encoders are missing, or nothing is encoded.
-    """
+    """Warn about text that T5 or CLIP truncates, and about words that a small model does not know."""
     if plan.decodes_only or not {Component.T5, Component.CLIP} <= plan.weights.paths.keys():
         return
-    settings, paths = plan.settings, (plan.weights.path(Component.T5), plan.weights.path(Component.CLIP))
-    lengths = settings.text.t5_max_length, settings.text.clip_max_length
-    t5, clip = _prompt_readers(paths, tuple(map(stamp_of, paths)), *lengths)
+    settings, t5_folder = plan.settings, plan.weights.path(Component.T5)
+    t5 = T5Encoder.reader(t5_folder, max_length=settings.text.t5_max_length)
+    clip = ClipEncoder.reader(plan.weights.path(Component.CLIP), max_length=settings.text.clip_max_length)
     truncating = [
         f"{name} after {reader.max_length} tokens"
         for name, reader in (("T5", t5), ("CLIP", clip))
@@ -133,7 +115,7 @@ def warn_about_prompts(plan: Plan, reporter: Reporter) -> None:
     ]
     if truncating:
         reporter.warn(f"the prompt is too long and is cut: {', '.join(truncating)}")
-    vocabulary = read_vocabulary(paths[0].parent)
+    vocabulary = read_vocabulary(t5_folder.parent)
     if not settings.text.known_words_warning:
         return
     # Without the suffixes, which the user did not type.
@@ -141,7 +123,9 @@ def warn_about_prompts(plan: Plan, reporter: Reporter) -> None:
     if not unknown:
         return
     known_words = sorted(t5.tokenizer.words)
-    near = {word: _nearest_word(word.lower(), known_words) for word in unknown[:_LISTED_WORDS]}
+    # Words of other languages are rarely meant.
+    alike = {word: [other for other in known_words if other[:1] == word[:1].lower()] for word in unknown}
+    near = {word: nearest(word.lower(), alike[word], cutoff=0.75) for word in unknown[:_LISTED_WORDS]}
     words = ", ".join(f'"{word}"' + (f' (nearest: "{known}")' if known else "") for word, known in near.items())
     more = f" and {len(unknown) - _LISTED_WORDS} more words" if len(unknown) > _LISTED_WORDS else ""
     knows = "; ".join(f"{kind}: {', '.join(known)}" for kind, known in vocabulary.items())
@@ -150,16 +134,8 @@ def warn_about_prompts(plan: Plan, reporter: Reporter) -> None:
     )
 
 
-def _nearest_word(word: str, known: Sequence[str]) -> str | None:
-    """Return the known word that `word` is a form or a misspelling of. Words of other languages are rarely meant."""
-    return nearest(word, [other for other in known if other[:1] == word[:1]], cutoff=0.75)
-
-
 def read_vocabulary(folder: Path) -> dict[str, list[str]]:
-    """Return the words that a small model knows, by kind, from `vocabulary.json` beside its weights.
-
-    The result is empty without that file. Raises CheckpointError if the file is broken.
-    """
+    """Return the words of a small model by kind, from `vocabulary.json` beside its weights; empty without it."""
     path = folder / "vocabulary.json"
     if not path.is_file():
         return {}
@@ -171,11 +147,7 @@ def read_vocabulary(folder: Path) -> dict[str, list[str]]:
 
 
 def name_in_cache(plan: Plan, text: str, *, ranks: int = 1) -> str:
-    """Return the name of a text in the cache: a hash of everything that decides the bits of its embeddings.
-
-    Size and modification time stand for the content of the encoders' files, which are large. Sums depend on the
-    threads of a CPU, and on the number of `ranks` that share the layers of T5.
-    """
+    """Return the name of a text in the cache: a hash of everything that decides the bits of its embeddings."""
     hardware, settings = plan.hardware, plan.settings
     on_cpu = hardware.device.type == "cpu"
     kernels = torch.backends.cpu.get_cpu_capability() if on_cpu else settings.precision.tf32

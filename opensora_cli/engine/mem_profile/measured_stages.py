@@ -31,7 +31,7 @@ from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, TEXT, StageMemory
 from opensora_cli.engine.generate.decode import decode_latents
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.loading import host_modulation, move_except, prepare, streamed_blocks
+from opensora_cli.engine.generate.models import host_modulation, move_except, prepare, streamed_blocks
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.references import Reference, encode_references
 from opensora_cli.engine.mem_profile.report import Part, StageProfile, Timeline, mib, module_shares, timed_parts
@@ -270,7 +270,7 @@ def _encode(plan: Plan, stack: ExitStack) -> tuple[dict[str, nn.Module], Run]:
         plan.mode,
         causal=settings.grid.is_causal,
         temporal_compression=settings.grid.time_compression_ratio,
-        lengths=plan.lengths,
+        lengths=plan.settings.condition.lengths,
     )
     references = [Reference(torch.zeros(3, part.num_frames, plan.height, plan.width), True) for part in parts]
     return {"vae": vae}, lambda: encode_references(references, vae, tiling=vae_tiling(settings))

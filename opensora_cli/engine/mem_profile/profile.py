@@ -7,8 +7,8 @@ from opensora_cli.core.device_names import GPU
 from opensora_cli.core.files import require_writable
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.hardware import Hardware, out_of_memory_reported, pick_hardware
-from opensora_cli.engine.generate.chain import VIDEO
 from opensora_cli.engine.generate.dry_run import chain_to_plan
+from opensora_cli.engine.generate.plan import VIDEO
 from opensora_cli.engine.generate.predicted import predict_known_time
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.mem_profile.batch import training_batch
@@ -80,7 +80,7 @@ def _of_generation(
 ) -> MemProfile:
     chain = chain_to_plan(what, reporter=reporter, on=on)
     plan, hardware = chain.video, chain.video.hardware
-    if others := ", ".join(dict.fromkeys(role for role, _ in chain.jobs if role != VIDEO)):
+    if others := ", ".join(role for role in chain.by_role if role != VIDEO):
         reporter.note(f"the verdict includes {others}, which is no part of the stages")
     with ExitStack() as stack:
         if settings.snapshot is not None:

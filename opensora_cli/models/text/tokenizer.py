@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
 
@@ -98,10 +99,20 @@ class Tokenizer:
 def load_tokenizer(folder: Path, *, vocab_size: int) -> Tokenizer:
     """Return the tokenizer in `folder` of a model whose embedding table has `vocab_size` rows.
 
+    Files are read again only if they have changed.
+
     Raises:
         CheckpointError: a broken vocabulary, one without words, or one that is larger than the model's table.
         HardwareError: sentencepiece or protobuf is needed and not installed.
     """
+    files = sorted(folder.iterdir()) if folder.is_dir() else []
+    states = tuple((file.name, (state := file.stat()).st_mtime_ns, state.st_size) for file in files if file.is_file())
+    return _load_tokenizer(folder, vocab_size, states)
+
+
+@lru_cache(maxsize=4)
+def _load_tokenizer(folder: Path, vocab_size: int, states: object) -> Tokenizer:
+    """Return the tokenizer in `folder`, whose files have these `states`."""
     with _blamed(folder):
         tokenizer = Tokenizer.of_one_file(folder)
     tokenizer = tokenizer or _tokenizer_of_transformers(folder)

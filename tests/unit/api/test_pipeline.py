@@ -9,9 +9,7 @@ import threading
 import time
 import webbrowser
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -76,19 +74,6 @@ def test_a_second_call_gives_the_bits_of_the_command_line(
     for key in documents[0].keys() - {"timings_s", "peak_resident_gib", "threads"}:
         assert documents[0][key] == documents[1][key]
     assert documents[0].keys() == documents[1].keys()
-
-
-@pytest.mark.slow
-def test_threads_that_share_a_pipeline_get_the_bits_of_one(new_pipeline: Callable[..., Pipeline], video: Video) -> None:
-    order: list[int] = []
-    with new_pipeline(progress=lambda at: order.append(threading.get_ident())) as pipe:
-        other = pipe("raining, sea", seed=8)
-        order.clear()
-        with ThreadPoolExecutor(3) as pool:
-            together = list(pool.map(lambda seed: pipe("raining, sea", seed=seed), (7, 8, 7)))
-    for made, alone in zip(together, (video, other, video), strict=True):
-        assert np.array_equal(made.frames, alone.frames)
-    assert len([*groupby(order)]) == len({*order}), "calls take turns"
 
 
 def test_calls_and_closing_wait_for_a_call_of_another_thread(
@@ -187,21 +172,6 @@ def test_progress_is_called_and_what_it_raises_ends_the_call(
         assert np.array_equal(pipe("raining, sea", seed=7).frames, video.frames)
     evaluations = [progress[1:] for progress in seen[1:] if progress[0] == "denoise"]
     assert evaluations == [(done, 4, "evaluations") for done in range(5)]
-
-
-def test_a_bar_is_shown_in_terminals_alone(
-    new_pipeline: Callable[..., Pipeline], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    def shown(progress: str | None) -> str:
-        with new_pipeline(progress=progress) as pipe:
-            pipe("raining, sea", seed=7, num_frames=1)
-        return capfd.readouterr().err
-
-    assert shown("bar") == ""
-    for name in ("TTY_INTERACTIVE", "TTY_COMPATIBLE"):
-        monkeypatch.setenv(name, "1")
-    assert "denoise" in shown("bar")
-    assert shown(None) == ""
 
 
 def test_references_in_memory(new_pipeline: Callable[..., Pipeline], world: World) -> None:

@@ -7,7 +7,6 @@ from opensora_cli.core.conditions import (
     ReferenceLengths,
     ReferencePart,
     condition_mode,
-    longest_mode,
     reference_parts,
     suggested_mode,
 )
@@ -76,12 +75,3 @@ def test_only_two_pictures_come_from_two_files():
 def test_the_mode_that_files_suggest(are_pictures, name):
     found = suggested_mode(are_pictures)
     assert (None if found is None else found.name) == name
-
-
-@pytest.mark.parametrize(
-    ("num_frames", "found"), [(65, ("v2v_tail_easy", 65)), (64, ("v2v_tail", 33)), (1, ("i2v_tail", 1)), (0, None)]
-)
-def test_the_mode_that_takes_most_of_a_video(num_frames, found):
-    tail = CONDITION_MODES["v2v_tail"].position
-    longest = longest_mode(tail, num_frames, causal=True, temporal_compression=4, lengths=ReferenceLengths())
-    assert (None if longest is None else (longest[0].name, longest[1])) == found

@@ -20,7 +20,7 @@ from opensora_cli.data.batches import ClipRequest, EpochPlan
 from opensora_cli.data.loading import BatchStream
 from opensora_cli.engine.encode.clip_cache import ClipCache, is_cache_of, threads_of
 from opensora_cli.engine.generate.previews import PreviewMap, read_map
-from opensora_cli.engine.generate.saved_latents import open_latents
+from opensora_cli.engine.generate.sample import open_latents
 from opensora_cli.engine.train.metrics import truncate_log
 from opensora_cli.engine.train.state import read_running_states
 from opensora_cli.media.results import read_sidecar as read_described

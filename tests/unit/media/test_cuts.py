@@ -125,13 +125,3 @@ def test_a_video_that_is_cut_off_is_broken(tmp_path: Path) -> None:
     path.write_bytes(content[: len(content) * 2 // 3])
     with pytest.raises(MediaError, match="cut off"):
         probe(path)
-
-
-@pytest.mark.parametrize("content", [b"", b"nothing", b"\x00\x00\x00\x20ftypisom" + bytes(100)])
-def test_what_is_no_media_is_messages(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "a.mp4"
-    path.write_bytes(content)
-    with pytest.raises(MediaError, match=r"a\.mp4"):
-        probe(path)
-    with pytest.raises(MediaError, match=r"a\.mp4"):
-        cut(path, 0, 1)

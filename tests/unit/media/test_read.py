@@ -1,10 +1,8 @@
 """Pictures and videos of every kind that people have, and what is said about those that cannot be read."""
 
-import errno
 import io
 import struct
 import tracemalloc
-import wave
 import zlib
 from fractions import Fraction
 from pathlib import Path
@@ -16,7 +14,7 @@ import torch
 from hostile_files import animated_gif, cut_in_tenths, picture_bombs
 from PIL import Image
 
-from opensora_cli.core.exceptions import HardwareError, MediaError
+from opensora_cli.core.exceptions import MediaError
 from opensora_cli.media import pictures
 from opensora_cli.media.containers import decode_whole
 from opensora_cli.media.read import is_picture, probe, read_cut, read_picture, read_video
@@ -32,15 +30,15 @@ def red_left_green_top(height: int = 32, width: int = 48) -> torch.Tensor:
 
 
 def write_video(
-    path: Path, frames_THWC: torch.Tensor, times: list[int] | None = None, **rotation: float | bool
+    path: Path, frames_THWC: torch.Tensor, times: list[int] | None = None, *, degrees: float | None = None
 ) -> Path:
     """Write an MP4 or MKV whose frames appear at `times` tenths of a second."""
     with av.open(str(path), "w") as container:
         track = container.add_stream("libx264", rate=10, options={"crf": "10"})
         track.height, track.width = frames_THWC.shape[1:3]
         track.pix_fmt = "yuv420p"
-        if rotation:
-            track.set_display_rotation(rotation["degrees"], hflip=bool(rotation.get("hflip", False)))
+        if degrees is not None:
+            track.set_display_rotation(degrees)
         for index, pixels in enumerate(frames_THWC):
             frame = av.VideoFrame.from_ndarray(pixels.numpy(), format="rgb24")
             frame.pts, frame.time_base = (times[index] if times else index), Fraction(1, 10)
@@ -120,17 +118,11 @@ class TestVideos:
         assert levels(read_video(path, fps=4).frames_THWC) == [0, 2, 5, 7, 10]
         assert levels(read_video(path, fps=5, num_frames=2, from_end=True).frames_THWC) == [8, 10]
 
-    def test_a_variable_rate_becomes_constant(self, tmp_path: Path) -> None:
-        path = write_video(tmp_path / "a.mkv", numbered(5), times=[0, 1, 2, 6, 7])
-        assert levels(read_video(path).frames_THWC) == [0, 1, 2, 3, 4]
-        assert levels(read_video(path, fps=10).frames_THWC)[:8] == [0, 1, 2, 2, 2, 2, 3, 4]
-
-    @pytest.mark.parametrize(("quarter_turns", "mirrored"), [(0, True), (1, False), (1, True), (2, False), (3, False)])
-    def test_phone_videos_are_turned_upright(self, tmp_path: Path, quarter_turns: int, mirrored: bool) -> None:
+    @pytest.mark.parametrize("quarter_turns", [1, 2, 3])
+    def test_phone_videos_are_turned_upright(self, tmp_path: Path, quarter_turns: int) -> None:
         stored = red_left_green_top().expand(3, -1, -1, -1)
-        path = write_video(tmp_path / "a.mp4", stored, degrees=90.0 * quarter_turns, hflip=mirrored)
+        path = write_video(tmp_path / "a.mp4", stored, degrees=90.0 * quarter_turns)
         upright = red_left_green_top().rot90(quarter_turns, dims=(0, 1))
-        upright = upright.flip(1) if mirrored else upright
         frames = read_video(path).frames_THWC
         assert frames.shape[1:] == upright.shape
         assert (frames[1].float() - upright.float()).abs().mean() < 12
@@ -209,20 +201,6 @@ class TestProblems:
         with pytest.raises(MediaError, match="has 3 frames at 5 frames a second, but 4 are needed"):
             read_video(path, num_frames=4, from_end=from_end, fps=5)
 
-    def test_sound_without_pictures(self, tmp_path: Path) -> None:
-        path = tmp_path / "sound.mkv"
-        stream = io.BytesIO()
-        with wave.open(stream, "wb") as sound:
-            sound.setparams((1, 2, 8000, 0, "NONE", ""))
-            sound.writeframes(bytes(1600))
-        with av.open(stream.seek(0) or stream) as source, av.open(str(path), "w") as container:
-            track = container.add_stream("pcm_s16le", rate=8000, layout="mono")
-            for frame in source.decode(audio=0):
-                container.mux(track.encode(frame))
-            container.mux(track.encode(None))
-        with pytest.raises(MediaError, match="no picture track"):
-            read_video(path)
-
 
 @pytest.mark.parametrize(
     ("name", "settings"),
@@ -298,19 +276,3 @@ def test_pictures_of_gigantic_sizes_are_refused_before_they_take_memory(tmp_path
         assert peak < 80 * 2**20, name
         assert str(path) in caught.value.message, name
         assert caught.value.message.isprintable(), name
-
-
-def test_too_many_open_files_are_not_blamed_on_a_picture_or_a_video(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*args: object, **options: object) -> None:
-        av.error.err_check(-errno.EMFILE)
-
-    picture, video = tmp_path / "a.png", write_video(tmp_path / "a.mp4", numbered(3))
-    Image.new("RGB", (8, 8)).save(picture)
-    monkeypatch.setattr(av, "open", refuse)
-    with pytest.raises(HardwareError, match="mp4 cannot be read: Too many open files"):
-        probe(video)
-    monkeypatch.setattr(Image, "open", refuse)
-    with pytest.raises(HardwareError, match="png cannot be read: Too many open files"):
-        probe(picture)

@@ -5,7 +5,6 @@ import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import av
 import numpy as np
@@ -14,10 +13,10 @@ import torch
 
 from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.exceptions import OutputError
-from opensora_cli.media import encode, write
-from opensora_cli.media.files import media_path
+from opensora_cli.media import write
+from opensora_cli.media.files import read_tags
 from opensora_cli.media.read import read_picture, read_video
-from opensora_cli.media.tags import read_tags
+from opensora_cli.media.results import media_path
 from opensora_cli.media.write import write_media
 
 TAGS = {"prompt": 'Ein "Boot"; = 海\nnew line \\ 🌊', "seed": "42", "software": "osora 0.1.0"}
@@ -162,20 +161,18 @@ def test_pieces_make_the_same_file_as_the_whole(
 
 
 @pytest.mark.parametrize(
-    ("format_", "module", "function"),
-    [("mp4", write, "_yuv_frame"), ("webp", encode, "_webp_still"), ("png", write, "png_bytes")],
+    ("format_", "function"), [("mp4", "_yuv_frame"), ("webp", "_webp_still"), ("png", "png_bytes")]
 )
 def test_a_piece_is_written_and_forgotten_before_the_next_is_asked_for(
     tmp_path: Path,
     moving_frames: torch.Tensor,
     monkeypatch: pytest.MonkeyPatch,
     format_: str,
-    module: ModuleType,
     function: str,
 ) -> None:
     written: list[int] = []
     alive: list[weakref.ref[np.ndarray]] = []
-    write_frame = getattr(module, function)
+    write_frame = getattr(write, function)
 
     def watched(*arguments: object) -> object:
         written.append(1)
@@ -193,7 +190,7 @@ def test_a_piece_is_written_and_forgotten_before_the_next_is_asked_for(
             yield piece
             del piece
 
-    monkeypatch.setattr(module, function, watched)
+    monkeypatch.setattr(write, function, watched)
     write_media(pieces(), tmp_path / "a", fps=12, format=format_)
     assert len(written) == 9
 

@@ -7,7 +7,7 @@ import pytest
 import transformers
 
 from opensora_cli.engine.components.weights import packaged_demo
-from opensora_cli.models.text.tokenizer import Tokenizer
+from opensora_cli.models.text.tokenizer import Tokenizer, load_tokenizer
 
 TEXTS = [
     *("raining, sea", "  A red BOAT,on the\tsea!", "a zebra ☃ at night", "", "sea</s> boat <pad> <unk> <s>"),
@@ -47,3 +47,15 @@ def test_transformers_is_asked_where_it_may_add_something(tmp_path, change):
     config = tmp_path / "tokenizer_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | change))
     assert Tokenizer.of_one_file(tmp_path) is None
+
+
+def test_files_are_read_again_only_after_a_change(tmp_path, monkeypatch):
+    shutil.copytree(packaged_demo() / "t5", tmp_path, dirs_exist_ok=True)
+    read, of_one_file = [], Tokenizer.of_one_file
+    monkeypatch.setattr(Tokenizer, "of_one_file", lambda folder: read.append(folder) or of_one_file(folder))
+    for _ in range(2):
+        load_tokenizer(tmp_path, vocab_size=10_000)
+    assert len(read) == 1
+    (tmp_path / "tokenizer_config.json").touch()
+    load_tokenizer(tmp_path, vocab_size=10_000)
+    assert len(read) == 2

@@ -1,6 +1,6 @@
 """The table of a comparison, and its document."""
 
-from opensora_cli.engine.bench_generate.report import BenchedSetting, BenchGenerateReport, RunTime
+from opensora_cli.engine.bench_generate import BenchedSetting, BenchGenerateReport, RunTime
 
 
 def row(name: str, **changes: object) -> BenchedSetting:
@@ -51,8 +51,3 @@ def test_repeated_runs_show_their_deviation_and_small_errors_their_digits() -> N
     lines = report(row("exact", latents_error=1.5e-6), repeats=2).lines()
     assert lines[2].endswith("3.00 ±0.50")
     assert lines[5].endswith("1.5e-06")
-
-
-def test_times_have_the_deviation_of_a_sample() -> None:
-    assert RunTime.over([1.0, 2.0, 3.0]) == RunTime(mean=2.0, deviation=1.0)
-    assert RunTime.over([1.5]) == RunTime(mean=1.5, deviation=0.0)

@@ -8,13 +8,11 @@ import torch
 from stopping import stop_after
 from tiny_world import (
     RecordingReporter,
-    dc_ae_settings,
     demo_settings,
-    picture_first_settings,
     released_settings,
 )
 
-from opensora_cli.engine.bench_generate.run import bench_generate, likeness
+from opensora_cli.engine.bench_generate import bench_generate, likeness
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_picture
 from opensora_cli.media.similarity import HIGHEST_PSNR_DB, psnr_db, ssim
@@ -120,29 +118,6 @@ def test_the_standard_set_skips_what_needs_no_fewer_evaluations(world, tmp_path)
 
 def _with_reference(world, folder):
     return released_settings(world, folder, condition__mode="i2v_head", condition__references=str(world.picture))
-
-
-@pytest.mark.parametrize(
-    ("make", "evaluations", "stage"),
-    [
-        (_with_reference, [6, 3], "encode"),
-        (lambda world, folder: demo_settings(world, folder, video__extend="1"), [8, 4], "denoise"),
-        pytest.param(
-            lambda world, folder: picture_first_settings(world, folder / "out"),
-            [6, 3],
-            "picture denoise",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(dc_ae_settings, [4, 2], "denoise", marks=pytest.mark.slow),
-    ],
-    ids=["reference", "segments", "picture first", "dc_ae"],
-)
-def test_other_models_and_requests_are_compared(world, tmp_path, make, evaluations, stage):
-    report = compared(make(world, tmp_path), "sampling.num_inference_steps=1")
-    assert [row.evaluations for row in report.settings] == evaluations
-    assert all(stage in row.stages_s for row in report.settings)
-    assert report.settings[1].latents_error > 0
-    assert not (tmp_path / "out").exists()
 
 
 def test_an_interrupted_comparison_says_what_was_finished(world, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from opensora_cli.engine.components.few_steps import METADATA_KEY, sampling_meta
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate.dry_run import chain_to_plan
 from opensora_cli.engine.generate.outputs import sample_files
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.request import picture_settings, refuse_early, resolve
 from opensora_cli.engine.generate.sidecar import sample_settings
 from opensora_cli.models.registry import DEMO

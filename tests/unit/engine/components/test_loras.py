@@ -30,8 +30,7 @@ from opensora_cli.engine.generate.chain import alone
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.dry_run import PlanDocument
 from opensora_cli.engine.generate.outputs import sample_files
-from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.plan import Plan, make_plan
 from opensora_cli.engine.generate.sidecar import sample_settings
 from opensora_cli.engine.mem_profile.measured_stages import random_transformer
 from opensora_cli.memory.host_weights import slot_bytes, streaming_bytes

@@ -19,10 +19,8 @@ from opensora_cli.engine.estimate.fake_tensors import HOST, fake_device, fake_mo
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.generate.decode import decode_latents
 from opensora_cli.engine.generate.events import Events
-from opensora_cli.engine.generate.loading import load_t5
-from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.models import LoadedModels, load_t5
+from opensora_cli.engine.generate.plan import Plan, make_plan
 from opensora_cli.engine.generate.references import Reference, encode_references
 from opensora_cli.engine.generate.text import encode_prompts
 from opensora_cli.memory.counting import TensorBytes
@@ -106,7 +104,7 @@ HIGH_COMPRESSION = VARIANTS["high compression, in tiles"]
 def plan_of(changes: dict[str, object]) -> Plan:
     given = {"runtime.device": "cpu", "sampling.num_inference_steps": 4, **changes}
     # The demo's weights stand for those of other sizes, whose latents may have another scale.
-    with mock.patch("opensora_cli.engine.generate.planning.require_same_scale"):
+    with mock.patch("opensora_cli.engine.generate.plan.require_same_scale"):
         return make_plan(load_preset(DEMO, prompt="raining, sea").replace(given))
 
 
@@ -127,7 +125,7 @@ def decode_peak(plan: Plan, offload: OffloadPlan) -> int:
 
 def encode_peak(plan: Plan) -> int:
     vae = new_autoencoder(plan.settings.vae).to(plan.hardware.dtype).requires_grad_(False)
-    parts = reference_parts(plan.mode, causal=plan.settings.vae.grid.is_causal, lengths=plan.lengths)
+    parts = reference_parts(plan.mode, causal=plan.settings.vae.grid.is_causal, lengths=plan.settings.condition.lengths)
 
     def run() -> object:
         references = [Reference(torch.zeros(3, part.num_frames, plan.height, plan.width), True) for part in parts]

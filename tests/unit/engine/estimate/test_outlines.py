@@ -16,7 +16,7 @@ from opensora_cli.engine.estimate import autoencoder, file_bytes, text, transfor
 from opensora_cli.engine.estimate.fake_tensors import Need, fake_device, fake_module
 from opensora_cli.engine.estimate.outline_mode import OutlineMode
 from opensora_cli.engine.estimate.outlines import HostOutline
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.text.clip import ClipTextModel
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
@@ -206,7 +206,7 @@ def test_the_tensors_of_a_file_are_listed_from_one_block_of_each_kind(depths):
 def test_a_plan_imports_neither_the_compiler_of_torch_nor_transformers():
     program = (
         "import sys\n"
-        "from opensora_cli.engine.generate.planning import make_plan\n"
+        "from opensora_cli.engine.generate.plan import make_plan\n"
         "from opensora_cli.settings.load import load_preset\n"
         "for name in ('demo', '256px', 'high_compression'):\n"
         "    make_plan(load_preset(name, prompt='any').replace({'runtime.device': 'cpu'}))\n"

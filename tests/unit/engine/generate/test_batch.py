@@ -11,7 +11,6 @@ from opensora_cli.core import left_overs
 from opensora_cli.core.exceptions import BatchError, CheckpointError, InUseError, RequestError
 from opensora_cli.engine.generate import batch, denoise
 from opensora_cli.engine.generate import models as generate_models
-from opensora_cli.engine.generate import text as generate_text
 from opensora_cli.engine.generate.batch import generate_rows, plan_rows
 from opensora_cli.engine.generate.prompts import Shard, read_prompts
 from opensora_cli.engine.generate.run import generate
@@ -113,20 +112,6 @@ def test_encoders_are_loaded_once_where_nothing_stays(asked, rows_of, reporter, 
     assert result.made == 3
     assert loads.count("load_t5") == 1
     assert any(line.startswith("row 3: the demo model does not know") for line in reporter.warnings)
-
-
-def test_each_row_has_a_picture_of_its_own(asked, rows_of, reporter, monkeypatch):
-    encoded = []
-    encode = generate_text.encode_prompts
-
-    def watched(plan, *args):
-        encoded.append((plan.settings.prompt, plan.settings.video.num_frames))
-        return encode(plan, *args)
-
-    monkeypatch.setattr(generate_text, "encode_prompts", watched)
-    wanted = asked(picture__first=True, video__num_frames=5, runtime__prompt_cache=False)
-    run(wanted, rows_of("sea\ndesert\n", kind="txt"), reporter)
-    assert sorted(encoded) == [("desert", 1), ("desert", 5), ("sea", 1), ("sea", 5)]
 
 
 def test_many_rows_are_planned_once_for_each_shape(tmp_path, asked, reporter, monkeypatch):

@@ -1,9 +1,7 @@
 """Decoding and saving as one: every piece is written as soon as it is decoded, and what goes wrong leaves no file."""
 
-import gc
 import itertools
 import json
-import weakref
 
 import pytest
 import torch
@@ -60,53 +58,6 @@ def test_a_piece_is_encoded_before_the_next_is_decoded(world, tmp_path, monkeypa
     assert len(at_piece) == PIECES + 1
     assert (at_piece[0], at_piece[-1]) == (0, FRAMES)
     assert at_piece == sorted(set(at_piece))
-
-
-@pytest.mark.parametrize(
-    ("format_", "mode"), [("mp4", "i2v_loop"), ("webp", "t2v"), pytest.param("png", "t2v", marks=pytest.mark.slow)]
-)
-def test_one_piece_at_a_time_is_in_memory(world, tmp_path, monkeypatch, format_, mode):
-    """With given frames, too, which are compared with those that came back."""
-    made, alive = [], []
-    to_uint8 = decode.to_uint8
-
-    def watched(pixels_CTHW):
-        alive.append(sum(array() is not None for array in made))
-        # What shares the tensor's memory keeps the array.
-        array = to_uint8(pixels_CTHW).numpy()
-        made.append(weakref.ref(array))
-        return torch.from_numpy(array)
-
-    monkeypatch.setattr(decode, "to_uint8", watched)
-    references = f"{world.picture};{world.other_picture}" if mode == "i2v_loop" else ""
-    gc.disable()
-    try:
-        generate(
-            settings_of(world, tmp_path, output__format=format_, condition__mode=mode, condition__references=references)
-        )
-    finally:
-        gc.enable()
-    assert alive == [0] * PIECES
-
-
-@pytest.mark.parametrize(
-    ("format_", "error"),
-    [
-        ("mp4", RuntimeError("a bug")),
-        pytest.param("webp", RuntimeError("a bug"), marks=pytest.mark.slow),
-        ("png", OSError(5, "the weights cannot be read")),
-    ],
-)
-def test_a_piece_that_fails_leaves_the_latents_only(world, tmp_path, monkeypatch, format_, error):
-    def fail(made):
-        if made == 1:
-            raise error
-
-    watch_pieces(monkeypatch, fail)
-    with pytest.raises(type(error)) as caught:
-        generate(settings_of(world, tmp_path, output__format=format_))
-    assert caught.value is error  # and no error of writing
-    assert names(tmp_path) == [LATENTS]
 
 
 def test_out_of_memory_at_the_second_piece_writes_the_whole_file_again(world, tmp_path, monkeypatch, reporter):

@@ -2,15 +2,12 @@
 
 import pytest
 from stopping import continued
-from tiny_world import RecordingReporter, demo_settings, names, picture_first_settings
+from tiny_world import RecordingReporter, demo_settings, names
 
-from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.generate import previews
 from opensora_cli.engine.generate.dry_run import plan_generation
-from opensora_cli.engine.generate.outputs import sample_files
-from opensora_cli.engine.generate.run import ExploredSeed, generate
+from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_picture
-from opensora_cli.settings.load import load_preset
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
@@ -90,17 +87,6 @@ def test_more_seeds_and_more_steps_begin_what_is_missing(world, tmp_path):
     assert (fewer.model_evaluations, [seed.steps for seed in fewer.explored]) == (0, [2, 2])
 
 
-@pytest.mark.slow
-def test_named_files_and_pictures_made_first(world, tmp_path):
-    settings = picture_first_settings(world, tmp_path / "out" / "boat.mp4", **EXPLORED)
-    result = generate(settings)
-    assert names(tmp_path / "out") == [
-        "boat_000.explore.png",
-        *(f"boat_00{index}{ending}" for index in (0, 1) for ending in (".latents.safetensors", ".preview.gif")),
-    ]
-    assert continued(result.explored[0].state).videos[0].path == tmp_path / "out" / "boat_000.mp4"
-
-
 def test_a_sheet_that_cannot_be_written_loses_no_seed(world, tmp_path):
     (tmp_path / "out" / SHEET).mkdir(parents=True)
     reporter = RecordingReporter()
@@ -118,23 +104,3 @@ def test_a_plan_counts_the_steps_of_explored_seeds(world, tmp_path):
         *(f"writes    {tmp_path / name}.latents.safetensors" for name in NAMES),
         f"writes    {tmp_path / SHEET}",
     ]
-
-
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"sampling__stop_at": None}, "output.explore=true needs sampling.stop_at"),
-        ({"output__save_latents": "false"}, "drop output.save_latents=false"),
-    ],
-)
-def test_contradictions_are_refused(world, tmp_path, changes, problem):
-    with pytest.raises(RequestError, match=problem):
-        demo_settings(world, tmp_path, **{**EXPLORED, **changes})
-
-
-def test_a_seed_whose_steps_are_all_done_is_only_decoded(tmp_path):
-    state = tmp_path / "a b.latents.safetensors"
-    settings = load_preset("demo", prompt="sea").replace({"runtime.device": "cpu", "loras": ("a",)})
-    command = sample_files(settings, 0).command(state, is_begun=False)
-    seed = ExploredSeed(seed=7, state=state, steps=None, preview=None, command=command)
-    assert seed.line() == f"osora generate --from '{state}' --device cpu  # seed 7"

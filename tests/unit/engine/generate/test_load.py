@@ -13,8 +13,8 @@ from opensora_cli.engine.components.architectures import load_autoencoder
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
-from opensora_cli.engine.generate.loading import host_modulation, load_transformer, move_except
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.models import host_modulation, load_transformer, move_except
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.memory.eight_bit import ProductError, store_in_fp8
 
 

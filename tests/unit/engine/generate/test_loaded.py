@@ -1,16 +1,26 @@
 """Models that are loaded: which stay, which make room, and which are other ones after a change."""
 
+import os
+import shutil
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from tiny_world import demo_settings
+from torch._dynamo.utils import counters
 
+from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.hardware import OutOfMemoryError
+from opensora_cli.engine.components.weights import Component, find_weights
 from opensora_cli.engine.estimate.offload import AUTOENCODER, TEXT_ENCODERS, TRANSFORMER
+from opensora_cli.engine.generate import decode, denoise, text
+from opensora_cli.engine.generate import models as generate_models
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.run import generate
 from opensora_cli.models.attention import BACKENDS
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 
@@ -171,3 +181,56 @@ class TestOutOfMemory:
         with pytest.raises(OutOfMemoryError):
             self.run(models, models.planned(plan), record, failures=3)
         assert models.names == ()
+
+
+@pytest.mark.slow
+def test_samples_seeds_and_prompts_of_several_runs_share_the_graphs(world, tmp_path, monkeypatch, reporter):
+    torch._dynamo.reset()
+    counters.clear()
+    monkeypatch.setattr(generate_models, "compile_blocks", partial(compile_blocks, backend="eager"))
+    settings = demo_settings(world, tmp_path, compile="true", sampling__num_samples="2")
+    first = generate(settings, reporter=reporter)
+    second = generate(settings.replace({"prompt": "sea", "sampling.seed": 7}), reporter=reporter)
+    assert len(first.videos) == len(second.videos) == 2
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+    assert reporter.warnings == []
+    torch._dynamo.reset()
+
+
+def file_of(settings, component):
+    path = find_weights(settings).path(component)
+    return path / "model.safetensors" if component in (Component.T5, Component.CLIP) else path
+
+
+STAGES = [
+    (Component.T5, generate_models, "load_t5", text, "encode_texts"),
+    (Component.TRANSFORMER, generate_models, "load_transformer", denoise, "sample_latents"),
+    (Component.VAE, generate_models, "load_autoencoder", decode, "decode_latents"),
+]
+
+
+@pytest.mark.parametrize(("component", "loads", "loader", "uses", "user"), STAGES)
+@pytest.mark.parametrize("when", ["between plan and load", "between load and use"])
+def test_a_file_that_is_cut_short_during_a_run_is_named(
+    world, tmp_path, monkeypatch, when, component, loads, loader, uses, user
+):
+    own = shutil.copytree(world.demo, tmp_path / "demo")
+    settings = demo_settings(replace(world, demo=own), tmp_path, video__num_frames="1")
+    module, name = (loads, loader) if when == "between plan and load" else (uses, user)
+    function, cut = getattr(module, name), []
+
+    def cutting(first, *args, **options):
+        if not cut:
+            cut.append(file_of(settings, component))
+            os.truncate(cut[0], cut[0].stat().st_size // 2)
+        return function(first, *args, **options)
+
+    monkeypatch.setattr(module, name, cutting)
+    # The component is computed with where it is mapped.
+    dtype = "bfloat16" if component is Component.TRANSFORMER else "float32"
+    with pytest.raises(CheckpointError) as caught:
+        generate(settings.replace({"runtime.dtype": dtype}))
+    assert cut[0].name in str(caught.value.message) or str(cut[0].parent) in caught.value.message
+    if when == "between load and use":
+        assert caught.value.message == f"{cut[0]} was changed while it was in use"

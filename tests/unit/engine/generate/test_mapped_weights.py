@@ -11,17 +11,15 @@ from sparse_weights import save_sparse
 from tiny_world import released_settings
 
 from opensora_cli.core.device import GIB
-from opensora_cli.core.private_memory import PrivateMemory
 from opensora_cli.engine.components.architectures import autoencoder_on_meta, mmdit_config, transformer_on_meta
-from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.file_bytes import file_weights
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.estimate.weights import transformer_on_cpu
-from opensora_cli.engine.generate import models, planning
-from opensora_cli.engine.generate.chain import alone
-from opensora_cli.engine.generate.loading import host_modulation, streamed_blocks
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate import models
+from opensora_cli.engine.generate import plan as planning
+from opensora_cli.engine.generate.models import host_modulation, streamed_blocks
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.registry import OPEN_SORA_V2
@@ -84,14 +82,6 @@ class TestOfTheFilesDtype:
         assert stage(made).weight_bytes == 0
         # The layers of modulation are read before the first step alone.
         assert stage(made).mapped_bytes == sum(weight.nbytes for weight in weights) - modulation
-
-    def test_there_is_nothing_to_offload(self, large, monkeypatch, reporter):
-        small = Hardware(torch.device("cpu"), "a small machine", torch.bfloat16, 10_000, GIB)
-        monkeypatch.setattr(planning, "pick_hardware", lambda device, dtype: small)
-        made = make_plan(large(**BF16))
-        assert made.offload.mode is OffloadMode.MODEL
-        assert made.offload.resident_blocks is None
-        assert not made.offload.stream_text or made.offloadable.text
 
     @pytest.mark.parametrize("asked", [{"memory__offload": "blocks"}, {"memory__resident_blocks": "2"}], ids=str)
     def test_asking_for_offloaded_blocks_has_no_effect(self, world, tmp_path, reporter, asked):
@@ -192,21 +182,6 @@ class TestOfFullSize:
         own, read = transformer_on_cpu(*made, dtype, offload, tensor=1, loras=())
         assert private[0] * GIB <= own <= private[1] * GIB
         assert read == pytest.approx(mapped, rel=0.01)
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(("dtype", "mode"), [("bfloat16", OffloadMode.NONE), ("float32", OffloadMode.BLOCKS)])
-    def test_on_a_cpu_with_16_gib_free(self, full_size, monkeypatch, dtype, mode):
-        free = PrivateMemory(free_bytes=16 * GIB, total_bytes=24 * 10**9)
-        monkeypatch.setattr("opensora_cli.core.device.read_private_memory", lambda: free)
-        made = make_plan(full_settings(full_size, **{"runtime.dtype": dtype, "video.num_frames": "33"}))
-        assert alone(made).fits
-        assert made.offload.mode is mode
-        # What more blocks would take is worth more as page cache.
-        assert made.offload.resident_blocks == (2 if mode is OffloadMode.BLOCKS else None)
-        assert stage(made).mapped_bytes > (
-            2 * (PARAMETERS - MODULATION) - 1 if mode is OffloadMode.NONE else 0.5 * IN_BLOCKS
-        )
-        assert made.offload.stream_text == (dtype == "float32")
 
 
 def settings_and_files(folder, dtype, *, modulation_first):

@@ -19,7 +19,7 @@ from opensora_cli.engine.generate.chain import alone
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.references import references_of
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.sample import Sample
@@ -143,12 +143,6 @@ def test_only_what_is_used_is_on_the_device(plan, reporter, monkeypatch):
     fresh = load_transformer(plan).state_dict()
     assert state.keys() == fresh.keys()
     assert all(torch.equal(state[name], fresh[name]) for name in fresh)
-
-
-def test_the_chosen_offload_is_reported(world, tmp_path, reporter):
-    settings = released_settings(world, tmp_path, memory__offload="blocks", memory__resident_blocks="1")
-    generate(settings, reporter=reporter)
-    assert "offload: blocks of the transformer on the device: 1, the others mapped" in reporter.notes
 
 
 class TestSecondAttempt:

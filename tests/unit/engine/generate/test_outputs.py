@@ -1,7 +1,6 @@
 """Files of results: names, sidecars, earlier and other runs, and what lies beside a video."""
 
 import errno
-import hashlib
 import json
 import os
 from pathlib import Path
@@ -14,11 +13,10 @@ from tiny_world import demo_settings, names, released_settings
 from opensora_cli.core import left_overs
 from opensora_cli.core.exceptions import OsoraWarning, OutputError
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.generate import decode, models
+from opensora_cli.engine.generate import models
+from opensora_cli.engine.generate.chain import make_chain
 from opensora_cli.engine.generate.dry_run import plan_generation
-from opensora_cli.engine.generate.planning import make_chain
-from opensora_cli.engine.generate.references import with_mode
-from opensora_cli.engine.generate.request import resolve
+from opensora_cli.engine.generate.request import resolve, with_mode
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.sidecar import choose_outputs
 from opensora_cli.media.read import read_picture
@@ -128,39 +126,6 @@ def test_a_png_sequence_is_made_before(world, tmp_path):
     assert generate(settings).lines() == [str(tmp_path / "raining-sea_seed42_2")]
 
 
-def test_a_sidecar_without_its_video_is_an_unfinished_result(world, tmp_path, reporter):
-    """A kill may leave one: no request counts it as made, any takes its name without a flag, and `--from` takes it."""
-    settings = released_settings(world, tmp_path / "boat.mp4")
-    video = generate(settings).videos[0]
-    content = video.path.read_bytes()
-    for made in (settings.replace({"sampling.num_inference_steps": 3}), settings, None):
-        video.path.unlink()
-        if made is None:
-            again = again_from(video.sidecar, world, tmp_path / "boat.mp4")
-        else:
-            plan_generation(made, reporter=reporter)
-            [again] = generate(made).videos
-        assert (again.path, again.made_before) == (video.path, False)
-        assert names(tmp_path) == [video.path.name, video.sidecar.name]
-    assert video.path.read_bytes() == content
-    assert not [note for note in reporter.notes if "exists already" in note or "made before" in note]
-
-
-def test_references_are_hashed_once_for_all_looks_at_the_names(world, tmp_path, monkeypatch):
-    digest, hashed = hashlib.file_digest, []
-    monkeypatch.setattr(hashlib, "file_digest", lambda file, name: hashed.append(file.name) or digest(file, name))
-    picture = tmp_path / "given.png"
-    picture.write_bytes(world.picture.read_bytes())
-    settings = released_settings(world, tmp_path / "out", condition__references=str(picture), sampling__num_samples="2")
-    plan_generation(settings, reporter=SilentReporter())
-    assert not generate(settings).videos[0].made_before
-    assert generate(settings).videos[0].made_before
-    assert hashed == [str(picture)]
-    picture.write_bytes(world.other_picture.read_bytes())
-    assert not chosen(settings)[0].made_before
-    assert hashed == [str(picture)] * 2
-
-
 def test_a_dry_run_only_notes_what_is_there(world, tmp_path, reporter):
     settings = released_settings(world, tmp_path)
     video = generate(settings).videos[0].path
@@ -182,21 +147,6 @@ def test_a_dry_run_only_notes_what_is_there(world, tmp_path, reporter):
         taken,
     ]
     assert before == [video.name, f"{video.name}.json"]
-
-
-def test_results_of_another_run_that_was_faster_stay(world, tmp_path, monkeypatch, reporter):
-    decode_latents = decode.decode_latents
-
-    def meanwhile(*args, **options):
-        (tmp_path / "raining-sea_seed42.mp4").write_text("of another run")
-        return decode_latents(*args, **options)
-
-    monkeypatch.setattr(decode, "decode_latents", meanwhile)
-    with pytest.raises(OutputError, match="exists already"):
-        generate(released_settings(world, tmp_path), reporter=reporter)
-    assert (tmp_path / "raining-sea_seed42.mp4").read_text() == "of another run"
-    assert "--from" in reporter.warnings[-1]
-    assert (tmp_path / "raining-sea_seed42.latents.safetensors").exists()
 
 
 def test_the_last_frame_is_kept_beside_the_video(world, tmp_path):

@@ -1,22 +1,19 @@
 """A picture that is made first: what asks for it, and that it is given as its file would be."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
-from tiny_world import demo_settings, flux_settings, names, picture_first_settings, released_settings
+from tiny_world import flux_settings, names, picture_first_settings, released_settings
 
 from opensora_cli.core.device import GIB
-from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
+from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.engine.components.hardware import Hardware
-from opensora_cli.engine.estimate.offload import StageMemory
-from opensora_cli.engine.generate import decode, pipeline, ranks
-from opensora_cli.engine.generate.chain import PICTURE
-from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
-from opensora_cli.engine.generate.planning import make_chain, require_fit
-from opensora_cli.engine.generate.references import with_mode
-from opensora_cli.engine.generate.request import picture_settings, refuse_early, resolve, size_of_picture
+from opensora_cli.engine.generate import decode, pipeline
+from opensora_cli.engine.generate.chain import make_chain
+from opensora_cli.engine.generate.dry_run import PlanDocument
+from opensora_cli.engine.generate.plan import PICTURE
+from opensora_cli.engine.generate.request import picture_settings, refuse_early, resolve, size_of_picture, with_mode
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_preset, read_sidecar
@@ -89,17 +86,6 @@ def test_one_plan_has_the_memory_of_both(tmp_path):
 
 
 @pytest.mark.usefixtures("without_estimates")
-def test_a_picture_that_does_not_fit_is_refused(world, tmp_path):
-    chain = make_chain(with_mode(picture_first_settings(world, tmp_path), None))
-    large = StageMemory("denoise", weight_bytes=2**60, data_bytes=0)
-    chain = chain.change(lambda plan: replace(plan, stages=(large,)), only=PICTURE)
-    assert not chain.fits
-    with pytest.raises(HardwareError, match="the stage picture denoise needs") as caught:
-        require_fit(chain)
-    assert "--set picture.first=false" in caught.value.hint
-
-
-@pytest.mark.usefixtures("without_estimates")
 def test_missing_weights_of_the_picture_are_named(world, tmp_path, reporter):
     settings = picture_first_settings(world, tmp_path, picture__files__transformer="gone.safetensors")
     with pytest.raises(CheckpointError, match=r"of the flux1-dev model are missing: gone.safetensors") as caught:
@@ -167,26 +153,14 @@ class TestMade:
             original = video.path if sidecar == video.sidecar else video.picture.file
             assert same.path.read_bytes() == original.read_bytes()
 
-    def test_another_file_of_its_name_is_kept(self, world, tmp_path, monkeypatch, reporter):
+    def test_another_file_of_its_name_is_kept(self, world, tmp_path, reporter):
         settings = picture_first_settings(world, tmp_path / "boat.mp4", picture__save="true")
         (tmp_path / "boat.picture.png").write_bytes(b"mine")
         with pytest.raises(OutputError, match=r"boat.picture.png exists already"):
             generate(settings, reporter=reporter)
-        monkeypatch.setattr(ranks, "start_ranks", lambda *_: pytest.fail("ranks were started"))
-        with pytest.raises(OutputError, match=r"boat.picture.png exists already"):
-            generate(settings.replace({"parallel.gpus": 2, "runtime.device": "cpu"}), reporter=reporter, rank_flags=())
         assert not reporter.stages
         [video] = generate(settings.replace({"output.overwrite": True})).videos
         assert video.picture.file.read_bytes() != b"mine"
-
-    @pytest.mark.slow
-    def test_the_demo_makes_it_by_itself(self, world, tmp_path):
-        settings = demo_settings(world, tmp_path / "sea.gif", picture__first="true", picture__save="true")
-        [video] = generate(settings).videos
-        assert video.picture.model == "demo"
-        [alone] = generate(demo_settings(world, tmp_path / "alone.png", video__num_frames="1")).videos
-        assert video.picture.file == tmp_path / "sea.picture.png"
-        assert video.picture.file.read_bytes() == alone.path.read_bytes()
 
     @pytest.mark.slow
     def test_saved_latents_are_decoded_without_it(self, world, tmp_path, monkeypatch, reporter):
@@ -212,8 +186,3 @@ class TestMade:
         [video] = generate(ended, reporter=reporter).videos
         assert f"continuing from latents of the same request: {latents}" in reporter.notes
         assert (video.path.read_bytes(), reporter.stages) == (whole, ["load", "decode", "save"])
-
-    def test_a_dry_run_reports_the_nearest_size(self, world, tmp_path, reporter):
-        chain = plan_generation(picture_first_settings(world, tmp_path), reporter=reporter).chain
-        assert "pictures of 32px have no size of 32x16: the nearest is 64x16, that of 2.39:1" in reporter.notes
-        assert chain.find(PICTURE).latent_shape == (4, 1, 8, 32)

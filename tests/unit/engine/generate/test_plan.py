@@ -11,19 +11,21 @@ from tiny_world import dc_ae_settings, demo_settings, released_settings
 
 from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.core.device import GIB
-from opensora_cli.core.exceptions import CheckpointError, HardwareError, RequestError
+from opensora_cli.core.exceptions import CheckpointError, HardwareError
 from opensora_cli.engine.components import architectures, hardware
 from opensora_cli.engine.components.architectures import new_autoencoder
 from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import OffloadPlan
-from opensora_cli.engine.generate import planning
-from opensora_cli.engine.generate.chain import PICTURE, alone
+from opensora_cli.engine.generate import chain as chains
+from opensora_cli.engine.generate import plan as planning
+from opensora_cli.engine.generate.chain import alone, make_chain, require_fit
 from opensora_cli.engine.generate.dry_run import PlanDocument
-from opensora_cli.engine.generate.planning import make_chain, make_plan, require_fit
-from opensora_cli.models.registry import OPEN_SORA_V2
+from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.models.mmdit.config import MMDiTConfig
+from opensora_cli.models.registry import ARCHITECTURES, OPEN_SORA_V2, Architecture, TextInputs, WeightNames
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
-from opensora_cli.parallel.shares import MeshShape
+from opensora_cli.models.vae.config import HunyuanVAEConfig
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_preset
 
@@ -45,11 +47,8 @@ def released_preset(tmp_path, **changes):
 def test_compiled_blocks_compute_all_tokens_at_once(tmp_path):
     compiled = plan_without_estimate(released_preset(tmp_path, compile="true"))
     assert compiled.offload.chunk_tokens == compiled.video_tokens + 512 == 8828
-    line = "compile   the transformer's blocks, when they are first called"
-    assert line in PlanDocument.of(alone(compiled)).lines()
     plain = plan_without_estimate(released_preset(tmp_path))
     assert plain.offload.chunk_tokens == 8192
-    assert line not in PlanDocument.of(alone(plain)).lines()
 
 
 @pytest.mark.usefixtures("large_gpu")
@@ -97,26 +96,6 @@ def test_on_24_gb_the_released_transformer_is_whole_but_for_its_modulation(tmp_p
     assert "modulation on the host, computed before the first step" in "\n".join(PlanDocument.of(alone(made)).lines())
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("large_gpu")
-def test_preset_of_high_compression_without_weights(tmp_path):
-    settings = load_preset("high_compression", prompt="sea").replace({"runtime.weights": str(tmp_path / "none")})
-    chain = make_chain(settings)
-    made, picture = chain.video, chain.find(PICTURE)
-    assert (made.height, made.width) == (576, 1024)
-    assert (made.latent_shape, made.video_tokens) == ((128, 32, 18, 32), 32 * 18 * 32)
-    # From a picture, which is not half of its size.
-    assert (made.mode.name, made.model_evaluations) == ("i2v_head", 110)
-    assert (picture.height, picture.width, picture.model_evaluations) == (576, 1024, 50)
-    weight_bytes = {stage.name: stage.own_bytes for stage in made.stages}
-    assert weight_bytes["denoise"] == 2 * 11_891_971_200
-    assert weight_bytes["decode"] == 2 * 459_462_147
-    assert made.missing_weights[:2] == (
-        "Open_Sora_v2_Video_DC_AE.safetensors",
-        "F32T4C128_AE.safetensors",
-    )
-
-
 @pytest.mark.usefixtures("large_gpu")
 def test_preset_of_pictures_without_weights(tmp_path):
     settings = load_preset("flux1_dev", prompt="sea").replace({"runtime.weights": str(tmp_path / "none")})
@@ -133,31 +112,6 @@ def test_preset_of_pictures_without_weights(tmp_path):
 
 
 @pytest.mark.usefixtures("without_estimates")
-def test_a_ratio_that_pictures_lack_takes_the_nearest_size(tmp_path):
-    changes = {"video.resolution": "256px", "video.aspect_ratio": "8:5", "runtime.device": "cpu"}
-    made = make_plan(load_preset("flux1_dev", prompt="sea").replace(changes))
-    assert (made.height, made.width) == (208, 320)
-    assert made.size_note == "pictures of 256px have no size of 8:5: the nearest is 320x208, that of 3:2"
-
-
-@pytest.mark.slow
-# In chunks, as at 768px, what is left is mostly q, k and v, and of these the exchange holds two shares more.
-@pytest.mark.parametrize(("resolution", "share"), [("256px", 0.65), ("768px", 1.0)])
-def test_two_gpus_of_24_gib(tmp_path, resolution, share):
-    gpu = Hardware(torch.device("cuda", 0), "24 GiB", torch.bfloat16, 23 * GIB, 24 * GIB)
-    single, shared = (
-        make_plan(released_preset(tmp_path, **{"video.resolution": resolution, "parallel.gpus": gpus}), hardware=gpu)
-        for gpus in (1, 2)
-    )
-    assert alone(shared).fits
-    assert shared.offload.mode == "model"
-    assert shared.offload.modulation_on_host  # mapped: both read one copy
-    assert shared.mesh == MeshShape(ulysses=2)
-    denoise = [next(stage for stage in made.stages if stage.name == "denoise") for made in (single, shared)]
-    assert denoise[1].activation_bytes < share * denoise[0].activation_bytes
-
-
-@pytest.mark.usefixtures("without_estimates")
 def test_a_transformer_that_was_trained_on_latents_of_another_scale_is_refused(world, tmp_path):
     path = tmp_path / "trained.safetensors"
     settings = dc_ae_settings(world, tmp_path, files__transformer=str(path))
@@ -168,12 +122,6 @@ def test_a_transformer_that_was_trained_on_latents_of_another_scale_is_refused(w
         make_plan(settings)
     assert caught.value.hint == "use --set vae.dc_ae.scaling_factor=0.493"
     architectures.require_same_scale(path, trained_with)
-
-
-@pytest.mark.usefixtures("without_estimates")
-def test_distilled_model_evaluates_once_a_step(world, tmp_path):
-    made = make_plan(released_settings(world, tmp_path, model__guidance_embed="true"))
-    assert made.model_evaluations == 2
 
 
 RELEASED = {Component.T5: T5Sizes(), Component.CLIP: ClipSizes()}
@@ -228,7 +176,7 @@ def test_a_stage_that_does_not_fit_is_named(world, tmp_path, monkeypatch):
 def test_limit_of_memory(world, tmp_path, monkeypatch):
     on_machine_with(10 * GIB, monkeypatch)
     # It takes seconds, and has tests of its own.
-    monkeypatch.setattr(planning, "_what_would_fit", lambda plan: "")
+    monkeypatch.setattr(chains, "_what_would_fit", lambda plan: "")
     made = make_plan(released_settings(world, tmp_path, memory__limit="100kB", memory__offload="none"))
     assert made.budget_bytes == 100_000
     with pytest.raises(HardwareError, match=r"memory\.limit allows 97\.66 KiB"):
@@ -291,13 +239,6 @@ def test_decoding_alone_needs_only_the_autoencoder(world, tmp_path):
     assert made.model_evaluations == 0
 
 
-@pytest.mark.usefixtures("without_estimates")
-def test_height_and_width_win_over_resolution(world, tmp_path):
-    made = make_plan(released_settings(world, tmp_path, video__height="48", video__width="16"))
-    assert (made.height, made.width) == (48, 16)
-    assert made.latent_shape == (4, 3, 6, 2)
-
-
 def test_documents(world, tmp_path):
     made = make_plan(demo_settings(world, tmp_path, sampling__num_samples="3"))
     document = json.loads(json.dumps(PlanDocument.of(alone(made)).to_json(), allow_nan=False))
@@ -311,11 +252,6 @@ def test_documents(world, tmp_path):
     assert "3 x 64x64, 17 frames" in text
     assert f"{made.video_tokens} video" in text
     assert text.startswith("Fits: ")
-
-
-def test_sizes_that_contradict_each_other(world, tmp_path):
-    with pytest.raises(RequestError, match=r"vae\.sample_size"):
-        make_plan(released_settings(world, tmp_path, vae__sample_size="30"))
 
 
 def test_tiles_are_counted_as_the_decoder_runs(world, tmp_path):
@@ -352,13 +288,6 @@ class TestHardware:
         with pytest.raises(HardwareError, match="this machine has cuda:0, cuda:1"):
             hardware.pick_hardware("cuda:2", "auto")
 
-    def test_no_cuda(self, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        for name in ("cuda", "cuda:1"):
-            with pytest.raises(HardwareError, match=f"device={name} is not there") as caught:
-                hardware.pick_hardware(name, "auto")
-            assert "--device cpu" in caught.value.hint
-
 
 @pytest.mark.parametrize("content", ["{", '{"d_model": "wide"}', '{"d_model": -1}'])
 def test_a_broken_text_encoder_is_named(world, tmp_path, content):
@@ -366,3 +295,29 @@ def test_a_broken_text_encoder_is_named(world, tmp_path, content):
     (weights / "google/t5-v1_1-xxl/config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"config\.json (is broken|does not describe a text encoder): "):
         make_plan(released_settings(world, tmp_path / "out", runtime__weights=str(weights)))
+
+
+TINY = Architecture(
+    transformer=MMDiTConfig(
+        in_channels=16, hidden_size=32, num_heads=2, axes_dim=(4, 6, 6), depth=1, depth_single_blocks=1
+    ),
+    autoencoder=HunyuanVAEConfig(latent_channels=4, block_out_channels=(8, 8, 8, 8), norm_num_groups=4),
+    text=TextInputs(t5_max_length=16, clip_max_length=16),
+    files=WeightNames(transformer="tiny.safetensors", hub_repo="somebody/tiny"),
+    defaults={"video.num_frames": 9, "sampling.num_inference_steps": 3},
+)
+
+
+@pytest.mark.usefixtures("without_estimates")
+def test_a_new_entry_of_the_registry_is_planned_with_its_sizes_files_and_sampling(tmp_path, monkeypatch):
+    monkeypatch.setitem(ARCHITECTURES, "tiny", TINY)
+    typed = {"prompt": "sea", "runtime.model_choice": "tiny", "runtime.device": "cpu", "model.depth": 2}
+    typed["runtime.weights"] = str(tmp_path)
+    request = GenerateRequest(overrides={key: Given(value, "--set") for key, value in typed.items()})
+    settings = load_generate_settings(request, model=request.model)
+    # A setting overrides a field of the entry.
+    assert (settings.model.depth, settings.model.hidden_size) == (2, 32)
+    plan = make_plan(settings)
+    assert plan.latent_shape[:2] == (4, 3)
+    assert plan.num_steps == 3
+    assert plan.weights.missing["transformer"] == ("tiny.safetensors",)

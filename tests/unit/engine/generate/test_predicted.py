@@ -15,9 +15,8 @@ from opensora_cli.engine.estimate.predicted_time import (
     PRODUCTS,
     TRAFFIC,
 )
-from opensora_cli.engine.generate.chain import Chain
-from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.planning import make_chain, make_plan
+from opensora_cli.engine.generate.chain import Chain, make_chain
+from opensora_cli.engine.generate.plan import Plan, make_plan
 from opensora_cli.engine.generate.predicted import decoding, evaluation, loading, predict_time
 from opensora_cli.engine.generate.ranks import hardware_of_ranks
 from opensora_cli.settings.hardware import GpuSettings, read_machine

@@ -5,7 +5,6 @@ import time
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from PIL import Image
 from tiny_world import RecordingReporter
 
 from opensora_cli.core.exceptions import FileProblem, RequestError
-from opensora_cli.engine.generate import ranks, refinement
+from opensora_cli.engine.generate import refinement
 from opensora_cli.engine.generate.refinement import (
     KINDS,
     ChatServer,
@@ -214,28 +213,9 @@ class TestRequirements:
         assert reporter.warnings[0].startswith("a run would be refused: OSORA_REFINE_URL is not set")
 
 
-@pytest.mark.parametrize("is_main", [True, False])
-def test_of_ranks_that_others_have_started_the_first_asks(start, monkeypatch, is_main):
-    stub, met = start("A red boat."), []
-
-    def meeting(*_, **__):
-        met.append(len(stub.asked))
-        raise InterruptedError
-
-    monkeypatch.setattr(ranks, "settings_of_ranks", lambda settings, _: settings)
-    monkeypatch.setattr(ranks, "joined", meeting)
-    context = SimpleNamespace(is_main=is_main)
-    with (
-        pytest.raises(InterruptedError),
-        ranks.joined_ranks(settings_of(runtime__device="cpu"), context, RecordingReporter()),
-    ):
-        pass
-    assert met == [int(is_main)]
-
-
 def ask(*, read=str, tries=3, reporter=None) -> str:
     """Ask the server that the environment names."""
-    server = ChatServer(timeout_s=0.3, tries=tries, reporter=reporter or RecordingReporter())
+    server = ChatServer(timeout_s=1.0, tries=tries, reporter=reporter or RecordingReporter())
     return server.ask("be brief", "a boat", pictures=(), read=read)
 
 
@@ -245,6 +225,14 @@ def problem(**options) -> str:
     assert raised.value.exit_code == 4
     assert KEY not in f"{raised.value.message} {raised.value.hint}"
     return raised.value.message
+
+
+def drip(handler) -> None:
+    """Answer with a byte every 50 ms."""
+    with_status(200)(handler)
+    for byte in said("A boat."):
+        time.sleep(0.05)
+        handler.wfile.write(bytes([byte]))
 
 
 class TestServer:
@@ -281,6 +269,16 @@ class TestServer:
         assert message.endswith("no model for <hidden>")
         assert (elsewhere.paths, len(stub.asked)) == ([], 1)
 
+    def test_a_refusal_whose_text_does_not_come_is_still_a_refusal(self, start):
+        def answer(handler):
+            handler.send_response(400)
+            handler.send_header("Content-Length", "100")
+            handler.end_headers()
+            time.sleep(1.5)
+
+        start(answer)
+        assert problem().endswith(" refuses: 400 Bad Request")
+
     @pytest.mark.parametrize(
         ("answer", "words"),
         [
@@ -289,9 +287,10 @@ class TestServer:
             (said(None), "an answer without text"),
             (b" " * 10_000_001, "JSON with more values"),
             (lambda handler: handler.connection.close(), ""),
-            (lambda handler: time.sleep(0.6), "timed out"),
+            (lambda handler: time.sleep(1.5), "timed out"),
+            (drip, "timed out"),
         ],
-        ids=["text", "empty", "none", "endless", "closed", "late"],
+        ids=["text", "empty", "none", "endless", "closed", "late", "dripping"],
     )
     def test_nonsense_is_asked_again(self, start, answer, words):
         start(answer, "A boat.")

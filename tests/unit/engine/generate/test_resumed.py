@@ -1,8 +1,6 @@
 """A run that is stopped while it denoises goes on from the step that it has reached, to the same bytes."""
 
-import errno
 import json
-import os
 import shlex
 import shutil
 from pathlib import Path
@@ -10,14 +8,14 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, safe_open, save_file
 from small_stages import small_stages
-from stopping import continued, stop_after, stopped
+from stopping import continued, stopped
 from tiny_world import RecordingReporter, demo_settings, names
 
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, OutputError, RequestError
 from opensora_cli.engine.components import attention
 from opensora_cli.engine.generate import denoise
-from opensora_cli.engine.generate.planning import make_plan
-from opensora_cli.engine.generate.references import with_mode
+from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.generate.request import with_mode
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_video
 
@@ -99,11 +97,6 @@ def test_so_it_does_with_a_step_cache(world, tmp_path, steps):
     assert rest.model_evaluations == reporter.totals["denoise"]
 
 
-def test_before_the_first_step_there_is_nothing_to_save(world, tmp_path):
-    assert stopped(demo_settings(world, tmp_path, **T2V), 0) == "nothing was finished yet: run it again"
-    assert names(tmp_path) == []
-
-
 def test_the_same_command_goes_on_and_can_be_stopped_again(world, tmp_path, whole):
     settings = demo_settings(world, tmp_path / "clip.mp4", **T2V)
     stopped(settings, 1)
@@ -138,18 +131,6 @@ def test_overwriting_goes_on_only_where_it_is_asked_for(world, tmp_path, whole):
     result, _ = go_on(state, output__overwrite=True)
     assert (result.model_evaluations, (tmp_path / "clip.mp4").read_bytes()) == (4, whole)
     assert names(tmp_path) == ["clip.mp4", "clip.mp4.json"]
-
-
-def test_a_full_disk_is_a_warning_where_the_run_is_ended_anyway(world, tmp_path, monkeypatch, reporter):
-    def full(*_args, **_options):
-        raise OutputError(f"cannot write: {os.strerror(errno.ENOSPC)}")
-
-    stop_after(monkeypatch, 2)
-    monkeypatch.setattr(denoise, "save_latents", full)
-    with pytest.raises(KeyboardInterrupt, match="nothing was finished yet"):
-        generate(demo_settings(world, tmp_path, **T2V), reporter=reporter)
-    [warning] = reporter.warnings
-    assert warning == "the latents of the last step cannot be saved: cannot write: No space left on device"
 
 
 def test_an_error_in_the_middle_keeps_what_is_done(world, tmp_path, monkeypatch, reporter, whole):

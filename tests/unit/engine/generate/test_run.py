@@ -7,21 +7,21 @@ from dataclasses import replace
 import pytest
 import torch
 from closeness import assert_close
-from pydantic import ValidationError
-from tiny_world import dc_ae_settings, demo_settings, flux_settings, names, released_settings
+from tiny_world import RecordingReporter, dc_ae_settings, demo_settings, flux_settings, names, released_settings
 
-from opensora_cli.core.conditions import CONDITION_MODES, ConditionMode, Length, Position, Source
+from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.velocity import PromptEmbeds
-from opensora_cli.engine.generate import decode, denoise, models, references
+from opensora_cli.engine.generate import denoise, models, references
+from opensora_cli.engine.generate import request as requests
 from opensora_cli.engine.generate.dry_run import plan_generation
-from opensora_cli.engine.generate.planning import make_chain, make_plan
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.run import generate
+from opensora_cli.media.files import read_tags
 from opensora_cli.media.read import read_picture, read_video
-from opensora_cli.media.tags import read_tags
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.load import GenerateRequest, read_sidecar
+from opensora_cli.settings.load import GenerateRequest, read_request, read_sidecar
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
@@ -87,20 +87,6 @@ def test_a_clip_of_any_length_is_cut_out_of_whole_latent_frames(world, tmp_path)
     assert all((cut.path / name).read_bytes() == (whole.path / name).read_bytes() for name in names(cut.path))
 
 
-def test_a_further_mode_is_a_further_row(world, tmp_path, monkeypatch):
-    between = ConditionMode("between", Source.VIDEO, Position.BOTH, Length.VIDEO, "both ends are given")
-    monkeypatch.setitem(CONDITION_MODES, between.name, between)
-    changes = {"condition__mode": "between", "condition__video_latent_frames": "1"}
-    settings = demo_settings(world, tmp_path, **changes, condition__references=references_for(world, "between"))
-    result = generate(settings)
-    assert result.settings.condition.mode == "between"
-    assert result.videos[0].given_frames_psnr_db is not None
-    with pytest.raises(ValidationError, match=r"condition\.mode=between gives 4 latent frames"):
-        settings.replace({"video.num_frames": 13})
-    with pytest.raises(ValidationError, match=r"condition\.mode=between needs a reference: give the video"):
-        settings.replace({"condition.references": ()})
-
-
 def test_pictures_alone(world, tmp_path, reporter):
     settings = flux_settings(world, tmp_path / "pictures", sampling__num_samples="2")
     result = generate(settings, reporter=reporter)
@@ -157,33 +143,6 @@ def test_samples_are_what_their_seeds_make_alone(world, tmp_path):
     assert document["settings"]["prompt"] == "raining, sea"
 
 
-@pytest.mark.parametrize("mode", [pytest.param("i2v_tail", marks=pytest.mark.slow), "i2v_loop"])
-def test_given_latents_are_put_back_in_every_sample(world, tmp_path, monkeypatch, mode):
-    given, decoded = [], []
-    encode, decode_latents = references.encode_references, decode.decode_latents
-    monkeypatch.setattr(references, "encode_references", lambda *a, **k: given.extend(encode(*a, **k)) or given)
-    monkeypatch.setattr(
-        decode,
-        "decode_latents",
-        lambda plan, vae, latents, **k: decoded.append(latents) or decode_latents(plan, vae, latents, **k),
-    )
-    generate(
-        released_settings(
-            world,
-            tmp_path,
-            condition__mode=mode,
-            condition__references=references_for(world, mode),
-            sampling__num_samples="2",
-        )
-    )
-    assert len(decoded) == 2
-    for latents in decoded:
-        if mode != "i2v_tail":
-            torch.testing.assert_close(latents[:, 0], given[0][:, 0], rtol=0, atol=0)
-        torch.testing.assert_close(latents[:, -1], given[-1][:, 0], rtol=0, atol=0)
-    assert not torch.equal(decoded[0][:, 1], decoded[1][:, 1])
-
-
 class CountingTransformer:
     """Says zero, and remembers what each branch of a batch was shown."""
 
@@ -221,20 +180,6 @@ def test_what_the_branches_are_shown(world, tmp_path, monkeypatch):
     assert shown == [(2.0, 4.0, False, None), (2.0, 4.0, True, None), (1.0, 3.0, True, None)]
     assert transformer.calls[0]["timesteps_B"].item() == 1.0
     assert_close(latents[:, :1], reference)
-
-
-def test_distilled_model_is_told_its_guidance(world, tmp_path):
-    transformer = CountingTransformer()
-    embeds = PromptEmbeds(torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[3.0], [4.0]]))
-    settings = released_settings(
-        world, tmp_path, model__guidance_embed="true", model__cond_embed="false", sampling__embedded_guidance="3.5"
-    )
-    denoise.sample_latents(make_plan(settings), transformer, embeds, None, seed=0)
-    assert len(transformer.calls) == 2
-    for call in transformer.calls:
-        assert call["embedded_guidance_B"].item() == 3.5
-        assert call["conditioning_BNK"] is None
-        assert call["prompt_embeds_BLC"].item() == 1.0
 
 
 class TestPrompts:
@@ -298,21 +243,6 @@ class TestRequests:
         assert resolve(request, reporter=reporter).model.name == "demo"
         assert reporter.notes == ["model: demo (there is no CUDA device)"]
 
-    def test_missing_weights_are_reported_before_anything_is_planned(self, tmp_path, reporter, monkeypatch):
-        warned = []
-
-        def planned(*args, **options):
-            warned.append(list(reporter.warnings))
-            return make_chain(*args, **options)
-
-        monkeypatch.setattr("opensora_cli.engine.generate.dry_run.make_chain", planned)
-        given = {"prompt": "sea", "runtime.model_choice": "open-sora-v2", "runtime.device": "cpu"}
-        given |= {"runtime.weights": str(tmp_path), "output.path": str(tmp_path)}
-        request = GenerateRequest(overrides={key: Given(value, "the test") for key, value in given.items()})
-        plan_generation(resolve(request, reporter=reporter), reporter=reporter)
-        assert warned == [reporter.warnings]
-        assert "a run would be refused: weights of the open-sora-v2 model are missing" in warned[0][0]
-
 
 def test_a_seamless_loop_leaves_out_its_last_frame(world, tmp_path, reporter):
     loop = {"condition__mode": "i2v_loop", "condition__references": str(world.picture)}
@@ -328,3 +258,18 @@ def test_a_seamless_loop_leaves_out_its_last_frame(world, tmp_path, reporter):
     assert video.given_frames_psnr_db == whole.given_frames_psnr_db
     with pytest.raises(RequestError, match=r"condition\.seamless=true has no effect with condition\.mode=i2v_head"):
         generate(demo_settings(world, tmp_path, condition__references=str(world.picture), condition__seamless="true"))
+
+
+def test_a_request_that_no_model_allows_is_refused_before_torch_chooses_one(monkeypatch):
+    def choose_model(*_, loading, **__):
+        with loading():
+            raise AssertionError("torch was asked")
+
+    monkeypatch.setattr(requests, "choose_model", choose_model)
+    typed = {"prompt": Given("sea", "PROMPT")}
+    wrong = read_request(overrides={**typed, "runtime.device": Given("gpu", "--device")}, environment={})
+    with pytest.raises(RequestError, match=r"runtime\.device=gpu must be .* \(from --device\)"):
+        requests.resolve(wrong, reporter=RecordingReporter())
+    large = read_request(overrides={**typed, "video.resolution": Given("768px", "--res")}, environment={})
+    with pytest.raises(AssertionError, match="torch was asked"):
+        requests.resolve(large, reporter=RecordingReporter())

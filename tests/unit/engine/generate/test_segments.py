@@ -1,13 +1,12 @@
 """A video that is extended: each segment from the last frames of the one before, joined without a flash."""
 
 import json
-import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from small_stages import small_stages
-from stopping import continued, stop_after, stopped
+from stopping import continued, stopped
 from tiny_clips import write_clip
 from tiny_world import RecordingReporter, demo_settings
 
@@ -16,20 +15,19 @@ from opensora_cli.core.exceptions import CheckpointError, MediaError
 from opensora_cli.core.private_memory import PrivateMemory
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.estimate.offload import DENOISE
-from opensora_cli.engine.generate import references, text
-from opensora_cli.engine.generate.chain import SEGMENT
+from opensora_cli.engine.generate import text
+from opensora_cli.engine.generate.chain import make_chain
 from opensora_cli.engine.generate.decode import HeldVideo
 from opensora_cli.engine.generate.dry_run import PlanDocument
 from opensora_cli.engine.generate.extend import ExtendedVideo, follow
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
-from opensora_cli.engine.generate.planning import make_chain
-from opensora_cli.engine.generate.process import ALONE
-from opensora_cli.engine.generate.references import references_of, with_mode
-from opensora_cli.engine.generate.request import resolve
+from opensora_cli.engine.generate.plan import SEGMENT
+from opensora_cli.engine.generate.ranks import ALONE
+from opensora_cli.engine.generate.references import references_of
+from opensora_cli.engine.generate.request import resolve, with_mode
 from opensora_cli.engine.generate.run import generate, hold_from_request
-from opensora_cli.engine.generate.sample import read_saved
-from opensora_cli.engine.generate.saved_latents import save_latents
+from opensora_cli.engine.generate.sample import read_saved, save_latents
 from opensora_cli.media.read import probe, read_video
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import write_media
@@ -113,12 +111,12 @@ def test_each_segment_goes_on_from_the_frames_before(world, tmp_path, video):
     assert video.frames_THWC.shape == (17 + 8 + 8, *first.frames_THWC.shape[1:])
     assert torch.equal(video.frames_THWC[:17], first.frames_THWC)
     segments = video.figures.segments
-    assert [(segment.seed, segment.start_frame, segment.num_frames) for segment in segments] == [
+    assert [tuple(segment[key] for key in ("seed", "start_frame", "num_frames")) for segment in segments] == [
         (42, 0, 17),
         (10_042, 17, 8),
         (20_042, 25, 8),
     ]
-    assert [segment.given_frames_psnr_db is None for segment in segments] == [True, False, False]
+    assert [segment["given_frames_psnr_db"] is None for segment in segments] == [True, False, False]
     assert video.figures.given_frames_psnr_db is None
 
 
@@ -176,44 +174,17 @@ def test_latents_of_another_number_of_segments_are_refused(world, tmp_path):
     assert [each.steps for each in read_saved(chain, sample, ALONE)] == [None, 1]
 
 
-def test_a_result_elsewhere_finds_its_finished_segments(world, tmp_path, whole):
-    stopped(demo_settings(world, tmp_path / "a", **EXTENDED), STEPS + 1)
-    state, out = tmp_path / "a" / STATE, tmp_path / "b" / "clip.mp4"
-    with pytest.MonkeyPatch.context() as patched:
-        stop_after(patched, STEPS)
-        with pytest.raises(KeyboardInterrupt):
-            continued(state, output__path=str(out))
-    shutil.rmtree(tmp_path / "a")
-    result = continued(out.with_name("clip.latents.safetensors"))
-    assert result.model_evaluations < 2 * (2 * STEPS - 1)
-    assert result.videos[0].path.read_bytes() == whole
-    assert sorted(path.name for path in out.parent.iterdir()) == ["clip.mp4", "clip.mp4.json"]
-
-
 def test_prompts_by_time_are_encoded_once_each(world, tmp_path, monkeypatch, video):
     encode, encoded = text.encode_texts, []
     monkeypatch.setattr(text, "encode_texts", lambda texts, *args: encoded.extend(texts) or encode(texts, *args))
     one = demo_settings(world, tmp_path, **EXTENDED)
     prompted = held(one.replace({"prompts_at": ("2s=snow, sea",)}))
     assert encoded == [*(text.full_prompt(one, prompt) for prompt in ("raining, sea", "snow, sea")), ""]
-    prompts = [segment.prompt for segment in prompted.figures.segments]
+    prompts = [segment["prompt"] for segment in prompted.figures.segments]
     assert prompts == ["raining, sea", "raining, sea", "snow, sea"]
     assert [each.shown for each in prompted.chain.settings.prompts_at] == ["2s=snow, sea"]
     assert torch.equal(prompted.frames_THWC[:25], video.frames_THWC[:25])
     assert not torch.equal(prompted.frames_THWC[25:], video.frames_THWC[25:])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_the_demo_does_not_flash_at_a_seam(seed):
-    with Pipeline("demo", threads=1) as pipe:
-        video = pipe("raining, sea", seed=seed, extend=3, steps=10)
-    steps = luma(torch.from_numpy(video.frames.copy())).diff().abs().tolist()
-    seams = [segment.start_frame - 1 for segment in video.report.segments[1:]]
-    assert (len(steps), seams) == (92, [32, 52, 72])
-    elsewhere = max(step for index, step in enumerate(steps) if index not in seams)
-    # Half a level of 255.
-    assert max(steps[index] for index in seams) <= elsewhere + 0.5
 
 
 def test_the_plan_has_all_segments(world, tmp_path):
@@ -252,7 +223,7 @@ def test_a_video_is_continued_at_its_size_and_rate(world, tmp_path, reporter):
     made = held(settings)
     assert torch.equal(made.frames_THWC[:20], read_video(clip).frames_THWC)
     assert len(made.frames_THWC) == 28
-    assert [(each.start_frame, each.num_frames) for each in made.figures.segments] == [(20, 8)]
+    assert [(each["start_frame"], each["num_frames"]) for each in made.figures.segments] == [(20, 8)]
     [reference] = references_of(make_chain(settings).video, reporter)
     assert torch.equal(to_uint8(reference.pixels_CTHW), made.frames_THWC[11:20])
     longer = held(settings.replace({"video.extend": 1}))
@@ -292,7 +263,29 @@ def test_what_cannot_be_continued_is_refused(world, tmp_path, monkeypatch, repor
     if name == "varies.mp4":
         monkeypatch.setattr("opensora_cli.media.read.probe", lambda path: replace(facts, is_uneven=True))
     if name == "large.mp4":
-        monkeypatch.setattr(references, "read_private_memory", lambda: PrivateMemory(100_000, 10**9))
+        monkeypatch.setattr(
+            "opensora_cli.engine.generate.request.read_private_memory", lambda: PrivateMemory(100_000, 10**9)
+        )
     with pytest.raises(MediaError) as raised:
         with_mode(continuing(world, tmp_path, path), reporter)
     assert says in raised.value.message
+
+
+def red_centers(frames_THWC):
+    """Return the column of the center of red in each frame, in pixels."""
+    frames = frames_THWC.float()
+    red_THW = (frames[..., 0] - frames[..., 1:].amax(-1) - 40).clamp(min=0)
+    columns_W = torch.arange(frames.shape[2])
+    return (red_THW.sum(1) * columns_W).sum(1) / red_THW.sum((1, 2))
+
+
+@pytest.mark.slow
+def test_a_boat_moves_on_across_the_seam():
+    with Pipeline(model="demo", threads=1) as pipeline:
+        video = pipeline("a red boat moving slowly to the left, on the sea, at sunset", seed=1, extend=1)
+    steps = red_centers(torch.tensor(video.frames)).diff()
+    seam = 32  # The first new frame is frame 33.
+    assert len(steps) == 52
+    # Measured: 0.2 pixels across the seam, and 0.3 to 1.0 around it. A jump back was 3 to 5 pixels.
+    assert float(steps[seam].abs()) <= 1.5
+    assert float(steps[seam - 6 : seam + 7].sum()) < -2

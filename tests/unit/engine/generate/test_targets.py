@@ -2,14 +2,15 @@
 
 import json
 import os
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
 from opensora_cli.core.exceptions import CheckpointError, OutputError
-from opensora_cli.engine.generate.outputs import Claims, find_target, is_begun, sample_files
-from opensora_cli.engine.generate.saved_latents import LATENTS_SCHEMA
+from opensora_cli.engine.generate.outputs import find_target, is_begun, sample_files
+from opensora_cli.engine.generate.sample import LATENTS_SCHEMA
 from opensora_cli.settings.load import SIDECAR_SCHEMAS, load_preset
 
 NAME = "raining-sea_seed42"
@@ -134,22 +135,22 @@ def test_resuming_needs_latents_of_the_same_request(settings, tmp_path):
 
 def test_names_and_requests_are_claimed_until_the_end(settings, tmp_path):
     def refused(settings, request, message):
-        with Claims() as others, pytest.raises(OutputError, match=f"{message}: process {os.getpid()} on "):
+        with ExitStack() as others, pytest.raises(OutputError, match=f"{message}: process {os.getpid()} on "):
             find(settings, request, claims=others)
 
-    with Claims() as claims:
+    with ExitStack() as claims:
         first = find(settings, "a", claims=claims)
         for same in (settings, settings.replace({"output.overwrite": True})):
             refused(same, "a", "another run is making the same result in .*")
         named = settings.replace({"output.path": str(first.media)})
         for request in "ab":
             refused(named, request, "is being made by another run")
-        with Claims() as others:
+        with ExitStack() as others:
             assert find(settings, "b", claims=others).media.name == SECOND
     make(first)
-    with Claims() as claims:
+    with ExitStack() as claims:
         assert find(settings, "a", claims=claims).made_before
         # A finished result is not claimed.
-        with Claims() as others:
+        with ExitStack() as others:
             assert find(settings, "a", claims=others).made_before
     assert sorted(path.name for path in tmp_path.iterdir()) == [first.media.name, first.sidecar.name]

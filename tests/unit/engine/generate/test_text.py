@@ -14,7 +14,7 @@ from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.generate import models as generate_models
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.text import (
     encode_prompts,
@@ -125,18 +125,6 @@ def test_names_tell_apart_what_has_other_bits(plan, world, tmp_path, monkeypatch
     assert name(replace(plan, hardware=gpu), threads=2) == name(replace(plan, hardware=gpu))
     streamed = replace(plan, offload=replace(plan.offload, stream_text=True))
     assert name(streamed, ranks=2) == name(streamed) == name()
-
-
-def test_models_that_stay_read_the_cache_too(plan, reporter, loads):
-    encoded(plan, reporter)
-    models, record = LoadedModels(stay=True), Events(reporter)
-    for _ in range(3):
-        text_embeds(plan, models, record)
-    assert len(loads) == 1
-    rain = replace(plan, settings=plan.settings.replace({"prompt": "rain"}))
-    text_embeds(rain, models, record)
-    text_embeds(rain, models, record)
-    assert len(loads) == 2
 
 
 def test_an_encoder_of_another_width_is_refused(plan, reporter):

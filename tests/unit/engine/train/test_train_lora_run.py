@@ -17,8 +17,8 @@ from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.ckpt.merge_lora import merge_lora
 from opensora_cli.engine.components.weights import packaged_demo
-from opensora_cli.engine.generate.loading import load_transformer
-from opensora_cli.engine.generate.planning import make_plan
+from opensora_cli.engine.generate.models import load_transformer
+from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.train.build import count_parameters
 from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.frozen_weights import streamed_weights, waiting_weights

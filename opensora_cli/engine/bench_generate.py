@@ -5,37 +5,35 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from statistics import fmean
+from typing import ClassVar
 
 from opensora_cli.core.device import peak_memory_gib, start_peak_memory
+from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import OsoraError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.ranks import RankContext
-from opensora_cli.engine.bench_generate.report import BenchedSetting, BenchGenerateReport, RunTime, is_loading
 from opensora_cli.engine.generate import ranks as generate_ranks
-from opensora_cli.engine.generate.chain import VIDEO, Chain
+from opensora_cli.engine.generate.chain import Chain, require_fit, require_room, require_weights
 from opensora_cli.engine.generate.decode import HeldVideo, hold
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.pipeline import computing, make
-from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.generate.planning import require_fit, require_room, require_weights
-from opensora_cli.engine.generate.process import ALONE
+from opensora_cli.engine.generate.plan import VIDEO, Plan
+from opensora_cli.engine.generate.ranks import ALONE
 from opensora_cli.engine.generate.references import Reference, references_of
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.run import chain_of, plan_here
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.media.similarity import SSIM_WINDOW, psnr_db, ssim
-from opensora_cli.settings.bench_generate import (
-    EXACT,
-    STANDARD,
-    Tries,
-    tried_settings,
-)
+from opensora_cli.memory.monitor import Spread
+from opensora_cli.settings.bench_generate import EXACT, STANDARD, Tries, tried_settings
 from opensora_cli.settings.generate import GenerateSettings
 
+_SMALL_ERROR = 1e-3
 _NOTHING_KEPT: Mapping[str, object] = {
     # A cached prompt would not be encoded, and so not be timed.
     "runtime.prompt_cache": False,
@@ -44,6 +42,118 @@ _NOTHING_KEPT: Mapping[str, object] = {
     "output.save_latents": False,
 }
 _WARM_UP_STEPS = 2
+_Made = tuple[HeldVideo | None, dict[str, float], list[float]]
+
+
+class RunTime(Document):
+    """Seconds over all timed runs of a setting."""
+
+    mean: float
+    deviation: float
+    """Standard deviation of a sample (n-1); 0 for a single run."""
+
+    @classmethod
+    def over(cls, seconds: Sequence[float]) -> "RunTime":
+        """Return the mean and the deviation of at least one run."""
+        spread = Spread.of(seconds)
+        return cls(mean=round(spread.mean_s, 4), deviation=round(spread.deviation_s, 4))
+
+
+class BenchedSetting(Document):
+    """One row of the table: the exact run, or the same video made with other settings."""
+
+    name: str
+    """`exact`, a name of the standard set, or the settings in the user's form."""
+    changes: Mapping[str, str]
+    """Settings that differ from the exact run, by key."""
+    stages_s: Mapping[str, RunTime]
+    """Time of each stage. The stages that load or offload models are listed here, and are not part of `seconds`."""
+    seconds: RunTime
+    """Time of a run without loading."""
+    evaluations: int
+    """Evaluations of the model."""
+    speedup: float
+    """Mean time of the exact run divided by the mean time of this setting."""
+    peak_memory_gib: float | None
+    """Highest memory over runs and ranks: allocated on a GPU, resident on a CPU. None if not measurable."""
+    psnr_db: float | None
+    """PSNR to the first exact run over RGB, mean over frames; 99 for identical frames. None for an exact run that was
+    not repeated."""
+    ssim: float | None
+    """SSIM of the luma, mean over frames. None if `psnr_db` is None, and for frames under 11 pixels."""
+    latents_error: float | None
+    """Relative L2 error of the latents to the first exact run."""
+
+
+class BenchGenerateReport(Document):
+    """A comparison. The first setting is the exact run."""
+
+    SCHEMA: ClassVar[str | None] = "osora.bench-generate/2"
+
+    of: str
+    """Size, length, model and steps of the video."""
+    prompt: str
+    seed: int
+    device: str
+    device_name: str
+    ranks: int
+    repeats: int
+    """Timed runs of each setting."""
+    settings: tuple[BenchedSetting, ...]
+    skipped: Mapping[str, str]
+    """Names of the standard set that were not run, with the reason."""
+
+    def lines(self) -> list[str]:
+        """Return a table of times and one of results as text, with the deviation of the total if runs were repeated."""
+        on = f"{self.device} ({self.device_name})" + (f", {self.ranks} ranks" if self.ranks > 1 else "")
+        return [
+            f"compared    {self.of}, seed {self.seed}, on {on}",
+            *self._times(),
+            "",
+            *self._measures(),
+            *(f"skipped     {name}: {why}" for name, why in self.skipped.items()),
+        ]
+
+    def _times(self) -> list[str]:
+        stages = list(dict.fromkeys(name for row in self.settings for name in row.stages_s if not is_loading(name)))
+        table = [["setting", *(f"{name} s" for name in [*stages, "total"])]]
+        for row in self.settings:
+            total = f"{row.seconds.mean:.2f}" + (f" ±{row.seconds.deviation:.2f}" if self.repeats > 1 else "")
+            means = (f"{row.stages_s[name].mean:.2f}" if name in row.stages_s else "-" for name in stages)
+            table.append([row.name, *means, total])
+        return _aligned(table)
+
+    def _measures(self) -> list[str]:
+        table = [["setting", "evaluations", "speed-up", "peak GiB", "PSNR dB", "SSIM", "latents"]]
+        for row in self.settings:
+            cells = [
+                str(row.evaluations),
+                f"{row.speedup:.2f}",
+                _number(row.peak_memory_gib, ".2f"),
+                _number(row.psnr_db, ".2f"),
+                _number(row.ssim, ".4f"),
+                _number(row.latents_error, ".2%" if (row.latents_error or 1) >= _SMALL_ERROR else ".1e"),
+            ]
+            table.append([row.name, *cells])
+        return _aligned(table)
+
+
+def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """Return the rows of a table as lines, with names on the left and numbers on the right."""
+    name_width, *widths = (max(map(len, column)) for column in zip(*table, strict=True))
+    return [
+        name.ljust(name_width) + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        for name, *cells in table
+    ]
+
+
+def is_loading(stage: str) -> bool:
+    """Return whether a stage loads or offloads models, which a program that makes many videos does once."""
+    return stage.split()[-1] in ("load", "offload")
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else f"{value:{form}}"
 
 
 def bench_generate(
@@ -79,13 +189,11 @@ def bench_generate(
             settings, ranks = stack.enter_context(generate_ranks.joined_ranks(settings, context, reporter))
         models = stack.enter_context(LoadedModels(stay=True, ranks=ranks))
         chain = plan_here(settings, models, reporter=reporter) if context is None else chain_of(settings, models)
-        runner = _Runner(reporter, models)
-        rows, skipped = _planned(chain, tries, runner)
+        rows, skipped = _planned(chain, tries, models, reporter)
         exact = rows[0].chain.video
         is_main = context is None or context.is_main
-        if is_main:
-            runner.references = references_of(exact, reporter)
-        _run_all(rows, repeats, runner)
+        references = references_of(exact, reporter) if is_main else []
+        _run_all(rows, repeats, partial(_make, models=models, references=references, reporter=reporter), reporter)
     if not is_main:
         return None
     return BenchGenerateReport(
@@ -132,16 +240,16 @@ class _Row:
         )
 
 
-def _planned(exact: Chain, tries: Tries, runner: "_Runner") -> tuple[list[_Row], dict[str, str]]:
+def _planned(exact: Chain, tries: Tries, models: LoadedModels, reporter: Reporter) -> tuple[list[_Row], dict[str, str]]:
     """Return a row for each setting, the exact run first, and the reason for each skipped name of the standard set."""
-    require_weights(exact, runner.reporter)
-    require_room(exact, runner.reporter)
+    require_weights(exact, reporter)
+    require_room(exact, reporter)
     # Sums depend on the number of threads: all rows use the number of the exact run.
     exact = exact.with_threads()
     rows, skipped = [_Row(EXACT, {}, exact)], {}
     for name, changes in (STANDARD if tries is None else tries).items():
         try:
-            chain = runner.plan(tried_settings(exact.settings, changes, name=name)).with_threads()
+            chain = chain_of(tried_settings(exact.settings, changes, name=name), models).with_threads()
             require_weights(chain, SilentReporter())
             require_fit(chain)
         except OsoraError as error:
@@ -156,7 +264,7 @@ def _planned(exact: Chain, tries: Tries, runner: "_Runner") -> tuple[list[_Row],
     return rows, skipped
 
 
-def _run_all(rows: Sequence[_Row], repeats: int, runner: "_Runner") -> None:
+def _run_all(rows: Sequence[_Row], repeats: int, make_video: Callable[[Chain], _Made], reporter: Reporter) -> None:
     """Run all rows `repeats` times, back and forth, so that a machine that slows down favors no row."""
     exact, warm, done = None, set(), 0
     turns = [row for turn in range(repeats) for row in (rows if turn % 2 == 0 else reversed(rows))]
@@ -166,17 +274,17 @@ def _run_all(rows: Sequence[_Row], repeats: int, runner: "_Runner") -> None:
             # Runs that differ in sampling alone use the same kernels.
             kernels = json.dumps(row.chain.settings.model_dump(mode="json", exclude={"sampling"}), sort_keys=True)
             if kernels not in warm:
-                runner.reporter.note(f"{place}, a few steps to warm up")
-                runner.run(row.chain.change(_shortened))
+                reporter.note(f"{place}, a few steps to warm up")
+                make_video(row.chain.change(_shortened))
                 warm.add(kernels)
-            video, stages_s, peaks_gib = runner.run(row.chain)
+            video, stages_s, peaks_gib = make_video(row.chain)
             row.stages_s.append(stages_s)
             row.peaks_gib += peaks_gib
             done += 1
-            runner.reporter.note(f"{place}: {row.seconds[-1]:.2f} s")
+            reporter.note(f"{place}: {row.seconds[-1]:.2f} s")
             if video is not None and exact is not None and row.likeness[0] is None:
                 # The second exact run is compared with the first: their difference is the noise of this device.
-                with runner.reporter.stage("compare", total=len(video.frames_THWC), unit="frames") as progress:
+                with reporter.stage("compare", total=len(video.frames_THWC), unit="frames") as progress:
                     row.likeness = likeness(video, exact, on_frame=progress.advance)
             exact = exact or video
     except KeyboardInterrupt as interrupt:
@@ -204,31 +312,15 @@ def likeness(video: HeldVideo, exact: HeldVideo, *, on_frame: Callable[[], None]
     return round(fmean(psnrs), 3), round(fmean(ssims), 5) if ssims else None, error
 
 
-class _Runner:
-    """Planner and maker of videos in this process or rank."""
-
-    def __init__(self, reporter: Reporter, models: LoadedModels) -> None:
-        self.reporter = reporter
-        self.references: Sequence[Reference] = ()
-        self._models = models
-
-    def plan(self, settings: GenerateSettings) -> Chain:
-        """Return the jobs of one video; all ranks call it."""
-        return chain_of(settings, self._models)
-
-    def run(self, chain: Chain) -> tuple[HeldVideo | None, dict[str, float], list[float]]:
-        """Make a video; return it (on rank 0), the seconds of its stages, and the peak memory of each rank in GiB.
-
-        All ranks call it. Without a way to measure peaks the list is empty.
-        """
-        plan = chain.video
-        events = Events(self.reporter, keeps_results=False)
-        chain = chain.change(self._models.planned, only=VIDEO)
-        sample = Sample(chain, chain.video, sample_files(chain.settings, 0), self.references)
-        with computing(plan, self.reporter):
-            is_measured = start_peak_memory(plan.hardware.device)
-            videos = make(chain, [sample], self._models, events, finish=hold)
-            peaks = [*peak_memory_gib(plan.hardware.device).values()] if is_measured else []
-        if self._models.ranks.count > 1:
-            peaks = [peak for of_rank in all_gather_json(peaks) for peak in of_rank]
-        return (videos[0] if videos else None), events.timings_s, peaks
+def _make(chain: Chain, *, models: LoadedModels, references: Sequence[Reference], reporter: Reporter) -> _Made:
+    """Make a video; return it on rank 0, the seconds of its stages, and the peak memory of each rank in GiB."""
+    events, device = Events(reporter, keeps_results=False), chain.video.hardware.device
+    chain = chain.change(models.planned, only=VIDEO)
+    sample = Sample(chain, chain.video, sample_files(chain.settings, 0), references)
+    with computing(chain.video, reporter):
+        is_measured = start_peak_memory(device)
+        videos = make(chain, [sample], models, events, finish=hold)
+        peaks = [*peak_memory_gib(device).values()] if is_measured else []
+    if models.ranks.count > 1:
+        peaks = [peak for of_rank in all_gather_json(peaks) for peak in of_rank]
+    return (videos[0] if videos else None), events.timings_s, peaks
