@@ -33,8 +33,8 @@ from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.encode.clips import CachedClip, FreshClip, encode_for_cache
+from opensora_cli.engine.encode.datasets import open_batches
 from opensora_cli.engine.encode.encoders import EmptyPrompt, load_encoders
-from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.activations import largest_batch_shape
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.distribution import Distribution

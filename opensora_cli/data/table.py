@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +89,17 @@ class ClipTable:
         """Return the motion score of a row, if it has one."""
         score = float(self.motion_scores[index])
         return None if math.isnan(score) else score
+
+    def only(self, wanted: NDArray[np.int64]) -> "ClipTable":
+        """Return the table with only the rows with these indices."""
+        return replace(
+            self,
+            rows=self.rows[wanted],
+            paths=TextColumn(self.paths[index] for index in wanted.tolist()),
+            texts=TextColumn(self.texts[index] for index in wanted.tolist()),
+            samples=self.samples.only(wanted),
+            motion_scores=self.motion_scores[wanted],
+        )
 
     def fingerprint(self) -> str:
         """Hash of everything that the order of training depends on."""

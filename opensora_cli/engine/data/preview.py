@@ -107,7 +107,7 @@ def _name(table: ClipTable, index: int) -> str:
 
 def _label(table: ClipTable, index: int, buckets: Buckets) -> str:
     """Return size, length, rate and bucket of a sample in one line."""
-    samples = table.samples.only(np.arange(len(table)) == index)
+    samples = table.samples.only(np.array([index]))
     frames, fps = int(samples.num_frames[0]), float(samples.fps[0])
     size = f"{samples.width[0]}x{samples.height[0]}"
     length = "picture" if frames == 1 else f"{frames} frames" + ("" if np.isnan(fps) else f" at {fps:g}")

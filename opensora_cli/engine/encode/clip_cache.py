@@ -123,12 +123,11 @@ class ClipCache:
         for path in sorted(folder.glob(_SHARD_PATTERN), key=lambda shard: shard.stat().st_mtime_ns):
             try:
                 for key, about in _metadata(path, _CLIPS).items():
-                    # Caches of earlier versions have only the names.
-                    names, state = (about, None) if isinstance(about, list) else (about["names"], about["file"])
-                    if state is not None and self._states.setdefault(key, tuple(state)) != tuple(state):
-                        self._states[key] = tuple(state)
+                    state = about["file"] and tuple(about["file"])
+                    if state and self._states.setdefault(key, state) != state:
+                        self._states[key] = state
                         del self._clips[key]
-                    self._clips.setdefault(key, {}).update(dict.fromkeys(names, path))
+                    self._clips.setdefault(key, {}).update(dict.fromkeys(about["names"], path))
             except (TypeError, LookupError) as error:
                 raise _broken(path, f"its {_CLIPS} are no list of clips") from error
 

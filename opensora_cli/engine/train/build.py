@@ -1,15 +1,16 @@
 """Task and cache of a training run."""
 
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from opensora_cli.core.device_names import type_of_ranks
 from opensora_cli.core.progress import Reporter
-from opensora_cli.data.source import ClipSource
+from opensora_cli.data.batches import ClipSource
 from opensora_cli.engine.encode.clip_cache import ClipCache
 from opensora_cli.engine.encode.datasets import open_table
-from opensora_cli.engine.encode.fill_cache import prepare_cache, require_same_settings
+from opensora_cli.engine.encode.fill_cache import fill_cache, require_same_settings
 from opensora_cli.engine.train.activations import plan_activations
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives.base import Task, TokenWeights, find_objective
@@ -54,8 +55,13 @@ def build_task(
 def open_clips_cache(
     settings: TrainSettings, *, distribution: Distribution, reporter: Reporter, source: ClipSource | None = None
 ) -> ClipCache | None:
-    """Return the complete cache of encoded clips for a run, or None. Raises the errors of `prepare_cache`."""
-    return prepare_cache(
+    """Return the complete cache of encoded clips for a run, or None without a cache. All ranks must call this.
+
+    Missing clips are added first; a clip that cannot be read is a warning. Raises the errors of `fill_cache`.
+    """
+    if settings.clip_cache is None:
+        return None
+    _, failed = fill_cache(
         settings,
         device=distribution.device,
         rank=distribution.rank,
@@ -64,6 +70,11 @@ def open_clips_cache(
         reporter=reporter,
         source=source,
     )
+    if failed:
+        others = f", and {len(failed) - 1} more clips" if len(failed) > 1 else ""
+        reporter.warn(f"skipped: {failed[0].path} ({failed[0].reason}){others}")
+    distribution.barrier()
+    return ClipCache(Path(settings.clip_cache))
 
 
 def refuse_before_ranks(settings: TrainSettings) -> None:

@@ -18,9 +18,8 @@ from opensora_cli.core.device import random_state_kept, release_memory
 from opensora_cli.core.exceptions import FileProblem, OutputError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_link import beat
-from opensora_cli.data.batches import SampleRng
-from opensora_cli.data.loading import ClipLoader, ReadingNotes, ReplacementWarnings
-from opensora_cli.data.source import ClipSource
+from opensora_cli.data.batches import ClipSource, SampleRng
+from opensora_cli.data.loading import ClipReader, ReplacementWarnings
 from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.encode.clips import training_caption
@@ -142,11 +141,11 @@ def open_validation(
             f"{settings.validation.table or 'held_out'} fills no micro-batch to validate on",
             hint="give it more clips of each size",
         )
-    loader = ClipLoader(source=source, load=None if cache is None else cache.clip, notes=ReadingNotes(0))
+    reader = ClipReader(source, None if cache is None else cache.clip)
     replaced = ReplacementWarnings(reporter, where=" in validation")
 
     def read(index: int) -> Batch:
-        batch = loader(plan.batch(index, number=index, epoch=0))
+        batch = reader.read(plan.batch(index, number=index, epoch=0))
         replaced.warn(batch)
         return batch
 

@@ -15,10 +15,10 @@ from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.signals import deferred_interrupts
 from opensora_cli.core.threads import threads_used
-from opensora_cli.data.source import ClipSource
+from opensora_cli.data.batches import ClipSource
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import OutOfMemoryError, out_of_memory_reported
-from opensora_cli.engine.encode.loading import open_batches
+from opensora_cli.engine.encode.datasets import open_batches
 from opensora_cli.engine.launch.rank import WatchedReporter, settings_of_ranks
 from opensora_cli.engine.train.build import build_task, open_clips_cache, refuse_before_ranks
 from opensora_cli.engine.train.checkpoints import CheckpointWriter, choose_checkpoint, prepare_output
