@@ -133,17 +133,15 @@ def make_trainer(
     settings: TrainSettings, batches: BatchSource, device: torch.device, *, metrics: Metrics | None = None
 ) -> Trainer:
     """Return the trainer of `osora train`; without `metrics`, nothing is recorded."""
-    distribution, reporter = Distribution(device), SilentReporter()
+    distribution = Distribution(device)
     return Trainer(
-        build_task(settings, distribution=distribution, reporter=reporter),
+        build_task(settings, distribution=distribution, reporter=SilentReporter()),
         batches,
         loop=settings.loop,
         optimizer=settings.optimizer,
         compute=settings.precision.compute,
         distribution=distribution,
         clock=Clock() if metrics is None else metrics.clock,
-        on_step=(lambda report: None) if metrics is None else metrics.on_step,
-        reporter=reporter,
     )
 
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch, ClipRequest, SampledBatches, SampleRng
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.train.distribution import Distribution
@@ -138,5 +137,4 @@ def vae_trainer(
         compute=Compute.FP32,
         distribution=distribution or Distribution(device),
         clock=Clock(),
-        reporter=SilentReporter(),
     )

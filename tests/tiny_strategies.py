@@ -13,8 +13,7 @@ from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.encode.datasets import open_batches
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.distribution import Distribution, local, mesh_shape
-from opensora_cli.engine.train.objectives.base import Task
-from opensora_cli.engine.train.trainer import Clock, Trainer
+from opensora_cli.engine.train.trainer import Clock, Task, Trainer
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.mesh import ParallelMesh, use_mesh
 from opensora_cli.settings.devices import Strategy, TrainParallelSettings
@@ -69,7 +68,6 @@ def open_trainer(settings: TrainSettings, distribution: Distribution) -> Trainer
         compute=settings.precision.compute,
         distribution=distribution,
         clock=Clock(),
-        reporter=reporter,
     )
 
 
@@ -98,7 +96,6 @@ def train_task(
         compute=Compute.FP32,
         distribution=distribution,
         clock=Clock(),
-        reporter=SilentReporter(),
         trained_only=True,
     )
     figures = [dict(trainer.do_step().figures) for _ in range(steps)]

@@ -79,13 +79,13 @@ def train_text_encoders(recipe: TextRecipe, *, overwrite: bool = False, reporter
             compute=recipe.precision.compute,
             distribution=distribution,
             clock=Clock(),
-            reporter=reporter,
         )
         threads = pick_threads(asked=None, values=sizes.batch_size * sizes.t5_max_length * sizes.t5_width)
         with threads_used(threads, reporter), reporter.stage("train", total=loop.steps, unit="steps") as progress:
             while trainer.step < loop.steps:
                 report = trainer.do_step()
                 progress.advance()
+                trainer.raise_if_stuck()
                 if report.step % loop.log_every == 0:
                     with (output / LOG_FILE).open("a", encoding="utf-8") as log:
                         log.write(json.dumps({"step": report.step, **report.figures}) + "\n")

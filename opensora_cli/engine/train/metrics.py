@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from opensora_cli.core.device import is_gpu, peak_memory_gib, profiler_range
 from opensora_cli.core.exceptions import HardwareError, OutputError, missing_library
 from opensora_cli.core.files import atomic_path, write_bytes_atomic
+from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.reading import require_file
 from opensora_cli.core.regular_files import open_regular
@@ -82,6 +83,8 @@ class Metrics:
         self._window.append(report)
         if report.skipped:
             self._write({"step": report.step, "event": "skipped", "samples": list(report.paths)})
+            samples = f": {first_few(report.paths)}" if report.paths else ""
+            self._reporter.warn(f"step {report.step}: loss or gradient is not finite, the step is skipped{samples}")
         self._past.append(report.seconds["total"])
         if report.step % self._every == 0:
             line = self._line()

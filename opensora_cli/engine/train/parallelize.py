@@ -6,7 +6,7 @@ A rank holds a share of the features of each weight, and some rows of that share
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from torch.distributed.fsdp import (
 
 from opensora_cli.core.device import is_accelerator
 from opensora_cli.engine.components.compiled import compile_blocks
-from opensora_cli.engine.train.activations import ActivationPlan
 from opensora_cli.memory.activations import HostActivations
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.models.linears import Split
@@ -35,6 +34,9 @@ from opensora_cli.parallel.shares import ExchangePlan, SequenceLengths
 from opensora_cli.parallel.tensor import FeatureCut, shard_linears
 from opensora_cli.settings.devices import Strategy
 from opensora_cli.settings.train_loop import Checkpointing
+
+if TYPE_CHECKING:
+    from opensora_cli.engine.train.activations import ActivationPlan
 
 WEIGHT_AXES = ("shard", "ring", "ulysses")
 """Axes that divide rows of weights between their ranks. Gradients of ranks that share tokens are also summed."""
@@ -75,7 +77,7 @@ def parallelize(
     device: torch.device,
     strategy: Strategy,
     dtype: torch.dtype | None,
-    activations: ActivationPlan | None = None,
+    activations: "ActivationPlan | None" = None,
     compiles: bool = False,
     warn: Callable[[str], None] = lambda line: None,
     offload_states: bool = False,
@@ -160,7 +162,7 @@ def parallelize(
 
 def checkpoint_blocks(
     transformer: nn.Module,
-    plan: ActivationPlan | None,
+    plan: "ActivationPlan | None",
     *,
     on_copy: Callable[[Tensor], object] = lambda copy: None,
 ) -> None:

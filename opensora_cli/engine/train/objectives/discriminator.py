@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from opensora_cli.engine.train.objectives.base import Role
+from opensora_cli.engine.train.trainer import Role
 from opensora_cli.models.vae.dc_ae_blocks import ClipConv3d
 from opensora_cli.models.vae.group_norm import GroupNorm
 from opensora_cli.settings.train_loop import OptimizerName, OptimizerSettings

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from opensora_cli.data.batches import ClipBatch, SampleRng
 from opensora_cli.engine.train.lora import CRITIC, is_of_critic, using_adapter
-from opensora_cli.engine.train.objectives.base import MODEL, Losses, Role
 from opensora_cli.engine.train.objectives.distill import DistillTask, teacher_branches
 from opensora_cli.engine.train.objectives.mmdit import MMDiTObjective, PreparedClips
+from opensora_cli.engine.train.trainer import MODEL, Losses, Role
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.settings.train import TrainSettings

@@ -18,9 +18,10 @@ from opensora_cli.engine.encode.clip_cache import ClipCache
 from opensora_cli.engine.train.activations import BatchShape
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import find_first_weights
-from opensora_cli.engine.train.objectives.base import MODEL, Losses, Objective, Role, Task, TokenWeights
+from opensora_cli.engine.train.objectives.base import Objective, TokenWeights
 from opensora_cli.engine.train.objectives.discriminator import discriminator_role, hinge_loss
 from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance, load_perceptual_distance
+from opensora_cli.engine.train.trainer import MODEL, Losses, Role, Task
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.train import VAE_FILE, TrainSettings
 from opensora_cli.settings.train_objectives import VAETrainSettings

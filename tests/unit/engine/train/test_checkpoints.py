@@ -111,40 +111,26 @@ class TestSave:
         assert caught.value.exit_code == RequestError.exit_code
         assert names(tmp_path) == []
 
-    def test_a_failed_save_is_retried_by_the_next(self, tmp_path):
+    def test_a_failed_save_is_a_warning_and_the_last_one_an_error(self, tmp_path):
         trainer, listener = trained(), Listener()
         run = tmp_path / "run"
         run.touch()
-        with CheckpointWriter(run, CheckpointSettings(), reporter=listener) as writer:
-            for step in (1, 2):
-                trainer.step = step
-                writer.save(trainer)
-                writer._job.join()
-                writer.warn_of_failure()
-                writer.warn_of_failure()
-                assert len(listener.warnings) == 1
-                if step == 1:
-                    run.unlink()
-            trainer.step = 3
+        writer = CheckpointWriter(run, CheckpointSettings(), reporter=listener)
+        for step in (1, 2, 3, 4):
+            trainer.step = step
             writer.save(trainer)
-        assert names(run) == ["epoch0-global_step2", "epoch0-global_step3"]
-        assert listener.warnings[0].startswith(f"cannot write {run / 'epoch0-global_step1'}: ")
-        assert listener.warnings[0].endswith(": the next save tries again")
-
-    def test_the_first_failure_is_warned_of_at_the_next_save_and_the_second_in_a_row_is_an_error(self, tmp_path):
-        trainer, listener = trained(), Listener()
-        (tmp_path / "run").touch()
-        writer = CheckpointWriter(tmp_path / "run", CheckpointSettings(), reporter=listener)
-        writer.save(trainer)
-        assert writer.save(trainer) == tmp_path / "run" / "epoch0-global_step1"
-        assert len(listener.warnings) == 1
-        with pytest.raises(OutputError, match="cannot write"):
-            writer.save(trainer)
+            writer._job.join()
+            assert len(listener.warnings) == min(step, 2)
+            if step == 2:
+                run.unlink()
         writer.wait()
-        assert [text.rpartition(": ")[2] for text in listener.warnings] == [
-            "the next save tries again",
-            "the next save ends the run",
-        ]
+        assert names(run) == ["epoch0-global_step3", "epoch0-global_step4"]
+        assert listener.warnings[0].startswith(f"step 1 is not saved: cannot write {run / 'epoch0-global_step1'}: ")
+        with (
+            pytest.raises(OutputError, match="cannot write"),
+            CheckpointWriter(run / names(run)[0] / "ema.safetensors", CheckpointSettings()) as writer,
+        ):
+            writer.save(trainer)
 
     def test_a_bug_in_the_background_is_raised_at_once(self, tmp_path, monkeypatch):
         def broken(*args: object) -> None:

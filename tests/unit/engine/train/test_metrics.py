@@ -84,8 +84,10 @@ def disk_full_at(size):
 class TestLines:
     def test_keys_of_a_real_run(self, tmp_path):
         lines = metrics(tmp_path)
-        trainer = toy_trainer(ToyTask(), on_step=lines.on_step)
+        trainer = toy_trainer(ToyTask())
         reports = [trainer.do_step() for _ in range(4)]
+        for each in reports:
+            lines.on_step(each)
         written = read(tmp_path / "log.jsonl")
         assert [list(line) for line in written] == [KEYS, KEYS]
         assert [line["step"] for line in written] == [2, 4]
@@ -112,8 +114,10 @@ class TestLines:
         assert line["seconds"] == {"data": 0.375, "forward": 0.5, "checkpoint": 0.5, "other": 0.625}
 
     def test_skipped_steps_are_logged_and_in_no_mean(self, tmp_path):
-        lines = metrics(tmp_path)
+        shown = Listener()
+        lines = metrics(tmp_path, reporter=shown)
         lines.on_step(report(1, skipped=True))
+        assert shown.warnings == ["step 1: loss or gradient is not finite, the step is skipped: a.mp4, b.mp4"]
         lines.on_step(report(2, loss=3.0))
         lines.on_validation(2, {"loss": 0.5, "psnr": 30.0})
         skipped, line, validation = read(tmp_path / "log.jsonl")
@@ -235,10 +239,10 @@ class TestTensorBoard:
 class TestTimers:
     def test_parts_add_up_to_the_step(self, tmp_path):
         lines = metrics(tmp_path, every=3)
-        trainer = toy_trainer(ToyTask(), on_step=lines.on_step, micro_batches=2)
+        trainer = toy_trainer(ToyTask(), micro_batches=2)
         trainer._clock = Clock(now=Ticking())
         for _ in range(3):
-            trainer.do_step()
+            lines.on_step(trainer.do_step())
         [line] = read(tmp_path / "log.jsonl")
         assert set(line["seconds"]) == {"data", "forward", "backward", "exchange", "optimizer", "other"}
         assert set(line["seconds"]) <= {*PARTS, "other"}
@@ -265,12 +269,12 @@ class TestTimers:
 class TestProfiler:
     def run(self, folder, steps, *, first, last):
         lines = metrics(folder, profile_steps=steps)
-        trainer = toy_trainer(ToyTask(), on_step=lines.on_step)
+        trainer = toy_trainer(ToyTask())
         trainer._clock = lines.clock
         trainer.step = first
         lines.start(first)
         for _ in range(first, last):
-            trainer.do_step()
+            lines.on_step(trainer.do_step())
         lines.close()
         return sorted(folder.glob("profile/*"))
 

@@ -16,9 +16,10 @@ from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.estimate import estimate_training, measure_training
 from opensora_cli.engine.train.lora import CRITIC
-from opensora_cli.engine.train.objectives.base import MODEL, find_objective
+from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.objectives.dmd import DMDTask
 from opensora_cli.engine.train.run import train
+from opensora_cli.engine.train.trainer import MODEL
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.sampling.schedule import flow_timesteps
