@@ -19,7 +19,7 @@ from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.train.distribution import Distribution, local
 from opensora_cli.engine.train.optimizer import Learner, averaged_copy, module_state, swapped_in, update_ema, warmed_up
-from opensora_cli.engine.train.parallelize import Sharded
+from opensora_cli.engine.train.parallelize import Recipe, shard
 from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
 
 MODEL = "model"
@@ -101,12 +101,12 @@ class Task(ABC):
         module, owns = (self.module, self._is_of_model) if role is None else (role.module, role.owns)
         return {key: weight for key, weight in module.named_parameters() if weight.requires_grad and owns(key)}
 
-    def shard(self, distribution: Distribution, *, recipe: Callable[..., Sharded] | None = None) -> None:
-        """Reduce the modules to this rank's parts. `recipe` is that of `Distribution.shard`."""
-        self.forward = distribution.shard(self.module, trained=self.trained(MODEL).values(), recipe=recipe)
+    def shard(self, distribution: Distribution, *, recipe: Recipe | None = None) -> None:
+        """Reduce the modules to this rank's parts. `recipe` is that of `parallelize.shard`."""
+        self.forward = shard(self.module, distribution, trained=self.trained(MODEL).values(), recipe=recipe)
         for name, role in self.roles.items():
             if role.module is not self.module:
-                role.forward = distribution.shard(role.module, trained=self.trained(name).values())
+                role.forward = shard(role.module, distribution, trained=self.trained(name).values())
             elif distribution.mesh is not None and not distribution.divides:
                 # Every rank has whole weights, and gradients are averaged.
                 role.forward = distribution.replicate(role.module, self.trained(name).values())
