@@ -8,9 +8,8 @@ from torch import Tensor
 from opensora_cli.data.batches import ClipBatch, ClipRequest, SampledBatches, SampleRng
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.objectives.discriminator import discriminator_role
-from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance
 from opensora_cli.engine.train.objectives.vae import VAETask
+from opensora_cli.engine.train.objectives.vae_terms import PerceptualDistance, discriminator_role
 from opensora_cli.engine.train.trainer import Clock, Trainer
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings

@@ -30,12 +30,12 @@ def build_task(
 ) -> Task:
     """Return the task of the objective, ready for training: this rank's part, on its device.
 
-    Weights without a file are random from `loop.seed`, the same on all ranks. `token_weights` is for the transformer.
+    Weights without a file are random from `loop.seed`, the same on all ranks.
 
     Raises:
         RequestError: Sizes contradict each other.
         CheckpointError: Frozen parts (all are named) or the first weights are missing or broken.
-        HardwareError: The device has no kernels for the task, or kernels of the chosen attention do not work there.
+        HardwareError: Kernels of the chosen attention do not work on the device.
     """
     # Layers take their first weights from torch's global generator, whose state is the caller's.
     with torch.random.fork_rng(devices=[]):
@@ -43,11 +43,8 @@ def build_task(
         task = find_objective(settings).build(
             settings, distribution=distribution, clips=clips, token_weights=token_weights, reporter=reporter
         )
-    activations, compiles = plan_activations(settings), settings.compile
-    task.shard(
-        distribution,
-        recipe=partial(parallelize, activations=activations, compiles=compiles, warn=reporter.warn),
-    )
+    blocks = {"activations": plan_activations(settings), "compiles": settings.compile, "warn": reporter.warn}
+    task.shard(distribution, recipe=partial(parallelize, **blocks))
     if distribution.divides:
         fill_parts(task.module, settings, distribution=distribution)
     return task
@@ -79,11 +76,7 @@ def open_clips_cache(
 
 
 def refuse_before_ranks(settings: TrainSettings) -> None:
-    """Raise errors before the ranks start for unreadable tables and for a cache of another run.
-
-    The ranks themselves find differences that only the hashes of the frozen parts show. Raises the errors of
-    `open_table` and `require_same_settings`.
-    """
+    """Raise errors before the ranks start for unreadable tables and for a cache of other settings."""
     for each in [settings, *([settings.held_out] if settings.validation.every is not None else [])]:
         open_table(each, fixed_starts=False)
     if settings.clip_cache is not None:
@@ -91,8 +84,6 @@ def refuse_before_ranks(settings: TrainSettings) -> None:
 
 
 def count_parameters(settings: TrainSettings) -> int:
-    """Return the number of trained parameters, without allocating them.
-    Raises RequestError if sizes contradict each other, and HardwareError if an adapter needs a missing library.
-    """
+    """Return the number of trained parameters, without allocating them."""
     outline = find_objective(settings).outline(settings)
     return sum(weight.numel() for weight in outline.parameters() if weight.requires_grad)

@@ -234,7 +234,7 @@ def test_the_first_weights_are_those_of_the_file_bit_for_bit(trained, tmp_path):
         ),
         (
             {"lora__targets": "q_proj,linear2,mlp", "lora__rank": "3", "lora__alpha": "3"},
-            "it has lora.targets=q_proj,linear2, not q_proj,linear2,mlp",
+            "it has lora.targets=q_proj,linear2, not q_proj,mlp,linear2",
             "--set lora.rank=2 --set lora.alpha=2 --set lora.targets=q_proj,linear2",
         ),
     ],

@@ -5,7 +5,7 @@ import torch
 from closeness import assert_close
 from torch import nn
 
-from opensora_cli.engine.train.objectives.discriminator import PatchDiscriminator3d, hinge_loss
+from opensora_cli.engine.train.objectives.vae_terms import PatchDiscriminator3d, hinge_loss
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.engine.train.objectives.perceptual import load_perceptual_distance
+from opensora_cli.engine.train.objectives.vae_terms import load_perceptual_distance
 
 WIDTHS = (64, 64, "pool", 128, 128, "pool", 256, 256, 256, "pool", 512, 512, 512, "pool", 512, 512, 512)
 # Places in torchvision's list of layers, and in lpips' five slices of it: each slice ends with a stage's last ReLU.

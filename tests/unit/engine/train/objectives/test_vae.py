@@ -11,9 +11,9 @@ from tiny_autoencoders import NUM_FRAMES, VAES, clip_batch, vae_task
 from toy_training import Listener
 
 from opensora_cli.data.batches import SampleRng
-from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance
 from opensora_cli.engine.train.objectives.vae import cut_squares, to_pixels
 from opensora_cli.engine.train.objectives.vae import vae_task as build_task
+from opensora_cli.engine.train.objectives.vae_terms import PerceptualDistance
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import OptimizerSettings
 
