@@ -24,7 +24,7 @@ from opensora_cli.engine.train.trainer import PARTS, Clock, StepReport
 CPU = torch.device("cpu")
 KEYS = [
     *("step", "epoch", "loss", "grad_norm", "scale", "learning_rate", "seconds_per_step", "samples_per_s"),
-    *("tokens_per_s", "data_wait", "peak_resident_gib", "eta_s", "seconds", "skipped"),
+    *("tokens_per_s", "data_wait", "peak_resident_gib", "seconds", "skipped"),
 ]
 
 
@@ -110,7 +110,7 @@ class TestLines:
         assert line["loss"] == 2.0
         # Four seconds for two steps, of which one went into a checkpoint.
         assert (line["seconds_per_step"], line["samples_per_s"], line["tokens_per_s"]) == (2.0, 2.667, 26.7)
-        assert (line["data_wait"], line["eta_s"], line["mfu"]) == (0.25, 16.0, 0.25)
+        assert (line["data_wait"], line["mfu"]) == (0.25, 0.25)
         assert line["seconds"] == {"data": 0.375, "forward": 0.5, "checkpoint": 0.5, "other": 0.625}
 
     def test_skipped_steps_are_logged_and_in_no_mean(self, tmp_path):
@@ -149,13 +149,6 @@ class TestLines:
             "step 123,456  loss 0.1235  learning rate 0.1  2 s/step",
             "  gradient norm 1.235  MFU 40.0%  data wait 25.0%  memory 123.5 GiB",
         ]
-
-    def test_the_time_left_is_that_of_the_whole_run(self, tmp_path):
-        lines = metrics(tmp_path, every=1)
-        # The first step warms up, and the third includes samples.
-        for step, total in ((1, 100.0), (2, 2.0), (3, 10.0), (4, 3.0)):
-            lines.on_step(report(step, total=total))
-        assert [line["eta_s"] for line in read(tmp_path / "log.jsonl")] == [900.0, 16.0, 42.0, 30.0]
 
     def test_numbers_that_are_not_finite_are_null(self, tmp_path):
         lines = metrics(tmp_path, every=1)

@@ -22,9 +22,10 @@ from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.train import evaluate, parallelize
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume
-from opensora_cli.engine.train.evaluate import open_samples, video_names
+from opensora_cli.engine.train.evaluate import open_samples
 from opensora_cli.engine.train.run import train
 from opensora_cli.media import write
+from opensora_cli.media.names import file_stem
 from opensora_cli.media.read import probe
 from opensora_cli.media.tags import read_tags
 from opensora_cli.media.write import write_media
@@ -34,7 +35,7 @@ from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 from opensora_cli.settings.train import load_train_settings
 
 PROMPTS = ("a red boat on the sea, raining", "a car")
-BOAT, CAR = "a-red-boat-on-the-sea-raining", "a-car"
+BOAT, CAR = "a-red-boat-on-the-sea-raining_seed0", "a-car_seed1"
 SAMPLES = {
     "samples.every": 2,
     "samples.prompts": PROMPTS,
@@ -44,19 +45,6 @@ SAMPLES = {
     "samples.width": 32,
     "samples.fps": 8,
 }
-
-
-@pytest.mark.parametrize(
-    ("prompts", "names"),
-    [
-        (("A red boat, raining!", "rain"), ["a-red-boat-raining", "rain"]),
-        (("rain", "rain-2", "Rain", "rain?"), ["rain", "rain-2", "rain-3", "rain-4"]),
-        (("../../etc", "...", "\u6d77 \u65e5\u843d"), ["etc", "sample", "\u6d77-\u65e5\u843d"]),
-        (("x" * 300, "x" * 299), ["x" * 60, "x" * 60 + "-2"]),
-    ],
-)
-def test_videos_are_named_by_their_prompts(prompts: tuple[str, ...], names: list[str]) -> None:
-    assert video_names(prompts) == names
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +258,7 @@ def test_a_sample_is_the_video_that_generate_makes(tmp_path: Path, monkeypatch: 
     }
     request = GenerateRequest(overrides=_given(asked))
     generate(load_generate_settings(request, model=DEMO))
-    assert (tmp_path / "run" / "samples" / "step1" / f"{video_names([prompt])[0]}.mp4").stat().st_size
+    assert (tmp_path / "run" / "samples" / "step1" / f"{file_stem(prompt, seed=0)}.mp4").stat().st_size
     assert (tmp_path / "generated.mp4").stat().st_size
     ours, theirs = torch.stack(frames).chunk(2)
     assert ours.shape == theirs.shape == (33, 128, 128, 3)
