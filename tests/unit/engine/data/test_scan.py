@@ -125,7 +125,7 @@ def test_broken_files_are_listed_and_left_out_until_they_are_fixed(folder: Path)
     ] == [True] * 3
     assert (result.videos, result.pictures) == (2, 0)
     assert len(read_table(result.table)) == 2
-    with pytest.raises(BatchError, match="3 files cannot be read"):
+    with pytest.raises(BatchError, match="3 files or folders cannot be read"):
         result.raise_for_problems()
     write_clip(folder / "broken.mp4", num_frames=4)
     (folder / "b.txt").unlink()
@@ -153,7 +153,7 @@ def test_a_caption_that_cannot_be_used_is_listed_and_the_others_are_in_the_table
         assert reason in file.reason
         assert file.reason.isprintable()
     assert read_columns(result.table, ["path", "text"]) == {"path": [str(folder / "sound.png")], "text": ["fine"]}
-    with pytest.raises(BatchError, match=f"{len(CAPTIONS)} files cannot be read"):
+    with pytest.raises(BatchError, match=f"{len(CAPTIONS)} files or folders cannot be read"):
         result.raise_for_problems()
 
 
