@@ -95,7 +95,7 @@ class DistillTask(MMDiTTask):
         """Return the velocity of the guided model at the beginning of a step between `times`."""
         with using_adapter(self.module, None):
             found = {branch: self._evaluate(clips, latents_BND, times[step], branch) for branch in self._branches}
-        guided, guidance = [], _guidance(self._run)
+        guided, guidance = [], teacher_guidance(self._run)
         for index, mode in enumerate(clips.modes):
             scales = guidance_scales(guidance, mode=mode, timesteps=tuple(times), num_latent_frames=clips.grid[0])
             own = {branch: each[index : index + 1] for branch, each in found.items()}
@@ -128,12 +128,13 @@ def teacher_branches(settings: TrainSettings) -> tuple[Branch, ...]:
     scales = [
         each
         for mode in (T2V, *modes)
-        for each in guidance_scales(_guidance(settings), mode=mode, timesteps=(1.0, 0.0), num_latent_frames=2)
+        for each in guidance_scales(teacher_guidance(settings), mode=mode, timesteps=(1.0, 0.0), num_latent_frames=2)
     ]
     return tuple(branch for branch in Branch if any(branch in branches_needed(each) for each in scales))
 
 
-def _guidance(settings: TrainSettings) -> Guidance:
+def teacher_guidance(settings: TrainSettings) -> Guidance:
+    """Return the guidance of the teacher."""
     if settings.model.guidance_embed:
         return NO_GUIDANCE
     distill = settings.train_distill

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
-from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.encode.clips import (
     encoded_parts,
     fitting_modes,
@@ -52,19 +51,6 @@ def test_modes_come_by_weight():
     assert counts["t2v"] == pytest.approx(500, abs=84)
     assert counts["i2v_head"] == pytest.approx(2500, abs=123)
     assert counts["i2v_tail"] == pytest.approx(1000, abs=110)
-
-
-@pytest.mark.parametrize("num_latent_frames", [1, 9])
-def test_every_draw_takes_one_number(num_latent_frames):
-    rng, same = np.random.default_rng(0), np.random.default_rng(0)
-    pick_mode(fitting_modes(ALL, num_latent_frames=num_latent_frames, causal=True), rng)
-    same.random()
-    assert rng.random() == same.random()
-
-
-def test_an_unknown_mode_is_refused():
-    with pytest.raises(RequestError, match="i2v_heat"):
-        fitting_modes({"i2v_heat": 1.0}, num_latent_frames=3, causal=True)
 
 
 @pytest.mark.parametrize(

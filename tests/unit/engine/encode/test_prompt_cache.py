@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file
 from tiny_world import RecordingReporter
 
-from opensora_cli.core import files
 from opensora_cli.engine.encode import prompt_cache
 from opensora_cli.engine.encode.prompt_cache import PromptCache, TextEmbeds
 
@@ -129,16 +128,3 @@ def test_a_folder_that_is_a_file_is_one_warning(folder, reporter, place):
         cache.keep(name, embeds(), limit=LIMIT, reporter=reporter)
     [warning] = reporter.warnings
     assert warning.startswith("embeddings of prompts are not cached: ")
-
-
-def test_a_full_disk_is_one_warning(folder, reporter, monkeypatch):
-    def full(path):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(files, "flush", full)
-    cache = PromptCache(folder)
-    for name in ("sea", "rain"):
-        cache.keep(name, embeds(), limit=LIMIT, reporter=reporter)
-    [warning] = reporter.warnings
-    assert "No space left on device" in warning
-    assert list(folder.iterdir()) == []

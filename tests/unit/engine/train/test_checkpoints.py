@@ -10,17 +10,14 @@ from safetensors.torch import load_file, save_file
 from toy_training import MUON, Listener, ToyTask, toy_trainer
 
 from opensora_cli.checkpoint import shared_folder
-from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError, TrainingError
-from opensora_cli.engine.ckpt.verify import verify
 from opensora_cli.engine.train import checkpoints as checkpoints_module
 from opensora_cli.engine.train.checkpoints import CheckpointWriter, choose_checkpoint, remove_old, set_aside_newer
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.state import restore, tensors_of
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.settings.ckpt import VerifySettings
 from opensora_cli.settings.train_loop import CheckpointSettings
 
 ALONE = Distribution(torch.device("cpu"))
@@ -73,13 +70,6 @@ class TestSave:
         assert (running["epoch"], running["global_step"], running["micro_batches"]) == (0, 3, 2)
         assert running["score_of"] == "mean training loss"
         assert sorted(running["sha256"]) == [name for name in files if name != "running_states.json"]
-
-    def test_ckpt_commands_read_it(self, tmp_path):
-        trainer = trained(steps=2)
-        saved(trainer, tmp_path)
-        assert verify(VerifySettings(path=str(tmp_path))).problems == ()
-        found = open_checkpoint(tmp_path, select=None)
-        assert torch.equal(found.entries["block.weight"].read(), trainer.task.module.block.weight)
 
     def test_weights_may_change_right_after_it(self, tmp_path, monkeypatch):
         trainer = trained(steps=2, adversary=True)
@@ -141,15 +131,6 @@ class TestSave:
         writer.save(trained())
         with pytest.raises(ValueError, match="a bug"):
             writer.save(trained())
-
-    def test_the_copy_reuses_its_memory(self, tmp_path):
-        trainer = trained()
-        with CheckpointWriter(tmp_path, CheckpointSettings()) as writer:
-            writer.save(trainer)
-            first = {name: buffer.data_ptr() for name, buffer in writer._buffers.items()}
-            trainer.do_step()
-            writer.save(trainer)
-            assert {name: writer._buffers[name].data_ptr() for name in first} == first
 
 
 class TestKept:
@@ -224,14 +205,6 @@ class TestRestore:
             assert one.learning_rate == other.learning_rate
             assert one.paths == other.paths
         assert_same(state(whole), state(fresh))
-
-    def test_the_count_of_skipped_steps_is_restored(self, tmp_path):
-        trainer = toy_trainer(ToyTask(not_finite=(0, 1, 2)))
-        for _ in range(3):
-            trainer.do_step()
-        fresh = trained(steps=0)
-        restore(fresh, saved(trainer, tmp_path))
-        assert (fresh.step, fresh.skipped_in_a_row) == (3, 3)
 
     def test_a_lack_of_memory_is_not_blamed_on_the_checkpoint(self, tmp_path, monkeypatch):
         folder = saved(trained(), tmp_path)
@@ -322,15 +295,6 @@ class TestChoose:
         with pytest.raises(CheckpointError, match=f"is broken:\n.*{name} is not what was written") as caught:
             self.choose(run)
         assert caught.value.hint == f"--allow-older resumes from {run / 'epoch0-global_step2'}"
-
-    def test_missing_files_are_reported(self, tmp_path):
-        run = self.run_folder(tmp_path)
-        (run / "epoch0-global_step3" / "ema.safetensors").unlink()
-        with pytest.raises(CheckpointError, match=r"ema\.safetensors"):
-            self.choose(run)
-        (run / "epoch0-global_step3" / "running_states.json").unlink()
-        with pytest.raises(CheckpointError, match=r"it lacks running_states\.json"):
-            self.choose(run)
 
     def test_an_older_one_is_chosen_if_allowed(self, tmp_path):
         run = self.run_folder(tmp_path)

@@ -40,11 +40,6 @@ def clip() -> torch.Tensor:
 
 
 class TestBuildOptimizers:
-    def test_adamw_takes_all(self):
-        module = Convolutions()
-        (adamw,) = optimizers_of(module, OptimizerSettings(name="adamw"))
-        assert [id(weight) for weight in adamw.param_groups[0]["params"]] == [id(w) for w in module.parameters()]
-
     def test_muon_takes_matrices_and_kernels_of_blocks(self):
         module = Convolutions()
         adamw, muon = optimizers_of(module, OptimizerSettings(name="muon"))
@@ -57,12 +52,6 @@ class TestBuildOptimizers:
             "out.bias",
         }
 
-    def test_frozen_weights_are_left_out(self):
-        module = Convolutions()
-        module.block.requires_grad_(False)
-        (adamw,) = optimizers_of(module, OptimizerSettings(name="muon"))
-        assert len(adamw.param_groups[0]["params"]) == 2
-
     def test_rates_are_shares_of_the_plateau(self):
         settings = OptimizerSettings(name="muon", learning_rate=1e-2, muon_learning_rate=4e-2, warmup_steps=3)
         trained, alone = dict(Convolutions().named_parameters()), Distribution(torch.device("cpu"))
@@ -71,14 +60,6 @@ class TestBuildOptimizers:
             learner.set_rates(step)
             rates = [optimizer.param_groups[0]["lr"] for optimizer in learner.optimizers]
             assert rates == [1e-2 * factor, 4e-2 * factor]
-
-    def test_without_weights_outside_blocks_there_is_muon_alone(self):
-        module = Convolutions()
-        module.out.requires_grad_(False)
-        for name, weight in module.block.named_parameters():
-            weight.requires_grad_(name.endswith("weight"))
-        (muon,) = optimizers_of(module, OptimizerSettings(name="muon"))
-        assert isinstance(muon, KernelMuon)
 
 
 class TestKernelMuon:
@@ -101,18 +82,6 @@ class TestKernelMuon:
             torch.linalg.svdvals(kernel.grad.flatten(1)).min()
             < 0.2 * torch.linalg.svdvals(kernel.grad.flatten(1)).max()
         )
-
-    def test_a_kernel_is_a_matrix_of_outputs_by_the_rest(self):
-        module = Convolutions()
-        kernel, matrix = module.block[0].weight, nn.Parameter(module.block[0].weight.detach().flatten(1).clone())
-        of_kernel = KernelMuon([kernel], learning_rate=0.02, weight_decay=0.1)
-        of_matrix = KernelMuon([matrix], learning_rate=0.02, weight_decay=0.1)
-        for seed in range(3):
-            kernel.grad = torch.randn(kernel.shape, generator=torch.Generator().manual_seed(seed))
-            matrix.grad = kernel.grad.flatten(1)
-            of_kernel.step()
-            of_matrix.step()
-        assert torch.equal(kernel.flatten(1), matrix)
 
     @pytest.mark.parametrize("shape", [(4, 12), (12, 4)])
     def test_a_matrix_moves_as_with_the_muon_of_torch(self, shape):
@@ -157,17 +126,3 @@ class TestKernelMuon:
         assert wide.dtype is (torch.bfloat16 if has_bf16 else torch.float32)
         lengths = torch.linalg.svdvals(wide.float())
         assert 0.6 < lengths.min() <= lengths.max() < 1.3
-
-    def test_a_weight_without_gradient_stays(self):
-        module = Convolutions()
-        kernel = module.block[0].weight
-        before = kernel.detach().clone()
-        KernelMuon([kernel], learning_rate=0.02, weight_decay=0.0).step()
-        assert torch.equal(kernel, before)
-
-    def test_zero_grad_forgets_the_gradients_of_the_weights(self):
-        module = Convolutions()
-        muon = KernelMuon([module.block[0].weight], learning_rate=0.02, weight_decay=0.0)
-        module(clip()).backward()
-        muon.zero_grad()
-        assert module.block[0].weight.grad is None

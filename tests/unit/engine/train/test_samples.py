@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator
 from fractions import Fraction
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,9 @@ from toy_training import Listener
 
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate.run import generate
-from opensora_cli.engine.train import evaluate, parallelize
+from opensora_cli.engine.train import evaluate
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.evaluate import open_samples
@@ -186,27 +184,6 @@ def test_samples_change_no_run(
     assert (watched / "transformer.safetensors").read_bytes() == (
         tmp_path / "plain" / "transformer.safetensors"
     ).read_bytes()
-
-
-@pytest.mark.slow
-def test_samples_change_no_adapter(tmp_path: Path, frozen: Path, plain: Path) -> None:
-    pytest.importorskip("peft")
-    changes = {"init": str(plain / "transformer.safetensors"), "lora.rank": 2, "lora.dropout": 0.5, "loop.steps": 2}
-    watched = run(tmp_path / "watched", frozen, **{**SAMPLES, **changes})
-    unwatched = run(tmp_path / "plain", frozen, **changes)
-    assert probe(watched / "samples" / "step2" / f"{CAR}.mp4").num_frames == 5
-    assert losses(watched) == losses(unwatched)
-    adapter = Path("lora", "adapter_model.safetensors")
-    assert (watched / adapter).read_bytes() == (unwatched / adapter).read_bytes()
-
-
-@pytest.mark.slow
-def test_samples_change_no_compiled_run(tmp_path: Path, frozen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parallelize, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
-    changes = {"compile": True, "loop.steps": 2, "validation.batches": 1, "validation.table": tiny_training.HELD_OUT}
-    watched = run(tmp_path / "watched", frozen, **{**SAMPLES, **changes, "validation.every": 1})
-    assert probe(watched / "samples" / "step2" / f"{BOAT}.mp4").num_frames == 5
-    assert losses(watched) == losses(run(tmp_path / "plain", frozen, **changes))
 
 
 @pytest.mark.slow

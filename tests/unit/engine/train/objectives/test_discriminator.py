@@ -43,11 +43,6 @@ def test_a_patch_sees_its_surroundings_only(discriminator):
     assert not moved[:, 0].any()
 
 
-def test_widths():
-    widths = [conv.out_channels for conv in PatchDiscriminator3d(width=16, layers=5).layers if hasattr(conv, "stride")]
-    assert widths == [16, 32, 64, 128, 128, 128, 1]
-
-
 class TestHinge:
     @pytest.mark.parametrize(
         ("real", "made", "expected"),
@@ -55,21 +50,3 @@ class TestHinge:
     )
     def test_values(self, real, made, expected):
         assert float(hinge_loss(torch.full((2, 1, 3), real), torch.full((4,), made))) == pytest.approx(expected)
-
-    def test_it_is_the_mean_over_patches(self):
-        assert float(hinge_loss(torch.tensor([2.0, 0.0]), torch.tensor([-2.0, 1.0]))) == pytest.approx(0.75)
-
-    def test_it_learns_to_tell_two_kinds_of_clips(self, discriminator):
-        generator = torch.Generator().manual_seed(2)
-        real = torch.rand(4, 3, 1, 16, 16, generator=generator)
-        made = nn.functional.avg_pool3d(real, (1, 5, 5), stride=1, padding=(0, 2, 2))
-        optimizer = torch.optim.AdamW(discriminator.parameters(), lr=1e-3)
-        losses = []
-        for _ in range(30):
-            loss = hinge_loss(discriminator(real), discriminator(made))
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            losses.append(float(loss.detach()))
-        assert losses[0] == pytest.approx(1.0, abs=0.2)
-        assert losses[-1] < 0.2

@@ -83,14 +83,6 @@ def test_the_formula(distance, vgg, linears):
     assert float(distance(made, real)) == pytest.approx(expected, rel=1e-4)
 
 
-def test_it_is_zero_for_equal_clips_and_grows_with_noise(distance):
-    real = frames(0)
-    assert float(distance(real, real)) == 0.0
-    noise = torch.randn(real.shape, generator=torch.Generator().manual_seed(2))
-    found = [float(distance(real + scale * noise, real)) for scale in (0.02, 0.1, 0.5)]
-    assert 0.0 < found[0] < found[1] < found[2]
-
-
 def test_gradients_reach_the_decoded_clip_alone_and_stay_finite(distance):
     made, real = frames(0, num_frames=1).requires_grad_(), frames(1, num_frames=1).requires_grad_()
     distance(made, real).backward()
@@ -98,14 +90,6 @@ def test_gradients_reach_the_decoded_clip_alone_and_stay_finite(distance):
     assert torch.isfinite(made.grad).all()
     assert real.grad is None
     assert not any(weight.requires_grad for weight in distance.parameters())
-
-
-def test_bfloat16_is_near(distance):
-    made, real = frames(0), frames(1)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = distance(made, real)
-    assert found.dtype == torch.float32
-    assert float(found) == pytest.approx(float(distance(made, real)), rel=0.05)
 
 
 class TestFiles:
@@ -131,10 +115,3 @@ class TestFiles:
         torch.save({"features.0.weight": torch.zeros(64, 3, 11, 11)}, tmp_path / "alexnet.pth")
         with pytest.raises(CheckpointError, match=r"1 of another shape \(features\.0\.weight: file \[64, 3, 11, 11\]"):
             load_perceptual_distance([tmp_path / "alexnet.pth"])
-
-    def test_loading_draws_nothing(self, files):
-        torch.manual_seed(0)
-        expected = torch.rand(1)
-        torch.manual_seed(0)
-        load_perceptual_distance(files)
-        assert torch.equal(torch.rand(1), expected)
