@@ -129,17 +129,9 @@ class BatchStream:
     """This rank's micro-batches, epoch after epoch.
 
     An epoch is divided into groups of `micro_batches`. This rank has the micro-batches at `rank`, `rank + ranks`, ...
-    of each group. An incomplete group at the end of an epoch is not used.
-
-    Args:
-        source: clips and their order.
-        load: picklable function that replaces decoding. None reads pixels.
-        micro_batches: micro-batches of an update over all ranks, a multiple of `ranks`.
-        workers: number of processes that read; 0 means this process.
-        prefetch: micro-batches that each worker prefetches.
-
-    Raises:
-        FileProblem: an epoch has too few micro-batches for one update.
+    of each group. An incomplete group at the end of an epoch is not used. `load` replaces decoding, and is picklable.
+    Each of `workers` processes prefetches micro-batches; 0 reads in this process. Raises FileProblem if an epoch has
+    too few micro-batches for one update.
     """
 
     def __init__(

@@ -89,10 +89,7 @@ class DataReport(Document):
 
 
 def check_data(settings: TrainSettings, *, reporter: Reporter) -> DataReport:
-    """Return the content of a run's first epoch. Every file of the table is looked up, and none is read.
-
-    Errors are those of `open_table`.
-    """
+    """Return the content of a run's first epoch. Every file of the table is looked up, and none is read."""
     data, source = settings.data, open_table(settings, fixed_starts=True)
     table, buckets = source.table, source.buckets
     is_there = _look_for_files(table, reporter=reporter)

@@ -63,12 +63,8 @@ class Suggestion:
 def write_recipe(folder: str, base: Path, *, reporter: Reporter | None = None) -> NewRecipe:
     """Write `FOLDER.yaml` beside a folder: the recipe `base` with buckets for all clips of the folder.
 
-    The folder is scanned, unless its table exists.
-
-    Raises:
-        RequestError: the base is a file of the reference implementation.
-        FileProblem: the folder is missing, or holds nothing for training.
-        OutputError: the recipe exists, or a file cannot be written.
+    The folder is scanned, unless its table exists. Raises FileProblem if it holds nothing for training, and OutputError
+    if the recipe exists.
     """
     recipe = Path(f"{os.path.abspath(folder)}.yaml")
     if os.path.lexists(recipe):

@@ -51,11 +51,7 @@ class PreviewResult(Document):
 def preview(
     settings: PreviewSettings, data: DataSettings, *, multiple: int, reporter: Reporter | None = None
 ) -> PreviewResult:
-    """Make a contact sheet of some samples of a table: frames, name, size, bucket and caption.
-
-    Sizes of buckets are multiples of `multiple`, the side of a token in pixels. Raises the errors of `make_buckets`,
-    FileProblem if the table is empty, and OutputError if the picture exists already or cannot be written.
-    """
+    """Make a contact sheet of some samples of a table: frames, name, size, bucket and caption."""
     sheet = Path(settings.sheet)
     if os.path.lexists(sheet) and not settings.overwrite:
         raise OutputError(f"{sheet} exists already", hint="use --overwrite, or another --out")

@@ -85,14 +85,10 @@ def _counts(endings: Mapping[str, int]) -> str:
 
 
 def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanResult:
-    """Write the table of a folder, at the end of the scan.
+    """Write the table of a folder, at the end of the scan. Files whose names begin with a dot are ignored.
 
-    A deep scan decodes every frame. Files whose names begin with a dot are ignored.
-
-    Raises:
-        FileProblem: the folder is missing, or has neither pictures nor videos.
-        OutputError: the table exists and is not to be replaced, cannot be written, or another process writes it.
-        HardwareError: the table is parquet, and pyarrow is not installed.
+    Raises FileProblem if the folder has neither pictures nor videos, and OutputError if the table exists and is not to
+    be replaced, or another process writes it.
     """
     folder = Path(settings.folder)
     table = Path(settings.table or f"{os.path.abspath(folder)}.csv")
@@ -217,13 +213,7 @@ class ShardResult(Document):
 
 
 def shard(settings: ShardSettings) -> ShardResult:
-    """Write the parts beside the table, so that relative paths stay valid: `clips_1-of-8.csv` and so on.
-
-    Raises:
-        FileProblem: the table is missing, broken, or has fewer rows than parts.
-        OutputError: a part exists already, or cannot be written.
-        HardwareError: the table is parquet, and pyarrow is not installed.
-    """
+    """Write the parts beside the table, so that relative paths stay valid: `clips_1-of-8.csv` and so on."""
     table = Path(settings.table)
     digits = len(str(settings.parts))
     targets = [

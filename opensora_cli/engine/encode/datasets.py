@@ -104,10 +104,7 @@ class TableSource:
 
 
 def open_table(settings: TrainSettings, *, fixed_starts: bool) -> TableSource:
-    """Return the clips of `data.table`. With `fixed_starts` every clip starts with the first frame of its file.
-
-    Raises what `read_table` raises, and RequestError without a table, or if a resolution is too small for the model.
-    """
+    """Return the clips of `data.table`. With `fixed_starts` every clip starts with the first frame of its file."""
     data, seed, multiple = settings.data, settings.loop.seed, pixel_multiple(settings)
     if data.table is None:
         raise RequestError(NO_TABLE, hint=TABLE_HINT)
@@ -132,10 +129,7 @@ def pixel_multiple(settings: TrainSettings) -> int:
 
 
 def make_buckets(table: BucketTable, *, fps_max: float, multiple: int) -> Buckets:
-    """Return buckets in the shapes that the model is trained at.
-
-    Raises RequestError for a resolution that is too small for `multiple`.
-    """
+    """Return buckets in the shapes that the model is trained at."""
     resolutions = []
     for name, buckets in table.items():
         try:
@@ -160,9 +154,7 @@ def open_batches(
 ) -> BatchStream:
     """Return the micro-batches of one rank, with warnings of unused samples and of samples that could not be read.
 
-    Without a `source`, clips are those of the table. Workers call `load` instead of reading pixels; clips of the table
-    then start with the first frame of their file. Raises the errors of `open_table`, and FileProblem if the data fill
-    too few micro-batches for an update.
+    Without a `source`, clips are those of the table. With `load`, they start with the first frame of their file.
     """
     if source is None:
         source = table = open_table(settings, fixed_starts=load is not None)

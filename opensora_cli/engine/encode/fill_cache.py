@@ -78,15 +78,10 @@ class CacheReport(Document):
 
 
 def cache_clips(settings: TrainSettings, *, reporter: Reporter | None = None) -> CacheReport:
-    """Encode the clips of `data` that `train_mmdit.cache` lacks, in one process.
+    """Encode the clips of `data` that `train_mmdit.cache` lacks, in one process; the errors are those of `fill_cache`.
 
     Clips of a file that was replaced are encoded again. After an interruption the next run continues with the
     remaining clips.
-
-    Raises:
-        RequestError: the trained model is not the transformer, or no cache is named.
-        HardwareError: the device is missing, or the adapter that the cache is for needs PEFT.
-        CheckpointError, FileProblem, OutputError, KeyboardInterrupt: like `fill_cache`.
     """
     require_cache_inputs(settings)
     if settings.lora.is_on:
@@ -173,18 +168,12 @@ def fill_cache(
 
 
 def require_same_settings(settings: TrainSettings, *, device: torch.device) -> None:
-    """Raise FileProblem if the cache of `settings` has clips that were made with other settings.
-
-    Reads no weights. Raises CheckpointError if the header of the cache is broken.
-    """
+    """Raise FileProblem if the cache of `settings` has clips that were made with other settings."""
     is_cache_of(cache_folder(settings), _settings_identity(settings, device=device), complete=False)
 
 
 def cache_identity(settings: TrainSettings, *, device: torch.device, reporter: Reporter) -> dict[str, str]:
-    """Return the digests of the weights and the settings that decide the encoded clips.
-
-    Raises CheckpointError if frozen parts are missing or cannot be read.
-    """
+    """Return the digests of the weights and the settings that decide the encoded clips."""
     parts = zip(("autoencoder", "T5", "CLIP"), require_frozen_parts(settings), strict=True)
     files = {name: _files(path) for name, path in parts}
     size = sum(path.stat().st_size for paths in files.values() for path in paths)

@@ -28,15 +28,7 @@ def build_task(
     token_weights: TokenWeights | None = None,
     reporter: Reporter,
 ) -> Task:
-    """Return the task of the objective, ready for training: this rank's part, on its device.
-
-    Weights without a file are random from `loop.seed`, the same on all ranks.
-
-    Raises:
-        RequestError: Sizes contradict each other.
-        CheckpointError: Frozen parts (all are named) or the first weights are missing or broken.
-        HardwareError: Kernels of the chosen attention do not work on the device.
-    """
+    """Return the task of the objective, ready for training: this rank's part, on its device."""
     # Layers take their first weights from torch's global generator, whose state is the caller's.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.loop.seed)
@@ -53,10 +45,7 @@ def build_task(
 def open_clips_cache(
     settings: TrainSettings, *, distribution: Distribution, reporter: Reporter, source: ClipSource | None = None
 ) -> ClipCache | None:
-    """Return the complete cache of encoded clips for a run, or None without a cache. All ranks must call this.
-
-    Missing clips are added first; a clip that cannot be read is a warning. Raises the errors of `fill_cache`.
-    """
+    """Return the complete cache of encoded clips for a run, or None without a cache. All ranks must call this."""
     if settings.clip_cache is None:
         return None
     _, failed = fill_cache(

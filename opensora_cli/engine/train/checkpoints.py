@@ -53,10 +53,7 @@ _ASIDE = "aside-"
 
 
 def choose_checkpoint(output: Path, resume: Resume, *, distribution: Distribution, reporter: Reporter) -> Path:
-    """Return the checkpoint to resume from. The ranks together compare its files with their hashes.
-
-    Raises CheckpointError if there is none, or if it is broken.
-    """
+    """Return the checkpoint to resume from. The ranks together compare its files with their hashes."""
     folders = checkpoints_to_try(output, resume)
     for number, folder in enumerate(folders):
         problems = wrong_files(folder, share=(distribution.rank, distribution.ranks))
@@ -79,10 +76,7 @@ def choose_checkpoint(output: Path, resume: Resume, *, distribution: Distributio
 def prepare_output(
     output: Path, settings: TrainSettings, folder: Path | None, *, step: int, overwrite: bool, reporter: Reporter
 ) -> None:
-    """Remove or rename files in the run's folder that do not belong to a run from `step` on; write its settings.
-
-    `folder` is the checkpoint that the run resumes from. Raises FileProblem if this is not possible.
-    """
+    """Remove or rename files in the run's folder that do not belong to a run from `step` on; write its settings."""
     remove_unfinished(output)
     if folder is not None:
         set_aside_newer(output, folder, reporter=reporter)
@@ -97,10 +91,7 @@ def prepare_output(
 
 
 def set_aside_newer(output: Path, folder: Path, *, reporter: Reporter) -> None:
-    """Rename the checkpoints that are newer than `folder` because the resumed run will write its own.
-
-    Raises OutputError if this is not possible.
-    """
+    """Rename the checkpoints that are newer than `folder` because the resumed run will write its own."""
     folders = all_epoch_folders(output)
     newer = folders[: folders.index(folder)] if folder in folders else folders
     for each in newer:

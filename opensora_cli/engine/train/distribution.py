@@ -105,8 +105,7 @@ class Distribution:
     def replicate(self, module: nn.Module, trained: Collection[nn.Parameter]) -> Callable[..., Tensor]:
         """Wrap a whole copy of a module so that the gradients of `trained` are averaged during backward passes (DDP).
 
-        Every call must use every one of these weights. FSDP2 with shards of size 1 gives the same gradients, but it
-        holds a second copy of the weights, and rejects weights in the channels-last format of autoencoders.
+        FSDP2 with shards of size 1 holds a second copy of the weights, and rejects the channels-last format.
         """
         assert self.mesh is not None
         # The warning is about 1x1x1 kernels, whose strides along single taps have no meaning.
@@ -157,10 +156,8 @@ class Distribution:
     def clip_grad_norm(self, weights: Mapping[str, nn.Parameter], max_norm: float) -> Tensor:
         """Scale down gradients whose norm exceeds `max_norm`, as `nn.utils.clip_grad_norm_` does in one process.
 
-        `weights` are parameters of a sharded module by name.
-
-        Return the norm of the whole gradient before clipping, the same on all ranks, in fp32. It is not finite if a
-        gradient on any rank is not finite; the gradients are then invalid.
+        Return the norm of the whole gradient before clipping, the same on all ranks, in fp32. If it is not finite, the
+        gradients are invalid.
         """
         gradients = {name: local(parameter.grad) for name, parameter in weights.items() if parameter.grad is not None}
         # Of equal parts on tensor-parallel ranks, only one counts.
@@ -204,11 +201,10 @@ class Distribution:
         return self.layouts[name].whole_name if name in self.layouts else name
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the whole tensor from the parts of all ranks: bitwise identical on all ranks, without gradients.
+        """Return the whole tensor from the parts of all ranks, bitwise identical on all ranks.
 
-        The part belongs to the parameter `name` of the sharded module, or to a moment or average with the same
-        division. It has any device and dtype, and is a plain tensor or a DTensor. A tensor with another name is
-        already whole. The result may share memory with `tensor`.
+        The part belongs to the parameter `name` of the sharded module, or to a moment or average with the same division.
+        A tensor with another name is already whole. The result may share memory with `tensor`.
         """
         own = local(tensor.detach())
         if self.mesh is None or name not in self.layouts:
@@ -273,10 +269,7 @@ _SAVING_S = 1800.0
 
 
 def start_ranks(settings: TrainSettings, *, flags: Sequence[str] = ()) -> None:
-    """Train in one process per rank, and return when all are done. The first rank prints.
-
-    The ranks read the settings from a file, and get `flags` on the command line. Raises the errors of `launch`.
-    """
+    """Train in one process per rank, and return when all are done. The first rank prints."""
     with log_folder("train") as log_dir:
         parallel = settings.parallel
         kind = type_of_ranks(settings.device)
@@ -287,12 +280,7 @@ def start_ranks(settings: TrainSettings, *, flags: Sequence[str] = ()) -> None:
 
 @contextmanager
 def joined_ranks(settings: TrainSettings, context: RankContext) -> Iterator[tuple[TrainSettings, Distribution]]:
-    """Join the other ranks, and yield rank 0's settings and the distribution of work.
-
-    Settings without a number of ranks get the number of `context`.
-    Raises RequestError if the settings need another number of ranks, and HardwareError if the device is missing, or
-    the ranks cannot connect.
-    """
+    """Join the other ranks, and yield rank 0's settings and the distribution of work."""
     settings = settings_of_ranks(settings, context)
     with joined(context, device_type=device_type(settings.device)) as device:
         settings = agreed(settings)
@@ -300,9 +288,7 @@ def joined_ranks(settings: TrainSettings, context: RankContext) -> Iterator[tupl
 
 
 def training_exchange(settings: TrainSettings) -> ExchangePlan:
-    """Return the plan for exchanging tokens for heads between the ranks of a run.
-    Raises RequestError if a setting has no effect between these ranks, or is impossible.
-    """
+    """Return the plan for exchanging tokens for heads between the ranks of a run."""
     return plan_exchange(
         settings.parallel,
         mesh_shape(settings.strategy, settings.parallel),
@@ -324,11 +310,7 @@ def mesh_shape(strategy: Strategy, parallel: TrainParallelSettings) -> MeshShape
 def distribution_of(
     settings: TrainSettings, *, device: torch.device, kind: type[Distribution] = Distribution
 ) -> Distribution:
-    """Return the distribution of a run. All ranks call this after `dist.init_process_group`.
-
-    A single process needs no group, and ignores the strategy. Raises RequestError if a setting of the exchange has no
-    effect between these ranks, or is impossible.
-    """
+    """Return the distribution of a run; a single process ignores the strategy."""
     shape, exchange = mesh_shape(settings.strategy, settings.parallel), training_exchange(settings)
     if shape.size == 1:
         return Distribution(device)

@@ -118,11 +118,7 @@ class HeldOutLoss:
 def open_validation(
     settings: TrainSettings, *, distribution: Distribution, reporter: Reporter, source: ClipSource | None = None
 ) -> HeldOutLoss | None:
-    """Return the validation of a run on the clips of `source`, or of its table; None if the run has no validation.
-
-    With a cache of encoded clips, all ranks first add the held-out clips to it. Raises FileProblem if the table is
-    missing or broken, or if the clips fill no micro-batch.
-    """
+    """Return the validation of a run on the clips of `source`, or of its table; None if the run has no validation."""
     if settings.validation.every is None:
         return None
     held_out = settings.held_out
@@ -258,10 +254,7 @@ class SampleVideos:
 def open_samples(
     settings: TrainSettings, *, distribution: Distribution, output: Path, reporter: Reporter
 ) -> SampleVideos | None:
-    """Return the generator of sample videos, or None if the run has no samples.
-
-    It encodes the prompts and frees the text encoders: call it before the model is loaded.
-    """
+    """Return the generator of sample videos, or None. Call this before the model is built: it loads encoders."""
     chosen, trained = settings.samples, settings.train_mmdit
     if not settings.trains_transformer or chosen.every is None:
         return None

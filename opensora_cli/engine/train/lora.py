@@ -67,10 +67,7 @@ def using_adapter(transformer: nn.Module, name: str | None) -> Iterator[None]:
 
 
 def first_adapter(transformer: MMDiT, *, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the first weights of an adapter with their names after `add_lora`, in float32, on the host.
-
-    One of the two matrices is random, as in PEFT, and the other is zero. The transformer may be on the meta device.
-    """
+    """Yield the first weights of an adapter by name: as in PEFT, one matrix is random, and the other is zero."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in transformer.named_parameters():
         if not _is_of_adapter(name):
@@ -82,14 +79,7 @@ def first_adapter(transformer: MMDiT, *, seed: int) -> Iterator[tuple[str, Tenso
 
 
 def open_first_adapter(outline: MMDiT, settings: LoraSettings) -> Adapter:
-    """Open the adapter `lora.init`, which must match `settings`; its matrices are not read yet.
-
-    `outline` is the transformer without adapters, on the meta device.
-
-    Raises:
-        RequestError: The rank, scale or layers of the adapter differ.
-        CheckpointError: The adapter is missing or broken, or does not fit the transformer.
-    """
+    """Open the adapter `lora.init`. Raises RequestError if its rank, scale or layers are not those of `settings`."""
     assert settings.init is not None
     adapter = open_fitting(Path(settings.init), outline)
     layers = {name.removesuffix(".weight"): updates for name, updates in adapter.updates.items()}

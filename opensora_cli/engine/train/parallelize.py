@@ -46,9 +46,8 @@ def shard(
 ) -> Callable[..., Tensor]:
     """Reduce a module to this rank's part, in place and on its device; return the function to call instead of it.
 
-    `trained` are the weights that each call uses and trains, by default all that require gradients. `recipe` is
-    `parallelize`, perhaps with options for the blocks of a transformer. Raises ValueError if weights are divided and
-    the module is not the only transformer, and RequestError if there are more tensor-parallel ranks than heads.
+    `trained` are the weights that each call uses and trains, by default all that require gradients. Raises ValueError
+    if weights are divided and the module is not the only transformer.
     """
     if ranks.divides and (not isinstance(module, MMDiT) or ranks.layouts):
         raise ValueError(f"weights of one MMDiT are divided, not of a {type(module).__name__} or a second one")
@@ -167,9 +166,8 @@ def checkpoint_blocks(
 def cut_features(transformer: MMDiT, group: dist.ProcessGroup) -> dict[str, WeightLayout]:
     """Reduce the blocks of a transformer to this rank's heads and features; return the layout of each parameter.
 
-    Gradients of the norms of queries and keys on a rank then come from its own heads only: see `Distribution.norms`.
-    A hook that sums them would not survive FSDP2, which replaces the parameters. Raises RequestError if there are more
-    ranks than heads.
+    Gradients of the norms of queries and keys then come from these heads only: see `Distribution.norms`. A hook that
+    sums them would not survive FSDP2, which replaces the parameters.
     """
     ranks = dist.get_world_size(group)
     cuts: dict[str, tuple[str, FeatureCut]] = {}

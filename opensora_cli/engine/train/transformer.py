@@ -29,10 +29,7 @@ _MAY_BE_MISSING = ("cond_in.*",)
 
 
 def plan_attention(settings: TrainSettings, *, device: torch.device, tries_device: bool = True) -> AttentionPlan | None:
-    """Return the attention backend for training, including gradients; None if no transformer is trained.
-
-    Raises the errors of `choose_attention`.
-    """
+    """Return the attention backend for training, including gradients; None if no transformer is trained."""
     if not settings.trains_transformer:
         return None
     use = AttentionUse(
@@ -48,10 +45,7 @@ def plan_attention(settings: TrainSettings, *, device: torch.device, tries_devic
 
 
 def build_transformer(settings: TrainSettings, *, distribution: Distribution) -> MMDiT:
-    """Return the transformer with its attention and first weights, or on the meta device if `distribution` divides it.
-
-    Whole weights on every rank would exceed the host's memory.
-    """
+    """Return the transformer with attention and first weights, or on the meta device if `distribution` divides it."""
     device = distribution.device
     transformer = empty_transformer(settings) if distribution.divides else new_transformer(settings, device=device)
     plan = plan_attention(settings, device=device)
@@ -61,10 +55,7 @@ def build_transformer(settings: TrainSettings, *, distribution: Distribution) ->
 
 
 def empty_transformer(settings: TrainSettings) -> MMDiT:
-    """Return the transformer on the meta device, in fp32, with its adapter if there is one.
-
-    Raises RequestError if sizes contradict each other, and HardwareError if an adapter needs a missing library.
-    """
+    """Return the transformer on the meta device, in fp32, with its adapter if there is one."""
     return with_adapter(transformer_on_meta(settings.model), settings)
 
 
@@ -106,10 +97,7 @@ def new_transformer(settings: TrainSettings, *, device: torch.device) -> MMDiT:
 
 @torch.no_grad()
 def fill_parts(transformer: nn.Module, settings: TrainSettings, *, distribution: Distribution) -> None:
-    """Fill a sharded `empty_transformer` with this rank's part of the first weights, one whole weight at a time.
-
-    The weights are bitwise identical to those of one process.
-    """
+    """Fill a sharded `empty_transformer` with this rank's part of the first weights, one whole weight at a time."""
     parts = {distribution.whole_name(name): (name, weight) for name, weight in transformer.named_parameters()}
     for whole_name, whole in first_weights(settings):
         name, weight = parts.pop(whole_name)

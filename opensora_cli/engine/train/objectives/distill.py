@@ -77,10 +77,7 @@ class DistillTask(MMDiTTask):
 
     @torch.no_grad()
     def _start(self, batch: ClipBatch, rng: SampleRng) -> tuple[PreparedClips, Sequence[float], int, Tensor]:
-        """Return clips, times of the teacher's steps, the first of the trained step, and the adapter's latents there.
-
-        The adapter comes to these latents from noise, in its own steps.
-        """
+        """Return clips, times of the teacher's steps, the first of the trained step, and the latents there."""
         clips, within = self.prepare(batch, rng), self._run.train_distill.teacher_steps
         frames, rows, columns = clips.grid
         steps = self._run.train_distill.steps * within

@@ -188,10 +188,7 @@ class PatchDiscriminator3d(nn.Module):
 
 
 def hinge_loss(real_logits: Tensor, fake_logits: Tensor) -> Tensor:
-    """Return a discriminator's hinge loss: half the sum of the means of max(0, 1 - real) and max(0, 1 + fake).
-
-    Lim & Ye 2017, "Geometric GAN" (https://arxiv.org/abs/1705.02894).
-    """
+    """Return a discriminator's hinge loss (Lim & Ye 2017, https://arxiv.org/abs/1705.02894)."""
     return 0.5 * (nn.functional.relu(1.0 - real_logits).mean() + nn.functional.relu(1.0 + fake_logits).mean())
 
 
@@ -217,10 +214,7 @@ def discriminator_role(settings: DiscriminatorSettings, *, optimizer: OptimizerS
 
 
 def gradient_norm(output: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
-    """Return the norm of a loss's gradient by a weight, in fp32, from its gradient by an output of the layer.
-
-    It accumulates no gradient, and keeps the graph.
-    """
+    """Return the norm of a loss's gradient by a weight, in fp32, from its gradient by an output of the layer."""
     (by_weight,) = torch.autograd.grad(output, weight, gradient, retain_graph=True)
     norm: Tensor = torch.linalg.vector_norm(by_weight.float())
     return norm
