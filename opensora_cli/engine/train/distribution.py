@@ -203,7 +203,7 @@ class Distribution:
     def whole(self, name: str, tensor: Tensor) -> Tensor:
         """Return the whole tensor from the parts of all ranks, bitwise identical on all ranks.
 
-        The part belongs to the parameter `name` of the sharded module, or to a moment or average with the same division.
+        The part belongs to the parameter `name` of the sharded module, or to a moment or average of it.
         A tensor with another name is already whole. The result may share memory with `tensor`.
         """
         own = local(tensor.detach())

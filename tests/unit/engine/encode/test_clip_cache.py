@@ -87,20 +87,6 @@ def test_clips_from_several_files_are_bitwise_identical(folder):
     assert "osora data cache" in error.value.hint
 
 
-def test_more_of_a_clip_may_come_later(folder):
-    writer, clip = CacheWriter(folder), encoded(0)
-    writer.flush()  # nothing to write: no file
-    assert [path.name for path in folder.iterdir()] == [HEADER_FILE]
-    for names in (["latents", "prompt_embeds"], ["head1"], ["pooled_prompt_embeds"]):
-        writer.add(REQUEST, {name: clip[name] for name in names})
-        writer.flush()
-    cache = ClipCache(folder)
-    assert (len(cache), len(list(folder.glob("clips-*.safetensors")))) == (1, 3)
-    assert cache.names(REQUEST) == set(clip)
-    assert not cache.names(other(1))
-    assert all(torch.equal(tensor, clip[name]) for name, tensor in cache.clip(REQUEST).tensors.items())
-
-
 def test_a_clip_of_a_replaced_file_replaces_the_first(folder):
     first, second = (10, 5), (10, 3)
     references, others = ["head1"], ["latents", "prompt_embeds", "pooled_prompt_embeds"]

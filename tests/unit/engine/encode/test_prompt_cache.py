@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file
 from tiny_world import RecordingReporter
 
-from opensora_cli.engine.encode import prompt_cache
 from opensora_cli.engine.encode.prompt_cache import PromptCache, TextEmbeds
 
 LIMIT = 10**6
@@ -81,19 +80,6 @@ def test_a_broken_entry_is_a_warning_and_is_replaced(folder, reporter, spoil):
     cache.keep("sea", given, limit=LIMIT, reporter=reporter)
     assert same(PromptCache(folder).read("sea", reporter), given)
     assert len(reporter.warnings) == 1
-
-
-def test_a_crash_while_writing_leaves_no_entry(folder, reporter, monkeypatch):
-    def torn(path, *args, **options):
-        path.write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(prompt_cache, "write_safetensors", torn)
-    cache = PromptCache(folder)
-    with pytest.raises(KeyboardInterrupt):
-        cache.keep("sea", embeds(), limit=LIMIT, reporter=reporter)
-    assert not cache.has("sea")
-    assert list(folder.iterdir()) == []
 
 
 def aged(folder, name, seconds):

@@ -309,12 +309,3 @@ class TestChoose:
         with pytest.raises(CheckpointError, match="epoch0-global_step1 is broken") as caught:
             self.choose(run, allow_older=True)
         assert caught.value.hint == "start again with --overwrite in place of --resume"
-
-    def test_newer_ones_are_renamed(self, tmp_path):
-        run = self.run_folder(tmp_path)
-        set_aside_newer(run, run / "epoch0-global_step1", reporter=Listener())
-        assert names(run) == ["aside-epoch0-global_step2", "aside-epoch0-global_step3", "epoch0-global_step1"]
-        assert self.choose(run).name == "epoch0-global_step1"
-        assert wrong_files(run / "aside-epoch0-global_step3") == []
-        with pytest.raises(CheckpointError, match="gone is no folder of a checkpoint"):
-            self.choose(run, folder=run / "gone")

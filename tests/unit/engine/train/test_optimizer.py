@@ -1,5 +1,6 @@
 """Learning rates and optimizers."""
 
+import math
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ from opensora_cli.engine.train.optimizer import (
     Learner,
     build_optimizers,
     orthogonalized,
+    rate_factor,
 )
 from opensora_cli.settings.train_loop import OptimizerSettings
 
@@ -63,26 +65,6 @@ class TestBuildOptimizers:
 
 
 class TestKernelMuon:
-    def test_kernels_move_downhill_by_orthogonal_updates(self):
-        module = Convolutions()
-        kernel = module.block[0].weight
-        muon = KernelMuon([kernel, module.block[1].weight], learning_rate=0.02, weight_decay=0.0)
-        before, loss_before = kernel.detach().clone(), module(clip())
-        loss_before.backward()
-        # A gradient of such a loss has one direction; this one has short ones beside it.
-        kernel.grad += 0.02 * kernel.grad.norm() * torch.randn(kernel.shape, generator=torch.Generator().manual_seed(2))
-        muon.step()
-        update = (kernel - before).detach().flatten(1)
-        assert kernel.shape == before.shape
-        assert module(clip()) < loss_before
-        # All directions of the update are about as long.
-        lengths = torch.linalg.svdvals(update)
-        assert lengths.min() > 0.4 * lengths.max()
-        assert (
-            torch.linalg.svdvals(kernel.grad.flatten(1)).min()
-            < 0.2 * torch.linalg.svdvals(kernel.grad.flatten(1)).max()
-        )
-
     @pytest.mark.parametrize("shape", [(4, 12), (12, 4)])
     def test_a_matrix_moves_as_with_the_muon_of_torch(self, shape):
         ours, theirs = (nn.Parameter(torch.ones(shape)) for _ in range(2))
@@ -126,3 +108,33 @@ class TestKernelMuon:
         assert wide.dtype is (torch.bfloat16 if has_bf16 else torch.float32)
         lengths = torch.linalg.svdvals(wide.float())
         assert 0.6 < lengths.min() <= lengths.max() < 1.3
+
+
+def factors(steps: int, **settings: object) -> list[float]:
+    chosen = OptimizerSettings(learning_rate=1.0, **settings)
+    return [rate_factor(chosen, update, steps=steps) for update in range(steps + 1)]
+
+
+AFTER = [(1 + math.cos(math.pi * done / 8)) / 2 for done in range(9)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "settings", "expected"),
+    [
+        (10, {"warmup_steps": 3, "decay_steps": 3}, [0.25, 0.5, 0.75, *[1] * 5, 2 / 3, 1 / 3, 0]),
+        (3, {"warmup_steps": 0, "decay_steps": 0}, [1.0] * 4),
+        # Both overlap.
+        (4, {"warmup_steps": 4, "decay_steps": 4}, [0.2, 0.4, 0.5, 0.25, 0]),
+        (10, {"schedule": "cosine", "warmup_steps": 2}, [1 / 3, 2 / 3, *AFTER]),
+        # A warm-up longer than the run.
+        (2, {"schedule": "cosine", "warmup_steps": 3}, [0.25, 0.5, 0.75]),
+        (
+            4,
+            {"warmup_steps": 1, "decay_steps": 2, "initial_learning_rate": 0.5, "final_learning_rate": 0.2},
+            [0.75, 1, 1, 0.6, 0.2],
+        ),
+        (2, {"schedule": "cosine", "warmup_steps": 0, "final_learning_rate": 0.1}, [1, 0.55, 0.1]),
+    ],
+)
+def test_the_rate_rises_stays_and_falls(steps, settings, expected):
+    assert factors(steps, **settings) == pytest.approx(expected)

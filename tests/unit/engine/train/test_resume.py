@@ -21,7 +21,7 @@ from toy_training import Listener
 from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.folder_lock import LOCK_FILE, locked_file
-from opensora_cli.core.threads import VARIABLES, Cores, ThreadChoice
+from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.state import RunningStates, as_recorded, read_running_states
@@ -112,7 +112,7 @@ def test_a_resumed_run_removes_the_checkpoints_that_an_ended_one_was_about_to_re
     assert [folder.name for folder in run.glob("epoch*")] == ["epoch0-global_step2"]
 
 
-def test_a_resumed_run_has_the_threads_of_its_beginning_or_a_warning(run, monkeypatch):
+def test_a_resumed_run_has_the_threads_of_its_beginning_or_a_warning(run):
     """Sums are rounded by how many threads share them."""
     states = next(run.glob("epoch*")) / "running_states.json"
     assert json.loads(states.read_text())["threads"] == torch.get_num_threads()
@@ -127,21 +127,6 @@ def test_a_resumed_run_has_the_threads_of_its_beginning_or_a_warning(run, monkey
     (warning,) = listener.warnings
     assert "had 2 threads, and from now on 1 (OMP_NUM_THREADS)" in warning
     assert "with --threads 2 they are bitwise identical" in warning
-    for name in VARIABLES:
-        monkeypatch.delenv(name, raising=False)
-    seen = []
-    monkeypatch.setattr("opensora_cli.engine.train.run.Trainer.do_step", lambda self: seen.append(self) or _stop())
-    monkeypatch.setattr("opensora_cli.core.threads.read_cores", lambda: Cores(allowed=1))
-    notes = Listener()
-    with pytest.raises(KeyboardInterrupt):
-        train(clips(run, **{"loop.steps": 3}), resume=Resume(), reporter=notes)
-    assert len(seen) == 1
-    assert "threads: 2 (as the run began, for the same sums)" in notes.notes
-
-
-def _stop() -> None:
-    assert torch.get_num_threads() == 2
-    raise KeyboardInterrupt
 
 
 @pytest.mark.slow

@@ -153,9 +153,7 @@ def test_a_video_that_cannot_be_written_is_left_out_and_the_others_are_those_of_
     "changes",
     [
         pytest.param({"memory.checkpointing": "offload"}, marks=pytest.mark.slow),
-        pytest.param({"loop.ema_decay": None}, marks=pytest.mark.slow),
         pytest.param({"model.cond_embed": False, "train_mmdit.mode_weights": {"t2v": 1.0}}, marks=pytest.mark.slow),
-        pytest.param({"model.guidance_embed": True}, marks=pytest.mark.slow),
         pytest.param(
             {
                 "train_mmdit.cache": "cache",

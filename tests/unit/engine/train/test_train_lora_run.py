@@ -245,10 +245,3 @@ def test_files_that_are_no_adapter_are_not_continued(trained, tmp_path):
     ):
         with pytest.raises(CheckpointError, match=words):
             plan_training(settings_of(tmp_path / "run", lora__init=str(init)))
-
-
-def test_frozen_weights_are_in_the_precision_of_the_run(tmp_path):
-    for compute, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        transformer = new_transformer(settings_of(tmp_path, precision__compute=compute), device=torch.device("cpu"))
-        kinds = {weight.requires_grad: weight.dtype for weight in transformer.parameters()}
-        assert kinds == {True: torch.float32, False: dtype}

@@ -8,8 +8,8 @@ from closeness import assert_close
 from torch import nn
 from toy_training import ADAMW, MUON, ToyModule, ToyTask, draw, toy_trainer
 
-from opensora_cli.core.exceptions import CheckpointError, TrainingError
-from opensora_cli.data.batches import SampledBatches, SampleRng
+from opensora_cli.core.exceptions import TrainingError
+from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.train.optimizer import averaged_copy, update_ema
 from opensora_cli.engine.train.trainer import PARTS
 
@@ -201,23 +201,3 @@ class TestAdversary:
         assert_same(weights(adversary), before)
         assert "adversary_loss" in trainer.do_step().figures
         assert not torch.equal(weights(adversary)["weight"], before["weight"])
-
-
-class TestSampledBatches:
-    def test_ranks_share_the_numbers_and_one_rank_continues_after_two(self):
-        alone = SampledBatches(draw, seed=0)
-        shared = [SampledBatches(draw, seed=0, rank=rank, ranks=2) for rank in range(2)]
-        expected = [alone.next() for _ in range(6)]
-        found = [source.next() for _ in range(3) for source in shared]
-        assert [batch.number for batch in found] == list(range(6))
-        for one, other in zip(expected, found, strict=True):
-            assert torch.equal(one.x_BC, other.x_BC)
-        first, second = (source.state_dict() for source in shared)
-        assert first == second
-        again = SampledBatches(draw, seed=0)
-        again.load_state_dict(first)
-        assert again.next().number == 6
-
-    def test_a_state_of_other_data_is_refused(self):
-        with pytest.raises(CheckpointError, match="another dataset"):
-            SampledBatches(draw, seed=0).load_state_dict({"epoch": 0, "position": 3})

@@ -134,12 +134,6 @@ def test_wrong_settings_are_refused(tmp_path, changes, message):
         settings_of(tmp_path, **changes)
 
 
-def test_weights_of_tokens_are_refused(tmp_path):
-    with pytest.raises(RequestError, match="token_weights does not go with target=distill"):
-        train(settings_of(tmp_path), token_weights=lambda batch, grid: torch.ones(1, 1))
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize(("image", "modes", "evaluations"), [(2.0, {}, 6.5), (1.0, {}, 4.5), (2.0, {"t2v"}, 4.5)])
 def test_the_predicted_evaluations_are_those_of_a_task(tmp_path, image, modes, evaluations):
     weights = {f"train_mmdit__mode_weights__{name}": 0 for name in CONDITION_MODES if modes and name not in modes}
