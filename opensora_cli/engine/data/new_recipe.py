@@ -189,11 +189,8 @@ def _recipe_text(
         values["train_mmdit"] = changes
     lines = [
         f"# Clips of {name}, made by `osora train --new`: {base} with buckets that take in all of them.",
-        f"# osora data preview {_shown(table)} -o sheet.png --config {_shown(recipe)}",
-        f"# osora train --config {_shown(recipe)} --check-data",
         f"# osora train --config {_shown(recipe)}",
-        "# Buckets: resolution, frames, [probability, clips of a micro-batch]. Those of one have one shape, so there",
-        "# are no more than the rarest shape has. loop.micro_batches=N makes an update of N micro-batches.",
+        "# Buckets: resolution, frames, [probability, clips of a micro-batch, at most those of the rarest shape].",
         *([f"# Left out, too small or too short for any: {suggestion.unfit:,}."] if suggestion.unfit else []),
     ]
     return "\n".join(lines) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10**6)

@@ -75,7 +75,7 @@ def preview(
             caption = textwrap.wrap(escaped(table.texts[index]) or "(no caption)", _LETTERS, max_lines=2)
             ImageDraw.Draw(picture).multiline_text(
                 (corner[0], corner[1] + _FRAME[1]),
-                "\n".join([_name(table, index), _label(table, index, buckets), *caption]),
+                "\n".join([escaped(table.file(index).name)[-_LETTERS:], _label(table, index, buckets), *caption]),
                 fill="black",
                 font=ImageFont.load_default(size=12),
             )
@@ -93,12 +93,6 @@ def _draw_frames(picture: Image.Image, corner: tuple[int, int], table: ClipTable
             frame = Image.fromarray(frame_HWC.numpy())
             frame.thumbnail(_FRAME)
             picture.paste(frame, (corner[0] + number * _FRAME[0], corner[1]))
-
-
-def _name(table: ClipTable, index: int) -> str:
-    """Return the name of a sample's file; the middle of a long one is dropped."""
-    name = escaped(Path(table.file(index)).name)
-    return name if len(name) <= _LETTERS else f"{name[: _LETTERS // 2 - 2]}...{name[-_LETTERS // 2 + 2 :]}"
 
 
 def _label(table: ClipTable, index: int, buckets: Buckets) -> str:

@@ -35,8 +35,9 @@ def build_task(
         task = find_objective(settings).build(
             settings, distribution=distribution, clips=clips, token_weights=token_weights, reporter=reporter
         )
-    blocks = {"activations": plan_activations(settings), "compiles": settings.compile, "warn": reporter.warn}
-    task.shard(distribution, recipe=partial(parallelize, **blocks))
+    plan = plan_activations(settings)
+    recipe = partial(parallelize, activations=plan, compiles=settings.compile, warn=reporter.warn)
+    task.shard(distribution, recipe=recipe)
     if distribution.divides:
         fill_parts(task.module, settings, distribution=distribution)
     return task

@@ -89,7 +89,8 @@ class VAETask(Task):
 
     def tokens(self, batch: ClipBatch) -> int:
         """Return the number of positions in the latents of the batch."""
-        count, frames, height, width, _ = _frames(batch).shape
+        assert batch.pixels_BTHWC is not None
+        count, frames, height, width, _ = batch.pixels_BTHWC.shape
         if self._settings.crop_size:
             height, width = (min(side, self._settings.crop_size) for side in (height, width))
         grid = self.module.grid
@@ -145,7 +146,8 @@ class VAETask(Task):
         return loss, figures
 
     def _pixels(self, batch: ClipBatch, rng: SampleRng) -> Tensor:
-        frames = _frames(batch)
+        frames = batch.pixels_BTHWC
+        assert frames is not None, "autoencoders learn from pixels"
         count, num_frames = frames.shape[:2]
         share = self._settings.single_frame_share if torch.is_grad_enabled() else 0.0
         if share and num_frames > 1 and rng.numpy.random() < share:
@@ -153,12 +155,6 @@ class VAETask(Task):
         if self._settings.crop_size and torch.is_grad_enabled():
             frames = cut_squares(frames, self._settings.crop_size, rng.numpy)
         return to_pixels(queued_copy(frames, next(self.module.parameters()).device))
-
-
-def _frames(batch: ClipBatch) -> Tensor:
-    if batch.pixels_BTHWC is None:
-        raise ValueError("autoencoders learn from pixels, and the batch has none")
-    return batch.pixels_BTHWC
 
 
 def vae_task(settings: TrainSettings, *, device: torch.device, reporter: Reporter) -> VAETask:
