@@ -14,7 +14,6 @@ from torch.nn import functional
 
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.device import GIB
-from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.encode.encoders import EmptyPrompt
@@ -196,7 +195,6 @@ def _trained(bench: Bench, changes: Mapping[str, str]) -> Row:
         compute=chosen.precision.compute,
         distribution=distribution,
         clock=Clock(),
-        reporter=SilentReporter(),
     )
     checkpoint_blocks(module, plan_activations(chosen))
     seconds = bench.seconds(trainer.do_step, repeats=_STEPS)

@@ -3,7 +3,7 @@
 import argparse
 import copy
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -41,19 +41,21 @@ def measure_train(options: argparse.Namespace) -> Iterator[Row]:
     step to its log and to TensorBoard; the plain loop clips and averages.
     """
     for name, batch_size, model in (("demo", 8, {}), ("released width, one block", 1, _RELEASED)):
-        with _watched(batch_size, model) as (trainer, batches, empty):
+        with _watched(batch_size, model) as (step, trainer, batches, empty):
             # There is only one copy of large weights, which both loops train.
             module = trainer.task.module if model else copy.deepcopy(trainer.task.module)
             settings = _settings(batch_size, model)
             plain = PlainLoop(module, batches, empty=empty, settings=settings, device=_CPU)
-            yield compared(f"training step, {name}", plain.step, trainer.do_step, pairs=options.pairs, goal=GOAL)
-    with _watched(8, {}) as (eager, _, _), _watched(8, {"compile": "true"}) as (compiled, _, _):
-        yield compared("training step, demo, compiled", eager.do_step, compiled.do_step, pairs=options.pairs)
+            yield compared(f"training step, {name}", plain.step, step, pairs=options.pairs, goal=GOAL)
+    with _watched(8, {}) as (eager, *_), _watched(8, {"compile": "true"}) as (compiled, *_):
+        yield compared("training step, demo, compiled", eager, compiled, pairs=options.pairs)
 
 
 @contextmanager
-def _watched(batch_size: int, changes: Mapping[str, str]) -> Iterator[tuple[Trainer, list[ClipBatch], EmptyPrompt]]:
-    """Yield a trainer with all features, its micro-batches, and the empty prompt."""
+def _watched(
+    batch_size: int, changes: Mapping[str, str]
+) -> Iterator[tuple[Callable[[], object], Trainer, list[ClipBatch], EmptyPrompt]]:
+    """Yield a recorded step, its trainer with all features, its micro-batches, and the empty prompt."""
     settings = _settings(batch_size, changes)
     batches, empty = _encoded(batch_size)
     with tempfile.TemporaryDirectory() as folder:
@@ -61,7 +63,7 @@ def _watched(batch_size: int, changes: Mapping[str, str]) -> Iterator[tuple[Trai
         trainer = make_trainer(settings, FixedBatches(batches), _CPU, metrics=metrics)
         metrics.start(0)
         try:
-            yield trainer, batches, empty
+            yield lambda: metrics.on_step(trainer.do_step()), trainer, batches, empty
         finally:
             metrics.close()
 

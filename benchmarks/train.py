@@ -33,8 +33,8 @@ from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.encode.clips import CachedClip, FreshClip, encode_for_cache
+from opensora_cli.engine.encode.datasets import open_batches
 from opensora_cli.engine.encode.encoders import EmptyPrompt, load_encoders
-from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.activations import largest_batch_shape
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.distribution import Distribution
@@ -133,17 +133,15 @@ def make_trainer(
     settings: TrainSettings, batches: BatchSource, device: torch.device, *, metrics: Metrics | None = None
 ) -> Trainer:
     """Return the trainer of `osora train`; without `metrics`, nothing is recorded."""
-    distribution, reporter = Distribution(device), SilentReporter()
+    distribution = Distribution(device)
     return Trainer(
-        build_task(settings, distribution=distribution, reporter=reporter),
+        build_task(settings, distribution=distribution, reporter=SilentReporter()),
         batches,
         loop=settings.loop,
         optimizer=settings.optimizer,
         compute=settings.precision.compute,
         distribution=distribution,
         clock=Clock() if metrics is None else metrics.clock,
-        on_step=(lambda report: None) if metrics is None else metrics.on_step,
-        reporter=reporter,
     )
 
 

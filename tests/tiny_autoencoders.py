@@ -5,13 +5,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch, ClipRequest, SampledBatches, SampleRng
 from opensora_cli.engine.components.architectures import new_autoencoder
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.objectives.discriminator import discriminator_role
-from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance
 from opensora_cli.engine.train.objectives.vae import VAETask
+from opensora_cli.engine.train.objectives.vae_terms import PerceptualDistance, discriminator_role
 from opensora_cli.engine.train.trainer import Clock, Trainer
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
@@ -138,5 +136,4 @@ def vae_trainer(
         compute=Compute.FP32,
         distribution=distribution or Distribution(device),
         clock=Clock(),
-        reporter=SilentReporter(),
     )

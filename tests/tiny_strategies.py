@@ -10,11 +10,11 @@ from torch import Tensor
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import SampledBatches
 from opensora_cli.engine.bench_comm.counting import counted_bytes
-from opensora_cli.engine.encode.loading import open_batches
+from opensora_cli.engine.encode.datasets import open_batches
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.distribution import Distribution, local, mesh_shape
-from opensora_cli.engine.train.objectives.base import Task
-from opensora_cli.engine.train.trainer import Clock, Trainer
+from opensora_cli.engine.train.parallelize import shard
+from opensora_cli.engine.train.trainer import Clock, Task, Trainer
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.mesh import ParallelMesh, use_mesh
 from opensora_cli.settings.devices import Strategy, TrainParallelSettings
@@ -69,7 +69,6 @@ def open_trainer(settings: TrainSettings, distribution: Distribution) -> Trainer
         compute=settings.precision.compute,
         distribution=distribution,
         clock=Clock(),
-        reporter=reporter,
     )
 
 
@@ -98,7 +97,6 @@ def train_task(
         compute=Compute.FP32,
         distribution=distribution,
         clock=Clock(),
-        reporter=SilentReporter(),
         trained_only=True,
     )
     figures = [dict(trainer.do_step().figures) for _ in range(steps)]
@@ -134,7 +132,7 @@ class Run:
 
     def __post_init__(self) -> None:
         """Divide the model, and make the optimizer of what is left of it."""
-        self.forward = self.distribution.shard(self.model)
+        self.forward = shard(self.model, self.distribution)
         trained = [weight for weight in self.model.parameters() if weight.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
 

@@ -1,6 +1,6 @@
 """A task of a dozen weights, which can go wrong at chosen micro-batches."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import SampledBatches, SampleRng
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.objectives.base import Losses, Role, Task
-from opensora_cli.engine.train.trainer import Clock, StepReport, Trainer
+from opensora_cli.engine.train.trainer import Clock, Losses, Role, Task, Trainer
 from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
 
 ADAMW = OptimizerSettings(warmup_steps=2, decay_steps=2)
@@ -131,8 +130,6 @@ def toy_trainer(
     *,
     optimizer: OptimizerSettings = ADAMW,
     distribution: Distribution | None = None,
-    reporter: SilentReporter | None = None,
-    on_step: Callable[[StepReport], object] = lambda report: None,
     **loop: object,
 ) -> Trainer:
     """Return a trainer of the toy, for six steps unless `loop` says otherwise."""
@@ -148,6 +145,4 @@ def toy_trainer(
         compute=Compute.FP32,
         distribution=distribution,
         clock=Clock(),
-        on_step=on_step,
-        reporter=reporter or SilentReporter(),
     )

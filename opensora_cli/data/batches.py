@@ -1,10 +1,14 @@
-"""Micro-batches of training: their samples, their order, their clips and their random states."""
+"""Micro-batches of training: their samples, their order, their clips and their random states.
+
+`train(settings, source=...)` trains on any `ClipSource`.
+"""
 
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from enum import IntEnum
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,16 +17,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.data.buckets import Buckets, Samples
 
 _SUBSTITUTES = 3
 
-# Independent random streams of one seed.
-_LOSS = 0
-_DATA = 1
-_BUCKETS = 2
-_ORDER = 3
-_STARTS = 4
+
+class Stream(IntEnum):
+    """Independent random streams of one seed."""
+
+    LOSS = 0
+    DATA = 1
+    BUCKETS = 2
+    ORDER = 3
+    STARTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +58,14 @@ class EpochPlan:
         placed = bucket_of_sample[bucket_of_sample >= 0]
         # Samples without a bucket, -1, come first.
         self._samples = shuffled[by_bucket][len(bucket_of_sample) - len(placed) :]
-        self._counts = np.bincount(placed, minlength=len(batch_sizes))
-        self._begins = np.cumsum(self._counts) - self._counts
+        counts = np.bincount(placed, minlength=len(batch_sizes))
+        self.samples_of_buckets: NDArray[np.int64] = counts
+        """Number of samples of each bucket, including samples that fill no micro-batch."""
+        self.batches_of_buckets: NDArray[np.int64] = counts // batch_sizes
+        """Number of micro-batches of each bucket."""
+        batches = self.batches_of_buckets
+        self._begins = np.cumsum(counts) - counts
         self._batch_sizes = batch_sizes
-        batches = self._counts // batch_sizes
         buckets = np.repeat(np.arange(len(batch_sizes)), batches)
         index_in_bucket = np.arange(len(buckets)) - np.repeat(np.cumsum(batches) - batches, batches)
         order = rng.permutation(len(buckets))
@@ -64,20 +74,10 @@ class EpochPlan:
     def __len__(self) -> int:
         return len(self._buckets)
 
-    @property
-    def samples_of_buckets(self) -> NDArray[np.int64]:
-        """Number of samples of each bucket, including samples that fill no micro-batch."""
-        return self._counts
-
-    @property
-    def batches_of_buckets(self) -> NDArray[np.int64]:
-        """Number of micro-batches of each bucket."""
-        return self._counts // self._batch_sizes
-
     def batch(self, position: int, *, number: int, epoch: int) -> MicroBatch:
         """Return the micro-batch at `position`, with its number and epoch in the run."""
         bucket = int(self._buckets[position])
-        size, count = int(self._batch_sizes[bucket]), int(self._counts[bucket])
+        size, count = int(self._batch_sizes[bucket]), int(self.samples_of_buckets[bucket])
         members = self._samples[self._begins[bucket] : self._begins[bucket] + count]
         start = int(self._index_in_bucket[position]) * size
         own = members[start : start + size]
@@ -90,37 +90,6 @@ class EpochPlan:
             samples=tuple(int(sample) for sample in own),
             substitutes=tuple(int(sample) for sample in (others or own)),
         )
-
-
-PlanEpoch = Callable[[int], EpochPlan]
-"""Deterministic function from an epoch to its plan."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BucketSampler:
-    """Planner of the epochs of a table. Each epoch draws again whether a bucket's probability admits a sample."""
-
-    buckets: Buckets
-    samples: Samples
-    seed: int
-
-    def assigned(self, epoch: int) -> NDArray[np.int32]:
-        """Return the bucket of each sample in an epoch, or `NO_BUCKET`."""
-        draws_NR = _rng(self.seed, epoch, _BUCKETS).random((len(self.samples), len(self.buckets.resolutions)))
-        return self.buckets.assign(self.samples, draws_NR)
-
-    def __call__(self, epoch: int) -> EpochPlan:
-        sizes = np.array([self.buckets[index].batch_size for index in range(len(self.buckets))], dtype=np.int64)
-        return EpochPlan(self.assigned(epoch), sizes, rng=_rng(self.seed, epoch, _ORDER))
-
-
-def random_start(*, seed: int, number: int, place: int, latest: int) -> int:
-    """Return the first frame, 0 to `latest`, of the clip at `place` in micro-batch `number` of a run."""
-    return int(np.random.default_rng((seed, number, _STARTS, place)).integers(latest + 1))
-
-
-def _rng(seed: int, epoch: int, stream: int) -> Generator:
-    return np.random.default_rng((seed, epoch, stream))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +109,39 @@ class ClipRequest:
     width: int
     fps: float = 0.0
     """Frames per second of the cut; 0 for pictures and unknown rates."""
+
+
+class ClipSource(Protocol):
+    """Clips of a training run, and their order.
+
+    A sample is a number from 0, and a bucket is a number from 0: all clips of a bucket have one size. The order of an
+    epoch says which samples form which micro-batch, `request` describes the clip of a sample, and `read` returns its
+    pixels. `data.buckets` must list the largest of these sizes, since memory is planned by it.
+
+    Worker processes read with copies of the source that were pickled, or forked before the first clip.
+    """
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of everything that the order depends on. A resumed run with another hash starts the next epoch."""
+
+    def plan_epoch(self, epoch: int) -> EpochPlan:
+        """Return the order of an epoch, counted from 0. It is the same in every process and run."""
+
+    def request(self, sample: int, *, bucket: int, number: int, place: int) -> ClipRequest:
+        """Return the clip of a sample for `place` in micro-batch `number` of the run, which determine a random cut.
+
+        With `train_mmdit.cache`, the clip may depend only on the sample and its bucket.
+        """
+
+    def requests(self) -> Iterable[ClipRequest]:
+        """Return each clip that any epoch may use, once. The cache is filled with these clips."""
+
+    def read(self, request: ClipRequest) -> Tensor:
+        """Return the pixels of a clip, uint8 RGB (num_frames, height, width, 3) from 0 to 255, on the host.
+
+        Raises MediaError if the clip cannot be read; another sample of its bucket then replaces it.
+        """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,12 +187,12 @@ class SampleRng:
         It depends only on the seed and on the micro-batch's number in the whole run, not on the number of ranks or on
         interruptions.
         """
-        return cls._of(seed, number, _LOSS)
+        return cls._of(seed, number, Stream.LOSS)
 
     @classmethod
     def of_data(cls, seed: int, number: int) -> "SampleRng":
         """Return the state for the contents of a micro-batch, which depends on the same values as in `of`."""
-        return cls._of(seed, number, _DATA)
+        return cls._of(seed, number, Stream.DATA)
 
     def of_each(self, names: Sequence[str]) -> list["SampleRng"]:
         """Return a state for each sample, from its name and its number of earlier occurrences in the micro-batch."""
@@ -205,7 +207,7 @@ class SampleRng:
         return states
 
     @classmethod
-    def _of(cls, seed: int, number: int, stream: int) -> "SampleRng":
+    def _of(cls, seed: int, number: int, stream: Stream) -> "SampleRng":
         rng = np.random.default_rng((seed, number, stream))
         return cls(rng, torch.Generator().manual_seed(int(rng.integers(2**31))))
 

@@ -56,8 +56,8 @@ class Samples:
     def __len__(self) -> int:
         return len(self.num_frames)
 
-    def only(self, wanted: NDArray[np.bool_]) -> "Samples":
-        """Return the samples where `wanted` is true."""
+    def only(self, wanted: NDArray[np.int64]) -> "Samples":
+        """Return the samples with these indices."""
         return Samples(
             num_frames=self.num_frames[wanted],
             height=self.height[wanted],
@@ -76,27 +76,35 @@ class Buckets:
     """
 
     def __init__(self, resolutions: list[Resolution], *, fps_max: float) -> None:
-        self._resolutions = sorted(resolutions, key=lambda resolution: -resolution.pixels)
+        self.resolutions = sorted(resolutions, key=lambda resolution: -resolution.pixels)
+        """Resolutions, the largest first."""
         self._fps_max = fps_max
         self._all: list[Bucket] = []
         self._first: dict[tuple[str, int], int] = {}
-        for resolution in self._resolutions:
+        for resolution in self.resolutions:
             for length in sorted(resolution.lengths, reverse=True):
                 self._first[resolution.name, length] = len(self._all)
-                self._all += _buckets(resolution, length)
-        lengths = {resolution.name: resolution.lengths for resolution in self._resolutions}
+                self._all += [
+                    Bucket(
+                        resolution=resolution.name,
+                        num_frames=length,
+                        aspect_ratio=ratio,
+                        height=height,
+                        width=width,
+                        batch_size=resolution.lengths[length][1],
+                    )
+                    for ratio, (height, width) in resolution.sizes.items()
+                ]
+        lengths = {resolution.name: resolution.lengths for resolution in self.resolutions}
         self._probabilities = np.array([lengths[bucket.resolution][bucket.num_frames][0] for bucket in self._all])
+        self.batch_sizes: NDArray[np.int64] = np.array([bucket.batch_size for bucket in self._all], dtype=np.int64)
+        """Samples of a micro-batch of each bucket."""
 
     def __len__(self) -> int:
         return len(self._all)
 
     def __getitem__(self, index: int) -> Bucket:
         return self._all[index]
-
-    @property
-    def resolutions(self) -> tuple[Resolution, ...]:
-        """Resolutions, the largest first."""
-        return tuple(self._resolutions)
 
     def assign(self, samples: Samples, draws_NR: NDArray[np.float64]) -> NDArray[np.int32]:
         """Return the index of each sample's bucket, or `NO_BUCKET`.
@@ -122,10 +130,10 @@ class Buckets:
 
     def fitting(self, samples: Samples) -> NDArray[np.int32]:
         """Return the fitting bucket for each sample and resolution, (N, R), the largest first, or `NO_BUCKET`."""
-        fitting_NR = np.full((len(samples), len(self._resolutions)), NO_BUCKET, dtype=np.int32)
+        fitting_NR = np.full((len(samples), len(self.resolutions)), NO_BUCKET, dtype=np.int32)
         intervals = frame_intervals(samples.fps, self._fps_max)
         pixels = samples.height * samples.width
-        for column, resolution in enumerate(self._resolutions):
+        for column, resolution in enumerate(self.resolutions):
             lengths = _fitting_lengths(samples.num_frames, intervals, resolution)
             shapes = _nearest_shapes(samples.height, samples.width, resolution)
             large_enough = pixels >= resolution.pixels * FILLED
@@ -133,20 +141,6 @@ class Buckets:
                 fits = large_enough & (lengths == length)
                 fitting_NR[fits, column] = self._first[resolution.name, length] + shapes[fits]
         return fitting_NR
-
-
-def _buckets(resolution: Resolution, length: int) -> list[Bucket]:
-    return [
-        Bucket(
-            resolution=resolution.name,
-            num_frames=length,
-            aspect_ratio=ratio,
-            height=height,
-            width=width,
-            batch_size=resolution.lengths[length][1],
-        )
-        for ratio, (height, width) in resolution.sizes.items()
-    ]
 
 
 def _fitting_lengths(

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,9 @@ _SIZES = ("num_frames", "height", "width")
 
 
 class TextColumn:
-    """Immutable sequence of texts.
+    """Immutable sequence of texts in one array of bytes.
 
-    A list of a million strings is a million objects. Their reference counts make every worker process copy the memory
-    that it shares with its parent. One array of bytes avoids this.
+    The reference counts of a million strings would make every worker copy the memory that it shares with its parent.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -90,6 +89,17 @@ class ClipTable:
         score = float(self.motion_scores[index])
         return None if math.isnan(score) else score
 
+    def only(self, wanted: NDArray[np.int64]) -> "ClipTable":
+        """Return the table with only the rows with these indices."""
+        return replace(
+            self,
+            rows=self.rows[wanted],
+            paths=TextColumn(self.paths[index] for index in wanted.tolist()),
+            texts=TextColumn(self.texts[index] for index in wanted.tolist()),
+            samples=self.samples.only(wanted),
+            motion_scores=self.motion_scores[wanted],
+        )
+
     def fingerprint(self) -> str:
         """Hash of everything that the order of training depends on."""
         digest = hashlib.sha256()
@@ -103,13 +113,8 @@ def read_table(path: Path) -> ClipTable:
     """Read a table with the columns path, text, num_frames, height and width, and optionally fps and motion_score.
 
     Rows without a path, with a path or caption that is not text, or with sizes that are not positive integers, become
-    `bad_rows`. Bytes are read as UTF-8. Empty cells and NaN mean unknown frame rates and motion scores, and empty
-    captions.
-
-    Raises:
-        FileProblem: the table is missing or broken, or lacks a column.
-        RequestError: its name ends in neither .csv nor .parquet.
-        HardwareError: the table is parquet, and pyarrow is not installed.
+    `bad_rows`. Empty cells and NaN mean unknown frame rates and motion scores, and empty captions. Raises FileProblem
+    if the table is missing or broken, or lacks a column.
     """
     columns = read_columns(path, ["path", "text", *_SIZES], optional=["fps", "motion_score"])
     paths, texts = ([_text(cell) for cell in columns[name]] for name in ("path", "text"))

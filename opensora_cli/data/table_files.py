@@ -43,10 +43,7 @@ _LOOKED_AT = 4096
 
 
 def check_table_name(path: Path) -> str:
-    """Return the format of a table by its name, `.csv` or `.parquet`.
-
-    Raises RequestError for other endings, and HardwareError for parquet without pyarrow.
-    """
+    """Return `.csv` or `.parquet`. Raises RequestError for other names, HardwareError for parquet without pyarrow."""
     kind = path.suffix.lower()
     if kind not in (CSV, PARQUET):
         raise RequestError(f"{path} must end in {CSV} or {PARQUET}, which determines the format")
@@ -58,11 +55,8 @@ def check_table_name(path: Path) -> str:
 def read_columns(path: Path, wanted: Sequence[str], *, optional: Sequence[str] = ()) -> dict[str, list[Any]]:
     """Return columns of a table by name. Cells are texts, or values of any parquet type, and None if they are empty.
 
-    `optional` columns may be missing. A row of a CSV file with too few cells has None in the others.
-
-    Raises:
-        FileProblem: the table is missing or broken, or lacks a column.
-        RequestError, HardwareError: for the reasons of `check_table_name`.
+    A row of a CSV file with too few cells has None in the others. Raises FileProblem if the table is missing or broken,
+    or lacks a column that is not `optional`.
     """
     kind = check_table_name(path)
     with _reading(path):
@@ -82,11 +76,7 @@ def read_columns(path: Path, wanted: Sequence[str], *, optional: Sequence[str] =
 
 
 def read_rows(path: Path) -> tuple[list[str], Iterator[list[Any]]]:
-    """Return the names of all columns, and the rows, with cells like those of `read_columns`. Rows of a CSV file may
-    have different numbers of cells.
-
-    Errors are those of `read_columns`, also while the rows are read.
-    """
+    """Return the names of all columns, and the rows; those of a CSV file may have different numbers of cells."""
     kind = check_table_name(path)
 
     def rows() -> Iterator[list[Any]]:
@@ -115,9 +105,7 @@ def _rows_of(path: Path, kind: str, columns: Sequence[str] | None = None) -> Ite
 
 
 def write_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    """Write a table, whole or not at all. None becomes an empty cell. `check_table_name` describes the names.
-    Raises OutputError on failure.
-    """
+    """Write a table, whole or not at all. None becomes an empty cell."""
     kind = check_table_name(path)
     with atomic_path(path) as temporary:
         if kind == CSV:
@@ -141,8 +129,7 @@ def write_table(path: Path, columns: Sequence[str], rows: Iterable[Sequence[obje
 def split_table(path: Path, targets: Sequence[Path]) -> list[int]:
     """Split a table into parts, one file each, with all columns and rows in order. Return the number of rows of each.
 
-    Sizes differ by at most one row. Raises the errors of `read_columns`, FileProblem if there are fewer rows than
-    parts, and OutputError if a part cannot be written.
+    Sizes differ by at most one row. Raises FileProblem if there are fewer rows than parts.
     """
     num_rows = sum(1 for _ in read_rows(path)[1])
     if num_rows < len(targets):

@@ -44,7 +44,7 @@ def test_a_scan_reports_the_folders_that_it_may_not_enter(
 
     monkeypatch.setattr(os, "scandir", refuse)
     assert main(["data", "scan", "open", "-o", "open/table.csv", "--json"]) == 5
-    assert "error: 1 folder cannot be read: open/table.csv has the others" in capsys.readouterr().err
+    assert "error: 1 file or folder cannot be read: open/table.csv has the others" in capsys.readouterr().err
     assert Path("open/table.csv").read_text().count("\n") == 2
 
 

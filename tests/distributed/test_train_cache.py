@@ -11,7 +11,7 @@ import torch
 from tiny_world import RecordingReporter
 
 from opensora_cli.data.batches import SampleRng
-from opensora_cli.engine.encode.loading import open_batches
+from opensora_cli.engine.encode.datasets import open_batches
 from opensora_cli.engine.train.build import build_task, open_clips_cache
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.parallel.mesh import ParallelMesh

@@ -17,6 +17,7 @@ from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.objectives.distill import DistillTask
 from opensora_cli.engine.train.objectives.dmd import DMDTask
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask, PreparedClips
+from opensora_cli.sampling.packing import position_ids
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 from opensora_cli.settings.train_loop import LoraSettings
@@ -36,10 +37,13 @@ class _RandomTokens(MMDiTTask):
             normal_B=torch.zeros(count),
             modes=[CONDITION_MODES[MODES[batch.number % len(MODES)]]] * count,
             mask_B1THW=None,
-            conditioning_BNK=given.get("conditioning_BNK"),
-            prompt_embeds_BLC=given["prompt_embeds_BLC"],
-            pooled_prompt_embeds_BV=given["pooled_prompt_embeds_BV"],
-            guidance_B=given.get("embedded_guidance_B"),
+            inputs={
+                "position_ids_BN3": position_ids(count, LATENT_TOKENS, 1, 1, device=torch.device("cpu")),
+                "prompt_embeds_BLC": given["prompt_embeds_BLC"],
+                "pooled_prompt_embeds_BV": given["pooled_prompt_embeds_BV"],
+                "conditioning_BNK": given.get("conditioning_BNK"),
+                "embedded_guidance_B": given.get("embedded_guidance_B"),
+            },
             grid=(LATENT_TOKENS, 1, 1),
         )
 

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from tiny_strategies import Case
 from torch import Tensor
 
+from opensora_cli.engine.train.parallelize import shard
 from opensora_cli.engine.train.transformer import empty_transformer, fill_parts, new_transformer
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit.model import MMDiT
@@ -57,7 +58,7 @@ def _divided(case: Case, settings: TrainSettings) -> tuple[int, int, dict[str, T
     torch.manual_seed(distribution.rank)
     with TensorBytes(device_type="cpu", follow_sizes=True) as counted:
         model = empty_transformer(settings)
-        distribution.shard(model)
+        shard(model, distribution)
         fill_parts(model, settings, distribution=distribution)
     weights, trained = {}, set()
     for name, weight in model.named_parameters():

@@ -11,13 +11,11 @@ import torch
 from tiny_strategies import Case, micro_batch, tiny_transformer
 from torch import Tensor
 
-from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import SampledBatches, SampleRng
 from opensora_cli.engine.train.checkpoints import CheckpointWriter
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.objectives.base import Task
 from opensora_cli.engine.train.state import restore
-from opensora_cli.engine.train.trainer import Clock, Trainer
+from opensora_cli.engine.train.trainer import Clock, Task, Trainer
 from opensora_cli.settings.train_loop import CheckpointSettings, Compute, LoopSettings, OptimizerSettings
 
 Pool = Callable[[int], Any]
@@ -75,7 +73,6 @@ def _trainer(distribution: Distribution) -> Trainer:
         compute=Compute.FP32,
         distribution=distribution,
         clock=Clock(),
-        reporter=SilentReporter(),
     )
 
 

@@ -23,6 +23,7 @@ from torch._dynamo.utils import counters
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.parallelize import shard_transformer
 from opensora_cli.engine.train.distribution import Distribution, local, mesh_shape
+from opensora_cli.engine.train.parallelize import shard
 from opensora_cli.memory.checkpointing import HostActivations, set_grad_checkpoint
 from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER
 from opensora_cli.models.mmdit.model import MMDiT
@@ -149,7 +150,7 @@ def _held_within_an_update(case: Case) -> dict[str, float]:
     distribution, model = case.open(), tiny_transformer()
     whole = sum(weight.nbytes for weight in model.parameters())
     outside = whole - sum(weight.nbytes for block in _blocks(model) for weight in block.parameters())
-    forward = distribution.shard(model)
+    forward = shard(model, distribution)
     own_weights = list(model.parameters())
     given, target = micro_batch(model, distribution.data_rank)
     with distribution.accumulating(last=False):
@@ -176,7 +177,7 @@ def _round_trip(case: Case, mlp_ratio: float) -> tuple[int, list[str]]:
     """Return how many weights there are, and the names of those that do not come back as they were."""
     distribution, model = case.open(), tiny_transformer(mlp_ratio=mlp_ratio)
     expected = {name: weight.detach().clone() for name, weight in model.named_parameters()}
-    distribution.shard(model)
+    shard(model, distribution)
     wrong, seen = [], set()
     for name, weight in model.named_parameters():
         whole_name = distribution.whole_name(name)

@@ -10,6 +10,7 @@ from tiny_autoencoders import UNCLIPPED, mixed_batches, vae_task, vae_trainer
 from torch import Tensor
 
 from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.parallelize import shard
 from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.shares import MeshShape
 
@@ -77,7 +78,7 @@ def _warned_of_layouts() -> list[str]:
     try:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            forward = distribution.shard(torch.nn.Conv3d(8, 8, 1))
+            forward = shard(torch.nn.Conv3d(8, 8, 1), distribution)
             # Of 16 clips or more oneDNN computes the gradient, with any number of threads, in a layout of its own.
             clips = torch.ones(16, 8, 2, 4, 4).contiguous(memory_format=torch.channels_last_3d)
             with distribution.accumulating(last=True):

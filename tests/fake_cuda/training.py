@@ -36,11 +36,11 @@ from opensora_cli.engine.train.frozen_weights import plan_frozen_weights, stream
 from opensora_cli.engine.train.objectives import mmdit
 from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.stand_ins import random_text_encoders
-from opensora_cli.engine.train.trainer import Trainer, _Done
+from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 STEP = "a step"
-MAY_WAIT = lines_of(_Done.read) | lines_of(Trainer.do_step)
+MAY_WAIT = lines_of(Trainer.do_step)
 """Losses and norms, once an update, which depends on them."""
 
 

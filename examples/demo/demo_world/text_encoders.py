@@ -23,8 +23,8 @@ from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.core.device import queued_copy
 from opensora_cli.core.files import atomic_folder, write_json_atomic
 from opensora_cli.data.batches import SampleRng
-from opensora_cli.engine.train.objectives.base import Task
 from opensora_cli.engine.train.optimizer import module_state
+from opensora_cli.engine.train.trainer import Task
 from opensora_cli.models.text.clip import ClipTextModel
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import T5Model

@@ -20,6 +20,7 @@ from opensora_cli.data.batches import SampledBatches
 from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import LOG_FILE, Resume
+from opensora_cli.engine.train.parallelize import shard
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.state import whole_weights
 from opensora_cli.engine.train.trainer import Clock, Trainer
@@ -70,7 +71,7 @@ def train_text_encoders(recipe: TextRecipe, *, overwrite: bool = False, reporter
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(loop.seed)
         task = TextTask(sizes)
-        task.forward = distribution.shard(task.module)
+        task.forward = shard(task.module, distribution)
         trainer = Trainer(
             task,
             SampledBatches(partial(sample_captions, batch_size=sizes.batch_size), seed=loop.seed),
@@ -79,13 +80,13 @@ def train_text_encoders(recipe: TextRecipe, *, overwrite: bool = False, reporter
             compute=recipe.precision.compute,
             distribution=distribution,
             clock=Clock(),
-            reporter=reporter,
         )
         threads = pick_threads(asked=None, values=sizes.batch_size * sizes.t5_max_length * sizes.t5_width)
         with threads_used(threads, reporter), reporter.stage("train", total=loop.steps, unit="steps") as progress:
             while trainer.step < loop.steps:
                 report = trainer.do_step()
                 progress.advance()
+                trainer.raise_if_stuck()
                 if report.step % loop.log_every == 0:
                     with (output / LOG_FILE).open("a", encoding="utf-8") as log:
                         log.write(json.dumps({"step": report.step, **report.figures}) + "\n")

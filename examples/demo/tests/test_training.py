@@ -16,7 +16,7 @@ from demo_world.settings import Recipe, load_recipe
 from demo_world.training import train_on_scenes
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.weights import packaged_demo
-from opensora_cli.engine.train.evaluate import video_names
+from opensora_cli.media.names import file_stem
 from opensora_cli.media.read import probe
 
 FACTOR = 0.4
@@ -56,7 +56,10 @@ def test_validation_loss_falls(tmp_path: Path) -> None:
     assert losses[2] < losses[1] < losses[0]
     assert losses[2] < FACTOR * losses[0]
     videos = sorted((tmp_path / "run" / "samples").rglob("*.mp4"))
-    assert [path.stem for path in videos] == sorted(video_names(recipe.settings.samples.prompts))
+    assert [path.stem for path in videos] == sorted(
+        file_stem(prompt, seed=recipe.settings.samples.seed + index)
+        for index, prompt in enumerate(recipe.settings.samples.prompts)
+    )
     assert all((facts.num_frames, facts.height, facts.width) == (9, 128, 128) for facts in map(probe, videos))
 
 

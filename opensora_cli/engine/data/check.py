@@ -1,7 +1,8 @@
 """`osora train --check-data`: report on the data of a run, before any model is loaded."""
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,11 +10,10 @@ from numpy.typing import NDArray
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.core.progress import Reporter
-from opensora_cli.data.batches import BucketSampler, EpochPlan
+from opensora_cli.data.batches import EpochPlan
 from opensora_cli.data.buckets import NO_BUCKET, Buckets
 from opensora_cli.data.table import BadRow, ClipTable
-from opensora_cli.engine.encode.datasets import open_table
-from opensora_cli.engine.encode.unused_rows import UnusedRows, find_unused
+from opensora_cli.engine.encode.datasets import UnusedRows, find_unused, open_table
 from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.train import TrainSettings
 
@@ -89,10 +89,7 @@ class DataReport(Document):
 
 
 def check_data(settings: TrainSettings, *, reporter: Reporter) -> DataReport:
-    """Return the content of a run's first epoch. Every file of the table is looked up, and none is read.
-
-    Errors are those of `open_table`.
-    """
+    """Return the content of a run's first epoch. Every file of the table is looked up, and none is read."""
     data, source = settings.data, open_table(settings, fixed_starts=True)
     table, buckets = source.table, source.buckets
     is_there = _look_for_files(table, reporter=reporter)
@@ -100,10 +97,12 @@ def check_data(settings: TrainSettings, *, reporter: Reporter) -> DataReport:
         BadRow(row=int(table.rows[index]), path=table.paths[index], reason="there is no such file")
         for index in np.flatnonzero(~is_there).tolist()
     ]
-    usable = table.samples.only(is_there)
-    sampler = BucketSampler(buckets=buckets, samples=usable, seed=settings.loop.seed)
-    plan, of_update = sampler(0), settings.loop.micro_batches or settings.parallel.data_ranks(settings.strategy)
-    reports = tuple(_bucket_reports(data, buckets, plan))
+    usable = replace(source, table=table.only(np.flatnonzero(is_there)))
+    plan, of_update = (
+        usable.plan_epoch(0),
+        settings.loop.micro_batches or settings.parallel.data_ranks(settings.strategy),
+    )
+    reports = _bucket_reports(data, buckets, plan)
     problems = [
         f"bucket {bucket.name} is empty: {bucket.samples} samples in all shapes fill no micro-batch of "
         f"{bucket.batch_size}"
@@ -117,8 +116,8 @@ def check_data(settings: TrainSettings, *, reporter: Reporter) -> DataReport:
         rows=len(table) + len(table.bad_rows),
         bad_rows=tuple(sorted([*table.bad_rows, *missing], key=lambda row: row.row)),
         without_caption=table.texts.num_empty,
-        without_bucket=int((buckets.reachable(usable) == NO_BUCKET).all(axis=1).sum()),
-        unused=find_unused(source, is_there, sampler.assigned(0)),
+        without_bucket=int((buckets.reachable(usable.table.samples) == NO_BUCKET).all(axis=1).sum()),
+        unused=find_unused(usable),
         buckets=reports,
         micro_batches=len(plan),
         micro_batches_of_update=of_update,
@@ -137,19 +136,20 @@ def _look_for_files(table: ClipTable, *, reporter: Reporter) -> NDArray[np.bool_
     return is_there
 
 
-def _bucket_reports(data: DataSettings, buckets: Buckets, plan: EpochPlan) -> Iterator[BucketReport]:
-    counts = {(name, length): [0, 0] for name, lengths in data.buckets.items() for length in lengths}
+def _bucket_reports(data: DataSettings, buckets: Buckets, plan: EpochPlan) -> tuple[BucketReport, ...]:
+    samples, batches = Counter[tuple[str, int]](), Counter[tuple[str, int]]()
     for index in range(len(buckets)):
-        count = counts[buckets[index].kind]
-        count[0] += int(plan.samples_of_buckets[index])
-        count[1] += int(plan.batches_of_buckets[index])
-    for (name, length), (samples, batches) in counts.items():
-        probability, batch_size = data.buckets[name][length]
-        yield BucketReport(
+        samples[buckets[index].kind] += int(plan.samples_of_buckets[index])
+        batches[buckets[index].kind] += int(plan.batches_of_buckets[index])
+    return tuple(
+        BucketReport(
             resolution=name,
             num_frames=length,
-            probability=probability,
-            batch_size=batch_size,
-            samples=samples,
-            micro_batches=batches,
+            probability=bucket.probability,
+            batch_size=bucket.batch_size,
+            samples=samples[name, length],
+            micro_batches=batches[name, length],
         )
+        for name, lengths in data.buckets.items()
+        for length, bucket in lengths.items()
+    )

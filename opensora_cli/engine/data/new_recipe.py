@@ -63,12 +63,8 @@ class Suggestion:
 def write_recipe(folder: str, base: Path, *, reporter: Reporter | None = None) -> NewRecipe:
     """Write `FOLDER.yaml` beside a folder: the recipe `base` with buckets for all clips of the folder.
 
-    The folder is scanned, unless its table exists.
-
-    Raises:
-        RequestError: the base is a file of the reference implementation.
-        FileProblem: the folder is missing, or holds nothing for training.
-        OutputError: the recipe exists, or a file cannot be written.
+    The folder is scanned, unless its table exists. Raises FileProblem if it holds nothing for training, and OutputError
+    if the recipe exists.
     """
     recipe = Path(f"{os.path.abspath(folder)}.yaml")
     if os.path.lexists(recipe):
@@ -104,14 +100,21 @@ def suggest_buckets(samples: Samples, settings: TrainSettings) -> Suggestion:
     lengths, and smaller videos additional resolutions. A micro-batch is no larger than the number of samples of the
     rarest shape.
     """
-    multiple, grid = pixel_multiple(settings), settings.vae.grid
-    side, longest, budget, fps_max = _usual(settings)
-    is_video = samples.num_frames > 1
-    shortest = grid.num_frames(2)
-    long_enough = is_video & (samples.num_frames >= shortest)
-    fast = np.flatnonzero(long_enough & (samples.num_frames // frame_intervals(samples.fps, fps_max) < shortest))
-    fps_max = max(fps_max, _rate_for(samples, fast, length=shortest))
+    multiple, grid, fps_max = pixel_multiple(settings), settings.vae.grid, settings.data.fps_max
+    name, longest = max(
+        ((name, max(lengths)) for name, lengths in settings.data.buckets.items()),
+        key=lambda kind: (kind[1] > 1, num_pixels(kind[0])),
+    )
+    side = int(math.sqrt(num_pixels(name)))
+    budget = settings.data.buckets[name][longest].batch_size * grid.latent_frames(longest) * num_pixels(name)
+    is_video, shortest = samples.num_frames > 1, grid.num_frames(2)
+    # The lowest rate, to a thousandth, that leaves enough frames of short, fast videos.
     left = samples.num_frames // frame_intervals(samples.fps, fps_max)
+    fast = is_video & (samples.num_frames >= shortest) & (left < shortest)
+    if fast.any():
+        rate = float((samples.fps[fast] / (samples.num_frames[fast] // shortest)).max())
+        fps_max = max(fps_max, math.ceil(rate * 1000 - 1e-6) / 1000)
+        left = samples.num_frames // frame_intervals(samples.fps, fps_max)
     lengths = np.array([grid.longest_clip(min(int(each), longest)) for each in left.tolist()], dtype=np.int64)
     lengths = np.where(is_video, lengths, 1)
     sides = _sides(samples, side, multiple=multiple)
@@ -123,9 +126,7 @@ def suggest_buckets(samples: Samples, settings: TrainSettings) -> Suggestion:
     if not table:
         return Suggestion(buckets={}, fps_max=fps_max, unfit=len(samples))
     buckets = make_buckets(table, fps_max=fps_max, multiple=multiple)
-    fitting_NR = buckets.fitting(samples)
-    first = (fitting_NR != NO_BUCKET).argmax(axis=1)
-    placed = np.take_along_axis(fitting_NR, first[:, None], axis=1)[:, 0]
+    placed = buckets.assign(samples, np.zeros((len(samples), len(buckets.resolutions))))
     counts = np.bincount(placed[placed != NO_BUCKET], minlength=len(buckets))
     found: dict[tuple[str, int], list[int]] = {}
     for index in np.flatnonzero(counts).tolist():
@@ -135,23 +136,6 @@ def suggest_buckets(samples: Samples, settings: TrainSettings) -> Suggestion:
         most = int(budget // (grid.latent_frames(length) * num_pixels(name)))
         filled.setdefault(name, {})[length] = BucketSettings(1.0, max(1, min(most, 4096, *of_shapes)))
     return Suggestion(buckets=filled, fps_max=fps_max, unfit=int((placed == NO_BUCKET).sum()))
-
-
-def _rate_for(samples: Samples, members: NDArray[np.int64], *, length: int) -> float:
-    """Return the lowest `fps_max`, to a thousandth, with `length` or more frames of each video; 0 without videos."""
-    if not len(members):
-        return 0.0
-    fps, intervals = samples.fps[members], samples.num_frames[members] // length
-    return math.ceil(float((fps / intervals).max()) * 1000 - 1e-6) / 1000
-
-
-def _usual(settings: TrainSettings) -> tuple[int, int, float, float]:
-    """Return side and length of a recipe's largest clips, the latent frames x pixels of a batch, and the frame rate."""
-    data, grid = settings.data, settings.vae.grid
-    name = max(data.buckets, key=lambda name: (max(data.buckets[name]) > 1, num_pixels(name)))
-    sizes = {length: bucket.batch_size * grid.latent_frames(length) for length, bucket in data.buckets[name].items()}
-    longest = max(sizes)
-    return int(math.sqrt(num_pixels(name))), longest, sizes[longest] * num_pixels(name), data.fps_max
 
 
 def _sides(samples: Samples, usual: int, *, multiple: int) -> NDArray[np.int64]:
@@ -205,11 +189,8 @@ def _recipe_text(
         values["train_mmdit"] = changes
     lines = [
         f"# Clips of {name}, made by `osora train --new`: {base} with buckets that take in all of them.",
-        f"# osora data preview {_shown(table)} -o sheet.png --config {_shown(recipe)}",
-        f"# osora train --config {_shown(recipe)} --check-data",
         f"# osora train --config {_shown(recipe)}",
-        "# Buckets: resolution, frames, [probability, clips of a micro-batch]. Those of one have one shape, so there",
-        "# are no more than the rarest shape has. loop.micro_batches=N makes an update of N micro-batches.",
+        "# Buckets: resolution, frames, [probability, clips of a micro-batch, at most those of the rarest shape].",
         *([f"# Left out, too small or too short for any: {suggestion.unfit:,}."] if suggestion.unfit else []),
     ]
     return "\n".join(lines) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10**6)

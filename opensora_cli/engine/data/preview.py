@@ -51,11 +51,7 @@ class PreviewResult(Document):
 def preview(
     settings: PreviewSettings, data: DataSettings, *, multiple: int, reporter: Reporter | None = None
 ) -> PreviewResult:
-    """Make a contact sheet of some samples of a table: frames, name, size, bucket and caption.
-
-    Sizes of buckets are multiples of `multiple`, the side of a token in pixels. Raises the errors of `make_buckets`,
-    FileProblem if the table is empty, and OutputError if the picture exists already or cannot be written.
-    """
+    """Make a contact sheet of some samples of a table: frames, name, size, bucket and caption."""
     sheet = Path(settings.sheet)
     if os.path.lexists(sheet) and not settings.overwrite:
         raise OutputError(f"{sheet} exists already", hint="use --overwrite, or another --out")
@@ -79,7 +75,7 @@ def preview(
             caption = textwrap.wrap(escaped(table.texts[index]) or "(no caption)", _LETTERS, max_lines=2)
             ImageDraw.Draw(picture).multiline_text(
                 (corner[0], corner[1] + _FRAME[1]),
-                "\n".join([_name(table, index), _label(table, index, buckets), *caption]),
+                "\n".join([escaped(table.file(index).name)[-_LETTERS:], _label(table, index, buckets), *caption]),
                 fill="black",
                 font=ImageFont.load_default(size=12),
             )
@@ -99,15 +95,9 @@ def _draw_frames(picture: Image.Image, corner: tuple[int, int], table: ClipTable
             picture.paste(frame, (corner[0] + number * _FRAME[0], corner[1]))
 
 
-def _name(table: ClipTable, index: int) -> str:
-    """Return the name of a sample's file; the middle of a long one is dropped."""
-    name = escaped(Path(table.file(index)).name)
-    return name if len(name) <= _LETTERS else f"{name[: _LETTERS // 2 - 2]}...{name[-_LETTERS // 2 + 2 :]}"
-
-
 def _label(table: ClipTable, index: int, buckets: Buckets) -> str:
     """Return size, length, rate and bucket of a sample in one line."""
-    samples = table.samples.only(np.arange(len(table)) == index)
+    samples = table.samples.only(np.array([index]))
     frames, fps = int(samples.num_frames[0]), float(samples.fps[0])
     size = f"{samples.width[0]}x{samples.height[0]}"
     length = "picture" if frames == 1 else f"{frames} frames" + ("" if np.isnan(fps) else f" at {fps:g}")

@@ -3,7 +3,7 @@
 import json
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, FileProblem, OsoraError, OutputError
 from opensora_cli.core.files import require_there
 from opensora_cli.core.folder_lock import lock_beside, sole_run
+from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.reading import read_text, reading
 from opensora_cli.core.strict_json import is_unicode
@@ -24,7 +25,7 @@ _CAPTION_ENDINGS = (".txt", ".TXT", ".caption", ".json")
 """Endings of caption files, the first of which counts."""
 _CAPTION_KEYS = ("text", "caption", "prompt")
 _NAMED = 5
-"""Most files, and endings, that a line names."""
+"""Most videos of a varying frame rate that are named."""
 _LONGEST_BYTES = 10**6
 """Limit of a caption file in bytes; no text encoder reads a hundredth of it."""
 
@@ -60,11 +61,7 @@ class ScanResult(Document):
         return [
             f"table     {self.table}: {self.videos:,} videos, {self.pictures:,} pictures",
             *([f"caption   {self.without_caption:,} without one"] if self.without_caption else []),
-            *(
-                [f"uneven    {_names(self.uneven)}: the frame rate varies, training ignores that"]
-                if self.uneven
-                else []
-            ),
+            *(f"uneven    {path.name}: the frame rate varies, training ignores that" for path in self.uneven[:_NAMED]),
             *([f"skipped   {_counts(self.other_files)}"] if self.other_files else []),
             *(f"broken    {file.reason}" for file in self.broken),
             *(f"closed    {folder.reason}" for folder in self.closed_folders),
@@ -72,41 +69,26 @@ class ScanResult(Document):
 
     def raise_for_problems(self) -> None:
         """Raise BatchError if files or folders could not be read."""
-        counts = [
-            f"{len(found)} {what}" if len(found) != 1 else f"1 {what.removesuffix('s')}"
-            for found, what in ((self.broken, "files"), (self.closed_folders, "folders"))
-            if found
-        ]
-        if counts:
+        if count := len(self.broken) + len(self.closed_folders):
             raise BatchError(
-                f"{' and '.join(counts)} cannot be read: {self.table} has the others",
+                f"{count} {'file or folder' if count == 1 else 'files or folders'} cannot be read: "
+                f"{self.table} has the others",
                 hint="fix or remove them, and scan again",
             )
 
 
-def _names(paths: Sequence[Path]) -> str:
-    """Return the first names, and the number of the others."""
-    names = ", ".join(path.name for path in paths[:_NAMED])
-    return f"{names} and {len(paths) - _NAMED:,} more" if len(paths) > _NAMED else names
-
-
 def _counts(endings: Mapping[str, int]) -> str:
-    """Return the most frequent endings with their numbers, and the number of the others."""
-    frequent = Counter(endings).most_common(_NAMED)
-    others = sum(endings.values()) - sum(number for _, number in frequent)
-    shown = [f"{number:,} {ending or 'without an ending'}" for ending, number in frequent]
-    return ", ".join([*shown, f"{others:,} others"] if others else shown)
+    """Return the most frequent endings with their numbers."""
+    return first_few(
+        [f"{number:,} {ending or 'without an ending'}" for ending, number in Counter(endings).most_common()]
+    )
 
 
 def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanResult:
-    """Write the table of a folder, at the end of the scan.
+    """Write the table of a folder, at the end of the scan. Files whose names begin with a dot are ignored.
 
-    A deep scan decodes every frame. Files whose names begin with a dot are ignored.
-
-    Raises:
-        FileProblem: the folder is missing, or has neither pictures nor videos.
-        OutputError: the table exists and is not to be replaced, cannot be written, or another process writes it.
-        HardwareError: the table is parquet, and pyarrow is not installed.
+    Raises FileProblem if the folder has neither pictures nor videos, and OutputError if the table exists and is not to
+    be replaced, or another process writes it.
     """
     folder = Path(settings.folder)
     table = Path(settings.table or f"{os.path.abspath(folder)}.csv")
@@ -140,19 +122,15 @@ def _scan(folder: Path, table: Path, settings: ScanSettings, *, reporter: Report
         except KeyboardInterrupt as interrupt:
             pool.shutdown(cancel_futures=True)
             raise KeyboardInterrupt("no table is written: scan again") from interrupt
-    rows: list[tuple[object, ...]] = []
-    uneven, broken = list[Path](), list[BrokenFile]()
+    rows, uneven, broken = list[tuple[object, ...]](), list[Path](), list[BrokenFile]()
     for file in files:
         each = found[file]
         if isinstance(each, BrokenFile):
             broken.append(each)
             continue
         facts, caption = each
-        height, width = facts.height, facts.width
-        fps = None if facts.fps is None else round(facts.fps, 6)
-        rows.append(
-            (str(file), caption, facts.num_frames, height, width, round(height / width, 6), height * width, fps)
-        )
+        size, fps = (facts.num_frames, facts.height, facts.width), facts.fps and round(facts.fps, 6)
+        rows.append((str(file), caption, *size, round(size[1] / size[2], 6), size[1] * size[2], fps))
         if facts.is_uneven:
             uneven.append(file)
     write_table(table, COLUMNS, rows)
@@ -188,23 +166,16 @@ def read_caption(path: Path) -> str:
     """
     for ending in _CAPTION_ENDINGS:
         file = path.with_suffix(ending)
-        if (text := _content(file)) is not None:
+        if os.path.lexists(file):
+            text = _as_text(read_text(file, max_bytes=_LONGEST_BYTES), file)
             return " ".join((_from_json(text, file) if ending == ".json" else text).split())
     return ""
 
 
-def _content(path: Path) -> str | None:
-    if not os.path.lexists(path):
-        return None
-    return _as_text(read_text(path, max_bytes=_LONGEST_BYTES), path)
-
-
 def _as_text(text: str, path: Path) -> str:
-    """Return `text` if a table can hold it. JSON texts may have half characters and zero bytes, which are refused."""
-    if "\0" in text:
-        raise FileProblem(f"{path} has a zero byte in its text")
-    if not is_unicode(text):
-        raise FileProblem(f"{path} has half a character in its text")
+    """Return `text`. Raises FileProblem for zero bytes and half characters of JSON, which no table can hold."""
+    if "\0" in text or not is_unicode(text):
+        raise FileProblem(f"{path} has {'a zero byte' if chr(0) in text else 'half a character'} in its text")
     return text
 
 
@@ -242,13 +213,7 @@ class ShardResult(Document):
 
 
 def shard(settings: ShardSettings) -> ShardResult:
-    """Write the parts beside the table, so that relative paths stay valid: `clips_1-of-8.csv` and so on.
-
-    Raises:
-        FileProblem: the table is missing, broken, or has fewer rows than parts.
-        OutputError: a part exists already, or cannot be written.
-        HardwareError: the table is parquet, and pyarrow is not installed.
-    """
+    """Write the parts beside the table, so that relative paths stay valid: `clips_1-of-8.csv` and so on."""
     table = Path(settings.table)
     digits = len(str(settings.parts))
     targets = [

@@ -58,10 +58,7 @@ def write_header(folder: Path, identity: Identity, empty_prompt: EmptyPrompt) ->
 
 
 def threads_of(folder: Path) -> int | None:
-    """Return the number of threads that a cache was begun with, or None if it is unknown. Rounding depends on it.
-
-    Raises CheckpointError if the header is broken.
-    """
+    """Return the number of threads that a cache was begun with, or None if it is unknown. Rounding depends on it."""
     path = folder / HEADER_FILE
     if not path.exists() or _THREADS not in (_opened(path).metadata() or {}):
         return None
@@ -72,9 +69,7 @@ def threads_of(folder: Path) -> int | None:
 def is_cache_of(folder: Path, identity: Identity, *, complete: bool = True) -> bool:
     """Return whether a folder has a cache with this identity, or with these entries if `identity` is not `complete`.
 
-    A cache without clips is never refused, since it can be replaced.
-
-    Raises FileProblem if a cache with clips has another identity, and CheckpointError if its header is broken.
+    Raises FileProblem if a cache with clips has another identity; one without clips can be replaced.
     """
     found = _identity_of(folder)
     if found is None:
@@ -109,10 +104,7 @@ def file_state(path: str) -> FileState | None:
 
 
 class ClipCache:
-    """Reader of a cache (see `is_cache_of`); it can be sent to other processes.
-
-    Raises CheckpointError for a broken file, here and when a clip is read.
-    """
+    """Reader of a cache (see `is_cache_of`); it can be sent to other processes."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -123,12 +115,11 @@ class ClipCache:
         for path in sorted(folder.glob(_SHARD_PATTERN), key=lambda shard: shard.stat().st_mtime_ns):
             try:
                 for key, about in _metadata(path, _CLIPS).items():
-                    # Caches of earlier versions have only the names.
-                    names, state = (about, None) if isinstance(about, list) else (about["names"], about["file"])
-                    if state is not None and self._states.setdefault(key, tuple(state)) != tuple(state):
-                        self._states[key] = tuple(state)
+                    state = about["file"] and tuple(about["file"])
+                    if state and self._states.setdefault(key, state) != state:
+                        self._states[key] = state
                         del self._clips[key]
-                    self._clips.setdefault(key, {}).update(dict.fromkeys(names, path))
+                    self._clips.setdefault(key, {}).update(dict.fromkeys(about["names"], path))
             except (TypeError, LookupError) as error:
                 raise _broken(path, f"its {_CLIPS} are no list of clips") from error
 

@@ -104,10 +104,7 @@ def part_name(part: ReferencePart) -> str:
 def encode_for_cache(
     clip: FreshClip, parts: Mapping[str, ReferencePart], *, known: Collection[str] = ()
 ) -> dict[str, Tensor]:
-    """Return the tensors of a clip for a cache, on the host, without the `known` ones.
-
-    `parts` has the frames that condition modes need on their own, by `part_name`.
-    """
+    """Return the tensors of a clip for a cache, on the host, without the `known` ones."""
     encode: dict[str, Callable[[], Tensor]] = {
         LATENTS: clip.latents,
         PROMPT_EMBEDS: clip.prompt_embeds,
@@ -135,10 +132,7 @@ def training_caption(caption: str, *, fps: float, motion_score: float | None, se
 def fitting_modes(
     weights: Mapping[str, float], *, num_latent_frames: int, causal: bool, lengths: ReferenceLengths = RELEASED_LENGTHS
 ) -> dict[ConditionMode, float]:
-    """Return the modes with a weight that leave frames of such a clip to learn; for a single frame only `t2v`.
-
-    Raises RequestError for an unknown mode.
-    """
+    """Return the modes with a weight that leave frames of such a clip to learn; for a single frame only `t2v`."""
     modes = {condition_mode(name): weight for name, weight in weights.items() if weight > 0}
     fitting = {
         mode: weight

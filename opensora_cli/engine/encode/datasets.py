@@ -1,18 +1,24 @@
-"""Clips from the files of a table: samples, the clip of each sample, and the order of each epoch."""
+"""Clips from the files of a table: their order, their micro-batches, and the rows that no epoch uses."""
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from opensora_cli.core.choices import Fit
+from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.data.batches import BucketSampler, ClipRequest, EpochPlan, random_start
-from opensora_cli.data.buckets import NO_BUCKET, Buckets, Resolution, map_target_fps
+from opensora_cli.core.progress import Reporter
+from opensora_cli.data.batches import ClipRequest, ClipSource, EpochPlan, Stream
+from opensora_cli.data.buckets import FILLED, NO_BUCKET, Buckets, Resolution, map_target_fps
+from opensora_cli.data.loading import BatchStream, LoadClip
 from opensora_cli.data.table import ClipTable, read_table
 from opensora_cli.engine.encode.inputs import NO_TABLE, TABLE_HINT
 from opensora_cli.media.read import read_cut
@@ -20,6 +26,8 @@ from opensora_cli.media.resize import fit_frames
 from opensora_cli.sampling.sizes import num_pixels, training_sizes
 from opensora_cli.settings.data import BucketTable
 from opensora_cli.settings.train import TrainSettings
+
+_EXAMPLES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +43,14 @@ class TableSource:
     """Whether clips start with the first frame of their file instead of a random frame."""
     fingerprint: str
 
-    def sampler(self) -> BucketSampler:
-        """Return the sampler of the table."""
-        return BucketSampler(buckets=self.buckets, samples=self.table.samples, seed=self.seed)
+    def assigned(self, epoch: int) -> NDArray[np.int32]:
+        """Return the bucket of each row in an epoch, or `NO_BUCKET`: each epoch draws again by probability."""
+        samples, rng = self.table.samples, self._rng(epoch, Stream.BUCKETS)
+        return self.buckets.assign(samples, rng.random((len(samples), len(self.buckets.resolutions))))
 
     def plan_epoch(self, epoch: int) -> EpochPlan:
         """Return the order of an epoch."""
-        return self.sampler()(epoch)
+        return EpochPlan(self.assigned(epoch), self.buckets.batch_sizes, rng=self._rng(epoch, Stream.ORDER))
 
     def request(self, sample: int, *, bucket: int, number: int, place: int) -> ClipRequest:
         """Return the clip of a sample for `place` in micro-batch `number`; its start depends on these and the seed."""
@@ -51,7 +60,7 @@ class TableSource:
         latest = int(table.samples.num_frames[sample]) - (wanted.num_frames - 1) * interval - 1
         start = 0
         if not self.fixed_starts and latest > 0:
-            start = random_start(seed=self.seed, number=number, place=place, latest=latest)
+            start = int(self._rng(number, Stream.STARTS, place).integers(latest + 1))
         return ClipRequest(
             path=str(table.file(sample)),
             caption=table.texts[sample],
@@ -90,12 +99,12 @@ class TableSource:
             fitted.append(levels_HWC.to(torch.uint8))
         return torch.stack(fitted)
 
+    def _rng(self, number: int, stream: Stream, *place: int) -> np.random.Generator:
+        return np.random.default_rng((self.seed, number, stream, *place))
+
 
 def open_table(settings: TrainSettings, *, fixed_starts: bool) -> TableSource:
-    """Return the clips of `data.table`. With `fixed_starts` every clip starts with the first frame of its file.
-
-    Raises what `read_table` raises, and RequestError without a table, or if a resolution is too small for the model.
-    """
+    """Return the clips of `data.table`. With `fixed_starts` every clip starts with the first frame of its file."""
     data, seed, multiple = settings.data, settings.loop.seed, pixel_multiple(settings)
     if data.table is None:
         raise RequestError(NO_TABLE, hint=TABLE_HINT)
@@ -120,10 +129,7 @@ def pixel_multiple(settings: TrainSettings) -> int:
 
 
 def make_buckets(table: BucketTable, *, fps_max: float, multiple: int) -> Buckets:
-    """Return buckets in the shapes that the model is trained at.
-
-    Raises RequestError for a resolution that is too small for `multiple`.
-    """
+    """Return buckets in the shapes that the model is trained at."""
     resolutions = []
     for name, buckets in table.items():
         try:
@@ -135,3 +141,121 @@ def make_buckets(table: BucketTable, *, fps_max: float, multiple: int) -> Bucket
         lengths = {length: (bucket.probability, bucket.batch_size) for length, bucket in buckets.items()}
         resolutions.append(Resolution(name=name, pixels=num_pixels(name), sizes=sizes, lengths=lengths))
     return Buckets(resolutions, fps_max=fps_max)
+
+
+def open_batches(
+    settings: TrainSettings,
+    *,
+    data_rank: int,
+    data_ranks: int,
+    reporter: Reporter,
+    load: LoadClip | None = None,
+    source: ClipSource | None = None,
+) -> BatchStream:
+    """Return the micro-batches of one rank, with warnings of unused samples and of samples that could not be read.
+
+    Without a `source`, clips are those of the table. With `load`, they start with the first frame of their file.
+    """
+    if source is None:
+        source = table = open_table(settings, fixed_starts=load is not None)
+        for line in _unused_lines(table, settings) if data_rank == 0 else ():
+            reporter.warn(line)
+    return BatchStream(
+        source,
+        load=load,
+        micro_batches=settings.loop.micro_batches or data_ranks,
+        rank=data_rank,
+        ranks=data_ranks,
+        workers=settings.data.workers,
+        prefetch=settings.data.prefetch,
+        reporter=reporter,
+    )
+
+
+def _unused_lines(source: TableSource, settings: TrainSettings) -> Iterator[str]:
+    data, table, buckets = settings.data, source.table, source.buckets
+    if bad := len(table.bad_rows):
+        yield f"{data.table}: bad rows skipped: {bad}; osora train --check-data lists them"
+    for each in find_unused(source):
+        yield (
+            f"{data.table}: rows unused: {each.rows} of {len(table)}, {each.reason} ({each.examples[0]}); "
+            "osora train --check-data lists them with fixes"
+        )
+    batches = source.plan_epoch(0).batches_of_buckets
+    filled = {buckets[index].kind for index in np.flatnonzero(batches).tolist()}
+    for resolution, lengths in data.buckets.items():
+        for length, bucket in lengths.items():
+            if bucket.probability > 0 and (resolution, length) not in filled:
+                yield f"data.buckets.{resolution}.{length} is empty: its samples fill no micro-batch"
+
+
+class UnusedRows(Document):
+    """Rows that are unused for one reason."""
+
+    reason: str
+    rows: int
+    examples: tuple[str, ...]
+    """Up to three of the rows, with their sizes."""
+    fix: str
+
+    def lines(self) -> list[str]:
+        """Return the rows as lines of text."""
+        return [
+            f"unused    {self.rows:,} {'row' if self.rows == 1 else 'rows'}: {self.reason}",
+            *(f"          {example}" for example in self.examples),
+            f"          fix: {self.fix}",
+        ]
+
+
+def find_unused(source: TableSource) -> tuple[UnusedRows, ...]:
+    """Return the rows of a table that the first epoch cannot use, by reason."""
+    samples = source.table.samples
+
+    def described(index: int) -> str:
+        size = f"{samples.width[index]}x{samples.height[index]}"
+        frames, fps = int(samples.num_frames[index]), samples.fps[index]
+        rate = "" if np.isnan(fps) else f" at {fps:g} fps"
+        return f"{source.table.paths[index]}: {size}" + (f", {frames} frames{rate}" if frames > 1 else "")
+
+    return tuple(
+        UnusedRows(
+            reason=reason,
+            rows=int(members.sum()),
+            examples=tuple(described(index) for index in np.flatnonzero(members)[:_EXAMPLES].tolist()),
+            fix=fix,
+        )
+        for members, reason, fix in (*_without_bucket(source), *_unfilled(source))
+        if members.any()
+    )
+
+
+def _without_bucket(source: TableSource) -> Iterator[tuple[NDArray[np.bool_], str, str]]:
+    """Yield a mask of the rows that no bucket takes, the reason and the fix."""
+    samples, buckets = source.table.samples, source.buckets
+    fits_none = (buckets.fitting(samples) == NO_BUCKET).all(axis=1)
+    is_closed = ~fits_none & (buckets.reachable(samples) == NO_BUCKET).all(axis=1)
+    smallest = buckets.resolutions[-1]
+    least = math.ceil(smallest.pixels * FILLED)
+    is_small = samples.height * samples.width < least
+    is_picture = samples.num_frames == 1
+    small = f"too small: {smallest.name}, the smallest resolution, takes {least:,} pixels or more"
+    fewer = "add a bucket with at most their frames to data.buckets, or raise data.fps_max if videos are faster"
+    yield fits_none & is_small, small, "add a smaller resolution to data.buckets"
+    yield fits_none & ~is_small & is_picture, "no bucket is for pictures of their size", "add a bucket of 1 frame"
+    yield fits_none & ~is_small & ~is_picture, "no bucket is for videos of their size and length", fewer
+    yield is_closed, "their buckets have probability 0", "use a probability over 0"
+
+
+def _unfilled(source: TableSource) -> Iterator[tuple[NDArray[np.bool_], str, str]]:
+    """Yield a mask of the rows that fill no micro-batch, the reason and the fix, by resolution and length."""
+    assigned, buckets = source.assigned(0), source.buckets
+    counts = np.bincount(assigned[assigned >= 0], minlength=len(buckets))
+    short: dict[tuple[str, int], list[int]] = {}
+    for index in np.flatnonzero((counts > 0) & (counts < buckets.batch_sizes)).tolist():
+        short.setdefault(buckets[index].kind, []).append(index)
+    for (name, length), indices in short.items():
+        yield (
+            np.isin(assigned, indices),
+            f"too few of one shape for {buckets[indices[0]].batch_size} clips of data.buckets.{name}.{length}",
+            f"use a batch size of {counts[indices].min()}, or give more clips of each shape",
+        )

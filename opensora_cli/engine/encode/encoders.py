@@ -83,10 +83,7 @@ class Encoders:
 
 
 def load_encoders(settings: TrainSettings, *, device: torch.device) -> Encoders:
-    """Load the frozen autoencoder and text encoders.
-
-    Raises CheckpointError for missing or broken parts, RequestError for a text length that does not suit its encoder.
-    """
+    """Load the frozen autoencoder and text encoders."""
     (vae, t5, clip), text = require_frozen_parts(settings), settings.text
     dtype = frozen_dtype(settings.train_mmdit, device)
     return Encoders(

@@ -1,4 +1,4 @@
-"""Fill a cache: encode every clip that training can use once."""
+"""`osora data cache`, and training with a cache: encode every clip that training can use once."""
 
 import json
 from collections.abc import Callable
@@ -7,14 +7,24 @@ from pathlib import Path
 
 import torch
 
+from opensora_cli.checkpoint.formats.peft import require_peft
 from opensora_cli.checkpoint.readable import sha256_of
 from opensora_cli.core.conditions import ReferencePart
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import CheckpointError, MediaError
-from opensora_cli.core.progress import BYTES, Reporter
+from opensora_cli.core.exceptions import BatchError, CheckpointError, MediaError
+from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.core.reading import require_file
-from opensora_cli.data.source import ClipSource
-from opensora_cli.engine.encode.clip_cache import CacheWriter, ClipCache, file_state, is_cache_of, write_header
+from opensora_cli.core.threads import ThreadChoice, pick_threads, threads_used
+from opensora_cli.data.batches import ClipSource
+from opensora_cli.engine.components.hardware import pick_hardware
+from opensora_cli.engine.encode.clip_cache import (
+    CacheWriter,
+    ClipCache,
+    file_state,
+    is_cache_of,
+    threads_of,
+    write_header,
+)
 from opensora_cli.engine.encode.clips import (
     ALWAYS_CACHED,
     FreshClip,
@@ -25,7 +35,7 @@ from opensora_cli.engine.encode.clips import (
 )
 from opensora_cli.engine.encode.datasets import open_table
 from opensora_cli.engine.encode.encoders import frozen_dtype, load_encoders
-from opensora_cli.engine.encode.inputs import require_frozen_parts
+from opensora_cli.engine.encode.inputs import require_cache_inputs, require_frozen_parts
 from opensora_cli.settings.train import TrainSettings
 
 _ENCODER_FILES = frozenset({".json", ".safetensors", ".bin", ".model", ".txt"})
@@ -39,31 +49,60 @@ class FailedClip(Document):
     reason: str
 
 
-def prepare_cache(
-    settings: TrainSettings,
-    *,
-    device: torch.device,
-    rank: int,
-    ranks: int,
-    barrier: Callable[[], None],
-    reporter: Reporter,
-    source: ClipSource | None = None,
-) -> ClipCache | None:
-    """Return the cache of a training run after missing clips were added, or None for a run without a cache.
+class CacheReport(Document):
+    """Result of `osora data cache`."""
 
-    All `ranks` processes call this; see `fill_cache`, which also has the errors. A clip that cannot be read is a
-    warning.
+    SCHEMA = "osora.data-cache/1"
+
+    folder: Path
+    clips: int
+    """Clips that are in the cache now."""
+    encoded: int
+    """Clips that this run encoded."""
+    failed: tuple[FailedClip, ...]
+
+    def lines(self) -> list[str]:
+        """Return the result for people."""
+        return [
+            f"{self.folder}  {self.clips} clips, {self.encoded} of them encoded now",
+            *(f"failed  {clip.path}: {clip.reason}" for clip in self.failed),
+        ]
+
+    def raise_for_problems(self) -> None:
+        """Raise BatchError if clips could not be read."""
+        if self.failed:
+            raise BatchError(
+                f"{len(self.failed)} of {len(self.failed) + self.clips} clips could not be read",
+                hint="fix them and rerun; training skips clips that the cache lacks",
+            )
+
+
+def cache_clips(settings: TrainSettings, *, reporter: Reporter | None = None) -> CacheReport:
+    """Encode the clips of `data` that `train_mmdit.cache` lacks, in one process; the errors are those of `fill_cache`.
+
+    Clips of a file that was replaced are encoded again. After an interruption the next run continues with the
+    remaining clips.
     """
-    if settings.clip_cache is None:
-        return None
-    _, failed = fill_cache(
-        settings, device=device, rank=rank, ranks=ranks, barrier=barrier, reporter=reporter, source=source
-    )
-    if failed:
-        others = f", and {len(failed) - 1} more clips" if len(failed) > 1 else ""
-        reporter.warn(f"skipped: {failed[0].path} ({failed[0].reason}){others}")
-    barrier()
-    return ClipCache(Path(settings.clip_cache))
+    require_cache_inputs(settings)
+    if settings.lora.is_on:
+        # Otherwise training would fail after everything was encoded.
+        require_peft()
+    reporter = reporter or SilentReporter()
+    device = pick_hardware(settings.device_name, "float32").device
+    folder, threads = cache_folder(settings), pick_threads(asked=settings.threads)
+    # Sums depend on the number of threads.
+    begun_with = threads_of(folder) if threads.is_free else None
+    if begun_with is not None and begun_with != threads.count:
+        threads = ThreadChoice(count=begun_with, reason="as the cache was begun, for the same sums")
+    with threads_used(threads, reporter):
+        encoded, failed = fill_cache(settings, device=device, reporter=reporter)
+    return CacheReport(folder=folder, clips=len(ClipCache(folder)), encoded=encoded, failed=tuple(failed))
+
+
+def cache_folder(settings: TrainSettings) -> Path:
+    """Return the folder of the cache of settings that name one."""
+    assert settings.train_mmdit.cache is not None
+    return Path(settings.train_mmdit.cache)
 
 
 def fill_cache(
@@ -87,8 +126,7 @@ def fill_cache(
         OutputError: the cache cannot be written.
         KeyboardInterrupt: its argument says how to continue.
     """
-    assert settings.train_mmdit.cache is not None
-    folder = Path(settings.train_mmdit.cache)
+    folder = cache_folder(settings)
     source = source or open_table(settings, fixed_starts=True)
     requests = [*source.requests()]
     encoders = cache(partial(load_encoders, settings, device=device))
@@ -99,7 +137,7 @@ def fill_cache(
         if not is_cache_of(folder, identity):
             write_header(folder, identity, encoders().empty_prompt)
     barrier()
-    clips = ClipCache(folder)
+    clips, writer, failed = ClipCache(folder), CacheWriter(folder), list[FailedClip]()
     parts = {length: _parts(settings, length) for length in {request.num_frames for request in requests}}
     missing = [
         request
@@ -108,7 +146,6 @@ def fill_cache(
     ]
     if not missing:
         return 0, []
-    writer, failed = CacheWriter(folder), list[FailedClip]()
     with reporter.stage("encode", total=len(missing), unit="clips") as progress:
         try:
             for request in missing:
@@ -131,19 +168,12 @@ def fill_cache(
 
 
 def require_same_settings(settings: TrainSettings, *, device: torch.device) -> None:
-    """Raise FileProblem if the cache of `settings` has clips that were made with other settings.
-
-    Reads no weights. Raises CheckpointError if the header of the cache is broken.
-    """
-    assert settings.train_mmdit.cache is not None
-    is_cache_of(Path(settings.train_mmdit.cache), _settings_identity(settings, device=device), complete=False)
+    """Raise FileProblem if the cache of `settings` has clips that were made with other settings."""
+    is_cache_of(cache_folder(settings), _settings_identity(settings, device=device), complete=False)
 
 
 def cache_identity(settings: TrainSettings, *, device: torch.device, reporter: Reporter) -> dict[str, str]:
-    """Return the digests of the weights and the settings that decide the encoded clips.
-
-    Raises CheckpointError if frozen parts are missing or cannot be read.
-    """
+    """Return the digests of the weights and the settings that decide the encoded clips."""
     parts = zip(("autoencoder", "T5", "CLIP"), require_frozen_parts(settings), strict=True)
     files = {name: _files(path) for name, path in parts}
     size = sum(path.stat().st_size for paths in files.values() for path in paths)

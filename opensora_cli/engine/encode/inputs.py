@@ -51,13 +51,7 @@ def require_tables(settings: TrainSettings, *, has_source: bool = False) -> None
 
 
 def require_cache_inputs(settings: TrainSettings) -> None:
-    """Refuse training that needs no cache, or lacks the input of a cache.
-
-    Raises:
-        RequestError: the trained model is not the transformer, or no cache is named.
-        FileProblem: the table is missing.
-        CheckpointError: frozen parts are missing.
-    """
+    """Refuse training that needs no cache, or lacks the input of a cache."""
     if not settings.trains_transformer:
         raise RequestError(f"target={settings.target} learns from pixels alone: only mmdit has a use for a cache")
     if settings.train_mmdit.cache is None:

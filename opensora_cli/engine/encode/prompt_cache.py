@@ -57,13 +57,10 @@ class TextEmbeds:
 
 
 class PromptCache:
-    """Prompts in the cache of a user, for one run.
+    """Prompts in the cache of a user, for one run. Without a `folder`, which need not exist, there is no cache.
 
     The least recently used files are removed when there is no room. Files that this run has used stay: a run with more
     prompts than there is room for fills the folder, and then writes no more.
-
-    Args:
-        folder: folder of the files, which need not exist. None means that there is no cache.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -80,17 +77,11 @@ class PromptCache:
     @property
     def folder(self) -> Path | None:
         """Folder of the files, or None if the folder does not exist yet."""
-        try:
-            return self._folder if self._folder is not None and self._folder.is_dir() else None
-        except OSError:
-            return None
+        return self._folder if self._folder is not None and os.path.isdir(self._folder) else None
 
     def has(self, name: str) -> bool:
         """Return whether there is a file for a name; it can be broken."""
-        try:
-            return self._folder is not None and _path(self._folder, name).is_file()
-        except OSError:
-            return False
+        return self._folder is not None and os.path.isfile(_path(self._folder, name))
 
     def read(self, name: str, reporter: Reporter) -> TextEmbeds | None:
         """Return the embeddings for a name, on the CPU, or None if they are missing or broken."""
@@ -151,6 +142,4 @@ def _path(folder: Path, name: str) -> Path:
 
 
 def _reason(error: Exception) -> str:
-    if isinstance(error, OSError):
-        return f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error)
     return error.message if isinstance(error, OsoraError) else str(error)

@@ -34,18 +34,13 @@ class BatchShape:
     def zeros(self) -> ClipBatch:
         """Return black clips of this shape, without captions."""
         frames, height, width = self.num_frames, self.height, self.width
-        requests = [
-            ClipRequest(path=f"black:{index}", num_frames=frames, height=height, width=width)
-            for index in range(self.batch_size)
-        ]
+        clip = ClipRequest(path="black", num_frames=frames, height=height, width=width)
         pixels_BTHWC = torch.zeros(self.batch_size, frames, height, width, 3, dtype=torch.uint8)
-        return ClipBatch(number=0, epoch=0, requests=tuple(requests), pixels_BTHWC=pixels_BTHWC, cached=None)
+        return ClipBatch(number=0, epoch=0, requests=(clip,) * self.batch_size, pixels_BTHWC=pixels_BTHWC, cached=None)
 
 
 def largest_batch_shape(settings: TrainSettings) -> BatchShape:
-    """Return the shape with the most tokens, including captions; for an autoencoder, with the most pixels.
-    Raises RequestError if a resolution is too small.
-    """
+    """Return the shape with the most tokens, including captions; for an autoencoder, with the most pixels."""
     return _largest(settings)[1]
 
 
@@ -55,9 +50,7 @@ def layer_values(settings: TrainSettings) -> int:
 
 
 def with_batch_size(settings: TrainSettings, batch_size: int) -> TrainSettings:
-    """Return the settings with micro-batches of this size, only from the largest bucket.
-    Raises RequestError if a resolution is too small.
-    """
+    """Return the settings with micro-batches of this size, only from the largest bucket."""
     resolution, shape = _largest(settings)
     return settings.replace({"data.buckets": {resolution: {shape.num_frames: (1.0, batch_size)}}})
 
@@ -94,9 +87,7 @@ class ActivationPlan(Document):
 
 
 def plan_activations(settings: TrainSettings) -> ActivationPlan | None:
-    """Return the plan; None means that all activations stay on the device, without checkpointing.
-    Raises RequestError if sizes contradict each other.
-    """
+    """Return the plan; None means that all activations stay on the device, without checkpointing."""
     memory = settings.memory
     if not settings.trains_transformer or memory.checkpointing is Checkpointing.NONE:
         return None

@@ -5,6 +5,7 @@ import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
+from itertools import chain, count
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
@@ -52,10 +53,7 @@ _ASIDE = "aside-"
 
 
 def choose_checkpoint(output: Path, resume: Resume, *, distribution: Distribution, reporter: Reporter) -> Path:
-    """Return the checkpoint to resume from. The ranks together compare its files with their hashes.
-
-    Raises CheckpointError if there is none, or if it is broken.
-    """
+    """Return the checkpoint to resume from. The ranks together compare its files with their hashes."""
     folders = checkpoints_to_try(output, resume)
     for number, folder in enumerate(folders):
         problems = wrong_files(folder, share=(distribution.rank, distribution.ranks))
@@ -78,10 +76,7 @@ def choose_checkpoint(output: Path, resume: Resume, *, distribution: Distributio
 def prepare_output(
     output: Path, settings: TrainSettings, folder: Path | None, *, step: int, overwrite: bool, reporter: Reporter
 ) -> None:
-    """Remove or rename files in the run's folder that do not belong to a run from `step` on; write its settings.
-
-    `folder` is the checkpoint that the run resumes from. Raises FileProblem if this is not possible.
-    """
+    """Remove or rename files in the run's folder that do not belong to a run from `step` on; write its settings."""
     remove_unfinished(output)
     if folder is not None:
         set_aside_newer(output, folder, reporter=reporter)
@@ -96,19 +91,14 @@ def prepare_output(
 
 
 def set_aside_newer(output: Path, folder: Path, *, reporter: Reporter) -> None:
-    """Rename the checkpoints that are newer than `folder` because the resumed run will write its own.
-
-    Raises OutputError if this is not possible.
-    """
+    """Rename the checkpoints that are newer than `folder` because the resumed run will write its own."""
     folders = all_epoch_folders(output)
     newer = folders[: folders.index(folder)] if folder in folders else folders
     for each in newer:
         aside = each.with_name(f"{_ASIDE}{each.name}")
+        numbered = (each.with_name(f"{_ASIDE}{number}-{each.name}") for number in count(2))
         try:
-            number = 1
-            while aside.exists():
-                number += 1
-                aside = each.with_name(f"{_ASIDE}{number}-{each.name}")
+            aside = next(path for path in chain([aside], numbered) if not path.exists())
             each.rename(aside)
         except OSError as error:
             raise OutputError(f"cannot rename {each}: {error.strerror or error}") from error
@@ -120,7 +110,7 @@ class CheckpointWriter:
 
     `save` copies everything and returns; weights may change right after it. The next `save` and `wait` wait for the
     writing to end. All ranks must call them at the same time. A `save` whose writing fails only warns because a full
-    disk may get space again. A second failure in a row raises an error, and so does any failure in `wait`.
+    disk may get space again; `wait` raises the error.
 
     A folder `epoch{e}-global_step{n}/` holds `model/` (shards with an index), `ema.safetensors`, `optimizer/` and
     `running_states.json`. All tensors are whole, so that a run can be resumed with another number of ranks.
@@ -134,9 +124,6 @@ class CheckpointWriter:
         self._buffers: dict[tuple[str, str], Tensor] = {}
         self._group: dist.ProcessGroup | None = None
         """Group of the background threads of all ranks."""
-        self._has_warned = False
-        self._had_failed = False
-        """Whether the writing before the last one failed on any rank."""
 
     def __enter__(self) -> "CheckpointWriter":
         return self
@@ -160,11 +147,14 @@ class CheckpointWriter:
         """Copy the state of a run between two steps, start writing it, and return its folder, which appears last.
 
         The best checkpoint has the lowest `validation_loss`, or mean loss of the steps since the last call. `done`
-        names validation and samples done in this step; the checkpoint records them and `attention`. Raises OutputError
-        on all ranks if the last two saves failed, and TrainingError if the weights are not finite.
+        names validation and samples done in this step; the checkpoint records them and `attention`. Raises
+        TrainingError if the weights are not finite.
         """
         distribution = trainer.distribution
-        self._let_one_failure_pass()
+        self._job.join()
+        error = self._job.take_error()
+        if error is not None and not isinstance(error, OutputError):
+            raise error
         if not trainer.are_weights_finite():
             raise TrainingError(
                 f"weights are not finite after step {trainer.step}: they are not saved",
@@ -183,20 +173,18 @@ class CheckpointWriter:
         share = Share(tensors=self._copy(trainer), files={}, running_states=running, group=self._group)
         trainer.losses.clear()
 
+        step = trainer.step
+
         def write() -> None:
-            write_share(share, temporary, target)
-            on_all(self._group, lambda: remove_old(self._output, self._settings) if distribution.is_main else None)
+            try:
+                write_share(share, temporary, target)
+                on_all(self._group, lambda: remove_old(self._output, self._settings) if distribution.is_main else None)
+            except OutputError as error:
+                self._reporter.warn(f"step {step} is not saved: {error.message}")
+                raise
 
         self._job.start(write)
         return target
-
-    def warn_of_failure(self) -> None:
-        """Warn if the writing has already failed. Any rank may call this; it does not wait."""
-        error = self._job.error
-        if isinstance(error, OutputError) and not self._has_warned:
-            self._has_warned = True
-            outlook = "the next save ends the run" if self._had_failed else "the next save tries again"
-            self._reporter.warn(f"{error.message}: {outlook}")
 
     def wait(self) -> None:
         """Wait for the writing of all ranks to end. Raises an OutputError of any rank once, on all ranks."""
@@ -204,15 +192,6 @@ class CheckpointWriter:
         error = self._job.take_error()
         if error is not None:
             raise error
-
-    def _let_one_failure_pass(self) -> None:
-        self._job.join()
-        self.warn_of_failure()
-        self._has_warned = False
-        error = self._job.take_error()
-        if error is not None and (self._had_failed or not isinstance(error, OutputError)):
-            raise error
-        self._had_failed = error is not None
 
     def _copy(self, trainer: Trainer) -> dict[str, dict[str, Tensor]]:
         """Copy this rank's tensors to the host, into the buffers of the last copy if they fit."""

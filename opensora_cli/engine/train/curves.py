@@ -76,10 +76,12 @@ def _read(run: Path) -> list[Mapping[str, Any]]:
 
 def _points(lines: Sequence[Mapping[str, Any]], event: str | None, name: str) -> tuple[list[float], list[float]]:
     """Return the steps and the finite values of a figure in the lines of an event; None means training."""
-    found = [
-        (line.get("step"), value)
+    points = [
+        (float(line["step"]), float(value))
         for line in lines
-        if line.get("event") == event and isinstance(value := line.get(name), int | float) and math.isfinite(value)
+        if line.get("event") == event
+        and isinstance(line.get("step"), int | float)
+        and isinstance(value := line.get(name), int | float)
+        and math.isfinite(value)
     ]
-    points = [(float(step), float(value)) for step, value in found if isinstance(step, int | float)]
     return [step for step, _ in points], [value for _, value in points]

@@ -3,10 +3,12 @@
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -18,20 +20,28 @@ from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.components.parallelize import plan_exchange
 from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch, log_folder, write_settings
 from opensora_cli.engine.launch.rank import agreed, device_type, joined, settings_of_ranks
-from opensora_cli.engine.train.parallelize import (
-    WEIGHT_AXES,
-    RankLinks,
-    Sharded,
-    WeightLayout,
-    parallelize,
-    row_sizes,
-)
 from opensora_cli.models.mmdit.model import MMDiT
+from opensora_cli.parallel.all_to_all import TwoStages, open_stages
 from opensora_cli.parallel.collectives import all_gather
 from opensora_cli.parallel.mesh import ParallelMesh, use_mesh
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape, span
+from opensora_cli.parallel.tensor import FeatureCut
 from opensora_cli.settings.devices import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
+
+WEIGHT_AXES = ("shard", "ring", "ulysses")
+"""Axes that divide rows of weights between their ranks. Gradients of ranks that share tokens are also summed."""
+
+
+class WeightLayout(NamedTuple):
+    """Division of one weight between ranks."""
+
+    whole_name: str
+    """Name of the weight in the model of a single process."""
+    rows: int
+    """Number of rows on all ranks that divide them."""
+    cut: FeatureCut | None
+    """Division of the features between tensor-parallel ranks. None means that all ranks have all features."""
 
 
 class Distribution:
@@ -66,60 +76,36 @@ class Distribution:
         self.data_rank = mesh.coordinate("replicate") * mesh.shape.shard + mesh.coordinate("shard") if mesh else 0
         """Index of the micro-batch, among these, that this process computes."""
         self.divides = mesh is not None and strategy.shards
-        """Whether `shard` divides the weights between ranks; the transformer may then be on the meta device."""
-        self._strategy = strategy
-        self._dtype = dtype
-        self._offload_states = offload_states
-        self._links: RankLinks | None = None
-        if mesh is not None and self.divides:
-            self._links = RankLinks.open(mesh, device.type, exchange or ExchangePlan())
-        self._groups: Sequence[FSDPModule] = ()
-        self._layouts: Mapping[str, WeightLayout] = {}
-        self._norms: Sequence[nn.Parameter] = ()
+        """Whether the ranks divide the weights of the transformer, which may then be on the meta device."""
+        self.strategy = strategy
+        self.dtype = dtype
+        self.exchange = exchange or ExchangePlan()
+        self.offload_states = offload_states
+        self.groups: Sequence[FSDPModule] = ()
+        """Modules whose weights are gathered at once."""
+        self.layouts: Mapping[str, WeightLayout] = {}
+        """Layout of each parameter, by its name in the sharded module."""
+        self.norms: Sequence[nn.Parameter] = ()
+        """Weights whose gradients on a tensor-parallel rank come from its own heads only."""
         self._replicated: list[DistributedDataParallel] = []
+        self.stages: TwoStages | None = None
+        self.fsdp: DeviceMesh | None = None
+        """Mesh of FSDP2, in which all axes that divide rows form one axis."""
+        if mesh is not None and self.divides:
+            # All ranks must create their groups at the same time, outside of fake tensors.
+            self.fsdp = _fsdp_mesh(mesh, device.type)
+            self._parts = mesh.group(*WEIGHT_AXES, "tensor")
+            self.stages = open_stages(mesh, self.exchange)
 
     @property
     def is_main(self) -> bool:
         """Whether this process reports and writes for all ranks."""
         return self.rank == 0
 
-    def shard(
-        self,
-        module: nn.Module,
-        *,
-        trained: Collection[nn.Parameter] | None = None,
-        recipe: Callable[..., Sharded] | None = None,
-    ) -> Callable[..., Tensor]:
-        """Reduce a module to this rank's part, in place and on its device; return the function to call instead of it.
-
-        `trained` are the weights that each call uses and trains, by default all that require gradients. `recipe` is
-        `parallelize`, perhaps with options for the blocks of a transformer. Raises ValueError if weights are divided
-        and the module is not the only transformer, and RequestError if there are more tensor-parallel ranks than heads.
-        """
-        if self.divides and (not isinstance(module, MMDiT) or self._layouts):
-            raise ValueError(f"weights of one MMDiT are divided, not of a {type(module).__name__} or a second one")
-        if isinstance(module, MMDiT):
-            sharded = (recipe or parallelize)(
-                module,
-                self._links,
-                device=self.device,
-                strategy=self._strategy,
-                dtype=self._dtype,
-                offload_states=self._offload_states,
-            )
-            if self.divides:
-                self._groups, self._layouts, self._norms = sharded.groups, sharded.layouts, sharded.norms
-                return sharded.forward
-        if self.mesh is None:
-            return moved(module, self.device)
-        trains = [weight for weight in module.parameters() if weight.requires_grad] if trained is None else trained
-        return self.replicate(module, trains)
-
     def replicate(self, module: nn.Module, trained: Collection[nn.Parameter]) -> Callable[..., Tensor]:
         """Wrap a whole copy of a module so that the gradients of `trained` are averaged during backward passes (DDP).
 
-        Every call must use every one of these weights. FSDP2 with shards of size 1 gives the same gradients, but it
-        holds a second copy of the weights, and rejects weights in the channels-last format of autoencoders.
+        FSDP2 with shards of size 1 holds a second copy of the weights, and rejects the channels-last format.
         """
         assert self.mesh is not None
         # The warning is about 1x1x1 kernels, whose strides along single taps have no meaning.
@@ -149,10 +135,10 @@ class Distribution:
             if not last:
                 for replicated in self._replicated:
                     stack.enter_context(replicated.no_sync())
-            for group in self._groups:
+            for group in self.groups:
                 # Reduce-scatter gradients, and keep gathered weights, according to the strategy.
-                group.set_requires_gradient_sync(last or not self._strategy.reduces_once, recurse=False)
-                group.set_reshard_after_backward(last or self._strategy.gathers_twice, recurse=False)
+                group.set_requires_gradient_sync(last or not self.strategy.reduces_once, recurse=False)
+                group.set_reshard_after_backward(last or self.strategy.gathers_twice, recurse=False)
             yield
         if last:
             self._sum_gradients_of_norms()
@@ -163,29 +149,27 @@ class Distribution:
         try:
             yield
         finally:
-            for group in self._groups:
+            for group in self.groups:
                 group.reshard()
 
     @torch.no_grad()
     def clip_grad_norm(self, weights: Mapping[str, nn.Parameter], max_norm: float) -> Tensor:
         """Scale down gradients whose norm exceeds `max_norm`, as `nn.utils.clip_grad_norm_` does in one process.
 
-        `weights` are parameters of a sharded module by name.
-
-        Return the norm of the whole gradient before clipping, the same on all ranks, in fp32. It is not finite if a
-        gradient on any rank is not finite; the gradients are then invalid.
+        Return the norm of the whole gradient before clipping, the same on all ranks, in fp32. If it is not finite, the
+        gradients are invalid.
         """
         gradients = {name: local(parameter.grad) for name, parameter in weights.items() if parameter.grad is not None}
         # Of equal parts on tensor-parallel ranks, only one counts.
-        is_first = self._links is None or self._links.mesh.group("tensor").rank() == 0
-        counted = [gradient for name, gradient in gradients.items() if is_first or self._layouts[name].cut is not None]
+        is_first = self.mesh is None or not self.divides or self.mesh.group("tensor").rank() == 0
+        counted = [gradient for name, gradient in gradients.items() if is_first or self.layouts[name].cut is not None]
         # Sum in fp64 because squares of fp32 values overflow fp32.
-        device = torch.device("cpu") if self._offload_states else self.device
+        device = torch.device("cpu") if self.offload_states else self.device
         squares = torch.zeros((), dtype=torch.float64, device=device)
         if counted:
             squares += torch.stack(torch._foreach_norm(counted)).double().square().sum()
-        if self._links is not None:
-            dist.all_reduce(squares, group=self._links.parts)
+        if self.divides:
+            dist.all_reduce(squares, group=self._parts)
         norm = squares.sqrt().float()
         if gradients:
             torch._foreach_mul_(list(gradients.values()), (max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -214,43 +198,57 @@ class Distribution:
 
     def whole_name(self, name: str) -> str:
         """Return the name in the whole module of a parameter of the sharded one."""
-        return self._layouts[name].whole_name if name in self._layouts else name
+        return self.layouts[name].whole_name if name in self.layouts else name
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the whole tensor from the parts of all ranks: bitwise identical on all ranks, without gradients.
+        """Return the whole tensor from the parts of all ranks, bitwise identical on all ranks.
 
-        The part belongs to the parameter `name` of the sharded module, or to a moment or average with the same
-        division. It has any device and dtype, and is a plain tensor or a DTensor. A tensor with another name is
-        already whole. The result may share memory with `tensor`.
+        The part belongs to the parameter `name` of the sharded module, or to a moment or average of it.
+        A tensor with another name is already whole. The result may share memory with `tensor`.
         """
         own = local(tensor.detach())
-        if self._links is None or name not in self._layouts:
+        if self.mesh is None or name not in self.layouts:
             return own
-        layout, rows = self._layouts[name], self._links.mesh.group(*WEIGHT_AXES)
+        layout, rows = self.layouts[name], self.mesh.group(*WEIGHT_AXES)
         share = all_gather(own, rows, dim=0, sizes=row_sizes(layout.rows, rows.size()))
         if layout.cut is None:
             return share
         cut = layout.cut
-        shares = all_gather(share, self._links.mesh.group("tensor"), dim=cut.dim, sizes=cut.sizes)
+        shares = all_gather(share, self.mesh.group("tensor"), dim=cut.dim, sizes=cut.sizes)
         return cut.join(torch.split(shares, list(cut.sizes), cut.dim))
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """Return a copy of this rank's part of a whole tensor, as a plain tensor on its device; inverse of `whole`."""
-        if self._links is None or name not in self._layouts:
+        if self.mesh is None or name not in self.layouts:
             return whole.detach().clone()
-        cut, rows = self._layouts[name].cut, self._links.mesh.group(*WEIGHT_AXES)
-        share = whole.detach() if cut is None else cut.cut(whole, self._links.mesh.group("tensor").rank())
+        cut, rows = self.layouts[name].cut, self.mesh.group(*WEIGHT_AXES)
+        share = whole.detach() if cut is None else cut.cut(whole, self.mesh.group("tensor").rank())
         own = span(row_sizes(share.shape[0], rows.size()), rows.rank())
         return share[own].clone(memory_format=torch.contiguous_format)
 
     def _sum_gradients_of_norms(self) -> None:
         """Sum gradients that come from the heads of one rank over the tensor-parallel ranks."""
-        gradients = [local(norm.grad) for norm in self._norms if norm.grad is not None]
+        gradients = [local(norm.grad) for norm in self.norms if norm.grad is not None]
         if gradients and self.mesh is not None:
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             dist.all_reduce(flat, group=self.mesh.group("tensor"))
             for gradient, summed in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
                 gradient.copy_(summed.view_as(gradient))
+
+
+def _fsdp_mesh(mesh: ParallelMesh, device_type: str) -> DeviceMesh:
+    rows = mesh.group(*WEIGHT_AXES)
+    ranks = torch.tensor(sorted(dist.get_process_group_ranks(mesh.group("replicate", *WEIGHT_AXES))))
+    if mesh.shape.replicate == 1:
+        return DeviceMesh.from_group([rows], device_type, mesh=ranks, mesh_dim_names=("shard",))
+    groups, table = [mesh.group("replicate"), rows], ranks.view(mesh.shape.replicate, -1)
+    return DeviceMesh.from_group(groups, device_type, mesh=table, mesh_dim_names=("replicate", "shard"))
+
+
+def row_sizes(rows: int, ranks: int) -> tuple[int, ...]:
+    """Return the number of rows of a weight on each rank. FSDP2 divides like `chunk`: the last ranks have fewer."""
+    longest = -(-rows // ranks)
+    return tuple(max(0, min(longest, rows - rank * longest)) for rank in range(ranks))
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -271,10 +269,7 @@ _SAVING_S = 1800.0
 
 
 def start_ranks(settings: TrainSettings, *, flags: Sequence[str] = ()) -> None:
-    """Train in one process per rank, and return when all are done. The first rank prints.
-
-    The ranks read the settings from a file, and get `flags` on the command line. Raises the errors of `launch`.
-    """
+    """Train in one process per rank, and return when all are done. The first rank prints."""
     with log_folder("train") as log_dir:
         parallel = settings.parallel
         kind = type_of_ranks(settings.device)
@@ -285,12 +280,7 @@ def start_ranks(settings: TrainSettings, *, flags: Sequence[str] = ()) -> None:
 
 @contextmanager
 def joined_ranks(settings: TrainSettings, context: RankContext) -> Iterator[tuple[TrainSettings, Distribution]]:
-    """Join the other ranks, and yield rank 0's settings and the distribution of work.
-
-    Settings without a number of ranks get the number of `context`.
-    Raises RequestError if the settings need another number of ranks, and HardwareError if the device is missing, or
-    the ranks cannot connect.
-    """
+    """Join the other ranks, and yield rank 0's settings and the distribution of work."""
     settings = settings_of_ranks(settings, context)
     with joined(context, device_type=device_type(settings.device)) as device:
         settings = agreed(settings)
@@ -298,9 +288,7 @@ def joined_ranks(settings: TrainSettings, context: RankContext) -> Iterator[tupl
 
 
 def training_exchange(settings: TrainSettings) -> ExchangePlan:
-    """Return the plan for exchanging tokens for heads between the ranks of a run.
-    Raises RequestError if a setting has no effect between these ranks, or is impossible.
-    """
+    """Return the plan for exchanging tokens for heads between the ranks of a run."""
     return plan_exchange(
         settings.parallel,
         mesh_shape(settings.strategy, settings.parallel),
@@ -322,11 +310,7 @@ def mesh_shape(strategy: Strategy, parallel: TrainParallelSettings) -> MeshShape
 def distribution_of(
     settings: TrainSettings, *, device: torch.device, kind: type[Distribution] = Distribution
 ) -> Distribution:
-    """Return the distribution of a run. All ranks call this after `dist.init_process_group`.
-
-    A single process needs no group, and ignores the strategy. Raises RequestError if a setting of the exchange has no
-    effect between these ranks, or is impossible.
-    """
+    """Return the distribution of a run; a single process ignores the strategy."""
     shape, exchange = mesh_shape(settings.strategy, settings.parallel), training_exchange(settings)
     if shape.size == 1:
         return Distribution(device)

@@ -12,7 +12,7 @@ from opensora_cli.engine.encode import inputs
 from opensora_cli.settings.train import TrainSettings
 
 if TYPE_CHECKING:
-    from opensora_cli.data.source import ClipSource
+    from opensora_cli.data.batches import ClipSource
     from opensora_cli.engine.train.objectives.base import TokenWeights
 
 LOG_FILE = "log.jsonl"

@@ -29,11 +29,11 @@ from opensora_cli.engine.train.frozen_weights import (
     streamed_weights,
     waiting_weights,
 )
-from opensora_cli.engine.train.objectives.base import MODEL, Losses, Task, find_objective
+from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.optimizer import kept_tensors
 from opensora_cli.engine.train.parallelize import checkpoint_blocks
 from opensora_cli.engine.train.stand_ins import largest_batches
-from opensora_cli.engine.train.trainer import Clock, Trainer
+from opensora_cli.engine.train.trainer import MODEL, Clock, Losses, Task, Trainer
 from opensora_cli.memory.checkpointing import blocks_of
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.eight_bit import store_in_fp8
@@ -220,7 +220,6 @@ def _trainer(settings: TrainSettings, task: Task, distribution: Distribution) ->
         compute=settings.precision.compute,
         distribution=distribution,
         clock=Clock(),
-        reporter=SilentReporter(),
         trained_only=settings.lora.is_on,
     )
 

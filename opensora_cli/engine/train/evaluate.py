@@ -1,12 +1,9 @@
 """Validation on held-out clips, and sample videos, during training."""
 
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain, count
 from pathlib import Path
 from typing import Protocol
-from unicodedata import normalize
 
 import torch
 from torch import Tensor
@@ -18,9 +15,8 @@ from opensora_cli.core.device import random_state_kept, release_memory
 from opensora_cli.core.exceptions import FileProblem, OutputError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_link import beat
-from opensora_cli.data.batches import SampleRng
-from opensora_cli.data.loading import ClipLoader, ReadingNotes, ReplacementWarnings
-from opensora_cli.data.source import ClipSource
+from opensora_cli.data.batches import ClipSource, SampleRng
+from opensora_cli.data.loading import ClipReader, ReplacementWarnings
 from opensora_cli.engine.components.architectures import vae_tiling
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
 from opensora_cli.engine.encode.clips import training_caption
@@ -30,6 +26,7 @@ from opensora_cli.engine.train.build import open_clips_cache
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import SAMPLES_FOLDER
 from opensora_cli.engine.train.trainer import Batch, Trainer
+from opensora_cli.media.names import file_stem
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
@@ -42,7 +39,6 @@ from opensora_cli.settings.watching import ValidationSettings
 
 _SAMPLES = "number of samples"
 _HOST = torch.device("cpu")
-_NAME_BYTES = 60
 
 
 class Event(Protocol):
@@ -99,10 +95,7 @@ class HeldOutLoss:
         return every is not None and (step % every == 0 or step == self._last_step)
 
     def run(self, step: int, trainer: Trainer) -> Mapping[str, float]:
-        """Return `loss` and the task's other figures, the same on all ranks. All ranks must call this.
-
-        Raises OsoraError if a clip cannot be read.
-        """
+        """Return `loss` and the task's other figures, the same on all ranks. All ranks must call this."""
         distribution = trainer.distribution
         sums: dict[str, float] = {}
         samples = 0
@@ -125,11 +118,7 @@ class HeldOutLoss:
 def open_validation(
     settings: TrainSettings, *, distribution: Distribution, reporter: Reporter, source: ClipSource | None = None
 ) -> HeldOutLoss | None:
-    """Return the validation of a run on the clips of `source`, or of its table; None if the run has no validation.
-
-    With a cache of encoded clips, all ranks first add the held-out clips to it. Raises FileProblem if the table is
-    missing or broken, or if the clips fill no micro-batch, and the errors of `prepare_cache`.
-    """
+    """Return the validation of a run on the clips of `source`, or of its table; None if the run has no validation."""
     if settings.validation.every is None:
         return None
     held_out = settings.held_out
@@ -142,11 +131,11 @@ def open_validation(
             f"{settings.validation.table or 'held_out'} fills no micro-batch to validate on",
             hint="give it more clips of each size",
         )
-    loader = ClipLoader(source=source, load=None if cache is None else cache.clip, notes=ReadingNotes(0))
+    reader = ClipReader(source, None if cache is None else cache.clip)
     replaced = ReplacementWarnings(reporter, where=" in validation")
 
     def read(index: int) -> Batch:
-        batch = loader(plan.batch(index, number=index, epoch=0))
+        batch = reader.read(plan.batch(index, number=index, epoch=0))
         replaced.warn(batch)
         return batch
 
@@ -173,7 +162,6 @@ class SampleVideos:
         self._embeds = embeds
         self._autoencoder = autoencoder
         self._folder = folder
-        self._names = video_names(settings.samples.prompts)
         self._reporter = reporter
 
     def is_due(self, step: int) -> bool:
@@ -182,12 +170,11 @@ class SampleVideos:
         return every is not None and step > 0 and (step % every == 0 or step == self._settings.loop.steps)
 
     def run(self, step: int, trainer: Trainer) -> Mapping[str, float]:
-        """Write the videos `step{n}/PROMPT.mp4`. All ranks must call this.
+        """Write the videos `step{n}/PROMPT_seed{s}.mp4`. All ranks must call this.
 
         A video that cannot be written, for example on a full disk, causes a warning.
         """
-        device = trainer.distribution.device
-        latents = []
+        device, latents = trainer.distribution.device, []
         with self._reporter.stage("samples", total=len(self._embeds), unit="videos") as progress:
             for index in range(len(self._embeds)):
                 with evaluating(trainer):
@@ -208,12 +195,11 @@ class SampleVideos:
         return {}
 
     def _latents(self, index: int, trainer: Trainer, device: torch.device) -> Tensor:
-        settings = self._settings
+        settings, embeds = self._settings, self._embeds[index]
         chosen, model, grid = settings.samples, settings.model, settings.vae.grid
         # The checked settings have all three sizes.
         num_frames, height, width = (size or 0 for size in (chosen.num_frames, chosen.height, chosen.width))
-        frames = grid.latent_frames(num_frames)
-        rows, columns = grid.latent_size(height, width)
+        frames, (rows, columns) = grid.latent_frames(num_frames), grid.latent_size(height, width)
         # Draw on the host, so that the noise is the same for every device.
         noise_1CTHW = noise_latents(
             [chosen.seed + index],
@@ -230,12 +216,11 @@ class SampleVideos:
         no_conditioning = None
         if model.cond_embed:
             no_conditioning = packed_1ND.new_zeros(1, packed_1ND.shape[1], model.in_channels + model.patch_size**2)
-        embeds, patches = self._embeds[index], (rows // model.patch_size, columns // model.patch_size)
+        prompt_embeds_2LC, pooled_2V = embeds.prompt_embeds_2LC.to(device), embeds.pooled_prompt_embeds_2V.to(device)
+        patches = rows // model.patch_size, columns // model.patch_size
         velocity = GuidedVelocity(
             trainer.task.forward,
-            PromptEmbeds(
-                embeds.prompt_embeds_2LC.to(device).float(), embeds.pooled_prompt_embeds_2V.to(device).float()
-            ),
+            PromptEmbeds(prompt_embeds_2LC.float(), pooled_2V.float()),
             conditioning_BNK=no_conditioning,
             position_ids_1N3=position_ids(1, frames, *patches, device=device),
             embedded_guidance=settings.train_mmdit.embedded_guidance if model.guidance_embed else None,
@@ -246,50 +231,30 @@ class SampleVideos:
         guidance = NO_GUIDANCE if model.guidance_embed else Guidance(guidance_scale=chosen.guidance_scale)
         scales = guidance_scales(guidance, mode=T2V, timesteps=tuple(timesteps), num_latent_frames=frames)
         packed_1ND = denoise(velocity, packed_1ND, timesteps=timesteps, scales=scales)
-        return unpack_latents(
-            packed_1ND, num_latent_frames=frames, height=rows, width=columns, patch_size=model.patch_size
-        ).to(_HOST)
+        size = {"num_latent_frames": frames, "height": rows, "width": columns, "patch_size": model.patch_size}
+        return unpack_latents(packed_1ND, **size).to(_HOST)
 
     @torch.no_grad()
     def _write(self, step: int, index: int, latents_1CTHW: Tensor) -> None:
         chosen, dtype = self._settings.samples, next(self._autoencoder.parameters()).dtype
+        prompt, seed = chosen.prompts[index], chosen.seed + index
         pieces = self._autoencoder.decode_pieces(
             latents_1CTHW.to(dtype), tiling=vae_tiling(self._settings.vae), canvas=_HOST
         )
+        software = f"osora {opensora_cli.__version__}"
         write_media(
             (to_uint8(piece_1CTHW[0]).cpu() for piece_1CTHW in pieces),
-            self._folder / f"step{step}" / f"{self._names[index]}.mp4",
+            self._folder / f"step{step}" / f"{file_stem(prompt, seed=seed)}.mp4",
             fps=chosen.fps or self._settings.data.fps_max,
             format=MediaFormat.MP4,
-            metadata={
-                "prompt": chosen.prompts[index],
-                "seed": str(chosen.seed + index),
-                "step": str(step),
-                "software": f"osora {opensora_cli.__version__}",
-            },
+            metadata={"prompt": prompt, "seed": str(seed), "step": str(step), "software": software},
         )
-
-
-def video_names(prompts: Sequence[str]) -> list[str]:
-    """Return a different short file name, without its ending, for each prompt."""
-    names: list[str] = []
-    for prompt in prompts:
-        words = "-".join(re.findall(r"\w+", normalize("NFC", prompt.lower())))
-        # File systems limit names to 255 bytes.
-        start = words.encode()[:_NAME_BYTES].decode(errors="ignore").strip("-") or "sample"
-        candidates = chain([start], (f"{start}-{number}" for number in count(2)))
-        names.append(next(name for name in candidates if name not in names))
-    return names
 
 
 def open_samples(
     settings: TrainSettings, *, distribution: Distribution, output: Path, reporter: Reporter
 ) -> SampleVideos | None:
-    """Return the generator of sample videos, or None if the run has no samples.
-
-    It encodes the prompts and frees the text encoders: call it before the model is loaded. Raises CheckpointError if
-    frozen parts are missing or broken, and RequestError if a text length does not fit its encoder.
-    """
+    """Return the generator of sample videos, or None. Call this before the model is built: it loads encoders."""
     chosen, trained = settings.samples, settings.train_mmdit
     if not settings.trains_transformer or chosen.every is None:
         return None

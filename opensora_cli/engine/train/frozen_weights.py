@@ -61,9 +61,7 @@ class FrozenWeights(Document):
 
 
 def plan_frozen_weights(settings: TrainSettings) -> FrozenWeights | None:
-    """Return the storage of frozen weights; None if there are none, or if they are on the device in the compute dtype.
-    Raises RequestError if sizes contradict each other.
-    """
+    """Return the storage of frozen weights; None if they need no plan: on the device, in the compute dtype."""
     memory = settings.memory
     if not settings.lora.is_on or (memory.offload is WeightOffload.NONE and not memory.fp8_storage):
         return None
@@ -105,11 +103,10 @@ def streamed_weights(
     device: torch.device,
     reporter: Reporter,
 ) -> Iterator[Sequence[Tensor]]:
-    """Stream the frozen weights of blocks from the host to the device inside the context.
+    """Stream the frozen weights of checkpointed blocks from the host to the device; yield the buffers on the device.
 
-    Yields the buffers on the device; without weights on the host, do nothing. The transformer must come from
-    `new_transformer`, and its blocks must be checkpointed. If pages cannot be locked, weights stay mapped, unless the
-    settings require locked pages: then HardwareError is raised.
+    If pages cannot be locked, weights stay mapped, unless the settings require locked pages: then HardwareError is
+    raised.
     """
     if plan is None or plan.host_weights is None:
         yield ()

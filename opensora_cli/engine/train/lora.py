@@ -29,13 +29,11 @@ _PREFIX = "base_model.model."
 
 
 def add_lora(transformer: MMDiT, settings: LoraSettings, *, seed: int, has_critic: bool = False) -> None:
-    """Add an adapter to linear layers of the blocks, in place, and freeze all other weights.
+    """Add an adapter in float32 to linear layers of the blocks, in place, and freeze all other weights.
 
-    Call this before sharding. The new adapter changes nothing: one of its matrices is zero, and the other is random
-    from `seed`, the same on all ranks (see `first_adapter`). Its weights are always in float32, and on the meta device
-    if the transformer is. The layer `x` gets `x.lora_A.default` and `x.lora_B.default`, and its own weights move to
-    `x.base_layer`. With `has_critic` there is a second adapter of the same size. Raises HardwareError if PEFT is not
-    installed.
+    Call this before sharding. The layer `x` gets `x.lora_A.default` and `x.lora_B.default`, and its own weights move to
+    `x.base_layer`. The first weights are those of `first_adapter`. With `has_critic` there is a second adapter of the
+    same size. Raises HardwareError if PEFT is not installed.
     """
     device = next(transformer.parameters()).device
     peft, config = require_peft(), _config(transformer.config, settings)
@@ -69,10 +67,7 @@ def using_adapter(transformer: nn.Module, name: str | None) -> Iterator[None]:
 
 
 def first_adapter(transformer: MMDiT, *, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the first weights of an adapter with their names after `add_lora`, in float32, on the host.
-
-    One of the two matrices is random, as in PEFT, and the other is zero. The transformer may be on the meta device.
-    """
+    """Yield the first weights of an adapter by name: as in PEFT, one matrix is random, and the other is zero."""
     generator = torch.Generator().manual_seed(seed)
     for name, weight in transformer.named_parameters():
         if not _is_of_adapter(name):
@@ -84,30 +79,26 @@ def first_adapter(transformer: MMDiT, *, seed: int) -> Iterator[tuple[str, Tenso
 
 
 def open_first_adapter(outline: MMDiT, settings: LoraSettings) -> Adapter:
-    """Open the adapter `lora.init`, which must match `settings`; its matrices are not read yet.
-
-    `outline` is the transformer without adapters, on the meta device.
-
-    Raises:
-        RequestError: The rank, scale or layers of the adapter differ.
-        CheckpointError: The adapter is missing or broken, or does not fit the transformer.
-    """
+    """Open the adapter `lora.init`. Raises RequestError if its rank, scale or layers are not those of `settings`."""
     assert settings.init is not None
     adapter = open_fitting(Path(settings.init), outline)
     layers = {name.removesuffix(".weight"): updates for name, updates in adapter.updates.items()}
     ranks = {update.a.shape[0] for updates in layers.values() for update in updates}
     alphas = {f"{update.scale * update.a.shape[0]:.5g}" for updates in layers.values() for update in updates}
     targets = tuple(target for target in LoraTarget if any(_target_of(path) is target for path in layers))
+    pattern = re.compile(_pattern(outline.config, targets))
+    whole = {name for name, module in outline.named_modules() if pattern.fullmatch(name)}
     is_alike = len(ranks) == len(alphas) == 1 and all(len(updates) == 1 for updates in layers.values())
-    if not is_alike or layers.keys() != {*_targeted(outline.config, targets)}:
+    if not is_alike or layers.keys() != whole:
         raise RequestError(
             f"lora.init={settings.init} cannot be continued: its layers have several sizes or updates, or are not all "
             f"layers of {','.join(targets)}"
         )
     own = {"rank": f"{min(ranks)}", "alpha": min(alphas), "targets": ",".join(targets)}
     alpha = min(ranks) if settings.alpha is None else settings.alpha
-    asked = {"rank": f"{settings.rank}", "alpha": f"{alpha:.5g}", "targets": ",".join(settings.targets)}
-    wrong = [name for name in own if sorted(own[name].split(",")) != sorted(asked[name].split(","))]
+    in_order = ",".join(target for target in LoraTarget if target in settings.targets)
+    asked = {"rank": f"{settings.rank}", "alpha": f"{alpha:.5g}", "targets": in_order}
+    wrong = [name for name in own if own[name] != asked[name]]
     if wrong:
         differences = "; ".join(f"it has lora.{name}={own[name]}, not {asked[name]}" for name in wrong)
         raise RequestError(
@@ -135,9 +126,8 @@ def save_lora(
 ) -> None:
     """Write an adapter in PEFT's format, which `osora generate --lora` and `osora ckpt merge-lora` read.
 
-    `weights` are whole, by their names in a transformer after `add_lora`; weights of other layers are skipped. `base`
-    names the base model for readers, and `metadata` are those of the tensor file.
-    Raises HardwareError if PEFT is not installed, and OutputError if the adapter cannot be written.
+    `weights` are whole, by their names after `add_lora`; other weights are skipped. `base` names the base model for
+    readers. Raises OutputError if the adapter cannot be written.
     """
     peft_config = _config(config, settings)
     peft_config.inference_mode = True
@@ -162,29 +152,22 @@ def _target_of(path: str) -> LoraTarget | None:
     return LoraTarget(name) if name in list(LoraTarget) else None
 
 
-def _targeted(config: MMDiTConfig, targets: Sequence[LoraTarget]) -> Iterator[str]:
-    """Yield the paths of layers that get an adapter."""
-    for stack in repeated_blocks(config):
-        paths = [linear.path for linear in stack.linears if _target_of(linear.path) in targets]
-        yield from (f"{stack.module_path}.{index}.{path}" for index in range(stack.count) for path in paths)
-
-
 def _config(config: MMDiTConfig, settings: LoraSettings) -> Any:
     assert settings.rank is not None
     return require_peft().LoraConfig(
         r=settings.rank,
         lora_alpha=settings.rank if settings.alpha is None else settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=_pattern(config, settings),
+        target_modules=_pattern(config, settings.targets),
         bias="none",
     )
 
 
-def _pattern(config: MMDiTConfig, settings: LoraSettings) -> str:
+def _pattern(config: MMDiTConfig, targets: Sequence[LoraTarget]) -> str:
     """Return a regular expression for the layers with an adapter because hundreds of paths would slow PEFT down."""
     stacks = []
     for stack in repeated_blocks(config):
-        paths = [re.escape(linear.path) for linear in stack.linears if _target_of(linear.path) in settings.targets]
+        paths = [re.escape(linear.path) for linear in stack.linears if _target_of(linear.path) in targets]
         if paths and stack.count:
             stacks.append(rf"{stack.module_path}\.\d+\.({'|'.join(paths)})")
     return "|".join(stacks)

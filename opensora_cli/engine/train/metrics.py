@@ -15,6 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from opensora_cli.core.device import is_gpu, peak_memory_gib, profiler_range
 from opensora_cli.core.exceptions import HardwareError, OutputError, missing_library
 from opensora_cli.core.files import atomic_path, write_bytes_atomic
+from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.reading import require_file
 from opensora_cli.core.regular_files import open_regular
@@ -47,7 +48,6 @@ class Metrics:
         self.clock = _open_clock(settings, distribution.device)
         self._writes = distribution.is_main
         self._every = settings.loop.log_every
-        self._total_steps = settings.loop.steps
         self._device = distribution.device
         self._mfu = open_mfu(settings, distribution)
         self._output = output
@@ -60,8 +60,6 @@ class Metrics:
         self._profile: profile | None = None
         self._window: list[StepReport] = []
         """Steps of the unfinished line."""
-        self._past: list[float] = []
-        """Seconds of each step since the start, with validation, samples and checkpoints."""
 
     def start(self, step: int) -> None:
         """Continue after `step`, and count time from now on. Raises OutputError if events cannot be written."""
@@ -82,12 +80,14 @@ class Metrics:
         self._window.append(report)
         if report.skipped:
             self._write({"step": report.step, "event": "skipped", "samples": list(report.paths)})
-        self._past.append(report.seconds["total"])
+            samples = f": {first_few(report.paths)}" if report.paths else ""
+            self._reporter.warn(f"step {report.step}: loss or gradient is not finite, the step is skipped{samples}")
         if report.step % self._every == 0:
             line = self._line()
             self._write(line)
-            for text in console_lines(line):
-                self._reporter.note(text)
+            for row in _CONSOLE:
+                shown = [text.format(line[name]) for name, text in row if line.get(name) is not None]
+                self._reporter.note("  ".join(shown))
             self._window = []
         if self._profile_steps is not None and report.step == self._profile_steps[1]:
             self._write_profile()
@@ -118,7 +118,7 @@ class Metrics:
                 sums[name] += value
         total = sums.pop("total")
         seconds = {**sums, "other": total - sum(sums.values())}
-        trained = total - sum(seconds.get(name, 0.0) for name in _BESIDE_TRAINING)
+        trained = total - sum(sums[name] for name in _BESIDE_TRAINING)
         return {
             "step": last.step,
             "epoch": last.epoch,
@@ -126,16 +126,11 @@ class Metrics:
             "learning_rate": last.learning_rate,
             "seconds_per_step": round(total / count, 4),
             **self._speed(trained),
-            "data_wait": round(seconds.get("data", 0.0) / trained, 4) if trained > 0 else 0.0,
+            "data_wait": round(sums["data"] / trained, 4) if trained > 0 else 0.0,
             **peak_memory_gib(self._device),
-            "eta_s": round((self._total_steps - last.step) * self._usual_seconds(), 1),
             "seconds": {name: round(value / count, 6) for name, value in seconds.items()},
             "skipped": sum(report.skipped for report in self._window),
         }
-
-    def _usual_seconds(self) -> float:
-        # The first step also warms up.
-        return fmean(self._past[1:] or self._past)
 
     def _speed(self, seconds: float) -> dict[str, float]:
         if seconds <= 0:
@@ -186,32 +181,22 @@ def _open_clock(settings: TrainSettings, device: torch.device) -> Clock:
     return Clock() if settings.watching.profile_steps is None else Clock(mark=record_function)
 
 
-_LINES: tuple[dict[str, str], ...] = (
-    {
-        "step": "step {:,}",
-        "loss": "loss {:.4g}",
-        "learning_rate": "learning rate {:.3g}",
-        "seconds_per_step": "{:.4g} s/step",
-    },
-    {
-        "grad_norm": "  gradient norm {:.4g}",
-        "mfu": "MFU {:.1%}",
-        "data_wait": "data wait {:.1%}",
-        "peak_allocated_gib": "memory {:.1f} GiB",
-        "peak_resident_gib": "memory {:.1f} GiB",
-    },
+_CONSOLE = (
+    (
+        ("step", "step {:,}"),
+        ("loss", "loss {:.4g}"),
+        ("learning_rate", "learning rate {:.3g}"),
+        ("seconds_per_step", "{:.4g} s/step"),
+    ),
+    (
+        ("grad_norm", "  gradient norm {:.4g}"),
+        ("mfu", "MFU {:.1%}"),
+        ("data_wait", "data wait {:.1%}"),
+        ("peak_allocated_gib", "memory {:.1f} GiB"),
+        ("peak_resident_gib", "memory {:.1f} GiB"),
+    ),
 )
-
-
-def console_lines(line: Mapping[str, object]) -> list[str]:
-    """Return the short form of a training line for the terminal: two lines of at most 80 columns.
-
-    The remaining time is not in it because the progress of the stage shows it.
-    """
-    return [
-        "  ".join(form.format(line[name]) for name, form in forms.items() if line.get(name) is not None)
-        for forms in _LINES
-    ]
+"""Short form of a training line for the terminal: two lines of at most 80 columns."""
 
 
 class JsonLog:

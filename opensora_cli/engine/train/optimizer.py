@@ -68,10 +68,7 @@ def _alike(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Return U·S'·Vᵀ for a matrix U·S·Vᵀ or a batch of them, with all of S' near 1, by Newton-Schulz iterations.
-
-    The iterations are in bfloat16, or in float32 on a CPU without native bfloat16 matmul.
-    """
+    """Return U·S'·Vᵀ for a matrix U·S·Vᵀ or a batch of them, with all of S' near 1, by Newton-Schulz iterations."""
     is_tall = matrix.shape[-2] > matrix.shape[-1]
     wide = (matrix.mT if is_tall else matrix).to(torch.bfloat16 if multiplies_bf16(matrix.device) else torch.float32)
     wide = wide / torch.linalg.matrix_norm(wide, keepdim=True).clamp(min=_SMALLEST_NORM)
@@ -210,10 +207,7 @@ class Learner:
 
 @torch.no_grad()
 def update_ema(averaged: Mapping[str, Tensor], model: nn.Module, *, decay: float) -> None:
-    """Update a result of `averaged_copy` in place: average = decay * average + (1 - decay) * weight.
-
-    A weight that a model uses in two places counts once. If weights are sharded, each rank updates its parts.
-    """
+    """Update a result of `averaged_copy` in place: average = decay * average + (1 - decay) * weight."""
     current = module_state(model)
     ours = [local(average) for average in averaged.values()]
     theirs = [local(current[name]).to(average.dtype) for name, average in averaged.items()]
@@ -227,20 +221,14 @@ def warmed_up(decay: float, step: int) -> float:
 
 @torch.no_grad()
 def averaged_copy(model: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
-    """Return a copy of the weights to start an average from, by name, sharded like the model.
-
-    `trained_only` skips frozen weights and buffers.
-    """
+    """Return a copy of the weights to start an average from, by name, sharded like the model."""
     state = module_state(model, trained_only=trained_only)
     return {name: value.clone() for name, value in state.items() if value.is_floating_point()}
 
 
 @contextmanager
 def swapped_in(averaged: Mapping[str, Tensor], model: nn.Module) -> Iterator[None]:
-    """Swap the averaged weights into the model inside the block.
-
-    Both are exchanged in place, so that optimizers and wrappers keep the same tensors.
-    """
+    """Swap the averaged weights into the model inside the block."""
 
     @torch.no_grad()
     def exchange() -> None:
@@ -259,10 +247,7 @@ def swapped_in(averaged: Mapping[str, Tensor], model: nn.Module) -> Iterator[Non
 
 
 def module_state(module: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by name; a tensor in two places of the module appears once.
-
-    `trained_only` skips frozen weights and buffers.
-    """
+    """Return parameters and persistent buffers by name; a tensor in two places of the module appears once."""
     state: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, value in module.state_dict(keep_vars=True).items():

@@ -1,17 +1,15 @@
-"""Recipe of a transformer in training: tensor and sequence parallel, checkpointing, compile, FSDP2 (Zhao et al. 2023).
+"""Rank's part of a module, and the recipe of a transformer: how it is divided, checkpointed and compiled (FSDP2).
 
 A rank holds a share of the features of each weight, and some rows of that share.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from itertools import product
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -23,88 +21,76 @@ from torch.distributed.fsdp import (
 from opensora_cli.core.device import is_accelerator
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.train.activations import ActivationPlan
+from opensora_cli.engine.train.distribution import WEIGHT_AXES, Distribution, WeightLayout, moved
 from opensora_cli.memory.checkpointing import HostActivations, set_grad_checkpoint
 from opensora_cli.models.linears import Split
 from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER, SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, repeated_blocks
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.all_to_all import TwoStages, open_stages
-from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
-from opensora_cli.parallel.shares import ExchangePlan, SequenceLengths
+from opensora_cli.parallel.shares import SequenceLengths
 from opensora_cli.parallel.tensor import FeatureCut, shard_linears
-from opensora_cli.settings.devices import Strategy
 from opensora_cli.settings.train_loop import Checkpointing
 
-WEIGHT_AXES = ("shard", "ring", "ulysses")
-"""Axes that divide rows of weights between their ranks. Gradients of ranks that share tokens are also summed."""
+if TYPE_CHECKING:
+    from opensora_cli.engine.train.activations import ActivationPlan
+
+Recipe = Callable[[MMDiT, Distribution], Callable[..., Tensor]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankLinks:
-    """Process groups for a transformer. All ranks must create them at the same time, outside of fake tensors."""
+def shard(
+    module: nn.Module,
+    ranks: Distribution,
+    *,
+    trained: Collection[nn.Parameter] | None = None,
+    recipe: Recipe | None = None,
+) -> Callable[..., Tensor]:
+    """Reduce a module to this rank's part, in place and on its device; return the function to call instead of it.
 
-    mesh: ParallelMesh
-    """Mesh with `replicate` copies of weights, each divided along `WEIGHT_AXES`."""
-    fsdp: DeviceMesh
-    """Mesh of FSDP2, in which all axes that divide rows form one axis."""
-    parts: dist.ProcessGroup
-    """Group of the ranks that share one copy of the weights."""
-    exchange: ExchangePlan
-    stages: TwoStages | None
-
-    @classmethod
-    def open(cls, mesh: ParallelMesh, device_type: str, exchange: ExchangePlan) -> "RankLinks":
-        """Create the groups of this rank."""
-        rows = mesh.group(*WEIGHT_AXES)
-        ranks = torch.tensor(sorted(dist.get_process_group_ranks(mesh.group("replicate", *WEIGHT_AXES))))
-        if mesh.shape.replicate == 1:
-            fsdp = DeviceMesh.from_group([rows], device_type, mesh=ranks, mesh_dim_names=("shard",))
-        else:
-            groups, shape = [mesh.group("replicate"), rows], (mesh.shape.replicate, -1)
-            names = ("replicate", "shard")
-            fsdp = DeviceMesh.from_group(groups, device_type, mesh=ranks.view(shape), mesh_dim_names=names)
-        parts = mesh.group(*WEIGHT_AXES, "tensor")
-        return cls(mesh=mesh, fsdp=fsdp, parts=parts, exchange=exchange, stages=open_stages(mesh, exchange))
+    `trained` are the weights that each call uses and trains, by default all that require gradients. Raises ValueError
+    if weights are divided and the module is not the only transformer.
+    """
+    if ranks.divides and (not isinstance(module, MMDiT) or ranks.layouts):
+        raise ValueError(f"weights of one MMDiT are divided, not of a {type(module).__name__} or a second one")
+    if isinstance(module, MMDiT):
+        forward = (recipe or parallelize)(module, ranks)
+        if ranks.divides:
+            return forward
+    if ranks.mesh is None:
+        return moved(module, ranks.device)
+    trains = [weight for weight in module.parameters() if weight.requires_grad] if trained is None else trained
+    return ranks.replicate(module, trains)
 
 
 def parallelize(
     transformer: MMDiT,
-    links: RankLinks | None,
+    ranks: Distribution,
     *,
-    device: torch.device,
-    strategy: Strategy,
-    dtype: torch.dtype | None,
-    activations: ActivationPlan | None = None,
+    activations: "ActivationPlan | None" = None,
     compiles: bool = False,
     warn: Callable[[str], None] = lambda line: None,
-    offload_states: bool = False,
-) -> "Sharded":
-    """Reduce a transformer to this rank's part, in place. Call `Sharded.forward` instead of it.
+) -> Callable[..., Tensor]:
+    """Reduce a transformer to this rank's part, in place. Call the result instead of it.
 
-    A transformer on the meta device gets memory only for its part. Raises RequestError if there are more
-    tensor-parallel ranks than heads.
-
-    Args:
-        links: groups of the ranks that divide the weights. None means that this process has all of them.
-        dtype: dtype of gathered weights and compute; gradients are summed in fp32. None means that of the weights.
-        activations: activation checkpointing of the blocks. None means no checkpoints.
-        compiles: whether the blocks are compiled; `warn` is called for blocks that cannot be compiled.
-        offload_states: keep weights, gradients and moments in host memory; blocks are copied to the device.
+    A transformer on the meta device gets memory only for its part. Without an activation plan, nothing is
+    checkpointed. `warn` is called for blocks that cannot be compiled.
+    Raises RequestError if there are more tensor-parallel ranks than heads.
     """
     forward: Callable[..., Tensor] = transformer
 
     # Tensor parallel: each rank has some heads and features of every block.
-    layouts = {} if links is None else cut_features(transformer, links.mesh.group("tensor"))
+    mesh = ranks.mesh if ranks.divides else None
+    if mesh is not None:
+        ranks.layouts = cut_features(transformer, mesh.group("tensor"))
 
     # Sequence parallel: each rank has some tokens of every clip.
-    if links is not None and links.mesh.shape.ring * links.mesh.shape.ulysses > 1:
-        lengths = SequenceLengths.of_mesh(links.mesh)
+    if mesh is not None and mesh.shape.ring * mesh.shape.ulysses > 1:
+        lengths = SequenceLengths.of_mesh(mesh)
         transformer.set_attention(
-            sequence_attention(transformer.attention, links.mesh, lengths, plan=links.exchange, stages=links.stages)
+            sequence_attention(transformer.attention, mesh, lengths, plan=ranks.exchange, stages=ranks.stages)
         )
         forward = SequenceParallel(
             transformer,
-            links.mesh.group("ring", "ulysses"),
+            mesh.group("ring", "ulysses"),
             lengths,
             sequence_inputs=SEQUENCE_INPUTS,
             text_sequence_inputs=TEXT_SEQUENCE_INPUTS,
@@ -119,14 +105,13 @@ def parallelize(
 
     # FSDP2: each rank has some rows of every weight. ZeRO-3 frees a block's weights after its forward pass, ZeRO-1 and
     # ZeRO-2 keep them until the last backward pass of an update.
-    if links is None:
-        return Sharded(forward, (), layouts, ())
-    mesh = links.mesh
+    if mesh is None:
+        return forward
     # The model casts its inputs itself, and the rotary tables of its blocks must stay in fp32.
     precision = MixedPrecisionPolicy(
-        param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32, cast_forward_inputs=False
+        param_dtype=ranks.dtype, reduce_dtype=None if ranks.dtype is None else torch.float32, cast_forward_inputs=False
     )
-    offload = CPUOffloadPolicy(pin_memory=is_accelerator(device)) if offload_states else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=is_accelerator(ranks.device)) if ranks.offload_states else OffloadPolicy()
     # FSDP2 hooks into the gradient of the result, and warns if the result is a view.
     transformer.register_forward_hook(_in_memory_of_its_own)
     stacks = [transformer.get_submodule(stack.module_path) for stack in repeated_blocks(transformer.config)]
@@ -134,8 +119,8 @@ def parallelize(
     for module in (*(block for stack in stacks for block in stack.children()), transformer):
         group = fully_shard(
             module,
-            mesh=links.fsdp,
-            reshard_after_forward=strategy.gathers_twice and module is not transformer,
+            mesh=ranks.fsdp,
+            reshard_after_forward=ranks.strategy.gathers_twice and module is not transformer,
             mp_policy=precision,
             offload_policy=offload,
         )
@@ -147,19 +132,21 @@ def parallelize(
             group.set_gradient_divide_factor(float(mesh.shape.replicate * mesh.shape.shard))
         groups.append(group)
     if any(parameter.is_meta for parameter in transformer.parameters()):
-        transformer.to_empty(device=torch.device("cpu") if offload_states else device)
+        transformer.to_empty(device=torch.device("cpu") if ranks.offload_states else ranks.device)
 
-    norms = [
-        transformer.get_parameter(f"{stack.module_path}.{index}.{path}")
-        for stack in repeated_blocks(transformer.config)
-        for index, path in product(range(stack.count), stack.used_by_all_heads)
-    ]
-    return Sharded(forward, groups, layouts, norms if mesh.shape.tensor > 1 else [])
+    ranks.groups = groups
+    if mesh.shape.tensor > 1:
+        ranks.norms = [
+            transformer.get_parameter(f"{stack.module_path}.{index}.{path}")
+            for stack in repeated_blocks(transformer.config)
+            for index, path in product(range(stack.count), stack.used_by_all_heads)
+        ]
+    return forward
 
 
 def checkpoint_blocks(
     transformer: nn.Module,
-    plan: ActivationPlan | None,
+    plan: "ActivationPlan | None",
     *,
     on_copy: Callable[[Tensor], object] = lambda copy: None,
 ) -> None:
@@ -176,40 +163,11 @@ def checkpoint_blocks(
     )
 
 
-class WeightLayout(NamedTuple):
-    """Division of one weight between ranks."""
-
-    whole_name: str
-    """Name of the weight in the model of a single process."""
-    rows: int
-    """Number of rows on all ranks that divide them."""
-    cut: FeatureCut | None
-    """Division of the features between tensor-parallel ranks. None means that all ranks have all features."""
-
-
-class Sharded(NamedTuple):
-    """Rank's part of a transformer."""
-
-    forward: Callable[..., Tensor]
-    groups: Sequence[FSDPModule]
-    layouts: Mapping[str, WeightLayout]
-    """Layout of each parameter, by its name in the sharded module."""
-    norms: Sequence[nn.Parameter]
-    """Weights whose gradients on a tensor-parallel rank come from its own heads only."""
-
-
-def row_sizes(rows: int, ranks: int) -> tuple[int, ...]:
-    """Return the number of rows of a weight on each rank. FSDP2 divides like `chunk`: the last ranks have fewer."""
-    longest = -(-rows // ranks)
-    return tuple(max(0, min(longest, rows - rank * longest)) for rank in range(ranks))
-
-
 def cut_features(transformer: MMDiT, group: dist.ProcessGroup) -> dict[str, WeightLayout]:
     """Reduce the blocks of a transformer to this rank's heads and features; return the layout of each parameter.
 
-    Gradients of the norms of queries and keys on a rank then come from its own heads only: see `Sharded.norms`.
-    A hook that sums them would not survive FSDP2, which replaces the parameters. Raises RequestError if there are more
-    ranks than heads.
+    Gradients of the norms of queries and keys then come from these heads only: see `Distribution.norms`. A hook that
+    sums them would not survive FSDP2, which replaces the parameters.
     """
     ranks = dist.get_world_size(group)
     cuts: dict[str, tuple[str, FeatureCut]] = {}

@@ -1,7 +1,7 @@
 """Execution of `osora train`: starts or resumes a run, and exports the weights."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from opensora_cli.checkpoint.formats.colossal import all_epoch_folders
@@ -15,10 +15,10 @@ from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.signals import deferred_interrupts
 from opensora_cli.core.threads import threads_used
-from opensora_cli.data.source import ClipSource
+from opensora_cli.data.batches import ClipSource
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import OutOfMemoryError, out_of_memory_reported
-from opensora_cli.engine.encode.loading import open_batches
+from opensora_cli.engine.encode.datasets import open_batches
 from opensora_cli.engine.launch.rank import WatchedReporter, settings_of_ranks
 from opensora_cli.engine.train.build import build_task, open_clips_cache, refuse_before_ranks
 from opensora_cli.engine.train.checkpoints import CheckpointWriter, choose_checkpoint, prepare_output
@@ -30,13 +30,7 @@ from opensora_cli.engine.train.metrics import Metrics
 from opensora_cli.engine.train.objectives.base import TokenWeights
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
 from opensora_cli.engine.train.rank_memory import refuse_lack_of_memory
-from opensora_cli.engine.train.state import (
-    read_running_states,
-    restore,
-    whole_weights,
-    with_recorded_micro_batches,
-    with_recorded_threads,
-)
+from opensora_cli.engine.train.state import as_recorded, read_running_states, restore, whole_weights
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.transformer import plan_attention
 from opensora_cli.settings.train import TrainSettings
@@ -139,6 +133,7 @@ class _Run:
         self._metrics = Metrics(plan.settings, distribution=distribution, output=plan.output, reporter=reporter)
         self._attention: AttentionPlan | None = None
         self._saved: Path | None = None
+        """Last checkpoint."""
         self._saved_step: int | None = None
         self._validation_loss: float | None = None
         """Validation loss of the current weights."""
@@ -160,30 +155,25 @@ class _Run:
         plan, distribution, reporter = self._plan, self._distribution, self._reporter
         device, folder, threads = distribution.device, None, plan.threads
         with ExitStack() as stack:
-            self._lock_output(stack)
+            stack.enter_context(_locked(self._output, distribution))
             if plan.resume_from is not None:
                 folder = choose_checkpoint(self._output, plan.resume_from, distribution=distribution, reporter=reporter)
-                recorded = read_running_states(folder)
-                self._settings = with_recorded_micro_batches(
-                    self._settings, recorded.micro_batches, data_ranks=distribution.data_ranks, reporter=reporter
+                recorded, data_ranks = read_running_states(folder), distribution.data_ranks
+                self._settings, threads = as_recorded(
+                    recorded, self._settings, threads, data_ranks=data_ranks, reporter=reporter
                 )
-                threads = with_recorded_threads(threads, recorded.threads, reporter=reporter)
             stack.enter_context(threads_used(threads, reporter))
             # Steps seed torch's global generator, whose state is the caller's.
             stack.enter_context(random_state_kept(device))
             stack.enter_context(tf32_products(self._settings.precision.tf32, device, note=reporter.note))
             self._attention = plan_attention(self._settings, device=device)
             # Open these first: encoders are freed before the model is loaded, and broken tables are found early.
+            held_out, output = self._given.held_out, self._output
             events: dict[str, Event | None] = {
                 "validation": open_validation(
-                    self._settings, distribution=distribution, reporter=reporter, source=self._given.held_out
+                    self._settings, distribution=distribution, reporter=reporter, source=held_out
                 ),
-                "samples": open_samples(
-                    self._settings,
-                    distribution=distribution,
-                    output=self._output,
-                    reporter=reporter,
-                ),
+                "samples": open_samples(self._settings, distribution=distribution, output=output, reporter=reporter),
             }
             trainer = self._build(stack)
             if folder is not None:
@@ -191,69 +181,30 @@ class _Run:
             first_step = trainer.step
             if distribution.is_main:
                 prepare_output(
-                    self._output,
-                    self._settings,
-                    folder,
-                    step=first_step,
-                    overwrite=plan.overwrite,
-                    reporter=reporter,
+                    output, self._settings, folder, step=first_step, overwrite=plan.overwrite, reporter=reporter
                 )
             distribution.barrier()
             # Only after the copy of the average, which needs no activations.
-            module = trainer.task.module
-            stack.enter_context(
-                streamed_weights(module, plan.frozen_weights, self._settings, device=device, reporter=reporter)
-            )
+            module, frozen = trainer.task.module, plan.frozen_weights
+            stack.enter_context(streamed_weights(module, frozen, self._settings, device=device, reporter=reporter))
             stack.enter_context(self._writer)
             self._report_start(first_step)
             self._metrics.start(first_step)
-            with deferred_interrupts(
-                lambda: reporter.note(
-                    "this step is finished and saved first; a second Ctrl-C ends at once, without that"
-                )
-            ) as is_interrupted:
+            second = "this step is finished and saved first; a second Ctrl-C ends at once, without that"
+            with deferred_interrupts(lambda: reporter.note(second)) as is_interrupted:
                 self._do_steps(trainer, events, is_interrupted)
-                problem = None
-                try:
-                    self._save(trainer)
-                    self._writer.wait()
-                except OutputError as error:
-                    # The weights can still be exported.
-                    problem = error
-                beat("export")
-                weights = whole_weights(trainer)
-                if distribution.is_main:
-                    trainer.task.export(weights, self._output)
-                distribution.barrier()
-            if problem is not None:
-                reporter.note(f"the weights of step {trainer.step} are exported to {self._output} all the same")
-                raise problem
+                self._finish(trainer)
         assert self._saved is not None
         return TrainResult(
             target=self._settings.target,
-            output=self._output,
-            exports=tuple(self._output / name for name in self._settings.exports),
+            output=output,
+            exports=tuple(output / name for name in self._settings.exports),
             checkpoint=self._saved,
             steps=trainer.step,
             resumed_from=None if folder is None else first_step,
             parameters=plan.parameters,
             attention=self._attention,
         )
-
-    def _lock_output(self, stack: ExitStack) -> None:
-        """Lock the run's folder against other runs; all ranks raise if one uses it."""
-        refusal = None
-        if self._distribution.is_main:
-            try:
-                problem = f"{self._output} is in use by another run"
-                hint = "wait until it ends or end it, or give another folder: --set output=FOLDER"
-                stack.enter_context(sole_run(self._output / LOCK_FILE, problem=problem, hint=hint))
-            except OutputError as error:
-                refusal = error.message, error.hint
-        if self._distribution.ranks > 1:
-            refusal = broadcast_json(refusal)
-        if refusal is not None:
-            raise OutputError(refusal[0], hint=refusal[1])
 
     def _build(self, stack: ExitStack) -> Trainer:
         settings, distribution, reporter = self._settings, self._distribution, self._reporter
@@ -279,8 +230,6 @@ class _Run:
             compute=settings.precision.compute,
             distribution=distribution,
             clock=self._metrics.clock,
-            on_step=self._metrics.on_step,
-            reporter=reporter,
             trained_only=settings.lora.is_on,
         )
 
@@ -293,7 +242,7 @@ class _Run:
                 hint=f"use a number over {trainer.step}: --set loop.steps=N",
             )
         self._done = list(running.done)
-        before = running.attention.backend
+        before = running.attention
         if self._attention is not None and before not in (None, self._attention.backend):
             self._reporter.warn(
                 f"attention: {self._attention.line()}, and up to this checkpoint it was {before}: "
@@ -332,14 +281,14 @@ class _Run:
                         self._hold(name, event, trainer)
                         self._stop_if_interrupted(trainer, is_interrupted)
                 if trainer.step >= steps:
-                    # The caller saves the last checkpoint. Its failure does not prevent the export.
                     return
                 if trainer.step and trainer.step % every == 0:
                     self._save(trainer)
                 self._done, self._validation_loss = [], None
-                trainer.do_step()
+                report = trainer.do_step()
+                self._metrics.on_step(report)
                 progress.advance()
-                self._writer.warn_of_failure()
+                trainer.raise_if_stuck()
 
     def _stop_if_interrupted(self, trainer: Trainer, is_interrupted: Callable[[], bool]) -> None:
         # There is nothing to save before the first step.
@@ -371,3 +320,39 @@ class _Run:
                     trainer, validation_loss=self._validation_loss, done=self._done, attention=self._attention
                 )
             self._saved_step = trainer.step
+
+    def _finish(self, trainer: Trainer) -> None:
+        """Save the last checkpoint, and export the weights even if that fails."""
+        problem = None
+        try:
+            self._save(trainer)
+            self._writer.wait()
+        except OutputError as error:
+            problem = error
+        beat("export")
+        weights = whole_weights(trainer)
+        if self._distribution.is_main:
+            trainer.task.export(weights, self._output)
+        self._distribution.barrier()
+        if problem is not None:
+            self._reporter.note(f"the weights of step {trainer.step} are exported to {self._output} all the same")
+            raise problem
+
+
+@contextmanager
+def _locked(output: Path, distribution: Distribution) -> Iterator[None]:
+    """Lock the run's folder against other runs; all ranks raise if one uses it."""
+    with ExitStack() as stack:
+        refusal = None
+        if distribution.is_main:
+            try:
+                problem = f"{output} is in use by another run"
+                hint = "wait until it ends or end it, or give another folder: --set output=FOLDER"
+                stack.enter_context(sole_run(output / LOCK_FILE, problem=problem, hint=hint))
+            except OutputError as error:
+                refusal = error.message, error.hint
+        if distribution.ranks > 1:
+            refusal = broadcast_json(refusal)
+        if refusal is not None:
+            raise OutputError(refusal[0], hint=refusal[1])
+        yield

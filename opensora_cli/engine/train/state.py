@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from opensora_cli.checkpoint.formats.colossal import (
-    EARLIER_SCHEMA,
     EMA_FILE,
     MODEL_FOLDER,
     OPTIMIZER_FOLDER,
@@ -28,25 +27,14 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.hardware import is_out_of_memory
 from opensora_cli.engine.train.distribution import local
-from opensora_cli.engine.train.objectives.base import MODEL
 from opensora_cli.engine.train.optimizer import Learner, module_state, state_names
-from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.engine.train.trainer import MODEL, Trainer
 from opensora_cli.settings.train import TrainSettings
 
-_READS_EARLIER = "0af9c5aafb"
-"""Last commit that resumes runs of the earlier schema."""
 _MAX_COUNT = 2**31
 _MAX_THREADS = 1024  # limit of the settings
 _BROKEN = (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError)
 _Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
-
-
-class PastAttention(BaseModel):
-    """Attention backend that a run used."""
-
-    model_config = ConfigDict(frozen=True, strict=True)
-
-    backend: str | None = None
 
 
 class RunningStates(BaseModel):
@@ -59,7 +47,8 @@ class RunningStates(BaseModel):
     micro_batches: Annotated[int, Field(gt=0, le=_MAX_COUNT)] | None = None
     threads: Annotated[int, Field(gt=0, le=_MAX_THREADS)] | None = None
     done: Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=100)] = []
-    attention: PastAttention = PastAttention()
+    attention: Annotated[str | None, Field(validation_alias=AliasPath("attention", "backend"))] = None
+    """Attention backend that the run used."""
     score: Annotated[float, Field(allow_inf_nan=False)] | None = None
     score_of: str | None = None
     sampler: dict[str, Any]
@@ -68,12 +57,11 @@ class RunningStates(BaseModel):
 def read_running_states(folder: Path) -> RunningStates:
     """Return the record of a checkpoint. Raises CheckpointError if it is missing, broken, or of an earlier version."""
     document = read_running_document(folder)
-    if document.get("schema") == EARLIER_SCHEMA and "sampler" not in document:
+    if document.get("schema") != RUNNING_STATES_SCHEMA:
         raise CheckpointError(
-            f"{folder / RUNNING_STATES_FILE} has the schema {EARLIER_SCHEMA}, and this version of osora resumes only "
-            f"{RUNNING_STATES_SCHEMA}",
-            hint=f"resume with an earlier version (git checkout {_READS_EARLIER} in osora's repository), "
-            "or start again with another --set output=FOLDER",
+            f"{folder / RUNNING_STATES_FILE} has no schema {RUNNING_STATES_SCHEMA}: this version of osora cannot "
+            "resume it",
+            hint="resume with the version that wrote it, or start again with another --set output=FOLDER",
         )
     try:
         return RunningStates.model_validate(document)
@@ -84,33 +72,27 @@ def read_running_states(folder: Path) -> RunningStates:
         raise CheckpointError(f"{folder / RUNNING_STATES_FILE} is broken: {problem}") from None
 
 
-def with_recorded_threads(threads: ThreadChoice, recorded: int | None, *, reporter: Reporter) -> ThreadChoice:
-    """Return the number of threads of the checkpoint's run because sums depend on it, unless a user chose a number."""
-    if recorded is None or recorded == threads.count:
-        return threads
-    if threads.is_free:
-        return ThreadChoice(count=recorded, reason="as the run began, for the same sums")
-    reporter.warn(
-        f"the run had {recorded} threads, and from now on {threads.line()}: results match up to rounding; "
-        f"with --threads {recorded} they are bitwise identical"
-    )
-    return threads
+def as_recorded(
+    running: RunningStates, settings: TrainSettings, threads: ThreadChoice, *, data_ranks: int, reporter: Reporter
+) -> tuple[TrainSettings, ThreadChoice]:
+    """Return settings with the micro-batches of the checkpoint's run, and its CPU threads, on which sums depend.
 
-
-def with_recorded_micro_batches(
-    settings: TrainSettings, recorded: int | None, *, data_ranks: int, reporter: Reporter
-) -> TrainSettings:
-    """Return the settings with the number of micro-batches of the checkpoint's run, unless the settings name another.
-
-    Raises RequestError if the ranks cannot share that number.
+    A number that a user chose stays, with a warning. Raises RequestError if the ranks cannot share the micro-batches.
     """
-    chosen = settings.loop.micro_batches
-    if recorded is None:
-        return settings
+    if running.threads not in (None, threads.count):
+        if threads.is_free:
+            threads = ThreadChoice(count=running.threads, reason="as the run began, for the same sums")
+        else:
+            reporter.warn(
+                f"the run had {running.threads} threads, and from now on {threads.line()}: results match up to "
+                f"rounding; with --threads {running.threads} they are bitwise identical"
+            )
+    recorded, chosen = running.micro_batches, settings.loop.micro_batches
+    if recorded in (None, chosen or data_ranks):
+        return settings, threads
     if chosen is not None:
-        if chosen != recorded:
-            reporter.warn(f"an update has {chosen} micro-batches from now on, instead of {recorded}")
-        return settings
+        reporter.warn(f"an update has {chosen} micro-batches from now on, instead of {recorded}")
+        return settings, threads
     if recorded % data_ranks:
         least = -(-recorded // data_ranks) * data_ranks
         raise RequestError(
@@ -118,10 +100,8 @@ def with_recorded_micro_batches(
             hint=f"use a number of ranks that divides {recorded}, or larger updates from now on: "
             f"--set loop.micro_batches={least}",
         )
-    if recorded == data_ranks:
-        return settings
     reporter.warn(f"loop.micro_batches={recorded}, as the run began, not {data_ranks}")
-    return settings.replace({"loop.micro_batches": recorded})
+    return settings.replace({"loop.micro_batches": recorded}), threads
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +153,8 @@ def restore(trainer: Trainer, folder: Path) -> RunningStates:
     Each rank reads its own part. Learning rates and other settings of this run stay. Raises CheckpointError if the
     checkpoint belongs to another model or other data.
     """
+    running = read_running_states(folder)
     try:
-        running = read_running_states(folder)
         _restore_tensors(trainer, folder)
         trainer.batches.load_state_dict(running.sampler)
         trainer.skipped_in_a_row = running.skipped_in_a_row

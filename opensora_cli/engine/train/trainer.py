@@ -1,31 +1,120 @@
-"""Trainer of all objectives."""
+"""Training tasks, and the trainer of all of them."""
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import TrainingError
-from opensora_cli.core.formatting import first_few
-from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.train.distribution import Distribution, local
-from opensora_cli.engine.train.objectives.base import MODEL, Losses, Task
 from opensora_cli.engine.train.optimizer import Learner, averaged_copy, module_state, swapped_in, update_ema, warmed_up
+from opensora_cli.engine.train.parallelize import Recipe, shard
 from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
+
+MODEL = "model"
+"""Role of the weights that a run exports, with the optimizer of the settings."""
+
+Losses = Iterator[tuple[str, Tensor, Mapping[str, Tensor]]]
+"""Roles with their losses, and detached figures for the log."""
 
 PARTS = ("data", "forward", "backward", "exchange", "optimizer", "checkpoint", "validation", "samples")
 """Parts of a step that the clock times."""
 _MAX_SKIPPED_IN_A_ROW = 5
 _SAMPLES, _TOKENS = "samples", "tokens"
+
+
+@dataclass(slots=True)
+class Role:
+    """Weights with an optimizer of their own, such as a discriminator, or a second adapter in the task's module."""
+
+    module: nn.Module
+    optimizer: OptimizerSettings
+    """Settings of the optimizer, whose schedule counts all steps of the run."""
+    owns: Callable[[str], bool] = lambda name: True
+    """Function that returns whether a weight of the module belongs to the role, by its name."""
+    forward: Callable[..., Any] = field(init=False)
+    """Function to call instead of `module`: the module itself, or later its parallel wrapper."""
+
+    def __post_init__(self) -> None:
+        self.forward = self.module
+
+
+class Task(ABC):
+    """Training task: a module with its loss and export."""
+
+    module: nn.Module
+    """Module that is updated, averaged and saved. It may be sharded in place before training."""
+    forward: Callable[..., Any]
+    """Function that `loss` calls instead of `module`: the module itself, or later its parallel wrapper."""
+    roles: Mapping[str, Role]
+    """Other roles than `MODEL`, which has the weights of `module` that they do not own."""
+
+    def __init__(self, module: nn.Module, *, roles: Mapping[str, Role] | None = None) -> None:
+        self.module = self.forward = module
+        self.roles = roles or {}
+
+    def begin_step(self, step: int) -> None:  # noqa: B027  # most tasks have one phase
+        """Begin a new phase of training if one starts after `step` updates. A resumed run repeats the call."""
+
+    @abstractmethod
+    def loss(self, batch: Any, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the mean loss over the samples of a micro-batch, and this rank's detached figures for the log."""
+
+    def losses(self, batch: Any, rng: SampleRng) -> Losses:
+        """Yield the loss of each role that learns in this step; the next is computed after its backward pass.
+
+        All micro-batches of a step have the same roles. A role without a loss is not updated. The backward pass of a
+        loss must reach only weights of its role.
+        """
+        loss, figures = self.loss(batch, rng)
+        yield MODEL, loss, figures
+
+    @abstractmethod
+    def tokens(self, batch: Any) -> int:
+        """Return the number of tokens (of captions or packed latents) of the micro-batch."""
+
+    @abstractmethod
+    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
+        """Write weights for generation to the run's folder. Only the main rank calls this.
+
+        `weights` are whole, on the host, by the names of the module's state: the average, or else the current weights.
+        """
+
+    def other_modules(self) -> dict[str, nn.Module]:
+        """Return the modules of roles that are not in the task's module."""
+        return {name: role.module for name, role in self.roles.items() if role.module is not self.module}
+
+    def trained(self, name: str) -> dict[str, nn.Parameter]:
+        """Return the trained weights of a role by name, in the order of its module."""
+        role = self.roles.get(name)
+        module, owns = (self.module, self._is_of_model) if role is None else (role.module, role.owns)
+        return {key: weight for key, weight in module.named_parameters() if weight.requires_grad and owns(key)}
+
+    def shard(self, distribution: Distribution, *, recipe: Recipe | None = None) -> None:
+        """Reduce the modules to this rank's parts. `recipe` is that of `parallelize.shard`."""
+        self.forward = shard(self.module, distribution, trained=self.trained(MODEL).values(), recipe=recipe)
+        for name, role in self.roles.items():
+            if role.module is not self.module:
+                role.forward = shard(role.module, distribution, trained=self.trained(name).values())
+            elif distribution.mesh is not None and not distribution.divides:
+                # Every rank has whole weights, and gradients are averaged.
+                role.forward = distribution.replicate(role.module, self.trained(name).values())
+            else:
+                role.forward = self.forward
+
+    def _is_of_model(self, name: str) -> bool:
+        return not any(role.module is self.module and role.owns(name) for role in self.roles.values())
 
 
 class Batch(Protocol):
@@ -114,32 +203,12 @@ class Clock:
         return seconds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Done:
-    """Micro-batch whose gradients are added, or queued on the device."""
-
-    batch: Batch
-    tokens: int
-    losses: Mapping[str, Tensor]
-    """Loss of each role that learns."""
-    figures: Mapping[str, Tensor]
-
-    def read(self) -> tuple[dict[str, float], list[str]]:
-        """Wait for the losses and figures; return them, and the samples if a loss is not finite."""
-        losses = {_figure(role, "loss"): float(loss) for role, loss in self.losses.items()}
-        figures = {name: float(value) for name, value in self.figures.items()}
-        is_finite = all(math.isfinite(loss) for loss in losses.values())
-        return {**losses, **figures}, [] if is_finite else list(
-            self.batch.paths or [f"micro-batch {self.batch.number}"]
-        )
-
-
 class Trainer:
-    """Trainer that does the steps of a run. It neither reads nor writes files.
+    """Trainer that does the steps of a run. It neither reports nor writes files.
 
     An update has M micro-batches, which the data-parallel ranks share evenly. Its gradient is the mean over all of
     them, and depends on the number of ranks only by rounding. A step whose loss or gradient is not finite on any rank
-    is skipped on all ranks; several in a row end the run. The task must be sharded. With `trained_only`, frozen weights
+    is skipped on all ranks. The task must be sharded. With `trained_only`, frozen weights
     and buffers are neither averaged nor saved. Raises ValueError if the ranks cannot share the micro-batches.
     """
 
@@ -153,8 +222,6 @@ class Trainer:
         compute: Compute,
         distribution: Distribution,
         clock: Clock,
-        on_step: Callable[[StepReport], object] = lambda report: None,
-        reporter: Reporter,
         trained_only: bool = False,
     ) -> None:
         self.task = task
@@ -177,8 +244,6 @@ class Trainer:
         self._loop = loop
         self._compute = torch_dtype(compute)
         self._clock = clock
-        self._on_step = on_step
-        self._reporter = reporter
 
     def averaged(self) -> AbstractContextManager[None]:
         """Swap the averaged weights into the module inside the block; without an average, do nothing."""
@@ -190,19 +255,27 @@ class Trainer:
         return torch.autocast(self.distribution.device.type, dtype=self._compute, enabled=is_on)
 
     def do_step(self) -> StepReport:
-        """Do one step, and return its report, which `on_step` also receives.
-        Raises TrainingError if the loss or gradient was not finite several steps in a row.
-        """
+        """Do one step, and return its report."""
         self.task.begin_step(self.step)
         for learner in self.learners.values():
             learner.zero_grad()
         count = self.micro_batches // self.distribution.data_ranks
-        done = [self._add_gradients(share=1 / count, last=index == count - 1) for index in range(count)]
-        clipped = {name: self.learners[name].clip() for name in self.learners if name in done[-1].losses}
+        batches, queued = [], []
+        for index in range(count):
+            with self._clock.part("data"):
+                batches.append(self.batches.next())
+            queued.append(self._add_gradients(batches[-1], share=1 / count, last=index == count - 1))
+        learning = [role for role in self.learners if _figure(role, "loss") in queued[-1]]
+        clipped = {role: self.learners[role].clip() for role in learning}
         # Here the host waits for the device, which by now has all work up to the update.
-        read = [each.read() for each in done]
-        norms = {name: float(norm) for name, norm in clipped.items()}
-        suspects = [path for _, paths in read for path in paths]
+        read = [{name: float(value) for name, value in figures.items()} for figures in queued]
+        norms = {role: float(norm) for role, norm in clipped.items()}
+        suspects = [
+            path
+            for batch, figures in zip(batches, read, strict=True)
+            if not all(math.isfinite(figures[_figure(role, "loss")]) for role in learning)
+            for path in batch.paths or (f"micro-batch {batch.number}",)
+        ]
         with self._clock.part("exchange"):
             has_finite_loss = not self.distribution.any(bool(suspects))
         # The norms already cover all ranks.
@@ -211,19 +284,24 @@ class Trainer:
             for learner in self.learners.values():
                 learner.set_rates(self.step)
             if not skipped:
-                for name in norms:
-                    self.learners[name].update()
+                for role in learning:
+                    self.learners[role].update()
                 if MODEL in norms and self.ema is not None and self._loop.ema_decay is not None:
                     update_ema(self.ema, self.task.module, decay=warmed_up(self._loop.ema_decay, self.step))
         self.step += 1
-        report = self._report(done, [figures for figures, _ in read], norms, suspects, skipped=skipped)
-        self._on_step(report)
-        if skipped:
-            self._count_skipped(report)
-        else:
-            self.skipped_in_a_row = 0
-            self.losses += [report.figures["loss"]] if MODEL in norms else []
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        report = self._report(batches, read, norms, suspects, skipped=skipped)
+        if MODEL in norms and not skipped:
+            self.losses.append(report.figures["loss"])
         return report
+
+    def raise_if_stuck(self) -> None:
+        """Raise TrainingError if the loss or gradient was not finite several steps in a row."""
+        if self.skipped_in_a_row >= _MAX_SKIPPED_IN_A_ROW:
+            raise TrainingError(
+                f"loss or gradient was not finite {_MAX_SKIPPED_IN_A_ROW} steps in a row, up to step {self.step}",
+                hint="use a lower rate: --set optimizer.learning_rate=X",
+            )
 
     def are_weights_finite(self) -> bool:
         """Return whether trained weights and averages are finite on all ranks. All ranks must call this."""
@@ -234,19 +312,15 @@ class Trainer:
         extremes = [extreme.float() for part in parts if part.numel() for extreme in torch.aminmax(part)]
         return not self.distribution.any(not bool(torch.isfinite(torch.stack(extremes)).all()))
 
-    def _add_gradients(self, *, share: float, last: bool) -> _Done:
-        """Add the gradients of the next micro-batch, the last one of the update or not."""
-        with self._clock.part("data"):
-            batch = self.batches.next()
-        losses: dict[str, Tensor] = {}
+    def _add_gradients(self, batch: Batch, *, share: float, last: bool) -> dict[str, Tensor]:
+        """Add the gradients of a micro-batch, the last one of the update or not; return its losses and figures."""
         figures: dict[str, Tensor] = {}
         with self.distribution.accumulating(last=last):
             for role, loss, more in self._losses(batch):
                 with self._clock.part("backward"):
                     (loss * share).backward()  # type: ignore[no-untyped-call]
-                losses[role] = loss.detach()
-                figures.update(more)
-        return _Done(batch=batch, tokens=self.task.tokens(batch), losses=losses, figures=figures)
+                figures.update({_figure(role, "loss"): loss.detach(), **more})
+        return figures
 
     def _losses(self, batch: Batch) -> Losses:
         rng = SampleRng.of(self._loop.seed, batch.number)
@@ -262,7 +336,7 @@ class Trainer:
 
     def _report(
         self,
-        done: Sequence[_Done],
+        batches: Sequence[Batch],
         read: Sequence[Mapping[str, float]],
         norms: Mapping[str, float],
         suspects: list[str],
@@ -270,13 +344,13 @@ class Trainer:
         skipped: bool,
     ) -> StepReport:
         means = {name: sum(figures[name] for figures in read) / len(read) for name in read[0]}
-        paths = [path for each in done for path in each.batch.paths]
+        paths = [path for batch in batches for path in batch.paths]
+        tokens = sum(self.task.tokens(batch) for batch in batches)
         with self._clock.part("exchange"):
-            means = self.distribution.mean({**means, _SAMPLES: len(paths), _TOKENS: sum(each.tokens for each in done)})
+            means = self.distribution.mean({**means, _SAMPLES: len(paths), _TOKENS: tokens})
             if skipped:
                 paths = self._suspects(suspects, paths)
-        ranks = self.distribution.data_ranks
-        samples, tokens = round(means.pop(_SAMPLES) * ranks), round(means.pop(_TOKENS) * ranks)
+        samples, tokens = (round(means.pop(name) * self.distribution.data_ranks) for name in (_SAMPLES, _TOKENS))
         found = {
             **{name: means.pop(name) for name in [_figure(role, "loss") for role in norms]},
             **{_figure(role, "grad_norm"): norm for role, norm in norms.items()},
@@ -301,16 +375,6 @@ class Trainer:
             found = all_gather_json([suspects, paths])
         suspected = [path for each, _ in found for path in each]
         return list(dict.fromkeys(suspected or (path for _, each in found for path in each)))
-
-    def _count_skipped(self, report: StepReport) -> None:
-        self.skipped_in_a_row += 1
-        samples = f": {first_few(report.paths)}" if report.paths else ""
-        self._reporter.warn(f"step {self.step}: loss or gradient is not finite, the step is skipped{samples}")
-        if self.skipped_in_a_row == _MAX_SKIPPED_IN_A_ROW:
-            raise TrainingError(
-                f"loss or gradient was not finite {_MAX_SKIPPED_IN_A_ROW} steps in a row, up to step {self.step}",
-                hint="use a lower rate: --set optimizer.learning_rate=X",
-            )
 
 
 def _figure(role: str, name: str) -> str:

@@ -29,10 +29,7 @@ _MAY_BE_MISSING = ("cond_in.*",)
 
 
 def plan_attention(settings: TrainSettings, *, device: torch.device, tries_device: bool = True) -> AttentionPlan | None:
-    """Return the attention backend for training, including gradients; None if no transformer is trained.
-
-    Raises the errors of `choose_attention`.
-    """
+    """Return the attention backend for training, including gradients; None if no transformer is trained."""
     if not settings.trains_transformer:
         return None
     use = AttentionUse(
@@ -48,11 +45,7 @@ def plan_attention(settings: TrainSettings, *, device: torch.device, tries_devic
 
 
 def build_transformer(settings: TrainSettings, *, distribution: Distribution) -> MMDiT:
-    """Return the transformer with its attention.
-
-    It has its first weights, or is on the meta device if `distribution` divides it: whole weights on every rank would
-    exceed the host's memory. Raises the errors of `new_transformer` and `plan_attention`.
-    """
+    """Return the transformer with attention and first weights, or on the meta device if `distribution` divides it."""
     device = distribution.device
     transformer = empty_transformer(settings) if distribution.divides else new_transformer(settings, device=device)
     plan = plan_attention(settings, device=device)
@@ -62,11 +55,7 @@ def build_transformer(settings: TrainSettings, *, distribution: Distribution) ->
 
 
 def empty_transformer(settings: TrainSettings) -> MMDiT:
-    """Return the transformer on the meta device, in fp32, with its adapter if there is one.
-
-    With an adapter, the frozen weights are in bf16 if the run computes in bf16.
-    Raises RequestError if sizes contradict each other, and HardwareError if an adapter needs a missing library.
-    """
+    """Return the transformer on the meta device, in fp32, with its adapter if there is one."""
     return with_adapter(transformer_on_meta(settings.model), settings)
 
 
@@ -83,7 +72,7 @@ def new_transformer(settings: TrainSettings, *, device: torch.device) -> MMDiT:
     """Return the transformer with its first weights on `device`, and frozen weights of blocks in 8 bits if set.
 
     With `memory.offload`, frozen weights of blocks are on the host, for `streamed_weights`. On a CPU they stay mapped,
-    in the dtype of their file. Raises the errors of `empty_transformer` and `first_weights`.
+    in the dtype of their file.
     """
     transformer, memory = empty_transformer(settings), settings.memory
     stacks = tuple(f"{stack.module_path}." for stack in repeated_blocks(transformer.config))
@@ -108,11 +97,7 @@ def new_transformer(settings: TrainSettings, *, device: torch.device) -> MMDiT:
 
 @torch.no_grad()
 def fill_parts(transformer: nn.Module, settings: TrainSettings, *, distribution: Distribution) -> None:
-    """Fill `empty_transformer`, after `Distribution.shard`, with this rank's part of the first weights.
-
-    Only one whole weight is in memory at a time, besides the parts. The weights are bitwise identical to those of one
-    process. Raises CheckpointError like `first_weights`.
-    """
+    """Fill a sharded `empty_transformer` with this rank's part of the first weights, one whole weight at a time."""
     parts = {distribution.whole_name(name): (name, weight) for name, weight in transformer.named_parameters()}
     for whole_name, whole in first_weights(settings):
         name, weight = parts.pop(whole_name)
@@ -124,9 +109,8 @@ def first_weights(settings: TrainSettings) -> Iterator[tuple[str, Tensor]]:
     """Yield the first weights of a transformer, whole and with their names, one at a time on the host.
 
     They come from the file `init`, of any published layout, in its dtype, or are random from `loop.seed`, in fp32.
-    Weights of an adapter come from `lora.init`, or are new.
-    Raises CheckpointError if a file is missing or broken, or does not fit the sizes, and RequestError and HardwareError
-    like `empty_transformer` and `open_first_adapter`.
+    Weights of an adapter come from `lora.init`, or are new. Raises CheckpointError if a file is missing or broken, or
+    does not fit the sizes.
     """
     path = find_first_weights(settings)
     weights = _random_weights(settings) if path is None else _read(settings, path)
@@ -137,14 +121,10 @@ def first_weights(settings: TrainSettings) -> Iterator[tuple[str, Tensor]]:
     names = {name.replace(".base_layer.", "."): name for name, _ in transformer.named_parameters()}
     for name, weight in weights:
         yield names[name], weight
-    read: set[str] = set()
+    adapter = dict(first_adapter(transformer, seed=settings.loop.seed))
     if settings.lora.init is not None:
-        for name, weight in read_adapter(open_first_adapter(transformer_on_meta(settings.model), settings.lora)):
-            read.add(name)
-            yield name, weight
-    for name, weight in first_adapter(transformer, seed=settings.loop.seed):
-        if name not in read:
-            yield name, weight
+        adapter.update(read_adapter(open_first_adapter(transformer_on_meta(settings.model), settings.lora)))
+    yield from adapter.items()
 
 
 def _random_weights(settings: TrainSettings) -> Iterator[tuple[str, Tensor]]:

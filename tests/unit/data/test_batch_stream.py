@@ -15,63 +15,56 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from tiny_world import RecordingReporter
 
-from opensora_cli.core.exceptions import HardwareError, MediaError
+from opensora_cli.core.exceptions import FileProblem, HardwareError, MediaError
 from opensora_cli.core.signals import END_REQUESTS
 from opensora_cli.data import loading
-from opensora_cli.data.batches import EpochPlan, MicroBatch
-from opensora_cli.data.loading import BatchStream
+from opensora_cli.data.batches import ClipBatch, ClipRequest, EpochPlan, MicroBatch
+from opensora_cli.data.loading import BatchStream, ClipReader
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
 
-def whole(asked: MicroBatch) -> MicroBatch:
-    return asked
-
-
 @dataclass(frozen=True)
-class Failing:
-    """Fails for one sample, in the way asked for."""
+class Numbered:
+    """`ClipSource` whose clips are named after epoch and sample, in micro-batches of three."""
 
-    sample: int
-    how: str
+    count: int = 21
+    seed: int = 0
+    fingerprint: str = "same"
 
-    def __call__(self, asked: MicroBatch) -> MicroBatch:
-        if self.sample in asked.samples:
-            if self.how == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise MediaError("clip.mp4 is broken", hint="fix it")
-        return asked
+    def plan_epoch(self, epoch: int) -> EpochPlan:
+        rng = np.random.default_rng((self.seed, epoch))
+        return EpochPlan(np.zeros(self.count, dtype=np.int32), np.array([3]), rng=rng)
+
+    def request(self, sample: int, **place: int) -> ClipRequest:
+        return ClipRequest(path=f"{sample}.mp4", num_frames=1, height=8, width=8)
+
+    def read(self, request: ClipRequest) -> torch.Tensor:
+        return torch.zeros(1, 8, 8, 3, dtype=torch.uint8)
+
+
+def named(request: ClipRequest) -> str:
+    return request.path
 
 
 def stream(
-    *,
-    micro_batches: int = 2,
-    rank: int = 0,
-    ranks: int = 1,
-    workers: int = 0,
-    count: int = 21,
-    load: Any = whole,
-    **changes: Any,
-) -> BatchStream[MicroBatch]:
-    def plan_epoch(epoch: int) -> EpochPlan:
-        rng = np.random.default_rng((changes.get("seed", 0), epoch))
-        return EpochPlan(np.zeros(count, dtype=np.int32), np.array([3]), rng=rng)
-
+    *, micro_batches: int = 2, rank: int = 0, ranks: int = 1, workers: int = 0, load: Any = named, **source: Any
+) -> BatchStream:
     return BatchStream(
-        plan_epoch,
-        load,
-        fingerprint=changes.get("fingerprint", "same"),
+        Numbered(**source),
+        load=load,
         micro_batches=micro_batches,
         rank=rank,
         ranks=ranks,
         workers=workers,
         prefetch=3,
-        warn=changes.get("warn", pytest.fail),
+        reporter=RecordingReporter(),
     )
 
 
-def take(source: Any, count: int) -> list[MicroBatch]:
+def take(source: BatchStream, count: int) -> list[ClipBatch]:
     batches = [source.next() for _ in range(count)]
     source.close()
     return batches
@@ -82,8 +75,7 @@ def test_epochs_follow_each_other_and_numbers_count_on(workers: int) -> None:
     batches = take(stream(workers=workers), 14)  # 7 micro-batches an epoch, of which updates of 2 take 6
     assert [batch.number for batch in batches] == [*range(14)]
     assert [batch.epoch for batch in batches] == [0] * 6 + [1] * 6 + [2] * 2
-    assert [batch.position for batch in batches] == [0, 1, 2, 3, 4, 5] * 2 + [0, 1]
-    assert len({sample for batch in batches[:6] for sample in batch.samples}) == 18
+    assert len({path for batch in batches[:6] for path in batch.paths}) == 18
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -96,13 +88,11 @@ def test_ranks_share_out_what_one_process_has(ranks: int) -> None:
 @pytest.mark.parametrize(("workers", "updates"), [(0, 1), (0, 3), (2, 5)])
 def test_a_resumed_stream_goes_on_exactly(workers: int, updates: int) -> None:
     straight = take(stream(workers=workers), 16)
-    first = stream(workers=workers)
+    first, second = stream(workers=workers), stream(workers=workers)
     for _ in range(2 * updates):
         first.next()
-    state = first.state_dict()
+    second.load_state_dict(first.state_dict())
     first.close()
-    second = stream(workers=workers)
-    second.load_state_dict(state)
     assert take(second, 16 - 2 * updates) == straight[2 * updates :]
     assert second.epoch == straight[-1].epoch
 
@@ -120,15 +110,14 @@ def test_the_state_does_not_depend_on_the_number_of_ranks(updates: int) -> None:
 
 def test_the_state_of_one_is_resumed_by_several_with_other_updates() -> None:
     alone = stream(micro_batches=2, count=60)
-    take(alone, 6)
+    first = take(alone, 6)
     shared = []
     for rank in range(3):
         source = stream(micro_batches=3, count=60, rank=rank, ranks=3)
         source.load_state_dict(alone.state_dict())
         shared.append(take(source, 4))
     merged = [batch for batches in zip(*shared, strict=True) for batch in batches]
-    assert [batch.number for batch in merged] == [*range(6, 18)]
-    assert [(batch.epoch, batch.position) for batch in merged] == [(0, p) for p in range(6, 18)]
+    assert [*first, *merged] == take(stream(count=60), 18)
 
 
 @WORKERS
@@ -144,44 +133,50 @@ def test_the_state_is_that_after_the_last_whole_update_whatever_was_read(workers
 
 
 def test_other_data_begin_with_the_next_epoch_and_a_warning() -> None:
-    source = stream()
+    source, other = stream(), stream(fingerprint="other", seed=7)
     take(source, 8)
-    warnings: list[str] = []
-    other = stream(fingerprint="other", warn=warnings.append, seed=7)
     other.load_state_dict(source.state_dict())
-    batches = take(other, 2)
-    assert [(batch.epoch, batch.position, batch.number) for batch in batches] == [(2, 0, 8), (2, 1, 9)]
-    assert len(warnings) == 1
-    assert "epoch 2" in warnings[0]
+    assert [(batch.epoch, batch.number) for batch in take(other, 2)] == [(2, 8), (2, 9)]
+    (warning,) = other._reporter.warnings
+    assert "epoch 2" in warning
 
 
+def refusing(request: ClipRequest) -> str:
+    raise MediaError(f"{request.path} is broken")
+
+
+def crashing(request: ClipRequest) -> str:
+    """Act as a decoder that crashes."""
+    if request.path == "5.mp4":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    return request.path
+
+
+def failing(request: ClipRequest) -> str:
+    raise ZeroDivisionError("a bug")
+
+
+@pytest.mark.parametrize(
+    ("load", "kind", "said"),
+    [(refusing, FileProblem, "3 others of its bucket cannot be read"), (failing, ZeroDivisionError, "while reading")],
+)
 @WORKERS
-def test_errors_of_ours_arrive_as_they_were(workers: int) -> None:
-    source = stream(workers=workers, load=Failing(sample=5, how="broken"))
-    with pytest.raises(MediaError, match=r"clip\.mp4 is broken") as caught:
+def test_an_error_names_the_file(workers: int, load: Any, kind: type[Exception], said: str) -> None:
+    source = stream(workers=workers, load=load)
+    with pytest.raises(kind) as caught:
+        source.next()
+    source.close()
+    text = f"{caught.value} {getattr(caught.value, '__notes__', '')}"
+    assert ".mp4" in text
+    assert said in text
+
+
+def test_a_crashed_worker_names_its_file() -> None:
+    source = stream(workers=1, load=crashing)
+    with pytest.raises(HardwareError, match=r"ended from outside.*5\.mp4") as caught:
         take(source, 7)
     source.close()
-    assert caught.value.hint == "fix it"
-
-
-def test_a_worker_that_is_killed_is_reported() -> None:
-    source = stream(workers=1, load=Failing(sample=5, how="killed"))
-    with pytest.raises(HardwareError, match="ended from outside"):
-        take(source, 7)
-    source.close()
-
-
-def test_workers_end_with_the_stream_even_while_an_error_is_handled() -> None:
-    before = psutil.Process().children()
-    source = stream(workers=2)
-    source.next()
-    children = [child for child in psutil.Process().children() if child not in before]
-    assert len(children) >= 2
-    try:
-        raise KeyboardInterrupt
-    except KeyboardInterrupt:
-        source.close()
-    assert have_ended(children)
+    assert "take it out of the table" in (caught.value.hint or "")
 
 
 def workers_of(process: int, *, before: Sequence[psutil.Process] = ()) -> list[psutil.Process]:
@@ -198,6 +193,25 @@ def have_ended(processes: Sequence[psutil.Process]) -> bool:
     return True
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+def test_workers_end_with_the_stream_even_while_an_error_is_handled(
+    monkeypatch: pytest.MonkeyPatch, hangs: bool
+) -> None:
+    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
+    before = psutil.Process().children()
+    source = stream(workers=2)
+    source.next()
+    children = workers_of(os.getpid(), before=before)
+    assert len(children) >= 2
+    for child in children if hangs else ():
+        child.suspend()
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        source.close()
+    assert have_ended(children)
+
+
 def test_workers_leave_signals_to_the_process_that_trains() -> None:
     before = psutil.Process().children()
     source = stream(workers=2)
@@ -206,18 +220,6 @@ def test_workers_leave_signals_to_the_process_that_trains() -> None:
         for number in (signal.SIGINT, *END_REQUESTS, signal.SIGTERM):
             child.send_signal(number)
     assert [first, *take(source, 5)] == take(stream(), 6)
-
-
-def test_a_worker_that_does_not_end_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.1)
-    before = psutil.Process().children()
-    source = stream(workers=1)
-    source.next()
-    children = workers_of(os.getpid(), before=before)
-    for child in children:
-        child.suspend()
-    source.close()
-    assert have_ended(children)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere workers look for their parent every 5 s")
@@ -252,9 +254,9 @@ class Guarded:
             self.note.write_text("destroyed in a worker")
 
 
-def collecting(asked: MicroBatch) -> MicroBatch:
+def collecting(request: ClipRequest) -> str:
     gc.collect()
-    return asked
+    return request.path
 
 
 def test_workers_never_collect_what_the_process_had_before(tmp_path: Path) -> None:
@@ -268,24 +270,19 @@ def test_workers_never_collect_what_the_process_had_before(tmp_path: Path) -> No
     assert not note.exists()
 
 
-class _Big:
-    def __call__(self, asked: MicroBatch) -> dict[str, object]:
-        return {"pixels": [torch.zeros(8)], "number": asked.number}
-
-
 def test_a_batch_that_does_not_fit_into_shared_memory_is_an_error_and_no_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: torch.Tensor) -> None:
         raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
 
     asked = MicroBatch(number=0, epoch=0, position=0, bucket=0, samples=(0,), substitutes=())
-    reading = loading._Loading(_Big())
+    reader = ClipReader(Numbered(), None)
     monkeypatch.setattr(torch.Tensor, "share_memory_", full)
-    assert isinstance(reading[asked][1], dict)  # this process hands nothing over
-    monkeypatch.setattr(loading, "get_worker_info", object)
-    error = reading[asked][1]
-    assert isinstance(error, HardwareError)
-    assert error.message.startswith("/dev/shm has no room for what the processes that read clips hand over: unable to")
-    assert "--set data.workers=0" in str(error.hint)
+    assert isinstance(reader[asked][1], ClipBatch)  # this process hands nothing over
+    with pytest.raises(
+        HardwareError, match="/dev/shm has no room for what the processes that read clips hand"
+    ) as error:
+        loading._share_tensors(reader.read(asked))
+    assert "--set data.workers=0" in str(error.value.hint)
 
 
 def test_workers_share_every_tensor_of_a_batch() -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from opensora_cli.data.buckets import NO_BUCKET, Buckets, Resolution, Samples, frame_intervals, map_target_fps
+from opensora_cli.data.buckets import NO_BUCKET, Buckets, Resolution, Samples
 
 SIZES = {"2:1": (64, 128), "1:1": (96, 96), "1:2": (128, 64)}
 
@@ -73,25 +73,3 @@ def test_reachable_stops_at_a_probability_of_one_and_leaves_out_zero() -> None:
     reachable = buckets.reachable(samples((5, 64, 64, 24.0), (1, 64, 64, np.nan), (5, 30, 30, 24.0)))
     names = [[buckets[i].resolution for i in row if i != NO_BUCKET] for row in reachable]
     assert names == [["a", "b"], ["a", "c"], ["c"]]
-
-
-def test_rates_of_many_are_those_of_each() -> None:
-    rates = np.array([24, 30, 23.976, 60, 12, 25, 120, np.nan, 48.0])
-    for most in (16.0, 24.0, 30.0):
-        assert frame_intervals(rates, most).tolist() == [map_target_fps(rate, most)[1] for rate in rates.tolist()]
-
-
-def test_many_samples_go_where_each_goes_alone() -> None:
-    rng = np.random.default_rng(5)
-    resolutions = [
-        resolution("small", 1000, {1: (0.7, 4), 5: (0.5, 2), 33: (1.0, 1)}),
-        resolution("large", 4000, {1: (0.5, 2), 9: (0.25, 1)}),
-        resolution("largest", 9000, {5: (0.4, 2), 17: (0.9, 1)}),
-    ]
-    buckets = Buckets(resolutions, fps_max=24)
-    lengths, sides = rng.choice([1, 1, 4, 5, 9, 17, 40, 80], 200), rng.integers(20, 120, (2, 200))
-    rows = [*zip(lengths, *sides, rng.choice([12, 24, 25, 60, np.nan], 200), strict=True)]
-    draws = rng.random((200, 3))
-    together = buckets.assign(samples(*rows), draws).tolist()
-    assert together == [int(buckets.assign(samples(row), draw[None])[0]) for row, draw in zip(rows, draws, strict=True)]
-    assert len({*together}) > 12

@@ -1,18 +1,14 @@
 """Reading, writing and splitting tables."""
 
-import csv
-import errno
 import math
-import os
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import pytest
 from hostile_files import parquet_cells, parquet_tables
 from tiny_clips import write_rows
 
-from opensora_cli.core.exceptions import FileProblem, HardwareError
+from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.data import table_files
 from opensora_cli.data.table import COLUMNS, read_table
 from opensora_cli.data.table_files import read_columns, read_rows, split_table, write_table
@@ -42,22 +38,6 @@ def test_what_is_written_is_read(tmp_path: Path, kind: str) -> None:
     assert [table.motion_score(0), table.motion_score(1)] == [None, None]
     assert table.bad_rows == ()
     assert table.texts.num_empty == 1
-
-
-@KINDS
-def test_too_many_open_files_are_not_blamed_on_a_table(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / f"table{kind}"
-    reader = (pytest.importorskip("pyarrow.parquet"), "read_schema") if kind == ".parquet" else (Path, "open")
-    write_table(path, COLUMNS, ROWS)
-
-    def refuse(*args: object, **options: object) -> None:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr(*reader, refuse)
-    with pytest.raises(HardwareError, match="cannot be read: Too many open files"):
-        read_table(path)
 
 
 def test_rows_that_make_no_sense_are_told_and_left_out(tmp_path: Path) -> None:
@@ -99,14 +79,6 @@ def test_tables_without_what_is_needed(tmp_path: Path, content: bytes, message: 
     path = tmp_path / "table.csv"
     path.write_bytes(content)
     with pytest.raises(FileProblem, match=message):
-        read_table(path)
-
-
-def test_a_parquet_file_that_is_none(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
-    path = tmp_path / "table.parquet"
-    path.write_bytes(b"not parquet")
-    with pytest.raises(FileProblem, match=r"table\.parquet is not a table"):
         read_table(path)
 
 
@@ -232,20 +204,6 @@ def test_parts_have_all_rows_in_order_and_all_columns(tmp_path: Path, kind: str)
     columns = [read_columns(target, ["path", "other"]) for target in targets]
     assert [cell for part in columns for cell in part["path"]] == [f"{i}.mp4" for i in range(10)]
     assert [cell for part in columns for cell in part["other"]] == [f"line\nof {i}" for i in range(10)]
-
-
-def test_a_large_table_is_kept_in_arrays(tmp_path: Path) -> None:
-    path = tmp_path / "table.csv"
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        writer.writerows((f"clips/{i}.mp4", f"caption {i}", 40, 256, 256, 1.0, 65536, 24.0) for i in range(5_000))
-    table = read_table(path)
-    assert len(table) == 5_000
-    assert (table.paths[4_999], table.texts[1_234]) == ("clips/4999.mp4", "caption 1234")
-    data, ends = table.paths.arrays()
-    assert isinstance(data, np.ndarray)
-    assert len(data) == sum(len(f"clips/{i}.mp4") for i in range(5_000)) == ends[-1]
 
 
 @pytest.mark.parametrize("name", ["path", "text"])

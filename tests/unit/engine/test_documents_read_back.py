@@ -5,18 +5,19 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 from tiny_adapters import CONFIG, factors, write_adapter
+from tiny_source import Colors
 
 from opensora_cli.checkpoint.formats.lora_file import open_adapter
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.shared_folder import recorded_hashes
 from opensora_cli.core.exceptions import FileProblem, RequestError
+from opensora_cli.core.progress import SilentReporter
 from opensora_cli.core.reading import read_json_object
-from opensora_cli.data.batches import ClipRequest, EpochPlan
+from opensora_cli.data.batches import ClipRequest
 from opensora_cli.data.loading import BatchStream
 from opensora_cli.engine.encode.clip_cache import ClipCache, is_cache_of, threads_of
 from opensora_cli.engine.generate.previews import PreviewMap, read_map
@@ -105,11 +106,7 @@ def _open_index(path: Path) -> None:
 
 
 def _sampler(path: Path) -> None:
-    plan = EpochPlan(np.zeros(21, dtype=np.int32), np.array([3]), rng=np.random.default_rng(0))
-    stream = BatchStream(
-        lambda epoch: plan, lambda asked: asked, fingerprint="a", micro_batches=2, rank=0, ranks=1, workers=0,
-        prefetch=1, warn=lambda line: None,
-    )  # fmt: skip
+    stream = BatchStream(Colors(), micro_batches=2, workers=0, prefetch=1, reporter=SilentReporter())
     stream.load_state_dict(read_json_object(path))
     stream.next()
 

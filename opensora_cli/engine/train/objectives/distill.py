@@ -9,16 +9,15 @@ One model in memory is teacher and student: the adapter is turned off for the te
 given frames alone.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.core.conditions import CONDITION_MODES, T2V, ConditionMode
+from opensora_cli.core.conditions import CONDITION_MODES, T2V
 from opensora_cli.data.batches import ClipBatch, SampleRng
 from opensora_cli.engine.components.few_steps import sampling_metadata
 from opensora_cli.engine.train.lora import using_adapter
@@ -28,7 +27,6 @@ from opensora_cli.sampling.guidance import (
     NO_GUIDANCE,
     Branch,
     Guidance,
-    GuidanceScales,
     branches_needed,
     combine_branches,
     guidance_scales,
@@ -67,22 +65,19 @@ class DistillTask(MMDiTTask):
         target_BND = (start_BND - end_BND) / (times[first] - times[last])
         return nn.functional.mse_loss(velocity_BND.float(), target_BND), {}
 
-    def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write the adapter, whose file states its steps and that it needs no guidance."""
+    def adapter_metadata(self) -> dict[str, str]:
+        """Return the steps of the adapter, and that it needs no guidance."""
         asked = {
             "num_inference_steps": self._run.train_distill.steps,
             "solver": "euler",
             "guidance_scale": 1.0,
             "image_guidance_scale": 1.0,
         }
-        self._export_adapter(weights, folder, metadata=sampling_metadata(self._run.model.name, asked))
+        return sampling_metadata(self._run.model.name, asked)
 
     @torch.no_grad()
     def _start(self, batch: ClipBatch, rng: SampleRng) -> tuple[PreparedClips, Sequence[float], int, Tensor]:
-        """Return clips, times of the teacher's steps, the first of the trained step, and the adapter's latents there.
-
-        The adapter comes to these latents from noise, in its own steps.
-        """
+        """Return clips, times of the teacher's steps, the first of the trained step, and the latents there."""
         clips, within = self.prepare(batch, rng), self._run.train_distill.teacher_steps
         frames, rows, columns = clips.grid
         steps = self._run.train_distill.steps * within
@@ -97,19 +92,12 @@ class DistillTask(MMDiTTask):
         """Return the velocity of the guided model at the beginning of a step between `times`."""
         with using_adapter(self.module, None):
             found = {branch: self._evaluate(clips, latents_BND, times[step], branch) for branch in self._branches}
-        guided = [
-            combine_branches(
-                {branch: each[index : index + 1] for branch, each in found.items()},
-                self._scales(mode, clips.grid, times)[step],
-            )
-            for index, mode in enumerate(clips.modes)
-        ]
+        guided, guidance = [], teacher_guidance(self._run)
+        for index, mode in enumerate(clips.modes):
+            scales = guidance_scales(guidance, mode=mode, timesteps=tuple(times), num_latent_frames=clips.grid[0])
+            own = {branch: each[index : index + 1] for branch, each in found.items()}
+            guided.append(combine_branches(own, scales[step]))
         return torch.cat(guided)
-
-    def _scales(
-        self, mode: ConditionMode, grid: tuple[int, int, int], times: Sequence[float]
-    ) -> tuple[GuidanceScales, ...]:
-        return guidance_scales(_guidance(self._run), mode=mode, timesteps=tuple(times), num_latent_frames=grid[0])
 
     def _evaluate(
         self,
@@ -120,12 +108,12 @@ class DistillTask(MMDiTTask):
         *,
         forward: Callable[..., Tensor] | None = None,
     ) -> Tensor:
-        inputs, count, empty = clips.inputs(), len(latents_BND), self._empty_prompt
+        inputs, count, empty = dict(clips.inputs), len(latents_BND), self._empty_prompt
         if not branch.uses_prompt:
             inputs["prompt_embeds_BLC"] = self._placed(empty.prompt_embeds_LC).expand(count, -1, -1)
             inputs["pooled_prompt_embeds_BV"] = self._placed(empty.pooled_prompt_embeds_V).expand(count, -1)
-        if not branch.uses_conditioning and clips.conditioning_BNK is not None:
-            inputs["conditioning_BNK"] = torch.zeros_like(clips.conditioning_BNK)
+        if not branch.uses_conditioning and (conditioning_BNK := inputs["conditioning_BNK"]) is not None:
+            inputs["conditioning_BNK"] = torch.zeros_like(conditioning_BNK)
         timesteps_B = torch.full((count,), t, device=latents_BND.device)
         velocity_BND: Tensor = (forward or self.forward)(latents_BND, timesteps_B=timesteps_B, **inputs)
         return velocity_BND
@@ -137,12 +125,13 @@ def teacher_branches(settings: TrainSettings) -> tuple[Branch, ...]:
     scales = [
         each
         for mode in (T2V, *modes)
-        for each in guidance_scales(_guidance(settings), mode=mode, timesteps=(1.0, 0.0), num_latent_frames=2)
+        for each in guidance_scales(teacher_guidance(settings), mode=mode, timesteps=(1.0, 0.0), num_latent_frames=2)
     ]
     return tuple(branch for branch in Branch if any(branch in branches_needed(each) for each in scales))
 
 
-def _guidance(settings: TrainSettings) -> Guidance:
+def teacher_guidance(settings: TrainSettings) -> Guidance:
+    """Return the guidance of the teacher."""
     if settings.model.guidance_embed:
         return NO_GUIDANCE
     distill = settings.train_distill

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from opensora_cli.data.batches import ClipBatch, SampleRng
 from opensora_cli.engine.train.lora import CRITIC, is_of_critic, using_adapter
-from opensora_cli.engine.train.objectives.base import MODEL, Losses, Role
 from opensora_cli.engine.train.objectives.distill import DistillTask, teacher_branches
 from opensora_cli.engine.train.objectives.mmdit import MMDiTObjective, PreparedClips
+from opensora_cli.engine.train.trainer import MODEL, Losses, Role
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.settings.train import TrainSettings
@@ -59,10 +59,7 @@ class DMDTask(DistillTask):
             yield CRITIC, loss, {}
 
     def _matching_loss(self, clips: PreparedClips, data_BND: Tensor, times: Sequence[float], rng: SampleRng) -> Tensor:
-        """Return a loss whose gradient is the direction from the teacher to the critic.
-
-        For each clip it is divided by the mean distance of the student's clip from that of the teacher.
-        """
+        """Return a loss whose gradient is the direction from the teacher to the critic."""
         with torch.no_grad():
             step, _, noisy_BND = self._noised(data_BND, times, rng)
             with using_adapter(self.module, CRITIC):
@@ -86,11 +83,7 @@ class DMDObjective(MMDiTObjective):
     task = DMDTask
 
     def evaluations(self, settings: TrainSettings) -> float:
-        """Return the mean number of evaluations of the adapter, and of those that judge it, beside the critic's own
-        pass.
-
-        The adapter's backward pass counts as one, because weights of the model have no gradient.
-        """
+        """Return the mean number of evaluations beside the critic's own; the student's backward pass counts as one."""
         distill = settings.train_distill
         return (distill.steps - 1) / 2 + 1 + (len(teacher_branches(settings)) + 2) / distill.critic_steps
 

@@ -29,8 +29,9 @@ from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, load_enco
 from opensora_cli.engine.train.activations import BatchShape
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.lora import save_lora
-from opensora_cli.engine.train.objectives.base import Objective, Role, Task, TokenWeights
+from opensora_cli.engine.train.objectives.base import Objective, TokenWeights
 from opensora_cli.engine.train.stand_ins import random_frozen_parts, stand_in_encoders, zero_empty_prompt
+from opensora_cli.engine.train.trainer import Role, Task
 from opensora_cli.engine.train.transformer import build_transformer, empty_transformer, with_adapter
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.vae.autoencoder import Autoencoder
@@ -53,23 +54,10 @@ class PreparedClips:
     modes: Sequence[ConditionMode]
     mask_B1THW: Tensor | None
     """1 where latents are given. None means that the model takes no condition."""
-    conditioning_BNK: Tensor | None
-    prompt_embeds_BLC: Tensor
-    pooled_prompt_embeds_BV: Tensor
-    guidance_B: Tensor | None
-    """Guidance input of a distilled model."""
+    inputs: Mapping[str, Tensor | None]
+    """Arguments of the transformer beside latents and times."""
     grid: tuple[int, int, int]
     """Frames, rows and columns of tokens."""
-
-    def inputs(self) -> dict[str, Tensor | None]:
-        """Return the arguments of the transformer beside latents and times."""
-        return {
-            "position_ids_BN3": position_ids(len(self.data_BND), *self.grid, device=self.data_BND.device),
-            "prompt_embeds_BLC": self.prompt_embeds_BLC,
-            "pooled_prompt_embeds_BV": self.pooled_prompt_embeds_BV,
-            "conditioning_BNK": self.conditioning_BNK,
-            "embedded_guidance_B": self.guidance_B,
-        }
 
 
 class MMDiTTask(Task):
@@ -77,14 +65,7 @@ class MMDiTTask(Task):
 
     Samples of a clip (mode, dropped captions, timestep, noise) depend on the micro-batch's random state and on the
     clip's path relative to its table. They do not depend on its position in the batch, the other clips, or the
-    device.
-
-    Args:
-        module: transformer.
-        run: settings of the run.
-        empty_prompt: replacement for dropped captions.
-        encoders: function that loads the encoders; called for the first clip that comes as pixels.
-        token_weights: function for the weights of tokens in the loss. None means equal weights.
+    device. `encoders` loads the encoders, for the first clip that comes as pixels.
     """
 
     module: MMDiT
@@ -109,8 +90,9 @@ class MMDiTTask(Task):
         self._device = torch.device(device)
         self._drawing = ThreadPoolExecutor(_THREADS, "noise") if is_accelerator(self._device) else None
         self._token_weights = token_weights
-        weights, lengths = self._settings.mode_weights.by_mode(), self._settings.lengths
-        self._fitting_modes = cache(partial(fitting_modes, weights, causal=self._grid.is_causal, lengths=lengths))
+        self._lengths = self._settings.lengths
+        weights, causal = self._settings.mode_weights.by_mode(), self._grid.is_causal
+        self._fitting_modes = cache(partial(fitting_modes, weights, causal=causal, lengths=self._lengths))
         tables = [table for table in (run.data.table, run.validation.table) if table is not None]
         # Absolute because `read_table` makes the paths of clips absolute.
         self._folders = [os.path.join(Path(table).absolute().parent, "") for table in tables]
@@ -129,7 +111,7 @@ class MMDiTTask(Task):
         shift = flow_shift_for(tokens_per_frame=tokens_per_frame, num_latent_frames=frames)
         t_B = shifted_times(torch.sigmoid(clips.normal_B), shift)
         noisy_BND = noisy_latents(clips.data_BND, clips.noise_BND, t_B, sigma_min=sigma_min)
-        velocity_BND: Tensor = self.forward(noisy_BND, timesteps_B=t_B, **clips.inputs())
+        velocity_BND: Tensor = self.forward(noisy_BND, timesteps_B=t_B, **clips.inputs)
         target_BND = flow_target(clips.data_BND, clips.noise_BND, sigma_min=sigma_min)
         if self._token_weights is not None:
             weights_BN = self._token_weights(batch, clips.grid)
@@ -156,19 +138,24 @@ class MMDiTTask(Task):
             conditioning_BNK = pack_conditioning(mask_B1THW, reference_BCTHW, patch)
         if self._config.guidance_embed:
             guidance_B = torch.full((count,), self._settings.embedded_guidance, device=self._device)
-        embeds = zip(*map(self._embeds, clips, states), strict=True)
-        prompt_embeds_BLC, pooled_prompt_embeds_BV = map(torch.stack, embeds)
+        prompt_embeds_BLC, pooled_prompt_embeds_BV = map(
+            torch.stack, zip(*map(self._embeds, clips, states), strict=True)
+        )
+        grid = frames, height // patch, width // patch
         return PreparedClips(
             data_BND=pack_latents(latents_BCTHW, patch),
             noise_BND=pack_latents(noise_BCTHW, patch),
             normal_B=self._placed(torch.stack([torch.randn((), generator=rng.torch) for rng in states])),
             modes=modes,
             mask_B1THW=mask_B1THW,
-            conditioning_BNK=conditioning_BNK,
-            prompt_embeds_BLC=prompt_embeds_BLC,
-            pooled_prompt_embeds_BV=pooled_prompt_embeds_BV,
-            guidance_B=guidance_B,
-            grid=(frames, height // patch, width // patch),
+            inputs={
+                "position_ids_BN3": position_ids(count, *grid, device=self._device),
+                "prompt_embeds_BLC": prompt_embeds_BLC,
+                "pooled_prompt_embeds_BV": pooled_prompt_embeds_BV,
+                "conditioning_BNK": conditioning_BNK,
+                "embedded_guidance_B": guidance_B,
+            },
+            grid=grid,
         )
 
     def tokens(self, batch: ClipBatch) -> int:
@@ -181,28 +168,21 @@ class MMDiTTask(Task):
         return int(count * frames * height * width // self._config.patch_size**2)
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write the transformer in half precision, or the adapter if only an adapter is trained.
+        """Write the adapter, or the transformer in half precision with the scale of its latents in the metadata.
 
-        The transformer's metadata contain the scale of its latents. Raises CheckpointError if a weight is too large for
-        half precision, and OutputError if a file cannot be written.
+        Raises CheckpointError if a weight is too large for half precision.
         """
-        if self._run.lora.is_on:
-            self._export_adapter(weights, folder)
+        run = self._run
+        if run.lora.is_on:
+            lora, metadata = folder / LORA_FOLDER, self.adapter_metadata()
+            save_lora(lora, weights, config=self._config, settings=run.lora, base=run.init, metadata=metadata)
         else:
-            metadata = scale_metadata(self._run.vae)
+            metadata = scale_metadata(run.vae)
             write_weights(folder / TRANSFORMER_FILE, weights, dtype=torch.float16, metadata=metadata)
 
-    def _export_adapter(
-        self, weights: Mapping[str, Tensor], folder: Path, *, metadata: Mapping[str, str] | None = None
-    ) -> None:
-        save_lora(
-            folder / LORA_FOLDER,
-            weights,
-            config=self._config,
-            settings=self._run.lora,
-            base=self._run.init,
-            metadata=metadata,
-        )
+    def adapter_metadata(self) -> dict[str, str] | None:
+        """Return the metadata of an exported adapter."""
+        return None
 
     def _name(self, path: str) -> str:
         """Return the path relative to the table of clips, so that moved data trains the same model."""
@@ -231,7 +211,7 @@ class MMDiTTask(Task):
             lambda part: self._placed(clip.part(part)),
             causal=self._grid.is_causal,
             temporal_compression=self._grid.time_compression_ratio,
-            lengths=self._settings.lengths,
+            lengths=self._lengths,
         )
 
     def _embeds(self, clip: EncodedClip, rng: SampleRng) -> tuple[Tensor, Tensor]:
@@ -262,12 +242,7 @@ class MMDiTObjective(Objective):
         token_weights: TokenWeights | None,
         reporter: Reporter,
     ) -> MMDiTTask:
-        """Return the task with its first weights, or with a transformer on the meta device.
-
-        With a cache of encoded clips, the frozen parts are loaded only for clips outside of it, as in validation.
-        Raises CheckpointError if frozen parts are missing or broken, and RequestError if a text encoder has another
-        width than the transformer reads.
-        """
+        # With a cache of clips, the frozen parts are loaded only for clips outside of it, as in validation.
         encoders: Callable[[], Encoders] = cache(partial(load_encoders, settings, device=distribution.device))
         empty_prompt = encoders().empty_prompt if clips is None else clips.empty_prompt()
         for key, needed, given, name in (
@@ -286,7 +261,6 @@ class MMDiTObjective(Objective):
         )
 
     def stand_in(self, settings: TrainSettings) -> tuple[MMDiTTask, list[nn.Module]]:
-        """Return the task and its frozen parts, without the weights of any file."""
         transformer = MMDiT(mmdit_config(settings.model), attention=attention_stand_in(settings.train_mmdit.attention))
         frozen = random_frozen_parts(settings)
         task = self.task(
@@ -298,7 +272,6 @@ class MMDiTObjective(Objective):
         return task, frozen
 
     def outline(self, settings: TrainSettings) -> MMDiT:
-        """Return the transformer on the meta device."""
         return empty_transformer(settings)
 
     def layer_values(self, settings: TrainSettings, shape: BatchShape) -> int:
@@ -328,8 +301,7 @@ def get_batch_loss(velocity_BND: Tensor, target_BND: Tensor, masks_BTHW: Tensor 
     `masks_BTHW` is 1 where latents are given. A given first or last frame does not count, unless frames between them
     are also given. Every sample has the same weight for any number of remaining frames. A sample without remaining
     frames counts as zero.
-    Raises ValueError if tokens do not divide into the frames of the masks, or if masks have an axis of channels, as
-    from `prepare_inference_condition`: use `masks[:, 0]`.
+    Raises ValueError for other shapes. Use `masks[:, 0]` of `prepare_inference_condition`.
     """
     if masks_BTHW is None:
         return nn.functional.mse_loss(velocity_BND.float(), target_BND.float())

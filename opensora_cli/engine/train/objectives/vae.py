@@ -18,16 +18,25 @@ from opensora_cli.engine.encode.clip_cache import ClipCache
 from opensora_cli.engine.train.activations import BatchShape
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import find_first_weights
-from opensora_cli.engine.train.objectives.base import MODEL, Losses, Objective, Role, Task, TokenWeights
-from opensora_cli.engine.train.objectives.discriminator import discriminator_role, hinge_loss
-from opensora_cli.engine.train.objectives.perceptual import PerceptualDistance, load_perceptual_distance
+from opensora_cli.engine.train.objectives.base import Objective, TokenWeights
+from opensora_cli.engine.train.objectives.vae_terms import (
+    PerceptualDistance,
+    adaptive_weight,
+    discriminator_role,
+    gradient_error,
+    gradient_norm,
+    hinge_loss,
+    kl_divergence,
+    load_perceptual_distance,
+    psnr,
+    reconstruction_error,
+    with_gradient,
+)
+from opensora_cli.engine.train.trainer import MODEL, Losses, Role, Task
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.train import VAE_FILE, TrainSettings
 from opensora_cli.settings.train_objectives import VAETrainSettings
 
-_PIXEL_RANGE = 2.0  # from -1 to 1
-_EPS = 1e-4
-_MAX_WEIGHT = 1e4
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -80,7 +89,8 @@ class VAETask(Task):
 
     def tokens(self, batch: ClipBatch) -> int:
         """Return the number of positions in the latents of the batch."""
-        count, frames, height, width, _ = _frames(batch).shape
+        assert batch.pixels_BTHWC is not None
+        count, frames, height, width, _ = batch.pixels_BTHWC.shape
         if self._settings.crop_size:
             height, width = (min(side, self._settings.crop_size) for side in (height, width))
         grid = self.module.grid
@@ -136,7 +146,8 @@ class VAETask(Task):
         return loss, figures
 
     def _pixels(self, batch: ClipBatch, rng: SampleRng) -> Tensor:
-        frames = _frames(batch)
+        frames = batch.pixels_BTHWC
+        assert frames is not None, "autoencoders learn from pixels"
         count, num_frames = frames.shape[:2]
         share = self._settings.single_frame_share if torch.is_grad_enabled() else 0.0
         if share and num_frames > 1 and rng.numpy.random() < share:
@@ -146,20 +157,8 @@ class VAETask(Task):
         return to_pixels(queued_copy(frames, next(self.module.parameters()).device))
 
 
-def _frames(batch: ClipBatch) -> Tensor:
-    if batch.pixels_BTHWC is None:
-        raise ValueError("autoencoders learn from pixels, and the batch has none")
-    return batch.pixels_BTHWC
-
-
 def vae_task(settings: TrainSettings, *, device: torch.device, reporter: Reporter) -> VAETask:
-    """Return the task with random weights from torch's global generator. The autoencoder and the discriminator are on
-    the host.
-
-    `reporter` gets a warning if the perceptual term is off.
-    Raises RequestError if sizes contradict each other, and CheckpointError if the perceptual term's weights are missing
-    or broken.
-    """
+    """Return the task with random weights from torch's global generator, on the host."""
     chosen = settings.train_vae
     perceptual = None
     if chosen.perceptual_files:
@@ -180,12 +179,7 @@ def vae_task(settings: TrainSettings, *, device: torch.device, reporter: Reporte
     adversary = None
     if chosen.discriminator.weight:
         adversary = discriminator_role(chosen.discriminator, optimizer=settings.optimizer)
-    return VAETask(
-        autoencoder,
-        settings=chosen,
-        perceptual=perceptual,
-        adversary=adversary,
-    )
+    return VAETask(autoencoder, settings=chosen, perceptual=perceptual, adversary=adversary)
 
 
 class VAEObjective(Objective):
@@ -257,61 +251,3 @@ def cut_squares(frames_BTHWC: Tensor, size: int, rng: np.random.Generator) -> Te
             for clip_THWC, top, left in zip(frames_BTHWC, tops, lefts, strict=True)
         ]
     )
-
-
-def reconstruction_error(decoded: Tensor, pixels: Tensor, *, squared_weight: float) -> tuple[Tensor, Tensor]:
-    """Return the mean absolute error plus `squared_weight` times the squared error, and the squared error alone."""
-    squared = nn.functional.mse_loss(decoded, pixels)
-    return nn.functional.l1_loss(decoded, pixels) + squared_weight * squared, squared
-
-
-def gradient_error(decoded_BCTHW: Tensor, pixels_BCTHW: Tensor) -> Tensor:
-    """Return the mean absolute error of differences between adjacent pixels, horizontal plus vertical.
-
-    A blurred edge has a small error in its pixels and a large one in its gradients (Mathieu et al. 2016,
-    https://arxiv.org/abs/1511.05440, with absolute gradients).
-    """
-    error_BCTHW = decoded_BCTHW - pixels_BCTHW
-    return error_BCTHW.diff(dim=-1).abs().mean() + error_BCTHW.diff(dim=-2).abs().mean()
-
-
-def psnr(squared_error: Tensor) -> Tensor:
-    """Return the peak signal-to-noise ratio, in dB, of pixels in [-1,1] with this mean squared error."""
-    return -10.0 * torch.log10(squared_error / _PIXEL_RANGE**2)
-
-
-def kl_divergence(mean: Tensor, logvar: Tensor) -> Tensor:
-    """Return the KL divergence from normal distributions to the standard one, in nats, as the mean over all values.
-
-    KL(N(m, s²) || N(0, 1)) = (m² + s² - 1 - log s²) / 2 (Kingma & Welling 2014, appendix B); `logvar` is log s².
-    """
-    return 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar).mean()
-
-
-def gradient_norm(output: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
-    """Return the norm of a loss's gradient by a weight, in fp32, from its gradient by an output of the layer.
-
-    It accumulates no gradient, and keeps the graph.
-    """
-    (by_weight,) = torch.autograd.grad(output, weight, gradient, retain_graph=True)
-    norm: Tensor = torch.linalg.vector_norm(by_weight.float())
-    return norm
-
-
-def adaptive_weight(reconstruction_norm: Tensor, adversarial_norm: Tensor) -> Tensor:
-    """Return the weight that gives the adversarial term the same gradient norm at the last layer as the reconstruction.
-
-    It is |g_rec| / (|g_adv| + 1e-4), at most 1e4 (Esser et al. 2021, "Taming transformers",
-    https://arxiv.org/abs/2012.09841, equation 7).
-    """
-    return (reconstruction_norm / (adversarial_norm + _EPS)).clamp(max=_MAX_WEIGHT)
-
-
-def with_gradient(output: Tensor, *, value: Tensor, gradient: Tensor) -> Tensor:
-    """Return the scalar loss `value` as a function of `output` with the known `gradient`.
-
-    So the backward pass of a loss on decoded pixels continues through the decoder after the loss's own activations are
-    freed.
-    """
-    linear = (output * gradient.detach()).sum()
-    return value.detach() + (linear - linear.detach())

@@ -131,15 +131,6 @@ def test_an_empty_epoch_is_a_problem(table: Path) -> None:
         report.raise_for_problems()
 
 
-def test_files_that_are_gone_fill_no_bucket(table: Path) -> None:
-    for path in table.parent.glob("clip_*"):
-        path.unlink()
-    report = check({"table": str(table), "buckets": {"64px": {1: (1.0, 2), 33: (1.0, 4)}}})
-    assert len(report.bad_rows) == 12
-    with pytest.raises(FileProblem, match="bucket 64px x 33 frames is empty: 0 samples"):
-        report.raise_for_problems()
-
-
 def test_without_a_table_there_is_nothing_to_check() -> None:
     with pytest.raises(RequestError, match=r"data\.table is not set"):
         check({})

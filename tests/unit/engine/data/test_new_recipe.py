@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tiny_training
 from tiny_clips import write_clip, write_rows
@@ -11,7 +10,6 @@ from tiny_clips import write_clip, write_rows
 from opensora_cli.cli.app import main
 from opensora_cli.core.exceptions import FileProblem, OutputError, RequestError
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.data.buckets import Samples
 from opensora_cli.data.table import read_table
 from opensora_cli.engine.data.check import check_data
 from opensora_cli.engine.data.new_recipe import suggest_buckets, write_recipe
@@ -152,12 +150,3 @@ def test_bad_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
         assert main(["train", "--new", "clips", *flags]) == 2
         assert f"{flags[0]} has no effect with --new" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["clips.yaml"]
-
-
-def test_many_lengths_become_six() -> None:
-    settings = load("stage1")
-    table = np.arange(5, 140)
-    ones = np.ones(len(table), dtype=np.int64)
-    samples = Samples(num_frames=table, height=256 * ones, width=256 * ones, fps=24.0 * ones)
-    lengths = list(suggest_buckets(samples, settings).buckets["256px"])
-    assert (len(lengths), lengths[0], lengths[-1]) == (6, 129, 5)

@@ -22,15 +22,13 @@ from opensora_cli.core.exceptions import BatchError, FileProblem, MediaError
 from opensora_cli.core.threads import Cores, ThreadChoice
 from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.architectures import mmdit_config
-from opensora_cli.engine.data import cache as cache_module
-from opensora_cli.engine.data.cache import cache_clips
 from opensora_cli.engine.encode import fill_cache
 from opensora_cli.engine.encode.clip_cache import HEADER_FILE, ClipCache
 from opensora_cli.engine.encode.clips import ALWAYS_CACHED
-from opensora_cli.engine.encode.datasets import TableSource, open_table
+from opensora_cli.engine.encode.datasets import TableSource, open_batches, open_table
 from opensora_cli.engine.encode.encoders import Encoders
-from opensora_cli.engine.encode.fill_cache import prepare_cache
-from opensora_cli.engine.encode.loading import open_batches
+from opensora_cli.engine.encode.fill_cache import cache_clips
+from opensora_cli.engine.train.build import open_clips_cache
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives import mmdit
 from opensora_cli.media.write import write_media
@@ -80,18 +78,9 @@ def filled(filled_once, weights, tmp_path):
     return settings_of(weights, tmp_path / "cache")
 
 
-def prepared(settings, **where):
-    return prepare_cache(
-        settings,
-        **{
-            "device": CPU,
-            "rank": 0,
-            "ranks": 1,
-            "barrier": lambda: None,
-            "reporter": tiny_world.RecordingReporter(),
-            **where,
-        },
-    )
+def prepared(settings, reporter=None):
+    reporter = reporter or tiny_world.RecordingReporter()
+    return open_clips_cache(settings, distribution=Distribution(CPU), reporter=reporter)
 
 
 def test_clips_are_encoded_once_and_more_are_added(weights, tmp_path):
@@ -170,12 +159,12 @@ def test_training_on_the_cache_is_bitwise_identical_to_training_on_the_clips(fil
 def test_it_continues_with_its_first_number_of_threads_unless_one_is_named(filled, monkeypatch):
     begun_with = torch.get_num_threads()
     more = ThreadChoice(count=begun_with + 1, reason="of an idle machine", is_free=True)
-    monkeypatch.setattr(cache_module, "pick_threads", lambda *, asked: more)
+    monkeypatch.setattr(fill_cache, "pick_threads", lambda *, asked: more)
     listener = tiny_world.RecordingReporter()
     cache_clips(filled, reporter=listener)
     assert f"threads: {begun_with} (as the cache was begun, for the same sums)" in listener.notes
     named = more.model_copy(update={"is_free": False})
-    monkeypatch.setattr(cache_module, "pick_threads", lambda *, asked: named)
+    monkeypatch.setattr(fill_cache, "pick_threads", lambda *, asked: named)
     cache_clips(filled, reporter=listener)
     assert f"threads: {begun_with + 1} (of an idle machine)" in listener.notes
 

@@ -7,8 +7,6 @@ import torch
 from safetensors.torch import load_file
 from tiny_world import RecordingReporter
 
-from opensora_cli.core import files
-from opensora_cli.engine.encode import prompt_cache
 from opensora_cli.engine.encode.prompt_cache import PromptCache, TextEmbeds
 
 LIMIT = 10**6
@@ -84,19 +82,6 @@ def test_a_broken_entry_is_a_warning_and_is_replaced(folder, reporter, spoil):
     assert len(reporter.warnings) == 1
 
 
-def test_a_crash_while_writing_leaves_no_entry(folder, reporter, monkeypatch):
-    def torn(path, *args, **options):
-        path.write_bytes(b"half")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(prompt_cache, "write_safetensors", torn)
-    cache = PromptCache(folder)
-    with pytest.raises(KeyboardInterrupt):
-        cache.keep("sea", embeds(), limit=LIMIT, reporter=reporter)
-    assert not cache.has("sea")
-    assert list(folder.iterdir()) == []
-
-
 def aged(folder, name, seconds):
     path = folder / f"{name}.safetensors"
     os.utime(path, (path.stat().st_mtime - seconds,) * 2)
@@ -129,16 +114,3 @@ def test_a_folder_that_is_a_file_is_one_warning(folder, reporter, place):
         cache.keep(name, embeds(), limit=LIMIT, reporter=reporter)
     [warning] = reporter.warnings
     assert warning.startswith("embeddings of prompts are not cached: ")
-
-
-def test_a_full_disk_is_one_warning(folder, reporter, monkeypatch):
-    def full(path):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(files, "flush", full)
-    cache = PromptCache(folder)
-    for name in ("sea", "rain"):
-        cache.keep(name, embeds(), limit=LIMIT, reporter=reporter)
-    [warning] = reporter.warnings
-    assert "No space left on device" in warning
-    assert list(folder.iterdir()) == []

@@ -50,17 +50,3 @@ def test_bytes_on_the_host_depend_on_the_largest_micro_batch_and_the_dtype_of_we
         assert plan_activations(offloaded.replace({**changes, "precision.compute": "fp32"})).host_bytes == 4 * inputs
     pictures = offloaded.replace({"data.buckets": {"32px": {13: (1.0, 2), 1: (1.0, 10)}}})
     assert plan_activations(pictures).host_bytes == 4 * 6 * 10 * (18 + 12) * 32
-
-
-def test_words():
-    plan = plan_activations(settings(checkpointing="full", checkpoint_double_blocks=1))
-    assert plan.line() == "checkpoints in 1 double_blocks and 3 single_blocks"
-    plan = plan_activations(settings(checkpointing="offload"))
-    assert plan.line().endswith("3 single_blocks, their inputs on the host (129.0 kB)")
-    plan = plan_activations(settings(checkpointing="selective"))
-    assert plan.line().endswith("3 single_blocks, results of attention are kept")
-    assert plan.to_json() == {
-        "checkpointing": "selective",
-        "checkpointed_blocks": {"double_blocks": 2, "single_blocks": 3},
-        "host_bytes": 0,
-    }

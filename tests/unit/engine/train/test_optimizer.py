@@ -1,5 +1,6 @@
 """Learning rates and optimizers."""
 
+import math
 from unittest import mock
 
 import pytest
@@ -13,6 +14,7 @@ from opensora_cli.engine.train.optimizer import (
     Learner,
     build_optimizers,
     orthogonalized,
+    rate_factor,
 )
 from opensora_cli.settings.train_loop import OptimizerSettings
 
@@ -40,11 +42,6 @@ def clip() -> torch.Tensor:
 
 
 class TestBuildOptimizers:
-    def test_adamw_takes_all(self):
-        module = Convolutions()
-        (adamw,) = optimizers_of(module, OptimizerSettings(name="adamw"))
-        assert [id(weight) for weight in adamw.param_groups[0]["params"]] == [id(w) for w in module.parameters()]
-
     def test_muon_takes_matrices_and_kernels_of_blocks(self):
         module = Convolutions()
         adamw, muon = optimizers_of(module, OptimizerSettings(name="muon"))
@@ -57,12 +54,6 @@ class TestBuildOptimizers:
             "out.bias",
         }
 
-    def test_frozen_weights_are_left_out(self):
-        module = Convolutions()
-        module.block.requires_grad_(False)
-        (adamw,) = optimizers_of(module, OptimizerSettings(name="muon"))
-        assert len(adamw.param_groups[0]["params"]) == 2
-
     def test_rates_are_shares_of_the_plateau(self):
         settings = OptimizerSettings(name="muon", learning_rate=1e-2, muon_learning_rate=4e-2, warmup_steps=3)
         trained, alone = dict(Convolutions().named_parameters()), Distribution(torch.device("cpu"))
@@ -72,48 +63,8 @@ class TestBuildOptimizers:
             rates = [optimizer.param_groups[0]["lr"] for optimizer in learner.optimizers]
             assert rates == [1e-2 * factor, 4e-2 * factor]
 
-    def test_without_weights_outside_blocks_there_is_muon_alone(self):
-        module = Convolutions()
-        module.out.requires_grad_(False)
-        for name, weight in module.block.named_parameters():
-            weight.requires_grad_(name.endswith("weight"))
-        (muon,) = optimizers_of(module, OptimizerSettings(name="muon"))
-        assert isinstance(muon, KernelMuon)
-
 
 class TestKernelMuon:
-    def test_kernels_move_downhill_by_orthogonal_updates(self):
-        module = Convolutions()
-        kernel = module.block[0].weight
-        muon = KernelMuon([kernel, module.block[1].weight], learning_rate=0.02, weight_decay=0.0)
-        before, loss_before = kernel.detach().clone(), module(clip())
-        loss_before.backward()
-        # A gradient of such a loss has one direction; this one has short ones beside it.
-        kernel.grad += 0.02 * kernel.grad.norm() * torch.randn(kernel.shape, generator=torch.Generator().manual_seed(2))
-        muon.step()
-        update = (kernel - before).detach().flatten(1)
-        assert kernel.shape == before.shape
-        assert module(clip()) < loss_before
-        # All directions of the update are about as long.
-        lengths = torch.linalg.svdvals(update)
-        assert lengths.min() > 0.4 * lengths.max()
-        assert (
-            torch.linalg.svdvals(kernel.grad.flatten(1)).min()
-            < 0.2 * torch.linalg.svdvals(kernel.grad.flatten(1)).max()
-        )
-
-    def test_a_kernel_is_a_matrix_of_outputs_by_the_rest(self):
-        module = Convolutions()
-        kernel, matrix = module.block[0].weight, nn.Parameter(module.block[0].weight.detach().flatten(1).clone())
-        of_kernel = KernelMuon([kernel], learning_rate=0.02, weight_decay=0.1)
-        of_matrix = KernelMuon([matrix], learning_rate=0.02, weight_decay=0.1)
-        for seed in range(3):
-            kernel.grad = torch.randn(kernel.shape, generator=torch.Generator().manual_seed(seed))
-            matrix.grad = kernel.grad.flatten(1)
-            of_kernel.step()
-            of_matrix.step()
-        assert torch.equal(kernel.flatten(1), matrix)
-
     @pytest.mark.parametrize("shape", [(4, 12), (12, 4)])
     def test_a_matrix_moves_as_with_the_muon_of_torch(self, shape):
         ours, theirs = (nn.Parameter(torch.ones(shape)) for _ in range(2))
@@ -158,16 +109,32 @@ class TestKernelMuon:
         lengths = torch.linalg.svdvals(wide.float())
         assert 0.6 < lengths.min() <= lengths.max() < 1.3
 
-    def test_a_weight_without_gradient_stays(self):
-        module = Convolutions()
-        kernel = module.block[0].weight
-        before = kernel.detach().clone()
-        KernelMuon([kernel], learning_rate=0.02, weight_decay=0.0).step()
-        assert torch.equal(kernel, before)
 
-    def test_zero_grad_forgets_the_gradients_of_the_weights(self):
-        module = Convolutions()
-        muon = KernelMuon([module.block[0].weight], learning_rate=0.02, weight_decay=0.0)
-        module(clip()).backward()
-        muon.zero_grad()
-        assert module.block[0].weight.grad is None
+def factors(steps: int, **settings: object) -> list[float]:
+    chosen = OptimizerSettings(learning_rate=1.0, **settings)
+    return [rate_factor(chosen, update, steps=steps) for update in range(steps + 1)]
+
+
+AFTER = [(1 + math.cos(math.pi * done / 8)) / 2 for done in range(9)]
+
+
+@pytest.mark.parametrize(
+    ("steps", "settings", "expected"),
+    [
+        (10, {"warmup_steps": 3, "decay_steps": 3}, [0.25, 0.5, 0.75, *[1] * 5, 2 / 3, 1 / 3, 0]),
+        (3, {"warmup_steps": 0, "decay_steps": 0}, [1.0] * 4),
+        # Both overlap.
+        (4, {"warmup_steps": 4, "decay_steps": 4}, [0.2, 0.4, 0.5, 0.25, 0]),
+        (10, {"schedule": "cosine", "warmup_steps": 2}, [1 / 3, 2 / 3, *AFTER]),
+        # A warm-up longer than the run.
+        (2, {"schedule": "cosine", "warmup_steps": 3}, [0.25, 0.5, 0.75]),
+        (
+            4,
+            {"warmup_steps": 1, "decay_steps": 2, "initial_learning_rate": 0.5, "final_learning_rate": 0.2},
+            [0.75, 1, 1, 0.6, 0.2],
+        ),
+        (2, {"schedule": "cosine", "warmup_steps": 0, "final_learning_rate": 0.1}, [1, 0.55, 0.1]),
+    ],
+)
+def test_the_rate_rises_stays_and_falls(steps, settings, expected):
+    assert factors(steps, **settings) == pytest.approx(expected)

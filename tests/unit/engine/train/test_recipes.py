@@ -12,7 +12,7 @@ from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.architectures import new_autoencoder
-from opensora_cli.engine.encode.loading import open_batches
+from opensora_cli.engine.encode.datasets import open_batches
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.train.activations import plan_activations
 from opensora_cli.engine.train.build import build_task

@@ -17,13 +17,11 @@ from opensora_cli.checkpoint.formats.peft import require_peft
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.lora import merge
 from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.train.lora import add_lora, save_lora
 from opensora_cli.memory.checkpointing import HostActivations, set_grad_checkpoint
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.components import LoraFile
-from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import LoraSettings
 
 RANK_4 = LoraSettings(rank=4, alpha=2.0)
@@ -65,17 +63,6 @@ class TestAddLora:
             if name not in trained:
                 assert torch.equal(weight, frozen[name.replace(".base_layer.", ".")])
 
-    def test_chosen_targets_alone_get_adapters(self):
-        model = transformer(depth=1, single=1)
-        settings = LoraSettings(rank=2, targets=("mlp", "linear2", "proj"))
-        expected = {
-            f"double_blocks.0.{stream}_{end}" for stream in ("img", "txt") for end in ("attn.proj", "mlp.0", "mlp.2")
-        }
-        expected.add("single_blocks.0.linear2")
-        add_lora(model, settings, seed=0)
-        trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
-        assert {name.partition(".lora_")[0] for name in trained} == expected
-
     def test_it_changes_nothing_at_first_and_depends_on_the_seed_alone(self):
         plain, models = transformer(), [transformer(), transformer()]
         for model, noise in zip(models, (1, 2), strict=True):
@@ -85,28 +72,6 @@ class TestAddLora:
         first, second = (dict(model.named_parameters()) for model in models)
         assert all(torch.equal(first[name], second[name]) for name in first)
         assert any(weight.any() for name, weight in first.items() if "lora_A" in name)
-
-    def test_beside_weights_of_16_bits_the_adapter_has_32(self):
-        model = transformer(depth=1, single=1).to(torch.bfloat16)
-        add_lora(model, RANK_4, seed=0)
-        kinds = {weight.requires_grad: weight.dtype for weight in model.parameters()}
-        assert kinds == {True: torch.float32, False: torch.bfloat16}
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss_of(model, inputs(model)).backward()
-        assert any(weight.grad.any() for weight in model.parameters() if weight.requires_grad)
-
-    def test_dropout_of_its_inputs_while_learning(self):
-        plain, model = transformer(), transformer()
-        add_lora(model, LoraSettings(rank=4, dropout=0.5), seed=0)
-        learn(model)
-        given = inputs(plain, seed=5)
-        losses = []
-        for seed in (1, 1, 2):
-            torch.manual_seed(seed)
-            losses.append(loss_of(model, given).item())
-        assert losses[0] == losses[1] != losses[2]
-        model.eval()
-        torch.testing.assert_close(velocity(model, plain), velocity(model, plain), atol=0, rtol=0)
 
     @pytest.mark.parametrize("offload", [pytest.param(False, marks=pytest.mark.slow), True])
     def test_blocks_that_are_computed_again_give_the_same_gradients(self, offload):
@@ -125,21 +90,6 @@ class TestAddLora:
             gradients.append({name: weight.grad for name, weight in model.named_parameters() if weight.requires_grad})
         assert all(gradient.any() for gradient in gradients[0].values())
         assert all(torch.equal(gradients[1][name], gradient) for name, gradient in gradients[0].items())
-
-    @pytest.mark.slow
-    def test_compiled_blocks_give_the_same_gradients(self):
-        gradients = []
-        for compiled in (False, True):
-            model = transformer(depth=1, single=1)
-            add_lora(model, RANK_4, seed=0)
-            learn(model, steps=1)
-            if compiled:
-                compile_blocks(model, warn=pytest.fail, backend="aot_eager")
-            model.zero_grad()
-            loss_of(model, inputs(model, seed=8)).backward()
-            gradients.append([weight.grad for weight in model.parameters() if weight.requires_grad])
-        for one, other in zip(*gradients, strict=True):
-            assert_close(one, other)
 
     def test_without_peft(self, monkeypatch):
         monkeypatch.setitem(sys.modules, "peft", None)
@@ -188,24 +138,6 @@ class TestSaveLora:
             3,
             "base.safetensors",
         )
-
-
-class TestLoraSettings:
-    @pytest.mark.parametrize(
-        ("given", "message"),
-        [
-            ({"alpha": "8"}, "lora.alpha=8 has no effect without lora.rank: set it, as in lora.rank=16"),
-            ({"targets": "mlp"}, "lora.targets=mlp has no effect without lora.rank"),
-            ({"init": "style"}, "lora.init=style has no effect without lora.rank"),
-            ({"rank": "0"}, "greater than 0"),
-            ({"rank": "4", "targets": ""}, "at least 1 item"),
-            ({"rank": "4", "targets": "img_in"}, "'q_proj'"),
-        ],
-    )
-    def test_settings_without_effect_are_refused(self, given, message):
-        with pytest.raises(ValidationError) as raised:
-            TrainSettings.model_validate({"target": "mmdit", "lora": given})
-        assert message in str(raised.value)
 
 
 class TestLoraFile:

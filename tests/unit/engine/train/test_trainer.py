@@ -6,11 +6,10 @@ import pytest
 import torch
 from closeness import assert_close
 from torch import nn
-from toy_training import ADAMW, MUON, Listener, ToyModule, ToyTask, draw, toy_trainer
+from toy_training import ADAMW, MUON, ToyModule, ToyTask, draw, toy_trainer
 
-from opensora_cli.core.exceptions import CheckpointError, TrainingError
-from opensora_cli.data.batches import SampledBatches, SampleRng
-from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.core.exceptions import TrainingError
+from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.train.optimizer import averaged_copy, update_ema
 from opensora_cli.engine.train.trainer import PARTS
 
@@ -48,17 +47,6 @@ class TestUpdateEma:
         assert averaged.keys() == {"0.weight"}
         assert torch.equal(averaged["0.weight"], torch.full((2, 2), 1.25))
 
-    def test_buffers_and_lower_precision(self):
-        def normed(value: float) -> nn.Module:
-            module = nn.BatchNorm1d(1)
-            nn.init.constant_(module.running_mean, value)
-            return module
-
-        averaged = averaged_copy(normed(0.0))
-        update_ema(averaged, normed(1.0).to(torch.bfloat16), decay=0.5)
-        assert averaged["running_mean"].item() == 0.5
-        assert averaged["running_mean"].dtype == torch.float32
-
     def test_frozen_weights_are_left_out(self):
         module = ToyModule()
         module.block.requires_grad_(False)
@@ -66,11 +54,6 @@ class TestUpdateEma:
 
 
 class TestStep:
-    def test_learns(self):
-        trainer = toy_trainer(ToyTask(), optimizer=ADAMW.replace({"learning_rate": 0.03}), steps=60)
-        losses = [trainer.do_step().figures["loss"] for _ in range(60)]
-        assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
-
     def test_report(self):
         task = ToyTask()
         report = toy_trainer(task, micro_batches=3).do_step()
@@ -147,15 +130,6 @@ class TestStep:
         rates = [trainer.do_step().learning_rate for _ in range(6)]
         assert rates == pytest.approx([1e-3 / 3, 2e-3 / 3, 1e-3, 1e-3, 1e-3, 5e-4])
 
-    def test_ranks_that_cannot_share(self):
-        class Three(Distribution):
-            def __init__(self) -> None:
-                super().__init__(torch.device("cpu"))
-                self.data_ranks = 3
-
-        with pytest.raises(ValueError, match="3 ranks cannot share 4 micro-batches"):
-            toy_trainer(ToyTask(), distribution=Three(), micro_batches=4)
-
 
 def _drawn_once(rng: SampleRng) -> SampleRng:
     rng.numpy.uniform()
@@ -165,8 +139,8 @@ def _drawn_once(rng: SampleRng) -> SampleRng:
 class TestNotFinite:
     @pytest.mark.parametrize("wrong", [{"not_finite": (3,)}, {"steep": (3,)}], ids=["loss", "gradient"])
     def test_a_step_is_skipped_and_changes_nothing(self, wrong: dict[str, tuple[int, ...]]):
-        reporter, task = Listener(), ToyTask(**wrong)
-        trainer = toy_trainer(task, micro_batches=2, reporter=reporter, optimizer=MUON)
+        task = ToyTask(**wrong)
+        trainer = toy_trainer(task, micro_batches=2, optimizer=MUON)
         trainer.do_step()
         before, average = weights(task.module), {name: value.clone() for name, value in (trainer.ema or {}).items()}
         report = trainer.do_step()
@@ -175,8 +149,7 @@ class TestNotFinite:
         assert_same(weights(task.module), before)
         assert_same(trainer.ema or {}, average)
         # The loss tells which of the two it was; a gradient does not.
-        samples = "toy3.mp4" if "not_finite" in wrong else "toy2.mp4, toy3.mp4"
-        assert reporter.warnings == [f"step 2: loss or gradient is not finite, the step is skipped: {samples}"]
+        assert report.paths == (("toy3.mp4",) if "not_finite" in wrong else ("toy2.mp4", "toy3.mp4"))
         assert not trainer.do_step().skipped
         assert trainer.skipped_in_a_row == 0
         assert trainer.step == 3
@@ -185,13 +158,12 @@ class TestNotFinite:
     def test_five_in_a_row_end_the_run(self):
         trainer = toy_trainer(ToyTask(not_finite=(0, 1, 2, 3, *range(5, 12))), steps=12)
         assert [trainer.do_step().skipped for _ in range(9)] == [True] * 4 + [False] + [True] * 4
+        trainer.raise_if_stuck()
+        trainer.do_step()
         with pytest.raises(TrainingError, match="not finite 5 steps in a row, up to step 10") as caught:
-            trainer.do_step()
+            trainer.raise_if_stuck()
         assert "learning_rate" in str(caught.value.hint)
         assert trainer.are_weights_finite()
-
-    def test_infinite_losses_of_both_signs_are_skipped(self):
-        assert toy_trainer(ToyTask(not_finite=(0, 1)), micro_batches=2).do_step().skipped
 
     @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
     def test_weights_and_averages_are_checked(self, value):
@@ -229,23 +201,3 @@ class TestAdversary:
         assert_same(weights(adversary), before)
         assert "adversary_loss" in trainer.do_step().figures
         assert not torch.equal(weights(adversary)["weight"], before["weight"])
-
-
-class TestSampledBatches:
-    def test_ranks_share_the_numbers_and_one_rank_continues_after_two(self):
-        alone = SampledBatches(draw, seed=0)
-        shared = [SampledBatches(draw, seed=0, rank=rank, ranks=2) for rank in range(2)]
-        expected = [alone.next() for _ in range(6)]
-        found = [source.next() for _ in range(3) for source in shared]
-        assert [batch.number for batch in found] == list(range(6))
-        for one, other in zip(expected, found, strict=True):
-            assert torch.equal(one.x_BC, other.x_BC)
-        first, second = (source.state_dict() for source in shared)
-        assert first == second
-        again = SampledBatches(draw, seed=0)
-        again.load_state_dict(first)
-        assert again.next().number == 6
-
-    def test_a_state_of_other_data_is_refused(self):
-        with pytest.raises(CheckpointError, match="another dataset"):
-            SampledBatches(draw, seed=0).load_state_dict({"epoch": 0, "position": 3})

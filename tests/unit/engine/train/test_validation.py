@@ -3,8 +3,6 @@
 import json
 
 import pytest
-import tiny_clips
-import tiny_frozen
 import tiny_training
 import torch
 from toy_training import Listener, ToyTask, draw, toy_trainer
@@ -152,37 +150,3 @@ def test_a_validated_run_logs_and_scores_and_learns_the_same(tmp_path):
     assert losses == plain
     best = json.loads(next((tmp_path / "validated").glob("epoch*-global_step4/running_states.json")).read_text())
     assert (best["score_of"], best["score"]) == ("validation loss", events[-1]["loss"])
-
-
-@pytest.mark.slow
-def test_a_table_has_the_same_losses_with_and_without_a_cache(tmp_path):
-    frozen = tiny_frozen.save_frozen_parts(tmp_path / "frozen")
-    tables = {}
-    for name, clips in (("training", 2), ("held_out", 4)):
-        (tmp_path / name).mkdir()
-        tables[name] = tiny_clips.clip_table(tmp_path / name, clips=clips, pictures=2)
-    (tmp_path / "held_out" / "clip_2.mp4").unlink()
-
-    def run(cache):
-        output = tmp_path / f"run{cache is not None}"
-        settings = tiny_training.mmdit_settings(output, frozen).replace(
-            {
-                "data.table": str(tables["training"]),
-                "data.buckets": {"64px": {1: (1.0, 2), 13: (1.0, 2)}},
-                "validation.table": str(tables["held_out"]),
-                "validation.every": 2,
-                "loop.steps": 2,
-                "train_mmdit.cache": cache,
-            }
-        )
-        listener = Listener()
-        train(settings, reporter=listener)
-        lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-        return [line["loss"] for line in lines if line.get("event") == "validation"], listener.warnings
-
-    losses, warnings = run(None)
-    assert len(set(losses)) == 2
-    replaced = [warning for warning in warnings if "takes its place in validation" in warning]
-    assert len(replaced) == 1
-    assert "clip_2.mp4" in replaced[0]
-    assert run(str(tmp_path / "cache"))[0] == losses

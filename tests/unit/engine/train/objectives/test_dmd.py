@@ -16,11 +16,13 @@ from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.estimate import estimate_training, measure_training
 from opensora_cli.engine.train.lora import CRITIC
-from opensora_cli.engine.train.objectives.base import MODEL, find_objective
+from opensora_cli.engine.train.objectives.base import find_objective
+from opensora_cli.engine.train.objectives.distill import teacher_guidance
 from opensora_cli.engine.train.objectives.dmd import DMDTask
 from opensora_cli.engine.train.run import train
+from opensora_cli.engine.train.trainer import MODEL
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
-from opensora_cli.sampling.guidance import Branch
+from opensora_cli.sampling.guidance import Branch, guidance_scales
 from opensora_cli.sampling.schedule import flow_timesteps
 from opensora_cli.settings.train import TrainSettings
 
@@ -99,8 +101,11 @@ def test_the_gradient_is_the_direction_from_the_teacher_to_the_critic(task, eval
         assert torch.equal(each.latents_BND, critic.latents_BND)
     uncond2, uncond, cond = (each.velocity_BND for each in teacher)
     guided = []
+    guidance = teacher_guidance(task._run)
     for index, mode in enumerate(clips.modes):
-        scales = task._scales(mode, clips.grid, usual)[usual.index(critic.t)]
+        scales = guidance_scales(guidance, mode=mode, timesteps=tuple(usual), num_latent_frames=frames)[
+            usual.index(critic.t)
+        ]
         image_N1 = torch.tensor(scales.image).repeat_interleave(data_BND.shape[1] // len(scales.image))[:, None]
         of_image, of_text = uncond[index] - uncond2[index], cond[index] - uncond[index]
         guided.append(uncond2[index] + image_N1 * of_image + scales.text * of_text)

@@ -18,14 +18,13 @@ from torch import nn
 from opensora_cli.core.conditions import (
     CONDITION_MODES,
     ReferenceLengths,
-    ReferencePart,
     condition_mode,
     reference_parts,
 )
 from opensora_cli.data.batches import ClipBatch, ClipRequest, SampleRng
 from opensora_cli.engine.components.architectures import mmdit_config, new_autoencoder
 from opensora_cli.engine.encode.clips import CachedClip, FreshClip, encode_for_cache, part_name
-from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders
+from opensora_cli.engine.encode.encoders import Encoders
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask, weighted_loss
 from opensora_cli.models.mmdit.model import MMDiT
 
@@ -188,21 +187,6 @@ class TestModes:
         assert_close(reference[position], packed)
         assert not torch.allclose(alone, inside, atol=1e-2)
 
-    def test_modes_come_by_weight(self, vae):
-        spy = Spy()
-        running = task(encoders(vae), module=spy, weights={"t2v": 1.0, "i2v_head": 3.0})
-        for number in range(2):
-            running.loss(batch(pixels(20, num_frames=5)), rng(number))
-        given = [bool(sample.any()) for call in spy.calls for sample in call["conditioning_BNK"]]
-        assert len(given) == 40
-        assert sum(given) == pytest.approx(30, abs=6)  # seeded
-
-    @pytest.mark.parametrize(("num_frames", "weights"), [(1, {"i2v_head": 1.0}), (5, {"v2v_head": 1.0})])
-    def test_a_clip_too_short_for_all_modes_is_t2v(self, vae, num_frames, weights):
-        spy = Spy()
-        task(encoders(vae), module=spy, weights=weights).loss(batch(pixels(2, num_frames=num_frames)), rng(0))
-        assert not spy.calls[0]["conditioning_BNK"].any()
-
 
 class TestStep:
     def test_the_same_chance_gives_the_same_loss_whatever_the_precision(self, vae):
@@ -271,19 +255,6 @@ class TestStep:
         assert torch.equal(inputs[0]["latents"], inputs[1]["latents"])
         assert torch.equal(inputs[0]["timesteps_B"], inputs[1]["timesteps_B"])
 
-    def test_longer_clips_spend_more_time_near_the_noise(self, vae):
-        times = {}
-        for num_frames in (1, 13):
-            spy = Spy()
-            running = task(encoders(vae), module=spy, weights={"t2v": 1.0})
-            running.loss(batch(pixels(5, num_frames=num_frames)), rng(0))
-            times[num_frames] = spy.calls[0]["timesteps_B"]
-        odds = {frames: t / (1 - t) for frames, t in times.items()}
-        # The paths are the same, and so are the normal samples after as much noise.
-        assert (times[1] > 0).all()
-        assert (times[13] < 1).all()
-        assert odds[13].log().mean() > odds[1].log().mean()
-
     def test_masked_loss_leaves_given_frames_out(self, vae):
         losses = {
             masked: task(encoders(vae), weights={"i2v_head": 1.0}, masked_loss=masked).loss(batch(pixels()), rng(0))[0]
@@ -324,13 +295,6 @@ class TestText:
         assert no_clip.sum().item() == pytest.approx(25, abs=13)
         assert (no_t5 & no_clip).sum().item() == pytest.approx(12.5, abs=9)
 
-    def test_captions_are_dropped_always_or_never(self, vae):
-        for dropout, kept in ((0.0, 3), (1.0, 0)):
-            spy = Spy()
-            task(encoders(vae), module=spy, t5_dropout=dropout, clip_dropout=dropout).loss(batch(pixels()), rng(0))
-            assert spy.calls[0]["prompt_embeds_BLC"][:, 0, 0].count_nonzero() == kept
-            assert spy.calls[0]["pooled_prompt_embeds_BV"][:, 0].count_nonzero() == kept
-
     def test_captions_say_rate_and_motion(self, vae):
         asked = []
         frozen = encoders(vae, t5=lambda captions: asked.extend(captions) or t5(captions))
@@ -340,11 +304,6 @@ class TestText:
 
 
 class TestModels:
-    def test_a_model_without_condition(self, vae):
-        config = CONFIG.replace({"cond_embed": False})
-        loss, _ = task(encoders(vae), module=MMDiT(config), weights={"t2v": 1.0}).loss(batch(pixels()), rng(0))
-        assert loss.isfinite()
-
     def test_a_distilled_model_is_told_its_guidance(self, vae):
         config = CONFIG.replace({"guidance_embed": True})
         spy = Spy(config)
@@ -440,19 +399,6 @@ def test_weights_are_exported_in_half_precision(vae, tmp_path):
     exported = load_file(tmp_path / "transformer.safetensors")
     assert exported.keys() == module.state_dict().keys()
     assert all(torch.equal(exported[name], weight.half()) for name, weight in module.state_dict().items())
-
-
-def test_parts_have_names():
-    assert part_name(ReferencePart(file_index=0, from_end=False, num_frames=33)) == "head33"
-    assert part_name(ReferencePart(file_index=-1, from_end=True, num_frames=1)) == "tail1"
-
-
-def test_the_empty_prompt_is_encoded_once(vae):
-    asked = []
-    frozen = encoders(vae, t5=lambda captions: asked.extend(captions) or t5(captions))
-    assert frozen.empty_prompt is frozen.empty_prompt
-    assert asked == [""]
-    assert isinstance(frozen.empty_prompt, EmptyPrompt)
 
 
 def test_the_loss_is_the_mean_by_weight():
