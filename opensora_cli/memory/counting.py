@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,
 )
-from torch.utils._pytree import tree_leaves
 
 NO_OWNER = ""
 """Owner of tensors that no watched module made."""
@@ -312,15 +311,18 @@ def _following_sizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterato
 
 
 def _tensors(tree: object) -> Iterator[Tensor]:
-    """Yield the plain tensors of a tree, including tensors inside wrappers such as DTensor."""
-    for leaf in (tree,) if isinstance(tree, Tensor) else tree_leaves(tree):
-        if not isinstance(leaf, Tensor):
-            continue
-        if is_traceable_wrapper_subclass(leaf):
-            names, _ = leaf.__tensor_flatten__()
-            yield from _tensors([getattr(leaf, name) for name in names])
-        elif leaf.layout is torch.strided:
-            yield leaf
+    """Yield the plain tensors of nested containers, including tensors inside wrappers such as DTensor."""
+    if isinstance(tree, Tensor):
+        if type(tree) is not Tensor and is_traceable_wrapper_subclass(tree):
+            names, _ = tree.__tensor_flatten__()
+            yield from _tensors([getattr(tree, name) for name in names])
+        elif tree.layout is torch.strided:
+            yield tree
+    elif isinstance(tree, (list, tuple)):
+        for part in tree:
+            yield from _tensors(part)
+    elif isinstance(tree, dict):
+        yield from _tensors(list(tree.values()))
 
 
 @cache

@@ -16,17 +16,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from opensora_cli.engine.components.on_meta import on_meta
-from opensora_cli.engine.estimate.outline_mode import OutlineMode
+from opensora_cli.engine.estimate.outlines import HOST, OutlineMode
 from opensora_cli.engine.estimate.work import Work, WorkCounter
 from opensora_cli.memory.counting import TensorBytes
 
-HOST = torch.device("cpu")
-"""Device that represents the memory of the host, inside `fake_device`."""
-
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-Size = tuple[int, ...]
-Counts = tuple[int, ...]
-"""Several numbers of bytes that are counted together."""
 
 
 class Need(NamedTuple):
@@ -83,15 +77,13 @@ def give_fake_weights(module: nn.Module, *, device: torch.device, dtype: torch.d
                     held[name] = made.setdefault(id(old), empty(old))  # type: ignore[assignment]
 
 
-def extrapolated(count: Callable[[Size], Counts], size: Size, *, steps: Size, few: Size) -> Counts:
-    """Return `count(size)` from smaller sizes: along each axis it grows by the same amount with every step."""
-    for axis, (length, step, least) in enumerate(zip(size, steps, few, strict=True)):
-        more = (length - least) // step
-        if more > 1:
-            smaller = ((*size[:axis], length - less * step, *size[axis + 1 :]) for less in (more, more - 1))
-            near, far = (extrapolated(count, each, steps=steps, few=few) for each in smaller)
-            return tuple(first + more * (second - first) for first, second in zip(near, far, strict=True))
-    return count(size)
+def extrapolated(count: Callable[[int], Need], length: int, *, step: int, few: int) -> Need:
+    """Return `count(length)` from shorter lengths: every step more adds the same bytes; `few` is the shortest."""
+    more = (length - few) // step
+    if more <= 1:
+        return count(length)
+    near, far = count(length - more * step), count(length - (more - 1) * step)
+    return Need(*(first + more * (second - first) for first, second in zip(near, far, strict=True)))
 
 
 def repeat_calls(module: nn.Module, *, work: WorkCounter | None = None) -> None:

@@ -15,7 +15,6 @@ import torch
 
 from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.conditions import reference_parts
-from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.velocity import modulation_comes_first
 from opensora_cli.engine.components.weights import Component
@@ -53,11 +52,17 @@ def estimate_generation(
     no mapped files. Raises RequestError if sizes in `settings` contradict each other.
     """
     weights = {component: count * dtype.itemsize for component, count in parameters.items()}
-    vae, tiling = settings.vae, vae_tiling(settings.vae)
-    # On a CPU the host is the device itself.
-    chunks = offload.chunk_frames, offload.store_on_host and device_type != "cpu"
-    shown = sizes.height, sizes.width
-    decoding = decoding_need(vae, tiling, sizes.latent_shape, shown, dtype, device_type, chunks)
+    vae = settings.vae
+    decoding = decoding_need(
+        vae,
+        sizes.latent_shape,
+        (sizes.height, sizes.width),
+        dtype,
+        device_type,
+        chunk_frames=offload.chunk_frames,
+        # On a CPU the host is the device itself.
+        store_on_host=offload.store_on_host and device_type != "cpu",
+    )
     vae_mapped = 0
     if files is not None:
         weights[Component.VAE], vae_mapped = files[Component.VAE].total.private, files[Component.VAE].total.mapped

@@ -18,9 +18,7 @@ from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras, in_f
 from opensora_cli.engine.components.parallelize import largest_share
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds, modulation_values
 from opensora_cli.engine.estimate.fake_tensors import (
-    Counts,
     Need,
-    Size,
     extrapolated,
     fake_device,
     fake_module,
@@ -107,11 +105,11 @@ def sampling_need(sizes: GenerationSizes, options: SamplingOptions) -> Need:
         least = chunk // gcd(chunk, frames)
         step = least * ceil(_FEW_CHUNKS * chunk / (least * frames))
 
-    def count(size: Size) -> Counts:
-        shape = channels, frames, config.patch_size, config.patch_size * size[0]
+    def count(tokens: int) -> Need:
+        shape = channels, frames, config.patch_size, config.patch_size * tokens
         return _sampling(replace(sizes, latent_shape=shape), options)
 
-    found = Need(*extrapolated(count, (tokens,), steps=(step,), few=(step,)))
+    found = extrapolated(count, tokens, step=step, few=step)
     # Modulation was computed for one block of each kind.
     all_blocks, one_block = (modulation_values(options.num_times, each) for each in (config, with_depth(config, 1)))
     return found._replace(data=found.data + (all_blocks - one_block) * options.dtype.itemsize)

@@ -15,7 +15,8 @@ from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.on_meta import on_meta
 from opensora_cli.engine.encode.encoders import frozen_dtype
 from opensora_cli.engine.estimate.autoencoder import encoding_need
-from opensora_cli.engine.estimate.fake_tensors import HOST, fake_device, give_fake_weights
+from opensora_cli.engine.estimate.fake_tensors import fake_device, give_fake_weights
+from opensora_cli.engine.estimate.outlines import HOST
 from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.activations import ActivationPlan, largest_batch_shape, plan_activations
 from opensora_cli.engine.train.distribution import Distribution, local

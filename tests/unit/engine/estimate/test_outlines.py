@@ -14,8 +14,7 @@ from opensora_cli.engine.components.configs import count_parameters, mmdit_confi
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate import autoencoder, file_bytes, text, transformer
 from opensora_cli.engine.estimate.fake_tensors import Need, fake_device, fake_module
-from opensora_cli.engine.estimate.outline_mode import OutlineMode
-from opensora_cli.engine.estimate.outlines import HostOutline
+from opensora_cli.engine.estimate.outlines import HostOutline, OutlineMode
 from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.text.clip import ClipTextModel
@@ -125,8 +124,7 @@ def operations(changes, monkeypatch):
     for cached in (
         transformer._sampling,
         autoencoder.decoding_need,
-        autoencoder.encoding_need,
-        autoencoder.tile_memory,
+        autoencoder._encoding_need,
         text._need,
     ):
         cached.cache_clear()
