@@ -19,11 +19,11 @@ from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.velocity import modulation_comes_first
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.autoencoder import decoding_need, encoding_need
-from opensora_cli.engine.estimate.file_bytes import FileWeights
 from opensora_cli.engine.estimate.offload import AUTOENCODER, DECODE, DENOISE, ENCODE, OffloadPlan, StageMemory
 from opensora_cli.engine.estimate.text import text_memory
 from opensora_cli.engine.estimate.transformer import GenerationSizes, SamplingOptions, sampling_need
 from opensora_cli.engine.estimate.weights import (
+    FileWeights,
     dequantized_bytes,
     largest_modulation_bytes,
     transformer_bytes,
@@ -65,7 +65,7 @@ def estimate_generation(
     )
     vae_mapped = 0
     if files is not None:
-        weights[Component.VAE], vae_mapped = files[Component.VAE].total.private, files[Component.VAE].total.mapped
+        weights[Component.VAE], vae_mapped = files[Component.VAE].total.held()
     decode = StageMemory(DECODE, weights[Component.VAE], decoding.data, decoding.activations, vae_mapped)
     if settings.from_latents is not None:
         return (decode,)

@@ -17,7 +17,6 @@ from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.loras import Lora, lora_ranks
 from opensora_cli.engine.components.parallelize import PlannedExchange, exchanged_bytes
 from opensora_cli.engine.components.weights import Component, WeightFiles, needed_components
-from opensora_cli.engine.estimate.file_bytes import FileWeights, can_be_cast_later
 from opensora_cli.engine.estimate.generation import computes_modulation_first, estimate_generation
 from opensora_cli.engine.estimate.offload import (
     CHUNK_TOKENS,
@@ -30,7 +29,7 @@ from opensora_cli.engine.estimate.offload import (
 )
 from opensora_cli.engine.estimate.transformer import GenerationSizes
 from opensora_cli.engine.estimate.verdict import HostMemory
-from opensora_cli.engine.estimate.weights import streamed_bytes
+from opensora_cli.engine.estimate.weights import FileWeights, can_be_cast_later, streamed_bytes
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape
 from opensora_cli.sampling.denoise import last_times
 from opensora_cli.sampling.guidance import (

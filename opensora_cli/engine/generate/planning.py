@@ -24,8 +24,8 @@ from opensora_cli.engine.components.linear_products import require_products
 from opensora_cli.engine.components.loras import Lora
 from opensora_cli.engine.components.parallelize import choose_mesh, plan_exchange, require_branches
 from opensora_cli.engine.components.weights import Component, find_weights
-from opensora_cli.engine.estimate.file_bytes import file_weights
 from opensora_cli.engine.estimate.generation import computes_modulation_first
+from opensora_cli.engine.estimate.weights import file_weights
 from opensora_cli.engine.generate.chain import DRAFT, PICTURE, SEGMENT, VIDEO, Chain, Job
 from opensora_cli.engine.generate.plan import Plan, gib_or_less
 from opensora_cli.engine.generate.request import (

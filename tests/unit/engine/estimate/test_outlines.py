@@ -12,7 +12,7 @@ from transformers import CLIPTextConfig, T5Config
 
 from opensora_cli.engine.components.configs import count_parameters, mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.estimate import autoencoder, file_bytes, text, transformer
+from opensora_cli.engine.estimate import autoencoder, text, transformer
 from opensora_cli.engine.estimate.fake_tensors import Need, fake_device, fake_module
 from opensora_cli.engine.estimate.outlines import HostOutline, OutlineMode
 from opensora_cli.engine.generate.planning import make_plan
@@ -194,9 +194,7 @@ def test_the_tensors_of_a_file_are_listed_from_one_block_of_each_kind(depths):
     changes = {"model.depth": depths[0], "model.depth_single_blocks": depths[1]}
     model = load_preset("demo", prompt="any").replace(changes).model
     weights = transformer_on_meta(model).state_dict()
-    listed = {
-        tensor.key: tensor.numel for tensor in file_bytes._released(Component.TRANSFORMER, mmdit_config(model), 0)
-    }
+    listed = {tensor.key: tensor.numel for tensor in estimate_weights._released(Component.TRANSFORMER, mmdit_config(model), 0)}
     assert listed == {key: weight.numel() for key, weight in weights.items()}
 
 

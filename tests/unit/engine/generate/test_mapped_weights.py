@@ -16,9 +16,8 @@ from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.estimate.file_bytes import file_weights
 from opensora_cli.engine.estimate.offload import OffloadPlan
-from opensora_cli.engine.estimate.weights import transformer_on_cpu
+from opensora_cli.engine.estimate.weights import file_weights, transformer_on_cpu
 from opensora_cli.engine.generate import models, planning
 from opensora_cli.engine.generate.chain import alone
 from opensora_cli.engine.generate.loading import host_modulation, streamed_blocks
