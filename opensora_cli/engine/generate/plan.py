@@ -14,7 +14,7 @@ from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.autoencoders import decodes_in_chunks
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.hardware import Hardware
-from opensora_cli.engine.components.loras import Lora, lora_ranks
+from opensora_cli.engine.components.loras import Lora
 from opensora_cli.engine.components.parallelize import PlannedExchange, exchanged_bytes
 from opensora_cli.engine.components.weights import Component, WeightFiles, needed_components
 from opensora_cli.engine.estimate.generation import computes_modulation_first, estimate_generation
@@ -27,7 +27,6 @@ from opensora_cli.engine.estimate.offload import (
     choose_offload,
     stronger_offload,
 )
-from opensora_cli.engine.estimate.transformer import GenerationSizes
 from opensora_cli.engine.estimate.verdict import HostMemory
 from opensora_cli.engine.estimate.weights import FileWeights, can_be_cast_later, streamed_bytes
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape
@@ -36,11 +35,10 @@ from opensora_cli.sampling.guidance import (
     Branch,
     Guidance,
     GuidanceScales,
-    busiest,
     count_evaluations,
     guidance_scales,
 )
-from opensora_cli.sampling.step_cache import CachedStep, Phase, cached_steps, one_of_each_phase
+from opensora_cli.sampling.step_cache import CachedStep, Phase, cached_steps
 from opensora_cli.settings.enums import HostWeights
 from opensora_cli.settings.generate import GenerateSettings
 
@@ -203,25 +201,6 @@ class Plan:
         return PlannedExchange.of(self.settings.parallel, self.exchange, self.mesh, bytes_per_evaluation=exchanged)
 
     @property
-    def sizes(self) -> GenerationSizes:
-        """Sizes that decide the memory of each stage."""
-        return GenerationSizes(
-            height=self.height,
-            width=self.width,
-            latent_shape=self.latent_shape,
-            mode=self.mode,
-            lengths=self.lengths,
-            scales=busiest(self.scales),
-            solver=self.settings.sampling.solver,
-            cached=one_of_each_phase(self.scales) if self.settings.sampling.step_cache else (),
-            mesh=self.mesh,
-            exchange=self.exchange,
-            loras=lora_ranks(self.loras),
-            attention="sdpa" if self.attention is None else self.attention.backend,
-            has_draft=self.start > 0,
-        )
-
-    @property
     def budget_bytes(self) -> int:
         """Usable device memory: the free memory, or `memory.limit` if that is less."""
         return min(self.hardware.free_bytes, self.settings.memory.limit or self.hardware.free_bytes)
@@ -296,16 +275,7 @@ class Plan:
 
     def _estimate(self, offload: OffloadPlan) -> tuple[StageMemory, ...]:
         on_cpu = self.hardware.device.type == "cpu"
-        stages = estimate_generation(
-            self.settings,
-            sizes=self.sizes,
-            dtype=self.hardware.dtype,
-            device_type=self.hardware.device.type,
-            offload=offload,
-            parameters=self.parameters,
-            text_folders=self.weights.paths,
-            files=self.files,
-        )
+        stages = estimate_generation(self, offload)
         return tuple(replace(stage, data_bytes=stage.data_bytes + on_cpu * self.held_bytes) for stage in stages)
 
 

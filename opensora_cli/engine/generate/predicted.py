@@ -126,10 +126,7 @@ def encoding(plan: Plan, gpu: GpuSettings) -> Seconds:
     """Return the seconds in which the first rank encodes references and a draft; empty without them."""
     drafted = (plan.num_frames,) if plan.start else ()
     dtype, size = plan.hardware.dtype, (plan.height, plan.width)
-    works = (
-        encoding_work(plan.settings.vae, frames, *size, dtype)
-        for frames in (*reference_frames(plan.settings, plan.sizes), *drafted)
-    )
+    works = (encoding_work(plan.settings.vae, frames, *size, dtype) for frames in (*reference_frames(plan), *drafted))
     seconds = sum(autoencoder_seconds(work, gpu, dtype) for work in works)
     return {ENCODING: seconds} if seconds else {}
 
