@@ -67,7 +67,7 @@ def test_one_block_of_each_stack_represents_all(monkeypatch: pytest.MonkeyPatch)
     evaluation_work.cache_clear()
     monkeypatch.setattr(transformer_work, "with_depth", lambda config, most: config)
     monkeypatch.setattr(WorkCounter, "count_times", lambda *_: None)
-    assert astuple(evaluation_work(CONFIG, 40, 8, BF16)) == pytest.approx(astuple(few), rel=0.01)
+    assert astuple(evaluation_work(CONFIG, 40, 8, BF16)) == pytest.approx(astuple(few), rel=0.02)
     evaluation_work.cache_clear()
 
 
