@@ -193,9 +193,10 @@ def _work(
     settings: VAESettings, dtype: torch.dtype, run: Callable[[Autoencoder, Callable[..., Tensor]], object]
 ) -> Work:
     counter = WorkCounter()
-    with fake_device(GPU) as device, counter:
+    with fake_device(GPU) as device:
         vae = fake_module(lambda: new_autoencoder(settings), device=device, dtype=dtype)
         for coder in (vae.encoder, vae.decoder):
             repeat_calls(coder, work=counter)
-        run(vae, partial(torch.empty, dtype=dtype, device=device))
-        return counter.work
+        with counter:
+            run(vae, partial(torch.empty, dtype=dtype, device=device))
+    return counter.work

@@ -169,21 +169,22 @@ def evaluation_work(
     """Return the work of one evaluation of the transformer for one clip, on the rank with the largest share. `linear`
     is the kind of products in its linear layers."""
     counter = WorkCounter()
-    with fake_device(GPU) as device, counter:
+    with fake_device(GPU) as device:
         empty = partial(torch.empty, dtype=dtype, device=device)
         transformer = fake_transformer(config, device=device, dtype=dtype, mesh=mesh, exchange=exchange, linear=linear)
         for stack in repeated_blocks(config):
             for block in transformer.get_submodule(stack.module_path).children():
                 counter.count_times(block, stack.count)
-        FakeSequenceParallel(transformer, mesh)(
-            empty(1, video_tokens, config.in_channels),
-            position_ids_BN3=torch.empty(1, video_tokens, 3, device=device),
-            timesteps_B=torch.empty(1, device=device),
-            prompt_embeds_BLC=empty(1, text_tokens, config.context_in_dim),
-            pooled_prompt_embeds_BV=empty(1, config.vec_in_dim),
-            conditioning_BNK=empty(1, video_tokens, config.conditioning_channels) if config.cond_embed else None,
-            embedded_guidance_B=torch.empty(1, device=device) if config.guidance_embed else None,
-        )
+        with counter:
+            FakeSequenceParallel(transformer, mesh)(
+                empty(1, video_tokens, config.in_channels),
+                position_ids_BN3=torch.empty(1, video_tokens, 3, device=device),
+                timesteps_B=torch.empty(1, device=device),
+                prompt_embeds_BLC=empty(1, text_tokens, config.context_in_dim),
+                pooled_prompt_embeds_BV=empty(1, config.vec_in_dim),
+                conditioning_BNK=empty(1, video_tokens, config.conditioning_channels) if config.cond_embed else None,
+                embedded_guidance_B=torch.empty(1, device=device) if config.guidance_embed else None,
+            )
     return counter.work
 
 
