@@ -15,7 +15,6 @@ from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.autoencoder import decoding_work, encoding_work
 from opensora_cli.engine.estimate.generation import reference_frames
-from opensora_cli.engine.estimate.links import Exchanged, Links
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, OffloadPlan
 from opensora_cli.engine.estimate.offload import TEXT as TEXT_STAGE
 from opensora_cli.engine.estimate.predicted_time import (
@@ -25,6 +24,8 @@ from opensora_cli.engine.estimate.predicted_time import (
     DECODING,
     ENCODING,
     TEXT,
+    Exchanged,
+    Links,
     PredictedTime,
     Seconds,
     added,

@@ -20,7 +20,6 @@ from opensora_cli.engine.components.parallelize import exchanged_bytes
 from opensora_cli.engine.encode.encoders import frozen_dtype
 from opensora_cli.engine.encode.inputs import find_frozen_parts
 from opensora_cli.engine.estimate.autoencoder import encoding_work
-from opensora_cli.engine.estimate.links import Exchanged, Links
 from opensora_cli.engine.estimate.predicted_time import (
     ATTENTION,
     COLLECTIVES,
@@ -29,6 +28,8 @@ from opensora_cli.engine.estimate.predicted_time import (
     TEXT,
     TRAFFIC,
     UPDATE,
+    Exchanged,
+    Links,
     PredictedTime,
     Seconds,
     added,
