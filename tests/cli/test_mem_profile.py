@@ -24,7 +24,7 @@ def test_a_generation_is_predicted_within_10_percent_of_what_is_measured(osora, 
     plot, snapshot = tmp_path / "memory.svg", tmp_path / "memory.pickle"
     args = [*SMALL, "--runs", "2", "--json", "--plot", str(plot), "--snapshot", str(snapshot)]
     document = json.loads(osora(*args).out)
-    assert document["schema"] == "osora.mem-profile/4"
+    assert document["schema"] == "osora.mem-profile/5"
     assert [stage["name"] for stage in document["stages"]] == ["text", "denoise", "decode"]
     for stage in document["stages"]:
         assert stage["predicted_bytes"] == pytest.approx(stage["measured_bytes"], rel=0.1)

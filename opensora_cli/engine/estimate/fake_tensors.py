@@ -60,21 +60,30 @@ def fake_module(make: Callable[[], ModuleT], *, device: torch.device, dtype: tor
 def give_fake_weights(module: nn.Module, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
     """Replace parameters and buffers by fake tensors. Call it inside `fake_device`.
 
-    The module is built on the meta device; layouts and shared weights stay. `dtype` is the new dtype of floating point
-    tensors; None means no change.
+    The module is built on the meta device; layouts stay. `dtype` is the new dtype of floating point tensors; None means
+    no change.
     """
-    made: dict[int, Tensor] = {}
 
     def empty(old: Tensor) -> Tensor:
         new_dtype = dtype if dtype is not None and old.is_floating_point() else old.dtype
-        new = torch.empty_strided(old.shape, old.stride(), dtype=new_dtype, device=device)
-        return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+        return torch.empty_strided(old.shape, old.stride(), dtype=new_dtype, device=device)
 
+    replace_weights(module, empty)
+
+
+def replace_weights(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
+    """Replace each parameter and buffer by what `make` returns for it, in place. Shared weights stay shared."""
+    made: dict[int, Tensor] = {}
     for part in module.modules():
         for held in (part._parameters, part._buffers):
             for name, old in held.items():
-                if old is not None:
-                    held[name] = made.setdefault(id(old), empty(old))  # type: ignore[assignment]
+                if old is None:
+                    continue
+                if id(old) not in made:
+                    new = make(old)
+                    is_parameter = isinstance(old, nn.Parameter) and new is not old
+                    made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
+                held[name] = made[id(old)]  # type: ignore[assignment]
 
 
 def extrapolated(count: Callable[[int], Need], length: int, *, step: int, few: int) -> Need:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from opensora_cli.core.choices import LinearProducts
-from opensora_cli.core.conditions import reference_parts
 from opensora_cli.core.device import (
     allocated_bytes,
     has_peaks,
@@ -29,6 +28,8 @@ from opensora_cli.engine.components.loras import add_fake_loras, lora_ranks
 from opensora_cli.engine.components.text_encoders import STREAMED_LAYERS
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component
+from opensora_cli.engine.estimate.fake_tensors import replace_weights
+from opensora_cli.engine.estimate.generation import reference_frames
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, TEXT, StageMemory
 from opensora_cli.engine.generate.decode import decode_latents
 from opensora_cli.engine.generate.denoise import sample_latents
@@ -64,8 +65,8 @@ class Measured(NamedTuple):
 
     peak_bytes: int
     counter: TensorBytes
-    parameters: Mapping[str, tuple[int, int, int, int]]
-    """Name of a weight -> number of parameters, bytes, and zeros for gradients and optimizer states."""
+    parameters: Mapping[str, tuple[int, int]]
+    """Name of a weight -> number of parameters and bytes."""
     times: Mapping[str, Spread]
     """Times of the stage, then of blocks, in the runs after the counted one."""
 
@@ -178,7 +179,7 @@ def measure_stage(plan: Plan, name: str, *, runs: int = 0) -> Measured:
             counter.mark("done")
         peak = peak_allocated_bytes(device) - before if has_peaks(device) else counter.peak_bytes
         parameters = {
-            f"{title}.{path}": (weight.numel(), weight.nbytes, 0, 0)
+            f"{title}.{path}": (weight.numel(), weight.nbytes)
             for title, model in models.items()
             for path, weight in model.named_parameters()
         }
@@ -213,16 +214,7 @@ def random_transformer(plan: Plan) -> MMDiT:
 
 def fill_randomly(module: ModuleT, device: torch.device) -> ModuleT:
     """Replace meta tensors by random weights on `device`, in place, that keep outputs finite."""
-    made: dict[int, torch.Tensor] = {}
-    for part in module.modules():
-        for held in (part._parameters, part._buffers):
-            for name, old in held.items():
-                if old is None or not old.is_meta:
-                    continue
-                if id(old) not in made:
-                    new = _filled(torch.empty_like(old, device=device))
-                    made[id(old)] = nn.Parameter(new, requires_grad=False) if isinstance(old, nn.Parameter) else new
-                held[name] = made[id(old)]  # type: ignore[assignment]
+    replace_weights(module, lambda old: _filled(torch.empty_like(old, device=device)) if old.is_meta else old)
     return module
 
 
@@ -264,16 +256,9 @@ def _text(plan: Plan, stack: ExitStack) -> tuple[dict[str, nn.Module], Run]:
 
 
 def _encode(plan: Plan, stack: ExitStack) -> tuple[dict[str, nn.Module], Run]:
-    vae = _vae(plan)
-    settings = plan.settings.vae
-    parts = reference_parts(
-        plan.mode,
-        causal=settings.grid.is_causal,
-        temporal_compression=settings.grid.time_compression_ratio,
-        lengths=plan.lengths,
-    )
-    references = [Reference(torch.zeros(3, part.num_frames, plan.height, plan.width), True) for part in parts]
-    return {"vae": vae}, lambda: encode_references(references, vae, tiling=vae_tiling(settings))
+    vae, tiling = _vae(plan), vae_tiling(plan.settings.vae)
+    references = [Reference(torch.zeros(3, frames, plan.height, plan.width), True) for frames in reference_frames(plan)]
+    return {"vae": vae}, lambda: encode_references(references, vae, tiling=tiling)
 
 
 def _denoise(plan: Plan, stack: ExitStack) -> tuple[dict[str, nn.Module], Run]:

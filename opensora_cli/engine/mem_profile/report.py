@@ -26,13 +26,11 @@ class Part(Document):
 
 
 class ModuleShare(Document):
-    """Memory of a part of a model. Gradients and optimizer states exist only in training."""
+    """Memory of a part of a model."""
 
     name: str
     parameters: int
     weight_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
     activation_bytes: int
     """Bytes that the forward allocated, and that are alive at the peak of the stage."""
 
@@ -169,9 +167,9 @@ class LargestBatch(Document):
 
 
 class MemProfile(Document):
-    """Whole memory profile: a document of the schema `osora.mem-profile/4`."""
+    """Whole memory profile: a document of the schema `osora.mem-profile/5`."""
 
-    SCHEMA: ClassVar[str | None] = "osora.mem-profile/4"
+    SCHEMA: ClassVar[str | None] = "osora.mem-profile/5"
 
     verdict: str
     """Whether the run fits, its memory, and its predicted time, as `--dry-run` says it."""
@@ -215,41 +213,32 @@ class MemProfile(Document):
         return [*found, *(f"wrote       {path}" for path in self.files.values())]
 
 
-def module_shares(
-    by_weight: Mapping[str, tuple[int, int, int, int]], made: Mapping[str, int]
-) -> tuple[ModuleShare, ...]:
+def module_shares(by_weight: Mapping[str, tuple[int, int]], made: Mapping[str, int]) -> tuple[ModuleShare, ...]:
     """Return the parts of models, the largest first.
 
-    `by_weight` maps a name to the number of parameters, and to the bytes of weight, gradient and optimizer state.
-    `made` maps the name of a module to the bytes that its forward allocated.
+    `by_weight` maps a name to the number of parameters and bytes of a weight, and `made` the name of a module to the
+    bytes that its forward allocated.
     """
-    shares: dict[str, list[int]] = {}
     rows = [(name.rpartition(".")[0], (*sizes, 0)) for name, sizes in by_weight.items()]
-    rows += [(name, (0, 0, 0, 0, size)) for name, size in made.items() if name]
+    rows += [(name, (0, 0, size)) for name, size in made.items() if name]
+    shares: dict[str, tuple[int, ...]] = {}
     for name, sizes in rows:
-        total = shares.setdefault(_group(name), [0] * 5)
-        total[:] = map(sum, zip(total, sizes, strict=True))
-    columns = tuple(ModuleShare.model_fields)[1:]
-    found = [ModuleShare(name=name, **dict(zip(columns, sizes, strict=True))) for name, sizes in shares.items()]
+        shares[_group(name)] = tuple(map(sum, zip(shares.get(_group(name), (0, 0, 0)), sizes, strict=True)))
+    found = (
+        ModuleShare(name=name, parameters=parameters, weight_bytes=weights, activation_bytes=activations)
+        for name, (parameters, weights, activations) in shares.items()
+    )
     return tuple(sorted(found, key=lambda share: -(share.weight_bytes + share.activation_bytes)))
 
 
 def _module_lines(modules: Sequence[ModuleShare]) -> list[str]:
-    """Return a table of the largest modules, without columns that are all zero."""
-    columns = {
-        "weights": [share.weight_bytes for share in modules],
-        "gradients": [share.gradient_bytes for share in modules],
-        "optimizer": [share.optimizer_bytes for share in modules],
-        "activations": [share.activation_bytes for share in modules],
-    }
-    columns = {title: sizes for title, sizes in columns.items() if any(sizes)}
-    if not columns:
-        return []
-    found = [f"  {'module':46}{'parameters':>14}" + "".join(f"{title:>14}" for title in columns)]
-    for index, share in enumerate(modules[:_LISTED_MODULES]):
-        sizes = "".join(f"{mib(column[index]):>14}" for column in columns.values())
-        found.append(f"  {share.name:46}{share.parameters:>14,}{sizes}")
-    return found
+    """Return a table of the largest modules."""
+    head = f"  {'module':46}{'parameters':>14}{'weights':>14}{'activations':>14}"
+    rows = (
+        f"  {share.name:46}{share.parameters:>14,}{mib(share.weight_bytes):>14}{mib(share.activation_bytes):>14}"
+        for share in modules[:_LISTED_MODULES]
+    )
+    return [head, *rows] if modules else []
 
 
 def _group(path: str) -> str:

@@ -32,7 +32,7 @@ def profile() -> MemProfile:
         parts=(Part(name="weights", predicted_bytes=10 * MIB, measured_bytes=10 * MIB),),
         predicted_bytes=20 * MIB,
         measured_bytes=25 * MIB,
-        modules=module_shares({"model.blocks.0.weight": (5, 20, 0, 0)}, {"model.blocks.0": 7}),
+        modules=module_shares({"model.blocks.0.weight": (5, 20)}, {"model.blocks.0": 7}),
         timeline=Timeline.of(counter),
     )
     predicted = StageProfile(
@@ -71,15 +71,13 @@ def test_lines_have_stages_techniques_and_files():
 
 def test_json_has_everything():
     document = json.loads(json.dumps(profile().to_json(), allow_nan=False))
-    assert document["schema"] == "osora.mem-profile/4"
+    assert document["schema"] == "osora.mem-profile/5"
     assert document["stages"][0]["measured_bytes"] == 25 * MIB
     assert document["stages"][0]["modules"] == [
         {
             "name": "model.blocks",
             "parameters": 5,
             "weight_bytes": 20,
-            "gradient_bytes": 0,
-            "optimizer_bytes": 0,
             "activation_bytes": 7,
         }
     ]
