@@ -30,13 +30,13 @@ from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.fake_tensors import replace_weights
 from opensora_cli.engine.estimate.generation import reference_frames
-from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, TEXT, StageMemory
+from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, TEXT
 from opensora_cli.engine.generate.decode import decode_latents
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.loading import host_modulation, move_except, prepare, streamed_blocks
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.references import Reference, encode_references
-from opensora_cli.engine.mem_profile.report import Part, StageProfile, Timeline, mib, module_shares, timed_parts
+from opensora_cli.engine.mem_profile.report import Part, StageProfile, Timeline, mib, module_shares
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.fp8_storage import store_in_fp8
 from opensora_cli.memory.monitor import ModuleTimes, Spread, blocks_of
@@ -52,7 +52,7 @@ from opensora_cli.settings.enums import OffloadMode
 MOST_ON_A_CPU = 4 * 2**30
 """Limit in bytes; with much more, a CPU would compute for hours."""
 OUT_OF_MEMORY = "there was not enough memory after all"
-WEIGHTS, BESIDE_WEIGHTS = "weights", "data and activations"
+_WEIGHTS, _BESIDE_WEIGHTS = "weights", "data and activations"
 _READY = "weights are loaded"
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _RANDOM_NUMBERS = 2**20
@@ -92,20 +92,22 @@ def why_not_measured(needed: int, hardware: Hardware, *, weights: int = 0) -> st
 
 def profile_generation(
     plan: Plan, *, runs: int = 0, reporter: Reporter
-) -> tuple[tuple[StageProfile, ...], list[Measured]]:
-    """Return the profiles of all stages of a plan, and the raw counts of the measured ones.
+) -> tuple[tuple[StageProfile, ...], list[TensorBytes]]:
+    """Return the profiles of all stages of a plan, and the counters of the measured ones.
 
     Measured stages are timed in `runs` more runs. Too large or slow stages are only predicted. Weights may be missing.
     """
     profiles: list[StageProfile] = []
-    measured: list[Measured] = []
+    counters: list[TensorBytes] = []
     with reporter.stage("profile", total=len(plan.stages), unit="stages") as progress:
-        for planned in plan.stages:
+        for stage in plan.stages:
             # Random weights are not mapped from a file.
-            stage = replace(planned, weight_bytes=planned.weight_bytes + planned.mapped_bytes)
-            if planned.name == DENOISE:
-                stage = replace(stage, weight_bytes=stage.weight_bytes + _waiting_bytes(plan))
-            reason = why_not_measured(stage.total_bytes, plan.hardware, weights=streamed_bytes(plan, stage.name))
+            weight_bytes = stage.weight_bytes + stage.mapped_bytes
+            if stage.name == DENOISE and plan.files is not None:
+                own, mapped = plan.files[Component.TRANSFORMER].modulation.held()
+                weight_bytes += mapped + (own if plan.offload.mode is OffloadMode.BLOCKS else 0)
+            others = stage.data_bytes + stage.activation_bytes
+            reason = why_not_measured(weight_bytes + others, plan.hardware, weights=_streamed_bytes(plan, stage.name))
             if plan.mesh.size > 1:
                 reason = f"this is one of {plan.mesh.size} ranks, and the others do not run"
             result = None
@@ -113,50 +115,43 @@ def profile_generation(
                 result = unless_out_of_memory(partial(measure_stage, plan, stage.name, runs=runs))
                 release_memory(plan.hardware.device)
                 reason = OUT_OF_MEMORY if result is None else None
-            profiles.append(_profile(stage, result, reason))
-            measured += [] if result is None else [result]
+            profile = StageProfile(
+                name=stage.name,
+                parts=(
+                    Part(name=_WEIGHTS, predicted_bytes=weight_bytes, measured_bytes=None),
+                    Part(name=_BESIDE_WEIGHTS, predicted_bytes=others, measured_bytes=None),
+                ),
+                predicted_bytes=weight_bytes + others,
+                measured_bytes=None,
+                not_measured=reason,
+            )
+            profiles.append(profile if result is None else _with_measured(profile, result))
+            counters += [] if result is None else [result.counter]
             progress.advance()
-    return tuple(profiles), measured
+    return tuple(profiles), counters
 
 
-def _profile(stage: StageMemory, measured: Measured | None, reason: str | None) -> StageProfile:
-    weights = None if measured is None else measured.counter.marks[0].live_bytes
-    peak = None if measured is None else measured.peak_bytes
-    others = None if weights is None or peak is None else peak - weights
-    predicted = stage.data_bytes + stage.activation_bytes
-    return StageProfile(
-        name=stage.name,
-        parts=(
-            Part(name=WEIGHTS, predicted_bytes=stage.weight_bytes, measured_bytes=weights),
-            Part(name=BESIDE_WEIGHTS, predicted_bytes=predicted, measured_bytes=others),
+def _with_measured(profile: StageProfile, measured: Measured) -> StageProfile:
+    weights = measured.counter.marks[0].live_bytes
+    sizes = weights, measured.peak_bytes - weights
+    changes = {
+        "parts": tuple(
+            part.model_copy(update={"measured_bytes": size}) for part, size in zip(profile.parts, sizes, strict=True)
         ),
-        predicted_bytes=stage.total_bytes,
-        measured_bytes=peak,
-        not_measured=reason,
-        modules=() if measured is None else module_shares(measured.parameters, measured.counter.peak_by_owner()),
-        timeline=None if measured is None else Timeline.of(measured.counter),
-        times=() if measured is None else timed_parts(measured.times),
-    )
-
-
-def _waiting_bytes(plan: Plan) -> int:
-    """Return the bytes of modulation that is mapped on a CPU, and read only before the first step."""
-    if plan.files is None:
-        return 0
-    waiting = plan.files[Component.TRANSFORMER].modulation
-    return waiting.mapped + (waiting.cast if plan.offload.mode is OffloadMode.BLOCKS else 0)
-
-
-def streamed_bytes(plan: Plan, name: str) -> int:
-    """Return the bytes of weights that a stage keeps in the host's memory, if it streams them from there."""
-    streams = {
-        TEXT: (plan.offload.stream_text, Component.T5),
-        DENOISE: (plan.offload.mode is OffloadMode.BLOCKS, Component.TRANSFORMER),
+        "measured_bytes": measured.peak_bytes,
+        "modules": module_shares(measured.parameters, measured.counter.peak_by_owner()),
+        "timeline": Timeline.of(measured.counter),
+        "times": measured.times,
     }
-    is_streamed, component = streams.get(name, (False, Component.VAE))
-    if not is_streamed:
-        return 0
-    return plan.parameters[component] * plan.hardware.dtype.itemsize
+    return profile.model_copy(update=changes)
+
+
+def _streamed_bytes(plan: Plan, name: str) -> int:
+    """Return the bytes of weights that a stage keeps in the host's memory, if it streams them from there."""
+    streamed = {TEXT: Component.T5} if plan.offload.stream_text else {}
+    if plan.offload.mode is OffloadMode.BLOCKS:
+        streamed[DENOISE] = Component.TRANSFORMER
+    return plan.parameters[streamed[name]] * plan.hardware.dtype.itemsize if name in streamed else 0
 
 
 def measure_stage(plan: Plan, name: str, *, runs: int = 0) -> Measured:

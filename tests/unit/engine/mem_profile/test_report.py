@@ -13,7 +13,6 @@ from opensora_cli.engine.mem_profile.report import (
     StageProfile,
     Technique,
     Timeline,
-    compared,
     module_shares,
 )
 from opensora_cli.media.plots import write_figure
@@ -48,7 +47,7 @@ def profile() -> MemProfile:
         how="by counting",
         stages=(measured, predicted),
         techniques=(
-            compared("good", before=(4 * MIB, 2.0), after=(MIB, 3.0), of="a step"),
+            Technique.compared("good", before=(4 * MIB, 2.0), after=(MIB, 3.0), of="a step"),
             Technique(name="absent", reason="not here"),
         ),
         attention=(AttentionCost(kind="flash", tokens=512, memory_bytes=MIB, seconds=0.5),),
