@@ -4,9 +4,10 @@ A CPU computes with weights directly in the mapped file, if the file has their d
 are loaded, or block by block when they are needed. Rearranged or dequantized weights are always copies.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path
@@ -246,9 +247,7 @@ class FileBytes:
         return self.cast + self.copied, self.mapped
 
     def __add__(self, other: "FileBytes") -> "FileBytes":
-        return FileBytes(
-            self.mapped + other.mapped, self.stored + other.stored, self.cast + other.cast, self.copied + other.copied
-        )
+        return FileBytes(*map(sum, zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,26 +320,17 @@ def _component(
             tensors = _read(component, config, path, stamp, dtype)
         except CheckpointError:
             tensors = [replace(tensor, is_mapped=False) for tensor in tensors]
-    outside, modulation = FileBytes(), FileBytes()
-    blocks: dict[tuple[int, int], FileBytes] = {}
+    in_block = re.compile(rf"({'|'.join(map(re.escape, stacks))})\.\d+\.")
+    outside, modulation, blocks = FileBytes(), FileBytes(), dict[str, FileBytes]()
     for tensor in tensors:
-        size, block = _bytes_of(tensor, dtype), _block(tensor.key, stacks)
+        size, block = _bytes_of(tensor, dtype), in_block.match(tensor.key)
         if tensor.key.rpartition(".")[0] in layers:
             modulation += size
         elif block is None:
             outside += size
         else:
-            blocks[block] = blocks.get(block, FileBytes()) + size
-    return FileWeights(outside, tuple(blocks[block] for block in sorted(blocks)), modulation)
-
-
-def _block(key: str, stacks: list[str]) -> tuple[int, int] | None:
-    """Return the number of a tensor's stack and of its block in the stack; None outside the blocks."""
-    for number, stack in enumerate(stacks):
-        index = key.removeprefix(f"{stack}.").partition(".")[0]
-        if key.startswith(f"{stack}.") and index.isdigit():
-            return number, int(index)
-    return None
+            blocks[block[0]] = blocks.get(block[0], FileBytes()) + size
+    return FileWeights(outside, tuple(blocks.values()), modulation)
 
 
 def _read(
