@@ -208,14 +208,6 @@ def _elementwise(*args: Any, floats: bool = False, **_: object) -> Tensor:
     return _like(tensors[0].expand(shape) if whole is None else whole, dtype=dtype)
 
 
-def _compared(*operands: Any) -> Tensor:
-    return _like(_elementwise(*operands), dtype=torch.bool)
-
-
-def _chosen(condition: Tensor, *values: Tensor) -> Tensor:
-    return _like(_elementwise(condition, *values), dtype=_elementwise(*values).dtype)
-
-
 def _joined(tensors: list[Tensor], dim: int = 0) -> Tensor:
     # Tensors without elements may have another shape.
     parts = [part for part in tensors if part.ndim > 1 or part.numel()] or tensors
@@ -243,14 +235,6 @@ def _product(*operands: Tensor, **_: object) -> Tensor:
     return _empty((*left.shape[:-1], right.shape[-1]), left.dtype)
 
 
-def _embedded(weight: Tensor, ids: Tensor, *_: object) -> Tensor:
-    return _empty((*ids.shape, weight.shape[1]), weight.dtype)
-
-
-def _indexed(values: Tensor, indices: list[Tensor]) -> Tensor:
-    return _empty((*_common_shape(indices), *values.shape[len(indices) :]), values.dtype)
-
-
 def _arange(*numbers: float, dtype: torch.dtype | None = None, **_: object) -> Tensor:
     start, end, step = (0, *numbers, 1) if len(numbers) == 1 else (*numbers, 1)[:3]
     default = torch.int64 if all(isinstance(number, int) for number in numbers) else torch.get_default_dtype()
@@ -258,27 +242,19 @@ def _arange(*numbers: float, dtype: torch.dtype | None = None, **_: object) -> T
 
 
 def _reduced(
-    values: Tensor, dims: int | list[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+    values: Tensor,
+    dims: int | list[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+    counts: bool = False,
 ) -> Tensor:
-    """Return the result of a reduction along some axes; None means all of them."""
+    """Return the result of a reduction along some axes, None means all of them; `counts` makes integers int64."""
     named = [dims] if isinstance(dims, int) else dims or range(values.ndim)
     axes = {dim % values.ndim for dim in named}
     sizes = [1 if axis in axes else size for axis, size in enumerate(values.shape) if keepdim or axis not in axes]
-    return _empty(sizes, dtype or values.dtype)
-
-
-def _sum(values: Tensor, *options: Any, dtype: torch.dtype | None = None) -> Tensor:
-    return _reduced(values, *options, dtype=dtype or (values.dtype if values.dtype.is_floating_point else torch.int64))
-
-
-def _vector_norm(values: Tensor, order: float = 2, *options: Any, **named: Any) -> Tensor:
-    return _reduced(values, *options, **named)
-
-
-def _var_mean(
-    values: Tensor, dims: list[int] | None = None, *, correction: float = 1, keepdim: bool = False
-) -> tuple[Tensor, Tensor]:
-    return _reduced(values, dims, keepdim), _reduced(values, dims, keepdim)
+    default = torch.int64 if counts and not values.dtype.is_floating_point else values.dtype
+    return _empty(sizes, dtype or default)
 
 
 def _layer_norm(rows: Tensor, shape: list[int], *_: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -321,12 +297,6 @@ def _convolution(
     return _convolved(clip, weight, stride, padding, dilation, layout)
 
 
-def _onednn_convolution(
-    clip: Tensor, weight: Tensor, bias: Any, padding: list[int], stride: list[int], dilation: list[int], _groups: int
-) -> Tensor:
-    return _convolved(clip, weight, stride, padding, dilation, _clip_layout(clip))
-
-
 def _convolved(
     clip: Tensor,
     weight: Tensor,
@@ -357,10 +327,6 @@ def _padding(clip: Tensor, sides: list[int]) -> Tensor:
     return _empty(shape, clip.dtype, _kernel_layout(clip))
 
 
-def _upsampled(clip: Tensor, size: list[int], *_: object) -> Tensor:
-    return _empty((*clip.shape[:2], *size), clip.dtype, _clip_layout(clip))
-
-
 def _for_each(rule: Callable[..., Any], *funcs: Any) -> dict[Any, Callable[..., Any]]:
     return dict.fromkeys(funcs, rule)
 
@@ -385,27 +351,35 @@ _RULES: dict[Any, Callable[..., Any]] = {
         *(_aten.clone.default, _aten._to_copy.default),
     ),
     **_for_each(lambda tensor, _, **options: _like(tensor, **options), _aten.full_like.default, _aten.flip.default),
-    **_for_each(_compared, _aten.lt.Scalar, _aten.gt.Scalar, _aten.eq.Scalar),
+    **_for_each(
+        lambda *args: _like(_elementwise(*args), dtype=torch.bool), _aten.lt.Scalar, _aten.gt.Scalar, _aten.eq.Scalar
+    ),
     **_for_each(_product, _aten.mm.default, _aten.bmm.default, _aten.addmm.default),
     **_for_each(_arange, _aten.arange.default, _aten.arange.start, _aten.arange.start_step),
     _aten.cat.default: _joined,
     _aten.stack.default: _stacked,
     _aten.repeat.default: _repeated,
-    _aten.where.self: _chosen,
-    _aten.embedding.default: _embedded,
-    _aten.index.Tensor: _indexed,
+    _aten.where.self: lambda *args: _like(_elementwise(*args), dtype=_elementwise(*args[1:]).dtype),
+    _aten.embedding.default: lambda weight, ids, *_: _empty((*ids.shape, weight.shape[1]), weight.dtype),
+    _aten.index.Tensor: lambda values, indices: _empty(
+        (*_common_shape(indices), *values.shape[len(indices) :]), values.dtype
+    ),
     _aten.argmax.default: partial(_reduced, dtype=torch.int64),
     _aten.mean.dim: _reduced,
-    _aten.sum.dim_IntList: _sum,
-    _aten.linalg_vector_norm.default: _vector_norm,
-    _aten.var_mean.correction: _var_mean,
+    _aten.sum.dim_IntList: partial(_reduced, counts=True),
+    _aten.linalg_vector_norm.default: lambda values, order=2, *args, **options: _reduced(values, *args, **options),
+    _aten.var_mean.correction: lambda *args, correction=1, **options: [_reduced(*args, **options) for _ in range(2)],
     _aten.native_layer_norm.default: _layer_norm,
     _aten.native_group_norm.default: _group_norm,
     _aten.native_batch_norm.default: _batch_norm,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     _aten.convolution.default: _convolution,
-    _aten.mkldnn_convolution.default: _onednn_convolution,
+    _aten.mkldnn_convolution.default: lambda clip, weight, bias, padding, stride, dilation, groups: _convolved(
+        clip, weight, stride, padding, dilation, _clip_layout(clip)
+    ),
     _aten.replication_pad3d.default: _padding,
-    _aten.upsample_nearest3d.default: _upsampled,
+    _aten.upsample_nearest3d.default: lambda clip, size, *_: _empty(
+        (*clip.shape[:2], *size), clip.dtype, _clip_layout(clip)
+    ),
 }
 """Results on the meta device. They avoid torch's own functions in Python, which are slow and import sympy."""
