@@ -5,41 +5,19 @@ from dataclasses import replace
 
 import torch
 
-from opensora_cli.engine.components.architectures import count_parameters
-from opensora_cli.engine.components.loras import lora_ranks
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.estimate.generation import estimate_generation
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
-from opensora_cli.engine.estimate.transformer import GenerationSizes
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.sampling.guidance import busiest
 
 
 def estimated(plan: Plan, offload: OffloadPlan, device_type: str = "cpu") -> dict[str, StageMemory]:
     """Return the stages of a plan by name, as estimated with another offload."""
-    sizes = GenerationSizes(
-        height=plan.height,
-        width=plan.width,
-        latent_shape=plan.latent_shape,
-        mode=plan.mode,
-        lengths=plan.settings.condition.lengths,
-        scales=busiest(plan.scales),
-        solver=plan.settings.sampling.solver,
-        mesh=plan.mesh,
-        loras=lora_ranks(plan.loras),
-    )
-    stages = estimate_generation(
-        plan.settings,
-        sizes=sizes,
-        dtype=plan.hardware.dtype,
-        device_type=device_type,
-        offload=offload,
-        parameters=count_parameters(plan.settings, plan.weights),
-        text_folders=plan.weights.paths,
-    )
+    hardware = replace(plan.hardware, device=torch.device(device_type))
+    stages = estimate_generation(replace(plan, hardware=hardware, files=None), offload)
     return {stage.name: stage for stage in stages}
 
 

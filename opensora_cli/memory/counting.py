@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
     is_traceable_wrapper_subclass,
 )
-from torch.utils._pytree import tree_leaves
 
 NO_OWNER = ""
 """Owner of tensors that no watched module made."""
@@ -41,6 +40,8 @@ class Mark:
     position: int
     """Number of earlier changes."""
     live_bytes: int
+    peak_bytes: int
+    """Peak since the previous mark, or since the beginning."""
 
 
 @dataclass(slots=True)
@@ -83,6 +84,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         self._owners: list[str] = []
         self._running: list[str] = []
         self._peak_position = 0
+        self._peak_since_mark = 0
         self._entered: list[ExitStack] = []
         self._counts_fake = False
 
@@ -113,7 +115,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         """Run an operation, and count its results."""
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # called for every fake tensor, many times
-            return getattr(args[0], "fake_device", None) or func(*args, **kwargs)
+            return args[0].device
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
             # A wrapper such as DTensor: its operations on the inner tensors also arrive here.
             return NotImplemented
@@ -176,7 +178,8 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
 
     def mark(self, name: str) -> None:
         """Put a named moment on the timeline."""
-        self.marks.append(Mark(name, len(self.changes), self.live_bytes))
+        self.marks.append(Mark(name, len(self.changes), self.live_bytes, self._peak_since_mark))
+        self._peak_since_mark = self.live_bytes
 
     def reset_peak(self) -> None:
         """Restart the search for the peak."""
@@ -275,6 +278,7 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
     def _change(self, number: int, num_bytes: int) -> None:
         self.changes.append(Change(number, num_bytes))
         self.live_bytes += num_bytes
+        self._peak_since_mark = max(self._peak_since_mark, self.live_bytes)
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
             self._peak_position = len(self.changes)
@@ -298,15 +302,18 @@ def _following_sizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterato
 
 
 def _tensors(tree: object) -> Iterator[Tensor]:
-    """Yield the plain tensors of a tree, including tensors inside wrappers such as DTensor."""
-    for leaf in (tree,) if isinstance(tree, Tensor) else tree_leaves(tree):
-        if not isinstance(leaf, Tensor):
-            continue
-        if is_traceable_wrapper_subclass(leaf):
-            names, _ = leaf.__tensor_flatten__()
-            yield from _tensors([getattr(leaf, name) for name in names])
-        elif leaf.layout is torch.strided:
-            yield leaf
+    """Yield the plain tensors of nested containers, including tensors inside wrappers such as DTensor."""
+    if isinstance(tree, Tensor):
+        if type(tree) is not Tensor and is_traceable_wrapper_subclass(tree):
+            names, _ = tree.__tensor_flatten__()
+            yield from _tensors([getattr(tree, name) for name in names])
+        elif tree.layout is torch.strided:
+            yield tree
+    elif isinstance(tree, (list, tuple)):
+        for part in tree:
+            yield from _tensors(part)
+    elif isinstance(tree, dict):
+        yield from _tensors(list(tree.values()))
 
 
 @cache

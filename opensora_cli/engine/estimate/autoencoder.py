@@ -1,195 +1,71 @@
-"""Memory and work of an autoencoder: its largest tile is run once, and every other tile takes its share of that."""
+"""Memory and work of an autoencoder: its largest tile is run, and every other tile takes its share of that."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache, partial
+from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opensora_cli.core.device_names import GPU
-from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.engine.components.architectures import new_autoencoder, vae_tiling
 from opensora_cli.engine.estimate.fake_tensors import (
-    HOST,
-    Counts,
     Need,
-    Size,
     extrapolated,
     fake_device,
     fake_module,
+    give_fake_weights,
     repeat_calls,
 )
+from opensora_cli.engine.estimate.outlines import HOST
 from opensora_cli.engine.estimate.work import Work, WorkCounter
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.vae.autoencoder import COLORS, Autoencoder
 from opensora_cli.models.vae.hunyuan import Decoder, Encoder
-from opensora_cli.models.vae.tiles import TileGrid, Tiling
 from opensora_cli.settings.components import VAESettings
 
-_FEW_TILES = 30
-"""Most tiles that are estimated one by one."""
 _FEW_FRAMES = 4
 """Fewest frames between the two clips from which the memory of a longer one is extrapolated."""
-
-TileShape = tuple[int, int, int, int]
-"""Channels, frames, height and width of an input."""
-
-
-class TileMemory(NamedTuple):
-    """Memory of an encoder or decoder for its largest tile."""
-
-    peak_bytes: int
-    """Peak without the input."""
-    channels: int
-    """Channels of the result."""
-
-
-def largest_tile(shape: TileShape, grid: TileGrid, tiling: Tiling) -> TileShape:
-    """Return the shape of the first tile of a clip, which no other tile exceeds."""
-    channels, frames, *sides = shape
-    if tiling.temporal and frames > grid.time.size:
-        frames = min(frames, grid.time.size + grid.is_causal)
-    if tiling.spatial and max(sides) > grid.space.size:
-        sides = [min(side, grid.space.size) for side in sides]
-    return channels, frames, sides[0], sides[1]
-
-
-@lru_cache(maxsize=256)
-def tile_memory(
-    settings: VAESettings,
-    shape: TileShape,
-    dtype: torch.dtype,
-    device_type: str,
-    *,
-    decodes: bool,
-    chunk_frames: int | None = None,
-    store_on_host: bool = False,
-) -> TileMemory:
-    """Return the memory of the encoder or the decoder for one tile.
-
-    A clip that is computed in chunks takes the same amount more for every chunk, so that two short clips give the
-    memory of a long one. The blocks of a width are equal except the first.
-    """
-    few_layers = settings.replace({"layers_per_block": min(settings.layers_per_block, 1 if decodes else 2)})
-    with fake_device(device_type) as device:
-        module = fake_module(lambda: _coder(new_autoencoder(few_layers), decodes), device=device, dtype=dtype)
-        options: dict[str, object] = {"canvas": HOST} if decodes else {}
-        if chunk_frames is not None:
-            options |= {"chunk_frames": chunk_frames, "store": HOST if store_on_host else device}
-        channels, frames, height, width = shape
-
-        def run(size: Size) -> Counts:
-            clip_1CTHW = torch.empty(1, channels, *size, height, width, dtype=dtype, device=device)
-            with TensorBytes(device_type=device.type) as counter:
-                out_1CTHW: Tensor = module(clip_1CTHW, **options)
-            out_channels = out_1CTHW.shape[1]
-            del out_1CTHW
-            return counter.peak_bytes, out_channels
-
-        chunk = chunk_frames
-        if chunk is None and isinstance(module, (Encoder, Decoder)):
-            chunk = module.chunk_frames_for(torch.empty(1, channels, frames, height, width, device=device))
-        # In a shorter clip, kernels could need more than frames.
-        step = frames if chunk is None else chunk * -(-_FEW_FRAMES // chunk)
-        peak_bytes, channels = extrapolated(run, (frames,), steps=(step,), few=(step + 1,))
-        return TileMemory(peak_bytes, channels)
-
-
-def _coder(vae: Autoencoder, decodes: bool) -> nn.Module:
-    return vae.decoder if decodes else vae.encoder
-
-
-class _FakeCoder(nn.Module):
-    """Stand-in for an encoder or decoder that takes the memory of the largest tile, or its share of that."""
-
-    def __init__(self, tile: TileMemory, largest: TileShape, grid: LatentGrid, *, decodes: bool) -> None:
-        super().__init__()
-        self._tile, self._values, self._grid, self._decodes = tile, prod(largest[1:]), grid, decodes
-
-    def forward(self, clip_BCTHW: Tensor, **_: object) -> Tensor:
-        """Return the result for a tile. Options are ignored."""
-        batch, _channels, frames, height, width = clip_BCTHW.shape
-        share = frames * height * width / self._values
-        clip_BCTHW.new_empty(round(self._tile.peak_bytes * share), dtype=torch.uint8)
-        if self._decodes:
-            space = self._grid.spatial_compression_ratio
-            size = self._grid.num_frames(frames), height * space, width * space
-            return torch.empty(batch, self._tile.channels, *size, dtype=clip_BCTHW.dtype, device=HOST)
-        sides = self._grid.latent_size(height, width)
-        return clip_BCTHW.new_empty(batch, self._tile.channels, self._grid.latent_frames(frames), *sides)
-
-
-def _need(
-    settings: VAESettings,
-    coder: _FakeCoder,
-    dtype: torch.dtype,
-    device_type: str,
-    run: Callable[[Autoencoder, Callable[..., Tensor]], object],
-) -> Need:
-    """Return the need of `run`, which returns its inputs and results, with `coder` as both encoder and decoder."""
-
-    def without_coders() -> Autoencoder:
-        vae = new_autoencoder(settings)
-        vae.encoder, vae.decoder = nn.Identity(), nn.Identity()
-        return vae
-
-    with fake_device(device_type) as device:
-        vae = fake_module(without_coders, device=device, dtype=dtype)
-        vae.encoder = vae.decoder = coder
-        with TensorBytes(device_type=device.type) as counter:
-            data = run(vae, partial(torch.empty, dtype=dtype, device=device))
-            need = Need.of(counter)
-            del data
-            return need
 
 
 @lru_cache(maxsize=256)
 def decoding_need(
     settings: VAESettings,
-    tiling: Tiling,
     latent_shape: tuple[int, int, int, int],
     shown: tuple[int, int],
     dtype: torch.dtype,
     device_type: str,
-    chunks: tuple[int | None, bool],
+    *,
+    chunk_frames: int | None,
+    store_on_host: bool,
 ) -> Need:
-    """Return the need of decoding; that of many tiles follows from smaller clips.
+    """Return the need of decoding; that of a long clip follows from shorter ones.
 
-    `shown` are the height and width of the pixels that are kept, and `chunks` are frames and whether the host stores
-    them, see `OffloadPlan`.
+    `shown` are the height and width of the pixels that are kept. `chunk_frames` and `store_on_host` are fields of
+    `OffloadPlan`.
     """
-    grid, (height, width) = settings.sizes.tile_grids()[1], shown
-    largest = largest_tile(latent_shape, grid, tiling)
-    tile = tile_memory(
-        settings, largest, dtype, device_type, decodes=True, chunk_frames=chunks[0], store_on_host=chunks[1]
-    )
-    channels, *size = latent_shape
+    channels, _frames, *sides = latent_shape
+    height, width = shown
 
-    def count(size: Size) -> Counts:
-        def run(vae: Autoencoder, empty: Callable[..., Tensor]) -> Tensor:
-            latents_1CTHW = empty(1, channels, *size)
+    def count(frames: int) -> Need:
+        with coder.counting() as counter:
+            latents_1CTHW = torch.empty(1, channels, frames, *sides, dtype=dtype, device=coder.device)
             # The same steps as in `decode_latents` of generation.
-            pieces_1CTHW = vae.decode_pieces(latents_1CTHW, tiling=tiling, canvas=HOST)
+            pieces_1CTHW = coder.vae.decode_pieces(
+                latents_1CTHW, tiling=vae_tiling(settings), canvas=HOST, chunk_frames=chunk_frames, store=store
+            )
             deque(map(lambda piece_1CTHW: _shown(piece_1CTHW[0, :, :, :height, :width]), pieces_1CTHW), maxlen=0)
-            return latents_1CTHW
+            return Need.of(counter)
 
-        coder = _FakeCoder(tile, largest, settings.grid, decodes=True)
-        return _need(settings, coder, dtype, device_type, run)
-
-    if grid.count((size[0], size[1], size[2]), tiling) <= _FEW_TILES:
-        return Need(*count(tuple(size)))
-    axes = ((grid.time, tiling.temporal), (grid.space, tiling.spatial), (grid.space, tiling.spatial))
-    found = extrapolated(
-        count,
-        tuple(size),
-        steps=tuple(axis.stride if is_cut else length for (axis, is_cut), length in zip(axes, size, strict=True)),
-        few=tuple(axis.size + 2 * axis.stride if is_cut else 0 for axis, is_cut in axes),
-    )
-    return Need(*found)
+    with fake_device(device_type) as device:
+        coder = _Coder(settings, device, dtype, decodes=True)
+        store = HOST if store_on_host else device
+        return coder.extrapolated(count, latent_shape, chunk_frames)
 
 
 def _shown(pixels_CTHW: Tensor) -> Tensor:
@@ -199,24 +75,96 @@ def _shown(pixels_CTHW: Tensor) -> Tensor:
     return to_uint8(pixels_CTHW[:, :1])
 
 
-@lru_cache(maxsize=64)
 def encoding_need(
     settings: VAESettings, num_frames: tuple[int, ...], sides: tuple[int, int], dtype: torch.dtype, device_type: str
 ) -> Need:
     """Return the need of encoding clips of these lengths, one after the other; `sides` are height and width."""
-    tiling = vae_tiling(settings)
-    largest = largest_tile((COLORS, max(num_frames), *sides), settings.sizes.tile_grids()[0], tiling)
-    tile = tile_memory(settings, largest, dtype, device_type, decodes=False)
+    needs = [_encoding_need(settings, frames, sides, dtype, device_type) for frames in num_frames]
+    pixels = [COLORS * frames * prod(sides) * dtype.itemsize for frames in num_frames]
+    # The latents of each clip stay, and its pixels until the next clip.
+    latents = [need.data - size for need, size in zip(needs, pixels, strict=True)]
+    peak = max(before + sum(need) for before, need in zip(accumulate(latents, initial=0), needs, strict=False))
+    data = sum(latents) + pixels[-1]
+    return Need(data, peak - data)
 
-    def run(vae: Autoencoder, empty: Callable[..., Tensor]) -> list[Tensor]:
-        latents: list[Tensor] = []
-        for frames in num_frames:
-            pixels_1CTHW = empty(1, COLORS, frames, *sides)
-            latents.append(vae.encode(pixels_1CTHW, tiling=tiling)[0])
-        return [*latents, pixels_1CTHW]
 
-    coder = _FakeCoder(tile, largest, settings.grid, decodes=False)
-    return _need(settings, coder, dtype, device_type, run)
+@lru_cache(maxsize=64)
+def _encoding_need(
+    settings: VAESettings, frames: int, sides: tuple[int, int], dtype: torch.dtype, device_type: str
+) -> Need:
+    def count(frames: int) -> Need:
+        with coder.counting() as counter:
+            pixels_1CTHW = torch.empty(1, COLORS, frames, *sides, dtype=dtype, device=coder.device)
+            latents_1CTHW = coder.vae.encode(pixels_1CTHW, tiling=vae_tiling(settings))
+            need = Need.of(counter)
+            del latents_1CTHW
+            return need
+
+    with fake_device(device_type) as device:
+        coder = _Coder(settings, device, dtype, decodes=False)
+        return coder.extrapolated(count, (COLORS, frames, *sides), None)
+
+
+class _Coder:
+    """Fake autoencoder whose encoder or decoder runs for the largest tile; other tiles take their share of its memory.
+
+    Blocks of a width are equal except the first, so that few represent all. Call it inside `fake_device`.
+    """
+
+    def __init__(self, settings: VAESettings, device: torch.device, dtype: torch.dtype, *, decodes: bool) -> None:
+        few_layers = settings.replace({"layers_per_block": min(settings.layers_per_block, 1 if decodes else 2)})
+        self.device = device
+        self.vae = fake_module(lambda: new_autoencoder(few_layers), device=device, dtype=dtype)
+        self._settings, self._decodes = settings, decodes
+        self._part = self.vae.decoder if decodes else self.vae.encoder
+        self._run = self._part.forward
+        self._counter = TensorBytes(device_type=device.type)
+        self._largest, self._peak_bytes, self._channels = 0, 0, 0
+        self._part.forward = self._forward
+
+    @contextmanager
+    def counting(self) -> Iterator[TensorBytes]:
+        """Count the bytes of a first call."""
+        # A module keeps the kernels that it computes from its weights at its first call.
+        give_fake_weights(self.vae, device=self.device)
+        self._counter, self._largest = TensorBytes(device_type=self.device.type), 0
+        with self._counter:
+            yield self._counter
+
+    def extrapolated(
+        self, count: Callable[[int], Need], shape: tuple[int, int, int, int], chunk_frames: int | None
+    ) -> Need:
+        """Return the need of a clip of `shape`, in which each further chunk or tile takes the same amount."""
+        settings, (channels, frames, *sides) = self._settings, shape
+        grid = settings.sizes.tile_grids()[self._decodes]
+        if settings.temporal_tiling and frames > grid.time.size:
+            return extrapolated(count, frames, step=grid.time.stride, few=grid.time.size + 2 * grid.time.stride)
+        if settings.spatial_tiling and max(sides) > grid.space.size:
+            sides = [min(side, grid.space.size) for side in sides]
+        if chunk_frames is None and isinstance(self._part, (Encoder, Decoder)):
+            chunk_frames = self._part.chunk_frames_for(torch.empty(1, channels, frames, *sides, device=self.device))
+        # In a shorter clip, kernels could need more than frames.
+        step = frames if chunk_frames is None else chunk_frames * -(-_FEW_FRAMES // chunk_frames)
+        return extrapolated(count, frames, step=step, few=step + 1)
+
+    def _forward(self, clip_1CTHW: Tensor, **options: Any) -> Tensor:
+        values, counter = prod(clip_1CTHW.shape[2:]), self._counter
+        if values > self._largest:
+            counter.mark("begin")
+            out: Tensor = self._run(clip_1CTHW, **options)
+            counter.mark("end")
+            # Kernels and the result stay.
+            stays = counter.live_bytes - (out.nbytes if out.device == clip_1CTHW.device else 0)
+            self._largest, self._peak_bytes, self._channels = values, counter.marks[-1].peak_bytes - stays, out.shape[1]
+            return out
+        clip_1CTHW.new_empty(round(self._peak_bytes * values / self._largest), dtype=torch.uint8)
+        grid, (frames, height, width) = self._settings.grid, clip_1CTHW.shape[2:]
+        if self._decodes:
+            space = grid.spatial_compression_ratio
+            size = grid.num_frames(frames), height * space, width * space
+            return torch.empty(1, self._channels, *size, dtype=clip_1CTHW.dtype, device=HOST)
+        size = grid.latent_frames(frames), *grid.latent_size(height, width)
+        return clip_1CTHW.new_empty(1, self._channels, *size)
 
 
 @lru_cache(maxsize=64)
@@ -245,9 +193,10 @@ def _work(
     settings: VAESettings, dtype: torch.dtype, run: Callable[[Autoencoder, Callable[..., Tensor]], object]
 ) -> Work:
     counter = WorkCounter()
-    with fake_device(GPU) as device, counter:
+    with fake_device(GPU) as device:
         vae = fake_module(lambda: new_autoencoder(settings), device=device, dtype=dtype)
         for coder in (vae.encoder, vae.decoder):
             repeat_calls(coder, work=counter)
-        run(vae, partial(torch.empty, dtype=dtype, device=device))
-        return counter.work
+        with counter:
+            run(vae, partial(torch.empty, dtype=dtype, device=device))
+    return counter.work

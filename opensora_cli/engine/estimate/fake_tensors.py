@@ -16,17 +16,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from opensora_cli.engine.components.architectures import on_meta
-from opensora_cli.engine.estimate.outline_mode import OutlineMode
+from opensora_cli.engine.estimate.outlines import HOST, OutlineMode
 from opensora_cli.engine.estimate.work import Work, WorkCounter
 from opensora_cli.memory.counting import TensorBytes
 
-HOST = torch.device("cpu")
-"""Device that represents the memory of the host, inside `fake_device`."""
-
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
-Size = tuple[int, ...]
-Counts = tuple[int, ...]
-"""Several numbers of bytes that are counted together."""
 
 
 class Need(NamedTuple):
@@ -66,32 +60,39 @@ def fake_module(make: Callable[[], ModuleT], *, device: torch.device, dtype: tor
 def give_fake_weights(module: nn.Module, *, device: torch.device, dtype: torch.dtype | None = None) -> None:
     """Replace parameters and buffers by fake tensors. Call it inside `fake_device`.
 
-    The module is built on the meta device; layouts and shared weights stay. `dtype` is the new dtype of floating point
-    tensors; None means no change.
+    The module is built on the meta device; layouts stay. `dtype` is the new dtype of floating point tensors; None means
+    no change.
     """
-    made: dict[int, Tensor] = {}
 
     def empty(old: Tensor) -> Tensor:
         new_dtype = dtype if dtype is not None and old.is_floating_point() else old.dtype
-        new = torch.empty_strided(old.shape, old.stride(), dtype=new_dtype, device=device)
-        return nn.Parameter(new, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else new
+        return torch.empty_strided(old.shape, old.stride(), dtype=new_dtype, device=device)
 
+    replace_weights(module, empty)
+
+
+def replace_weights(module: nn.Module, make: Callable[[Tensor], Tensor]) -> None:
+    """Replace each parameter and buffer by what `make` returns for it, in place. Shared weights stay shared."""
+    made: dict[int, Tensor] = {}
     for part in module.modules():
         for held in (part._parameters, part._buffers):
             for name, old in held.items():
-                if old is not None:
-                    held[name] = made.setdefault(id(old), empty(old))  # type: ignore[assignment]
+                if old is None:
+                    continue
+                if id(old) not in made:
+                    new = make(old)
+                    is_parameter = isinstance(old, nn.Parameter) and new is not old
+                    made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if is_parameter else new
+                held[name] = made[id(old)]  # type: ignore[assignment]
 
 
-def extrapolated(count: Callable[[Size], Counts], size: Size, *, steps: Size, few: Size) -> Counts:
-    """Return `count(size)` from smaller sizes: along each axis it grows by the same amount with every step."""
-    for axis, (length, step, least) in enumerate(zip(size, steps, few, strict=True)):
-        more = (length - least) // step
-        if more > 1:
-            smaller = ((*size[:axis], length - less * step, *size[axis + 1 :]) for less in (more, more - 1))
-            near, far = (extrapolated(count, each, steps=steps, few=few) for each in smaller)
-            return tuple(first + more * (second - first) for first, second in zip(near, far, strict=True))
-    return count(size)
+def extrapolated(count: Callable[[int], Need], length: int, *, step: int, few: int) -> Need:
+    """Return `count(length)` from shorter lengths: every step more adds the same bytes; `few` is the shortest."""
+    more = (length - few) // step
+    if more <= 1:
+        return count(length)
+    near, far = count(length - more * step), count(length - (more - 1) * step)
+    return Need(*(first + more * (second - first) for first, second in zip(near, far, strict=True)))
 
 
 def repeat_calls(module: nn.Module, *, work: WorkCounter | None = None) -> None:

@@ -8,105 +8,117 @@ of fused attention, and the workspace of cuDNN's convolutions. Not counted are w
 matrix products of cuBLAS), the CUDA context, and the rounding and fragmentation of an allocator.
 """
 
-from collections.abc import Mapping
-from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.conditions import reference_parts
-from opensora_cli.engine.components.architectures import mmdit_config, vae_tiling
+from opensora_cli.engine.components.architectures import mmdit_config
+from opensora_cli.engine.components.loras import lora_ranks
 from opensora_cli.engine.components.velocity import modulation_comes_first
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.autoencoder import decoding_need, encoding_need
-from opensora_cli.engine.estimate.file_bytes import FileWeights
 from opensora_cli.engine.estimate.offload import AUTOENCODER, DECODE, DENOISE, ENCODE, OffloadPlan, StageMemory
 from opensora_cli.engine.estimate.text import text_memory
-from opensora_cli.engine.estimate.transformer import GenerationSizes, SamplingOptions, sampling_need
+from opensora_cli.engine.estimate.transformer import Sampling, sampling_need
 from opensora_cli.engine.estimate.weights import (
     dequantized_bytes,
     largest_modulation_bytes,
     transformer_bytes,
     transformer_on_cpu,
 )
+from opensora_cli.sampling.guidance import busiest
+from opensora_cli.sampling.step_cache import one_of_each_phase
 from opensora_cli.settings.enums import OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 
+if TYPE_CHECKING:
+    from opensora_cli.engine.generate.plan import Plan
 
-def estimate_generation(
-    settings: GenerateSettings,
-    *,
-    sizes: GenerationSizes,
-    dtype: torch.dtype,
-    device_type: str,
-    offload: OffloadPlan,
-    parameters: Mapping[Component, int],
-    text_folders: Mapping[Component, Path] | None = None,
-    files: Mapping[Component, FileWeights] | None = None,
-) -> tuple[StageMemory, ...]:
-    """Return the device memory of each stage, in the order of execution.
 
-    Repeated counts are cached, so that many offload plans for one video cost little more than one. `parameters` are
-    counts, see `count_parameters`, and `dtype` is the dtype of weights and activations. Text encoders that
-    `text_folders` lacks count like the released ones. `files` are the mapped files that a CPU computes with; None means
-    no mapped files. Raises RequestError if sizes in `settings` contradict each other.
+def estimate_generation(plan: "Plan", offload: OffloadPlan) -> tuple[StageMemory, ...]:
+    """Return the device memory of each stage of a plan with this offload, in the order of execution.
+
+    Repeated counts are cached, so that many offload plans for one video cost little more than one. Text encoders
+    without a folder count like the released ones. Raises RequestError if sizes in the settings contradict each other.
     """
-    weights = {component: count * dtype.itemsize for component, count in parameters.items()}
-    vae, tiling = settings.vae, vae_tiling(settings.vae)
-    # On a CPU the host is the device itself.
-    chunks = offload.chunk_frames, offload.store_on_host and device_type != "cpu"
-    shown = sizes.height, sizes.width
-    decoding = decoding_need(vae, tiling, sizes.latent_shape, shown, dtype, device_type, chunks)
+    vae, dtype, device_type, files = plan.settings.vae, plan.hardware.dtype, plan.hardware.device.type, plan.files
+    weights = {component: count * dtype.itemsize for component, count in plan.parameters.items()}
     vae_mapped = 0
     if files is not None:
-        weights[Component.VAE], vae_mapped = files[Component.VAE].total.private, files[Component.VAE].total.mapped
+        weights[Component.VAE], vae_mapped = files[Component.VAE].total.held()
+    decoding = decoding_need(
+        vae,
+        plan.latent_shape,
+        (plan.height, plan.width),
+        dtype,
+        device_type,
+        chunk_frames=offload.chunk_frames,
+        # On a CPU the host is the device itself.
+        store_on_host=offload.store_on_host and device_type != "cpu",
+    )
     decode = StageMemory(DECODE, weights[Component.VAE], decoding.data, decoding.activations, vae_mapped)
-    if settings.from_latents is not None:
+    if plan.decodes_only:
         return (decode,)
-
-    lengths = settings.text.t5_max_length, settings.text.clip_max_length
-    folders = tuple((text_folders or {}).get(component) for component in (Component.T5, Component.CLIP))
-    text = text_memory(
-        weights, lengths, folders, dtype, streamed=offload.stream_text, ranks=sizes.mesh.size, files=files
-    )
-    config = mmdit_config(settings.model)
-    options = SamplingOptions(
-        config=config,
-        text_length=lengths[0],
-        causal=settings.vae.grid.is_causal,
-        num_times=settings.sampling.num_inference_steps + 1 if computes_modulation_first(settings) else 0,
-        chunk_tokens=offload.chunk_tokens,
-        linear=offload.linear,
-        dtype=dtype,
-        device_type=device_type,
-    )
-    denoising = sampling_need(sizes, options)
-    workspace = dequantized_bytes(config, dtype, offload, tensor=sizes.mesh.tensor)
-    frames = reference_frames(settings, sizes)
-    kept = ((AUTOENCODER, weights[Component.VAE]),) if frames and offload.mode is OffloadMode.NONE else ()
-    tensor, loras, mapped = sizes.mesh.tensor, sizes.loras, 0
-    if files is None:
-        own = transformer_bytes(config, weights[Component.TRANSFORMER], dtype, offload, tensor=tensor, loras=loras)
-    else:
-        own, mapped = transformer_on_cpu(
-            config, files[Component.TRANSFORMER], dtype, offload, tensor=tensor, loras=loras
+    text = plan.settings.text
+    stages = [
+        text_memory(
+            weights,
+            (text.t5_max_length, text.clip_max_length),
+            (plan.weights.paths.get(Component.T5), plan.weights.paths.get(Component.CLIP)),
+            dtype,
+            streamed=offload.stream_text,
+            ranks=plan.mesh.size,
+            files=files,
         )
-    own += sum(size for _, size in kept)
-    computed = denoising.activations + workspace
-    if offload.linear is not LinearProducts.EXACT:
-        # Modulation alone is dequantized, before a block computes anything else.
-        computed = max(denoising.activations, workspace)
+    ]
+    frames = reference_frames(plan)
+    encoded = (*frames, plan.settings.video.num_frames) if plan.start else frames
+    if encoded:
+        encoding = encoding_need(vae, encoded, (plan.height, plan.width), dtype, device_type)
+        stages.append(StageMemory(ENCODE, weights[Component.VAE], encoding.data, encoding.activations, vae_mapped))
+    kept = ((AUTOENCODER, weights[Component.VAE]),) if frames and offload.mode is OffloadMode.NONE else ()
+    return *stages, _denoise(plan, offload, weights[Component.TRANSFORMER], kept), decode
+
+
+def _denoise(plan: "Plan", offload: OffloadPlan, whole: int, kept: tuple[tuple[str, int], ...]) -> StageMemory:
+    """Return the memory of denoising with `whole` bytes of the transformer's weights, beside the `kept` models."""
+    settings, dtype, device_type = plan.settings, plan.hardware.dtype, plan.hardware.device.type
+    config, tensor, loras = mmdit_config(settings.model), plan.mesh.tensor, lora_ranks(plan.loras)
+    need = sampling_need(
+        Sampling(
+            config=config,
+            latent_shape=plan.latent_shape,
+            text_length=settings.text.t5_max_length,
+            mode=plan.mode,
+            lengths=plan.settings.condition.lengths,
+            causal=settings.vae.grid.is_causal,
+            scales=busiest(plan.scales),
+            solver=settings.sampling.solver,
+            cached=one_of_each_phase(plan.scales) if settings.sampling.step_cache else (),
+            num_times=settings.sampling.num_inference_steps + 1 if computes_modulation_first(settings) else 0,
+            chunk_tokens=offload.chunk_tokens,
+            linear=offload.linear,
+            loras=loras,
+            attention="sdpa" if plan.attention is None else plan.attention.backend,
+            mesh=plan.mesh,
+            exchange=plan.exchange,
+            dtype=dtype,
+            device_type=device_type,
+        )
+    )
+    mapped = 0
+    if plan.files is None:
+        own = transformer_bytes(config, whole, dtype, offload, tensor=tensor, loras=loras)
+    else:
+        files = plan.files[Component.TRANSFORMER]
+        own, mapped = transformer_on_cpu(config, files, dtype, offload, tensor=tensor, loras=loras)
+    workspace, computed = dequantized_bytes(config, dtype, offload, tensor=tensor), need.activations
+    # If products are in 8 bits, modulation alone is dequantized, before a block computes anything else.
+    computed = computed + workspace if offload.linear is LinearProducts.EXACT else max(computed, workspace)
     if offload.modulation_on_host and device_type != "cpu":
         # Its weights come one layer after the other, before anything else is computed.
         computed = max(computed, largest_modulation_bytes(config, dtype))
-    denoise = StageMemory(DENOISE, own, denoising.data, computed, mapped, kept)
-    stages = [text, denoise, decode]
-    if sizes.has_draft:
-        frames = (*frames, settings.video.num_frames)
-    if frames:
-        encoding = encoding_need(vae, frames, (sizes.height, sizes.width), dtype, device_type)
-        stages.insert(1, StageMemory(ENCODE, weights[Component.VAE], encoding.data, encoding.activations, vae_mapped))
-    return tuple(stages)
+    return StageMemory(DENOISE, own + sum(size for _, size in kept), need.data, computed, mapped, kept)
 
 
 def computes_modulation_first(settings: GenerateSettings) -> bool:
@@ -115,13 +127,13 @@ def computes_modulation_first(settings: GenerateSettings) -> bool:
     return not settings.compile and modulation_comes_first(num_times, mmdit_config(settings.model))
 
 
-def reference_frames(settings: GenerateSettings, sizes: GenerationSizes) -> tuple[int, ...]:
+def reference_frames(plan: "Plan") -> tuple[int, ...]:
     """Return the number of encoded frames of each reference."""
-    grid = settings.vae.grid
+    grid = plan.settings.vae.grid
     parts = reference_parts(
-        sizes.mode,
+        plan.mode,
         causal=grid.is_causal,
         temporal_compression=grid.time_compression_ratio,
-        lengths=sizes.lengths,
+        lengths=plan.settings.condition.lengths,
     )
     return tuple(part.num_frames for part in parts)

@@ -190,7 +190,9 @@ def choose_offload(memory: MemorySettings, run: Offloadable, estimate: Estimate,
         plan = first_fitting(_denoise_plans(plan, memory, run), DENOISE)
     whole = () if run.text_first else (plan,)
     plan = first_fitting((*whole, replace(plan, stream_text=run.text)), TEXT)
-    return first_fitting(_decode_plans(plan) if run.frames else [plan], DECODE)
+    chunks = ((_CHUNK_FRAMES, False), (_CHUNK_FRAMES, True), (1, True)) if run.frames else ()
+    chunked = (replace(plan, chunk_frames=frames, store_on_host=on_host) for frames, on_host in chunks)
+    return first_fitting((plan, *chunked), DECODE)
 
 
 def keep_models(
@@ -256,10 +258,3 @@ def _denoise_plans(plan: OffloadPlan, memory: MemorySettings, run: Offloadable) 
     for resident in numbers:
         yield (last := replace(plan, mode=OffloadMode.BLOCKS, resident_blocks=resident))
     yield replace(last, chunk_tokens=_FEW_TOKENS)
-
-
-def _decode_plans(plan: OffloadPlan) -> Iterator[OffloadPlan]:
-    yield plan
-    yield replace(plan, chunk_frames=_CHUNK_FRAMES)
-    yield replace(plan, chunk_frames=_CHUNK_FRAMES, store_on_host=True)
-    yield replace(plan, chunk_frames=1, store_on_host=True)

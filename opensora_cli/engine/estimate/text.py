@@ -1,6 +1,6 @@
 """Memory and work of the text encoders: weights by arithmetic, and activations counted on outlines of few layers."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
@@ -12,8 +12,8 @@ from opensora_cli.engine.components.parallelize import largest_share
 from opensora_cli.engine.components.text_encoders import STREAMED_LAYERS
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.fake_tensors import Need, fake_device, fake_module
-from opensora_cli.engine.estimate.file_bytes import FileWeights
 from opensora_cli.engine.estimate.offload import TEXT, StageMemory
+from opensora_cli.engine.estimate.weights import FileWeights
 from opensora_cli.engine.estimate.work import Work
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.host_weights import aligned, streaming_bytes
@@ -42,39 +42,25 @@ def text_memory(
     `files` are the mapped files on a CPU.
     """
     t5_sizes, clip_sizes = T5Sizes.of(folders[0]), ClipSizes.of(folders[1])
-    t5_blocks, saved, share = _t5_layers(t5_sizes, dtype.itemsize, ranks)
-    t5 = _need(t5_sizes, lengths[0], dtype)
-    # A longer length is refused when the encoder is loaded.
-    clip = _need(clip_sizes, min(lengths[1], clip_sizes.max_length), dtype)
-    weight_bytes, mapped_bytes = weights[Component.T5] + weights[Component.CLIP], 0
+    slots, whole, share = _t5_layers(t5_sizes, dtype.itemsize, ranks)
+    held = streaming_bytes(slots, resident=STREAMED_LAYERS) if streamed else share
+    own_bytes, mapped_bytes = weights[Component.T5] + weights[Component.CLIP] - whole + held, 0
     if files is not None:
-        weight_bytes, mapped_bytes = _on_cpu(files, t5_blocks, share, streamed=streamed, ranks=ranks)
-    elif streamed:
-        weight_bytes += streaming_bytes(t5_blocks, resident=STREAMED_LAYERS) - saved
-    else:  # each rank has its share of the layers
-        weight_bytes -= saved - share
+        t5, clip = files[Component.T5], files[Component.CLIP].total
+        # Layers that ranks share are copies.
+        layers = t5.in_blocks.held(streamed) if streamed or ranks == 1 else (0, 0)
+        copies = held if streamed or ranks > 1 else 0
+        parts = t5.outside.held(), clip.held(), layers, (copies, 0)
+        own_bytes, mapped_bytes = (sum(column) for column in zip(*parts, strict=True))
+    t5_need = _need(t5_sizes, lengths[0], dtype)
+    # A longer length is refused when the encoder is loaded.
+    clip_need = _need(clip_sizes, min(lengths[1], clip_sizes.max_length), dtype)
     # Texts are encoded one by one, each by T5 and then by CLIP, and their embeddings are joined at the end. Earlier
     # results stay while the next text is encoded.
-    one = t5.data + clip.data
-    data = _TEXTS * one
-    before = data - one
-    peak = max(before + t5.data + max(t5.activations, clip.data + clip.activations), 2 * data)
-    return StageMemory(TEXT, weight_bytes, data, peak - data, mapped_bytes)
-
-
-def _on_cpu(
-    files: Mapping[Component, FileWeights], t5_blocks: Sequence[int], share: int, *, streamed: bool, ranks: int
-) -> tuple[int, int]:
-    """Return the bytes of private and of mapped weights; `share` is a rank's share of the layers in bytes."""
-    t5, clip = files[Component.T5], files[Component.CLIP].total
-    layers = t5.in_blocks
-    private, mapped = t5.outside.private + clip.private, t5.outside.mapped + clip.mapped
-    if streamed:
-        slots = streaming_bytes(t5_blocks, resident=STREAMED_LAYERS)
-        return private + layers.copied + slots, mapped + layers.mapped + layers.stored
-    if ranks > 1:
-        return private + share, mapped
-    return private + layers.private, mapped + layers.mapped
+    one = t5_need.data + clip_need.data
+    last = max(t5_need.activations, clip_need.data + clip_need.activations)
+    peak = max((_TEXTS - 1) * one + t5_need.data + last, 2 * _TEXTS * one)
+    return StageMemory(TEXT, own_bytes, _TEXTS * one, peak - _TEXTS * one, mapped_bytes)
 
 
 def _t5_layers(sizes: T5Sizes, itemsize: int, ranks: int) -> tuple[list[int], int, int]:

@@ -3,7 +3,6 @@
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import ceil, gcd, prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +16,7 @@ from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras, in_first_block
 from opensora_cli.engine.components.parallelize import largest_share
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds, modulation_values
-from opensora_cli.engine.estimate.fake_tensors import (
-    Counts,
-    Need,
-    Size,
-    extrapolated,
-    fake_device,
-    fake_module,
-    repeat_calls,
-)
+from opensora_cli.engine.estimate.fake_tensors import Need, extrapolated, fake_device, fake_module, repeat_calls
 from opensora_cli.engine.estimate.work import Work, WorkCounter
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention.torch_kernels import MATH_PARTS, sdpa
@@ -51,103 +42,93 @@ _ALONE, _DIRECT = MeshShape(), ExchangePlan()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationSizes:
-    """Sizes of a video that a plan has decided."""
-
-    height: int
-    width: int
-    latent_shape: tuple[int, int, int, int]
-    """(C, T, H, W) of one sample."""
-    mode: ConditionMode
-    lengths: ReferenceLengths
-    scales: GuidanceScales
-    """Guidance scales of a step with the most branches."""
-    solver: Solver = Solver.EULER
-    cached: tuple[GuidanceScales, ...] = ()
-    """Guidance scales of one step of each phase, with a step cache."""
-    mesh: MeshShape = _ALONE
-    """Mesh of the ranks."""
-    exchange: ExchangePlan = _DIRECT
-    loras: LoraRanks = ()
-    attention: str = "sdpa"
-    """Attention backend."""
-    has_draft: bool = False
-    """Whether a whole video is encoded as the start."""
-
-
-class SamplingOptions(NamedTuple):
-    """Further facts that decide the memory of sampling."""
+class Sampling:
+    """Facts that decide the memory of sampling one clip."""
 
     config: MMDiTConfig
+    latent_shape: tuple[int, int, int, int]
+    """(C, T, H, W) of the sample."""
     text_length: int
+    mode: ConditionMode
+    lengths: ReferenceLengths
     causal: bool
     """Whether the autoencoder encodes the first frame on its own."""
+    scales: GuidanceScales
+    """Guidance scales of a step with the most branches."""
+    solver: Solver
+    cached: tuple[GuidanceScales, ...]
+    """Guidance scales of one step of each phase, with a step cache."""
     num_times: int
     """Times whose modulation is computed before the first step; 0 if modulation is computed in each step."""
     chunk_tokens: int | None
     linear: LinearProducts
+    loras: LoraRanks
+    attention: str
+    """Attention backend."""
+    mesh: MeshShape
+    exchange: ExchangePlan
     dtype: torch.dtype
     device_type: str
 
 
-def sampling_need(sizes: GenerationSizes, options: SamplingOptions) -> Need:
+def sampling_need(facts: Sampling) -> Need:
     """Return the need of sampling one clip; that of many chunks of tokens follows from smaller clips."""
-    channels, frames, height, width = sizes.latent_shape
-    config, chunk_tokens = options.config, options.chunk_tokens
+    channels, frames, height, width = facts.latent_shape
+    config, chunk_tokens = facts.config, facts.chunk_tokens
     tokens = height * width // config.patch_size**2
     if frames > _FEW_FRAMES:
         frames, tokens = _FEW_FRAMES, ceil(frames * tokens / _FEW_FRAMES)
-        scales, *cached = (replace(each, image=each.image[-frames:]) for each in (sizes.scales, *sizes.cached))
-        sizes = replace(sizes, scales=scales, cached=tuple(cached))
+        scales, *cached = (replace(each, image=each.image[-frames:]) for each in (facts.scales, *facts.cached))
+        facts = replace(facts, scales=scales, cached=tuple(cached))
     step = tokens
     if frames == _FEW_FRAMES and chunk_tokens is not None:
         # All chunks of the smaller clips are as long as those of the whole, the last one included.
-        chunk = chunk_tokens * sizes.mesh.ring * sizes.mesh.ulysses
+        chunk = chunk_tokens * facts.mesh.ring * facts.mesh.ulysses
         least = chunk // gcd(chunk, frames)
         step = least * ceil(_FEW_CHUNKS * chunk / (least * frames))
 
-    def count(size: Size) -> Counts:
-        shape = channels, frames, config.patch_size, config.patch_size * size[0]
-        return _sampling(replace(sizes, latent_shape=shape), options)
+    def count(tokens: int) -> Need:
+        shape = channels, frames, config.patch_size, config.patch_size * tokens
+        return _with_few_blocks(replace(facts, latent_shape=shape))
 
-    found = Need(*extrapolated(count, (tokens,), steps=(step,), few=(step,)))
+    found = extrapolated(count, tokens, step=step, few=step)
     # Modulation was computed for one block of each kind.
-    all_blocks, one_block = (modulation_values(options.num_times, each) for each in (config, with_depth(config, 1)))
-    return found._replace(data=found.data + (all_blocks - one_block) * options.dtype.itemsize)
+    all_blocks, one_block = (modulation_values(facts.num_times, each) for each in (config, with_depth(config, 1)))
+    return found._replace(data=found.data + (all_blocks - one_block) * facts.dtype.itemsize)
 
 
 @lru_cache(maxsize=256)
-def _sampling(sizes: GenerationSizes, options: SamplingOptions) -> Need:
+def _with_few_blocks(facts: Sampling) -> Need:
     """Return the need of sampling with one block of each kind."""
-    config, dtype, mesh = options.config, options.dtype, sizes.mesh
-    channels, frames, rows, columns = sizes.latent_shape
+    config, mesh = facts.config, facts.mesh
+    channels, frames, rows, columns = facts.latent_shape
     patch = config.patch_size
-    with fake_device(options.device_type) as device:
-        empty = partial(torch.empty, dtype=dtype, device=device)
+    with fake_device(facts.device_type) as device:
+        empty = partial(torch.empty, dtype=facts.dtype, device=device)
         transformer = fake_transformer(
             config,
             device=device,
-            dtype=dtype,
+            dtype=facts.dtype,
             mesh=mesh,
-            exchange=sizes.exchange,
-            linear=options.linear,
-            attention=sizes.attention,
-            loras=sizes.loras,
+            exchange=facts.exchange,
+            linear=facts.linear,
+            attention=facts.attention,
+            loras=facts.loras,
         )
-        transformer.set_sequence_chunk(options.chunk_tokens)
+        transformer.set_sequence_chunk(facts.chunk_tokens)
         # Blocks run one after the other, so that one of each kind represents all.
         for block in (*transformer.double_blocks, *transformer.single_blocks):
             repeat_calls(block)
-        scales = [*sizes.cached, *_STEPS * [sizes.scales]]
-        count = max(len(scales) + 1, options.num_times)
+        scales = [*facts.cached, *_STEPS * [facts.scales]]
+        count = max(len(scales) + 1, facts.num_times)
         times = [1.0 - index / count for index in range(count)]
         with TensorBytes(device_type=device.type) as counter:
-            embeds = PromptEmbeds(empty(2, options.text_length, config.context_in_dim), empty(2, config.vec_in_dim))
-            references = [empty(channels, frames, rows, columns)] * 2 if sizes.mode.needs_reference else None
+            embeds = PromptEmbeds(empty(2, facts.text_length, config.context_in_dim), empty(2, config.vec_in_dim))
+            references = [empty(channels, frames, rows, columns)] * 2 if facts.mode.needs_reference else None
             # The same steps as in `sample_latents` of generation.
             noise_BCTHW = empty(1, channels, frames, rows, columns)
             mask_B1THW, given_BCTHW = prepare_inference_condition(
-                noise_BCTHW, sizes.mode, [references], options.causal, lengths=sizes.lengths
+                noise_BCTHW, facts.mode, [references], facts.causal, lengths=facts.lengths
             )
             velocity = GuidedVelocity(
                 transformer if mesh.ring * mesh.ulysses == 1 else FakeSequenceParallel(transformer, mesh),
@@ -155,7 +136,7 @@ def _sampling(sizes: GenerationSizes, options: SamplingOptions) -> Need:
                 conditioning_BNK=pack_conditioning(mask_B1THW, given_BCTHW, patch) if config.cond_embed else None,
                 position_ids_1N3=position_ids(1, frames, rows // patch, columns // patch, device=device),
                 embedded_guidance=1.0 if config.guidance_embed else None,
-                times=times if options.num_times else (),
+                times=times if facts.num_times else (),
             )
             packed_BND = pack_latents(noise_BCTHW, patch)
             denoised_BND = denoise(
@@ -163,8 +144,8 @@ def _sampling(sizes: GenerationSizes, options: SamplingOptions) -> Need:
                 packed_BND,
                 timesteps=times[: len(scales) + 1],
                 scales=scales,
-                solver=sizes.solver,
-                cache=[CachedStep(branches_needed(each), is_reused=False) for each in scales] if sizes.cached else None,
+                solver=facts.solver,
+                cache=[CachedStep(branches_needed(each), is_reused=False) for each in scales] if facts.cached else None,
             )
             latents_BCTHW = unpack_latents(
                 denoised_BND, num_latent_frames=frames, height=rows, width=columns, patch_size=patch
@@ -186,15 +167,14 @@ def evaluation_work(
 ) -> Work:
     """Return the work of one evaluation of the transformer for one clip, on the rank with the largest share. `linear`
     is the kind of products in its linear layers."""
-
-    def work(depth: int, depth_single_blocks: int) -> Work:
-        changed = config.replace({"depth": depth, "depth_single_blocks": depth_single_blocks})
-        counter = WorkCounter()
-        with fake_device(GPU) as device, counter:
-            empty = partial(torch.empty, dtype=dtype, device=device)
-            transformer = fake_transformer(
-                changed, device=device, dtype=dtype, mesh=mesh, exchange=exchange, linear=linear
-            )
+    counter = WorkCounter()
+    with fake_device(GPU) as device:
+        empty = partial(torch.empty, dtype=dtype, device=device)
+        transformer = fake_transformer(config, device=device, dtype=dtype, mesh=mesh, exchange=exchange, linear=linear)
+        for stack in repeated_blocks(config):
+            for block in transformer.get_submodule(stack.module_path).children():
+                counter.count_times(block, stack.count)
+        with counter:
             FakeSequenceParallel(transformer, mesh)(
                 empty(1, video_tokens, config.in_channels),
                 position_ids_BN3=torch.empty(1, video_tokens, 3, device=device),
@@ -204,12 +184,7 @@ def evaluation_work(
                 conditioning_BNK=empty(1, video_tokens, config.conditioning_channels) if config.cond_embed else None,
                 embedded_guidance_B=torch.empty(1, device=device) if config.guidance_embed else None,
             )
-            return counter.work
-
-    outside = work(0, 0)
-    double = (work(1, 0) - outside) * config.depth if config.depth else Work()
-    single = (work(0, 1) - outside) * config.depth_single_blocks if config.depth_single_blocks else Work()
-    return outside + double + single
+    return counter.work
 
 
 def fake_transformer(

@@ -5,7 +5,7 @@ from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -54,6 +54,18 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.work = Work()
+
+    def count_times(self, module: nn.Module, times: int) -> None:
+        """Count the work of each call of a module `times` over, for the modules that it represents."""
+        run = module.forward
+
+        def forward(*inputs: Any, **options: Any) -> Any:
+            before = self.work
+            result = run(*inputs, **options)
+            self.work += (self.work - before) * (times - 1)
+            return result
+
+        module.forward = forward
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

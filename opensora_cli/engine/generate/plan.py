@@ -23,7 +23,7 @@ from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse
 from opensora_cli.engine.components.few_steps import adapters_of
 from opensora_cli.engine.components.hardware import Hardware, pick_hardware
 from opensora_cli.engine.components.linear_products import require_products
-from opensora_cli.engine.components.loras import Lora, lora_ranks
+from opensora_cli.engine.components.loras import Lora
 from opensora_cli.engine.components.parallelize import (
     PlannedExchange,
     choose_mesh,
@@ -32,7 +32,6 @@ from opensora_cli.engine.components.parallelize import (
     require_branches,
 )
 from opensora_cli.engine.components.weights import Component, WeightFiles, find_weights, needed_components
-from opensora_cli.engine.estimate.file_bytes import FileWeights, can_be_cast_later, file_weights
 from opensora_cli.engine.estimate.generation import computes_modulation_first, estimate_generation
 from opensora_cli.engine.estimate.offload import (
     CHUNK_TOKENS,
@@ -43,9 +42,8 @@ from opensora_cli.engine.estimate.offload import (
     choose_offload,
     stronger_offload,
 )
-from opensora_cli.engine.estimate.transformer import GenerationSizes
 from opensora_cli.engine.estimate.verdict import HostMemory
-from opensora_cli.engine.estimate.weights import streamed_bytes
+from opensora_cli.engine.estimate.weights import FileWeights, can_be_cast_later, file_weights, streamed_bytes
 from opensora_cli.engine.generate.request import PICTURE_MODE, size_of_picture, start_step
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape
 from opensora_cli.sampling.denoise import last_times
@@ -54,13 +52,12 @@ from opensora_cli.sampling.guidance import (
     Branch,
     Guidance,
     GuidanceScales,
-    busiest,
     count_evaluations,
     guidance_scales,
 )
 from opensora_cli.sampling.schedule import flow_timesteps, latent_size
 from opensora_cli.sampling.sizes import image_size
-from opensora_cli.sampling.step_cache import CachedStep, Phase, cached_steps, one_of_each_phase
+from opensora_cli.sampling.step_cache import CachedStep, Phase, cached_steps
 from opensora_cli.settings.enums import HostWeights
 from opensora_cli.settings.generate import GenerateSettings
 
@@ -223,25 +220,6 @@ class Plan:
         return PlannedExchange.of(self.settings.parallel, self.exchange, self.mesh, bytes_per_evaluation=exchanged)
 
     @property
-    def sizes(self) -> GenerationSizes:
-        """Sizes that decide the memory of each stage."""
-        return GenerationSizes(
-            height=self.height,
-            width=self.width,
-            latent_shape=self.latent_shape,
-            mode=self.mode,
-            lengths=self.settings.condition.lengths,
-            scales=busiest(self.scales),
-            solver=self.settings.sampling.solver,
-            cached=one_of_each_phase(self.scales) if self.settings.sampling.step_cache else (),
-            mesh=self.mesh,
-            exchange=self.exchange,
-            loras=lora_ranks(self.loras),
-            attention="sdpa" if self.attention is None else self.attention.backend,
-            has_draft=self.start > 0,
-        )
-
-    @property
     def budget_bytes(self) -> int:
         """Usable device memory: the free memory, or `memory.limit` if that is less."""
         return min(self.hardware.free_bytes, self.settings.memory.limit or self.hardware.free_bytes)
@@ -313,16 +291,7 @@ class Plan:
 
     def _estimate(self, offload: OffloadPlan) -> tuple[StageMemory, ...]:
         on_cpu = self.hardware.device.type == "cpu"
-        stages = estimate_generation(
-            self.settings,
-            sizes=self.sizes,
-            dtype=self.hardware.dtype,
-            device_type=self.hardware.device.type,
-            offload=offload,
-            parameters=self.parameters,
-            text_folders=self.weights.paths,
-            files=self.files,
-        )
+        stages = estimate_generation(self, offload)
         return tuple(replace(stage, data_bytes=stage.data_bytes + on_cpu * self.held_bytes) for stage in stages)
 
 

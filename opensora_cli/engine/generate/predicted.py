@@ -14,7 +14,6 @@ from opensora_cli.engine.components.architectures import count_decoder_tiles, mm
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.autoencoder import decoding_work, encoding_work
 from opensora_cli.engine.estimate.generation import reference_frames
-from opensora_cli.engine.estimate.links import Exchanged, Links
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, OffloadPlan
 from opensora_cli.engine.estimate.offload import TEXT as TEXT_STAGE
 from opensora_cli.engine.estimate.predicted_time import (
@@ -24,6 +23,8 @@ from opensora_cli.engine.estimate.predicted_time import (
     DECODING,
     ENCODING,
     TEXT,
+    Exchanged,
+    Links,
     PredictedTime,
     Seconds,
     added,
@@ -125,10 +126,7 @@ def encoding(plan: Plan, gpu: GpuSettings) -> Seconds:
     """Return the seconds in which the first rank encodes references and a draft; empty without them."""
     drafted = (plan.num_frames,) if plan.start else ()
     dtype, size = plan.hardware.dtype, (plan.height, plan.width)
-    works = (
-        encoding_work(plan.settings.vae, frames, *size, dtype)
-        for frames in (*reference_frames(plan.settings, plan.sizes), *drafted)
-    )
+    works = (encoding_work(plan.settings.vae, frames, *size, dtype) for frames in (*reference_frames(plan), *drafted))
     seconds = sum(autoencoder_seconds(work, gpu, dtype) for work in works)
     return {ENCODING: seconds} if seconds else {}
 

@@ -16,7 +16,7 @@ from opensora_cli.engine.estimate.generation import computes_modulation_first
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, OffloadPlan
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.mem_profile.measured_stages import OUT_OF_MEMORY, measure_stage, why_not_measured
-from opensora_cli.engine.mem_profile.report import AttentionCost, Technique, compared, mib
+from opensora_cli.engine.mem_profile.report import AttentionCost, Technique, mib
 from opensora_cli.engine.train.estimate import STEP, estimate_training, measure_training
 from opensora_cli.memory.monitor import peak_bytes
 from opensora_cli.models.attention import BACKENDS
@@ -69,15 +69,15 @@ def _training_rows(plain: TrainSettings, hardware: Hardware) -> Rows:
         (checkpointed_step, checkpointed_held), (_, offloaded_held) = (
             _training_cost(plain.replace({"memory.checkpointing": how})) for how in ("full", "offload")
         )
-        yield compared(_CHECKPOINTING, before=step, after=checkpointed_step, of=_STEP)
-        yield compared(_CHECKPOINTING, before=held, after=checkpointed_held, of=_HELD)
+        yield Technique.compared(_CHECKPOINTING, before=step, after=checkpointed_step, of=_STEP)
+        yield Technique.compared(_CHECKPOINTING, before=held, after=checkpointed_held, of=_HELD)
         of = f"{_HELD} with checkpointing, outside the host buffer"
-        yield compared(_ACTIVATION_OFFLOAD, before=checkpointed_held, after=offloaded_held, of=of)
+        yield Technique.compared(_ACTIVATION_OFFLOAD, before=checkpointed_held, after=offloaded_held, of=of)
     else:
         for name in (_CHECKPOINTING, _ACTIVATION_OFFLOAD):
             yield Technique(name=name, reason="not measured: only the transformer's training has it")
     mixed_step, _ = _training_cost(plain.replace({"precision.compute": "bf16"}))
-    yield compared(_MIXED_PRECISION, before=step, after=mixed_step, of=_STEP)
+    yield Technique.compared(_MIXED_PRECISION, before=step, after=mixed_step, of=_STEP)
 
 
 _Cost = tuple[int, float]
@@ -125,7 +125,7 @@ def _generation_rows(plan: Plan) -> Rows:
             if before is None or after is None:
                 yield Technique(name=name, reason=f"not measured: {OUT_OF_MEMORY}")
             else:
-                yield compared(name, before=before, after=after, of=f"the stage {stage}")
+                yield Technique.compared(name, before=before, after=after, of=f"the stage {stage}")
 
 
 def _stage_cost(plan: Plan, stage: str) -> tuple[int, float] | None:

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from opensora_cli.core.choices import LinearProducts
-from opensora_cli.core.conditions import reference_parts
 from opensora_cli.core.device import (
     allocated_bytes,
     has_peaks,
@@ -28,13 +27,15 @@ from opensora_cli.engine.components.loras import add_fake_loras, lora_ranks
 from opensora_cli.engine.components.text_encoders import STREAMED_LAYERS
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, TEXT, StageMemory
+from opensora_cli.engine.estimate.fake_tensors import replace_weights
+from opensora_cli.engine.estimate.generation import reference_frames
+from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, TEXT
 from opensora_cli.engine.generate.decode import decode_latents
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.models import host_modulation, move_except, prepare, streamed_blocks
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.references import Reference, encode_references
-from opensora_cli.engine.mem_profile.report import Part, StageProfile, Timeline, mib, module_shares, timed_parts
+from opensora_cli.engine.mem_profile.report import Part, StageProfile, Timeline, mib, module_shares
 from opensora_cli.memory.checkpointing import blocks_of
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.eight_bit import store_in_fp8
@@ -51,7 +52,7 @@ from opensora_cli.settings.enums import OffloadMode
 MOST_ON_A_CPU = 4 * 2**30
 """Limit in bytes; with much more, a CPU would compute for hours."""
 OUT_OF_MEMORY = "there was not enough memory after all"
-WEIGHTS, BESIDE_WEIGHTS = "weights", "data and activations"
+_WEIGHTS, _BESIDE_WEIGHTS = "weights", "data and activations"
 _READY = "weights are loaded"
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 _RANDOM_NUMBERS = 2**20
@@ -64,8 +65,8 @@ class Measured(NamedTuple):
 
     peak_bytes: int
     counter: TensorBytes
-    parameters: Mapping[str, tuple[int, int, int, int]]
-    """Name of a weight -> number of parameters, bytes, and zeros for gradients and optimizer states."""
+    parameters: Mapping[str, tuple[int, int]]
+    """Name of a weight -> number of parameters and bytes."""
     times: Mapping[str, Spread]
     """Times of the stage, then of blocks, in the runs after the counted one."""
 
@@ -91,20 +92,22 @@ def why_not_measured(needed: int, hardware: Hardware, *, weights: int = 0) -> st
 
 def profile_generation(
     plan: Plan, *, runs: int = 0, reporter: Reporter
-) -> tuple[tuple[StageProfile, ...], list[Measured]]:
-    """Return the profiles of all stages of a plan, and the raw counts of the measured ones.
+) -> tuple[tuple[StageProfile, ...], list[TensorBytes]]:
+    """Return the profiles of all stages of a plan, and the counters of the measured ones.
 
     Measured stages are timed in `runs` more runs. Too large or slow stages are only predicted. Weights may be missing.
     """
     profiles: list[StageProfile] = []
-    measured: list[Measured] = []
+    counters: list[TensorBytes] = []
     with reporter.stage("profile", total=len(plan.stages), unit="stages") as progress:
-        for planned in plan.stages:
+        for stage in plan.stages:
             # Random weights are not mapped from a file.
-            stage = replace(planned, weight_bytes=planned.weight_bytes + planned.mapped_bytes)
-            if planned.name == DENOISE:
-                stage = replace(stage, weight_bytes=stage.weight_bytes + _waiting_bytes(plan))
-            reason = why_not_measured(stage.total_bytes, plan.hardware, weights=streamed_bytes(plan, stage.name))
+            weight_bytes = stage.weight_bytes + stage.mapped_bytes
+            if stage.name == DENOISE and plan.files is not None:
+                own, mapped = plan.files[Component.TRANSFORMER].modulation.held()
+                weight_bytes += mapped + (own if plan.offload.mode is OffloadMode.BLOCKS else 0)
+            others = stage.data_bytes + stage.activation_bytes
+            reason = why_not_measured(weight_bytes + others, plan.hardware, weights=_streamed_bytes(plan, stage.name))
             if plan.mesh.size > 1:
                 reason = f"this is one of {plan.mesh.size} ranks, and the others do not run"
             result = None
@@ -112,50 +115,43 @@ def profile_generation(
                 result = unless_out_of_memory(partial(measure_stage, plan, stage.name, runs=runs))
                 release_memory(plan.hardware.device)
                 reason = OUT_OF_MEMORY if result is None else None
-            profiles.append(_profile(stage, result, reason))
-            measured += [] if result is None else [result]
+            profile = StageProfile(
+                name=stage.name,
+                parts=(
+                    Part(name=_WEIGHTS, predicted_bytes=weight_bytes, measured_bytes=None),
+                    Part(name=_BESIDE_WEIGHTS, predicted_bytes=others, measured_bytes=None),
+                ),
+                predicted_bytes=weight_bytes + others,
+                measured_bytes=None,
+                not_measured=reason,
+            )
+            profiles.append(profile if result is None else _with_measured(profile, result))
+            counters += [] if result is None else [result.counter]
             progress.advance()
-    return tuple(profiles), measured
+    return tuple(profiles), counters
 
 
-def _profile(stage: StageMemory, measured: Measured | None, reason: str | None) -> StageProfile:
-    weights = None if measured is None else measured.counter.marks[0].live_bytes
-    peak = None if measured is None else measured.peak_bytes
-    others = None if weights is None or peak is None else peak - weights
-    predicted = stage.data_bytes + stage.activation_bytes
-    return StageProfile(
-        name=stage.name,
-        parts=(
-            Part(name=WEIGHTS, predicted_bytes=stage.weight_bytes, measured_bytes=weights),
-            Part(name=BESIDE_WEIGHTS, predicted_bytes=predicted, measured_bytes=others),
+def _with_measured(profile: StageProfile, measured: Measured) -> StageProfile:
+    weights = measured.counter.marks[0].live_bytes
+    sizes = weights, measured.peak_bytes - weights
+    changes = {
+        "parts": tuple(
+            part.model_copy(update={"measured_bytes": size}) for part, size in zip(profile.parts, sizes, strict=True)
         ),
-        predicted_bytes=stage.total_bytes,
-        measured_bytes=peak,
-        not_measured=reason,
-        modules=() if measured is None else module_shares(measured.parameters, measured.counter.peak_by_owner()),
-        timeline=None if measured is None else Timeline.of(measured.counter),
-        times=() if measured is None else timed_parts(measured.times),
-    )
-
-
-def _waiting_bytes(plan: Plan) -> int:
-    """Return the bytes of modulation that is mapped on a CPU, and read only before the first step."""
-    if plan.files is None:
-        return 0
-    waiting = plan.files[Component.TRANSFORMER].modulation
-    return waiting.mapped + (waiting.cast if plan.offload.mode is OffloadMode.BLOCKS else 0)
-
-
-def streamed_bytes(plan: Plan, name: str) -> int:
-    """Return the bytes of weights that a stage keeps in the host's memory, if it streams them from there."""
-    streams = {
-        TEXT: (plan.offload.stream_text, Component.T5),
-        DENOISE: (plan.offload.mode is OffloadMode.BLOCKS, Component.TRANSFORMER),
+        "measured_bytes": measured.peak_bytes,
+        "modules": module_shares(measured.parameters, measured.counter.peak_by_owner()),
+        "timeline": Timeline.of(measured.counter),
+        "times": measured.times,
     }
-    is_streamed, component = streams.get(name, (False, Component.VAE))
-    if not is_streamed:
-        return 0
-    return plan.parameters[component] * plan.hardware.dtype.itemsize
+    return profile.model_copy(update=changes)
+
+
+def _streamed_bytes(plan: Plan, name: str) -> int:
+    """Return the bytes of weights that a stage keeps in the host's memory, if it streams them from there."""
+    streamed = {TEXT: Component.T5} if plan.offload.stream_text else {}
+    if plan.offload.mode is OffloadMode.BLOCKS:
+        streamed[DENOISE] = Component.TRANSFORMER
+    return plan.parameters[streamed[name]] * plan.hardware.dtype.itemsize if name in streamed else 0
 
 
 def measure_stage(plan: Plan, name: str, *, runs: int = 0) -> Measured:
@@ -178,7 +174,7 @@ def measure_stage(plan: Plan, name: str, *, runs: int = 0) -> Measured:
             counter.mark("done")
         peak = peak_allocated_bytes(device) - before if has_peaks(device) else counter.peak_bytes
         parameters = {
-            f"{title}.{path}": (weight.numel(), weight.nbytes, 0, 0)
+            f"{title}.{path}": (weight.numel(), weight.nbytes)
             for title, model in models.items()
             for path, weight in model.named_parameters()
         }
@@ -213,16 +209,7 @@ def random_transformer(plan: Plan) -> MMDiT:
 
 def fill_randomly(module: ModuleT, device: torch.device) -> ModuleT:
     """Replace meta tensors by random weights on `device`, in place, that keep outputs finite."""
-    made: dict[int, torch.Tensor] = {}
-    for part in module.modules():
-        for held in (part._parameters, part._buffers):
-            for name, old in held.items():
-                if old is None or not old.is_meta:
-                    continue
-                if id(old) not in made:
-                    new = _filled(torch.empty_like(old, device=device))
-                    made[id(old)] = nn.Parameter(new, requires_grad=False) if isinstance(old, nn.Parameter) else new
-                held[name] = made[id(old)]  # type: ignore[assignment]
+    replace_weights(module, lambda old: _filled(torch.empty_like(old, device=device)) if old.is_meta else old)
     return module
 
 
@@ -264,16 +251,9 @@ def _text(plan: Plan, stack: ExitStack) -> tuple[dict[str, nn.Module], Run]:
 
 
 def _encode(plan: Plan, stack: ExitStack) -> tuple[dict[str, nn.Module], Run]:
-    vae = _vae(plan)
-    settings = plan.settings.vae
-    parts = reference_parts(
-        plan.mode,
-        causal=settings.grid.is_causal,
-        temporal_compression=settings.grid.time_compression_ratio,
-        lengths=plan.settings.condition.lengths,
-    )
-    references = [Reference(torch.zeros(3, part.num_frames, plan.height, plan.width), True) for part in parts]
-    return {"vae": vae}, lambda: encode_references(references, vae, tiling=vae_tiling(settings))
+    vae, tiling = _vae(plan), vae_tiling(plan.settings.vae)
+    references = [Reference(torch.zeros(3, frames, plan.height, plan.width), True) for frames in reference_frames(plan)]
+    return {"vae": vae}, lambda: encode_references(references, vae, tiling=tiling)
 
 
 def _denoise(plan: Plan, stack: ExitStack) -> tuple[dict[str, nn.Module], Run]:

@@ -15,14 +15,7 @@ from opensora_cli.engine.mem_profile.batch import training_batch
 from opensora_cli.engine.mem_profile.chart import profile_figure
 from opensora_cli.engine.mem_profile.compare import attention_costs, compare_generation, compare_training
 from opensora_cli.engine.mem_profile.measured_stages import profile_generation, why_not_measured
-from opensora_cli.engine.mem_profile.report import (
-    MemProfile,
-    Part,
-    StageProfile,
-    Timeline,
-    module_shares,
-    timed_parts,
-)
+from opensora_cli.engine.mem_profile.report import MemProfile, Part, StageProfile, Timeline, module_shares
 from opensora_cli.engine.mem_profile.snapshot import recorded_history, write_snapshot
 from opensora_cli.engine.train.activations import largest_batch_shape
 from opensora_cli.engine.train.early import warn_of_missing_inputs
@@ -32,7 +25,6 @@ from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.engine.train.plan import judge, settings_on
 from opensora_cli.engine.train.rank_memory import RankMemory
 from opensora_cli.media.plots import new_figure, write_figure
-from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.load import GenerateRequest
@@ -57,26 +49,31 @@ def mem_profile(
         OutputError: a file exists already, or cannot be written.
         HardwareError: the device is missing, or has not enough memory.
     """
-    for path in _files(settings).values():
+    files = {"snapshot": settings.snapshot, "plot": settings.plot}
+    paths = {kind: path for kind, path in files.items() if path is not None}
+    for path in paths.values():
         require_writable(Path(path), overwrite=settings.overwrite)
     if settings.plot is not None:
         new_figure()  # a missing matplotlib fails before the measurement
     if isinstance(what, GenerateRequest):
         what = resolve(what, reporter=reporter)
-    with out_of_memory_reported(
-        hint="profile fewer frames or a smaller batch with --set, or close what else uses the device"
-    ):
+    hint = "profile fewer frames or a smaller batch with --set, or close what else uses the device"
+    with out_of_memory_reported(hint=hint):
         if isinstance(what, TrainSettings):
-            profile = _of_training(what, settings, reporter, on)
+            profile = _of_training(what, settings, paths, reporter, on)
         else:
-            profile = _of_generation(what, settings, reporter, on)
+            profile = _of_generation(what, settings, paths, reporter, on)
     if settings.plot is not None:
         write_figure(profile_figure(profile), settings.plot, replace=settings.overwrite)
     return profile
 
 
 def _of_generation(
-    what: GenerateSettings, settings: MemProfileSettings, reporter: Reporter, on: PlannedMachine | None
+    what: GenerateSettings,
+    settings: MemProfileSettings,
+    files: dict[str, str],
+    reporter: Reporter,
+    on: PlannedMachine | None,
 ) -> MemProfile:
     chain = chain_to_plan(what, reporter=reporter, on=on)
     plan, hardware = chain.video, chain.video.hardware
@@ -85,10 +82,10 @@ def _of_generation(
     with ExitStack() as stack:
         if settings.snapshot is not None:
             stack.enter_context(recorded_history(hardware.device))
-        stages, measured = profile_generation(plan, runs=settings.runs, reporter=reporter)
-        _write_snapshot(settings, [result.counter for result in measured], hardware)
-    model = plan.settings.model
-    predicted = predict_known_time(chain, on)
+        stages, counters = profile_generation(plan, runs=settings.runs, reporter=reporter)
+        if settings.snapshot is not None:
+            write_snapshot(Path(settings.snapshot), counters, device=hardware.device, replace=settings.overwrite)
+    model, predicted = plan.settings.model, predict_known_time(chain, on)
     return MemProfile(
         verdict=chain.verdict(None if predicted is None else predicted.seconds),
         fits=None if chain.usable_bytes is None else chain.fits,
@@ -96,30 +93,48 @@ def _of_generation(
         of=f"generating with {model.name}, {plan.width}x{plan.height}, {plan.settings.video.num_frames} frames",
         device=str(hardware.device),
         device_name=hardware.device_name,
-        how=_how(hardware, "two sampling steps", measured=bool(measured)),
+        how=_how(hardware, "two sampling steps", measured=bool(counters)),
         stages=stages,
         notes=tuple(f"offload: {line}" for line in plan.offload.lines()),
         techniques=compare_generation(plan, reporter=reporter) if settings.compare else (),
         attention=attention_costs(hardware, model, reporter=reporter) if settings.compare else (),
-        files=_files(settings),
+        files=files,
     )
 
 
 def _of_training(
-    what: TrainSettings, settings: MemProfileSettings, reporter: Reporter, on: PlannedMachine | None
+    what: TrainSettings,
+    settings: MemProfileSettings,
+    files: dict[str, str],
+    reporter: Reporter,
+    on: PlannedMachine | None,
 ) -> MemProfile:
     if on is not None:
         what = settings_on(what, on)
     else:
         warn_of_missing_inputs(what, reporter)
-    parallel, has_peers = what.parallel, what.parallel.world_size > 1
-    hardware, steps = pick_hardware("cpu", "auto"), len(find_objective(what).measured_steps(what))
-    stage, predicted, memory = _profile_training(what, hardware, on, runs=settings.runs, reporter=reporter)
+    hardware, ranks = pick_hardware("cpu", "auto"), what.parallel.world_size
+    with reporter.stage("predict", total=1, unit="step") as progress:
+        predicted = estimate_training(what)
+        progress.advance()
+    reason = why_not_measured(predicted.peak_bytes, hardware)
+    if on is not None:
+        reason = f"{on.given} is not in this machine"
+    elif ranks > 1:
+        reason = f"this is the first of {ranks} ranks, and the others do not run"
+    measured = None
+    if reason is None:
+        with reporter.stage("measure", total=1, unit="step") as progress:
+            measured = measure_training(what, runs=settings.runs)
+            progress.advance()
     judged = judge(what, RankMemory.of(predicted, what), machine=on)
-    _write_snapshot(settings, [memory.counter], hardware)
+    if settings.snapshot is not None:
+        counters = [(measured or predicted).counter]
+        write_snapshot(Path(settings.snapshot), counters, device=hardware.device, replace=settings.overwrite)
     limit = settings.memory_limit or judged.free_bytes or hardware.free_bytes
     compares_attention = settings.compare and what.trains_transformer
-    devices = f", devices {parallel.describe(what.strategy)}" if has_peers else ""
+    devices = f", devices {what.parallel.describe(what.strategy)}" if ranks > 1 else ""
+    steps = len(find_objective(what).measured_steps(what))
     return MemProfile(
         verdict=judged.verdict,
         fits=judged.fits,
@@ -127,60 +142,34 @@ def _of_training(
         of=f"training {what.target}, batch {largest_batch_shape(what).batch_size}{devices}",
         device=str(hardware.device) if on is None else GPU,
         device_name=hardware.device_name if on is None else on.gpu.device_name,
-        how=_how(hardware, f"{steps} steps", measured=stage.measured_bytes is not None),
-        stages=(stage,),
+        how=_how(hardware, f"{steps} steps", measured=measured is not None),
+        stages=(_training_stage(predicted, measured, reason),),
         techniques=compare_training(what, hardware, reporter=reporter) if settings.compare else (),
         attention=attention_costs(hardware, what.model, reporter=reporter) if compares_attention else (),
         batch=training_batch(what, limit_bytes=limit, reporter=reporter) if settings.adaptive_batch else None,
-        files=_files(settings),
+        files=files,
     )
-
-
-def _profile_training(
-    settings: TrainSettings, hardware: Hardware, on: PlannedMachine | None, *, runs: int, reporter: Reporter
-) -> tuple[StageProfile, TrainingMemory, TrainingMemory]:
-    """Return the profile of a step, timed in `runs` runs, its predicted memory, and the memory that is shown: measured
-    if possible.
-
-    A step that would not fit, or would take too long, is only predicted.
-    """
-    with reporter.stage("predict", total=1, unit="step") as progress:
-        predicted = estimate_training(settings)
-        progress.advance()
-    reason = why_not_measured(predicted.peak_bytes, hardware)
-    if on is not None:
-        reason = f"{on.given} is not in this machine"
-    elif settings.parallel.world_size > 1:
-        reason = f"this is the first of {settings.parallel.world_size} ranks, and the others do not run"
-    if reason is not None:
-        return _training_stage(predicted, None, reason), predicted, predicted
-    with reporter.stage("measure", total=1, unit="step") as progress:
-        measured = measure_training(settings, runs=runs)
-        progress.advance()
-    return _training_stage(predicted, measured, None), predicted, measured
 
 
 def _training_stage(predicted: TrainingMemory, measured: TrainingMemory | None, reason: str | None) -> StageProfile:
-    shown = measured or predicted
-    parts = [
-        Part(name=name, predicted_bytes=size, measured_bytes=None if measured is None else measured.at_peak[name])
-        for name, size in predicted.at_peak.items()
-        if name != BUFFERS or size
-    ]
-    held = None if measured is None else measured.held_for_backward
-    parts.append(Part(name="held for backward", predicted_bytes=predicted.held_for_backward, measured_bytes=held))
-    modules = module_shares(
-        {f"model.{name}": sizes for name, sizes in shown.by_weight.items()}, shown.activations_by_module
-    )
+    """Return the profile of a step; a step that would not fit, or would take too long, is only predicted."""
+    shown, held = measured or predicted, "held for backward"
+    real = {} if measured is None else {**measured.at_peak, held: measured.held_for_backward}
     return StageProfile(
         name=STEP,
-        parts=tuple(parts),
+        parts=tuple(
+            Part(name=name, predicted_bytes=size, measured_bytes=real.get(name))
+            for name, size in {**predicted.at_peak, held: predicted.held_for_backward}.items()
+            if name != BUFFERS or size
+        ),
         predicted_bytes=predicted.peak_bytes,
         measured_bytes=None if measured is None else measured.peak_bytes,
         not_measured=reason,
-        modules=modules,
+        modules=module_shares(
+            {f"model.{name}": sizes for name, sizes in shown.by_weight.items()}, shown.activations_by_module
+        ),
         timeline=Timeline.of(shown.counter),
-        times=timed_parts(shown.times),
+        times=shown.times,
     )
 
 
@@ -191,12 +180,3 @@ def _how(hardware: Hardware, steps: str, *, measured: bool) -> str:
     if hardware.device.type == "cpu":
         counted = "on the CPU, without a GPU: the bytes of all tensors, counted as they came and went"
     return f"{counted}; {steps}, {_RANDOM}"
-
-
-def _files(settings: MemProfileSettings) -> dict[str, str]:
-    return {kind: path for kind, path in (("snapshot", settings.snapshot), ("plot", settings.plot)) if path is not None}
-
-
-def _write_snapshot(settings: MemProfileSettings, counters: list[TensorBytes], hardware: Hardware) -> None:
-    if settings.snapshot is not None:
-        write_snapshot(Path(settings.snapshot), counters, device=hardware.device, replace=settings.overwrite)

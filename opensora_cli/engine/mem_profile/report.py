@@ -1,7 +1,6 @@
 """The result of a memory profile: a document, and lines for people."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from itertools import takewhile
 from typing import ClassVar
 
@@ -24,17 +23,22 @@ class Part(Document):
     measured_bytes: int | None
     """Measured bytes; None means not measured."""
 
+    def line(self) -> str:
+        return f"  {self.name:34}{mib(self.predicted_bytes):>14}{mib(self.measured_bytes):>14}"
+
 
 class ModuleShare(Document):
-    """Memory of a part of a model. Gradients and optimizer states exist only in training."""
+    """Memory of a part of a model."""
 
     name: str
     parameters: int
     weight_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
     activation_bytes: int
     """Bytes that the forward allocated, and that are alive at the peak of the stage."""
+
+    def line(self) -> str:
+        sizes = f"{mib(self.weight_bytes):>14}{mib(self.activation_bytes):>14}"
+        return f"  {self.name:46}{self.parameters:>14,}{sizes}"
 
 
 class Timeline(Document):
@@ -59,21 +63,6 @@ class Timeline(Document):
         return cls(live_bytes=tuple(points), marks=marks)
 
 
-class TimedPart(Document):
-    """Times of a stage, or of a block of a model, in the runs after a first one."""
-
-    name: str
-    count: int
-    """Number of runs of a stage, or of calls of a block in all runs."""
-    mean_s: float
-    deviation_s: float
-    """Sample standard deviation (n-1) of the runs or calls; 0 for a single one."""
-
-    def line(self) -> str:
-        """Return a row in milliseconds."""
-        return f"    {self.name:38}{self.count:>7}{self.mean_s * 1e3:>14,.3f}{self.deviation_s * 1e3:>12,.3f}"
-
-
 class StageProfile(Document):
     """Predicted and measured memory of one stage."""
 
@@ -87,23 +76,26 @@ class StageProfile(Document):
     """Reason why the stage was not measured."""
     modules: tuple[ModuleShare, ...] = ()
     timeline: Timeline | None = None
-    times: tuple[TimedPart, ...] = ()
-    """Times of the stage, then of the blocks in the order of the models. On CUDA the device times blocks by events."""
+    times: Mapping[str, Spread] = {}
+    """Seconds of the stage, then of each call of a block in the order of the models, in the runs after a first one. On
+    CUDA the device times blocks by events."""
 
     def lines(self) -> list[str]:
         """Return a table for people."""
         peak = Part(name="peak", predicted_bytes=self.predicted_bytes, measured_bytes=self.measured_bytes)
-        rows = [*self.parts, peak]
-        found = [f"{self.name:36}{'predicted':>14}{'measured':>14}"]
-        found += [f"  {row.name:34}{mib(row.predicted_bytes):>14}{mib(row.measured_bytes):>14}" for row in rows]
+        found = [f"{self.name:36}{'predicted':>14}{'measured':>14}", *(part.line() for part in (*self.parts, peak))]
         if self.measured_bytes:
             found[-1] += f"   predicted / measured {self.predicted_bytes / self.measured_bytes:.3f}"
         if self.not_measured:
             found.append(f"  not measured: {self.not_measured}")
-        found += _module_lines(self.modules)
+        if self.modules:
+            found.append(f"  {'module':46}{'parameters':>14}{'weights':>14}{'activations':>14}")
+            found += [share.line() for share in self.modules[:_LISTED_MODULES]]
         if self.times:
             found.append(f"  {'time':40}{'calls':>7}{'mean ms':>14}{'deviation':>12}")
-        return [*found, *(part.line() for part in self.times)]
+        for name, time in self.times.items():
+            found.append(f"    {name:38}{time.count:>7}{time.mean_s * 1e3:>14,.3f}{time.deviation_s * 1e3:>12,.3f}")
+        return found
 
 
 class Technique(Document):
@@ -120,24 +112,18 @@ class Technique(Document):
     """Subject of the comparison."""
     reason: str | None = None
 
+    @classmethod
+    def compared(cls, name: str, *, before: tuple[int, float], after: tuple[int, float], of: str) -> "Technique":
+        """Return the row of a technique from bytes and seconds without it and with it."""
+        saved = before[0] - after[0]
+        added = after[1] / before[1] - 1 if before[1] else 0.0
+        return cls(name=name, saved_bytes=saved, saved_share=saved / max(before[0], 1), time_added=added, of=of)
+
     def line(self) -> str:
         if self.saved_bytes is None or self.saved_share is None or self.time_added is None:
             return f"  {self.name:46}{self.reason}"
-        return (
-            f"  {self.name:46}{mib(self.saved_bytes):>14}{self.saved_share:>8.1%}{self.time_added:>+9.1%}   {self.of}"
-        )
-
-
-def compared(name: str, *, before: tuple[int, float], after: tuple[int, float], of: str) -> Technique:
-    """Return the row of a technique from bytes and seconds without it and with it."""
-    saved = before[0] - after[0]
-    return Technique(
-        name=name,
-        saved_bytes=saved,
-        saved_share=saved / max(before[0], 1),
-        time_added=after[1] / before[1] - 1 if before[1] else 0.0,
-        of=of,
-    )
+        saved = f"{mib(self.saved_bytes):>14}{self.saved_share:>8.1%}{self.time_added:>+9.1%}"
+        return f"  {self.name:46}{saved}   {self.of}"
 
 
 class AttentionCost(Document):
@@ -150,6 +136,11 @@ class AttentionCost(Document):
     seconds: float | None = None
     reason: str | None = None
 
+    def line(self) -> str:
+        if self.memory_bytes is None or self.seconds is None:
+            return f"  {self.kind:24}{self.tokens:>10,}   {self.reason}"
+        return f"  {self.kind:24}{self.tokens:>10,}{mib(self.memory_bytes):>16}{self.seconds * 1e3:>11.1f} ms"
+
 
 class LargestBatch(Document):
     """Result of the search for the largest batch."""
@@ -161,7 +152,6 @@ class LargestBatch(Document):
     """Predicted peak of the largest batch."""
 
     def line(self) -> str:
-        """Return the result as text."""
         if not self.batch_size:
             return f"not even 1 clip fits into {mib(self.limit_bytes)}"
         needed = f"{mib(self.peak_bytes)} at the peak (predicted)"
@@ -169,9 +159,9 @@ class LargestBatch(Document):
 
 
 class MemProfile(Document):
-    """Whole memory profile: a document of the schema `osora.mem-profile/4`."""
+    """Whole memory profile: a document of the schema `osora.mem-profile/5`."""
 
-    SCHEMA: ClassVar[str | None] = "osora.mem-profile/4"
+    SCHEMA: ClassVar[str | None] = "osora.mem-profile/5"
 
     verdict: str
     """Whether the run fits, its memory, and its predicted time, as `--dry-run` says it."""
@@ -209,73 +199,32 @@ class MemProfile(Document):
             found += ["", f"  {'technique':46}{'memory saved':>14}{'':8}{'time':>9}"]
             found += [technique.line() for technique in self.techniques]
         if self.attention:
-            found += ["", *attention_lines(self.attention)]
+            found += ["", f"  {'attention':24}{'tokens':>10}{'memory':>16}{'time':>14}"]
+            found += [cost.line() for cost in self.attention]
         if self.batch:
             found += ["", f"batch       {self.batch.line()}"]
         return [*found, *(f"wrote       {path}" for path in self.files.values())]
 
 
-def module_shares(
-    by_weight: Mapping[str, tuple[int, int, int, int]], made: Mapping[str, int]
-) -> tuple[ModuleShare, ...]:
-    """Return the parts of models, the largest first.
+def module_shares(by_weight: Mapping[str, tuple[int, int]], made: Mapping[str, int]) -> tuple[ModuleShare, ...]:
+    """Return the stacks of models, such as `model.double_blocks`, the largest first.
 
-    `by_weight` maps a name to the number of parameters, and to the bytes of weight, gradient and optimizer state.
-    `made` maps the name of a module to the bytes that its forward allocated.
+    `by_weight` maps a name to the number of parameters and bytes of a weight, and `made` the name of a module to the
+    bytes that its forward allocated.
     """
-    shares: dict[str, list[int]] = {}
     rows = [(name.rpartition(".")[0], (*sizes, 0)) for name, sizes in by_weight.items()]
-    rows += [(name, (0, 0, 0, 0, size)) for name, size in made.items() if name]
-    for name, sizes in rows:
-        total = shares.setdefault(_group(name), [0] * 5)
-        total[:] = map(sum, zip(total, sizes, strict=True))
-    columns = tuple(ModuleShare.model_fields)[1:]
-    found = [ModuleShare(name=name, **dict(zip(columns, sizes, strict=True))) for name, sizes in shares.items()]
+    rows += [(name, (0, 0, size)) for name, size in made.items() if name]
+    shares: dict[str, Sequence[int]] = {}
+    for path, sizes in rows:
+        stack = ".".join([*takewhile(lambda part: not part.isdigit(), path.split("."))][:3])
+        shares[stack] = [*map(sum, zip(shares.get(stack, (0, 0, 0)), sizes, strict=True))]
+    found = (
+        ModuleShare(name=name, parameters=parameters, weight_bytes=weights, activation_bytes=activations)
+        for name, (parameters, weights, activations) in shares.items()
+    )
     return tuple(sorted(found, key=lambda share: -(share.weight_bytes + share.activation_bytes)))
-
-
-def _module_lines(modules: Sequence[ModuleShare]) -> list[str]:
-    """Return a table of the largest modules, without columns that are all zero."""
-    columns = {
-        "weights": [share.weight_bytes for share in modules],
-        "gradients": [share.gradient_bytes for share in modules],
-        "optimizer": [share.optimizer_bytes for share in modules],
-        "activations": [share.activation_bytes for share in modules],
-    }
-    columns = {title: sizes for title, sizes in columns.items() if any(sizes)}
-    if not columns:
-        return []
-    found = [f"  {'module':46}{'parameters':>14}" + "".join(f"{title:>14}" for title in columns)]
-    for index, share in enumerate(modules[:_LISTED_MODULES]):
-        sizes = "".join(f"{mib(column[index]):>14}" for column in columns.values())
-        found.append(f"  {share.name:46}{share.parameters:>14,}{sizes}")
-    return found
-
-
-def _group(path: str) -> str:
-    """Return the stack of a module: `model.double_blocks` for `model.double_blocks.3.img_mlp`."""
-    parts = list(takewhile(lambda part: not part.isdigit(), path.split(".")))
-    return ".".join(parts[:3])
-
-
-def timed_parts(times: Mapping[str, Spread]) -> tuple[TimedPart, ...]:
-    """Return the documents of times by the name of a part."""
-    return tuple(TimedPart(name=name, **asdict(spread)) for name, spread in times.items())
 
 
 def mib(size: int | None) -> str:
     """Return bytes for people, always in the same unit, so that columns are comparable."""
     return "-" if size is None else f"{size / MIB:,.2f} MiB"
-
-
-def attention_lines(costs: Sequence[AttentionCost]) -> list[str]:
-    """Return the table of attention costs."""
-    found = [f"  {'attention':24}{'tokens':>10}{'memory':>16}{'time':>14}"]
-    for cost in costs:
-        if cost.memory_bytes is None or cost.seconds is None:
-            found.append(f"  {cost.kind:24}{cost.tokens:>10,}   {cost.reason}")
-        else:
-            found.append(
-                f"  {cost.kind:24}{cost.tokens:>10,}{mib(cost.memory_bytes):>16}{cost.seconds * 1e3:>11.1f} ms"
-            )
-    return found

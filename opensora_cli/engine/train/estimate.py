@@ -1,7 +1,7 @@
 """Memory of a training step: measured in a real step, or estimated by the same step on fake tensors."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,9 +15,10 @@ from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.architectures import on_meta
 from opensora_cli.engine.encode.encoders import frozen_dtype
 from opensora_cli.engine.estimate.autoencoder import encoding_need
-from opensora_cli.engine.estimate.fake_tensors import HOST, fake_device, give_fake_weights
+from opensora_cli.engine.estimate.fake_tensors import fake_device, give_fake_weights
+from opensora_cli.engine.estimate.outlines import HOST
 from opensora_cli.engine.launch.rank import device_type
-from opensora_cli.engine.train.activations import ActivationPlan, largest_batch_shape, plan_activations
+from opensora_cli.engine.train.activations import largest_batch_shape, plan_activations
 from opensora_cli.engine.train.distribution import Distribution, local
 from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS, ExchangeOwners, FakeDistribution, fake_rank
 from opensora_cli.engine.train.few_blocks import FewBlocks, with_few_blocks
@@ -66,9 +67,8 @@ class TrainingMemory:
     """Peak on the device of a GPU, that is, without offloaded states and activations."""
     activations_by_module: dict[str, int]
     """Activations at the peak from forward passes, by the name of the module; the backward pass has no names."""
-    by_weight: dict[str, tuple[int, int, int, int]]
-    """Name -> number of parameters, and bytes of weight, gradient and optimizer state. A block that represents others
-    includes theirs."""
+    by_weight: dict[str, tuple[int, int]]
+    """Name -> number of parameters and bytes of a weight. A block that represents others includes theirs."""
     held_for_backward: int
     """Bytes of activations at the end of the last step's forward pass, without offloaded ones."""
     offloaded_bytes: int
@@ -85,8 +85,7 @@ def estimate_training(settings: TrainSettings, *, rank: int = 0) -> TrainingMemo
 
     Raises RequestError if sizes contradict each other, and RuntimeError in a process that is a rank itself.
     """
-    weights = plan_frozen_weights(settings)
-    few, plan, times = with_few_blocks(settings, plan_activations(settings))
+    few, times = with_few_blocks(settings)
     with on_meta():
         task, frozen = find_objective(few).stand_in(few)
     for module in frozen:
@@ -95,7 +94,7 @@ def estimate_training(settings: TrainSettings, *, rank: int = 0) -> TrainingMemo
     with fake_rank(few, rank) as distribution, fake_device("cpu", grad=True):
         for module in (*_trained(task), *frozen):
             give_fake_weights(module, device=HOST)
-        return _steps(few, plan, weights, task, frozen, distribution=distribution, times=times)
+        return _steps(few, task, frozen, distribution, weights=plan_frozen_weights(settings), times=times)
 
 
 def _encode_alone(module: Autoencoder, settings: TrainSettings) -> None:
@@ -106,8 +105,7 @@ def _encode_alone(module: Autoencoder, settings: TrainSettings) -> None:
     pixels = COLORS * shape.num_frames * shape.height * shape.width
 
     def encode(pixels_BCTHW: Tensor, *, tiling: Tiling) -> Tensor:
-        activations = round(need.activations * pixels_BCTHW.numel() / pixels)
-        pixels_BCTHW.new_empty(activations, dtype=torch.uint8)
+        pixels_BCTHW.new_empty(round(need.activations * pixels_BCTHW.numel() / pixels), dtype=torch.uint8)
         batch, _, frames, height, width = pixels_BCTHW.shape
         grid = module.grid
         latent_shape = grid.latent_channels, grid.latent_frames(frames), *grid.latent_size(height, width)
@@ -117,7 +115,7 @@ def _encode_alone(module: Autoencoder, settings: TrainSettings) -> None:
 
 
 def measure_training(
-    settings: TrainSettings, *, limit: int | None = None, distribution: Distribution | None = None, runs: int = 0
+    settings: TrainSettings, *, distribution: Distribution | None = None, runs: int = 0
 ) -> TrainingMemory:
     """Do the `measured_steps` of the objective with random weights, and return their memory on this rank.
 
@@ -127,28 +125,23 @@ def measure_training(
     Micro-batches are black clips of the largest shape. Frozen parts encode them, unless the run has a cache of clips.
     Without `distribution`, this process runs alone, even if the settings have several ranks.
 
-    Raises:
-        MemoryError: A step needs more than `limit` bytes, or more than the machine has.
-        RequestError: Sizes contradict each other.
-        HardwareError: The host has no memory for offloaded activations.
+    Raises RequestError if sizes contradict each other, and HardwareError if the host has no memory for offloaded
+    activations.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.loop.seed)
         task, frozen = find_objective(settings).stand_in(settings)
-    alone = Distribution(torch.device("cpu"))
-    plan, weights = plan_activations(settings), plan_frozen_weights(settings)
-    return _steps(settings, plan, weights, task, frozen, distribution=distribution or alone, limit=limit, runs=runs)
+    distribution = distribution or Distribution(torch.device("cpu"))
+    return _steps(settings, task, frozen, distribution, weights=plan_frozen_weights(settings), runs=runs)
 
 
 def _steps(
     settings: TrainSettings,
-    plan: ActivationPlan | None,
-    weights: FrozenWeights | None,
     task: Task,
     frozen: list[nn.Module],
-    *,
     distribution: Distribution,
-    limit: int | None = None,
+    *,
+    weights: FrozenWeights | None,
     runs: int = 0,
     times: Mapping[str, int] | None = None,
 ) -> TrainingMemory:
@@ -162,14 +155,18 @@ def _steps(
             store_in_fp8(task.module.get_submodule(path), frozen=True)
     if distribution.ranks > 1:
         task.shard(distribution)
-    counter = TensorBytes(limit=limit, follow_sizes=distribution.divides)
+    counter = TensorBytes(follow_sizes=distribution.divides)
     trainer = _trainer(settings, task, distribution)
     steps = find_objective(settings).measured_steps(settings)
     if is_fake and settings.trains_transformer:
         _make_moments(trainer)
         steps = steps[-1:]
     # Copies between fake tensors would take no memory.
-    streamed = nullcontext(fake_slots(weights)) if is_fake else _streamed(settings, weights, task)
+    streamed = (
+        nullcontext(fake_slots(weights))
+        if is_fake
+        else streamed_weights(task.module, weights, settings, device=HOST, reporter=SilentReporter())
+    )
     with streamed as slots:
         with counter, ExchangeOwners(counter):
             counter.add(list((trainer.ema or {}).values()), AVERAGE)
@@ -178,21 +175,21 @@ def _steps(
                 held = (*module.parameters(), *module.buffers())
                 counter.add([tensor for tensor in held if id(tensor) not in waiting], WEIGHTS)
             counter.add(slots, WEIGHTS)
-            counter.add(_kept(trainer), OPTIMIZER)
-            if isinstance(distribution, FakeDistribution):
-                counter.add(list(distribution.buckets.values()), GRADIENTS)
+            counter.add([tensor for _, tensor in _kept(trainer)], OPTIMIZER)
+            counter.add(list(_buckets(trainer).values()), GRADIENTS)
             for module in frozen:
                 counter.add(module, FROZEN)
             _mark_forward(task, counter)
             few_blocks = FewBlocks(counter, task.module, times or {}, partial(_kept_all_the_time, trainer))
+            plan = plan_activations(settings)
             checkpoint_blocks(task.module, plan, on_copy=partial(counter.add, owner=OFFLOADED))
             with counter.watch(task.module, "model"), few_blocks.watch():
                 for step in steps:
                     trainer.step = step
                     trainer.do_step()
-                    counter.add(_gradients(trainer), GRADIENTS)
-                    counter.add(_kept(trainer), OPTIMIZER)
-            memory = _memory(settings, few_blocks.counted(), trainer, times=times or {})
+                    counter.add(_gradients(_trained(task)), GRADIENTS)
+                    counter.add([tensor for _, tensor in _kept(trainer)], OPTIMIZER)
+            memory = _memory(settings, few_blocks.counted(), task.module, times or {})
         if not runs:
             return memory
         seconds, blocks = [], ModuleTimes(distribution.device)
@@ -201,12 +198,6 @@ def _steps(
                 trainer.step = steps[-1]
                 seconds.append(timed(trainer.do_step, distribution.device))
     return replace(memory, times={STEP: Spread.of(seconds), **blocks.spreads()})
-
-
-def _streamed(
-    settings: TrainSettings, plan: FrozenWeights | None, task: Task
-) -> AbstractContextManager[Sequence[Tensor]]:
-    return streamed_weights(task.module, plan, settings, device=torch.device("cpu"), reporter=SilentReporter())
 
 
 def _trainer(settings: TrainSettings, task: Task, distribution: Distribution) -> Trainer:
@@ -225,11 +216,7 @@ def _trainer(settings: TrainSettings, task: Task, distribution: Distribution) ->
 
 
 def _memory(
-    settings: TrainSettings,
-    counter: TensorBytes,
-    trainer: Trainer,
-    *,
-    times: Mapping[str, int],
+    settings: TrainSettings, counter: TensorBytes, module: nn.Module, times: Mapping[str, int]
 ) -> TrainingMemory:
     owners = counter.peak_by_owner()
     kept = {name: owners.pop(name, 0) for name in _KEPT}
@@ -237,17 +224,21 @@ def _memory(
     before_backward, others = counter.owners_at(counter.marks[-1]), {*kept, BUFFERS, OFFLOADED}
     # Sharded gradients are on the host, too. They count, as do gradients of a block that are being copied.
     on_host = {OFFLOADED, *([WEIGHTS, AVERAGE, OPTIMIZER] if settings.optimizer.offload_states else [])}
+    by_weight = {}
+    for name, weight in module.named_parameters():
+        count = next((count for path, count in times.items() if name.startswith(f"{path}.")), 1)
+        by_weight[name] = count * local(weight).numel(), count * local(weight).nbytes
     return TrainingMemory(
         peak_bytes=counter.peak_bytes,
         at_peak={**kept, BUFFERS: buffers, ACTIVATIONS: sum(owners.values())},
         most={
             **{name: counter.most_of(name.__eq__) for name in _KEPT},
             BUFFERS: counter.most_of((BUFFERS, OFFLOADED).__contains__),
-            ACTIVATIONS: counter.most_of(lambda owner: owner not in (*_KEPT, BUFFERS, OFFLOADED)),
+            ACTIVATIONS: counter.most_of(lambda owner: owner not in others),
         },
         device_peak_bytes=counter.most_of(lambda owner: owner not in on_host),
         activations_by_module={name: size for name, size in owners.items() if name},
-        by_weight=_by_weight(trainer, times),
+        by_weight=by_weight,
         held_for_backward=sum(size for name, size in before_backward.items() if name not in others),
         offloaded_bytes=counter.most_of(OFFLOADED.__eq__),
         counter=counter,
@@ -260,26 +251,13 @@ def _mark_forward(task: Task, counter: TensorBytes) -> None:
 
     def losses(batch: Any, rng: SampleRng) -> Losses:
         # Gradients of the previous micro-batches.
-        counter.add([weight.grad for weight in task.module.parameters() if weight.grad is not None], GRADIENTS)
+        counter.add(_gradients([task.module]), GRADIENTS)
         for found in plain(batch, rng):
             if found[0] == MODEL:
                 counter.mark("forward")
             yield found
 
     task.losses = losses  # type: ignore[method-assign]
-
-
-def _trained(task: Task) -> list[nn.Module]:
-    return [task.module, *task.other_modules().values()]
-
-
-def _kept(trainer: Trainer) -> list[Tensor]:
-    return [tensor for optimizer in _optimizers(trainer) for _, tensor in kept_tensors(optimizer)]
-
-
-def _gradients(trainer: Trainer) -> list[Tensor]:
-    weights = (weight for module in _trained(trainer.task) for weight in module.parameters())
-    return [weight.grad for weight in weights if weight.grad is not None]
 
 
 def _make_moments(trainer: Trainer) -> None:
@@ -290,8 +268,24 @@ def _make_moments(trainer: Trainer) -> None:
         learner.zero_grad()
 
 
-def _optimizers(trainer: Trainer) -> list[torch.optim.Optimizer]:
-    return [optimizer for learner in trainer.learners.values() for optimizer in learner.optimizers]
+def _trained(task: Task) -> list[nn.Module]:
+    return [task.module, *task.other_modules().values()]
+
+
+def _gradients(modules: Sequence[nn.Module]) -> list[Tensor]:
+    weights = (weight for module in modules for weight in module.parameters())
+    return [weight.grad for weight in weights if weight.grad is not None]
+
+
+def _kept(trainer: Trainer) -> Iterator[tuple[nn.Parameter, Tensor]]:
+    """Yield the states of all optimizers, each with its weight."""
+    for learner in trainer.learners.values():
+        for optimizer in learner.optimizers:
+            yield from kept_tensors(optimizer)
+
+
+def _buckets(trainer: Trainer) -> Mapping[nn.Parameter, Tensor]:
+    return trainer.distribution.buckets if isinstance(trainer.distribution, FakeDistribution) else {}
 
 
 def _kept_all_the_time(trainer: Trainer, block: str) -> Iterator[Tensor]:
@@ -299,23 +293,6 @@ def _kept_all_the_time(trainer: Trainer, block: str) -> Iterator[Tensor]:
     module = trainer.task.module.get_submodule(block)
     yield from module.buffers()
     yield from (tensor for name, tensor in (trainer.ema or {}).items() if name.startswith(f"{block}."))
-    weights = {id(weight): weight for weight in module.parameters()}
-    yield from weights.values()
-    for optimizer in _optimizers(trainer):
-        yield from (tensor for weight, tensor in kept_tensors(optimizer) if id(weight) in weights)
-    if isinstance(trainer.distribution, FakeDistribution):
-        yield from (piece for weight, piece in trainer.distribution.buckets.items() if id(weight) in weights)
-
-
-def _by_weight(trainer: Trainer, times: Mapping[str, int]) -> dict[str, tuple[int, int, int, int]]:
-    kept: dict[int, int] = {}
-    for optimizer in _optimizers(trainer):
-        for weight, tensor in kept_tensors(optimizer):
-            kept[id(weight)] = kept.get(id(weight), 0) + local(tensor).nbytes
-    found = {}
-    for name, weight in trainer.task.module.named_parameters():
-        own, gradient = local(weight), 0 if weight.grad is None else local(weight.grad).nbytes
-        count = next((count for path, count in times.items() if name.startswith(f"{path}.")), 1)
-        sizes = own.numel(), own.nbytes, gradient, kept.get(id(weight), 0)
-        found[name] = (count * sizes[0], count * sizes[1], count * sizes[2], count * sizes[3])
-    return found
+    yield from module.parameters()
+    weights = set(map(id, module.parameters()))
+    yield from (tensor for weight, tensor in (*_kept(trainer), *_buckets(trainer).items()) if id(weight) in weights)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from opensora_cli.engine.components.architectures import mmdit_config
-from opensora_cli.engine.train.activations import ActivationPlan
+from opensora_cli.engine.train.activations import plan_activations
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.settings.train import TrainSettings
@@ -23,18 +23,21 @@ FEW = 3
 """Number of blocks of a kind."""
 
 
-def with_few_blocks(
-    settings: TrainSettings, plan: ActivationPlan | None
-) -> tuple[TrainSettings, ActivationPlan | None, dict[str, int]]:
-    """Return settings and plan with few blocks of each kind, and path of a block -> number of blocks it represents.
+def with_few_blocks(settings: TrainSettings) -> tuple[TrainSettings, dict[str, int]]:
+    """Return settings with few blocks of each kind, and path of a block -> number of blocks that it represents.
 
     Checkpointed blocks are a different kind from the later blocks of their stack.
     """
     if not settings.trains_transformer:
-        return settings, plan, {}
-    depths, checkpointed = [], {}
+        return settings, {}
+    # Evaluations of a teacher take turns, and one needs the memory of all.
+    changes: dict[str, object] = {"train_distill.teacher_steps": 1}
     times: dict[str, int] = {}
-    for stack in repeated_blocks(mmdit_config(settings.model)):
+    plan, depths = plan_activations(settings), ("model.depth", "model.depth_single_blocks")
+    numbers = "memory.checkpoint_double_blocks", "memory.checkpoint_single_blocks"
+    given = settings.memory.checkpoint_double_blocks, settings.memory.checkpoint_single_blocks
+    stacks = repeated_blocks(mmdit_config(settings.model))
+    for stack, depth, number, checkpointed in zip(stacks, depths, numbers, given, strict=True):
         path = stack.module_path
         first = 0 if plan is None else plan.checkpointed_blocks[path]
         place = {0: 0}
@@ -42,20 +45,11 @@ def with_few_blocks(
             if stop - start > FEW:
                 times[f"{path}.{place[start] + 1}"] = stop - start - FEW + 1
             place[stop] = place[start] + min(stop - start, FEW)
-        checkpointed[path] = place[first]
-        depths.append(place[stack.count])
-    changes = dict(zip(("model.depth", "model.depth_single_blocks"), depths, strict=True))
-    # Evaluations of a teacher take turns, and one needs the memory of all.
-    changes["train_distill.teacher_steps"] = 1
-    if plan is None:
-        return settings.replace(changes), None, times
-    for name, count in zip(
-        ("checkpoint_double_blocks", "checkpoint_single_blocks"), checkpointed.values(), strict=True
-    ):
+        changes[depth] = place[stack.count]
         # Without a number all blocks are checkpointed, as streamed blocks require.
-        if getattr(settings.memory, name) is not None:
-            changes[f"memory.{name}"] = count
-    return settings.replace(changes), plan.model_copy(update={"checkpointed_blocks": checkpointed}), times
+        if checkpointed is not None:
+            changes[number] = place[first]
+    return settings.replace(changes), times
 
 
 class FewBlocks:

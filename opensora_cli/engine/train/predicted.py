@@ -6,7 +6,7 @@ It has two and a half times the attention, whose scores flash attention computes
 computation: the longer time counts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
 
@@ -20,7 +20,6 @@ from opensora_cli.engine.components.parallelize import exchanged_bytes
 from opensora_cli.engine.encode.encoders import frozen_dtype
 from opensora_cli.engine.encode.inputs import find_frozen_parts
 from opensora_cli.engine.estimate.autoencoder import encoding_work
-from opensora_cli.engine.estimate.links import Exchanged, Links
 from opensora_cli.engine.estimate.predicted_time import (
     ATTENTION,
     COLLECTIVES,
@@ -29,6 +28,8 @@ from opensora_cli.engine.estimate.predicted_time import (
     TEXT,
     TRAFFIC,
     UPDATE,
+    Exchanged,
+    Links,
     PredictedTime,
     Seconds,
     added,
@@ -40,15 +41,13 @@ from opensora_cli.engine.estimate.predicted_time import (
 from opensora_cli.engine.estimate.text import text_work
 from opensora_cli.engine.estimate.transformer import evaluation_work
 from opensora_cli.engine.estimate.work import Work
-from opensora_cli.engine.train.activations import ActivationPlan, largest_batch_shape, plan_activations
+from opensora_cli.engine.train.activations import largest_batch_shape, plan_activations
 from opensora_cli.engine.train.build import count_parameters
 from opensora_cli.engine.train.distribution import Distribution, mesh_shape, training_exchange
 from opensora_cli.engine.train.frozen_weights import plan_frozen_weights
 from opensora_cli.engine.train.objectives.base import find_objective
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
-from opensora_cli.parallel.shares import MeshShape
-from opensora_cli.settings.devices import Strategy
 from opensora_cli.settings.enums import HostWeights
 from opensora_cli.settings.hardware import GpuSettings, find_gpu
 from opensora_cli.settings.train import TrainSettings
@@ -73,169 +72,151 @@ def predict_step(settings: TrainSettings, gpu: GpuSettings) -> PredictedTime | N
     """
     if not settings.trains_transformer:
         return None
-    shape = largest_batch_shape(settings)
-    data_ranks = settings.parallel.data_ranks(settings.strategy)
-    rounds = (settings.loop.micro_batches or data_ranks) // data_ranks
-    passes = _passes(settings, gpu, plan_activations(settings))
+    step = _Step(settings, gpu)
+    shape, rounds, passes = step.shape, step.rounds, step.passes()
     stages = {
-        ENCODE: times(_encoding(settings, gpu), rounds),
+        ENCODE: times(step.encoding(), rounds),
         PASSES: times(passes, rounds),
-        SHARING: _sharing(settings, gpu, computed=total(passes), rounds=rounds),
-        STEP: _update(settings, gpu, rounds=rounds),
+        SHARING: step.sharing(computed=total(passes)),
+        STEP: step.update(),
     }
     clips = f"{shape.batch_size} clips of {shape.num_frames} frames, {shape.width}x{shape.height}"
+    micro_batches = rounds * settings.parallel.data_ranks(settings.strategy)
     return PredictedTime.of_stages(
         {name: seconds for name, seconds in stages.items() if seconds},
         gpu,
         devices=settings.parallel.world_size,
-        of=f"a step of {rounds * data_ranks} micro-batches, each {clips}",
+        of=f"a step of {micro_batches} micro-batches, each {clips}",
         left_out="reading clips, checkpoints" + _ON_CPU * settings.optimizer.offload_states,
     )
 
 
-def _passes(settings: TrainSettings, gpu: GpuSettings, plan: ActivationPlan | None) -> Seconds:
-    """Return the seconds of a forward and a backward pass of a rank, including recomputation."""
-    config, dtype = mmdit_config(settings.model), torch_dtype(settings.precision.compute)
-    forward = _forward(settings, config)
-    products = 1 if settings.lora.is_on else 2
-    backward = Work(
-        product_flops=products * forward.product_flops,
-        attention_flops=_ATTENTION_BACKWARD * forward.attention_flops,
-        product_bytes=products * forward.product_bytes,
-        traffic_bytes=2 * forward.traffic_bytes,
-        kernels=2 * forward.kernels,
-    )
-    # In backward, gradients of keys and values in fp32 are sent in addition to keys and values.
-    passes = [(config, forward, 1.0), (config, backward, 3.0)]
-    computes_again = plan is not None and any(plan.checkpointed_blocks.values())
-    if plan is not None and computes_again:
-        double, single = plan.checkpointed_blocks.values()
-        checkpointed = config.replace({"depth": double, "depth_single_blocks": single})
-        again = _forward(settings, checkpointed)
-        if plan.checkpointing is Checkpointing.SELECTIVE:
-            again = replace(again, attention_flops=0.0)
-        passes.append((checkpointed, again, 1.0))
-    more = find_objective(settings).evaluations(settings)
-    passes.append((config, forward * more, more))
-    found: Seconds = {}
-    for blocks, work, keys_and_values in passes:
-        seconds = kernel_seconds(work, gpu, dtype)
-        exchanged = _exchanged(settings, gpu, blocks)
-        waited = exchanged.seconds(attention=seconds[ATTENTION], keys_and_values=keys_and_values)
-        found = added(found, seconds, {COLLECTIVES: waited})
-    computed, weights = total(found), plan_frozen_weights(settings)
-    if plan is not None and plan.host_bytes:
-        found = added(found, {COPIES: copied(gpu, 2 * plan.host_bytes, pinned=True)})
-    if weights is not None and weights.fp8_storage:
-        # Weights are dequantized in each forward pass of a block, and reused in its backward pass.
-        dequantized = (1 + computes_again + more) * _DEQUANTIZED_BYTES * _all_numbers(settings)
-        found = added(found, {TRAFFIC: gpu.memory_rate.seconds(dequantized)})
-    if weights is not None and weights.host_weights is not None:
-        # Weights are copied once for each forward pass, and again for backward.
-        pinned = weights.host_weights is HostWeights.PINNED
-        waited = copied(gpu, (2 + more) * weights.host_bytes, pinned=pinned)
-        found = added(found, {COPIES: max(0.0, waited - computed) if pinned else waited})
-    return found
+class _Step:
+    """Step of a rank on a kind of GPU, whose methods return the seconds of its parts."""
 
+    def __init__(self, settings: TrainSettings, gpu: GpuSettings) -> None:
+        self.settings, self.gpu = settings, gpu
+        self.config, self.dtype = mmdit_config(settings.model), torch_dtype(settings.precision.compute)
+        self.shape, self.text_tokens = largest_batch_shape(settings), settings.text.t5_max_length
+        self.tokens = prod(self.shape.token_grid(settings))
+        data_ranks = settings.parallel.data_ranks(settings.strategy)
+        self.rounds = (settings.loop.micro_batches or data_ranks) // data_ranks
+        """Number of micro-batches of a rank in an update."""
+        self.mesh, self.exchange = mesh_shape(settings.strategy, settings.parallel), training_exchange(settings)
+        self.on_clip = replace(self.mesh, replicate=1, shard=1)
+        """Mesh of the ranks that share clips."""
+        self.links = Links(gpu, settings.parallel.ranks_per_node)
+        self.more = find_objective(settings).evaluations(settings)
+        self.trained = count_parameters(settings)
+        self.numbers = sum(weight.numel() for weight in transformer_on_meta(settings.model).parameters())
+        """Number of parameters of the transformer, trained or not."""
+        self.sharing_ranks = self.mesh.shard * self.mesh.ring * self.mesh.ulysses if settings.strategy.shards else 1
 
-def _forward(settings: TrainSettings, config: MMDiTConfig) -> Work:
-    shape, dtype = largest_batch_shape(settings), torch_dtype(settings.precision.compute)
-    tokens, captions = prod(shape.token_grid(settings)), settings.text.t5_max_length
-    work = evaluation_work(config, tokens, captions, dtype, _of_clip(settings), training_exchange(settings))
-    return work * shape.batch_size
+    def passes(self) -> Seconds:
+        """Return the seconds of a forward and a backward pass, including recomputation."""
+        settings, gpu, plan = self.settings, self.gpu, plan_activations(self.settings)
+        forward, products = self._forward(self.config), 1 if settings.lora.is_on else 2
+        backward = Work(
+            product_flops=products * forward.product_flops,
+            attention_flops=_ATTENTION_BACKWARD * forward.attention_flops,
+            product_bytes=products * forward.product_bytes,
+            traffic_bytes=2 * forward.traffic_bytes,
+            kernels=2 * forward.kernels,
+        )
+        # In backward, gradients of keys and values in fp32 are sent in addition to keys and values.
+        passes = [(self.config, forward, 1.0), (self.config, backward, 3.0)]
+        computes_again = plan is not None and any(plan.checkpointed_blocks.values())
+        if plan is not None and computes_again:
+            double, single = plan.checkpointed_blocks.values()
+            checkpointed = self.config.replace({"depth": double, "depth_single_blocks": single})
+            again = self._forward(checkpointed)
+            if plan.checkpointing is Checkpointing.SELECTIVE:
+                again = replace(again, attention_flops=0.0)
+            passes.append((checkpointed, again, 1.0))
+        passes.append((self.config, forward * self.more, self.more))
+        found: Seconds = {}
+        for config, work, keys_and_values in passes:
+            seconds = kernel_seconds(work, gpu, self.dtype)
+            waited = self._exchanged(config).seconds(attention=seconds[ATTENTION], keys_and_values=keys_and_values)
+            found = added(found, seconds, {COLLECTIVES: waited})
+        computed, weights = total(found), plan_frozen_weights(settings)
+        if plan is not None and plan.host_bytes:
+            found = added(found, {COPIES: copied(gpu, 2 * plan.host_bytes, pinned=True)})
+        if weights is not None and weights.fp8_storage:
+            # Weights are dequantized in each forward pass of a block, and reused in its backward pass.
+            dequantized = (1 + computes_again + self.more) * _DEQUANTIZED_BYTES * self.numbers
+            found = added(found, {TRAFFIC: gpu.memory_rate.seconds(dequantized)})
+        if weights is not None and weights.host_weights is not None:
+            # Weights are copied once for each forward pass, and again for backward.
+            pinned = weights.host_weights is HostWeights.PINNED
+            waited = copied(gpu, (2 + self.more) * weights.host_bytes, pinned=pinned)
+            found = added(found, {COPIES: max(0.0, waited - computed) if pinned else waited})
+        return found
 
+    def _forward(self, config: MMDiTConfig) -> Work:
+        work = evaluation_work(config, self.tokens, self.text_tokens, self.dtype, self.on_clip, self.exchange)
+        return work * self.shape.batch_size
 
-def _of_clip(settings: TrainSettings) -> MeshShape:
-    """Return the mesh of the ranks that share clips."""
-    return replace(mesh_shape(settings.strategy, settings.parallel), replicate=1, shard=1)
-
-
-def _exchanged(settings: TrainSettings, gpu: GpuSettings, config: MMDiTConfig) -> Exchanged:
-    shape, mesh = largest_batch_shape(settings), _of_clip(settings)
-    video_tokens = shape.batch_size * prod(shape.token_grid(settings))
-    text_tokens = shape.batch_size * settings.text.t5_max_length
-    itemsize = torch_dtype(settings.precision.compute).itemsize
-    return Exchanged(
-        config=config,
-        mesh=mesh,
-        links=Links(gpu, settings.parallel.ranks_per_node),
-        video_tokens=video_tokens,
-        text_tokens=text_tokens,
-        itemsize=itemsize,
-        for_heads=exchanged_bytes(
-            training_exchange(settings),
-            mesh,
-            config,
+    def _exchanged(self, config: MMDiTConfig) -> Exchanged:
+        mesh, clips, itemsize = self.on_clip, self.shape.batch_size, self.dtype.itemsize
+        video_tokens, text_tokens = clips * self.tokens, clips * self.text_tokens
+        for_heads: Mapping[str, int] = {}
+        if mesh.ulysses > 1:
+            for_heads = exchanged_bytes(
+                self.exchange, mesh, config, video_tokens=video_tokens, text_tokens=text_tokens, itemsize=itemsize
+            )
+        return Exchanged(
+            config=config,
+            mesh=mesh,
+            links=self.links,
             video_tokens=video_tokens,
             text_tokens=text_tokens,
             itemsize=itemsize,
+            for_heads=for_heads,
         )
-        if mesh.ulysses > 1
-        else {},
-    )
 
+    def sharing(self, *, computed: float) -> Seconds:
+        """Return how long an update waits for weights and gradients; transfers overlap with `computed` seconds."""
+        mesh, sharing, trained = self.mesh, self.sharing_ranks, self.trained / self.mesh.tensor
+        held = self.numbers / mesh.tensor if self.settings.lora.is_on else trained
+        gathers, scatters = self._exchanges()
+        more = self.rounds * self.more if self.settings.strategy.gathers_twice else 0.0
+        gathered = (gathers + more) * held * self.dtype.itemsize
+        scattered = scatters * trained * _FP32
+        # Copies of the weights then sum their gradients.
+        summed = 2 * (mesh.replicate - 1) / mesh.replicate * scattered / sharing
+        travel = self.links.ring_seconds((sharing - 1) / sharing * (gathered + scattered), sharing * mesh.tensor)
+        travel += self.links.ring_seconds(summed, mesh.size)
+        return {COLLECTIVES: max(0.0, travel - computed)}
 
-def _sharing(settings: TrainSettings, gpu: GpuSettings, *, computed: float, rounds: int) -> Seconds:
-    """Return how long an update waits for weights and gradients, whose transfers overlap with `computed` seconds."""
-    strategy, mesh = settings.strategy, mesh_shape(settings.strategy, settings.parallel)
-    trained = count_parameters(settings) / mesh.tensor
-    held = _all_numbers(settings) / mesh.tensor if settings.lora.is_on else trained
-    sharing = mesh.shard * mesh.ring * mesh.ulysses if strategy.shards else 1
-    gathers, scatters = _exchanges(strategy, rounds)
-    more = rounds * find_objective(settings).evaluations(settings) if strategy.gathers_twice else 0.0
-    gathered = (gathers + more) * held * torch_dtype(settings.precision.compute).itemsize
-    scattered = scatters * trained * _FP32
-    # Copies of the weights then sum their gradients.
-    summed = 2 * (mesh.replicate - 1) / mesh.replicate * scattered / sharing
-    links = Links(gpu, settings.parallel.ranks_per_node)
-    travel = links.ring_seconds((sharing - 1) / sharing * (gathered + scattered), sharing * mesh.tensor)
-    travel += links.ring_seconds(summed, mesh.size)
-    return {COLLECTIVES: max(0.0, travel - computed)}
+    def _exchanges(self) -> tuple[int, int]:
+        """Return how often an update gathers weights, and how often it reduces gradients."""
+        strategy = self.settings.strategy
+        return 2 * self.rounds if strategy.gathers_twice else 1, 1 if strategy.reduces_once else self.rounds
 
+    def encoding(self) -> Seconds:
+        """Return how long a rank encodes the clips and captions of a micro-batch; empty with a cache."""
+        settings, shape, gpu = self.settings, self.shape, self.gpu
+        if settings.train_mmdit.cache is not None:
+            return {}
+        dtype = frozen_dtype(settings.train_mmdit, torch.device(GPU))
+        files, parts = settings.train_mmdit.files, find_frozen_parts(settings)
+        of_clip = encoding_work(settings.vae, shape.num_frames, shape.height, shape.width, dtype)
+        lengths = self.text_tokens, settings.text.clip_max_length
+        sizes = T5Sizes.of(parts[files.t5]), ClipSizes.of(parts[files.clip])
+        of_captions = text_work(*sizes, lengths, dtype.itemsize, prompts=shape.batch_size)
+        return {
+            ENCODING: shape.batch_size * total(kernel_seconds(of_clip, gpu, dtype)),
+            TEXT: total(kernel_seconds(of_captions, gpu, dtype)),
+        }
 
-def _encoding(settings: TrainSettings, gpu: GpuSettings) -> Seconds:
-    """Return how long a rank encodes the clips and captions of a micro-batch; empty with a cache."""
-    if settings.train_mmdit.cache is not None:
-        return {}
-    shape, dtype = largest_batch_shape(settings), frozen_dtype(settings.train_mmdit, torch.device(GPU))
-    parts, files, lengths = find_frozen_parts(settings), settings.train_mmdit.files, settings.text
-    of_clip = encoding_work(settings.vae, shape.num_frames, shape.height, shape.width, dtype)
-    of_captions = text_work(
-        T5Sizes.of(parts[files.t5]),
-        ClipSizes.of(parts[files.clip]),
-        (lengths.t5_max_length, lengths.clip_max_length),
-        dtype.itemsize,
-        prompts=shape.batch_size,
-    )
-    return {
-        ENCODING: shape.batch_size * total(kernel_seconds(of_clip, gpu, dtype)),
-        TEXT: total(kernel_seconds(of_captions, gpu, dtype)),
-    }
-
-
-def _exchanges(strategy: Strategy, rounds: int) -> tuple[int, int]:
-    """Return how often an update gathers weights, and how often it reduces gradients."""
-    return 2 * rounds if strategy.gathers_twice else 1, 1 if strategy.reduces_once else rounds
-
-
-def _update(settings: TrainSettings, gpu: GpuSettings, *, rounds: int) -> Seconds:
-    """Return how long a rank updates its weights, or with states on the host, how long their copies take."""
-    if settings.optimizer.offload_states:
-        passes = sum(_exchanges(settings.strategy, rounds))
-        return {COPIES: copied(gpu, _FP32 * passes * _own_numbers(settings), pinned=True)}
-    return {UPDATE: gpu.memory_rate.seconds(_UPDATE_BYTES * _own_numbers(settings))}
-
-
-def _all_numbers(settings: TrainSettings) -> int:
-    """Return the number of parameters of a transformer, trained or not."""
-    return sum(weight.numel() for weight in transformer_on_meta(settings.model).parameters())
-
-
-def _own_numbers(settings: TrainSettings) -> float:
-    """Return the number of trained parameters that a rank updates."""
-    mesh = mesh_shape(settings.strategy, settings.parallel)
-    sharing = mesh.shard * mesh.ring * mesh.ulysses * mesh.tensor if settings.strategy.shards else 1
-    return count_parameters(settings) / sharing
+    def update(self) -> Seconds:
+        """Return how long a rank updates its weights, or with states on the host, how long their copies take."""
+        sharing = self.sharing_ranks * self.mesh.tensor if self.settings.strategy.shards else 1
+        own = self.trained / sharing
+        if self.settings.optimizer.offload_states:
+            return {COPIES: copied(self.gpu, _FP32 * sum(self._exchanges()) * own, pinned=True)}
+        return {UPDATE: self.gpu.memory_rate.seconds(_UPDATE_BYTES * own)}
 
 
 def open_mfu(settings: TrainSettings, distribution: Distribution) -> Callable[[int, int, float], float] | None:

@@ -23,7 +23,16 @@ from opensora_cli.engine.train.estimate import (
 from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS
 from opensora_cli.settings.train import TrainSettings
 
-MIB = 2**20
+_KINDS = {
+    "weights": WEIGHTS,
+    "gradients": GRADIENTS,
+    "moments": OPTIMIZER,
+    "EMA": AVERAGE,
+    "frozen": FROZEN,
+    "activations": ACTIVATIONS,
+    "buffers": BUFFERS,
+}
+"""Name in documents -> owner of the tensors."""
 _LAYERS = 1000
 """Number of layers that surely exceeds a step; the released transformer saves the values of 300 for backward."""
 _COPIES = 8
@@ -58,15 +67,8 @@ class RankMemory(Document):
     @classmethod
     def of(cls, memory: TrainingMemory, settings: TrainSettings) -> "RankMemory":
         """Return the document of an estimate or a measurement."""
-        most = memory.most
         return cls(
-            weights_bytes=most[WEIGHTS],
-            gradients_bytes=most[GRADIENTS],
-            moments_bytes=most[OPTIMIZER],
-            ema_bytes=most[AVERAGE],
-            frozen_bytes=most[FROZEN],
-            activations_bytes=most[ACTIVATIONS],
-            buffers_bytes=most[BUFFERS],
+            **{f"{kind.lower()}_bytes": memory.most[owner] for kind, owner in _KINDS.items()},
             peak_bytes=memory.peak_bytes,
             device_peak_bytes=memory.device_peak_bytes,
             mapped_bytes=_mapped_bytes(memory, settings),
@@ -74,21 +76,12 @@ class RankMemory(Document):
 
     def lines(self) -> list[str]:
         """Return a table in MiB."""
-        sizes = {
-            "weights": self.weights_bytes,
-            "gradients": self.gradients_bytes,
-            "moments": self.moments_bytes,
-            "EMA": self.ema_bytes,
-            "frozen": self.frozen_bytes,
-            "activations": self.activations_bytes,
-            "buffers": self.buffers_bytes,
-            "peak": self.peak_bytes,
-        }
+        sizes = {kind: getattr(self, f"{kind.lower()}_bytes") for kind in (*_KINDS, "peak")}
         if self.device_peak_bytes != self.peak_bytes:
             sizes["on a GPU"] = self.device_peak_bytes
         return [
             f"{'memory':12}{'MiB a rank':>13}",
-            *(f"{title:12}{size / MIB:>13,.1f}" for title, size in sizes.items()),
+            *(f"{title:12}{size / 2**20:>13,.1f}" for title, size in sizes.items()),
         ]
 
 

@@ -15,8 +15,9 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.architectures import mmdit_config, new_autoencoder, vae_tiling
 from opensora_cli.engine.components.linear_products import use_in_block
 from opensora_cli.engine.estimate import autoencoder, transformer
-from opensora_cli.engine.estimate.fake_tensors import HOST, fake_device, fake_module
+from opensora_cli.engine.estimate.fake_tensors import fake_device, fake_module
 from opensora_cli.engine.estimate.offload import OffloadPlan
+from opensora_cli.engine.estimate.outlines import HOST
 from opensora_cli.engine.generate.decode import decode_latents
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, load_t5
@@ -219,7 +220,13 @@ def test_the_largest_tile_and_a_few_chunks_represent_all(
 ):
     shape = num_frames, 5, 4
     need = autoencoder.decoding_need(
-        SMALL_VAE, tiling, (4, *shape), (20, 16), torch.bfloat16, device_type, (frames, store == "host")
+        SMALL_VAE.replace({"spatial_tiling": tiling.spatial, "temporal_tiling": tiling.temporal}),
+        (4, *shape),
+        (20, 16),
+        torch.bfloat16,
+        device_type,
+        chunk_frames=frames,
+        store_on_host=store == "host",
     )
     whole = decoded_on_outlines(shape, tiling, device_type, frames=frames, store=store)
     assert need.data + need.activations == pytest.approx(whole, rel=0.02)
@@ -287,7 +294,7 @@ def test_many_tiles_and_chunks_follow_from_a_few(changes, device_type, monkeypat
     plan, offload = plan_of({**MANY_TILES, **changes}), OffloadPlan(chunk_tokens=64)
     few = estimated(plan, offload, device_type)
     for module in (transformer, autoencoder):
-        monkeypatch.setattr(module, "extrapolated", lambda count, size, **_: count(size))
+        monkeypatch.setattr(module, "extrapolated", lambda count, length, **_: count(length))
     whole = estimated(plan, offload, device_type)
     for name in ("encode", "denoise", "decode"):
         assert beside_weights(few[name]) == pytest.approx(beside_weights(whole[name]), rel=0.01), name

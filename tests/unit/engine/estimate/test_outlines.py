@@ -12,10 +12,10 @@ from transformers import CLIPTextConfig, T5Config
 
 from opensora_cli.engine.components.architectures import count_parameters, mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.estimate import autoencoder, file_bytes, text, transformer
+from opensora_cli.engine.estimate import autoencoder, text, transformer
 from opensora_cli.engine.estimate.fake_tensors import Need, fake_device, fake_module
-from opensora_cli.engine.estimate.outline_mode import OutlineMode
-from opensora_cli.engine.estimate.outlines import HostOutline
+from opensora_cli.engine.estimate.outlines import HostOutline, OutlineMode
+from opensora_cli.engine.estimate.weights import _released
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.text.clip import ClipTextModel
@@ -123,10 +123,9 @@ def operations(changes, monkeypatch):
     """Return how many operations a plan of the demo runs on outlines."""
     count = 0
     for cached in (
-        transformer._sampling,
+        transformer._with_few_blocks,
         autoencoder.decoding_need,
-        autoencoder.encoding_need,
-        autoencoder.tile_memory,
+        autoencoder._encoding_need,
         text._need,
     ):
         cached.cache_clear()
@@ -196,9 +195,7 @@ def test_the_tensors_of_a_file_are_listed_from_one_block_of_each_kind(depths):
     changes = {"model.depth": depths[0], "model.depth_single_blocks": depths[1]}
     model = load_preset("demo", prompt="any").replace(changes).model
     weights = transformer_on_meta(model).state_dict()
-    listed = {
-        tensor.key: tensor.numel for tensor in file_bytes._released(Component.TRANSFORMER, mmdit_config(model), 0)
-    }
+    listed = {tensor.key: tensor.numel for tensor in _released(Component.TRANSFORMER, mmdit_config(model), 0)}
     assert listed == {key: weight.numel() for key, weight in weights.items()}
 
 

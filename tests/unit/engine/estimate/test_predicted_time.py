@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from opensora_cli.engine.estimate.links import Exchanged, Links
 from opensora_cli.engine.estimate.predicted_time import (
     ATTENTION,
     COPIES,
     LAUNCHES,
     PRODUCTS,
     TRAFFIC,
+    Exchanged,
+    Links,
     PredictedTime,
     copied,
     kernel_seconds,

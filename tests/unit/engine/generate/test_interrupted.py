@@ -229,7 +229,7 @@ class TestFailures:
     def test_too_little_memory_is_reported_before_loading(self, world, tmp_path, monkeypatch, reporter):
         monkeypatch.setattr(models, "load_t5", lambda plan: pytest.fail("nothing may be loaded"))
         large = StageMemory(DENOISE, weight_bytes=2**30, data_bytes=0)
-        monkeypatch.setattr("opensora_cli.engine.generate.plan.estimate_generation", lambda settings, **sizes: (large,))
+        monkeypatch.setattr("opensora_cli.engine.generate.plan.estimate_generation", lambda plan, offload: (large,))
         settings = released_settings(world, tmp_path / "out", memory__limit="10kB", memory__offload="none")
         with pytest.raises(HardwareError, match=r"memory\.limit allows 9\.77 KiB"):
             generate(settings, reporter=reporter)

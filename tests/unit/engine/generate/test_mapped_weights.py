@@ -13,9 +13,8 @@ from tiny_world import released_settings
 from opensora_cli.core.device import GIB
 from opensora_cli.engine.components.architectures import autoencoder_on_meta, mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.estimate.file_bytes import file_weights
 from opensora_cli.engine.estimate.offload import OffloadPlan
-from opensora_cli.engine.estimate.weights import transformer_on_cpu
+from opensora_cli.engine.estimate.weights import file_weights, transformer_on_cpu
 from opensora_cli.engine.generate import models
 from opensora_cli.engine.generate import plan as planning
 from opensora_cli.engine.generate.models import host_modulation, streamed_blocks

@@ -13,7 +13,6 @@ from opensora_cli.engine.mem_profile.report import (
     StageProfile,
     Technique,
     Timeline,
-    compared,
     module_shares,
 )
 from opensora_cli.media.plots import write_figure
@@ -32,7 +31,7 @@ def profile() -> MemProfile:
         parts=(Part(name="weights", predicted_bytes=10 * MIB, measured_bytes=10 * MIB),),
         predicted_bytes=20 * MIB,
         measured_bytes=25 * MIB,
-        modules=module_shares({"model.blocks.0.weight": (5, 20, 0, 0)}, {"model.blocks.0": 7}),
+        modules=module_shares({"model.blocks.0.weight": (5, 20)}, {"model.blocks.0": 7}),
         timeline=Timeline.of(counter),
     )
     predicted = StageProfile(
@@ -48,7 +47,7 @@ def profile() -> MemProfile:
         how="by counting",
         stages=(measured, predicted),
         techniques=(
-            compared("good", before=(4 * MIB, 2.0), after=(MIB, 3.0), of="a step"),
+            Technique.compared("good", before=(4 * MIB, 2.0), after=(MIB, 3.0), of="a step"),
             Technique(name="absent", reason="not here"),
         ),
         attention=(AttentionCost(kind="flash", tokens=512, memory_bytes=MIB, seconds=0.5),),
@@ -71,15 +70,13 @@ def test_lines_have_stages_techniques_and_files():
 
 def test_json_has_everything():
     document = json.loads(json.dumps(profile().to_json(), allow_nan=False))
-    assert document["schema"] == "osora.mem-profile/4"
+    assert document["schema"] == "osora.mem-profile/5"
     assert document["stages"][0]["measured_bytes"] == 25 * MIB
     assert document["stages"][0]["modules"] == [
         {
             "name": "model.blocks",
             "parameters": 5,
             "weight_bytes": 20,
-            "gradient_bytes": 0,
-            "optimizer_bytes": 0,
             "activation_bytes": 7,
         }
     ]

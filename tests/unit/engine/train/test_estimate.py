@@ -93,11 +93,8 @@ def test_bytes_add_up_by_weight_and_text_encoders_have_the_sizes_in_their_folder
     alone = {**ADAMW, **RELEASED_WIDTHS, "weights": [folder], "data.buckets": buckets(batch_size=1)}
     memory = estimate_training(settings_of("mmdit", tmp_path, alone))
     assert 0 < memory.at_peak["frozen parts"] < 10**6
-    weights = sum(size for _, size, _, _ in memory.by_weight.values())
+    weights = sum(size for _, size in memory.by_weight.values())
     assert memory.at_peak["weights"] == memory.at_peak["average"] == weights
-    assert sum(size for _, _, size, _ in memory.by_weight.values()) == weights
-    # Two moments and the number of steps.
-    assert sum(size for _, _, _, size in memory.by_weight.values()) == 2 * weights + 4 * len(memory.by_weight)
 
 
 @pytest.mark.slow
@@ -109,11 +106,3 @@ def test_text_encoders_without_a_folder_are_the_released_ones(tmp_path: Path) ->
     settings = small.replace({**RELEASED_WIDTHS, "train_mmdit.frozen_dtype": "bfloat16"})
     frozen = estimate_training(settings).at_peak["frozen parts"]
     assert frozen == pytest.approx(2 * (expected + autoencoder / 4), rel=1e-3)
-
-
-def test_over_the_limit_is_out_of_memory(tmp_path: Path) -> None:
-    settings = settings_of("vae", tmp_path, {})
-    peak = measure_training(settings).peak_bytes
-    assert measure_training(settings, limit=peak).peak_bytes == peak
-    with pytest.raises(MemoryError):
-        measure_training(settings, limit=peak - 1)
