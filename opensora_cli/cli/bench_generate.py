@@ -8,16 +8,11 @@ from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import make_command
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.ranks import find_context
-from opensora_cli.settings.bench_generate import (
-    benched_request,
-    read_tries,
-    refuse_unfit,
-    tried_settings,
-)
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer
 from opensora_cli.settings.load import generate_request
+from opensora_cli.settings.tools import benched_request, read_tries, refuse_unfit, tried_settings
 
 _COMPARED = "Compared settings"
 _MOST_REPEATS = 1000
@@ -79,4 +74,4 @@ _ROWS = {
     "--repeats": Option("", _COMPARED, "Timed runs of each setting, for mean and deviation.", "N", int, default="1"),
     **{label: generate.ROWS[label]._replace(is_common=False) for label in _SHARED},
 }
-COMMAND = make_command("bench-generate", bench_generate, _ROWS, settings=GenerateSettings, layered=True, on_ranks=True)
+COMMAND = make_command(bench_generate, _ROWS, settings=GenerateSettings, on_ranks=True)

@@ -19,20 +19,12 @@ from opensora_cli.settings.ckpt import (
 from opensora_cli.settings.flags import OUTPUT, Option
 
 _WEIGHTS = "Weights"
-
-SELECT = {"--select": Option("select", _WEIGHTS, "Weights of a training to use.", default="model")}
-ONLY = {
-    "--only": Option(
-        "only", _WEIGHTS, "Use only tensors with matching names, as in 'double_blocks.*'. Repeatable.", "PATTERN"
-    )
-}
-PRESET = {
-    "--preset": Option("preset", _WEIGHTS, "Require names and shapes of a released model, as in open-sora-v2.", "NAME")
-}
-DRY_RUN = Option(kind=bool, help="Check everything, print what would be done, and do nothing.")
-WRITTEN = {
+_SELECT = {"--select": Option("select", _WEIGHTS, "Weights of a training to use.", default="model")}
+_ONLY = {"--only": Option("only", _WEIGHTS, "Use only tensors named like 'double_blocks.*'. Repeatable.", "PATTERN")}
+_PRESET = {"--preset": Option("preset", _WEIGHTS, "Require names and shapes of a released model.", "NAME")}
+_WRITTEN = {
     "--format": Option("format", OUTPUT, "Format to write.", default="by the ending of DST, else safetensors shards"),
-    "--shard-size": Option("shard_size", OUTPUT, "Size of a shard, as in 4GB.", "SIZE", default="4096MiB"),
+    "--shard-size": Option("shard_size", OUTPUT, metavar="SIZE"),
     "--no-hash": Option("hashing", OUTPUT, "Do not record hashes of SRC and of shards: faster.", is_negated=True),
     "--overwrite": Option("overwrite", OUTPUT),
 }
@@ -156,37 +148,37 @@ def _refuse_early(settings: WriteSettings, *sources: str) -> None:
 _CONVERT_ROWS = {
     "SRC": Option("source"),
     "DST": Option("target"),
-    "--dry-run": DRY_RUN,
-    **SELECT,
-    **ONLY,
+    "--dry-run": Option(kind=bool, help="Check everything, print what would be done, and do nothing."),
+    **_SELECT,
+    **_ONLY,
     "--drop": Option("drop", _WEIGHTS, "Drop tensors whose names in SRC match. Repeatable.", "PATTERN"),
     "--rename": Option("rename", _WEIGHTS, "Replace starts of names, or re:PATTERN=NEW. Repeatable.", "OLD=NEW"),
     "--qkv": Option("qkv", _WEIGHTS, "Write q, k and v as one tensor, or as three."),
     "--rotary": Option("rotary", _WEIGHTS, "Order of rotary pairs in a head."),
     "--dtype": Option("dtype", _WEIGHTS, "Dtype of all floating point weights."),
-    **PRESET,
-    **WRITTEN,
+    **_PRESET,
+    **_WRITTEN,
 }
 _INSPECT_ROWS = {
     "PATH": Option("path"),
     "--all": Option("all", help="Print a row for each tensor, too. --only prints those that match."),
-    **SELECT,
-    **ONLY,
+    **_SELECT,
+    **_ONLY,
 }
 _VERIFY_ROWS = {
     "PATH": Option("path"),
     "--sha256": Option("sha256", metavar="HEX"),
     "--no-data": Option("data", help="Read headers and indexes alone: no hashes, no search for NaN.", is_negated=True),
-    **SELECT,
-    **PRESET,
+    **_SELECT,
+    **_PRESET,
 }
 _DIFF_ROWS = {
     "A": Option("first"),
     "B": Option("second"),
     "--rtol": Option("rtol", help="Relative tolerance, of B. Dtypes may differ.", metavar="X", default="0"),
     "--atol": Option("atol", help="Absolute tolerance. Dtypes may differ.", metavar="X", default="0"),
-    **SELECT,
-    **ONLY,
+    **_SELECT,
+    **_ONLY,
 }
 _MERGE_ROWS = {
     "BASE": Option("base"),
@@ -194,7 +186,7 @@ _MERGE_ROWS = {
     "OUT": Option("target"),
     "--unmerge": Option("unmerge", help="Remove the adapter from BASE again."),
     "--scale": Option("scale", help="Factor of the adapter.", metavar="X"),
-    **WRITTEN,
+    **_WRITTEN,
 }
 _DOWNLOAD_ROWS = {
     "PRESET": Option("preset", kind=str),
@@ -206,17 +198,13 @@ _DOWNLOAD_ROWS = {
 COMMAND = make_group(
     "ckpt",
     "Convert, inspect, verify, compare, merge and download weights.",
-    make_command("convert", convert, _CONVERT_ROWS, settings=ConvertSettings),
-    make_command("inspect", inspect, _INSPECT_ROWS, settings=InspectSettings),
-    make_command("verify", verify, _VERIFY_ROWS, settings=VerifySettings),
-    make_command("diff", diff, _DIFF_ROWS, settings=DiffSettings),
-    make_command("merge-lora", merge_lora, _MERGE_ROWS, settings=MergeLoraSettings),
-    make_command("download", download, _DOWNLOAD_ROWS, settings=DownloadSettings),
+    make_command(convert, _CONVERT_ROWS),
+    make_command(inspect, _INSPECT_ROWS),
+    make_command(verify, _VERIFY_ROWS),
+    make_command(diff, _DIFF_ROWS),
+    make_command(merge_lora, _MERGE_ROWS),
+    make_command(download, _DOWNLOAD_ROWS),
 )
 CONVERT = make_command(
-    "convert-ckpt",
-    convert,
-    _CONVERT_ROWS,
-    settings=ConvertSettings,
-    about="Convert weights, as osora ckpt convert does.",
+    convert, _CONVERT_ROWS, name="convert-ckpt", about="Convert weights, as osora ckpt convert does."
 )

@@ -57,4 +57,4 @@ _ROWS = {
     "--profile": Option("", _RECOMMENDED, "Print settings for one GPU, a cloud machine or a cluster.", "", EnvProfile),
     "--export": Option(panel=_RECOMMENDED, help="Print them as shell lines, for eval.", kind=bool),
 }
-COMMAND = make_command("env-check", env_check, _ROWS, settings=EnvCheckSettings)
+COMMAND = make_command(env_check, _ROWS)

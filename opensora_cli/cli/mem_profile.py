@@ -2,9 +2,8 @@
 
 import os
 
-from opensora_cli.cli import options
 from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import make_command
+from opensora_cli.cli.command import ON, config_row, make_command, set_row
 from opensora_cli.core import device_names
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.hardware import read_machine
@@ -49,22 +48,19 @@ def mem_profile(settings: MemProfileSettings, call: Call) -> None:
 
 
 _ROWS = {
-    "--config": options.config_row(
-        "Recipe, preset, YAML file of settings, or .py configuration of the reference. A recipe profiles training. "
-        "Default: the demo, generating.",
-        "train",
-        "generate",
+    "--config": config_row("Recipe (training), preset, or file of settings.", "train", "generate")._replace(
+        default="the demo, generating"
     ),
-    "--set": options.set_row("Any setting of what is profiled."),
+    "--set": set_row("Any setting of what is profiled."),
     "--device": Option(kind=str, metavar="DEVICE", help=device_names.HELP, default="auto"),
     "--gpus": Option(kind=int, metavar="N", help="Predict for each of N devices of any machine; measure nothing."),
-    "--on": options.ON._replace(help="Predict for other GPUs, as in 8xH100 or 12GiB; measure nothing."),
+    "--on": ON._replace(help="Predict for other GPUs, as in 8xH100 or 12GiB; measure nothing."),
     "--compare": Option("compare", help="Measure techniques that save memory, one by one, and attention backends."),
     "--runs": Option("runs", help="Timed runs after the measured one, by stage and block; 0 for none.", kind=int),
     "--adaptive-batch": Option("adaptive_batch"),
-    "--memory-limit": Option("memory_limit", "", "Memory for the batch, as in 24GiB.", "SIZE", default="free memory"),
+    "--memory-limit": Option("memory_limit", metavar="SIZE"),
     "--snapshot": Option("snapshot", _FILES, "Write a file for PyTorch's memory viewer.", "FILE"),
     "--plot": Option("plot", _FILES, "Write charts: .png, .svg or .pdf.", "FILE"),
     "--overwrite": Option("overwrite", _FILES),
 }
-COMMAND = make_command("mem-profile", mem_profile, _ROWS, settings=MemProfileSettings)
+COMMAND = make_command(mem_profile, _ROWS)

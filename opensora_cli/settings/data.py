@@ -71,18 +71,16 @@ RELEASED_BUCKETS: BucketTable = {
 class DataSettings(Section):
     """Clips, sorted into buckets of one size."""
 
-    table: FileName | None = Field(
-        default=None, description="CSV or parquet table of pictures and videos. None: clips come from a Python program."
-    )
+    table: FileName | None = Field(None, description="CSV or parquet table of clips. None: clips of a program.")
     buckets: BucketTable = Field(
-        default=RELEASED_BUCKETS,
+        RELEASED_BUCKETS,
         min_length=1,
         description=f"{{resolution: {{frames: [probability, batch size]}}}}, as in {_EXAMPLE}.",
     )
-    fps_max: float = Field(default=24.0, gt=0, le=1000, description="Largest frame rate. Faster videos lose frames.")
-    fit: Fit = Field(default=Fit.CROP, description="How frames of another shape are fitted to their bucket.")
-    workers: int = Field(default=2, ge=0, le=256, description="Processes that read clips. 0: the training process.")
-    prefetch: int = Field(default=2, ge=1, le=64, description="Micro-batches that each process prefetches.")
+    fps_max: float = Field(24.0, gt=0, le=1000, description="Largest frame rate. Faster videos lose frames.")
+    fit: Fit = Field(Fit.CROP, description="How frames of another shape are fitted to their bucket.")
+    workers: int = Field(2, ge=0, le=256, description="Processes that read clips. 0: the training process.")
+    prefetch: int = Field(2, ge=1, le=64, description="Micro-batches that each process prefetches.")
 
     def rules(self) -> Iterator[str]:
         if not any(bucket.probability for lengths in self.buckets.values() for bucket in lengths.values()):
@@ -114,14 +112,10 @@ class ScanSettings(Section):
     """Folder of pictures and videos to make a table of."""
 
     folder: FileName = Field(description="Folder to scan, with its subfolders.")
-    table: TableFile | None = Field(
-        default=None, description="Table to write: CSV or parquet. None: CSV beside the folder."
-    )
-    workers: int | None = Field(
-        default=None, ge=1, le=1024, description="Files that are read at a time. None: one for each core."
-    )
-    deep: bool = Field(default=False, description="Decode every frame to find damage inside files.")
-    overwrite: bool = Field(default=False, description="Replace an existing table.")
+    table: TableFile | None = Field(None, description="Table to write, CSV or parquet. None: DIR.csv.")
+    workers: int | None = Field(None, ge=1, le=1024, description="Files to read at a time. None: cores.")
+    deep: bool = Field(False, description="Decode every frame to find damage inside files.")
+    overwrite: bool = Field(False, description="Replace an existing table.")
 
 
 class ShardSettings(Section):
@@ -129,7 +123,7 @@ class ShardSettings(Section):
 
     table: TableFile = Field(description="CSV or parquet file.")
     parts: int = Field(ge=2, le=100_000, description="Number of files with equally many rows.")
-    overwrite: bool = Field(default=False, description="Replace existing parts.")
+    overwrite: bool = Field(False, description="Replace existing parts.")
 
 
 class PreviewSettings(Section):
@@ -137,6 +131,6 @@ class PreviewSettings(Section):
 
     table: TableFile = Field(description="CSV or parquet file.")
     sheet: PictureFile = Field(description="Picture to write.")
-    count: int = Field(default=24, ge=1, le=1000, description="Number of random samples.")
-    seed: int = Field(default=0, ge=0, le=2**62, description="Seed of the choice of samples.")
-    overwrite: bool = Field(default=False, description="Replace an existing picture.")
+    count: int = Field(24, ge=1, le=1000, description="Number of random samples.")
+    seed: int = Field(0, ge=0, le=2**62, description="Seed of the choice of samples.")
+    overwrite: bool = Field(False, description="Replace an existing picture.")

@@ -34,13 +34,11 @@ class DeviceSettings(Section):
     degree_names: ClassVar[tuple[str, ...]] = ()
     """Settings whose product must divide the number of devices."""
 
-    gpus: PositiveInt | None = Field(
-        default=None, le=1024, description="GPUs that share the work. None: 1, or devices."
-    )
+    gpus: PositiveInt | None = Field(None, le=1024, description="GPUs that share the work. None: 1, or devices.")
     devices: tuple[_Device, ...] | None = Field(
-        default=None, min_length=1, max_length=1024, description="GPUs to use, as in 0,2. None: the first ones."
+        None, min_length=1, max_length=1024, description="GPUs to use, as in 0,2. None: the first ones."
     )
-    nnodes: PositiveInt = Field(default=1, le=65_536, description="Number of machines. torchrun and srun set it.")
+    nnodes: PositiveInt = Field(1, le=65_536, description="Number of machines. torchrun and srun set it.")
 
     @property
     def ranks_per_node(self) -> int:
@@ -71,16 +69,12 @@ class DeviceSettings(Section):
 class ExchangeSettings(DeviceSettings):
     """Devices that share a video or sample, and their exchange of tokens for heads."""
 
-    ulysses_degree: Degree | None = Field(default=None, description="Devices that exchange tokens for heads.")
-    ring_degree: Degree | None = Field(default=None, description="Devices in the ring of keys and values.")
-    tensor_parallel_degree: Degree | None = Field(default=None, description="Devices that share each block's features.")
-    all_to_all: AllToAll = Field(default=AllToAll.DIRECT, description="Exchange of tokens for heads in ulysses_degree.")
-    fast_link_ranks: int | None = Field(
-        default=None, ge=2, le=65_536, description="Consecutive devices with fast links. None: a machine."
-    )
-    compression: Compression = Field(
-        default=Compression.NONE, description="Round exchanged elements: bf16 by up to 1/256, fp8 by 1/16."
-    )
+    ulysses_degree: Degree | None = Field(None, description="Devices that exchange tokens for heads.")
+    ring_degree: Degree | None = Field(None, description="Devices in the ring of keys and values.")
+    tensor_parallel_degree: Degree | None = Field(None, description="Devices that share each block's features.")
+    all_to_all: AllToAll = Field(AllToAll.DIRECT, description="Exchange of tokens for heads in ulysses_degree.")
+    fast_link_ranks: int | None = Field(None, ge=2, le=65_536, description="Devices with fast links. None: a machine.")
+    compression: Compression = Field(Compression.NONE, description="Rounding of exchanges: bf16 by 1/256, fp8 by 1/16.")
 
     def exchange_problems(self, *, ulysses: int, tensor: int) -> list[str]:
         """Return one line for each setting that has no effect, or cannot work, with these ranks along the axes."""
@@ -142,13 +136,9 @@ class ParallelSettings(ExchangeSettings):
         f"{name}_degree" for name in ("data_parallel", "ulysses", "ring", "cfg_parallel", "tensor_parallel")
     )
 
-    data_parallel_degree: Copies | None = Field(
-        default=None, description="Groups that share the rows of --prompts. None: all."
-    )
-    cfg_parallel_degree: PositiveInt | None = Field(default=None, le=3, description="Devices that share CFG branches.")
-    ulysses_chunks: Degree = Field(
-        default=1, description="Parts of an exchange of heads, which overlap with attention. 1: no overlap."
-    )
+    data_parallel_degree: Copies | None = Field(None, description="Groups that share the rows of --prompts. None: all.")
+    cfg_parallel_degree: PositiveInt | None = Field(None, le=3, description="Devices that share CFG branches.")
+    ulysses_chunks: Degree = Field(1, description="Parts of an exchange of heads that overlap with attention.")
 
 
 class Strategy(StrEnum):
@@ -192,8 +182,8 @@ class TrainParallelSettings(ExchangeSettings):
 
     degree_names = ("dp_replicate_degree", "dp_shard_degree", *INNER_DEGREES)
 
-    dp_replicate_degree: Copies | None = Field(default=None, description="Copies of the weights.")
-    dp_shard_degree: Copies | None = Field(default=None, description="Devices that share one copy of the weights.")
+    dp_replicate_degree: Copies | None = Field(None, description="Copies of the weights.")
+    dp_shard_degree: Copies | None = Field(None, description="Devices that share one copy of the weights.")
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
@@ -239,41 +229,28 @@ class TrainParallelSettings(ExchangeSettings):
 class PlacementSettings(Section):
     """Weights, device and precision of any model."""
 
-    weights: str | None = Field(
-        default=None, description="Folder with the weights. None: OSORA_WEIGHTS, ./ckpts or the Hugging Face cache."
-    )
-    device: DeviceName = Field(default="auto", description=device_names.HELP)
-    dtype: DType = Field(default=DType.AUTO, description="auto means bfloat16 on GPUs and float32 on a CPU.")
-    threads: Threads | None = Field(
-        default=None, description="CPU threads. None: OMP_NUM_THREADS, or by work and cores."
-    )
+    weights: str | None = Field(None, description="Folder with the weights. None: ./ckpts or the Hugging Face cache.")
+    device: DeviceName = Field("auto", description=device_names.HELP)
+    dtype: DType = Field(DType.AUTO, description="auto means bfloat16 on GPUs and float32 on a CPU.")
+    threads: Threads | None = Field(None, description="CPU threads. None: OMP_NUM_THREADS, or by work and cores.")
 
 
 class RuntimeSettings(PlacementSettings):
     """Model, weights, device and precision of generation."""
 
-    model_choice: ModelChoice = Field(
-        default=AUTO, description=f"Model: auto (the best that can run here), {', '.join(ARCHITECTURES)}."
-    )
+    model_choice: ModelChoice = Field(AUTO, description=f"Model: auto, {', '.join(ARCHITECTURES)}.")
     attention: AttentionChoice = Field(
-        default=AttentionChoice.AUTO, description="Attention backend; auto is the first that works."
+        AttentionChoice.AUTO, description="Attention backend. auto: the first that works."
     )
-    prompt_cache: bool = Field(default=True, description="Keep prompt embeddings in the user's cache folder.")
-    prompt_cache_limit: ByteSize = Field(
-        default=2 * 2**30, description="Largest size of the prompt cache. 4 MiB hold a prompt."
-    )
+    prompt_cache: bool = Field(True, description="Keep prompt embeddings in the user's cache folder.")
+    prompt_cache_limit: ByteSize = Field(2 * 2**30, description="Largest size of the cache. A prompt takes 4 MiB.")
 
 
 class MemorySettings(Section):
     """Memory use of generation. Only `fp8_storage` changes the result beyond rounding."""
 
-    offload: OffloadMode = Field(
-        default=OffloadMode.AUTO, description="Weights to keep on the host: auto, none, model, blocks."
-    )
-    resident_blocks: Blocks | None = Field(
-        default=None,
-        description="With offload=blocks: transformer blocks on the device at a time. None: as many as fit.",
-    )
-    limit: ByteSize | None = Field(default=None, description="Most GPU memory to use, as in 24GiB. None: what is free.")
-    host_weights: HostWeights | None = Field(default=None, description="Location of offloaded blocks. None: by memory.")
-    fp8_storage: bool = Field(default=False, description="Store block weights in 8 bits, which changes the result.")
+    offload: OffloadMode = Field(OffloadMode.AUTO, description="Weights on the host: auto, none, model or blocks.")
+    resident_blocks: Blocks | None = Field(None, description="Offloaded blocks on the device. None: as many as fit.")
+    limit: ByteSize | None = Field(None, description="Most GPU memory to use, as in 24GiB. None: what is free.")
+    host_weights: HostWeights | None = Field(None, description="Location of offloaded blocks. None: by memory.")
+    fp8_storage: bool = Field(False, description="Store block weights in 8 bits, which changes the result.")

@@ -60,14 +60,12 @@ class GenerateSettings(Section):
 
     applies = GENERATE
 
-    prompt: Words = Field(default="", description="Description of the video.")
-    prompts_at: PromptsAt = Field(
-        default=(), description="Prompts of an extended video from a time on, each 2s=PROMPT, separated by ;."
-    )
-    negative_prompt: Words = Field(default="", description="Description of things that the video should not show.")
-    from_latents: str | None = Field(default=None, description="Finished latents to decode, as --from does.")
-    resume: str | None = Field(default=None, description="Saved latents of a stopped run to continue, as --from does.")
-    loras: LoraFiles = Field(default=(), description="Adapters, each FILE or FILE:SCALE, separated by ;.")
+    prompt: Words = Field("", description="Description of the video.")
+    prompts_at: PromptsAt = Field((), description="With extend: prompts by time, each 2s=PROMPT, separated by ;.")
+    negative_prompt: Words = Field("", description="Description of things that the video should not show.")
+    from_latents: str | None = Field(None, description="Finished latents to decode, as --from does.")
+    resume: str | None = Field(None, description="Saved latents of a stopped run to continue, as --from does.")
+    loras: LoraFiles = Field((), description="Adapters, each FILE or FILE:SCALE, separated by ;.")
     model: ModelSettings = ModelSettings()
     vae: VAESettings = VAESettings()
     text: TextInputs = TextInputs()
@@ -81,7 +79,7 @@ class GenerateSettings(Section):
     prompt_suffix: PromptSuffixSettings = PromptSuffixSettings()
     output: OutputSettings = OutputSettings()
     runtime: RuntimeSettings = RuntimeSettings()
-    compile: bool = Field(default=False, description="Compile the transformer's blocks with torch.compile.")
+    compile: bool = Field(False, description="Compile the transformer's blocks with torch.compile.")
     precision: GenerationPrecisionSettings = GenerationPrecisionSettings()
     memory: MemorySettings = MemorySettings()
     parallel: ParallelSettings = ParallelSettings()

@@ -59,22 +59,22 @@ class GpuSettings(Section):
     name: FileName = Field(description="Name for --on.")
     device_name: FileName = Field(description="Name that torch reports.")
     memory: ByteSize = Field(description="Memory of one GPU.")
-    reserved: ByteSize = Field(default=2**30, description="Memory that weights and tensors cannot use.")
+    reserved: ByteSize = Field(2**30, description="Memory that weights and tensors cannot use.")
     bf16_tflops: _Figure = Field(description="Peak of dense bfloat16 products with fp32 sums, in 1e12 a second.")
     fp16_tflops: _Figure
     fp32_tflops: _Figure
-    fp8_tflops: _Figure | None = Field(default=None, description="Peak of 8-bit products. None means unsupported.")
-    int8_tops: _Figure | None = Field(default=None, description="Peak of dense int8 products. None means unknown.")
+    fp8_tflops: _Figure | None = Field(None, description="Peak of 8-bit products. None means unsupported.")
+    int8_tops: _Figure | None = Field(None, description="Peak of dense int8 products. None means unknown.")
     memory_rate: Rate = Field(description="Bandwidth of the GPU's memory.")
     host_link: Rate = Field(description="Bandwidth between a GPU and pinned host memory.")
     gpu_link: Rate = Field(description="Bandwidth between two GPUs of a machine.")
     node_link: Rate = Field(description="Bandwidth between machines, for each GPU.")
-    gpus_per_node: int = Field(default=8, ge=1, le=_MAX_DEVICES, description="GPUs of a machine.")
+    gpus_per_node: int = Field(8, ge=1, le=_MAX_DEVICES, description="GPUs of a machine.")
     host_memory: ByteSize = Field(description="Host memory of a machine.")
-    product_efficiency: _Efficiency = Field(default=PRODUCT_EFFICIENCY, description="Share for matrix products.")
-    attention_efficiency: _Efficiency = Field(default=ATTENTION_EFFICIENCY, description="Share for fused attention.")
-    autoencoder_efficiency: _Efficiency = Field(default=AUTOENCODER_EFFICIENCY, description="Share for convolutions.")
-    launch_us: _Figure = Field(default=5.0, description="Assumed time to launch a kernel, in 1e-6 s.")
+    product_efficiency: _Efficiency = Field(PRODUCT_EFFICIENCY, description="Share for matrix products.")
+    attention_efficiency: _Efficiency = Field(ATTENTION_EFFICIENCY, description="Share for fused attention.")
+    autoencoder_efficiency: _Efficiency = Field(AUTOENCODER_EFFICIENCY, description="Share for convolutions.")
+    launch_us: _Figure = Field(5.0, description="Assumed time to launch a kernel, in 1e-6 s.")
 
     def rules(self) -> Iterator[str]:
         if self.reserved >= self.memory:

@@ -37,7 +37,10 @@ from opensora_cli.settings.train_loop import (
     LoraSettings,
     OptimizerSettings,
     PrecisionSettings,
+    SampleSettings,
     TrainMemorySettings,
+    ValidationSettings,
+    WatchingSettings,
 )
 from opensora_cli.settings.train_objectives import (
     DistillTrainSettings,
@@ -46,7 +49,6 @@ from opensora_cli.settings.train_objectives import (
     TextTrainSettings,
     VAETrainSettings,
 )
-from opensora_cli.settings.watching import SampleSettings, ValidationSettings, WatchingSettings
 
 VAE_FILE = "vae.safetensors"
 TRANSFORMER_FILE = "transformer.safetensors"
@@ -58,14 +60,12 @@ class TrainSettings(Section):
 
     applies = TRAIN
 
-    target: str = Field(
-        description="Objective: mmdit trains the transformer, distill a few-step adapter for it, vae the autoencoder."
-    )
-    output: FileName = Field(default="runs/train", description="Folder of checkpoints, logs and exported weights.")
-    init: FileName | None = Field(default=None, description="First weights, or demo. None means random weights.")
-    weights: tuple[str, ...] = Field(default=(), description="Folders with the frozen parts, or demo.")
-    device: DeviceName = Field(default="auto", description=device_names.HELP)
-    threads: Threads | None = Field(default=None, description="CPU threads. None means by work and cores.")
+    target: str = Field(description="Objective: mmdit (transformer), distill or dmd (few-step adapter), or vae.")
+    output: FileName = Field("runs/train", description="Folder of checkpoints, logs and exported weights.")
+    init: FileName | None = Field(None, description="First weights, or demo. None means random weights.")
+    weights: tuple[str, ...] = Field((), description="Folders with the frozen parts, or demo.")
+    device: DeviceName = Field("auto", description=device_names.HELP)
+    threads: Threads | None = Field(None, description="CPU threads. None means by work and cores.")
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
     vae: VAESettings = VAESettings()
@@ -82,9 +82,9 @@ class TrainSettings(Section):
     validation: ValidationSettings = ValidationSettings()
     samples: SampleSettings = SampleSettings()
     memory: TrainMemorySettings = TrainMemorySettings()
-    strategy: Strategy = Field(default=Strategy.DDP, description="Sharding of the model over devices.")
+    strategy: Strategy = Field(Strategy.DDP, description="Sharding of the model over devices.")
     parallel: TrainParallelSettings = TrainParallelSettings()
-    compile: bool = Field(default=False, description="Compile the transformer's blocks with torch.compile.")
+    compile: bool = Field(False, description="Compile the transformer's blocks with torch.compile.")
 
     @property
     def device_name(self) -> str:

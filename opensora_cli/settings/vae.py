@@ -24,24 +24,22 @@ _RELEASED_WEIGHTS = ("OSORA_WEIGHTS", "OSORA_RUNTIME__WEIGHTS")
 class VAEWeightsSettings(Section):
     """Location of the weights."""
 
-    file: FileName = Field(default=ARCHITECTURES[DEMO].files.vae, description="Name of the file in the weights folder.")
-    hub_repo: FileName | None = Field(default=None, description="Hub repository. None means that osora contains it.")
+    file: FileName = Field(ARCHITECTURES[DEMO].files.vae, description="Name of the file in the weights folder.")
+    hub_repo: FileName | None = Field(None, description="Hub repository. None means that osora contains it.")
 
 
 class ClipSettings(Section):
     """Length of clips."""
 
-    num_frames: PositiveInt = Field(
-        default=33, le=MAX_FRAMES, description="Frames that are encoded at once. Longer videos are split."
-    )
+    num_frames: PositiveInt = Field(33, le=MAX_FRAMES, description="Frames to encode at once. Longer videos are split.")
 
 
 class VAEOutputSettings(Section):
     """Files of results."""
 
-    folder: FileName = Field(default="reconstructed", description="Folder of the results.")
-    overwrite: bool = Field(default=False, description="Replace existing files.")
-    metadata: bool = Field(default=True, description="Write a sidecar beside each result.")
+    folder: FileName = Field("reconstructed", description="Folder of the results.")
+    overwrite: bool = Field(False, description="Replace existing files.")
+    metadata: bool = Field(True, description="Write a sidecar beside each result.")
 
 
 class EncodeSettings(Section):

@@ -10,8 +10,8 @@ import pytest
 import shellingham
 
 import opensora_cli
-from opensora_cli.cli import options
 from opensora_cli.cli.app import _wait_without_spinning, load_commands, main
+from opensora_cli.cli.command import completed_settings
 from opensora_cli.cli.group import unwrapped
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
@@ -109,7 +109,7 @@ def test_completion_offers_recipes_and_files_of_settings(tmp_path: Path, monkeyp
     for name in ("demo_mine.yaml", "demo.mp4", ".demo.yaml", "more/demo.yaml"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    complete_recipe = options.completed_settings("train")
+    complete_recipe = completed_settings("train")
     recipes = [name for name in list_presets("train") if name.startswith("demo")]
     assert complete_recipe("demo") == [*recipes, "demo_mine.yaml"]
     assert complete_recipe("more/") == ["more/demo.yaml"]

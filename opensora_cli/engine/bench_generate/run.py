@@ -28,13 +28,13 @@ from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.run import chain_of, plan_here
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.media.similarity import SSIM_WINDOW, psnr_db, ssim
-from opensora_cli.settings.bench_generate import (
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.tools import (
     EXACT,
     STANDARD,
     Tries,
     tried_settings,
 )
-from opensora_cli.settings.generate import GenerateSettings
 
 _NOTHING_KEPT: Mapping[str, object] = {
     # A cached prompt would not be encoded, and so not be timed.
