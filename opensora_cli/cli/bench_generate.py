@@ -39,9 +39,7 @@ def bench_generate(given: Layer, call: Call) -> None:
     if repeats is not None and not 1 <= repeats <= _MOST_REPEATS:
         raise RequestError(f"--repeats {repeats} must be from 1 to {_MOST_REPEATS}")
     sidecar = call.value("--from", Path)
-    request = benched_request(
-        generate_request(given, assignments=call.assignments, sidecar=sidecar, config=call.config)
-    )
+    request = benched_request(generate_request(given, assignments=call.assignments, saved=sidecar, config=call.config))
     context = find_context(os.environ)
     exact = resolve(request, reporter=call.reporter, context=context, loading=call.loading)
     refuse_unfit(exact)

@@ -59,7 +59,7 @@ def generate(given: dict[str, Given], call: Call) -> None:
         given["sampling.num_samples"] = Given(call.given["--explore"], "--explore")
         given["sampling.stop_at"] = Given(call.given["--explore-steps"], "--explore-steps")
     request = generate_request(
-        given, assignments=call.assignments, sidecar=sidecar, config=call.config, on=call.value("--on", str)
+        given, assignments=call.assignments, saved=sidecar, config=call.config, on=call.value("--on", str)
     )
     if request.on is not None and request.find("prompt") is None:
         request = replace(request, overrides={**request.overrides, "prompt": Given(ANY_PROMPT, "--on")})

@@ -21,7 +21,7 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.generate_sections import OutputSettings
 from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.layers import check_key, collect_overrides
-from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, few_evaluations, read_request
+from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, few_evaluations, generate_request
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 MIB = 2**20
@@ -153,7 +153,7 @@ def profiled_settings(
     overrides.setdefault("prompt", Given(ANY_PROMPT, "mem-profile"))
     if file is None and on is None:
         overrides.setdefault("runtime.model_choice", Given(DEMO, "mem-profile"))
-    return read_request(overrides=overrides, config=file, environment=environment, on=on)
+    return generate_request(overrides, config=file, environment=environment, on=on)
 
 
 def require_profile(settings: MemProfileSettings, what: GenerateRequest | TrainSettings) -> None:

@@ -22,7 +22,7 @@ from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.flags import FLAGS, option_of
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import read_machine
-from opensora_cli.settings.load import load_preset, read_request
+from opensora_cli.settings.load import generate_request, load_preset
 
 HEAVY = {"torch", "transformers", "av", "numpy", "PIL", "safetensors", "huggingface_hub"}
 
@@ -162,8 +162,8 @@ def test_list_presets(words: list[str], osora) -> None:
 def test_needs_of_presets_are_those_of_their_plans(name: str) -> None:
     def planned(**more: str) -> PlanDocument:
         given = {"prompt": "sea", **{key.replace("__", "."): value for key, value in more.items()}}
-        request = read_request(
-            overrides={key: Given(value, "test") for key, value in given.items()},
+        request = generate_request(
+            {key: Given(value, "test") for key, value in given.items()},
             config=Path(name),
             environment={},
             on=read_machine("1xH200"),

@@ -10,7 +10,7 @@ from opensora_cli.cli.app import main
 from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import read_settings_file
-from opensora_cli.settings.load import load_generate_settings, load_preset, read_request
+from opensora_cli.settings.load import generate_request, load_generate_settings, load_preset
 from opensora_cli.settings.train import load_train_settings
 from opensora_cli.settings.vae import ReconstructSettings, load_vae_settings
 
@@ -124,7 +124,7 @@ def listed(path: Path, lines: list[str]) -> list[str]:
 def generation(path: Path, **overrides: object):
     """Return the settings, and the names that are not carried over."""
     given = {key.replace("__", "."): Given(value, "the test") for key, value in overrides.items()}
-    request = read_request(overrides={"prompt": Given("sea", "the test"), **given}, config=path, environment={})
+    request = generate_request({"prompt": Given("sea", "the test"), **given}, config=path, environment={})
     return load_generate_settings(request, model=request.model), listed(path, list(request.notes))
 
 
@@ -295,7 +295,7 @@ def test_autoencoders(folder: Path, model: str, expected: str, names: list[str])
 
 def test_files_for_another_command(folder: Path) -> None:
     with pytest.raises(FileProblem, match=r"train\.py is not for sampling") as caught:
-        read_request(config=folder / "train.py", environment={})
+        generate_request(config=folder / "train.py", environment={})
     assert "osora train" in str(caught.value.hint)
     with pytest.raises(FileProblem, match=r"256px\.py is for sampling") as caught:
         training(folder / "256px.py")

@@ -7,7 +7,13 @@ from opensora_cli.settings.applies import used_settings
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import all_keys
-from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings, load_preset, read_request
+from opensora_cli.settings.load import (
+    GenerateRequest,
+    SavedSettings,
+    generate_request,
+    load_generate_settings,
+    load_preset,
+)
 from opensora_cli.settings.tools import BenchCommSettings
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.vae import ReconstructSettings
@@ -90,7 +96,7 @@ def test_what_took_part(settings: GenerateSettings, without: str, there: str) ->
     # No file brings these.
     adapters = {"loras": Given("a", "--lora")} if settings.loras else {}
     saved = SavedSettings(source="s.json", values=values)
-    request = read_request(overrides=adapters, saved=saved, environment=environment)
+    request = generate_request(adapters, saved=saved, environment=environment)
     again = load_generate_settings(request, model=settings.model.name)
     assert used_settings(again) == values
     # One of an earlier version has all settings.
