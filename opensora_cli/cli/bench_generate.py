@@ -66,7 +66,7 @@ _ROWS = {
         kind=list[str],
         metavar="NAME|SETTINGS",
         help="Settings that differ from the exact run: KEY=VALUE,KEY=VALUE, or a name of the standard set such as "
-        "euler-15. `exact` times that run alone. Repeatable.",
+        "euler-15. `exact` times that run alone.",
         default="the standard set",
     ),
     "--repeats": Option("", _COMPARED, "Timed runs of each setting, for mean and deviation.", "N", int, default="1"),

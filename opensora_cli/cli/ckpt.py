@@ -20,7 +20,7 @@ from opensora_cli.settings.flags import OUTPUT, Option
 
 _WEIGHTS = "Weights"
 _SELECT = {"--select": Option("select", _WEIGHTS, "Weights of a training to use.", default="model")}
-_ONLY = {"--only": Option("only", _WEIGHTS, "Use only tensors named like 'double_blocks.*'. Repeatable.", "PATTERN")}
+_ONLY = {"--only": Option("only", _WEIGHTS, "Use only tensors named like 'double_blocks.*'.", "PATTERN")}
 _PRESET = {"--preset": Option("preset", _WEIGHTS, "Require names and shapes of a released model.", "NAME")}
 _WRITTEN = {
     "--format": Option("format", OUTPUT, "Format to write.", default="by the ending of DST, else safetensors shards"),
@@ -151,8 +151,8 @@ _CONVERT_ROWS = {
     "--dry-run": Option(kind=bool, help="Check everything, print what would be done, and do nothing."),
     **_SELECT,
     **_ONLY,
-    "--drop": Option("drop", _WEIGHTS, "Drop tensors whose names in SRC match. Repeatable.", "PATTERN"),
-    "--rename": Option("rename", _WEIGHTS, "Replace starts of names, or re:PATTERN=NEW. Repeatable.", "OLD=NEW"),
+    "--drop": Option("drop", _WEIGHTS, "Drop tensors whose names in SRC match.", "PATTERN"),
+    "--rename": Option("rename", _WEIGHTS, "Replace starts of names, or re:PATTERN=NEW.", "OLD=NEW"),
     "--qkv": Option("qkv", _WEIGHTS, "Write q, k and v as one tensor, or as three."),
     "--rotary": Option("rotary", _WEIGHTS, "Order of rotary pairs in a head."),
     "--dtype": Option("dtype", _WEIGHTS, "Dtype of all floating point weights."),

@@ -60,7 +60,7 @@ def config_row(about: str, *kinds: str) -> Option:
 
 def set_row(about: str) -> Option:
     """Return the row of `--set`."""
-    return Option(kind=list[str], metavar="KEY=VALUE", help=f"{about} Repeatable.")
+    return Option(kind=list[str], metavar="KEY=VALUE", help=about)
 
 
 def device_rows(prefix: str = "") -> dict[str, Option]:
@@ -108,6 +108,8 @@ class Command(TyperCommand):
                 about, default = unset[1], default or unset[2]
             if parameter.metavar == "NAME" and _is_enum(kind):
                 about += f" One of {', '.join(kind)}."
+            if get_origin(kind) is list and label.startswith("-"):
+                about += " Repeatable."
             parameter.help = about + (f" Default: {default}." if default else "")
             parameter.hidden = not (everything or row.is_common)
 

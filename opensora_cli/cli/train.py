@@ -127,7 +127,7 @@ def _run(given: Layer, call: Call) -> None:
 CONFIG_HELP = "Recipe of osora (see --list), YAML file of settings, or .py configuration of the reference."
 SET_HELP = "Set any setting, as in loop.steps=400; wins over FILE."
 _ROWS = {
-    "RUN": Option(kind=list[str], help="With --plot: folder of a run. Repeatable."),
+    "RUN": Option(kind=list[str], help="With --plot: folder of a run."),
     "--config": config_row(CONFIG_HELP, "train")._replace(is_common=True),
     "--set": set_row(SET_HELP)._replace(is_common=True),
     "--from": Option(kind=Path, metavar="FILE", help="settings.json of an earlier run, in place of --config."),

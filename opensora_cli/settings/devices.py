@@ -55,6 +55,11 @@ class DeviceSettings(Section):
         """Degrees that are set."""
         return {name: degree for name in self.degree_names if (degree := getattr(self, name)) is not None}
 
+    @property
+    def named_degrees(self) -> str:
+        """Degrees that are set as text."""
+        return " x ".join(f"parallel.{name}={degree}" for name, degree in self.degrees.items())
+
     def rules(self) -> Iterator[str]:
         if self.devices is not None and len(set(self.devices)) < len(self.devices):
             yield f"parallel.devices={','.join(map(str, self.devices))} names a GPU twice"
@@ -62,8 +67,7 @@ class DeviceSettings(Section):
             count = len(self.devices)
             yield f"parallel.gpus={self.gpus} must be the number of parallel.devices, {count}: drop one of them"
         if self.world_size % prod(self.degrees.values()):
-            named = " x ".join(f"parallel.{name}={degree}" for name, degree in self.degrees.items())
-            yield f"{named} must divide the {self.world_size} devices: use degrees whose product does"
+            yield f"{self.named_degrees} must divide the {self.world_size} devices: use degrees whose product does"
 
 
 class ExchangeSettings(DeviceSettings):
@@ -78,20 +82,26 @@ class ExchangeSettings(DeviceSettings):
 
     def exchange_problems(self, *, ulysses: int, tensor: int) -> list[str]:
         """Return one line for each setting that has no effect, or cannot work, with these ranks along the axes."""
-        fields, is_hierarchical = type(self).model_fields, self.all_to_all is AllToAll.HIERARCHICAL
-        given = {
-            name: getattr(self, name) for name in ("all_to_all", "compression", "ulysses_chunks") if name in fields
-        }
+        given = self.model_dump(include={"all_to_all", "compression", "ulysses_chunks"}, exclude_defaults=True)
         if ulysses == 1:
             return [
                 f"parallel.{name}={value} has no effect, since no tokens are exchanged for heads: "
                 "use parallel.ulysses_degree over 1, or drop it"
                 for name, value in given.items()
-                if value != fields[name].default
             ]
-        problems = self._hierarchy_problems(ulysses=ulysses, tensor=tensor) if is_hierarchical else []
-        if is_hierarchical and (chunks := given.get("ulysses_chunks", 1)) > 1:
-            both = f"parallel.ulysses_chunks={chunks} does not go with parallel.all_to_all=hierarchical"
+        problems: list[str] = []
+        if self.all_to_all is not AllToAll.HIERARCHICAL:
+            return problems
+        if not 1 < self.inner_ranks(ulysses=ulysses, tensor=tensor) < ulysses:
+            fast = self.fast_link_ranks or self.ranks_per_node
+            problems.append(
+                f"parallel.all_to_all=hierarchical cannot divide parallel.ulysses_degree={ulysses} into equal parts of "
+                f"{fast} devices: use direct, or another parallel.fast_link_ranks"
+            )
+        if "ulysses_chunks" in given:
+            both = (
+                f"parallel.ulysses_chunks={given['ulysses_chunks']} does not go with parallel.all_to_all=hierarchical"
+            )
             problems.append(f"{both}: use one of them")
         return problems
 
@@ -113,20 +123,6 @@ class ExchangeSettings(DeviceSettings):
         if self.all_to_all is AllToAll.DIRECT or fast % tensor or ulysses % (fast // tensor):
             return 1
         return fast // tensor
-
-    def _hierarchy_problems(self, *, ulysses: int, tensor: int) -> list[str]:
-        if 1 < self.inner_ranks(ulysses=ulysses, tensor=tensor) < ulysses:
-            return []
-        fast = self.fast_link_ranks or self.ranks_per_node
-        machines = f"{self.nnodes} machine{'s' if self.nnodes > 1 else ''} of {fast} devices"
-        what = f"parallel.fast_link_ranks={fast}" if self.fast_link_ranks else machines
-        shared = f"parallel.ulysses_degree={ulysses}" + (f" x tensor_parallel_degree={tensor}" if tensor > 1 else "")
-        halves = [str(each * tensor) for each in range(2, ulysses // 2 + 1) if ulysses % each == 0]
-        fix = f"use direct, or parallel.fast_link_ranks={' or '.join(halves)}" if halves else "use direct"
-        return [
-            f"parallel.all_to_all=hierarchical needs {shared} in equal parts of several ranks, which "
-            f"{what} {'do' if self.nnodes > 1 else 'does'} not give: {fix}"
-        ]
 
 
 class ParallelSettings(ExchangeSettings):
@@ -151,17 +147,6 @@ class Strategy(StrEnum):
     HYBRID = "hybrid"
 
     @property
-    def means(self) -> str:
-        """Description of the strategy in the terms of torch."""
-        return {
-            Strategy.DDP: "DistributedDataParallel",
-            Strategy.ZERO1: "FSDP2 without resharding after forward; gradients are reduced once an update",
-            Strategy.ZERO2: "FSDP2 without resharding after forward; gradients are reduced each micro-batch",
-            Strategy.ZERO3: "FSDP2 with resharding after forward",
-            Strategy.HYBRID: "FSDP2 with resharding after forward, around ranks that share a sample",
-        }[self]
-
-    @property
     def shards(self) -> bool:
         """Whether devices hold shards of the weights between updates."""
         return self is not Strategy.DDP
@@ -177,6 +162,15 @@ class Strategy(StrEnum):
         return self in (Strategy.DDP, Strategy.ZERO1)
 
 
+_MEANING = {
+    Strategy.DDP: "DistributedDataParallel",
+    Strategy.ZERO1: "FSDP2 without resharding after forward; gradients are reduced once an update",
+    Strategy.ZERO2: "FSDP2 without resharding after forward; gradients are reduced each micro-batch",
+    Strategy.ZERO3: "FSDP2 with resharding after forward",
+    Strategy.HYBRID: "FSDP2 with resharding after forward, around ranks that share a sample",
+}
+
+
 class TrainParallelSettings(ExchangeSettings):
     """Devices of a training run. Degrees that are not set follow from the others."""
 
@@ -187,14 +181,13 @@ class TrainParallelSettings(ExchangeSettings):
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
-        if None not in (self.dp_replicate_degree, self.dp_shard_degree):
-            product = prod(self.degrees.values())
-            if product < self.world_size and not self.world_size % product:
-                named = " x ".join(f"parallel.{name}={degree}" for name, degree in self.degrees.items())
-                yield (
-                    f"{named} use {product} of {self.world_size} devices: drop parallel.dp_replicate_degree or "
-                    "parallel.dp_shard_degree"
-                )
+        product = prod(self.degrees.values())
+        is_complete = None not in (self.dp_replicate_degree, self.dp_shard_degree)
+        if is_complete and product < self.world_size and not self.world_size % product:
+            yield (
+                f"{self.named_degrees} use {product} of {self.world_size} devices: drop parallel.dp_replicate_degree "
+                "or parallel.dp_shard_degree"
+            )
 
     def axes(self, strategy: Strategy) -> dict[str, int]:
         """Return the number of ranks along each axis of the mesh: replicate, shard, ring, ulysses, tensor.
@@ -218,7 +211,7 @@ class TrainParallelSettings(ExchangeSettings):
     def describe(self, strategy: Strategy) -> str:
         """Return the number of devices and their axes as text."""
         along = " x ".join(f"{axis} {ranks}" for axis, ranks in self.axes(strategy).items() if ranks > 1)
-        return f"{self.world_size}, {strategy} ({along}): {strategy.means}" if along else "1"
+        return f"{self.world_size}, {strategy} ({along}): {_MEANING[strategy]}" if along else "1"
 
     def data_ranks(self, strategy: Strategy) -> int:
         """Return the number of micro-batches that are computed at a time."""
@@ -229,7 +222,7 @@ class TrainParallelSettings(ExchangeSettings):
 class PlacementSettings(Section):
     """Weights, device and precision of any model."""
 
-    weights: str | None = Field(None, description="Folder with the weights. None: ./ckpts or the Hugging Face cache.")
+    weights: str | None = Field(None, description="Folder with the weights. None: OSORA_WEIGHTS, ./ckpts or Hub cache.")
     device: DeviceName = Field("auto", description=device_names.HELP)
     dtype: DType = Field(DType.AUTO, description="auto means bfloat16 on GPUs and float32 on a CPU.")
     threads: Threads | None = Field(None, description="CPU threads. None: OMP_NUM_THREADS, or by work and cores.")
@@ -239,9 +232,7 @@ class RuntimeSettings(PlacementSettings):
     """Model, weights, device and precision of generation."""
 
     model_choice: ModelChoice = Field(AUTO, description=f"Model: auto, {', '.join(ARCHITECTURES)}.")
-    attention: AttentionChoice = Field(
-        AttentionChoice.AUTO, description="Attention backend. auto: the first that works."
-    )
+    attention: AttentionChoice = Field(AttentionChoice.AUTO, description="Attention backend. auto: the first working.")
     prompt_cache: bool = Field(True, description="Keep prompt embeddings in the user's cache folder.")
     prompt_cache_limit: ByteSize = Field(2 * 2**30, description="Largest size of the cache. A prompt takes 4 MiB.")
 

@@ -19,26 +19,6 @@ class VAEKind(StrEnum):
         return self is not VAEKind.FLUX_AE
 
 
-class AspectRatio(StrEnum):
-    """Width to height."""
-
-    WIDE_2_39_1 = "2.39:1"
-    WIDE_2_1 = "2:1"
-    WIDE_1_85_1 = "1.85:1"
-    WIDE_16_9 = "16:9"
-    WIDE_8_5 = "8:5"
-    WIDE_3_2 = "3:2"
-    WIDE_4_3 = "4:3"
-    SQUARE = "1:1"
-    TALL_3_4 = "3:4"
-    TALL_2_3 = "2:3"
-    TALL_5_8 = "5:8"
-    TALL_9_16 = "9:16"
-    TALL_1_1_85 = "1:1.85"
-    TALL_1_2 = "1:2"
-    TALL_1_2_39 = "1:2.39"
-
-
 class ReferenceRate(StrEnum):
     """Frames of a reference video with another rate: the stored ones, or those visible at the video's times."""
 

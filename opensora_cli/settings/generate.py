@@ -61,11 +61,11 @@ class GenerateSettings(Section):
     applies = GENERATE
 
     prompt: Words = Field("", description="Description of the video.")
-    prompts_at: PromptsAt = Field((), description="With extend: prompts by time, each 2s=PROMPT, separated by ;.")
+    prompts_at: PromptsAt = Field((), description="With extend: prompts from a time on, as in 2s=snow.")
     negative_prompt: Words = Field("", description="Description of things that the video should not show.")
     from_latents: str | None = Field(None, description="Finished latents to decode, as --from does.")
     resume: str | None = Field(None, description="Saved latents of a stopped run to continue, as --from does.")
-    loras: LoraFiles = Field((), description="Adapters, each FILE or FILE:SCALE, separated by ;.")
+    loras: LoraFiles = Field((), description="LoRAs: PEFT folders, or diffusers, ComfyUI or kohya files.")
     model: ModelSettings = ModelSettings()
     vae: VAESettings = VAESettings()
     text: TextInputs = TextInputs()

@@ -6,20 +6,30 @@ from itertools import pairwise
 from pathlib import PurePath
 from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from opensora_cli.core.choices import Fit, MediaFormat, Solver
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
-from opensora_cli.core.section import MAX_FRAMES, Count, FileName, Section, Share, SplitAt, Words, one_of, split_list
+from opensora_cli.core.section import (
+    MAX_FRAMES,
+    Count,
+    FileName,
+    Section,
+    Share,
+    SplitAt,
+    Words,
+    matching,
+    one_of,
+    split_list,
+)
 from opensora_cli.models.registry import ARCHITECTURES, FLUX1_DEV
 from opensora_cli.settings.components import ModelSettings, VAESettings, picture_values
-from opensora_cli.settings.enums import AspectRatio, NameFrom, ReferenceRate
+from opensora_cli.settings.enums import NameFrom, ReferenceRate
 from opensora_cli.settings.explain import either
 
 MAX_SEED = 2**62
 _FLUX = ARCHITECTURES[FLUX1_DEV].files
 _AT = re.compile(r"\s*(?P<at_s>\d+(\.\d*)?|\.\d+)\s*s\s*=(?P<prompt>.*\S.*)", re.DOTALL)
-_RESOLUTION = re.compile(r"[1-9]\d*px?")
 _OTHER_ENDINGS = frozenset(["apng", "avi", "bmp", "jpeg", "jpg", "m4v", "mkv", "mov", "mpeg", "mpg", "tiff", "webm"])
 """Endings that would otherwise become the name of a folder."""
 
@@ -27,6 +37,10 @@ _Frames = Annotated[int, Field(ge=1, le=MAX_FRAMES)]
 _Pixels = Annotated[int, Field(ge=1, le=16_384)]
 _Steps = Annotated[int, Field(ge=1, le=1000)]
 _Guidance = Annotated[float, Field(ge=0, le=100)]
+_Resolution = Annotated[str, matching(r"[1-9]\d*px?", "must be a pixel count, as in 256px or 720p")]
+_WIDE, _TALL = ("2.39:1", "2:1", "1.85:1", "16:9", "8:5", "3:2", "4:3"), ("3:4", "2:3", "5:8", "9:16", "1:1.85", "1:2")
+_RATIOS = (*_WIDE, "1:1", *_TALL, "1:2.39")
+_AspectRatio = Annotated[str, one_of(lambda: _RATIOS)]
 
 
 class PromptAt(Section):
@@ -66,11 +80,7 @@ class RefineSettings(Section):
 
     prompt: bool = Field(False, description="Rewrite the prompt with the language model at OSORA_REFINE_URL.")
     motion_score: bool = Field(False, description="Choose prompt_suffix.motion_score, from 1 to 15.")
-    instructions: str | None = Field(
-        None,
-        min_length=1,
-        description="Folder with instructions in t2v.txt, t2i.txt, i2v.txt and motion_score.txt. None means osora's.",
-    )
+    instructions: FileName | None = Field(None, description="Folder of t2v.txt, t2i.txt, i2v.txt, motion_score.txt.")
     timeout_s: float = Field(60.0, gt=0, le=3600, description="Timeout of a try in seconds.")
     tries: int = Field(3, ge=1, le=20, description="Largest number of tries.")
     original: Words | None = Field(None, description="Prompt before it was rewritten, set by that run.")
@@ -106,38 +116,28 @@ def expand_short_forms(sections: object) -> object:
 class VideoSettings(Section):
     """Shape of the video."""
 
-    resolution: str = Field("256px", description="Pixel count; 256px means 256 x 256 pixels.")
-    aspect_ratio: AspectRatio = Field(AspectRatio.WIDE_16_9, description="Width to height.")
+    resolution: _Resolution = Field("256px", description="Pixel count; 256px means 256 x 256 pixels.")
+    aspect_ratio: _AspectRatio = Field("16:9", description=f"Width to height: {', '.join(_RATIOS)}.")
     height: _Pixels | None = Field(None, description="Height in pixels, instead of resolution. Needs width.")
     width: _Pixels | None = Field(None, description="Width in pixels, instead of resolution. Needs height.")
     num_frames: _Frames = Field(129, description="Frames; 1: a picture.")
     fps: int = Field(24, ge=1, le=240, description="Frames per second.")
     resolutions: tuple[str, ...] = Field(("256px", "768px"), min_length=1, description="Resolutions of the model.")
-    aspect_ratios: tuple[AspectRatio, ...] = Field(
-        tuple(AspectRatio), min_length=1, description="Aspect ratios of the model."
-    )
+    aspect_ratios: tuple[_AspectRatio, ...] = Field(_RATIOS, min_length=1, description="Aspect ratios of the model.")
     max_frames: _Frames = Field(129, description="Largest number of frames that the model supports.")
     extend: int = Field(0, ge=0, le=100, description="Segments after the first; each continues the one before.")
     causal_lengths: bool = Field(False, description="Count latent frames as a causal autoencoder does.")
 
-    @field_validator("resolution")
-    @classmethod
-    def _resolution_is_a_size(cls, value: str) -> str:
-        if not _RESOLUTION.fullmatch(value):
-            meant = f": did you mean {value}px?" if value.isdigit() else ""
-            raise ValueError(f"video.resolution={value} must be a pixel count, as in 256px or 720p{meant}")
-        return value
-
     def rules(self) -> Iterator[str]:
-        for name, value, other in (("height", self.height, "width"), ("width", self.width, "height")):
-            if value is not None and getattr(self, other) is None:
+        for name, other in (("height", "width"), ("width", "height")):
+            if (value := getattr(self, name)) is not None and getattr(self, other) is None:
                 yield f"video.{name}={value} must come with video.{other}: set both, or neither"
 
 
 class DraftSettings(Section):
     """Smaller video that is made first. The video starts from it instead of noise."""
 
-    resolution: str | None = Field(None, description="Make a draft of this pixel count first. None: no draft.")
+    resolution: _Resolution | None = Field(None, description="Make a draft of this pixel count first. None: no draft.")
     strength: float = Field(0.7, gt=0, lt=1, description="Start of sampling, from 1 (noise) to 0 (the draft).")
 
 
@@ -149,11 +149,11 @@ class ConditionSettings(Section):
         description=f"Condition mode: {', '.join(CONDITION_MODES)}. None: by the references.",
     )
     # File names may have commas.
-    references: Annotated[tuple[str, ...], SplitAt(";")] = Field((), description="Pictures or videos, separated by ;.")
+    references: Annotated[tuple[str, ...], SplitAt(";")] = Field((), description="Pictures or videos to start from.")
     continued: int | None = Field(None, ge=0, le=10**6, description="Frames of the reference in the result; 0: all.")
     fit: Fit = Field(Fit.CROP, description="How a reference of another shape is fitted to the video.")
     ref_fps: ReferenceRate = Field(
-        ReferenceRate.KEEP, description="Frames of a reference video with another frame rate: keep, or match."
+        ReferenceRate.KEEP, description="Frames of a reference of another rate: keep or match."
     )
     video_latent_frames: _Frames = Field(8, description="Latent frames of a v2v reference, after the first.")
     seamless: bool = Field(False, description="Drop the last frame of i2v_loop, which equals the first.")
@@ -178,7 +178,7 @@ class PictureSettings(Section):
 
     first: bool = Field(False, description="Make a picture first, and use it as the first frame.")
     save: bool = Field(False, description="Keep the picture beside the video as NAME.picture.png.")
-    resolution: str = Field("768px", description="Pixel count, in the shape of the video or the nearest.")
+    resolution: _Resolution = Field("768px", description="Pixel count, in the shape of the video or the nearest.")
     own_model: bool = Field(False, description="Make the picture with the video's model.")
     model: ModelSettings = Field(ModelSettings(), description="Name and sizes of the transformer.")
     vae: VAESettings = Field(VAESettings(), description="Autoencoder.")
@@ -216,9 +216,7 @@ class SamplingSettings(Section):
         description="Reuse block outputs while the relative L2 change of the latents stays below this. 0: never.",
     )
     temporal_image_scaling: bool = Field(True, description="Increase reference guidance along i2v videos.")
-    guidance_interval: tuple[Share, Share] = Field(
-        (0.0, 1.0), description="Lowest and highest time, from 0 (video) to 1 (noise), of guided steps."
-    )
+    guidance_interval: tuple[Share, Share] = Field((0.0, 1.0), description="Guided times, from 0 (video) to 1 (noise).")
     flow_shift: float | None = Field(None, ge=0.001, le=1000, description="Shift of the timesteps. None: by size.")
     seed: int = Field(42, ge=0, le=MAX_SEED, description="Seed of the noise. Sample i uses seed + i.")
     num_samples: int = Field(1, ge=1, le=10_000, description="Number of videos.")
@@ -256,10 +254,7 @@ class OutputSettings(Section):
 
     path: FileName = Field("samples", description="Folder, or file to write.")
     format: MediaFormat | None = Field(None, description="File format. None: by the name, else mp4, or png.")
-    name_from: NameFrom = Field(
-        NameFrom.SEED,
-        description="Names of results in a folder: seed (short prompt and seed) or prompt (full prompt and number).",
-    )
+    name_from: NameFrom = Field(NameFrom.SEED, description="Names by seed (sea_seed42) or prompt (raining, sea-0).")
     overwrite: bool = Field(False, description="Replace existing files.")
     metadata: bool = Field(True, description="Write prompt, seed and settings into and beside the file.")
     last_frame: bool = Field(False, description="Keep the last frame of a video as NAME.last.png.")

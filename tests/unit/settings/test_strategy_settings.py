@@ -94,7 +94,11 @@ def test_degrees_that_contradict_each_other(given: dict[str, int], message: str)
             "the 2 heads of a device: use .*ring",
         ),
         ("hybrid", {**ULYSSES, "compression": "fp8"}, "compression=fp8 would round gradients by up to 1/16"),
-        ("hybrid", {**ULYSSES, "all_to_all": "hierarchical"}, "1 machine of 4 devices does not give: use direct, or "),
+        (
+            "hybrid",
+            {**ULYSSES, "all_to_all": "hierarchical"},
+            "ulysses_degree=4 into equal parts of 4 devices: use direct, or ",
+        ),
     ],
 )
 def test_broken_rules(strategy: str, parallel: dict[str, Any], problem: str) -> None:
