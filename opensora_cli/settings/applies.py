@@ -193,6 +193,7 @@ TRAIN = (
     *VAE,
     _typed("train_vae", lambda s: not s.trains_transformer, "with target={s.target}: use target=vae"),
     _typed("train_distill", lambda s: s.objective.has_teacher, "with target={s.target}: use target=distill"),
+    Applies("train_mmdit.masked_loss", lambda s: not s.objective.has_teacher, "with target={s.target}: drop it"),
     _typed(
         "train_distill.critic_steps train_distill.critic_learning_rate",
         lambda s: s.objective.has_critic or not s.objective.has_teacher,

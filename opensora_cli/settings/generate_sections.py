@@ -116,8 +116,8 @@ def expand_short_forms(sections: object) -> object:
 class VideoSettings(Section):
     """Shape of the video."""
 
-    resolution: _Resolution = Field("256px", description="Pixel count; 256px means 256 x 256 pixels.")
-    aspect_ratio: _AspectRatio = Field("16:9", description=f"Width to height: {', '.join(_RATIOS)}.")
+    resolution: _Resolution = Field("256px", description="Pixel count of a square, as in 768px.")
+    aspect_ratio: _AspectRatio = Field("16:9", description="Width to height.")
     height: _Pixels | None = Field(None, description="Height in pixels, instead of resolution. Needs width.")
     width: _Pixels | None = Field(None, description="Width in pixels, instead of resolution. Needs height.")
     num_frames: _Frames = Field(129, description="Frames; 1: a picture.")
@@ -234,8 +234,6 @@ class SamplingSettings(Section):
                 f"sampling.guidance_interval={lowest:g},{highest:g} must be two times from 0 (video) to 1 (noise), the "
                 "lower one first: 0.2,0.9"
             )
-        if self.step_cache and self.solver is Solver.HEUN:
-            yield f"sampling.step_cache={self.step_cache:g} does not go with sampling.solver=heun: use ab2"
         times = self.timesteps
         if times is None:
             return
@@ -282,8 +280,6 @@ class OutputSettings(Section):
             yield (
                 f"output.format={self.format} must agree with the ending of output.path={self.path}: drop one of them"
             )
-        if self.explore and not self.save_latents:
-            yield "output.explore=true saves latents to continue from: drop output.save_latents=false"
         if _ending(self.path) in _OTHER_ENDINGS:
             yield (
                 f"output.path={self.path} must end in {either([f'.{known}' for known in MediaFormat])} to be a file: "

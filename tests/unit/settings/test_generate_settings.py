@@ -41,10 +41,6 @@ def test_settings_survive_json() -> None:
         ),
         ({"video.causal_lengths": True}, "has no effect with vae.kind=hunyuan, which is causal: drop it"),
         (
-            {"video.extend": 1, "video.num_frames": 1},
-            "video.extend=1 continues a video, and video.num_frames=1 makes a picture: drop --extend, or ask",
-        ),
-        (
             {"video.extend": 2, "video.num_frames": 33},
             "video.num_frames=33 leaves nothing to make, since video.extend=2 gives 9 latent frames: use at least 37",
         ),
@@ -71,10 +67,6 @@ def test_settings_survive_json() -> None:
             "prompts_at=1s=snow has no effect, since no segment begins between then and the next",
         ),
         ({"draft.strength": 0.5}, "draft.strength=0.5 has no effect without draft.resolution: give --draft-res, too"),
-        (
-            {"draft.resolution": "256px", "sampling.num_inference_steps": 1},
-            "draft.resolution=256px leaves nothing to sampling.num_inference_steps=1: use 2 or more",
-        ),
         ({"video.resolution": "256"}, "video.resolution=256 must be a pixel count, as in 256px or 720p"),
         ({"video.height": 256}, "video.height=256 must come with video.width"),
         ({"video.height": 256, "video.width": 8}, "video.width=8 must be a multiple of 16: use 16"),
@@ -94,10 +86,6 @@ def test_settings_survive_json() -> None:
             {"sampling.mean_guidance_of": 50, "sampling.text_oscillation": False, "sampling.image_oscillation": False},
             "sampling.mean_guidance_of=50 has no effect on guidance that does not oscillate",
         ),
-        (
-            {"sampling.step_cache": 0.2, "sampling.solver": "heun"},
-            "sampling.step_cache=0.2 does not go with sampling.solver=heun: use ab2",
-        ),
         ({"runtime.device": "gpu"}, "runtime.device=gpu must be auto, cpu, cuda or cuda:N"),
         (
             {"precision.tf32": "true", "runtime.device": "cpu"},
@@ -111,7 +99,7 @@ def test_settings_survive_json() -> None:
         ({"condition.mode": "i2v_head"}, "condition.mode=i2v_head needs a reference: give the picture with --ref"),
         (
             {"condition.mode": "i2v_tail", "condition.references": "a.png;b.png"},
-            "condition.mode=i2v_tail takes 1 reference, and 2 files are given: drop some",
+            "condition.mode=i2v_tail takes at most 1, and 2 files are given: drop some",
         ),
         (
             {"condition.mode": "v2v_head", "condition.references": "a.mp4", "video.num_frames": 33},
@@ -127,7 +115,6 @@ def test_settings_survive_json() -> None:
             "condition.mode=i2v_head does not continue a video",
         ),
         ({"condition.continued": 0}, "condition.continued needs 1 reference, and 0 files are given: use --continue"),
-        ({"condition.continued": 0, "condition.seamless": True}, "does not go with condition.seamless=true"),
         (
             {"output.path": "a.mp4", "output.format": "gif"},
             "output.format=gif must agree with the ending of output.path=a.mp4: drop one of them",
@@ -150,10 +137,10 @@ def test_broken_rule_of_the_released_model(changes: dict[str, object], message: 
     [
         (
             {"video.resolution": "768px"},
-            "video.resolution=768px is not a size of the demo model: use 128px, or get the released model: "
+            "video.resolution=768px does not suit the demo model: use 128px, or get the released model: "
             "osora ckpt download open-sora-v2",
         ),
-        ({"video.aspect_ratio": "16:9"}, "video.aspect_ratio=16:9 is not one of the demo model: use 1:1"),
+        ({"video.aspect_ratio": "16:9"}, "video.aspect_ratio=16:9 does not suit the demo model: use 1:1"),
         ({"video.num_frames": 129}, "at most 33 with the demo model: use 33"),
     ],
 )
@@ -202,7 +189,7 @@ def test_latent_frames_of_high_compression(changes: dict[str, object], num_laten
     ("changes", "message"),
     [
         ({"video.num_frames": 5}, "video.num_frames=5 must be 1 with the flux1-dev model, which makes pictures"),
-        ({"video.resolution": "512px"}, "is not a size of the flux1-dev model: use 256px, 768px or 1024px"),
+        ({"video.resolution": "512px"}, "does not suit the flux1-dev model: use 256px, 768px or 1024px"),
         (
             {**PICTURE, "video.num_frames": 1},
             "condition.mode=i2v_head needs a model that takes references (model.cond_embed=true): use t2v",
@@ -217,10 +204,6 @@ def test_broken_rule_of_pictures(changes: dict[str, object], message: str) -> No
     ("changes", "message"),
     [
         ({"picture.save": True}, "picture.save=true has no effect without picture.first=true: give --t2i2v, too"),
-        (
-            {"picture.first": True, "condition.references": ("a.png",)},
-            "picture.first=true makes the reference, and 1 file is given: drop --t2i2v or --ref",
-        ),
         (
             {"picture.first": True, "condition.mode": "t2v"},
             "condition.mode=t2v takes no picture, and picture.first=true makes one: use i2v_head, i2v_tail or i2v_loop",

@@ -37,5 +37,5 @@ def test_unknown_resolution_starts_from_the_first_preset_of_a_model(model: str, 
     if resolution in (None, *own.video.resolutions):
         assert load_generate_settings(GenerateRequest(overrides=overrides), model=model) == own
     else:
-        with pytest.raises(RequestError, match=f"{resolution} (is not a size of the {model} model|must be a pixel)"):
+        with pytest.raises(RequestError, match=f"{resolution} (does not suit the {model} model|must be a pixel)"):
             load_generate_settings(GenerateRequest(overrides=overrides), model=model)

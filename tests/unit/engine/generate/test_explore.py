@@ -124,7 +124,7 @@ def test_a_plan_counts_the_steps_of_explored_seeds(world, tmp_path):
     ("changes", "problem"),
     [
         ({"sampling__stop_at": None}, "output.explore=true needs sampling.stop_at"),
-        ({"output__save_latents": "false"}, "drop output.save_latents=false"),
+        ({"output__save_latents": "false"}, "needs output.save_latents: use true"),
     ],
 )
 def test_contradictions_are_refused(world, tmp_path, changes, problem):
