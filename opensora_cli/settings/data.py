@@ -38,32 +38,19 @@ def _read_table(value: object) -> object:
     return table
 
 
-def _check_lengths(value: object) -> object:
-    if not isinstance(value, Mapping) or not value:
-        raise rule_error("must be numbers of frames, each with its bucket, as in {33: [1.0, 2]}")
-    return value
-
-
 def _check_pair(value: object) -> object:
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise rule_error("must be [probability, batch size], as in [1.0, 2]")
     return value
 
 
-_Lengths = Annotated[
-    dict[_Length, Annotated[BucketSettings, BeforeValidator(_check_pair)]], BeforeValidator(_check_lengths)
-]
+_Lengths = Annotated[dict[_Length, Annotated[BucketSettings, BeforeValidator(_check_pair)]], Field(min_length=1)]
 BucketTable = Annotated[dict[_Resolution, _Lengths], BeforeValidator(_read_table)]
 """Resolution -> frames -> (probability, batch size)."""
 
 RELEASED_BUCKETS: BucketTable = {
-    "256px": {
-        1: BucketSettings(1.0, 50),
-        33: BucketSettings(1.0, 12),
-        65: BucketSettings(1.0, 6),
-        129: BucketSettings(1.0, 3),
-    },
-    "768px": {1: BucketSettings(1.0, 13), 33: BucketSettings(1.0, 2)},
+    "256px": {length: BucketSettings(1.0, size) for length, size in ((1, 50), (33, 12), (65, 6), (129, 3))},
+    "768px": {length: BucketSettings(1.0, size) for length, size in ((1, 13), (33, 2))},
 }
 """Buckets of the reference implementation."""
 
@@ -72,11 +59,7 @@ class DataSettings(Section):
     """Clips, sorted into buckets of one size."""
 
     table: FileName | None = Field(None, description="CSV or parquet table of clips. None: clips of a program.")
-    buckets: BucketTable = Field(
-        RELEASED_BUCKETS,
-        min_length=1,
-        description=f"{{resolution: {{frames: [probability, batch size]}}}}, as in {_EXAMPLE}.",
-    )
+    buckets: BucketTable = Field(RELEASED_BUCKETS, min_length=1, description=f"Buckets of clips, as in {_EXAMPLE}.")
     fps_max: float = Field(24.0, gt=0, le=1000, description="Largest frame rate. Faster videos lose frames.")
     fit: Fit = Field(Fit.CROP, description="How frames of another shape are fitted to their bucket.")
     workers: int = Field(2, ge=0, le=256, description="Processes that read clips. 0: the training process.")
@@ -92,16 +75,11 @@ class DataSettings(Section):
 
     def length_problems(self, grid: LatentGrid) -> list[str]:
         """Return one line for each length that the autoencoder cannot reconstruct."""
-        problems = []
-        for length in self.lengths():
-            if (below := grid.longest_clip(length)) != length:
-                above = length + 1
-                while grid.longest_clip(above) != above:
-                    above += 1
-                problems.append(
-                    f"data.buckets: clips of {length} frames do not suit vae.kind: use {below} or {above} frames"
-                )
-        return problems
+        return [
+            f"data.buckets: clips of {length} frames do not suit vae.kind: use {below} frames"
+            for length in self.lengths()
+            if (below := grid.longest_clip(length)) != length
+        ]
 
 
 TableFile = Annotated[FileName, ending(".csv", ".parquet")]

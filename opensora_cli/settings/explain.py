@@ -33,6 +33,7 @@ _RULES = {
     "too_long": "must have at most {max_length} values",
     "too_short": "must have at least {min_length} values",
     "tuple_type": "must be a list",
+    "dict_type": "must be a mapping",
 }
 _OF_KEYS = {
     "extra_forbidden": "is not a setting",

@@ -93,17 +93,14 @@ def load_vae_settings(
 def _read(schema: type[EncodeSettings], file: ConfigFile, report: Callable[[str], None]) -> dict[str, Given]:
     """Return the settings in a file over those in the entry of the model that it names."""
     path, values = file.path, dict(read_settings(file, read_reference_autoencoder, report))
-    is_trained = "target" in values
-    model = values.get("model") if is_trained else values.pop("model", None)
+    model, is_trained = values.pop("model", None), "target" in values
+    is_name = isinstance(model, Mapping) and (is_trained or model.keys() == {"name"})
+    name = str(model.get("name")) if isinstance(model, Mapping) and is_name else ""
     below: dict[str, Given] = {}
-    name = ""
-    if isinstance(model, Mapping) and (is_trained or model.keys() == {"name"}):
-        name = str(model.get("name"))
     if name in ARCHITECTURES:
         entry, packaged = settings_of(name), ARCHITECTURES[name].is_packaged
         weights = {"file": entry["files"]["vae"], "hub_repo": None if packaged else entry["files"]["hub_repo"]}
-        sections = {"vae": entry["vae"]} if is_trained else {"vae": entry["vae"], "weights": weights}
-        below = read_sections(schema, sections, source=name)
+        below = read_sections(schema, {"vae": entry["vae"], "weights": {} if is_trained else weights}, source=name)
     elif model is not None and not is_trained:
         raise RequestError(f"model={model} (from {path}) must be the name of one of {', '.join(ARCHITECTURES)}")
     if is_trained:

@@ -39,7 +39,7 @@ def test_settings_survive_json() -> None:
             "video.num_frames=130 must be a multiple of 4, plus 1, and at most 129 with the open-sora-v2 model: "
             "use 129",
         ),
-        ({"video.causal_lengths": True}, "has no effect with vae.kind=hunyuan, which is causal: drop it"),
+        ({"video.causal_lengths": True}, "has no effect with the causal hunyuan: drop it"),
         (
             {"video.extend": 2, "video.num_frames": 33},
             "video.num_frames=33 leaves nothing to make, since video.extend=2 gives 9 latent frames: use at least 37",
@@ -203,7 +203,7 @@ def test_broken_rule_of_pictures(changes: dict[str, object], message: str) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"picture.save": True}, "picture.save=true has no effect without picture.first=true: give --t2i2v, too"),
+        ({"picture.save": True}, "picture.save=true has no effect without picture.first: give --t2i2v, too"),
         (
             {"picture.first": True, "condition.mode": "t2v"},
             "condition.mode=t2v takes no picture, and picture.first=true makes one: use i2v_head, i2v_tail or i2v_loop",

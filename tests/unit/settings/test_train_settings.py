@@ -129,7 +129,7 @@ class TestFindRecipe:
             "precision.tf32=false has no effect with device=cpu: use none",
         ),
         ("vae_hunyuan", {"parallel__devices": "1", "device": "xpu"}, "picks GPUs, and device=xpu is none"),
-        ("vae_hunyuan", {"data__buckets": "{64px: {16: [1, 1]}}"}, "16 frames do not suit vae.kind: use 13 or 17"),
+        ("vae_hunyuan", {"data__buckets": "{64px: {16: [1, 1]}}"}, "16 frames do not suit vae.kind: use 13"),
         ("demo_lora", {"data__table": "none", "data__fps_max": "3"}, "fps_max=3 (from --set) has no effect without"),
         (
             "demo_lora",
