@@ -106,11 +106,8 @@ def _show_version(wanted: bool) -> None:
 _ABOUT = """Run, train, measure and convert Open-Sora 2.0.
 
 Examples:
-
   osora generate "raining, sea"
-
   osora generate "the boat turns around" --ref boat.png --out boat.mp4
-
   osora train --config demo_lora
 """
 _VERSION = typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")

@@ -23,11 +23,8 @@ def bench_comm(settings: BenchCommSettings, call: Call) -> None:
     Exits with 4 if a single element arrives wrong. On CPUs it shows that collectives work, not how fast.
 
     Examples:
-
       osora bench-comm --gpus 8
-
       osora bench-comm --gpus 2 --device cpu --max-bytes 64KiB
-
       osora bench-comm --gpus 4 --scaling strong --plot links.png
     """
     csv = "--csv" in call.given

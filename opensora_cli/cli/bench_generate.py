@@ -25,11 +25,8 @@ def bench_generate(given: Layer, call: Call) -> None:
     seconds had no effect.
 
     Examples:
-
       osora bench-generate
-
       osora bench-generate "raining, sea" --try euler-15 --try ab2-15
-
       osora bench-generate --try sampling.guidance_interval=0.2,0.9
     """
     from opensora_cli.engine.generate.request import refuse_early, resolve

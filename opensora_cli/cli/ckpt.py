@@ -37,11 +37,8 @@ def convert(settings: ConvertSettings, call: Call) -> None:
     torch.distributed.checkpoint folders, and the checkpoints of osora train.
 
     Examples:
-
       osora ckpt convert runs/demo transformer.safetensors --select ema
-
       osora ckpt convert flux1-dev.safetensors flux-split --qkv split --rotary half
-
       osora ckpt convert large.safetensors small.safetensors --dtype fp8_e4m3
     """
     _refuse_early(settings, settings.source)
@@ -55,11 +52,8 @@ def inspect(settings: InspectSettings, call: Call) -> None:
     """Print a summary of a checkpoint: format, names, sizes, dtypes, metadata and the model.
 
     Examples:
-
       osora ckpt inspect ckpts/Open_Sora_v2.safetensors
-
       osora ckpt inspect ckpts/Open_Sora_v2.safetensors --all
-
       osora ckpt inspect runs/demo --select ema --only '*.bias'
     """
     require_there(settings.path)
@@ -73,7 +67,6 @@ def verify(settings: VerifySettings, call: Call) -> None:
     """Check that weights are complete and finite; exit with 3 if they are not.
 
     Examples:
-
       osora ckpt verify ckpts/Open_Sora_v2.safetensors --preset open-sora-v2
     """
     require_there(settings.path)
@@ -90,9 +83,7 @@ def diff(settings: DiffSettings, call: Call) -> None:
     and B may have different formats.
 
     Examples:
-
       osora ckpt diff weights.safetensors weights.pt
-
       osora ckpt diff fp32.safetensors bf16.safetensors --rtol 0.01
     """
     require_there(settings.first, settings.second)
@@ -106,9 +97,7 @@ def merge_lora(settings: MergeLoraSettings, call: Call) -> None:
     """Merge a LoRA adapter into the weights that it was trained for.
 
     Examples:
-
       osora ckpt merge-lora Open_Sora_v2.safetensors my-adapter merged.safetensors
-
       osora ckpt merge-lora merged.safetensors my-adapter base.safetensors --unmerge
     """
     _refuse_early(settings, settings.base, settings.adapter)
@@ -124,9 +113,7 @@ def download(settings: DownloadSettings, call: Call) -> None:
     An interrupted download continues where it stopped. HF_ENDPOINT and HF_TOKEN are respected.
 
     Examples:
-
       osora ckpt download open-sora-v2 --dry-run
-
       osora ckpt download open-sora-v2
     """
     with call.loading():

@@ -20,11 +20,8 @@ def scan(settings: ScanSettings, call: Call) -> None:
     skipped, and the exit code is 5.
 
     Examples:
-
       osora data scan clips
-
       osora data scan clips --deep
-
       osora data scan clips -o clips.parquet --workers 16
     """
     require_there(settings.folder)
@@ -38,7 +35,6 @@ def shard(settings: ShardSettings, call: Call) -> None:
     """Split a table into parts of equally many rows, beside it.
 
     Examples:
-
       osora data shard clips.csv --parts 8
     """
     require_there(settings.table)
@@ -52,7 +48,6 @@ def preview(settings: PreviewSettings, call: Call) -> None:
     """Make a contact sheet of a table: frames, captions, sizes and buckets.
 
     Examples:
-
       osora data preview clips.csv -o sheet.png
     """
     require_there(settings.table)
@@ -77,9 +72,7 @@ def cache(given: Layer, call: Call) -> None:
     its autoencoder, text encoders and settings: others are refused.
 
     Examples:
-
       osora data cache --config demo_lora
-
       osora data cache --config stage1 --table clips.csv -o clips_cache
     """
     settings = train.load_settings(given, call)

@@ -21,11 +21,8 @@ def env_check(settings: EnvCheckSettings, call: Call) -> None:
     Exits with 4 if something prevents a run.
 
     Examples:
-
       osora env-check
-
       osora env-check Dockerfile train.sh
-
       eval "$(osora env-check --profile local --export)"
     """
     export = "--export" in call.given

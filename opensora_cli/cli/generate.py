@@ -26,20 +26,11 @@ def generate(given: dict[str, Given], call: Call) -> None:
     """Make a video from a prompt, and from pictures or videos if given.
 
     Examples:
-
       osora generate "raining, sea"
-
       osora generate "the boat turns around" --ref boat.png --out boat.mp4
-
       osora generate "the boat turns around" --continue boat.mp4
-
       osora generate --from samples/raining-sea_seed42.mp4 --seed 7
     """
-    if "--list-presets" in call.given:
-        from opensora_cli.engine.listings import describe_presets
-
-        call.show(describe_presets())
-        return
     sidecar = None
     if sources := [label for label in _FROM if label in call.given]:
         call.refuse(sources[1:], beside=sources[0])
@@ -58,9 +49,7 @@ def generate(given: dict[str, Given], call: Call) -> None:
         given["output.explore"] = Given(True, "--explore")
         given["sampling.num_samples"] = Given(call.given["--explore"], "--explore")
         given["sampling.stop_at"] = Given(call.given["--explore-steps"], "--explore-steps")
-    request = generate_request(
-        given, assignments=call.assignments, saved=sidecar, config=call.config, on=call.value("--on", str)
-    )
+    request = generate_request(given, assignments=call.assignments, saved=sidecar, config=call.config, on=call.planned)
     if request.on is not None and request.find("prompt") is None:
         request = replace(request, overrides={**request.overrides, "prompt": Given(ANY_PROMPT, "--on")})
     context, dry_run = find_context(os.environ), "--dry-run" in call.given
@@ -138,7 +127,6 @@ _OWN_ROWS = {
     "--from": Option(kind=Path, metavar="FILE", help="Continue a result or its latents.", is_common=True),
     **dict.fromkeys(_FROM[1:], Option(kind=Path, metavar="FILE", help="Other name of --from.")),
     VERBOSE: Option("", OUTPUT, "Show every stage, and how the video is made on this machine.", "", bool, short="-v"),
-    "--list-presets": Option(kind=bool, help="List the presets, as osora presets does."),
     "--dry-run": Option(kind=bool, help="Print the plan and whether it fits.", is_common=True),
     "--on": ON,
     "--prompts": Option("", PROMPT, "Make each row of a .txt, .csv, .jsonl or .parquet.", "FILE", Path, is_common=True),

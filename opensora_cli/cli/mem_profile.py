@@ -6,7 +6,6 @@ from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import ON, config_row, make_command, set_row
 from opensora_cli.core import device_names
 from opensora_cli.settings.flags import Option
-from opensora_cli.settings.hardware import read_machine
 from opensora_cli.settings.tools import MemProfileSettings, profiled_settings, require_profile
 
 _FILES = "Files"
@@ -18,17 +17,12 @@ def mem_profile(settings: MemProfileSettings, call: Call) -> None:
     Needs no weights: random weights of the same sizes take the same memory. Stages that do not fit are only predicted.
 
     Examples:
-
       osora mem-profile
-
       osora mem-profile --config demo_lora --compare --plot memory.png
-
       osora mem-profile --config 768px --json
-
       osora mem-profile --config stage1 --on 8xH100
     """
-    name = call.value("--on", str)
-    machine = None if name is None else read_machine(name)
+    machine = call.planned
     if machine is not None:
         call.refuse(("--device", "--compare", "--snapshot"), beside="--on, which measures nothing")
     what = profiled_settings(

@@ -18,9 +18,7 @@ def show(settings: InspectSettings, call: Call) -> None:
     FILE is a video or picture, its sidecar, a saved state, latents, weights, or a folder of a training run.
 
     Examples:
-
       osora show samples/raining-sea_seed42.mp4
-
       osora show runs/demo --json
     """
     from opensora_cli.engine.show import Shown, run_settings, show_recorded
@@ -48,9 +46,7 @@ def gallery(settings: GallerySettings, call: Call) -> None:
     Videos play under the pointer. The page names them by relative paths: move it together with the folder.
 
     Examples:
-
       osora gallery samples
-
       osora gallery serve --output results.html
     """
     require_there(settings.folder)
@@ -65,9 +61,7 @@ def presets(given: Layer, call: Call) -> None:
     A preset is the --config of osora generate.
 
     Examples:
-
       osora presets
-
       osora presets --json
     """
     call.show(describe_presets())

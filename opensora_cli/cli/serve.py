@@ -19,13 +19,9 @@ def serve(settings: ServeSettings, call: Call) -> None:
     The page is at http://127.0.0.1:8000, the API at /v1, its description at /docs.
 
     Examples:
-
       osora serve
-
       osora serve --model open-sora-v2 --set memory.offload=blocks --folder videos
-
       osora serve --host 0.0.0.0 --token-file token.txt --groups 8
-
       osora serve --gpus 8
     """
     given = {"parallel.gpus": Given(call.given["--gpus"], "--gpus")} if "--gpus" in call.given else {}

@@ -11,7 +11,7 @@ from opensora_cli.engine.encode.inputs import require_tables
 from opensora_cli.engine.listings import describe_recipes
 from opensora_cli.engine.train.early import Resume, check_output, refuse_early, warn_of_missing_inputs
 from opensora_cli.settings.flags import MACHINE, Option
-from opensora_cli.settings.hardware import PlannedMachine, read_machine
+from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.layers import Layer, collect_overrides
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
@@ -22,17 +22,11 @@ def train(given: Layer, call: Call) -> None:
     """Train a part of the video model: the transformer, an adapter for it, or an autoencoder.
 
     Examples:
-
       osora train --config demo_lora
-
       osora train --config demo_lora --resume
-
       osora train --list
-
       osora train --new clips
-
       osora train --config demo_lora --gpus 4 --set strategy=zero2
-
       osora train --plot curves.png runs/first runs/second
     """
     if "--list" in call.given:
@@ -91,8 +85,7 @@ def _run(given: Layer, call: Call) -> None:
         raise RequestError("--allow-older has no effect with --resume-from, which names the checkpoint: drop it")
     call.require("--dry-run", beside="--on")
     call.require("--resume", beside="--allow-older")
-    name = call.value("--on", str)
-    machine = None if name is None else read_machine(name)
+    machine = call.planned
     settings = load_settings(given, call, machine=machine)
     resumes = "--resume" in call.given or folder is not None
     resume = Resume(folder=folder, allow_older=allow_older) if resumes else None

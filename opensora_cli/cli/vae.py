@@ -17,11 +17,8 @@ def reconstruct(given: Layer, call: Call) -> None:
     The original is on the left. Sizes are cropped to multiples that the autoencoder supports.
 
     Examples:
-
       osora vae reconstruct boat.mp4 house.png
-
       osora vae reconstruct boat.mp4 --config hunyuan --weights ckpts -o compared
-
       osora vae reconstruct boat.mp4 --config runs/vae/settings.json
     """
     settings = _settings(ReconstructSettings, given, call)
@@ -38,9 +35,7 @@ def stats(given: Layer, call: Call) -> None:
     to multiples that the autoencoder supports. Writes nothing.
 
     Examples:
-
       osora vae stats clips/ house.png
-
       osora vae stats clips/ --config runs/vae/settings.json --json
     """
     settings = _settings(EncodeSettings, given, call)

@@ -42,7 +42,10 @@ class Option(NamedTuple):
 
 _File = str | os.PathLike[str]
 _Files = _File | Sequence[_File]
-_Text, _Int, _Float, _Bool = str | None, int | str | None, float | str | None, bool | None
+_Text = str | None
+_Int = int | str | None
+_Float = float | str | None
+_Bool = bool | None
 
 
 class Flags(TypedDict, total=False):

@@ -170,13 +170,13 @@ def _size_problems(settings: GenerateSettings) -> Iterator[str]:
                 yield f"video.{side}={value} must be a multiple of {multiple}: use {either(fitting)}"
         return
     fix = f", or get the released model: {components.DOWNLOAD_COMMAND}" if name == DEMO else ""
-    for key, value, known, more in (
+    for key, asked, known, more in (
         ("video.resolution", video.resolution, video.resolutions, fix),
         ("video.aspect_ratio", video.aspect_ratio, video.aspect_ratios, ""),
         ("draft.resolution", settings.draft.resolution, video.resolutions, ""),
     ):
-        if value is not None and value not in known:
-            yield f"{key}={value} does not suit the {name} model: use {either(known)}{more}"
+        if asked is not None and asked not in known:
+            yield f"{key}={asked} does not suit the {name} model: use {either(known)}{more}"
 
 
 def _length_problems(settings: GenerateSettings) -> Iterator[str]:

@@ -165,8 +165,8 @@ def all_keys(schema: type[Section]) -> tuple[str, ...]:
     keys: list[str] = []
     for name, field in schema.model_fields.items():
         kind = field.annotation
-        is_section = isinstance(kind, type) and issubclass(kind, Section)
-        keys += [f"{name}.{key}" for key in all_keys(kind)] if is_section else [name]
+        inside = all_keys(kind) if isinstance(kind, type) and issubclass(kind, Section) else ()
+        keys += [f"{name}.{key}" for key in inside] or [name]
     return tuple(keys)
 
 

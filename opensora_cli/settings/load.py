@@ -200,7 +200,7 @@ def generate_request(
     saved: Path | SavedSettings | None = None,
     config: Path | ConfigFile | None = None,
     environment: Mapping[str, str] = os.environ,
-    on: "str | PlannedMachine | None" = None,
+    on: "PlannedMachine | None" = None,
 ) -> GenerateRequest:
     """Return the settings from all sources, as the command line and Python programs name them.
 
@@ -211,17 +211,13 @@ def generate_request(
         saved: Sidecar of an earlier run, or its settings.
         config: Preset by name, YAML file, or `.py` file of the reference implementation.
         environment: Variables, of which those of osora are settings.
-        on: Machine that a dry run plans for, as in `8xH100`.
+        on: Machine that a dry run plans for.
 
     Raises:
-        RequestError: A key is unknown, an assignment is wrong, or there is no such machine.
+        RequestError: A key is unknown, or an assignment is wrong.
         FileProblem: A file of settings or the sidecar is missing or broken.
     """
     overrides = {**(below or {}), **collect_overrides(GenerateSettings, given or {}, assignments)}
-    if isinstance(on, str):
-        from opensora_cli.settings.hardware import read_machine
-
-        on = read_machine(on)
     if on is not None:
         overrides = {**on.counts(overrides), **overrides}
     if isinstance(saved, Path):

@@ -142,12 +142,11 @@ def test_list_recipes(osora) -> None:
 PRESETS = ["256px", "768px", "demo", "flux1_dev", "high_compression", "t2i2v_256px", "t2i2v_768px"]
 
 
-@pytest.mark.parametrize("words", [["presets"], ["generate", "--list-presets"]])
-def test_list_presets(words: list[str], osora) -> None:
-    captured = osora(*words)
+def test_list_presets(osora) -> None:
+    captured = osora("presets")
     assert [line.split(":")[0] for line in captured.out.splitlines() if not line.startswith(" ")] == PRESETS
     assert captured.err == ""
-    document = json.loads(osora(*words, "--json").out)
+    document = json.loads(osora("presets", "--json").out)
     assert document["schema"] == "osora.presets/2"
     assert [preset["name"] for preset in document["presets"]] == PRESETS
     for preset in document["presets"]:
