@@ -24,18 +24,12 @@ class WeightDType(StrEnum):
     @property
     def is_fp8(self) -> bool:
         """Whether the type has 8 bits."""
-        return self in (WeightDType.FP8_E4M3, WeightDType.FP8_E5M2)
+        return self.startswith("fp8")
 
 
 _Sha256 = Annotated[str, matching("(?i)[0-9a-f]{64}", "must be 64 hexadecimal digits")]
-_FORMAT_OF_ENDING = {
-    ".safetensors": Format.SAFETENSORS,
-    ".pt": Format.TORCH,
-    ".pth": Format.TORCH,
-    ".bin": Format.TORCH,
-}
-
-Patterns = tuple[Annotated[str, Field(min_length=1)], ...]
+_FORMAT_OF_ENDING = {".safetensors": Format.SAFETENSORS} | dict.fromkeys((".pt", ".pth", ".bin"), Format.TORCH)
+Patterns = tuple[FileName, ...]
 _Tolerance = Annotated[float, Field(ge=0, le=1e38)]
 
 
@@ -103,11 +97,8 @@ class WriteSettings(Section):
         if self.format is None and named is None and ending[1:2].isalpha():
             yield f"target={self.target} has an ending, {ending}, that names no format: add --format"
             return
-        if named is not None and written is not named:
-            yield (
-                f"format={written} must agree with the ending of target={self.target}, which is that of {named}: "
-                "use another name"
-            )
+        if named not in (None, written):
+            yield f"format={written} must agree with the ending of target={self.target}, {named}: use another name"
         if self.shard_size is not None and not written.has_shards:
             sharded = ", ".join(format_ for format_ in Format if format_.has_shards)
             yield f"shard_size={self.shard_size} has no effect on format={written}: use one of {sharded}"

@@ -44,12 +44,10 @@ class OptimizerName(StrEnum):
 
 
 class ScheduleName(StrEnum):
-    """Decay of the learning rate after its warm-up."""
+    """Decay of the learning rate: linear over the last steps, or half a cosine from the end of the warm-up."""
 
     LINEAR = "linear"
-    """Constant, then linear decay over the last steps."""
     COSINE = "cosine"
-    """Half a cosine from the end of the warm-up to the end of the run."""
 
 
 class OptimizerSettings(Section):
@@ -88,41 +86,30 @@ class PrecisionSettings(Tf32Settings):
 
     compute: Compute = Field(Compute.BF16, description="Floating point type of layers: fp32 or bf16.")
 
-    @field_validator("compute", mode="before")
-    @classmethod
-    def _compute_is_not_fp16(cls, value: object) -> object:
-        if value == "fp16":
-            raise ValueError("precision.compute=fp16 is not supported: use bf16, whose gradients do not underflow")
-        return value
-
 
 class Checkpointing(StrEnum):
-    """Activation checkpointing of the transformer's blocks (Chen et al. 2016)."""
+    """Activation checkpointing of the transformer's blocks (Chen et al. 2016).
+
+    `full` keeps the inputs of blocks, `selective` the results of attention too, and `offload` the inputs on the host.
+    """
 
     NONE = "none"
     FULL = "full"
-    """Only the inputs of blocks are kept. Everything else is recomputed in backward."""
     SELECTIVE = "selective"
-    """The results of attention are kept, too."""
     OFFLOAD = "offload"
-    """Only the inputs of blocks are kept, in host memory."""
 
 
 class WeightOffload(StrEnum):
-    """Frozen weights beside an adapter that are in host memory until they are needed."""
+    """Frozen weights beside an adapter that wait on the host. Blocks are copied for forward and again for backward."""
 
     NONE = "none"
     BLOCKS = "blocks"
-    """Weights of the transformer's blocks. They are copied to the device for forward and again for backward."""
 
 
 class TrainMemorySettings(Section):
     """Memory use of training. Only `fp8_storage` changes the trained weights."""
 
-    checkpointing: Checkpointing = Field(
-        Checkpointing.NONE,
-        description="Recompute blocks in backward: full, selective (not attention), or offload (inputs on the host).",
-    )
+    checkpointing: Checkpointing = Field(Checkpointing.NONE, description="Recompute blocks: full, selective, offload.")
     checkpoint_double_blocks: _Blocks | None = Field(None, description="First double blocks to recompute. None: all.")
     checkpoint_single_blocks: _Blocks | None = Field(None, description="First single blocks to recompute. None: all.")
     offload: WeightOffload = Field(WeightOffload.NONE, description="Frozen weights that are kept on the host.")
@@ -133,30 +120,23 @@ class TrainMemorySettings(Section):
     @field_validator("checkpointing", mode="before")
     @classmethod
     def _read_earlier_values(cls, value: object) -> object:
-        match str(value).lower():
-            case "true":
-                return Checkpointing.FULL
-            case "false":
-                return Checkpointing.NONE
-            case "auto":
-                raise ValueError("memory.checkpointing=auto was removed: use selective, or full, which takes the least")
-        return value
+        return {"true": Checkpointing.FULL, "false": Checkpointing.NONE}.get(str(value).lower(), value)
 
 
 class LoraTarget(StrEnum):
-    """Linear layers of transformer blocks, by the ends of their names."""
+    """Linear layers of transformer blocks, by the ends of their names.
+
+    `proj` follows the attention of a double-stream block. Single-stream blocks have `v_mlp` (values and MLP) and
+    `linear2` (after both).
+    """
 
     Q_PROJ = "q_proj"
     K_PROJ = "k_proj"
     V_PROJ = "v_proj"
     PROJ = "proj"
-    """Projection after the attention of a double-stream block."""
     MLP = "mlp"
-    """Both layers of the MLPs of a double-stream block."""
     V_MLP = "v_mlp"
-    """Values and MLP of a single-stream block."""
     LINEAR2 = "linear2"
-    """Projection after attention and MLP of a single-stream block."""
 
 
 class LoraSettings(Section):

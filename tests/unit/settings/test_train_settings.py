@@ -143,8 +143,6 @@ class TestFindRecipe:
             {"memory__checkpoint_double_blocks": "1"},
             "memory.checkpoint_double_blocks=1 has no effect with memory.checkpointing=none: use full",
         ),
-        ("demo_lora", {"memory__checkpointing": "auto"}, "memory.checkpointing=auto was removed: use selective"),
-        ("demo_lora", {"precision__compute": "fp16"}, "precision.compute=fp16 is not supported: use bf16"),
         (
             "demo_lora",
             {"memory__checkpointing": "true", "memory__checkpoint_single_blocks": "9"},
