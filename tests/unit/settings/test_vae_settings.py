@@ -31,10 +31,7 @@ def load(
     ("values", "message"),
     [
         ({"kind": "dcae"}, "hunyuan"),
-        (
-            {"dc_ae": {"latent_channels": 64}},
-            "vae.dc_ae.latent_channels=64 has no effect with vae.kind=hunyuan: drop it, or use vae.kind=dc_ae",
-        ),
+        ({"dc_ae": {"latent_channels": 64}}, "vae.dc_ae.latent_channels=64 has no effect with vae.kind=hunyuan"),
         ({"kind": "dc_ae", "flux_ae": {"ch": 64}}, "vae.flux_ae.ch=64 has no effect with vae.kind=dc_ae"),
         ({"kind": "dc_ae", "latent_channels": 8}, "vae.latent_channels=8 has no effect with vae.kind=dc_ae: drop it"),
         ({"kind": "dc_ae", "dc_ae": {"temporal": "true,false"}}, "vae.dc_ae.temporal has 2 entries and must have 6"),
