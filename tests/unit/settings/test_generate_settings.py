@@ -59,6 +59,7 @@ BROKEN = {
         ({**LATER, **PICTURE}, "condition.mode=i2v_head does not continue a video"),
         (LATER, "condition.continued needs 1 reference, and 0 files are given: use --continue"),
         ({"output.path": "a.mp4", "output.format": "gif"}, "output.format=gif must agree with the ending of output.pa"),
+        ({"vae.kind": "flux_ae"}, "vae.kind=flux_ae makes pictures, and video.num_frames=129: use v"),
         ({"model.in_channels": 32}, "must be the autoencoder's latent channels (16) x model.patch_size=2 squared"),
         ({"picture.save": True}, "picture.save=true has no effect without picture.first: give --t2i2v, too"),
         ({"picture.first": True, "condition.mode": "t2v"}, "makes one: use i2v_head, i2v_tail or i2v_loop"),

@@ -111,12 +111,3 @@ def test_exchanges(parallel: dict[str, Any], inner: int) -> None:
     given = {**ULYSSES, **parallel}
     assert _problems("hybrid", given) == []
     assert TrainParallelSettings.model_validate(given).inner_ranks(ulysses=4, tensor=1) == inner
-
-
-def test_fast_links_between_ranks_that_share_features() -> None:
-    settings = TrainParallelSettings(
-        gpus=4, nnodes=2, ulysses_degree=4, tensor_parallel_degree=2, all_to_all="hierarchical"
-    )
-    assert settings.inner_ranks(ulysses=4, tensor=2) == 2
-    assert settings.inner_ranks(ulysses=2, tensor=4) == 1
-    assert settings.inner_ranks(ulysses=4, tensor=3) == 1

@@ -68,11 +68,6 @@ def test_tables_name_settings_that_exist(schema: type[Section]) -> None:
             "sampling.embedded_guidance loras",
         ),
         (
-            made("high_compression", vae__temporal_tiling=False, picture__first=False),
-            "vae.latent_channels vae.sample_size vae.scale_factor vae.dc_ae.temporal_tile_size",
-            "vae.kind vae.dc_ae.spatial_tile_size vae.dc_ae.scaling_factor video.causal_lengths",
-        ),
-        (
             made("flux1_dev"),
             "negative_prompt sampling.guidance_scale vae.scale_factor vae.flux_ae.tile_size vae.dc_ae",
             "vae.flux_ae.scale_factor sampling.embedded_guidance video.aspect_ratio",
