@@ -26,9 +26,9 @@ from opensora_cli.sampling.conditioning import prepare_inference_condition
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
 from opensora_cli.sampling.schedule import noise_latents
-from opensora_cli.settings.bench_generate import tried_settings
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
+from opensora_cli.settings.tools import tried_settings
 
 LOOP_GOALS = {"t2v": 2.2, "i2v_head": 1.5}
 BLOCK_GOAL = 1.1

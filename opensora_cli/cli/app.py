@@ -17,29 +17,28 @@ from typer.core import TyperCommand
 
 import opensora_cli
 from opensora_cli.cli import errors
-from opensora_cli.cli.group import Group
+from opensora_cli.cli.group import HELP, Group
 from opensora_cli.cli.output import escape_foreign_texts, guard_streams
 from opensora_cli.core.compiled_code import name_eager_cache
 from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.core.signals import held_back
 
 _VIDEOS, _TRAINING, _MACHINES = "Videos", "Training and weights", "Machines and measurements"
-_HIDDEN = ""
 
-_COMMANDS = {
+_COMMANDS: dict[str, tuple[str, str | None, str]] = {
     "generate": ("generate:COMMAND", _VIDEOS, "Make a video from a prompt, and from pictures or videos if given."),
     "serve": (
         "serve:COMMAND",
         _VIDEOS,
-        "Serve a page and an API that make videos, with a queue that survives restarts.",
+        "Serve a page and an API that make videos, with a queue that outlives restarts.",
     ),
-    "gallery": ("gallery:COMMAND", _VIDEOS, "Write one HTML page of a folder of results."),
+    "gallery": ("results:GALLERY", _VIDEOS, "Write one HTML page of a folder of results."),
     "show": (
-        "show:COMMAND",
+        "results:SHOW",
         _VIDEOS,
-        "Print prompt, seed, settings and timings of a result, or what a checkpoint holds.",
+        "Print prompt, seed, settings and timings of a result, or a checkpoint's contents.",
     ),
-    "presets": ("presets:COMMAND", _VIDEOS, "List the presets with size, needs, and the GPUs that they fit on."),
+    "presets": ("results:PRESETS", _VIDEOS, "List the presets with size, needs, and the GPUs that they fit on."),
     "train": ("train:COMMAND", _TRAINING, "Train a part of the video model, or an adapter for it."),
     "data": ("data:COMMAND", _TRAINING, "Make, split, preview and encode tables of pictures and videos."),
     "ckpt": ("ckpt:COMMAND", _TRAINING, "Convert, inspect, verify, compare, merge and download weights."),
@@ -49,12 +48,12 @@ _COMMANDS = {
     "bench-generate": (
         "bench_generate:COMMAND",
         _MACHINES,
-        "Time a video by stage, and compare it with other settings.",
+        "Time a video by stage, and compare settings.",
     ),
     "bench-comm": ("bench_comm:COMMAND", _MACHINES, "Measure how fast devices communicate."),
-    "convert-ckpt": ("ckpt:CONVERT", _HIDDEN, "Convert weights, as osora ckpt convert does."),
+    "convert-ckpt": ("ckpt:CONVERT", None, "Convert weights, as osora ckpt convert does."),
 }
-"""Place, panel and short help of each command."""
+"""Place, panel of the help (None hides it) and short help of each command."""
 
 
 class _Root(Group):
@@ -63,7 +62,11 @@ class _Root(Group):
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         for name, (_, panel, about) in _COMMANDS.items():
-            self.add_command(TyperCommand(name, help=about, hidden=panel == _HIDDEN, rich_help_panel=panel or None))
+            self._add(TyperCommand(name, help=about), panel)
+
+    def _add(self, command: TyperCommand | Group, panel: str | None) -> None:
+        command.rich_help_panel, command.hidden = panel, panel is None
+        self.add_command(command)
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Parse the words of a command line. Raises FileProblem if the working folder was deleted."""
@@ -85,18 +88,12 @@ class _Root(Group):
         """Import the modules of commands. A module that Ctrl-C interrupts would raise any error."""
         with held_back():
             for place, panel, _ in (_COMMANDS[name] for name in names if name in _COMMANDS):
-                command = resolve_name(f"opensora_cli.cli.{place}")
-                command.rich_help_panel, command.hidden = panel or None, panel == _HIDDEN
-                self.add_command(command)
+                self._add(resolve_name(f"opensora_cli.cli.{place}"), panel)
 
 
+# errors.py reports errors; a bug keeps Python's own traceback.
 app = typer.Typer(
-    name="osora",
-    cls=_Root,
-    rich_markup_mode="rich",
-    # errors.py reports errors; a bug keeps Python's own traceback.
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    name="osora", cls=_Root, rich_markup_mode="rich", pretty_exceptions_enable=False, context_settings=HELP
 )
 
 
@@ -109,34 +106,24 @@ def _show_version(wanted: bool) -> None:
 _ABOUT = """Run, train, measure and convert Open-Sora 2.0.
 
 Examples:
-
   osora generate "raining, sea"
-
   osora generate "the boat turns around" --ref boat.png --out boat.mp4
-
   osora train --config demo_lora
 """
+_VERSION = typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
 
 
 @app.callback(help=_ABOUT, epilog="Documentation: docs/index.md in the checkout of osora.")
-def _osora(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
-    ] = False,
-) -> None:
+def _osora(version: Annotated[bool, _VERSION] = False) -> None:
     """Take the options of `osora` itself."""
-
-
-_WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def _wait_without_spinning(environment: MutableMapping[str, str]) -> None:
     """Let waiting OpenMP threads sleep unless the user chose otherwise; torch reads the variable when it is loaded.
 
-    Spinning threads take cores from all others: on two busy cores, layers of the demo model's size took 2.6 s with
-    spinning threads and 0.4 s with sleeping ones.
+    Spinning threads take cores from all others: 2.6 s instead of 0.4 s for small layers on two busy cores.
     """
-    if not any(environment.get(name) for name in _WAITING):
+    if not any(map(environment.get, ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"))):
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
 
 

@@ -4,9 +4,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from opensora_cli.cli import options
 from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import make_command
+from opensora_cli.cli.command import DEVICES, make_command
 from opensora_cli.cli.output import print_lines
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import SilentReporter
@@ -24,11 +23,8 @@ def bench_comm(settings: BenchCommSettings, call: Call) -> None:
     Exits with 4 if a single element arrives wrong. On CPUs it shows that collectives work, not how fast.
 
     Examples:
-
       osora bench-comm --gpus 8
-
       osora bench-comm --gpus 2 --device cpu --max-bytes 64KiB
-
       osora bench-comm --gpus 4 --scaling strong --plot links.png
     """
     csv = "--csv" in call.given
@@ -64,17 +60,17 @@ def bench_comm(settings: BenchCommSettings, call: Call) -> None:
 
 
 _ROWS = {
-    "--collective": Option("collectives", "", f"One of {', '.join(Collective)}. Repeatable.", "NAME", default="all"),
+    "--collective": Option("collectives", "", f"One of {', '.join(Collective)}.", "NAME", default="all"),
     "--scaling": Option("scaling", help="Also time steps of sampling and training at 1, 2, 4 .. ranks."),
     "--gpus": Option("parallel.gpus", MACHINE, "GPUs, or processes on a CPU.", default="all GPUs, or 2 processes"),
-    "--devices": options.DEVICES,
+    "--devices": DEVICES,
     "--device": Option("device", MACHINE, "auto means GPUs if there are any.", "DEVICE"),
-    "--min-bytes": Option("min_bytes", _SIZES, "Smallest size.", "SIZE"),
-    "--max-bytes": Option("max_bytes", _SIZES, "Largest size.", "SIZE", default="1GiB on GPUs, 4MiB on CPUs"),
+    "--min-bytes": Option("min_bytes", _SIZES, metavar="SIZE"),
+    "--max-bytes": Option("max_bytes", _SIZES, metavar="SIZE"),
     "--iters": Option("iters", _SIZES),
     "--warmup": Option("warmup", _SIZES),
     "--plot": Option("plot", OUTPUT, "Write a chart: .png, .svg or .pdf.", "FILE"),
     "--overwrite": Option("overwrite", OUTPUT),
     "--csv": Option(panel=OUTPUT, help="Print the table as CSV to stdout.", kind=bool),
 }
-COMMAND = make_command("bench-comm", bench_comm, _ROWS, settings=BenchCommSettings, on_ranks=True)
+COMMAND = make_command(bench_comm, _ROWS, on_ranks=True)

@@ -8,16 +8,11 @@ from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import make_command
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.ranks import find_context
-from opensora_cli.settings.bench_generate import (
-    benched_request,
-    read_tries,
-    refuse_unfit,
-    tried_settings,
-)
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer
 from opensora_cli.settings.load import generate_request
+from opensora_cli.settings.tools import benched_request, read_tries, refuse_unfit, tried_settings
 
 _COMPARED = "Compared settings"
 _MOST_REPEATS = 1000
@@ -30,11 +25,8 @@ def bench_generate(given: Layer, call: Call) -> None:
     seconds had no effect.
 
     Examples:
-
       osora bench-generate
-
       osora bench-generate "raining, sea" --try euler-15 --try ab2-15
-
       osora bench-generate --try sampling.guidance_interval=0.2,0.9
     """
     from opensora_cli.engine.generate.request import refuse_early, resolve
@@ -44,9 +36,7 @@ def bench_generate(given: Layer, call: Call) -> None:
     if repeats is not None and not 1 <= repeats <= _MOST_REPEATS:
         raise RequestError(f"--repeats {repeats} must be from 1 to {_MOST_REPEATS}")
     sidecar = call.value("--from", Path)
-    request = benched_request(
-        generate_request(given, assignments=call.assignments, sidecar=sidecar, config=call.config)
-    )
+    request = benched_request(generate_request(given, assignments=call.assignments, saved=sidecar, config=call.config))
     context = find_context(os.environ)
     exact = resolve(request, reporter=call.reporter, context=context, loading=call.loading)
     refuse_unfit(exact)
@@ -73,10 +63,10 @@ _ROWS = {
         kind=list[str],
         metavar="NAME|SETTINGS",
         help="Settings that differ from the exact run: KEY=VALUE,KEY=VALUE, or a name of the standard set such as "
-        "euler-15. `exact` times that run alone. Repeatable.",
+        "euler-15. `exact` times that run alone.",
         default="the standard set",
     ),
     "--repeats": Option("", _COMPARED, "Timed runs of each setting, for mean and deviation.", "N", int, default="1"),
     **{label: generate.ROWS[label]._replace(is_common=False) for label in _SHARED},
 }
-COMMAND = make_command("bench-generate", bench_generate, _ROWS, settings=GenerateSettings, layered=True, on_ranks=True)
+COMMAND = make_command(bench_generate, _ROWS, settings=GenerateSettings, on_ranks=True)

@@ -1,7 +1,6 @@
 """One call of a command: its command line, its results, and the import of the engine."""
 
 import gc
-import os
 import sys
 from collections.abc import Container, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,10 +11,10 @@ from typing import TYPE_CHECKING, TypeVar
 
 from opensora_cli.cli import output
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.formatting import plain
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.signals import held_back
+from opensora_cli.settings.hardware import PlannedMachine, read_machine
 
 if TYPE_CHECKING:
     from opensora_cli.core.documents import Document
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 VERBOSE = "--verbose"
-_LIBRARY_PREFIXES = ("TORCH", "PYTORCH", "HF_", "HUGGINGFACE_", "TRANSFORMERS_")
-"""Prefixes of the variables that libraries read while they are imported."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +58,22 @@ class Call:
         """Whether results are printed as JSON."""
         return "--json" in self.given
 
+    @property
+    def is_quiet(self) -> bool:
+        """Whether only results and errors are printed."""
+        return "--quiet" in self.given
+
+    @property
+    def planned(self) -> PlannedMachine | None:
+        """Machine of `--on`. Raises RequestError if there is no such machine."""
+        name = self.value("--on", str)
+        return None if name is None else read_machine(name)
+
     @cached_property
     def reporter(self) -> Reporter:
         """Reporter of progress and messages. Of ranks that run the command together, only the first one reports."""
         context = output.rank_context() if self.on_ranks else None
-        is_quiet = "--quiet" in self.given or not (context is None or context.is_main)
+        is_quiet = self.is_quiet or not (context is None or context.is_main)
         return output.make_reporter(quiet=is_quiet, is_brief=self.is_brief and VERBOSE not in self.given)
 
     @contextmanager
@@ -85,7 +93,7 @@ class Call:
         if result is None:
             return
         if context is None or context.is_main:
-            output.print_result(result, as_json=self.as_json, is_quiet="--quiet" in self.given)
+            output.print_result(result, as_json=self.as_json, is_quiet=self.is_quiet)
         result.raise_for_problems()
 
     def again(self, *labels: str) -> list[str]:
@@ -120,8 +128,6 @@ def importing() -> Iterator[None]:
 
     The objects of torch stay, so garbage collection is off meanwhile and ignores them afterwards: scanning them takes a
     tenth of a second each time. From then on, log messages of libraries are escaped.
-
-    Raises RequestError if a library refuses an environment variable.
     """
     is_first = "torch" not in sys.modules
     output.escape_foreign_logs()
@@ -130,32 +136,7 @@ def importing() -> Iterator[None]:
     try:
         with held_back():
             yield
-    except (ValueError, RuntimeError) as error:
-        if (refused := _refused_variable(str(error))) is not None:
-            raise refused from error
-        raise
     finally:
         if is_first:
             gc.freeze()
             gc.enable()
-
-
-def _refused_variable(text: str) -> RequestError | None:
-    """Return the error for the environment variables that a library's message names; None if it names none."""
-    from opensora_cli.core.redaction import shown_value
-
-    named = {
-        name: value
-        for name, value in sorted(os.environ.items())
-        if name.startswith(_LIBRARY_PREFIXES) and (name in text or repr(value) in text)
-    }
-    if not named:
-        return None
-    shown = {name: shown_value(name, value) for name, value in named.items()}
-    for name, value in named.items():
-        text = text.replace(value, shown[name]) if value else text
-    variables = ", ".join(f"{name}={value!r}" for name, value in shown.items())
-    return RequestError(
-        f"a library cannot be loaded with {variables}: {plain(text.strip().splitlines()[0].strip())}",
-        hint=f"unset {' '.join(named)}, or set a value that it accepts",
-    )

@@ -19,20 +19,12 @@ from opensora_cli.settings.ckpt import (
 from opensora_cli.settings.flags import OUTPUT, Option
 
 _WEIGHTS = "Weights"
-
-SELECT = {"--select": Option("select", _WEIGHTS, "Weights of a training to use.", default="model")}
-ONLY = {
-    "--only": Option(
-        "only", _WEIGHTS, "Use only tensors with matching names, as in 'double_blocks.*'. Repeatable.", "PATTERN"
-    )
-}
-PRESET = {
-    "--preset": Option("preset", _WEIGHTS, "Require names and shapes of a released model, as in open-sora-v2.", "NAME")
-}
-DRY_RUN = Option(kind=bool, help="Check everything, print what would be done, and do nothing.")
-WRITTEN = {
+_SELECT = {"--select": Option("select", _WEIGHTS, "Weights of a training to use.", default="model")}
+_ONLY = {"--only": Option("only", _WEIGHTS, "Use only tensors named like 'double_blocks.*'.", "PATTERN")}
+_PRESET = {"--preset": Option("preset", _WEIGHTS, "Require names and shapes of a released model.", "NAME")}
+_WRITTEN = {
     "--format": Option("format", OUTPUT, "Format to write.", default="by the ending of DST, else safetensors shards"),
-    "--shard-size": Option("shard_size", OUTPUT, "Size of a shard, as in 4GB.", "SIZE", default="4096MiB"),
+    "--shard-size": Option("shard_size", OUTPUT, metavar="SIZE"),
     "--no-hash": Option("hashing", OUTPUT, "Do not record hashes of SRC and of shards: faster.", is_negated=True),
     "--overwrite": Option("overwrite", OUTPUT),
 }
@@ -45,11 +37,8 @@ def convert(settings: ConvertSettings, call: Call) -> None:
     torch.distributed.checkpoint folders, and the checkpoints of osora train.
 
     Examples:
-
       osora ckpt convert runs/demo transformer.safetensors --select ema
-
       osora ckpt convert flux1-dev.safetensors flux-split --qkv split --rotary half
-
       osora ckpt convert large.safetensors small.safetensors --dtype fp8_e4m3
     """
     _refuse_early(settings, settings.source)
@@ -63,11 +52,8 @@ def inspect(settings: InspectSettings, call: Call) -> None:
     """Print a summary of a checkpoint: format, names, sizes, dtypes, metadata and the model.
 
     Examples:
-
       osora ckpt inspect ckpts/Open_Sora_v2.safetensors
-
       osora ckpt inspect ckpts/Open_Sora_v2.safetensors --all
-
       osora ckpt inspect runs/demo --select ema --only '*.bias'
     """
     require_there(settings.path)
@@ -81,7 +67,6 @@ def verify(settings: VerifySettings, call: Call) -> None:
     """Check that weights are complete and finite; exit with 3 if they are not.
 
     Examples:
-
       osora ckpt verify ckpts/Open_Sora_v2.safetensors --preset open-sora-v2
     """
     require_there(settings.path)
@@ -98,9 +83,7 @@ def diff(settings: DiffSettings, call: Call) -> None:
     and B may have different formats.
 
     Examples:
-
       osora ckpt diff weights.safetensors weights.pt
-
       osora ckpt diff fp32.safetensors bf16.safetensors --rtol 0.01
     """
     require_there(settings.first, settings.second)
@@ -114,9 +97,7 @@ def merge_lora(settings: MergeLoraSettings, call: Call) -> None:
     """Merge a LoRA adapter into the weights that it was trained for.
 
     Examples:
-
       osora ckpt merge-lora Open_Sora_v2.safetensors my-adapter merged.safetensors
-
       osora ckpt merge-lora merged.safetensors my-adapter base.safetensors --unmerge
     """
     _refuse_early(settings, settings.base, settings.adapter)
@@ -132,9 +113,7 @@ def download(settings: DownloadSettings, call: Call) -> None:
     An interrupted download continues where it stopped. HF_ENDPOINT and HF_TOKEN are respected.
 
     Examples:
-
       osora ckpt download open-sora-v2 --dry-run
-
       osora ckpt download open-sora-v2
     """
     with call.loading():
@@ -156,37 +135,37 @@ def _refuse_early(settings: WriteSettings, *sources: str) -> None:
 _CONVERT_ROWS = {
     "SRC": Option("source"),
     "DST": Option("target"),
-    "--dry-run": DRY_RUN,
-    **SELECT,
-    **ONLY,
-    "--drop": Option("drop", _WEIGHTS, "Drop tensors whose names in SRC match. Repeatable.", "PATTERN"),
-    "--rename": Option("rename", _WEIGHTS, "Replace starts of names, or re:PATTERN=NEW. Repeatable.", "OLD=NEW"),
+    "--dry-run": Option(kind=bool, help="Check everything, print what would be done, and do nothing."),
+    **_SELECT,
+    **_ONLY,
+    "--drop": Option("drop", _WEIGHTS, "Drop tensors whose names in SRC match.", "PATTERN"),
+    "--rename": Option("rename", _WEIGHTS, "Replace starts of names, or re:PATTERN=NEW.", "OLD=NEW"),
     "--qkv": Option("qkv", _WEIGHTS, "Write q, k and v as one tensor, or as three."),
     "--rotary": Option("rotary", _WEIGHTS, "Order of rotary pairs in a head."),
     "--dtype": Option("dtype", _WEIGHTS, "Dtype of all floating point weights."),
-    **PRESET,
-    **WRITTEN,
+    **_PRESET,
+    **_WRITTEN,
 }
 _INSPECT_ROWS = {
     "PATH": Option("path"),
     "--all": Option("all", help="Print a row for each tensor, too. --only prints those that match."),
-    **SELECT,
-    **ONLY,
+    **_SELECT,
+    **_ONLY,
 }
 _VERIFY_ROWS = {
     "PATH": Option("path"),
     "--sha256": Option("sha256", metavar="HEX"),
     "--no-data": Option("data", help="Read headers and indexes alone: no hashes, no search for NaN.", is_negated=True),
-    **SELECT,
-    **PRESET,
+    **_SELECT,
+    **_PRESET,
 }
 _DIFF_ROWS = {
     "A": Option("first"),
     "B": Option("second"),
     "--rtol": Option("rtol", help="Relative tolerance, of B. Dtypes may differ.", metavar="X", default="0"),
     "--atol": Option("atol", help="Absolute tolerance. Dtypes may differ.", metavar="X", default="0"),
-    **SELECT,
-    **ONLY,
+    **_SELECT,
+    **_ONLY,
 }
 _MERGE_ROWS = {
     "BASE": Option("base"),
@@ -194,7 +173,7 @@ _MERGE_ROWS = {
     "OUT": Option("target"),
     "--unmerge": Option("unmerge", help="Remove the adapter from BASE again."),
     "--scale": Option("scale", help="Factor of the adapter.", metavar="X"),
-    **WRITTEN,
+    **_WRITTEN,
 }
 _DOWNLOAD_ROWS = {
     "PRESET": Option("preset", kind=str),
@@ -206,17 +185,13 @@ _DOWNLOAD_ROWS = {
 COMMAND = make_group(
     "ckpt",
     "Convert, inspect, verify, compare, merge and download weights.",
-    make_command("convert", convert, _CONVERT_ROWS, settings=ConvertSettings),
-    make_command("inspect", inspect, _INSPECT_ROWS, settings=InspectSettings),
-    make_command("verify", verify, _VERIFY_ROWS, settings=VerifySettings),
-    make_command("diff", diff, _DIFF_ROWS, settings=DiffSettings),
-    make_command("merge-lora", merge_lora, _MERGE_ROWS, settings=MergeLoraSettings),
-    make_command("download", download, _DOWNLOAD_ROWS, settings=DownloadSettings),
+    make_command(convert, _CONVERT_ROWS),
+    make_command(inspect, _INSPECT_ROWS),
+    make_command(verify, _VERIFY_ROWS),
+    make_command(diff, _DIFF_ROWS),
+    make_command(merge_lora, _MERGE_ROWS),
+    make_command(download, _DOWNLOAD_ROWS),
 )
 CONVERT = make_command(
-    "convert-ckpt",
-    convert,
-    _CONVERT_ROWS,
-    settings=ConvertSettings,
-    about="Convert weights, as osora ckpt convert does.",
+    convert, _CONVERT_ROWS, name="convert-ckpt", about="Convert weights, as osora ckpt convert does."
 )

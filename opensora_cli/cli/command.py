@@ -1,10 +1,12 @@
-"""Commands that are built from rows of options."""
+"""Commands that are built from rows of options, and the rows that several commands have."""
 
-import ast
+import glob
 import inspect
+import os
 import re
 from collections.abc import Callable, Mapping
 from enum import Enum
+from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
 
@@ -15,9 +17,10 @@ from typer.core import TyperCommand
 from opensora_cli.cli.call import VERBOSE, Call
 from opensora_cli.cli.errors import interruptible
 from opensora_cli.cli.group import HELP, hide_types, unwrapped
-from opensora_cli.cli.options import PRINTED
+from opensora_cli.core import device_names
 from opensora_cli.core.section import Section, alternatives, shown
-from opensora_cli.settings.flags import Option, given_by
+from opensora_cli.settings.files import list_presets
+from opensora_cli.settings.flags import MACHINE, OUTPUT, Option, given_by
 from opensora_cli.settings.layers import Layer, validate
 
 _ALL = "--help-all"
@@ -26,6 +29,46 @@ _EVERYTHING, _WORDS = "opensora_cli.everything", "opensora_cli.words"
 """Keys of a context: whether the help text has all options, and the words of the command line."""
 _UNSET = re.compile(r"(.+\.) None(?: means|:) (.+)\.")
 """Description of a setting, and the meaning of None, which the help text shows as the default."""
+_SETTINGS_FILES = (".json", ".py", ".yaml", ".yml")
+
+_PRINTED = {
+    "--json": Option(kind=bool, panel=OUTPUT, help="Print one JSON document to stdout."),
+    "--quiet": Option(kind=bool, panel=OUTPUT, help="Print errors only.", short="-q"),
+}
+"""Options of printing, which every command has."""
+ON = Option(kind=str, metavar="NxGPU|SIZE|FILE", help="With --dry-run: plan for other GPUs, as in 8xH100 or 12GiB.")
+DEVICES = Option("parallel.devices", MACHINE, kind=str, metavar="LIST")
+
+
+def completed_settings(*kinds: str) -> Callable[[str], list[str]]:
+    """Return the shell completion of `--config`: packaged settings of these kinds by name, folders, and files."""
+
+    def complete(incomplete: str) -> list[str]:
+        names = [name for kind in kinds for name in list_presets(kind) if name.startswith(incomplete)]
+        paths = [
+            f"{path}/" if os.path.isdir(path) else path for path in sorted(glob.glob(f"{glob.escape(incomplete)}*"))
+        ]
+        return [*dict.fromkeys(names), *(path for path in paths if path.endswith(("/", *_SETTINGS_FILES)))]
+
+    return complete
+
+
+def config_row(about: str, *kinds: str) -> Option:
+    """Return the row of `--config`, completed with packaged settings of these kinds."""
+    return Option(kind=Path, metavar="NAME|FILE", help=about, complete=completed_settings(*kinds))
+
+
+def set_row(about: str) -> Option:
+    """Return the row of `--set`."""
+    return Option(kind=list[str], metavar="KEY=VALUE", help=about)
+
+
+def device_rows(prefix: str = "") -> dict[str, Option]:
+    """Return the rows of device and threads, whose keys begin with `prefix`."""
+    return {
+        "--device": Option(f"{prefix}device", MACHINE, device_names.HELP, "DEVICE"),
+        "--threads": Option(f"{prefix}threads", MACHINE, "CPU threads.", "N", default="by work and cores"),
+    }
 
 
 class Command(TyperCommand):
@@ -65,17 +108,18 @@ class Command(TyperCommand):
                 about, default = unset[1], default or unset[2]
             if parameter.metavar == "NAME" and _is_enum(kind):
                 about += f" One of {', '.join(kind)}."
+            if get_origin(kind) is list and label.startswith("-"):
+                about += " Repeatable."
             parameter.help = about + (f" Default: {default}." if default else "")
             parameter.hidden = not (everything or row.is_common)
 
 
 def make_command(
-    name: str,
     run: Callable[[Any, Call], None],
     rows: Mapping[str, Option],
     *,
     settings: type[Section] | None = None,
-    layered: bool = False,
+    name: str = "",
     on_ranks: bool = False,
     about: str = "",
     defaults: Callable[[], Mapping[str, str]] = dict,
@@ -83,26 +127,26 @@ def make_command(
     """Build a command.
 
     Args:
-        name: name of the command.
-        run: called with the validated settings, or with the given ones by key (see `layers.Layer`) if `layered`, and
-            with the call, which has all values. Its docstring is the help text.
+        run: called with its settings and the call, which has all values. Its name and docstring are those of the
+            command. If its first parameter is a `Layer`, it gets the given settings by key, else validated settings.
         rows: options and arguments by their typed form, in the order of the help text: `--num-frames`, or the metavar
-            of an argument, `FILE`. The rows of `PRINTED` come last.
-        settings: class of the settings that rows set.
-        layered: whether files or other options set them, too.
+            of an argument, `FILE`. Those of printing come last.
+        settings: class of the settings that rows set, if `run` does not name it.
+        name: name instead of that of `run`.
         on_ranks: whether torchrun or Slurm may start the command as one job, of which only the first rank reports.
         about: help text instead of the docstring.
         defaults: returns defaults for the help text by option; called for help alone.
     """
     more = {_ALL: Option(kind=bool, help="Show all options.", is_common=True)}
-    rows = {**rows, **PRINTED, **(more if any(row.is_common for row in rows.values()) else {})}
-    fields = {label: _field(row, settings) for label, row in rows.items()}
+    rows = {**rows, **_PRINTED, **(more if any(row.is_common for row in rows.values()) else {})}
+    taken = next(iter(inspect.signature(run).parameters.values())).annotation
+    validated = taken if isinstance(taken, type) and issubclass(taken, Section) else None
+    fields = {label: _field(row, validated or settings) for label, row in rows.items()}
 
     def call(ctx: typer.Context, **values: object) -> None:
+        typed = {label: values[_name(label)] for label in rows}
         given = {
-            label: value
-            for label in rows
-            if (value := values[_name(label)]) is not None and value is not False and value != []
+            label: value for label, value in typed.items() if value is not None and value is not False and value != []
         }
         layer: Layer = {}
         with interruptible():
@@ -111,7 +155,7 @@ def make_command(
                     layer = {**layer, **given_by(rows[label], value, label)}
             words = (*ctx.command_path.split()[1:], *ctx.meta[_WORDS])
             run(
-                layer if layered or settings is None else validate(settings, layer),
+                layer if validated is None else validate(validated, layer),
                 Call(words, given, on_ranks=on_ranks, is_brief=VERBOSE in rows),
             )
 
@@ -119,20 +163,12 @@ def make_command(
     parameters = [_parameter(label, row, fields[label]) for label, row in rows.items()]
     call.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]  # what Typer reads
     single = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    single.command(name, cls=Command, help=unwrapped(about or _docstring(run)), context_settings=HELP)(call)
+    name, about = name or run.__name__.replace("_", "-"), unwrapped(about or run.__doc__ or "")
+    single.command(name, cls=Command, help=about, context_settings=HELP)(call)
     command = typer.main.get_command(single)
     assert isinstance(command, Command)
     command.rows, command.fields, command.defaults = rows, fields, defaults
     return command
-
-
-def _docstring(run: Callable[..., None]) -> str:
-    """Return the docstring of a function, which Python drops under -OO."""
-    if run.__doc__:
-        return run.__doc__
-    (function,) = ast.parse(inspect.getsource(run)).body
-    assert isinstance(function, ast.FunctionDef)
-    return ast.get_docstring(function, clean=False) or ""
 
 
 def _show_all(context: typer.Context, wanted: bool) -> None:
@@ -172,8 +208,7 @@ def _field(row: Option, schema: Any) -> Any:
         return None
     *sections, name = row.key.split(".")
     for section in sections:
-        # One of the alternatives of an optional section is None.
-        schema = next(kind for kind in alternatives(schema.model_fields[section].annotation) if kind is not NoneType)
+        schema = schema.model_fields[section].annotation
     return schema.model_fields[name]
 
 

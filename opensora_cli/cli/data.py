@@ -1,8 +1,8 @@
 """`osora data`: make tables of pictures and videos, split them, preview them and encode them."""
 
-from opensora_cli.cli import options, train
+from opensora_cli.cli import train
 from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import make_command
+from opensora_cli.cli.command import config_row, device_rows, make_command, set_row
 from opensora_cli.cli.group import make_group
 from opensora_cli.core.files import require_there
 from opensora_cli.engine.encode.inputs import require_cache_inputs
@@ -12,8 +12,6 @@ from opensora_cli.settings.flags import Option
 from opensora_cli.settings.layers import Layer
 from opensora_cli.settings.train import TrainSettings
 
-_TABLE = Option("table")
-
 
 def scan(settings: ScanSettings, call: Call) -> None:
     """Make the table that training reads, of a folder and all folders in it.
@@ -22,11 +20,8 @@ def scan(settings: ScanSettings, call: Call) -> None:
     skipped, and the exit code is 5.
 
     Examples:
-
       osora data scan clips
-
       osora data scan clips --deep
-
       osora data scan clips -o clips.parquet --workers 16
     """
     require_there(settings.folder)
@@ -40,7 +35,6 @@ def shard(settings: ShardSettings, call: Call) -> None:
     """Split a table into parts of equally many rows, beside it.
 
     Examples:
-
       osora data shard clips.csv --parts 8
     """
     require_there(settings.table)
@@ -54,7 +48,6 @@ def preview(settings: PreviewSettings, call: Call) -> None:
     """Make a contact sheet of a table: frames, captions, sizes and buckets.
 
     Examples:
-
       osora data preview clips.csv -o sheet.png
     """
     require_there(settings.table)
@@ -79,9 +72,7 @@ def cache(given: Layer, call: Call) -> None:
     its autoencoder, text encoders and settings: others are refused.
 
     Examples:
-
       osora data cache --config demo_lora
-
       osora data cache --config stage1 --table clips.csv -o clips_cache
     """
     settings = train.load_settings(given, call)
@@ -94,36 +85,32 @@ def cache(given: Layer, call: Call) -> None:
 
 _SCAN_ROWS = {
     "DIR": Option("folder"),
-    "--out": Option("table", help="CSV or parquet file to write.", metavar="TABLE", default="DIR.csv", short="-o"),
-    "--workers": Option("workers", help="Files to read at a time.", default="cores"),
+    "--out": Option("table", metavar="TABLE", short="-o"),
+    "--workers": Option("workers"),
     "--deep": Option("deep"),
     "--overwrite": Option("overwrite"),
 }
+_SHARD_ROWS = {"TABLE": Option("table"), "--parts": Option("parts"), "--overwrite": Option("overwrite")}
 _PREVIEW_ROWS = {
-    "TABLE": _TABLE,
+    "TABLE": Option("table"),
     "--out": Option("sheet", help="Picture to write: .png, .jpg or .webp.", metavar="FILE", short="-o"),
-    "--config": options.config_row("Recipe of osora train whose buckets to show.", "train"),
+    "--config": config_row("Recipe of osora train whose buckets to show.", "train"),
     "--count": Option("count"),
     "--seed": Option("seed", kind=int),
     "--overwrite": Option("overwrite"),
 }
 _CACHE_ROWS = {
-    "--config": options.config_row(train.CONFIG_HELP, "train"),
+    "--config": config_row(train.CONFIG_HELP, "train"),
     "--table": Option("data.table", help="Table of clips, in place of the recipe's data.", metavar="FILE"),
     "--out": Option("train_mmdit.cache", help="Cache, in place of the recipe's.", metavar="FOLDER", short="-o"),
-    "--set": options.set_row(train.SET_HELP),
-    **options.device_rows(),
+    "--set": set_row(train.SET_HELP),
+    **device_rows(),
 }
 COMMAND = make_group(
     "data",
     "Make tables of pictures and videos, split them, preview them and encode them.",
-    make_command("scan", scan, _SCAN_ROWS, settings=ScanSettings),
-    make_command(
-        "shard",
-        shard,
-        {"TABLE": _TABLE, "--parts": Option("parts"), "--overwrite": Option("overwrite")},
-        settings=ShardSettings,
-    ),
-    make_command("preview", preview, _PREVIEW_ROWS, settings=PreviewSettings),
-    make_command("cache", cache, _CACHE_ROWS, settings=TrainSettings, layered=True),
+    make_command(scan, _SCAN_ROWS),
+    make_command(shard, _SHARD_ROWS),
+    make_command(preview, _PREVIEW_ROWS),
+    make_command(cache, _CACHE_ROWS, settings=TrainSettings),
 )

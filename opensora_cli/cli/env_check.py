@@ -21,11 +21,8 @@ def env_check(settings: EnvCheckSettings, call: Call) -> None:
     Exits with 4 if something prevents a run.
 
     Examples:
-
       osora env-check
-
       osora env-check Dockerfile train.sh
-
       eval "$(osora env-check --profile local --export)"
     """
     export = "--export" in call.given
@@ -57,4 +54,4 @@ _ROWS = {
     "--profile": Option("", _RECOMMENDED, "Print settings for one GPU, a cloud machine or a cluster.", "", EnvProfile),
     "--export": Option(panel=_RECOMMENDED, help="Print them as shell lines, for eval.", kind=bool),
 }
-COMMAND = make_command("env-check", env_check, _ROWS, settings=EnvCheckSettings)
+COMMAND = make_command(env_check, _ROWS)

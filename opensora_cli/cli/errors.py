@@ -6,7 +6,6 @@ from contextlib import contextmanager, nullcontext
 
 import typer
 
-from opensora_cli.cli.options import RENAMED, REPLACED
 from opensora_cli.cli.output import print_failure, rank_context
 from opensora_cli.core import rank_link
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
@@ -20,12 +19,19 @@ from opensora_cli.settings.flags import FLAGS, option_of
 # Typer vendors Click and exposes only this subclass of the error for a command line that does not parse.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
-
 _PLAIN_RULES = {
     "Input should be a valid integer, unable to parse string as an integer": "it must be a whole number",
     "Input should be a valid number, unable to parse string as a number": "it must be a number",
 }
 """Rules in the words of Typer, and in plain ones."""
+_RENAMED = {"offload_model": "--offload", "is_causal_vae": "--set", "ckpt_path": "--weights"}
+"""Options of the reference implementation's scripts that the tables of `settings.reference` do not name."""
+_REPLACED = {
+    "--profile": "osora bench-generate",
+    "--profile-runs": "osora bench-generate --repeats N",
+    **dict.fromkeys(("--prompt", "--prompt-text"), 'the text alone, as in osora generate "raining, sea"'),
+}
+"""Options of earlier versions and of the reference, and what took their place."""
 
 
 class InterruptError(OsoraError):
@@ -44,32 +50,32 @@ def run(command: Callable[[], object]) -> int:
     try:
         with nullcontext() if context is None else rank_link.linked(context):
             try:
-                try:
-                    code = command()
-                except Exception as error:
-                    failure = translate(error)
-                    if failure is None and rank_link.report_bug(error):
-                        return OsoraError.exit_code
-                    if failure is None and context is not None and rank_link.is_loss(error):
-                        hint = "the rank that ended first printed the reason"
-                        failure = HardwareError(f"{_place(context)}: lost the others", hint=hint)
-                    if failure is None:
-                        raise
-                    return _report(failure)
-                if code == INTERRUPTED:  # by Typer, while a command line is parsed or help is printed
-                    raise KeyboardInterrupt
-                if code == OsoraError.exit_code:  # by Typer, for a shell without completion
-                    hint = "run it from bash, zsh, fish or PowerShell"
-                    return _report(HardwareError("no shell was found that can complete commands", hint=hint))
-                return code if isinstance(code, int) else 0
-            except KeyboardInterrupt:  # outside of `interruptible`, such as while an error is reported
+                code = command()
+            except KeyboardInterrupt:
+                code = INTERRUPTED
+            except Exception as error:
+                return _report_failure(error, context)
+            if code == INTERRUPTED:  # by Typer, while a command line is parsed or help is printed
                 return _report(InterruptError("interrupted"))
+            if code == OsoraError.exit_code:  # by Typer, for a shell without completion
+                hint = "run it from bash, zsh, fish or PowerShell"
+                return _report(HardwareError("no shell was found that can complete commands", hint=hint))
+            return code if isinstance(code, int) else 0
     except OsoraError as error:  # of the link to the launcher
         return _report(error)
 
 
-def _place(context: RankContext) -> str:
-    return f"rank {context.rank} on {socket.gethostname()}, in the stage {rank_link.current_stage()}"
+def _report_failure(error: Exception, context: RankContext | None) -> int:
+    """Report an exception, and return the exit code. Raises it if it is a bug that no launcher reports."""
+    failure = translate(error)
+    if failure is None and rank_link.report_bug(error):
+        return OsoraError.exit_code
+    if failure is None and context is not None and rank_link.is_loss(error):
+        place = f"rank {context.rank} on {socket.gethostname()}, in the stage {rank_link.current_stage()}"
+        failure = HardwareError(f"{place}: lost the others", hint="the rank that ended first printed the reason")
+    if failure is None:
+        raise error
+    return _report(failure)
 
 
 def _report(error: OsoraError) -> int:
@@ -116,8 +122,8 @@ def _usage_error(error: Exception) -> RequestError:
         for words, rule in _PLAIN_RULES.items():
             message = message.replace(words, rule)
         return RequestError(message, hint=hint)
-    if option in REPLACED:
-        return RequestError(f"no such option: {option}. Use {REPLACED[option]}", hint=hint)
+    if option in _REPLACED:
+        return RequestError(f"no such option: {option}. Use {_REPLACED[option]}", hint=hint)
     known = {name for each in getattr(getattr(context, "command", None), "params", ()) for name in each.opts}
     # The option for the name in the reference comes first, then the nearest; Typer's own message sorts them by name.
     likely = [*({reference_option(option)} & known), *(error.possibilities or ())]
@@ -127,8 +133,8 @@ def _usage_error(error: Exception) -> RequestError:
 def reference_option(option: str) -> str:
     """Return osora's name for an option of the reference's scripts."""
     name = option.lstrip("-").replace("-", "_").rpartition(".")[2]
-    if name in RENAMED:
-        return RENAMED[name]
+    if name in _RENAMED:
+        return _RENAMED[name]
     from opensora_cli.settings.reference import SAMPLING_NAMES
 
     options = {row.key: option_of(flag) for flag, row in FLAGS.items()}

@@ -6,9 +6,8 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
-from opensora_cli.cli import options
 from opensora_cli.cli.call import VERBOSE, Call
-from opensora_cli.cli.command import make_command, shown_default
+from opensora_cli.cli.command import ON, config_row, make_command, set_row, shown_default
 from opensora_cli.core.documents import Document
 from opensora_cli.core.ranks import RankContext, find_context
 from opensora_cli.core.section import shown
@@ -27,20 +26,11 @@ def generate(given: dict[str, Given], call: Call) -> None:
     """Make a video from a prompt, and from pictures or videos if given.
 
     Examples:
-
       osora generate "raining, sea"
-
       osora generate "the boat turns around" --ref boat.png --out boat.mp4
-
       osora generate "the boat turns around" --continue boat.mp4
-
       osora generate --from samples/raining-sea_seed42.mp4 --seed 7
     """
-    if "--list-presets" in call.given:
-        from opensora_cli.engine.listings import describe_presets
-
-        call.show(describe_presets())
-        return
     sidecar = None
     if sources := [label for label in _FROM if label in call.given]:
         call.refuse(sources[1:], beside=sources[0])
@@ -59,9 +49,7 @@ def generate(given: dict[str, Given], call: Call) -> None:
         given["output.explore"] = Given(True, "--explore")
         given["sampling.num_samples"] = Given(call.given["--explore"], "--explore")
         given["sampling.stop_at"] = Given(call.given["--explore-steps"], "--explore-steps")
-    request = generate_request(
-        given, assignments=call.assignments, sidecar=sidecar, config=call.config, on=call.value("--on", str)
-    )
+    request = generate_request(given, assignments=call.assignments, saved=sidecar, config=call.config, on=call.planned)
     if request.on is not None and request.find("prompt") is None:
         request = replace(request, overrides={**request.overrides, "prompt": Given(ANY_PROMPT, "--on")})
     context, dry_run = find_context(os.environ), "--dry-run" in call.given
@@ -134,26 +122,16 @@ def _preset_defaults() -> Mapping[str, str]:
 
 
 _OWN_ROWS = {
-    "--config": options.config_row("Preset, or file of settings.", "generate")._replace(
-        short="--preset", is_common=True
-    ),
-    "--set": options.set_row("Set any setting, as in sampling.flow_shift=3."),
+    "--config": config_row("Preset, or file of settings.", "generate")._replace(short="--preset", is_common=True),
+    "--set": set_row("Set any setting, as in sampling.flow_shift=3."),
     "--from": Option(kind=Path, metavar="FILE", help="Continue a result or its latents.", is_common=True),
     **dict.fromkeys(_FROM[1:], Option(kind=Path, metavar="FILE", help="Other name of --from.")),
     VERBOSE: Option("", OUTPUT, "Show every stage, and how the video is made on this machine.", "", bool, short="-v"),
-    "--list-presets": Option(kind=bool, help="List the presets, as osora presets does."),
     "--dry-run": Option(kind=bool, help="Print the plan and whether it fits.", is_common=True),
-    "--on": options.ON,
+    "--on": ON,
     "--prompts": Option("", PROMPT, "Make each row of a .txt, .csv, .jsonl or .parquet.", "FILE", Path, is_common=True),
     "--shard": Option("", PROMPT, "Make every N-th row of --prompts, from number I on.", "I/N", str),
-    "--continue": Option(
-        "",
-        REFERENCE,
-        "Continue a video at its size and rate.",
-        "FILE",
-        Path,
-        is_common=True,
-    ),
+    "--continue": Option("", REFERENCE, "Continue a video at its size and rate.", "FILE", Path, is_common=True),
     "--explore": Option("", SAMPLING, "Start K seeds and write a sheet of previews; --from finishes one.", "K", int),
     "--explore-steps": Option(panel=SAMPLING, kind=int, metavar="N", help="Steps of each seed of --explore."),
 }
@@ -162,12 +140,4 @@ ROWS = {
     "PROMPT": Option("prompt", help="Description of the video."),
     **{label: row for panel in _PANELS for label, row in _ALL_ROWS.items() if row.panel == panel},
 }
-COMMAND = make_command(
-    "generate",
-    generate,
-    ROWS,
-    settings=GenerateSettings,
-    layered=True,
-    on_ranks=True,
-    defaults=_preset_defaults,
-)
+COMMAND = make_command(generate, ROWS, settings=GenerateSettings, on_ranks=True, defaults=_preset_defaults)

@@ -2,12 +2,10 @@
 
 import os
 
-from opensora_cli.cli import options
 from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import make_command
+from opensora_cli.cli.command import ON, config_row, make_command, set_row
 from opensora_cli.core import device_names
 from opensora_cli.settings.flags import Option
-from opensora_cli.settings.hardware import read_machine
 from opensora_cli.settings.tools import MemProfileSettings, profiled_settings, require_profile
 
 _FILES = "Files"
@@ -19,17 +17,12 @@ def mem_profile(settings: MemProfileSettings, call: Call) -> None:
     Needs no weights: random weights of the same sizes take the same memory. Stages that do not fit are only predicted.
 
     Examples:
-
       osora mem-profile
-
       osora mem-profile --config demo_lora --compare --plot memory.png
-
       osora mem-profile --config 768px --json
-
       osora mem-profile --config stage1 --on 8xH100
     """
-    name = call.value("--on", str)
-    machine = None if name is None else read_machine(name)
+    machine = call.planned
     if machine is not None:
         call.refuse(("--device", "--compare", "--snapshot"), beside="--on, which measures nothing")
     what = profiled_settings(
@@ -49,22 +42,19 @@ def mem_profile(settings: MemProfileSettings, call: Call) -> None:
 
 
 _ROWS = {
-    "--config": options.config_row(
-        "Recipe, preset, YAML file of settings, or .py configuration of the reference. A recipe profiles training. "
-        "Default: the demo, generating.",
-        "train",
-        "generate",
+    "--config": config_row("Recipe (training), preset, or file of settings.", "train", "generate")._replace(
+        default="the demo, generating"
     ),
-    "--set": options.set_row("Any setting of what is profiled."),
+    "--set": set_row("Any setting of what is profiled."),
     "--device": Option(kind=str, metavar="DEVICE", help=device_names.HELP, default="auto"),
     "--gpus": Option(kind=int, metavar="N", help="Predict for each of N devices of any machine; measure nothing."),
-    "--on": options.ON._replace(help="Predict for other GPUs, as in 8xH100 or 12GiB; measure nothing."),
+    "--on": ON._replace(help="Predict for other GPUs, as in 8xH100 or 12GiB; measure nothing."),
     "--compare": Option("compare", help="Measure techniques that save memory, one by one, and attention backends."),
     "--runs": Option("runs", help="Timed runs after the measured one, by stage and block; 0 for none.", kind=int),
     "--adaptive-batch": Option("adaptive_batch"),
-    "--memory-limit": Option("memory_limit", "", "Memory for the batch, as in 24GiB.", "SIZE", default="free memory"),
+    "--memory-limit": Option("memory_limit", metavar="SIZE"),
     "--snapshot": Option("snapshot", _FILES, "Write a file for PyTorch's memory viewer.", "FILE"),
     "--plot": Option("plot", _FILES, "Write charts: .png, .svg or .pdf.", "FILE"),
     "--overwrite": Option("overwrite", _FILES),
 }
-COMMAND = make_command("mem-profile", mem_profile, _ROWS, settings=MemProfileSettings)
+COMMAND = make_command(mem_profile, _ROWS)

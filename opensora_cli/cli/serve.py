@@ -2,16 +2,15 @@
 
 import os
 
-from opensora_cli.cli import options
 from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import make_command
+from opensora_cli.cli.command import make_command, set_row
 from opensora_cli.core.exceptions import missing_library
 from opensora_cli.core.ranks import find_context
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import collect_overrides
-from opensora_cli.settings.serve import ServeSettings
+from opensora_cli.settings.tools import ServeSettings
 
 
 def serve(settings: ServeSettings, call: Call) -> None:
@@ -20,13 +19,9 @@ def serve(settings: ServeSettings, call: Call) -> None:
     The page is at http://127.0.0.1:8000, the API at /v1, its description at /docs.
 
     Examples:
-
       osora serve
-
       osora serve --model open-sora-v2 --set memory.offload=blocks --folder videos
-
       osora serve --host 0.0.0.0 --token-file token.txt --groups 8
-
       osora serve --gpus 8
     """
     given = {"parallel.gpus": Given(call.given["--gpus"], "--gpus")} if "--gpus" in call.given else {}
@@ -44,7 +39,7 @@ def serve(settings: ServeSettings, call: Call) -> None:
 
 
 _ROWS = {
-    "--model": Option("model", help="Model: auto, demo or a released model.", metavar="NAME", kind=str),
+    "--model": Option("model", metavar="NAME"),
     "--host": Option("host", metavar="ADDRESS"),
     "--port": Option("port", kind=int),
     "--folder": Option("folder", metavar="FOLDER"),
@@ -53,6 +48,6 @@ _ROWS = {
     "--save-every": Option("save_every", kind=float, metavar="SECONDS"),
     "--groups": Option("groups", kind=int),
     "--gpus": Option(kind=int, help="GPUs that share each video. [default: 1]", metavar="N"),
-    "--set": options.set_row("Any setting of all videos, such as memory.offload=blocks."),
+    "--set": set_row("Any setting of all videos, such as memory.offload=blocks."),
 }
-COMMAND = make_command("serve", serve, _ROWS, settings=ServeSettings)
+COMMAND = make_command(serve, _ROWS)

@@ -3,16 +3,15 @@
 import os
 from pathlib import Path
 
-from opensora_cli.cli import options
 from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import make_command
+from opensora_cli.cli.command import DEVICES, ON, config_row, device_rows, make_command, set_row
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.ranks import find_context
 from opensora_cli.engine.encode.inputs import require_tables
 from opensora_cli.engine.listings import describe_recipes
 from opensora_cli.engine.train.early import Resume, check_output, refuse_early, warn_of_missing_inputs
 from opensora_cli.settings.flags import MACHINE, Option
-from opensora_cli.settings.hardware import PlannedMachine, read_machine
+from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.layers import Layer, collect_overrides
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
@@ -23,24 +22,18 @@ def train(given: Layer, call: Call) -> None:
     """Train a part of the video model: the transformer, an adapter for it, or an autoencoder.
 
     Examples:
-
       osora train --config demo_lora
-
       osora train --config demo_lora --resume
-
       osora train --list
-
       osora train --new clips
-
       osora train --config demo_lora --gpus 4 --set strategy=zero2
-
       osora train --plot curves.png runs/first runs/second
     """
     if "--list" in call.given:
-        call.refuse(ROWS.keys() - {"--list"}, beside="--list, which prints the recipes alone")
+        call.refuse(_ROWS.keys() - {"--list"}, beside="--list, which prints the recipes alone")
         call.show(describe_recipes())
     elif (plot := call.value("--plot", Path)) is not None:
-        others = ROWS.keys() - {"RUN", "--plot", "--overwrite"}
+        others = _ROWS.keys() - {"RUN", "--plot", "--overwrite"}
         call.refuse(others, beside="--plot, which trains nothing")
         runs = call.value("RUN", list)
         if runs is None:
@@ -51,7 +44,7 @@ def train(given: Layer, call: Call) -> None:
     elif "RUN" in call.given:
         call.require("--plot", beside="RUN")
     elif (folder := call.value("--new", str)) is not None:
-        others = ROWS.keys() - {"--new", "--config"}
+        others = _ROWS.keys() - {"--new", "--config"}
         call.refuse(others, beside="--new, which trains nothing", hint="put it into the file")
         with call.loading():
             from opensora_cli.engine.data.new_recipe import write_recipe
@@ -92,8 +85,7 @@ def _run(given: Layer, call: Call) -> None:
         raise RequestError("--allow-older has no effect with --resume-from, which names the checkpoint: drop it")
     call.require("--dry-run", beside="--on")
     call.require("--resume", beside="--allow-older")
-    name = call.value("--on", str)
-    machine = None if name is None else read_machine(name)
+    machine = call.planned
     settings = load_settings(given, call, machine=machine)
     resumes = "--resume" in call.given or folder is not None
     resume = Resume(folder=folder, allow_older=allow_older) if resumes else None
@@ -127,18 +119,12 @@ def _run(given: Layer, call: Call) -> None:
 
 CONFIG_HELP = "Recipe of osora (see --list), YAML file of settings, or .py configuration of the reference."
 SET_HELP = "Set any setting, as in loop.steps=400; wins over FILE."
-ROWS = {
-    "RUN": Option(kind=list[str], help="With --plot: folder of a run. Repeatable."),
-    "--config": options.config_row(CONFIG_HELP, "train")._replace(is_common=True),
-    "--set": options.set_row(SET_HELP)._replace(is_common=True),
+_ROWS = {
+    "RUN": Option(kind=list[str], help="With --plot: folder of a run."),
+    "--config": config_row(CONFIG_HELP, "train")._replace(is_common=True),
+    "--set": set_row(SET_HELP)._replace(is_common=True),
     "--from": Option(kind=Path, metavar="FILE", help="settings.json of an earlier run, in place of --config."),
-    "--new": Option(
-        kind=str,
-        metavar="DIR",
-        help="Write DIR.yaml: a recipe that extends --config, with buckets for the clips of DIR.",
-        default="demo_lora",
-        is_common=True,
-    ),
+    "--new": Option("", "", "Write DIR.yaml: --config (demo_lora) with buckets for DIR.", "DIR", str, is_common=True),
     "--list": Option(kind=bool, help="List the recipes of osora and exit.", is_common=True),
     "--resume": Option("", _CHECKPOINTS, "Continue from the newest checkpoint.", "", bool, is_common=True),
     "--resume-from": Option("", _CHECKPOINTS, "Continue from this checkpoint instead of the newest.", "FOLDER", Path),
@@ -146,16 +132,11 @@ ROWS = {
     "--overwrite": Option("", _CHECKPOINTS, "Start again, and replace the earlier run.", "", bool, is_common=True),
     "--check-data": Option("", _CHECKS, "Print buckets, batches and bad rows; do not train.", "", bool, is_common=True),
     "--dry-run": Option("", _CHECKS, "Print the plan and the memory of a rank.", "", bool, is_common=True),
-    "--on": options.ON._replace(panel=_CHECKS),
-    "--plot": Option(
-        kind=Path,
-        panel=_CHECKS,
-        metavar="FILE",
-        help="Draw loss, learning rate and gradient norm of each RUN, and train nothing: .png, .svg or .pdf.",
-    ),
-    **options.device_rows(),
+    "--on": ON._replace(panel=_CHECKS),
+    "--plot": Option("", _CHECKS, "Draw the curves of each RUN: .png, .svg or .pdf; train nothing.", "FILE", Path),
+    **device_rows(),
     "--gpus": Option("parallel.gpus", MACHINE, "GPUs that share the work, or processes on a CPU.", "N", is_common=True),
-    "--devices": options.DEVICES,
+    "--devices": DEVICES,
     "--attention": Option("train_mmdit.attention", MACHINE, "Attention backend; auto is the first that works."),
 }
-COMMAND = make_command("train", train, ROWS, settings=TrainSettings, layered=True, on_ranks=True)
+COMMAND = make_command(train, _ROWS, settings=TrainSettings, on_ranks=True)

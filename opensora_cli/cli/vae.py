@@ -2,19 +2,13 @@
 
 import os
 
-from opensora_cli.cli import options
 from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import make_command
+from opensora_cli.cli.command import config_row, device_rows, make_command, set_row
 from opensora_cli.cli.group import make_group
 from opensora_cli.engine.vae.early import refuse_early
 from opensora_cli.settings.flags import MACHINE, OUTPUT, Option
 from opensora_cli.settings.layers import Layer, collect_overrides
-from opensora_cli.settings.vae import (
-    EncodeSettings,
-    EncodeSettingsT,
-    ReconstructSettings,
-    load_vae_settings,
-)
+from opensora_cli.settings.vae import EncodeSettings, EncodeSettingsT, ReconstructSettings, load_vae_settings
 
 
 def reconstruct(given: Layer, call: Call) -> None:
@@ -23,11 +17,8 @@ def reconstruct(given: Layer, call: Call) -> None:
     The original is on the left. Sizes are cropped to multiples that the autoencoder supports.
 
     Examples:
-
       osora vae reconstruct boat.mp4 house.png
-
       osora vae reconstruct boat.mp4 --config hunyuan --weights ckpts -o compared
-
       osora vae reconstruct boat.mp4 --config runs/vae/settings.json
     """
     settings = _settings(ReconstructSettings, given, call)
@@ -44,9 +35,7 @@ def stats(given: Layer, call: Call) -> None:
     to multiples that the autoencoder supports. Writes nothing.
 
     Examples:
-
       osora vae stats clips/ house.png
-
       osora vae stats clips/ --config runs/vae/settings.json --json
     """
     settings = _settings(EncodeSettings, given, call)
@@ -58,7 +47,6 @@ def stats(given: Layer, call: Call) -> None:
 
 def _settings(schema: type[EncodeSettingsT], given: Layer, call: Call) -> EncodeSettingsT:
     """Return the settings of a command; raises an error if files or weights are missing."""
-
     overrides = collect_overrides(schema, given, call.assignments)
     settings = load_vae_settings(
         schema, config=call.config, overrides=overrides, environment=os.environ, report=call.reporter.note
@@ -68,18 +56,13 @@ def _settings(schema: type[EncodeSettingsT], given: Layer, call: Call) -> Encode
 
 
 _MODEL_ROWS = {
-    "--config": options.config_row(
-        "demo, hunyuan, dc_ae or flux_ae; a settings file; a .py file of the reference; or a recipe or "
-        "settings.json of osora train, for the autoencoder that it trained. Default: demo.",
-        "vae",
-        "train",
+    "--config": config_row("Preset, file of settings, or settings.json of a training run.", "vae", "train")._replace(
+        default="demo"
     ),
-    "--set": options.set_row("Set any setting, as in vae.temporal_tiling=true."),
+    "--set": set_row("Set any setting, as in vae.temporal_tiling=true."),
     "--clip-frames": Option("clip.num_frames", kind=int),
-    "--weights": Option(
-        "runtime.weights", MACHINE, "Folder with the weights.", "DIR", default="./ckpts or the Hugging Face cache"
-    ),
-    **options.device_rows("runtime."),
+    "--weights": Option("runtime.weights", MACHINE, metavar="DIR"),
+    **device_rows("runtime."),
     "--dtype": Option("runtime.dtype", MACHINE),
 }
 _RECONSTRUCT_ROWS = {
@@ -93,6 +76,6 @@ _STATS_ROWS = {"FILE": Option("files", help="Pictures and videos, or folders of 
 COMMAND = make_group(
     "vae",
     "Reconstruct pictures and videos with an autoencoder, and measure its latents.",
-    make_command("reconstruct", reconstruct, _RECONSTRUCT_ROWS, settings=ReconstructSettings, layered=True),
-    make_command("stats", stats, _STATS_ROWS, settings=EncodeSettings, layered=True),
+    make_command(reconstruct, _RECONSTRUCT_ROWS, settings=ReconstructSettings),
+    make_command(stats, _STATS_ROWS, settings=EncodeSettings),
 )

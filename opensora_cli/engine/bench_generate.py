@@ -30,8 +30,8 @@ from opensora_cli.engine.generate.run import chain_of, plan_here
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.media.similarity import SSIM_WINDOW, psnr_db, ssim
 from opensora_cli.memory.monitor import Spread
-from opensora_cli.settings.bench_generate import EXACT, STANDARD, Tries, tried_settings
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.tools import EXACT, STANDARD, Tries, tried_settings
 
 _SMALL_ERROR = 1e-3
 _NOTHING_KEPT: Mapping[str, object] = {

@@ -18,7 +18,7 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.show import Shown, show_recorded
 from opensora_cli.media.results import read_sidecar
 from opensora_cli.server.results import frames_of, thumbnail
-from opensora_cli.settings.serve import GallerySettings
+from opensora_cli.settings.tools import GallerySettings
 
 _PAGE = Path(__file__).parent / "page"
 _PICTURES = (".png", ".webp", ".jpg")

@@ -26,7 +26,7 @@ from opensora_cli.server.videos import Server
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.layers import Layer
 from opensora_cli.settings.load import ANY_PROMPT, generate_request
-from opensora_cli.settings.serve import LOOPBACK, ServeSettings
+from opensora_cli.settings.tools import LOOPBACK, ServeSettings
 
 _SHORTEST_TOKEN = 16
 _STOP_S = 3

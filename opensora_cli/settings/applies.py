@@ -1,7 +1,8 @@
 """Conditions under which settings apply: one table for each command; and rules between pairs of settings.
 
 Settings without effect are refused by these tables, and sidecars and request hashes have the settings that apply. A
-setting without a row always applies.
+setting without a row always applies. A condition is `KEY` (set, and neither false nor 0), `KEY=VALUE`, `KEY=A|B`,
+`KEY!=VALUE` or `KEY>NUMBER`.
 """
 
 import re
@@ -18,14 +19,19 @@ from opensora_cli.settings.explain import Given
 _CONDITION = re.compile(r"(?P<key>[\w.]+)((?P<sign>!=|=|>)(?P<value>.+))?")
 
 
-def _typed(keys: str, when: Callable[[Any], object], why: str, *, but: str = "") -> Applies:
+def _if(keys: str, condition: str, fix: str = "", *, but: str = "", is_recorded: bool = False) -> Applies:
+    """Return a row for settings that apply while a condition holds. Without a fix they are never refused."""
+    match = _CONDITION.fullmatch(condition)
+    assert match is not None
+    why = f"with {match['key']}={{s.{match['key']}}}" if match["sign"] else f"without {match['key']}"
+    return Applies(
+        keys, lambda s: _holds(s, condition), f"{why}: {fix}" if fix else "", but=but, is_recorded=is_recorded
+    )
+
+
+def _typed(row: Applies) -> Applies:
     """Return a row that files may ignore: its settings are refused only where they are typed."""
-    return Applies(keys, when, why, is_refused=False, but=but)
-
-
-def _needs(switch: str, keys: str, *, but: str = "") -> Applies:
-    """Return a row for settings that apply while another one is neither None nor 0."""
-    return _typed(keys, attrgetter(switch), f"without {switch}: give it, too", but=but)
+    return row._replace(is_refused=False)
 
 
 def _mode(settings: Any) -> ConditionMode:
@@ -46,27 +52,18 @@ def _takes_embedded_guidance(settings: Any) -> bool:
     return settings.model.guidance_embed or (picture.first and not picture.own_model and picture.model.guidance_embed)
 
 
-PARALLEL = (
-    Applies(
-        "parallel.fast_link_ranks",
-        lambda s: s.parallel.all_to_all == "hierarchical",
-        "with parallel.all_to_all=direct: use hierarchical",
-    ),
-)
-
-
 def _vae(place: str) -> tuple[Applies, ...]:
     """Return the rows of an autoencoder. Keys outside the sections of other kinds belong to hunyuan."""
-    kind = attrgetter(f"{place}.kind")
-    why = f"with {place}.kind={{s.{place}.kind}}: drop it, or use {place}.kind="
+    kind, fix = f"{place}.kind", f"drop it, or use {place}.kind="
     return (
-        Applies(place, lambda s: kind(s) == "hunyuan", f"{why}hunyuan", but=" ".join(OF_ALL_KINDS)),
-        Applies(f"{place}.dc_ae", lambda s: kind(s) == "dc_ae", f"{why}dc_ae"),
-        Applies(f"{place}.flux_ae", lambda s: kind(s) == "flux_ae", f"{why}flux_ae"),
+        _if(place, f"{kind}=hunyuan", f"{fix}hunyuan", but=" ".join(OF_ALL_KINDS)),
+        _if(f"{place}.dc_ae", f"{kind}=dc_ae", f"{fix}dc_ae"),
+        _if(f"{place}.flux_ae", f"{kind}=flux_ae", f"{fix}flux_ae"),
     )
 
 
 VAE = _vae("vae")
+PARALLEL = (_if("parallel.fast_link_ranks", "parallel.all_to_all=hierarchical", "use hierarchical"),)
 
 _RECORDED_IF_CHANGED = (
     "video.extend prompts_at condition.seamless condition.continued loras compile precision.linear sampling.turbo "
@@ -80,55 +77,55 @@ _SAMPLED_WITH = (
     "prompt prompts_at negative_prompt refine prompt_suffix sampling condition model text loras draft picture compile "
     "precision.linear runtime.attention video.extend output.save_state_every output.preview_every"
 )
+_GUIDED = (
+    "negative_prompt sampling.guidance_scale sampling.image_guidance_scale sampling.text_oscillation "
+    "sampling.image_oscillation sampling.mean_guidance_of sampling.guidance_interval sampling.temporal_image_scaling"
+)
+_NEVER = "from_latents resume output.overwrite runtime.prompt_cache runtime.prompt_cache_limit sampling.fast"
+"""Settings that are not recorded. Those that `sampling.fast` stands for are."""
 
 GENERATE = (
-    _typed(
-        _SAMPLED_WITH, lambda s: s.from_latents is None, "on finished latents, which are only decoded: drop it"
-    )._replace(is_recorded=True),
+    _typed(_if(_SAMPLED_WITH, "from_latents=none", "drop it, since latents are only decoded", is_recorded=True)),
     *PARALLEL,
     *VAE,
-    # The settings that `sampling.fast` stands for are recorded.
-    Applies(
-        "from_latents resume output.overwrite runtime.prompt_cache runtime.prompt_cache_limit sampling.fast",
-        lambda s: False,
-    ),
+    Applies(_NEVER, lambda s: False),
     # The number of devices changes only rounding, unless they compress what they exchange.
     Applies("parallel", lambda s: False, but="compression"),
-    Applies("parallel.compression", lambda s: s.parallel.compression != "none"),
-    Applies("files.turbo", lambda s: s.sampling.turbo),
+    _if("parallel.compression", "parallel.compression!=none"),
+    _if("files.turbo", "sampling.turbo"),
     Applies("refine", lambda s: False, but="original"),
-    Applies("refine.original", lambda s: s.refine.original is not None),
+    _if("refine.original", "refine.original!=none"),
     _typed(
-        "refine",
-        lambda s: s.refine.is_on,
-        "without --refine and --motion-score auto: drop it",
-        but="prompt motion_score original",
+        Applies(
+            "refine",
+            lambda s: s.refine.is_on,
+            "without --refine and --motion-score auto: drop it",
+            but="prompt motion_score original",
+        )
     ),
-    Applies("draft", lambda s: s.draft.resolution, "without draft.resolution: give --draft-res, too"),
+    _if("draft", "draft.resolution", "give --draft-res, too"),
     *(row._replace(is_recorded=True) for row in _vae("picture.vae")),
-    Applies("picture", lambda s: s.picture.first),
-    Applies("picture.save", lambda s: s.picture.first, "without picture.first=true: give --t2i2v, too"),
-    Applies("picture.model picture.vae picture.files", lambda s: not s.picture.own_model),
-    Applies("prompts_at", lambda s: s.video.extend, "without video.extend: give --extend, too"),
+    _if("picture", "picture.first"),
+    _if("picture.save", "picture.first", "give --t2i2v, too"),
+    _if("picture.model picture.vae picture.files", "picture.own_model=false"),
+    _if("prompts_at", "video.extend", "give --extend, too"),
     Applies("video.height video.width", _is_in_pixels),
     Applies("video.resolutions video.aspect_ratios", lambda s: not _is_in_pixels(s)),
     _typed(
-        "video.resolution video.aspect_ratio",
-        lambda s: not _is_in_pixels(s),
-        "with a width and height in pixels: drop it, or these",
+        Applies(
+            "video.resolution video.aspect_ratio",
+            lambda s: not _is_in_pixels(s),
+            "with a width and height in pixels: drop it, or these",
+        )
     ),
-    Applies(
-        "video.causal_lengths",
-        lambda s: not s.vae.grid.is_causal,
-        "with vae.kind={s.vae.kind}, which is causal: drop it",
-    ),
+    Applies("video.causal_lengths", lambda s: not s.vae.grid.is_causal, "with the causal {s.vae.kind}: drop it"),
     _typed(
-        "negative_prompt sampling.guidance_scale sampling.image_guidance_scale sampling.text_oscillation "
-        "sampling.image_oscillation sampling.mean_guidance_of sampling.guidance_interval "
-        "sampling.temporal_image_scaling",
-        lambda s: not s.model.guidance_embed,
-        "with the distilled model {s.model.name}, whose guidance is an input: "
-        "drop it, or use --set sampling.embedded_guidance=X",
+        Applies(
+            _GUIDED,
+            lambda s: not s.model.guidance_embed,
+            "with the distilled model {s.model.name}, whose guidance is an input: "
+            "drop it, or use --set sampling.embedded_guidance=X",
+        )
     ),
     Applies(
         "sampling.mean_guidance_of",
@@ -147,36 +144,21 @@ GENERATE = (
         lambda s: any(mode.needs_reference for mode in _modes(s)),
     ),
     Applies("sampling.temporal_image_scaling", lambda s: _mode(s).gives_pictures),
-    Applies(
-        "condition.seamless",
-        lambda s: s.condition.mode in (None, "i2v_loop"),
-        "with condition.mode={s.condition.mode}: use i2v_loop, or drop it",
-    ),
+    _if("condition.seamless", "condition.mode=none|i2v_loop", "use i2v_loop, or drop it"),
     Applies("condition.references condition.fit", lambda s: _mode(s).needs_reference),
     Applies("condition.ref_fps", lambda s: _mode(s).source is Source.VIDEO),
     Applies("condition.video_latent_frames", lambda s: any(mode.length is Length.VIDEO for mode in _modes(s))),
     Applies("condition.easy_latent_frames", lambda s: _mode(s).length is Length.EASY),
-    Applies("vae.sample_size vae.dc_ae.spatial_tile_size vae.flux_ae.tile_size", lambda s: s.vae.spatial_tiling),
-    Applies("vae.sample_tsize vae.dc_ae.temporal_tile_size", lambda s: s.vae.temporal_tiling),
+    _if("vae.sample_size vae.dc_ae.spatial_tile_size vae.flux_ae.tile_size", "vae.spatial_tiling"),
+    _if("vae.sample_tsize vae.dc_ae.temporal_tile_size", "vae.temporal_tiling"),
     Applies(
         "vae.tile_overlap_factor vae.dc_ae.tile_overlap_factor vae.flux_ae.tile_overlap_factor",
         lambda s: s.vae.spatial_tiling or s.vae.temporal_tiling,
     ),
     Applies("vae.temporal_tiling", lambda s: s.vae.temporal_tiling or s.vae.kind != "flux_ae"),
-    Applies(
-        "output.save_state_every",
-        lambda s: s.output.save_latents,
-        "with output.save_latents=false: drop it",
-        is_recorded=True,
-    ),
-    Applies(
-        "memory.resident_blocks memory.host_weights",
-        lambda s: s.memory.offload in ("auto", "blocks"),
-        "with memory.offload={s.memory.offload}: use blocks",
-    ),
-    Applies(
-        "precision.tf32", lambda s: s.runtime.device != "cpu", "with runtime.device=cpu: use none", is_recorded=True
-    ),
+    _if("output.save_state_every", "output.save_latents", "drop it", is_recorded=True),
+    _if("memory.resident_blocks memory.host_weights", "memory.offload=auto|blocks", "use blocks"),
+    _if("precision.tf32", "runtime.device!=cpu", "use none", is_recorded=True),
 )
 
 SAME_FOR_ALL_RUNS = Applies(
@@ -188,31 +170,40 @@ SAME_FOR_ALL_RUNS = Applies(
 )
 """Settings that `bench-generate --try` cannot change: what the video shows, and where it is made."""
 
+
+def _for(keys: str, applies: Callable[[Any], object], fix: str) -> Applies:
+    """Return a row for settings of some training objectives."""
+    return Applies(keys, applies, f"with target={{s.target}}: {fix}")
+
+
+_TRANSFORMER = attrgetter("trains_transformer")
+
 TRAIN = (
     *PARALLEL,
     *VAE,
-    _typed("train_vae", lambda s: not s.trains_transformer, "with target={s.target}: use target=vae"),
-    _typed("train_distill", lambda s: s.objective.has_teacher, "with target={s.target}: use target=distill"),
+    _typed(_for("train_vae", lambda s: not s.trains_transformer, "use target=vae")),
+    _typed(_for("train_distill", lambda s: s.objective.has_teacher, "use target=distill")),
+    _for("train_mmdit.masked_loss", lambda s: not s.objective.has_teacher, "drop it"),
     _typed(
-        "train_distill.critic_steps train_distill.critic_learning_rate",
-        lambda s: s.objective.has_critic or not s.objective.has_teacher,
-        "with target={s.target}: use target=dmd",
+        _for(
+            "train_distill.critic_steps train_distill.critic_learning_rate",
+            lambda s: s.objective.has_critic or not s.objective.has_teacher,
+            "use target=dmd",
+        )
     ),
     _typed(
-        "weights model text train_mmdit lora memory compile samples watching.peak_tflops",
-        attrgetter("trains_transformer"),
-        "with target={s.target}: use target=mmdit",
+        _for(
+            "weights model text train_mmdit lora memory compile samples watching.peak_tflops",
+            _TRANSFORMER,
+            "use target=mmdit",
+        )
     ),
-    Applies(
-        "strategy compile lora.rank",
-        attrgetter("trains_transformer"),
-        "with target={s.target}, which trains no transformer: drop it",
-    ),
-    _needs("data.table", "data.fps_max data.fit"),
-    _needs("data.workers", "data.prefetch"),
-    _needs("train_vae.discriminator.weight", "train_vae.discriminator", but="weight"),
-    _needs("validation.every", "validation", but="every"),
-    _needs("samples.every", "samples", but="every"),
+    _for("strategy compile lora.rank", _TRANSFORMER, "drop it, since no transformer is trained"),
+    _typed(_if("data.fps_max data.fit", "data.table", "give it, too")),
+    _typed(_if("data.prefetch", "data.workers", "give it, too")),
+    _typed(_if("train_vae.discriminator", "train_vae.discriminator.weight", "give it, too", but="weight")),
+    _typed(_if("validation", "validation.every", "give it, too", but="every")),
+    _typed(_if("samples", "samples.every", "give it, too", but="every")),
     Applies(
         "train_vae.perceptual_files",
         lambda s: s.trains_transformer or s.train_vae.perceptual_weight,
@@ -228,38 +219,22 @@ TRAIN = (
         lambda s: s.trains_transformer or s.vae.kind != "dc_ae",
         "with vae.kind=dc_ae, which has no posterior: use 0",
     ),
-    Applies("lora", lambda s: s.lora.rank, "without lora.rank: set it, as in lora.rank=16", but="rank"),
-    _typed(
-        "optimizer.muon_learning_rate",
-        lambda s: s.optimizer.name == "muon",
-        "with optimizer.name={s.optimizer.name}: use muon",
-    ),
-    Applies(
-        "optimizer.decay_steps",
-        lambda s: s.optimizer.schedule != "cosine",
-        "with optimizer.schedule=cosine, which falls from the end of the warm-up on: use 0",
-    ),
-    Applies(
-        "optimizer.initial_learning_rate",
-        lambda s: s.optimizer.warmup_steps,
-        "with optimizer.warmup_steps=0: use 0, or more warmup_steps",
-    ),
+    _if("lora", "lora.rank", "set it, as in lora.rank=16", but="rank"),
+    _typed(_if("optimizer.muon_learning_rate", "optimizer.name=muon", "use muon")),
+    _if("optimizer.decay_steps", "optimizer.schedule!=cosine", "use 0, since it falls from the end of the warm-up on"),
+    _if("optimizer.initial_learning_rate", "optimizer.warmup_steps!=0", "use 0, or more warmup_steps"),
     Applies(
         "optimizer.final_learning_rate",
         lambda s: s.optimizer.decay_steps or s.optimizer.schedule == "cosine",
         "with optimizer.decay_steps=0: use 0, or more decay_steps",
     ),
-    Applies("precision.tf32", lambda s: s.device != "cpu", "with device=cpu: use none"),
-    Applies(
+    _if("precision.tf32", "device!=cpu", "use none"),
+    _if(
         "memory.checkpoint_double_blocks memory.checkpoint_single_blocks",
-        lambda s: s.memory.checkpointing != "none",
-        "with memory.checkpointing=none: use full, selective or offload",
+        "memory.checkpointing!=none",
+        "use full, selective or offload",
     ),
-    Applies(
-        "memory.resident_blocks memory.host_weights",
-        lambda s: s.memory.offload != "none",
-        "with memory.offload=none: use blocks",
-    ),
+    _if("memory.resident_blocks memory.host_weights", "memory.offload!=none", "use blocks"),
 )
 
 
@@ -288,9 +263,6 @@ def used_settings(settings: Section) -> dict[str, Any]:
     rows = [row for row in settings.applies if not row.is_recorded and not row.when(settings)]
     if_changed = _RECORDED_IF_CHANGED.split()
 
-    def is_used(key: str, value: object, usual: object) -> bool:
-        return not any(row.covers(key) for row in rows) and (value != usual or key not in if_changed)
-
     def used(section: Section, values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
         found = {}
         for name, value in values.items():
@@ -298,7 +270,9 @@ def used_settings(settings: Section) -> dict[str, Any]:
             if isinstance(child, Section):
                 if inside := used(child, value, f"{key}."):
                     found[name] = inside
-            elif is_used(key, child, type(section).model_fields[name].default):
+            elif not any(row.covers(key) for row in rows) and (
+                key not in if_changed or child != type(section).model_fields[name].default
+            ):
                 found[name] = value
         return found
 
@@ -306,10 +280,7 @@ def used_settings(settings: Section) -> dict[str, Any]:
 
 
 class Pair(NamedTuple):
-    """Rule between two settings: one needs the other, or they do not go together.
-
-    A condition is `KEY` (set, and neither false nor 0), `KEY=VALUE`, `KEY!=VALUE` or `KEY>NUMBER`.
-    """
+    """Rule between two settings: one needs the other, or they do not go together."""
 
     first: str
     second: str
@@ -344,5 +315,5 @@ def _find(settings: Section, condition: str) -> tuple[bool, str]:
     elif sign == ">":
         holds = found is not None and found > int(value)
     else:
-        holds = (shown(found) == value) == (sign == "=")
+        holds = (shown(found) in value.split("|")) == (sign == "=")
     return holds, f"{match['key']}={shown(found)}"

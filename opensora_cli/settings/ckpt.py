@@ -24,18 +24,12 @@ class WeightDType(StrEnum):
     @property
     def is_fp8(self) -> bool:
         """Whether the type has 8 bits."""
-        return self in (WeightDType.FP8_E4M3, WeightDType.FP8_E5M2)
+        return self.startswith("fp8")
 
 
 _Sha256 = Annotated[str, matching("(?i)[0-9a-f]{64}", "must be 64 hexadecimal digits")]
-_FORMAT_OF_ENDING = {
-    ".safetensors": Format.SAFETENSORS,
-    ".pt": Format.TORCH,
-    ".pth": Format.TORCH,
-    ".bin": Format.TORCH,
-}
-
-Patterns = tuple[Annotated[str, Field(min_length=1)], ...]
+_FORMAT_OF_ENDING = {".safetensors": Format.SAFETENSORS} | dict.fromkeys((".pt", ".pth", ".bin"), Format.TORCH)
+Patterns = tuple[FileName, ...]
 _Tolerance = Annotated[float, Field(ge=0, le=1e38)]
 
 
@@ -43,19 +37,19 @@ class InspectSettings(Section):
     """Settings of `osora ckpt inspect`."""
 
     path: FileName = Field(description="File or folder.")
-    select: Selection | None = Field(default=None, description="Weights of a training run.")
-    only: Patterns = Field(default=(), description="Shell patterns of the names to show.")
-    all: bool = Field(default=False, description="List all tensors.")
+    select: Selection | None = Field(None, description="Weights of a training run.")
+    only: Patterns = Field((), description="Shell patterns of the names to show.")
+    all: bool = Field(False, description="List all tensors.")
 
 
 class VerifySettings(Section):
     """Settings of `osora ckpt verify`."""
 
     path: FileName = Field(description="File or folder.")
-    select: Selection | None = Field(default=None, description="Weights of a training run.")
-    preset: str | None = Field(default=None, description="Released model whose names and shapes are required.")
-    sha256: _Sha256 | None = Field(default=None, description="Required hash of the file.")
-    data: bool = Field(default=True, description="Read all data to check hashes and find non-finite values.")
+    select: Selection | None = Field(None, description="Weights of a training run.")
+    preset: str | None = Field(None, description="Released model whose names and shapes are required.")
+    sha256: _Sha256 | None = Field(None, description="Required hash of the file.")
+    data: bool = Field(True, description="Read all data to check hashes and find non-finite values.")
 
     def rules(self) -> Iterator[str]:
         if self.sha256 is not None and not self.data:
@@ -67,10 +61,10 @@ class DiffSettings(Section):
 
     first: FileName = Field(description="File or folder.")
     second: FileName = Field(description="File or folder.")
-    select: Selection | None = Field(default=None, description="Weights, if one of the two is a training run.")
-    only: Patterns = Field(default=(), description="Shell patterns of the names to compare.")
-    rtol: _Tolerance = Field(default=0.0, description="Tolerance relative to the value in the second.")
-    atol: _Tolerance = Field(default=0.0, description="Absolute tolerance.")
+    select: Selection | None = Field(None, description="Weights, if one of the two is a training run.")
+    only: Patterns = Field((), description="Shell patterns of the names to compare.")
+    rtol: _Tolerance = Field(0.0, description="Tolerance relative to the value in the second.")
+    atol: _Tolerance = Field(0.0, description="Absolute tolerance.")
 
     @property
     def is_exact(self) -> bool:
@@ -82,10 +76,10 @@ class WriteSettings(Section):
     """Place and format of written weights."""
 
     target: FileName = Field(description="File or folder to write.")
-    format: Format | None = Field(default=None, description="Format. None means by the name of the target.")
-    shard_size: ByteSize | None = Field(default=None, description="Size of a shard, as in 4GB. None means 4096 MiB.")
-    hashing: bool = Field(default=True, description="Record the hashes of the source and of each shard.")
-    overwrite: bool = Field(default=False, description="Replace existing files.")
+    format: Format | None = Field(None, description="Format. None means by the name of the target.")
+    shard_size: ByteSize | None = Field(None, description="Size of a shard, as in 4GB. None means 4096 MiB.")
+    hashing: bool = Field(True, description="Record the hashes of the source and of each shard.")
+    overwrite: bool = Field(False, description="Replace existing files.")
 
     @property
     def resolved_format(self) -> Format:
@@ -103,11 +97,8 @@ class WriteSettings(Section):
         if self.format is None and named is None and ending[1:2].isalpha():
             yield f"target={self.target} has an ending, {ending}, that names no format: add --format"
             return
-        if named is not None and written is not named:
-            yield (
-                f"format={written} must agree with the ending of target={self.target}, which is that of {named}: "
-                "use another name"
-            )
+        if named not in (None, written):
+            yield f"format={written} must agree with the ending of target={self.target}, {named}: use another name"
         if self.shard_size is not None and not written.has_shards:
             sharded = ", ".join(format_ for format_ in Format if format_.has_shards)
             yield f"shard_size={self.shard_size} has no effect on format={written}: use one of {sharded}"
@@ -117,14 +108,14 @@ class ConvertSettings(WriteSettings):
     """Settings of `osora ckpt convert`."""
 
     source: FileName = Field(description="File or folder to read.")
-    select: Selection | None = Field(default=None, description="Weights of a training run.")
-    only: Patterns = Field(default=(), description="Shell patterns of the names in the source to write.")
-    drop: Patterns = Field(default=(), description="Shell patterns of the names in the source to drop.")
-    rename: tuple[str, ...] = Field(default=(), description="OLD=NEW for starts of names, re:PATTERN=NEW for patterns.")
-    qkv: QKV | None = Field(default=None, description="Layout of q, k and v. None keeps it.")
-    rotary: Rotary | None = Field(default=None, description="Layout of rotary pairs. None keeps it.")
-    dtype: WeightDType | None = Field(default=None, description="Type of floating point weights. None keeps it.")
-    preset: str | None = Field(default=None, description="Released model whose names and shapes are required.")
+    select: Selection | None = Field(None, description="Weights of a training run.")
+    only: Patterns = Field((), description="Shell patterns of the names in the source to write.")
+    drop: Patterns = Field((), description="Shell patterns of the names in the source to drop.")
+    rename: tuple[str, ...] = Field((), description="OLD=NEW for starts of names, re:PATTERN=NEW for patterns.")
+    qkv: QKV | None = Field(None, description="Layout of q, k and v. None keeps it.")
+    rotary: Rotary | None = Field(None, description="Layout of rotary pairs. None keeps it.")
+    dtype: WeightDType | None = Field(None, description="Type of floating point weights. None keeps it.")
+    preset: str | None = Field(None, description="Released model whose names and shapes are required.")
 
     @property
     def options(self) -> dict[str, object]:
@@ -138,8 +129,8 @@ class MergeLoraSettings(WriteSettings):
 
     base: FileName = Field(description="File or folder of the model.")
     adapter: FileName = Field(description="File or folder of the adapter.")
-    unmerge: bool = Field(default=False, description="Subtract the adapter.")
-    scale: float = Field(default=1.0, ge=-100, le=100, description="Strength. 1 is that of its training.")
+    unmerge: bool = Field(False, description="Subtract the adapter.")
+    scale: float = Field(1.0, ge=-100, le=100, description="Strength. 1 is that of its training.")
 
     @property
     def options(self) -> dict[str, object]:
@@ -151,5 +142,5 @@ class DownloadSettings(Section):
     """Settings of `osora ckpt download`."""
 
     preset: DownloadName = Field(description=f"Model to download: {', '.join(DOWNLOADS)}.")
-    to: FileName = Field(default="ckpts", description="Folder for the files.")
-    overwrite: bool = Field(default=False, description="Replace files that differ from those on the Hub.")
+    to: FileName = Field("ckpts", description="Folder for the files.")
+    overwrite: bool = Field(False, description="Replace files that differ from those on the Hub.")

@@ -32,25 +32,19 @@ _WITH_SCALE = re.compile(r"(?P<path>.+):(?P<scale>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\
 class Tf32Settings(Section):
     """Precision of float32 computation."""
 
-    tf32: bool | None = Field(
-        default=None,
-        description="Compute float32 in TF32 (GPU from 8.0): faster, with 10 bits of mantissa. None: torch decides.",
-    )
+    tf32: bool | None = Field(None, description="Compute float32 in TF32 (10 bits of mantissa). None: torch decides.")
 
 
 class GenerationPrecisionSettings(Tf32Settings):
     """Precision of generation, in addition to `runtime.dtype`."""
 
-    linear: LinearProducts = Field(
-        default=LinearProducts.EXACT,
-        description="Precision of the linear layers in blocks: exact, or int8 (GPU from 8.0) or fp8 (from 8.9).",
-    )
+    linear: LinearProducts = Field(LinearProducts.EXACT, description="Linear layers: exact, or int8 or fp8 (GPUs).")
 
 
 class ModelSettings(MMDiTConfig):
     """Name of the model, and sizes of its MMDiT. The defaults describe the released 11B model."""
 
-    name: ModelName = Field(default=OPEN_SORA_V2, description="Model.")
+    name: ModelName = Field(OPEN_SORA_V2, description="Model.")
 
 
 class VAESettings(HunyuanSizes):
@@ -60,13 +54,11 @@ class VAESettings(HunyuanSizes):
     defaults describe the released autoencoders.
     """
 
-    kind: VAEKind = Field(default=VAEKind.HUNYUAN, description="Autoencoder: hunyuan, dc_ae or flux_ae.")
-    spatial_tiling: bool = Field(default=True, description="Encode and decode in spatial tiles.")
-    temporal_tiling: bool = Field(
-        default=False, description="Encode and decode in temporal tiles, for flux_ae of one frame."
-    )
-    dc_ae: DCAEConfig = Field(default=DCAEConfig(), description="Sizes and tiles of kind dc_ae.")
-    flux_ae: FluxAEConfig = Field(default=FluxAEConfig(), description="Sizes and tiles of kind flux_ae.")
+    kind: VAEKind = Field(VAEKind.HUNYUAN, description="Autoencoder: hunyuan, dc_ae or flux_ae.")
+    spatial_tiling: bool = Field(True, description="Encode and decode in spatial tiles.")
+    temporal_tiling: bool = Field(False, description="Encode and decode in temporal tiles, for flux_ae of one frame.")
+    dc_ae: DCAEConfig = Field(DCAEConfig(), description="Sizes and tiles of kind dc_ae.")
+    flux_ae: FluxAEConfig = Field(FluxAEConfig(), description="Sizes and tiles of kind flux_ae.")
 
     @cached_property
     def sizes(self) -> AutoencoderConfig:
@@ -130,8 +122,8 @@ class LoraFile(Section):
     """Adapter that is added to the transformer."""
 
     path: FileName = Field(description="PEFT folder, or .safetensors file in any common style.")
-    scale: float = Field(default=1.0, ge=-100, le=100, description="Strength. A negative value subtracts the adapter.")
-    sha256: str | None = Field(default=None, description="Hash of the adapter in an earlier run, checked if set.")
+    scale: float = Field(1.0, ge=-100, le=100, description="Strength. A negative value subtracts the adapter.")
+    sha256: str | None = Field(None, description="Hash of the adapter in an earlier run, checked if set.")
 
     @model_validator(mode="before")
     @classmethod

@@ -38,32 +38,19 @@ def _read_table(value: object) -> object:
     return table
 
 
-def _check_lengths(value: object) -> object:
-    if not isinstance(value, Mapping) or not value:
-        raise rule_error("must be numbers of frames, each with its bucket, as in {33: [1.0, 2]}")
-    return value
-
-
 def _check_pair(value: object) -> object:
     if not isinstance(value, list | tuple) or len(value) != 2:
         raise rule_error("must be [probability, batch size], as in [1.0, 2]")
     return value
 
 
-_Lengths = Annotated[
-    dict[_Length, Annotated[BucketSettings, BeforeValidator(_check_pair)]], BeforeValidator(_check_lengths)
-]
+_Lengths = Annotated[dict[_Length, Annotated[BucketSettings, BeforeValidator(_check_pair)]], Field(min_length=1)]
 BucketTable = Annotated[dict[_Resolution, _Lengths], BeforeValidator(_read_table)]
 """Resolution -> frames -> (probability, batch size)."""
 
 RELEASED_BUCKETS: BucketTable = {
-    "256px": {
-        1: BucketSettings(1.0, 50),
-        33: BucketSettings(1.0, 12),
-        65: BucketSettings(1.0, 6),
-        129: BucketSettings(1.0, 3),
-    },
-    "768px": {1: BucketSettings(1.0, 13), 33: BucketSettings(1.0, 2)},
+    "256px": {length: BucketSettings(1.0, size) for length, size in ((1, 50), (33, 12), (65, 6), (129, 3))},
+    "768px": {length: BucketSettings(1.0, size) for length, size in ((1, 13), (33, 2))},
 }
 """Buckets of the reference implementation."""
 
@@ -71,18 +58,12 @@ RELEASED_BUCKETS: BucketTable = {
 class DataSettings(Section):
     """Clips, sorted into buckets of one size."""
 
-    table: FileName | None = Field(
-        default=None, description="CSV or parquet table of pictures and videos. None: clips come from a Python program."
-    )
-    buckets: BucketTable = Field(
-        default=RELEASED_BUCKETS,
-        min_length=1,
-        description=f"{{resolution: {{frames: [probability, batch size]}}}}, as in {_EXAMPLE}.",
-    )
-    fps_max: float = Field(default=24.0, gt=0, le=1000, description="Largest frame rate. Faster videos lose frames.")
-    fit: Fit = Field(default=Fit.CROP, description="How frames of another shape are fitted to their bucket.")
-    workers: int = Field(default=2, ge=0, le=256, description="Processes that read clips. 0: the training process.")
-    prefetch: int = Field(default=2, ge=1, le=64, description="Micro-batches that each process prefetches.")
+    table: FileName | None = Field(None, description="CSV or parquet table of clips. None: clips of a program.")
+    buckets: BucketTable = Field(RELEASED_BUCKETS, min_length=1, description=f"Buckets of clips, as in {_EXAMPLE}.")
+    fps_max: float = Field(24.0, gt=0, le=1000, description="Largest frame rate. Faster videos lose frames.")
+    fit: Fit = Field(Fit.CROP, description="How frames of another shape are fitted to their bucket.")
+    workers: int = Field(2, ge=0, le=256, description="Processes that read clips. 0: the training process.")
+    prefetch: int = Field(2, ge=1, le=64, description="Micro-batches that each process prefetches.")
 
     def rules(self) -> Iterator[str]:
         if not any(bucket.probability for lengths in self.buckets.values() for bucket in lengths.values()):
@@ -94,16 +75,11 @@ class DataSettings(Section):
 
     def length_problems(self, grid: LatentGrid) -> list[str]:
         """Return one line for each length that the autoencoder cannot reconstruct."""
-        problems = []
-        for length in self.lengths():
-            if (below := grid.longest_clip(length)) != length:
-                above = length + 1
-                while grid.longest_clip(above) != above:
-                    above += 1
-                problems.append(
-                    f"data.buckets: clips of {length} frames do not suit vae.kind: use {below} or {above} frames"
-                )
-        return problems
+        return [
+            f"data.buckets: clips of {length} frames do not suit vae.kind: use {below} frames"
+            for length in self.lengths()
+            if (below := grid.longest_clip(length)) != length
+        ]
 
 
 TableFile = Annotated[FileName, ending(".csv", ".parquet")]
@@ -114,14 +90,10 @@ class ScanSettings(Section):
     """Folder of pictures and videos to make a table of."""
 
     folder: FileName = Field(description="Folder to scan, with its subfolders.")
-    table: TableFile | None = Field(
-        default=None, description="Table to write: CSV or parquet. None: CSV beside the folder."
-    )
-    workers: int | None = Field(
-        default=None, ge=1, le=1024, description="Files that are read at a time. None: one for each core."
-    )
-    deep: bool = Field(default=False, description="Decode every frame to find damage inside files.")
-    overwrite: bool = Field(default=False, description="Replace an existing table.")
+    table: TableFile | None = Field(None, description="Table to write, CSV or parquet. None: DIR.csv.")
+    workers: int | None = Field(None, ge=1, le=1024, description="Files to read at a time. None: cores.")
+    deep: bool = Field(False, description="Decode every frame to find damage inside files.")
+    overwrite: bool = Field(False, description="Replace an existing table.")
 
 
 class ShardSettings(Section):
@@ -129,7 +101,7 @@ class ShardSettings(Section):
 
     table: TableFile = Field(description="CSV or parquet file.")
     parts: int = Field(ge=2, le=100_000, description="Number of files with equally many rows.")
-    overwrite: bool = Field(default=False, description="Replace existing parts.")
+    overwrite: bool = Field(False, description="Replace existing parts.")
 
 
 class PreviewSettings(Section):
@@ -137,6 +109,6 @@ class PreviewSettings(Section):
 
     table: TableFile = Field(description="CSV or parquet file.")
     sheet: PictureFile = Field(description="Picture to write.")
-    count: int = Field(default=24, ge=1, le=1000, description="Number of random samples.")
-    seed: int = Field(default=0, ge=0, le=2**62, description="Seed of the choice of samples.")
-    overwrite: bool = Field(default=False, description="Replace an existing picture.")
+    count: int = Field(24, ge=1, le=1000, description="Number of random samples.")
+    seed: int = Field(0, ge=0, le=2**62, description="Seed of the choice of samples.")
+    overwrite: bool = Field(False, description="Replace an existing picture.")

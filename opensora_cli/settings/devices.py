@@ -34,13 +34,11 @@ class DeviceSettings(Section):
     degree_names: ClassVar[tuple[str, ...]] = ()
     """Settings whose product must divide the number of devices."""
 
-    gpus: PositiveInt | None = Field(
-        default=None, le=1024, description="GPUs that share the work. None: 1, or devices."
-    )
+    gpus: PositiveInt | None = Field(None, le=1024, description="GPUs that share the work. None: 1, or devices.")
     devices: tuple[_Device, ...] | None = Field(
-        default=None, min_length=1, max_length=1024, description="GPUs to use, as in 0,2. None: the first ones."
+        None, min_length=1, max_length=1024, description="GPUs to use, as in 0,2. None: the first ones."
     )
-    nnodes: PositiveInt = Field(default=1, le=65_536, description="Number of machines. torchrun and srun set it.")
+    nnodes: PositiveInt = Field(1, le=65_536, description="Number of machines. torchrun and srun set it.")
 
     @property
     def ranks_per_node(self) -> int:
@@ -57,6 +55,11 @@ class DeviceSettings(Section):
         """Degrees that are set."""
         return {name: degree for name in self.degree_names if (degree := getattr(self, name)) is not None}
 
+    @property
+    def named_degrees(self) -> str:
+        """Degrees that are set as text."""
+        return " x ".join(f"parallel.{name}={degree}" for name, degree in self.degrees.items())
+
     def rules(self) -> Iterator[str]:
         if self.devices is not None and len(set(self.devices)) < len(self.devices):
             yield f"parallel.devices={','.join(map(str, self.devices))} names a GPU twice"
@@ -64,40 +67,41 @@ class DeviceSettings(Section):
             count = len(self.devices)
             yield f"parallel.gpus={self.gpus} must be the number of parallel.devices, {count}: drop one of them"
         if self.world_size % prod(self.degrees.values()):
-            named = " x ".join(f"parallel.{name}={degree}" for name, degree in self.degrees.items())
-            yield f"{named} must divide the {self.world_size} devices: use degrees whose product does"
+            yield f"{self.named_degrees} must divide the {self.world_size} devices: use degrees whose product does"
 
 
 class ExchangeSettings(DeviceSettings):
     """Devices that share a video or sample, and their exchange of tokens for heads."""
 
-    ulysses_degree: Degree | None = Field(default=None, description="Devices that exchange tokens for heads.")
-    ring_degree: Degree | None = Field(default=None, description="Devices in the ring of keys and values.")
-    tensor_parallel_degree: Degree | None = Field(default=None, description="Devices that share each block's features.")
-    all_to_all: AllToAll = Field(default=AllToAll.DIRECT, description="Exchange of tokens for heads in ulysses_degree.")
-    fast_link_ranks: int | None = Field(
-        default=None, ge=2, le=65_536, description="Consecutive devices with fast links. None: a machine."
-    )
-    compression: Compression = Field(
-        default=Compression.NONE, description="Round exchanged elements: bf16 by up to 1/256, fp8 by 1/16."
-    )
+    ulysses_degree: Degree | None = Field(None, description="Devices that exchange tokens for heads.")
+    ring_degree: Degree | None = Field(None, description="Devices in the ring of keys and values.")
+    tensor_parallel_degree: Degree | None = Field(None, description="Devices that share each block's features.")
+    all_to_all: AllToAll = Field(AllToAll.DIRECT, description="Exchange of tokens for heads in ulysses_degree.")
+    fast_link_ranks: int | None = Field(None, ge=2, le=65_536, description="Devices with fast links. None: a machine.")
+    compression: Compression = Field(Compression.NONE, description="Rounding of exchanges: bf16 by 1/256, fp8 by 1/16.")
 
     def exchange_problems(self, *, ulysses: int, tensor: int) -> list[str]:
         """Return one line for each setting that has no effect, or cannot work, with these ranks along the axes."""
-        fields, is_hierarchical = type(self).model_fields, self.all_to_all is AllToAll.HIERARCHICAL
-        given = {
-            name: getattr(self, name) for name in ("all_to_all", "compression", "ulysses_chunks") if name in fields
-        }
+        given = self.model_dump(include={"all_to_all", "compression", "ulysses_chunks"}, exclude_defaults=True)
         if ulysses == 1:
             return [
                 f"parallel.{name}={value} has no effect, since no tokens are exchanged for heads: "
                 "use parallel.ulysses_degree over 1, or drop it"
                 for name, value in given.items()
-                if value != fields[name].default
             ]
-        problems = self._hierarchy_problems(ulysses=ulysses, tensor=tensor) if is_hierarchical else []
-        if is_hierarchical and (chunks := given.get("ulysses_chunks", 1)) > 1:
-            both = f"parallel.ulysses_chunks={chunks} does not go with parallel.all_to_all=hierarchical"
+        problems: list[str] = []
+        if self.all_to_all is not AllToAll.HIERARCHICAL:
+            return problems
+        if not 1 < self.inner_ranks(ulysses=ulysses, tensor=tensor) < ulysses:
+            fast = self.fast_link_ranks or self.ranks_per_node
+            problems.append(
+                f"parallel.all_to_all=hierarchical cannot divide parallel.ulysses_degree={ulysses} into equal parts of "
+                f"{fast} devices: use direct, or another parallel.fast_link_ranks"
+            )
+        if "ulysses_chunks" in given:
+            both = (
+                f"parallel.ulysses_chunks={given['ulysses_chunks']} does not go with parallel.all_to_all=hierarchical"
+            )
             problems.append(f"{both}: use one of them")
         return problems
 
@@ -120,20 +124,6 @@ class ExchangeSettings(DeviceSettings):
             return 1
         return fast // tensor
 
-    def _hierarchy_problems(self, *, ulysses: int, tensor: int) -> list[str]:
-        if 1 < self.inner_ranks(ulysses=ulysses, tensor=tensor) < ulysses:
-            return []
-        fast = self.fast_link_ranks or self.ranks_per_node
-        machines = f"{self.nnodes} machine{'s' if self.nnodes > 1 else ''} of {fast} devices"
-        what = f"parallel.fast_link_ranks={fast}" if self.fast_link_ranks else machines
-        shared = f"parallel.ulysses_degree={ulysses}" + (f" x tensor_parallel_degree={tensor}" if tensor > 1 else "")
-        halves = [str(each * tensor) for each in range(2, ulysses // 2 + 1) if ulysses % each == 0]
-        fix = f"use direct, or parallel.fast_link_ranks={' or '.join(halves)}" if halves else "use direct"
-        return [
-            f"parallel.all_to_all=hierarchical needs {shared} in equal parts of several ranks, which "
-            f"{what} {'do' if self.nnodes > 1 else 'does'} not give: {fix}"
-        ]
-
 
 class ParallelSettings(ExchangeSettings):
     """Devices that make videos. Degrees that are not set are chosen."""
@@ -142,13 +132,9 @@ class ParallelSettings(ExchangeSettings):
         f"{name}_degree" for name in ("data_parallel", "ulysses", "ring", "cfg_parallel", "tensor_parallel")
     )
 
-    data_parallel_degree: Copies | None = Field(
-        default=None, description="Groups that share the rows of --prompts. None: all."
-    )
-    cfg_parallel_degree: PositiveInt | None = Field(default=None, le=3, description="Devices that share CFG branches.")
-    ulysses_chunks: Degree = Field(
-        default=1, description="Parts of an exchange of heads, which overlap with attention. 1: no overlap."
-    )
+    data_parallel_degree: Copies | None = Field(None, description="Groups that share the rows of --prompts. None: all.")
+    cfg_parallel_degree: PositiveInt | None = Field(None, le=3, description="Devices that share CFG branches.")
+    ulysses_chunks: Degree = Field(1, description="Parts of an exchange of heads that overlap with attention.")
 
 
 class Strategy(StrEnum):
@@ -159,17 +145,6 @@ class Strategy(StrEnum):
     ZERO2 = "zero2"
     ZERO3 = "zero3"
     HYBRID = "hybrid"
-
-    @property
-    def means(self) -> str:
-        """Description of the strategy in the terms of torch."""
-        return {
-            Strategy.DDP: "DistributedDataParallel",
-            Strategy.ZERO1: "FSDP2 without resharding after forward; gradients are reduced once an update",
-            Strategy.ZERO2: "FSDP2 without resharding after forward; gradients are reduced each micro-batch",
-            Strategy.ZERO3: "FSDP2 with resharding after forward",
-            Strategy.HYBRID: "FSDP2 with resharding after forward, around ranks that share a sample",
-        }[self]
 
     @property
     def shards(self) -> bool:
@@ -187,24 +162,32 @@ class Strategy(StrEnum):
         return self in (Strategy.DDP, Strategy.ZERO1)
 
 
+_MEANING = {
+    Strategy.DDP: "DistributedDataParallel",
+    Strategy.ZERO1: "FSDP2 without resharding after forward; gradients are reduced once an update",
+    Strategy.ZERO2: "FSDP2 without resharding after forward; gradients are reduced each micro-batch",
+    Strategy.ZERO3: "FSDP2 with resharding after forward",
+    Strategy.HYBRID: "FSDP2 with resharding after forward, around ranks that share a sample",
+}
+
+
 class TrainParallelSettings(ExchangeSettings):
     """Devices of a training run. Degrees that are not set follow from the others."""
 
     degree_names = ("dp_replicate_degree", "dp_shard_degree", *INNER_DEGREES)
 
-    dp_replicate_degree: Copies | None = Field(default=None, description="Copies of the weights.")
-    dp_shard_degree: Copies | None = Field(default=None, description="Devices that share one copy of the weights.")
+    dp_replicate_degree: Copies | None = Field(None, description="Copies of the weights.")
+    dp_shard_degree: Copies | None = Field(None, description="Devices that share one copy of the weights.")
 
     def rules(self) -> Iterator[str]:
         yield from super().rules()
-        if None not in (self.dp_replicate_degree, self.dp_shard_degree):
-            product = prod(self.degrees.values())
-            if product < self.world_size and not self.world_size % product:
-                named = " x ".join(f"parallel.{name}={degree}" for name, degree in self.degrees.items())
-                yield (
-                    f"{named} use {product} of {self.world_size} devices: drop parallel.dp_replicate_degree or "
-                    "parallel.dp_shard_degree"
-                )
+        product = prod(self.degrees.values())
+        is_complete = None not in (self.dp_replicate_degree, self.dp_shard_degree)
+        if is_complete and product < self.world_size and not self.world_size % product:
+            yield (
+                f"{self.named_degrees} use {product} of {self.world_size} devices: drop parallel.dp_replicate_degree "
+                "or parallel.dp_shard_degree"
+            )
 
     def axes(self, strategy: Strategy) -> dict[str, int]:
         """Return the number of ranks along each axis of the mesh: replicate, shard, ring, ulysses, tensor.
@@ -228,7 +211,7 @@ class TrainParallelSettings(ExchangeSettings):
     def describe(self, strategy: Strategy) -> str:
         """Return the number of devices and their axes as text."""
         along = " x ".join(f"{axis} {ranks}" for axis, ranks in self.axes(strategy).items() if ranks > 1)
-        return f"{self.world_size}, {strategy} ({along}): {strategy.means}" if along else "1"
+        return f"{self.world_size}, {strategy} ({along}): {_MEANING[strategy]}" if along else "1"
 
     def data_ranks(self, strategy: Strategy) -> int:
         """Return the number of micro-batches that are computed at a time."""
@@ -239,41 +222,26 @@ class TrainParallelSettings(ExchangeSettings):
 class PlacementSettings(Section):
     """Weights, device and precision of any model."""
 
-    weights: str | None = Field(
-        default=None, description="Folder with the weights. None: OSORA_WEIGHTS, ./ckpts or the Hugging Face cache."
-    )
-    device: DeviceName = Field(default="auto", description=device_names.HELP)
-    dtype: DType = Field(default=DType.AUTO, description="auto means bfloat16 on GPUs and float32 on a CPU.")
-    threads: Threads | None = Field(
-        default=None, description="CPU threads. None: OMP_NUM_THREADS, or by work and cores."
-    )
+    weights: str | None = Field(None, description="Folder with the weights. None: OSORA_WEIGHTS, ./ckpts or Hub cache.")
+    device: DeviceName = Field("auto", description=device_names.HELP)
+    dtype: DType = Field(DType.AUTO, description="auto means bfloat16 on GPUs and float32 on a CPU.")
+    threads: Threads | None = Field(None, description="CPU threads. None: OMP_NUM_THREADS, or by work and cores.")
 
 
 class RuntimeSettings(PlacementSettings):
     """Model, weights, device and precision of generation."""
 
-    model_choice: ModelChoice = Field(
-        default=AUTO, description=f"Model: auto (the best that can run here), {', '.join(ARCHITECTURES)}."
-    )
-    attention: AttentionChoice = Field(
-        default=AttentionChoice.AUTO, description="Attention backend; auto is the first that works."
-    )
-    prompt_cache: bool = Field(default=True, description="Keep prompt embeddings in the user's cache folder.")
-    prompt_cache_limit: ByteSize = Field(
-        default=2 * 2**30, description="Largest size of the prompt cache. 4 MiB hold a prompt."
-    )
+    model_choice: ModelChoice = Field(AUTO, description=f"Model: auto, {', '.join(ARCHITECTURES)}.")
+    attention: AttentionChoice = Field(AttentionChoice.AUTO, description="Attention backend. auto: the first working.")
+    prompt_cache: bool = Field(True, description="Keep prompt embeddings in the user's cache folder.")
+    prompt_cache_limit: ByteSize = Field(2 * 2**30, description="Largest size of the cache. A prompt takes 4 MiB.")
 
 
 class MemorySettings(Section):
     """Memory use of generation. Only `fp8_storage` changes the result beyond rounding."""
 
-    offload: OffloadMode = Field(
-        default=OffloadMode.AUTO, description="Weights to keep on the host: auto, none, model, blocks."
-    )
-    resident_blocks: Blocks | None = Field(
-        default=None,
-        description="With offload=blocks: transformer blocks on the device at a time. None: as many as fit.",
-    )
-    limit: ByteSize | None = Field(default=None, description="Most GPU memory to use, as in 24GiB. None: what is free.")
-    host_weights: HostWeights | None = Field(default=None, description="Location of offloaded blocks. None: by memory.")
-    fp8_storage: bool = Field(default=False, description="Store block weights in 8 bits, which changes the result.")
+    offload: OffloadMode = Field(OffloadMode.AUTO, description="Weights on the host: auto, none, model or blocks.")
+    resident_blocks: Blocks | None = Field(None, description="Offloaded blocks on the device. None: as many as fit.")
+    limit: ByteSize | None = Field(None, description="Most GPU memory to use, as in 24GiB. None: what is free.")
+    host_weights: HostWeights | None = Field(None, description="Location of offloaded blocks. None: by memory.")
+    fp8_storage: bool = Field(False, description="Store block weights in 8 bits, which changes the result.")

@@ -4,39 +4,16 @@ from enum import StrEnum
 
 
 class VAEKind(StrEnum):
-    """Autoencoder."""
+    """Autoencoder: a video model with compression 4x8x8 or 4x32x32, or a picture model with 1x8x8."""
 
     HUNYUAN = "hunyuan"
-    """Causal video autoencoder with compression 4x8x8."""
     DC_AE = "dc_ae"
-    """Video autoencoder with compression 4x32x32."""
     FLUX_AE = "flux_ae"
-    """Picture autoencoder with compression 1x8x8. It encodes videos frame by frame."""
 
     @property
     def makes_videos(self) -> bool:
         """Whether models generate videos with it."""
         return self is not VAEKind.FLUX_AE
-
-
-class AspectRatio(StrEnum):
-    """Width to height."""
-
-    WIDE_2_39_1 = "2.39:1"
-    WIDE_2_1 = "2:1"
-    WIDE_1_85_1 = "1.85:1"
-    WIDE_16_9 = "16:9"
-    WIDE_8_5 = "8:5"
-    WIDE_3_2 = "3:2"
-    WIDE_4_3 = "4:3"
-    SQUARE = "1:1"
-    TALL_3_4 = "3:4"
-    TALL_2_3 = "2:3"
-    TALL_5_8 = "5:8"
-    TALL_9_16 = "9:16"
-    TALL_1_1_85 = "1:1.85"
-    TALL_1_2 = "1:2"
-    TALL_1_2_39 = "1:2.39"
 
 
 class ReferenceRate(StrEnum):
@@ -70,10 +47,9 @@ class AttentionChoice(StrEnum):
 
 
 class OffloadMode(StrEnum):
-    """Weights that wait in host memory until they are needed."""
+    """Weights that wait in host memory until they are needed. `auto` means the fastest mode that fits in memory."""
 
     AUTO = "auto"
-    """The fastest mode that fits in memory."""
     NONE = "none"
     MODEL = "model"
     BLOCKS = "blocks"
@@ -101,13 +77,15 @@ class AllToAll(StrEnum):
 
 
 class Compression(StrEnum):
-    """Rounding of elements in the exchanges of Ulysses attention."""
+    """Rounding of elements in the exchanges of Ulysses attention.
+
+    The error of bf16 is at most 1/256 of an element. That of fp8 is at most 1/16 of an element, or 2^-18 of the largest
+    element of its token and head.
+    """
 
     NONE = "none"
     BF16 = "bf16"
-    """The error is at most 1/256 of an element."""
     FP8 = "fp8"
-    """The error is at most 1/16 of an element, or 2^-18 of the largest element of its token and head."""
 
     @property
     def largest_error(self) -> str | None:
@@ -125,24 +103,24 @@ class EnvProfile(StrEnum):
 
 
 class Collective(StrEnum):
-    """Collective that `osora bench-comm` measures."""
+    """Collective that `osora bench-comm` measures.
+
+    `hierarchical` is an all-to-all in two stages, inside and between machines. The compressed all-to-alls send fp32
+    elements as bf16, or in 8 bits with a scale for each row. The last two are the functions
+    `gather_forward_split_backward` and `split_forward_gather_backward`, forward and backward.
+    """
 
     ALL_REDUCE = "all_reduce"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_TO_ALL = "all_to_all"
     HIERARCHICAL = "hierarchical"
-    """All-to-all in two stages, inside and between machines."""
     ALL_TO_ALL_BF16 = "all_to_all_bf16"
-    """All-to-all of fp32 elements that are sent as bf16."""
     ALL_TO_ALL_FP8 = "all_to_all_fp8"
-    """All-to-all of fp32 elements that are sent in 8 bits with a scale for each row."""
     BROADCAST = "broadcast"
     SEND_RECV = "send_recv"
     GATHER_SPLIT = "gather_split"
-    """`gather_forward_split_backward`, forward and backward."""
     SPLIT_GATHER = "split_gather"
-    """`split_forward_gather_backward`, forward and backward."""
 
 
 class Scaling(StrEnum):

@@ -17,17 +17,13 @@ _SHORTENED = 0.85
 _LEADING_KEY = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*(?=[= ])")
 _PLAIN = re.compile(r"[^\s'\"]+")
 _RULES = {
-    "bool_parsing": "must be true or false",
-    "bool_type": "must be true or false",
+    **dict.fromkeys(("bool_parsing", "bool_type"), "must be true or false"),
     "finite_number": "must be a finite number",
-    "float_parsing": "must be a number",
-    "float_type": "must be a number",
+    **dict.fromkeys(("float_parsing", "float_type"), "must be a number"),
     "greater_than": "must be over {gt}",
     "greater_than_equal": "must be at least {ge}",
-    "int_from_float": "must be a whole number",
-    "int_parsing": "must be a whole number",
+    **dict.fromkeys(("int_from_float", "int_parsing", "int_type"), "must be a whole number"),
     "int_parsing_size": "is too large",
-    "int_type": "must be a whole number",
     "less_than": "must be under {lt}",
     "less_than_equal": "must be at most {le}",
     "multiple_of": "must be a multiple of {multiple_of}",
@@ -37,7 +33,14 @@ _RULES = {
     "too_long": "must have at most {max_length} values",
     "too_short": "must have at least {min_length} values",
     "tuple_type": "must be a list",
+    "dict_type": "must be a mapping",
 }
+_OF_KEYS = {
+    "extra_forbidden": "is not a setting",
+    "missing": "must be given",
+    "model_type": "is a section: set one of its keys",
+}
+"""Rules whose messages show no value."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,13 @@ class Given:
 def explain(error: ValidationError, given: Mapping[str, Given] | None = None) -> list[str]:
     """Return one line for each broken rule, with the source of the value where `given` has its key."""
     lines: list[str] = []
-    for details in error.errors(include_url=False):
-        for line in _lines(details):
-            key = _LEADING_KEY.match(line)
-            origin = key.group() if key and given else ""
-            # An item of a list has the source of the list.
-            while origin and given and origin not in given:
-                origin = origin.rpartition(".")[0]
-            lines.append(f"{line} (from {given[origin].source})" if origin and given else line)
+    for line in (line for details in error.errors(include_url=False) for line in _lines(details)):
+        key = _LEADING_KEY.match(line)
+        origin = key.group() if key and given else ""
+        # An item of a list has the source of the list.
+        while origin and given and origin not in given:
+            origin = origin.rpartition(".")[0]
+        lines.append(f"{line} (from {given[origin].source})" if origin and given else line)
     return lines
 
 
@@ -97,12 +99,8 @@ def _lines(details: Any) -> list[str]:
         # Validators of this package write whole lines.
         return str(context["error"]).splitlines()
     key = ".".join(part for part in details["loc"] if isinstance(part, str) and part != "[key]")
-    if kind == "extra_forbidden":
-        return [f"{key} is not a setting"]
-    if kind == "missing":
-        return [f"{key} must be given"]
-    if kind == "model_type":
-        return [f"{key} is a section: set one of its keys"]
+    if kind in _OF_KEYS:
+        return [f"{key} {_OF_KEYS[kind]}"]
     return [f"{key}={_shown(details['input'])} {_rule(kind, details, context)}"]
 
 
@@ -114,12 +112,9 @@ def _rule(kind: str, details: Any, context: Mapping[str, Any]) -> str:
     if kind == "rule":
         return str(details["msg"])
     if kind in _RULES:
-        return _RULES[kind].format_map({name: _number(bound) for name, bound in context.items()})
+        bounds = {name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in context.items()}
+        return _RULES[kind].format_map(bounds)
     return f"is wrong: {details['msg']}"
-
-
-def _number(bound: object) -> object:
-    return int(bound) if isinstance(bound, float) and bound.is_integer() else bound
 
 
 def _shown(value: object) -> str:

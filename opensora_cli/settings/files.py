@@ -1,10 +1,7 @@
 """Files of settings: the packaged presets, and strict readers of YAML and of the reference's `.py` files.
 
 YAML 1.1 reads `16:9` as 969, `1e-4` as text and `no` as false, and it drops duplicate keys silently. This reader keeps
-every scalar as text for the settings to convert, and refuses duplicate keys.
-
-A `.py` file is parsed and never executed. It assigns literals, `dict(...)` calls and names of numbers or text. `_base_`
-names files that it changes, and `_delete_=True` in a mapping drops what the base has there.
+every scalar as text for the settings to convert, and refuses duplicate keys. A `.py` file is parsed and never executed.
 """
 
 import ast
@@ -24,14 +21,12 @@ from opensora_cli.settings.explain import nearest
 EXTENDS = "extends"
 _EXTENDED = ("train", "hardware")
 """Kinds of presets that a user's file may extend by name."""
-MAX_SETTINGS_BYTES = 500_000
-"""Largest file of settings. Files written by hand have a few kB, and 500 kB take about a second to read."""
+_MAX_BYTES, _MAX_VALUES = 500_000, 100_000
+"""Largest file of settings, which takes a second to read, and most values in it with aliases expanded."""
 CODE = ...
 """Value of an assignment in a `.py` file that is code and not data."""
 PLAIN_VALUES = "such files are parsed, not executed: write the value itself"
 """Hint for code in a `.py` file."""
-_MAX_VALUES = 100_000
-"""Largest number of values in a piece of YAML, with its aliases expanded."""
 
 
 def presets_folder() -> Path:
@@ -74,17 +69,13 @@ class _TextLoader(yaml.BaseLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         seen: set[object] = set()
-        for key_node, _ in node.value:
-            if not isinstance(key_node, yaml.ScalarNode):
-                raise _wrong_value("a key must be a word", key_node)
-            if key_node.value in seen:
-                raise _wrong_value(f"{key_node.value!r} is there twice: keep one", key_node)
-            seen.add(key_node.value)
+        for key, _ in node.value:
+            is_word = isinstance(key, yaml.ScalarNode)
+            if not is_word or key.value in seen:
+                problem = f"{key.value!r} is there twice: keep one" if is_word else "a key must be a word"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            seen.add(key.value)
         return dict(super().construct_mapping(node, deep=deep))
-
-
-def _wrong_value(problem: str, node: yaml.Node) -> yaml.constructor.ConstructorError:
-    return yaml.constructor.ConstructorError(None, None, problem, node.start_mark)
 
 
 def parse_yaml_text(text: str) -> object:
@@ -102,8 +93,7 @@ def parse_yaml_text(text: str) -> object:
     while waiting:
         each = waiting.pop()
         waiting += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
-        count += 1
-        if count > _MAX_VALUES:
+        if (count := count + 1) > _MAX_VALUES:
             raise yaml.YAMLError(f"it means more than {_MAX_VALUES:,} values")
     return value
 
@@ -118,7 +108,7 @@ def read_settings_file(path: Path, *, chain: tuple[Path, ...] = ()) -> dict[str,
     if here in chain:
         loop = " -> ".join(link.name for link in (*chain[chain.index(here) :], here))
         raise FileProblem(f"{path} extends itself: {loop}", hint="take one of these names out")
-    text = read_text(path, max_bytes=MAX_SETTINGS_BYTES, hint="settings are a text file: check its name")
+    text = read_text(path, max_bytes=_MAX_BYTES, hint="settings are a text file: check its name")
     values, bases = (_read_python if path.suffix == ".py" else _read_yaml)(path, text)
     below: dict[str, Any] = {}
     for base in bases:
@@ -134,13 +124,12 @@ def _read_yaml(path: Path, text: str) -> tuple[dict[str, Any], list[Path]]:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or str(error).splitlines()[0]
         raise FileProblem(f"{path}{f', line {mark.line + 1},' if mark else ''} is not valid YAML: {problem}") from None
-    if values is None or values == "":
-        return {}, []
+    values = {} if values in (None, "") else values
     if not isinstance(values, dict):
         raise FileProblem(f"{path} must hold `key: value` lines")
-    parent = values.pop(EXTENDS, None)
-    if parent is None:
+    if EXTENDS not in values:
         return values, []
+    parent = values.pop(EXTENDS)
     if not isinstance(parent, str) or not parent.strip():
         raise FileProblem(f"{path}: `{EXTENDS}:` must name one file")
     extended, name = path.parent / parent, Path(parent)
@@ -150,7 +139,7 @@ def _read_yaml(path: Path, text: str) -> tuple[dict[str, Any], list[Path]]:
 
 
 def _read_python(path: Path, text: str) -> tuple[dict[str, Any], list[Path]]:
-    """Return the assignments of a file, and its bases."""
+    """Return the assignments of a file and its bases: literals, `dict(...)` calls and names of numbers or text."""
     values: dict[str, Any] = {}
     try:
         tree = ast.parse(text, filename=str(path))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict, get_type_hints
 
-from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import RequestError
 
 if TYPE_CHECKING:
@@ -37,14 +36,16 @@ class Option(NamedTuple):
     """Whether `--help` shows the option of a command that has `--help-all`, too."""
     is_negated: bool = False
     """Whether the option turns its setting off."""
-    each: str | None = None
-    """Noun for each of several files; None for options with one value."""
     complete: Callable[[str], list[str]] | None = None
     """Shell completion."""
 
 
 _File = str | os.PathLike[str]
 _Files = _File | Sequence[_File]
+_Text = str | None
+_Int = int | str | None
+_Float = float | str | None
+_Bool = bool | None
 
 
 class Flags(TypedDict, total=False):
@@ -53,93 +54,57 @@ class Flags(TypedDict, total=False):
     Every value may also be text, as on the command line, where `none` unsets a setting.
     """
 
-    negative_prompt: Annotated[str | None, Option("negative_prompt", PROMPT, metavar="TEXT")]
-    motion_score: Annotated[int | str | None, Option("prompt_suffix.motion_score", PROMPT, metavar="N", kind=str)]
-    refine: Annotated[bool | None, Option("refine.prompt", PROMPT)]
-    prompt_at: Annotated[
-        str | Sequence[str] | None,
-        Option("prompts_at", PROMPT, "With --extend: prompt from a time on, as in 2s=snow. Repeatable.", "Ts=PROMPT"),
-    ]
-    res: Annotated[str | None, Option("video.resolution", VIDEO, "Size, as in 768px.", "SIZE", is_common=True)]
-    aspect_ratio: Annotated[str | None, Option("video.aspect_ratio", VIDEO, metavar="W:H", is_common=True)]
-    width: Annotated[int | str | None, Option("video.width", VIDEO)]
-    height: Annotated[int | str | None, Option("video.height", VIDEO)]
-    num_frames: Annotated[int | str | None, Option("video.num_frames", VIDEO, is_common=True)]
-    fps: Annotated[int | str | None, Option("video.fps", VIDEO)]
-    extend: Annotated[int | str | None, Option("video.extend", VIDEO)]
-    ref: Annotated[
-        _Files | object | None,  # Files; in Python also pictures and videos in memory.
-        Option(
-            "condition.references",
-            REFERENCE,
-            "Picture or video to start from. Repeatable.",
-            "FILE",
-            is_common=True,
-            each="a picture or a video",
-        ),
-    ]
-    cond: Annotated[
-        str | None,
-        Option(
-            "condition.mode",
-            REFERENCE,
-            metavar="MODE",
-            complete=lambda incomplete: [mode for mode in CONDITION_MODES if mode.startswith(incomplete)],
-        ),
-    ]
-    fit: Annotated[str | None, Option("condition.fit", REFERENCE)]
-    ref_fps: Annotated[str | None, Option("condition.ref_fps", REFERENCE)]
-    seamless: Annotated[bool | None, Option("condition.seamless", REFERENCE)]
-    t2i2v: Annotated[bool | None, Option("picture.first", REFERENCE)]
-    steps: Annotated[int | str | None, Option("sampling.num_inference_steps", SAMPLING, is_common=True)]
-    seed: Annotated[int | str | None, Option("sampling.seed", SAMPLING, is_common=True)]
+    negative_prompt: Annotated[_Text, Option("negative_prompt", PROMPT, metavar="TEXT")]
+    motion_score: Annotated[_Int, Option("prompt_suffix.motion_score", PROMPT, metavar="N", kind=str)]
+    refine: Annotated[_Bool, Option("refine.prompt", PROMPT)]
+    prompt_at: Annotated[str | Sequence[str] | None, Option("prompts_at", PROMPT, metavar="Ts=PROMPT")]
+    res: Annotated[_Text, Option("video.resolution", VIDEO, metavar="SIZE", is_common=True)]
+    aspect_ratio: Annotated[_Text, Option("video.aspect_ratio", VIDEO, metavar="W:H", is_common=True)]
+    width: Annotated[_Int, Option("video.width", VIDEO)]
+    height: Annotated[_Int, Option("video.height", VIDEO)]
+    num_frames: Annotated[_Int, Option("video.num_frames", VIDEO, is_common=True)]
+    fps: Annotated[_Int, Option("video.fps", VIDEO)]
+    extend: Annotated[_Int, Option("video.extend", VIDEO)]
+    # Files; in Python also pictures and videos in memory.
+    ref: Annotated[_Files | object | None, Option("condition.references", REFERENCE, metavar="FILE", is_common=True)]
+    cond: Annotated[_Text, Option("condition.mode", REFERENCE, metavar="MODE")]
+    fit: Annotated[_Text, Option("condition.fit", REFERENCE)]
+    ref_fps: Annotated[_Text, Option("condition.ref_fps", REFERENCE)]
+    seamless: Annotated[_Bool, Option("condition.seamless", REFERENCE)]
+    t2i2v: Annotated[_Bool, Option("picture.first", REFERENCE)]
+    steps: Annotated[_Int, Option("sampling.num_inference_steps", SAMPLING, is_common=True)]
+    seed: Annotated[_Int, Option("sampling.seed", SAMPLING, is_common=True)]
     fast: Annotated[
-        bool | None,
-        Option("sampling.fast", SAMPLING, "Use fewer evaluations for a similar video.", is_common=True),
+        _Bool, Option("sampling.fast", SAMPLING, "Use fewer evaluations for a similar video.", is_common=True)
     ]
-    turbo: Annotated[
-        bool | None,
-        Option("sampling.turbo", SAMPLING, "Use the few-step adapter of the model.", is_common=True),
-    ]
-    solver: Annotated[str | None, Option("sampling.solver", SAMPLING)]
-    guidance_scale: Annotated[float | str | None, Option("sampling.guidance_scale", SAMPLING, metavar="X")]
-    image_guidance_scale: Annotated[float | str | None, Option("sampling.image_guidance_scale", SAMPLING, metavar="X")]
-    lora: Annotated[
-        _Files | None,
-        Option(
-            "loras",
-            SAMPLING,
-            "Add a LoRA, scaled by SCALE: a PEFT folder, or a diffusers, ComfyUI or kohya file. Repeatable.",
-            "FILE[:SCALE]",
-            each="an adapter",
-        ),
-    ]
-    draft_res: Annotated[str | None, Option("draft.resolution", SAMPLING, metavar="SIZE")]
-    draft_strength: Annotated[float | str | None, Option("draft.strength", SAMPLING, metavar="X")]
-    stop_at: Annotated[int | str | None, Option("sampling.stop_at", SAMPLING)]
+    turbo: Annotated[_Bool, Option("sampling.turbo", SAMPLING, is_common=True)]
+    solver: Annotated[_Text, Option("sampling.solver", SAMPLING)]
+    guidance_scale: Annotated[_Float, Option("sampling.guidance_scale", SAMPLING, metavar="X")]
+    image_guidance_scale: Annotated[_Float, Option("sampling.image_guidance_scale", SAMPLING, metavar="X")]
+    lora: Annotated[_Files | None, Option("loras", SAMPLING, metavar="FILE[:SCALE]")]
+    draft_res: Annotated[_Text, Option("draft.resolution", SAMPLING, metavar="SIZE")]
+    draft_strength: Annotated[_Float, Option("draft.strength", SAMPLING, metavar="X")]
+    stop_at: Annotated[_Int, Option("sampling.stop_at", SAMPLING)]
     weights: Annotated[_File | None, Option("runtime.weights", MACHINE, metavar="DIR")]
-    device: Annotated[str | None, Option("runtime.device", MACHINE, metavar="DEVICE")]
-    gpus: Annotated[int | str | None, Option("parallel.gpus", MACHINE, is_common=True)]
+    device: Annotated[_Text, Option("runtime.device", MACHINE, metavar="DEVICE")]
+    gpus: Annotated[_Int, Option("parallel.gpus", MACHINE, is_common=True)]
     devices: Annotated[str | Sequence[int] | None, Option("parallel.devices", MACHINE, metavar="LIST", kind=str)]
-    memory_limit: Annotated[int | str | None, Option("memory.limit", MACHINE, metavar="SIZE")]
-    offload: Annotated[str | None, Option("memory.offload", MACHINE, metavar="MODE", is_common=True)]
-    resident_blocks: Annotated[int | str | None, Option("memory.resident_blocks", MACHINE)]
-    dtype: Annotated[str | None, Option("runtime.dtype", MACHINE)]
-    attention: Annotated[str | None, Option("runtime.attention", MACHINE)]
-    threads: Annotated[int | str | None, Option("runtime.threads", MACHINE)]
+    memory_limit: Annotated[_Int, Option("memory.limit", MACHINE, metavar="SIZE")]
+    offload: Annotated[_Text, Option("memory.offload", MACHINE, metavar="MODE", is_common=True)]
+    resident_blocks: Annotated[_Int, Option("memory.resident_blocks", MACHINE)]
+    dtype: Annotated[_Text, Option("runtime.dtype", MACHINE)]
+    attention: Annotated[_Text, Option("runtime.attention", MACHINE)]
+    threads: Annotated[_Int, Option("runtime.threads", MACHINE)]
     no_cache: Annotated[
-        bool | None, Option("runtime.prompt_cache", MACHINE, "Do not cache prompt embeddings.", is_negated=True)
+        _Bool, Option("runtime.prompt_cache", MACHINE, "Do not cache prompt embeddings.", is_negated=True)
     ]
     out: Annotated[_File | None, Option("output.path", OUTPUT, metavar="PATH", short="-o", is_common=True)]
-    format: Annotated[str | None, Option("output.format", OUTPUT)]
-    name_from: Annotated[str | None, Option("output.name_from", OUTPUT)]
-    overwrite: Annotated[bool | None, Option("output.overwrite", OUTPUT)]
-    save_last_frame: Annotated[bool | None, Option("output.last_frame", OUTPUT)]
+    format: Annotated[_Text, Option("output.format", OUTPUT)]
+    name_from: Annotated[_Text, Option("output.name_from", OUTPUT)]
+    overwrite: Annotated[_Bool, Option("output.overwrite", OUTPUT)]
+    save_last_frame: Annotated[_Bool, Option("output.last_frame", OUTPUT)]
     no_metadata: Annotated[
-        bool | None,
-        Option(
-            "output.metadata", OUTPUT, "Write no sidecar, and no prompt or settings into the file.", is_negated=True
-        ),
+        _Bool, Option("output.metadata", OUTPUT, "Write no sidecar, and no prompt into the file.", is_negated=True)
     ]
     from_latents: Annotated[_File | None, Option("from_latents", metavar="FILE")]
 
@@ -153,6 +118,8 @@ FLAGS: Mapping[str, Option] = {
     **{name: hint.__metadata__[0] for name, hint in get_type_hints(Flags, include_extras=True).items()},
 }
 """Row of each option that is a setting. The rows before those of `Flags` exist on the command line alone."""
+_EACH = {"condition.references": "a picture or a video", "loras": "an adapter"}
+"""Noun for each of several files of a setting."""
 
 
 def option_of(name: str) -> str:
@@ -180,12 +147,12 @@ def given_by(row: Option, value: object, source: str) -> dict[str, "Given"]:
     """
     from opensora_cli.settings.explain import Given
 
-    if value is not None and row.each is not None:
+    if value is not None and row.key in _EACH:
         files = value if isinstance(value, list | tuple) else [value]
         texts = [os.fspath(file) if isinstance(file, Path) else str(file) for file in files]
         if not all(text.strip(" ;") for text in texts):
             # Usually an unset shell variable. Dropping it would make a video from text alone.
-            raise RequestError(f"{source} is empty: name {row.each}, or drop {source}")
+            raise RequestError(f"{source} is empty: name {_EACH[row.key]}, or drop {source}")
         # One text may already name several files.
         value = ";".join(texts) or None
     elif row.is_negated and isinstance(value, bool):

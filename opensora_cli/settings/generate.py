@@ -14,43 +14,35 @@ from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.conditions import CONDITION_MODES, CONTINUING, ConditionMode, Source
 from opensora_cli.core.section import Section, Words
 from opensora_cli.models.registry import AUTO, DEMO, TextInputs, WeightNames
+from opensora_cli.settings import components
+from opensora_cli.settings import generate_sections as sections
 from opensora_cli.settings.applies import GENERATE, Pair, pair_problems
-from opensora_cli.settings.components import (
-    DOWNLOAD_COMMAND,
-    GenerationPrecisionSettings,
-    LoraFiles,
-    ModelSettings,
-    VAESettings,
-    channel_problems,
-)
 from opensora_cli.settings.devices import MemorySettings, ParallelSettings, RuntimeSettings
 from opensora_cli.settings.enums import DType, VAEKind
 from opensora_cli.settings.explain import either
-from opensora_cli.settings.generate_sections import (
-    MAX_SEED,
-    ConditionSettings,
-    DraftSettings,
-    OutputSettings,
-    PictureSettings,
-    PromptsAt,
-    PromptSuffixSettings,
-    RefineSettings,
-    SamplingSettings,
-    VideoSettings,
-    expand_short_forms,
-)
 
+_NEEDS = (
+    Pair("output.explore", "sampling.stop_at", "give --explore-steps, after which seeds are compared"),
+    Pair("output.explore", "output.save_latents", "use true, since a chosen seed continues from them"),
+)
 _CONFLICTS = (
     Pair("resume", "from_latents", "drop one of them"),
     Pair("output.explore", "resume", "drop one of them"),
     Pair("output.explore", "from_latents", "drop one of them"),
     Pair("refine.prompt", "prompts_at", "a server rewrites one prompt, so drop one of them"),
     Pair("condition.seamless", "video.extend", "segments continue after the last frame, so drop one of them"),
-    Pair("sampling.stop_at", "video.extend", "a run stops in its first segment, so drop one of them"),
-    Pair("sampling.fast", "sampling.turbo", "the adapter has its own steps, so drop one of them"),
+    Pair("condition.seamless", "condition.continued!=none", "drop one of them"),
+    Pair("draft.resolution", "condition.continued!=none", "drop one of them"),
     Pair("draft.resolution", "video.extend", "a draft is for one clip, so drop one of them"),
     Pair("draft.resolution", "picture.first", "make the picture alone, and give it with --ref"),
+    Pair("draft.resolution", "sampling.num_inference_steps=1", "use 2 or more"),
+    Pair("sampling.stop_at", "video.extend", "a run stops in its first segment, so drop one of them"),
+    Pair("sampling.fast", "sampling.turbo", "the adapter has its own steps, so drop one of them"),
+    Pair("sampling.step_cache", "sampling.solver=heun", "use ab2"),
+    Pair("video.extend", "video.num_frames=1", "drop --extend, or ask for more frames"),
+    Pair("picture.first", "condition.references", "drop --t2i2v or --ref"),
     Pair("parallel.devices", "runtime.device!=auto", "drop one of them"),
+    Pair("compile", "parallel.tensor_parallel_degree>1", "use parallel.ulysses_degree: its layers talk to no device"),
 )
 """Settings that do not go together."""
 
@@ -60,36 +52,34 @@ class GenerateSettings(Section):
 
     applies = GENERATE
 
-    prompt: Words = Field(default="", description="Description of the video.")
-    prompts_at: PromptsAt = Field(
-        default=(), description="Prompts of an extended video from a time on, each 2s=PROMPT, separated by ;."
-    )
-    negative_prompt: Words = Field(default="", description="Description of things that the video should not show.")
-    from_latents: str | None = Field(default=None, description="Finished latents to decode, as --from does.")
-    resume: str | None = Field(default=None, description="Saved latents of a stopped run to continue, as --from does.")
-    loras: LoraFiles = Field(default=(), description="Adapters, each FILE or FILE:SCALE, separated by ;.")
-    model: ModelSettings = ModelSettings()
-    vae: VAESettings = VAESettings()
+    prompt: Words = Field("", description="Description of the video.")
+    prompts_at: sections.PromptsAt = Field((), description="With extend: prompts from a time on, as in 2s=snow.")
+    negative_prompt: Words = Field("", description="Description of things that the video should not show.")
+    from_latents: str | None = Field(None, description="Finished latents to decode, as --from does.")
+    resume: str | None = Field(None, description="Saved latents of a stopped run to continue, as --from does.")
+    loras: components.LoraFiles = Field((), description="LoRAs: PEFT folders, or diffusers, ComfyUI or kohya files.")
+    model: components.ModelSettings = components.ModelSettings()
+    vae: components.VAESettings = components.VAESettings()
     text: TextInputs = TextInputs()
     files: WeightNames = WeightNames()
-    video: VideoSettings = VideoSettings()
-    sampling: SamplingSettings = SamplingSettings()
-    condition: ConditionSettings = ConditionSettings()
-    refine: RefineSettings = RefineSettings()
-    picture: PictureSettings = PictureSettings()
-    draft: DraftSettings = DraftSettings()
-    prompt_suffix: PromptSuffixSettings = PromptSuffixSettings()
-    output: OutputSettings = OutputSettings()
+    video: sections.VideoSettings = sections.VideoSettings()
+    sampling: sections.SamplingSettings = sections.SamplingSettings()
+    condition: sections.ConditionSettings = sections.ConditionSettings()
+    refine: sections.RefineSettings = sections.RefineSettings()
+    picture: sections.PictureSettings = sections.PictureSettings()
+    draft: sections.DraftSettings = sections.DraftSettings()
+    prompt_suffix: sections.PromptSuffixSettings = sections.PromptSuffixSettings()
+    output: sections.OutputSettings = sections.OutputSettings()
     runtime: RuntimeSettings = RuntimeSettings()
-    compile: bool = Field(default=False, description="Compile the transformer's blocks with torch.compile.")
-    precision: GenerationPrecisionSettings = GenerationPrecisionSettings()
+    compile: bool = Field(False, description="Compile the transformer's blocks with torch.compile.")
+    precision: components.GenerationPrecisionSettings = components.GenerationPrecisionSettings()
     memory: MemorySettings = MemorySettings()
     parallel: ParallelSettings = ParallelSettings()
 
     @model_validator(mode="before")
     @classmethod
-    def _read_short_forms(cls, sections: object) -> object:
-        return expand_short_forms(sections)
+    def _read_short_forms(cls, values: object) -> object:
+        return sections.expand_short_forms(values)
 
     @property
     def output_format(self) -> MediaFormat:
@@ -142,17 +132,10 @@ class GenerateSettings(Section):
         return self.vae.grid.spatial_compression_ratio * self.model.patch_size
 
     def rules(self) -> Iterator[str]:
-        yield from pair_problems(self, conflicts=_CONFLICTS)
-        yield from _prompt_problems(self)
-        yield from _model_problems(self)
-        yield from _size_problems(self)
-        yield from _length_problems(self)
-        yield from _sampling_problems(self)
-        yield from _condition_problems(self)
-        yield from _time_problems(self)
-        yield from _picture_problems(self)
-        yield from _draft_problems(self)
-        yield from _parallel_problems(self)
+        yield from pair_problems(self, needs=_NEEDS, conflicts=_CONFLICTS)
+        for rule in _RULES:
+            yield from rule(self)
+        yield from components.channel_problems(self.model, self.vae.grid)
         yield from attention_problems(
             self.runtime.attention,
             setting="runtime.attention",
@@ -163,21 +146,16 @@ class GenerateSettings(Section):
 
 def _prompt_problems(settings: GenerateSettings) -> Iterator[str]:
     if not settings.prompt.strip() and not settings.from_latents:
-        yield (
-            'prompt is empty: describe the video, as in osora generate "raining, sea"; a plan (--dry-run) needs it '
-            "too, since results are named after it"
-        )
+        yield 'prompt is empty: describe the video, as in osora generate "raining, sea"; results are named after it'
 
 
 def _model_problems(settings: GenerateSettings) -> Iterator[str]:
-    model, vae = settings.model, settings.vae
-    if not vae.kind.makes_videos and settings.video.num_frames > 1 and settings.video.max_frames > 1:
+    model, vae, video, chosen = settings.model, settings.vae, settings.video, settings.runtime.model_choice
+    if not vae.kind.makes_videos and video.num_frames > 1 and video.max_frames > 1:
         yield (
-            f"vae.kind={vae.kind} makes pictures, and video.num_frames={settings.video.num_frames}: "
+            f"vae.kind={vae.kind} makes pictures, and video.num_frames={video.num_frames}: "
             f"use video.num_frames=1, or vae.kind={either([kind.value for kind in VAEKind if kind.makes_videos])}"
         )
-    yield from channel_problems(model, vae.grid)
-    chosen = settings.runtime.model_choice
     if chosen not in (AUTO, model.name):
         yield f"model.name={model.name} must be runtime.model_choice={chosen}: drop one of them"
 
@@ -191,16 +169,14 @@ def _size_problems(settings: GenerateSettings) -> Iterator[str]:
                 fitting = [str(size) for size in (below, below + multiple) if size]
                 yield f"video.{side}={value} must be a multiple of {multiple}: use {either(fitting)}"
         return
-    if video.resolution not in video.resolutions:
-        fix = f", or get the released model: {DOWNLOAD_COMMAND}" if name == DEMO else ""
-        yield (
-            f"video.resolution={video.resolution} is not a size of the {name} model: use {either(video.resolutions)}"
-            f"{fix}"
-        )
-    if video.aspect_ratio not in video.aspect_ratios:
-        yield (
-            f"video.aspect_ratio={video.aspect_ratio} is not one of the {name} model: use {either(video.aspect_ratios)}"
-        )
+    fix = f", or get the released model: {components.DOWNLOAD_COMMAND}" if name == DEMO else ""
+    for key, asked, known, more in (
+        ("video.resolution", video.resolution, video.resolutions, fix),
+        ("video.aspect_ratio", video.aspect_ratio, video.aspect_ratios, ""),
+        ("draft.resolution", settings.draft.resolution, video.resolutions, ""),
+    ):
+        if asked is not None and asked not in known:
+            yield f"{key}={asked} does not suit the {name} model: use {either(known)}{more}"
 
 
 def _length_problems(settings: GenerateSettings) -> Iterator[str]:
@@ -219,62 +195,48 @@ def _length_problems(settings: GenerateSettings) -> Iterator[str]:
         lengths, rule = range(2 * ratio, end, ratio), f"1, or a multiple of {ratio} from {2 * ratio} on,"
     if frames not in lengths:
         longest = lengths[-1] if lengths else 1
-        nearest = lengths.start + round((frames - lengths.start) / lengths.step) * lengths.step
         yield (
             f"video.num_frames={frames} must be {rule} and at most {longest} with the {name} model: "
-            f"use {min(max(nearest, lengths.start), longest)}"
+            f"use {min(lengths, key=lambda length: (abs(length - frames), -length), default=1)}"
         )
 
 
 def _sampling_problems(settings: GenerateSettings) -> Iterator[str]:
-    sampling, explores = settings.sampling, settings.output.explore
-    seed, samples, stop = sampling.seed, sampling.num_samples, sampling.stop_at
-    if seed + samples - 1 > MAX_SEED:
+    seed, samples, stop = settings.sampling.seed, settings.sampling.num_samples, settings.sampling.stop_at
+    steps, most = settings.sampling.num_inference_steps, sections.MAX_SEED - samples + 1
+    if seed > most:
         yield (
-            f"sampling.seed={seed} must leave room for the seeds of sampling.num_samples={samples}: "
-            f"use at most {MAX_SEED - samples + 1}"
+            f"sampling.seed={seed} must leave room for the seeds of sampling.num_samples={samples}: use at most {most}"
         )
-    if explores and stop is None:
-        yield "output.explore=true needs sampling.stop_at, after which seeds are compared: give --explore-steps"
-    elif stop is not None and stop >= sampling.num_inference_steps:
-        yield (
-            f"sampling.stop_at={stop} must be less than sampling.num_inference_steps={sampling.num_inference_steps}: "
-            "drop it, or use fewer"
-        )
+    if stop is not None and stop >= steps:
+        yield f"sampling.stop_at={stop} must be less than sampling.num_inference_steps={steps}: drop it, or use fewer"
 
 
 def _condition_problems(settings: GenerateSettings) -> Iterator[str]:
-    condition, video = settings.condition, settings.video
+    condition, count = settings.condition, len(settings.condition.references)
+    given = "1 file is given" if count == 1 else f"{count} files are given"
     if condition.continued is not None:
         modes = [mode.name for mode in CONDITION_MODES.values() if mode.source is Source.VIDEO and mode.at_head]
         if condition.mode not in (None, *modes):
             yield f"condition.mode={condition.mode} does not continue a video: use {either(modes)}"
-        if condition.seamless or settings.draft.resolution is not None:
-            named = "condition.seamless=true" if condition.seamless else f"draft.resolution={settings.draft.resolution}"
-            yield f"condition.continued does not go with {named}: drop one of them"
-        if len(condition.references) != 1:
-            given = _files(len(condition.references))
-            yield f"condition.continued needs 1 reference, and {given} given: use --continue"
+        if count != 1:
+            yield f"condition.continued needs 1 reference, and {given}: use --continue"
     if condition.mode is not None:
-        mode, references = CONDITION_MODES[condition.mode], len(condition.references)
-        named = f"condition.mode={mode.name}"
-        if not mode.needs_reference and references:
-            yield f"{named} takes no reference, and {_files(references)} given: drop --cond or --ref"
-        elif mode.needs_reference and not references and not settings.picture.first:
+        mode, named = CONDITION_MODES[condition.mode], f"condition.mode={condition.mode}"
+        if not mode.needs_reference and count:
+            yield f"{named} takes no reference, and {given}: drop --cond or --ref"
+        elif mode.needs_reference and not count and not settings.picture.first:
             kind = "video" if mode.source is Source.VIDEO else "picture"
             yield f"{named} needs a reference: give the {kind} with --ref FILE"
         else:
-            if references > mode.max_references:
-                yield (
-                    f"{named} takes {either([str(n + 1) for n in range(mode.max_references)])} "
-                    f"reference{'s' if mode.max_references > 1 else ''}, and {_files(references)} given: drop some"
-                )
+            if count > mode.max_references:
+                yield f"{named} takes at most {mode.max_references}, and {given}: drop some"
             yield from _mode_problems(settings, mode, named, drop="use t2v")
-    asked = f"video.extend={video.extend}"
-    if video.extend and video.num_frames == 1:
-        yield f"{asked} continues a video, and video.num_frames=1 makes a picture: drop --extend, or ask for more"
-    elif video.extend:
-        yield from _mode_problems(settings, CONTINUING, asked, drop="drop --extend")
+        if settings.picture.first and not mode.gives_pictures:
+            fitting = [mode.name for mode in CONDITION_MODES.values() if mode.gives_pictures]
+            yield f"{named} takes no picture, and picture.first=true makes one: use {either(fitting)}"
+    if settings.video.extend and settings.video.num_frames > 1:
+        yield from _mode_problems(settings, CONTINUING, f"video.extend={settings.video.extend}", drop="drop --extend")
 
 
 def _mode_problems(settings: GenerateSettings, mode: ConditionMode, named: str, *, drop: str) -> Iterator[str]:
@@ -319,47 +281,23 @@ def _time_problems(settings: GenerateSettings) -> Iterator[str]:
             return
 
 
-def _picture_problems(settings: GenerateSettings) -> Iterator[str]:
-    condition = settings.condition
-    if not settings.picture.first:
-        return
-    if condition.references:
-        yield (
-            f"picture.first=true makes the reference, and {_files(len(condition.references))} given: drop --t2i2v "
-            "or --ref"
-        )
-    if condition.mode is not None and not CONDITION_MODES[condition.mode].gives_pictures:
-        fitting = [mode.name for mode in CONDITION_MODES.values() if mode.gives_pictures]
-        yield (
-            f"condition.mode={condition.mode} takes no picture, and picture.first=true makes one: use {either(fitting)}"
-        )
-
-
-def _draft_problems(settings: GenerateSettings) -> Iterator[str]:
-    video, asked = settings.video, f"draft.resolution={settings.draft.resolution}"
-    if settings.draft.resolution is None:
-        return
-    if settings.draft.resolution not in video.resolutions:
-        yield f"{asked} is not a size of the {settings.model.name} model: use {either(video.resolutions)}"
-    elif settings.sampling.num_inference_steps == 1:
-        yield f"{asked} leaves nothing to sampling.num_inference_steps=1: use 2 or more"
-
-
 def _parallel_problems(settings: GenerateSettings) -> Iterator[str]:
     parallel, heads, device = settings.parallel, settings.model.num_heads, settings.runtime.device
     if parallel.world_size > 1 and device_names.has_index(device):
         yield f"runtime.device={device} is one GPU, and parallel.gpus asks for more: use --devices"
-    tensor = parallel.tensor_parallel_degree or 1
-    if settings.compile and tensor > 1:
-        yield (
-            f"compile=true does not go with parallel.tensor_parallel_degree={tensor}, whose layers talk to other "
-            "devices: use parallel.ulysses_degree, or compile=false"
-        )
-    if heads % tensor:
+    if heads % (tensor := parallel.tensor_parallel_degree or 1):
         fitting = [str(degree) for degree in range(1, heads + 1) if heads % degree == 0]
         yield f"parallel.tensor_parallel_degree={tensor} must divide model.num_heads={heads}: use {either(fitting)}"
     yield from parallel.head_problems(heads)
 
 
-def _files(count: int) -> str:
-    return "1 file is" if count == 1 else f"{count} files are"
+_RULES = (
+    _prompt_problems,
+    _model_problems,
+    _size_problems,
+    _length_problems,
+    _sampling_problems,
+    _condition_problems,
+    _time_problems,
+    _parallel_problems,
+)

@@ -6,20 +6,30 @@ from itertools import pairwise
 from pathlib import PurePath
 from typing import Annotated
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from opensora_cli.core.choices import Fit, MediaFormat, Solver
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
-from opensora_cli.core.section import MAX_FRAMES, Count, FileName, Section, Share, SplitAt, Words, one_of, split_list
+from opensora_cli.core.section import (
+    MAX_FRAMES,
+    Count,
+    FileName,
+    Section,
+    Share,
+    SplitAt,
+    Words,
+    matching,
+    one_of,
+    split_list,
+)
 from opensora_cli.models.registry import ARCHITECTURES, FLUX1_DEV
 from opensora_cli.settings.components import ModelSettings, VAESettings, picture_values
-from opensora_cli.settings.enums import AspectRatio, NameFrom, ReferenceRate
+from opensora_cli.settings.enums import NameFrom, ReferenceRate
 from opensora_cli.settings.explain import either
 
 MAX_SEED = 2**62
 _FLUX = ARCHITECTURES[FLUX1_DEV].files
 _AT = re.compile(r"\s*(?P<at_s>\d+(\.\d*)?|\.\d+)\s*s\s*=(?P<prompt>.*\S.*)", re.DOTALL)
-_RESOLUTION = re.compile(r"[1-9]\d*px?")
 _OTHER_ENDINGS = frozenset(["apng", "avi", "bmp", "jpeg", "jpg", "m4v", "mkv", "mov", "mpeg", "mpg", "tiff", "webm"])
 """Endings that would otherwise become the name of a folder."""
 
@@ -27,6 +37,10 @@ _Frames = Annotated[int, Field(ge=1, le=MAX_FRAMES)]
 _Pixels = Annotated[int, Field(ge=1, le=16_384)]
 _Steps = Annotated[int, Field(ge=1, le=1000)]
 _Guidance = Annotated[float, Field(ge=0, le=100)]
+_Resolution = Annotated[str, matching(r"[1-9]\d*px?", "must be a pixel count, as in 256px or 720p")]
+_WIDE, _TALL = ("2.39:1", "2:1", "1.85:1", "16:9", "8:5", "3:2", "4:3"), ("3:4", "2:3", "5:8", "9:16", "1:1.85", "1:2")
+_RATIOS = (*_WIDE, "1:1", *_TALL, "1:2.39")
+_AspectRatio = Annotated[str, one_of(lambda: _RATIOS)]
 
 
 class PromptAt(Section):
@@ -57,25 +71,19 @@ PromptsAt = Annotated[tuple[PromptAt, ...], SplitAt(";")]
 class PromptSuffixSettings(Section):
     """Additions to a prompt, as in the captions of the training data."""
 
-    motion_score: int | None = Field(
-        default=4, ge=0, le=100, description="Amount of motion. none omits it; auto asks the server of --refine."
-    )
-    add_fps: bool = Field(default=True, description="Add the frames per second.")
+    motion_score: int | None = Field(4, ge=0, le=100, description="Amount of motion; none, or auto (asks a server).")
+    add_fps: bool = Field(True, description="Add the frames per second.")
 
 
 class RefineSettings(Section):
     """Requests to a language model before a video is made."""
 
-    prompt: bool = Field(default=False, description="Rewrite the prompt with the language model at OSORA_REFINE_URL.")
-    motion_score: bool = Field(default=False, description="Choose prompt_suffix.motion_score, from 1 to 15.")
-    instructions: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Folder with instructions in t2v.txt, t2i.txt, i2v.txt and motion_score.txt. None means osora's.",
-    )
-    timeout_s: float = Field(default=60.0, gt=0, le=3600, description="Timeout of a try in seconds.")
-    tries: int = Field(default=3, ge=1, le=20, description="Largest number of tries.")
-    original: Words | None = Field(default=None, description="Prompt before it was rewritten, set by that run.")
+    prompt: bool = Field(False, description="Rewrite the prompt with the language model at OSORA_REFINE_URL.")
+    motion_score: bool = Field(False, description="Choose prompt_suffix.motion_score, from 1 to 15.")
+    instructions: FileName | None = Field(None, description="Folder of t2v.txt, t2i.txt, i2v.txt, motion_score.txt.")
+    timeout_s: float = Field(60.0, gt=0, le=3600, description="Timeout of a try in seconds.")
+    tries: int = Field(3, ge=1, le=20, description="Largest number of tries.")
+    original: Words | None = Field(None, description="Prompt before it was rewritten, set by that run.")
 
     @property
     def is_on(self) -> bool:
@@ -108,77 +116,48 @@ def expand_short_forms(sections: object) -> object:
 class VideoSettings(Section):
     """Shape of the video."""
 
-    resolution: str = Field(default="256px", description="Pixel count; 256px means 256 x 256 pixels.")
-    aspect_ratio: AspectRatio = Field(default=AspectRatio.WIDE_16_9, description="Width to height.")
-    height: _Pixels | None = Field(default=None, description="Height in pixels, instead of resolution. Needs width.")
-    width: _Pixels | None = Field(default=None, description="Width in pixels, instead of resolution. Needs height.")
-    num_frames: _Frames = Field(default=129, description="Frames; 1: a picture.")
-    fps: int = Field(default=24, ge=1, le=240, description="Frames per second.")
-    resolutions: tuple[str, ...] = Field(
-        default=("256px", "768px"), min_length=1, description="Resolutions of the model."
-    )
-    aspect_ratios: tuple[AspectRatio, ...] = Field(
-        default=tuple(AspectRatio), min_length=1, description="Aspect ratios of the model."
-    )
-    max_frames: _Frames = Field(default=129, description="Largest number of frames that the model supports.")
-    extend: int = Field(
-        default=0, ge=0, le=100, description="Segments after the first, each from the last frames of the one before."
-    )
-    causal_lengths: bool = Field(
-        default=False, description="Count latent frames as a causal autoencoder does, and cut the video to num_frames."
-    )
-
-    @field_validator("resolution")
-    @classmethod
-    def _resolution_is_a_size(cls, value: str) -> str:
-        if not _RESOLUTION.fullmatch(value):
-            meant = f": did you mean {value}px?" if value.isdigit() else ""
-            raise ValueError(f"video.resolution={value} must be a pixel count, as in 256px or 720p{meant}")
-        return value
+    resolution: _Resolution = Field("256px", description="Pixel count of a square, as in 768px.")
+    aspect_ratio: _AspectRatio = Field("16:9", description="Width to height.")
+    height: _Pixels | None = Field(None, description="Height in pixels, instead of resolution. Needs width.")
+    width: _Pixels | None = Field(None, description="Width in pixels, instead of resolution. Needs height.")
+    num_frames: _Frames = Field(129, description="Frames; 1: a picture.")
+    fps: int = Field(24, ge=1, le=240, description="Frames per second.")
+    resolutions: tuple[str, ...] = Field(("256px", "768px"), min_length=1, description="Resolutions of the model.")
+    aspect_ratios: tuple[_AspectRatio, ...] = Field(_RATIOS, min_length=1, description="Aspect ratios of the model.")
+    max_frames: _Frames = Field(129, description="Largest number of frames that the model supports.")
+    extend: int = Field(0, ge=0, le=100, description="Segments after the first; each continues the one before.")
+    causal_lengths: bool = Field(False, description="Count latent frames as a causal autoencoder does.")
 
     def rules(self) -> Iterator[str]:
-        for name, value, other in (("height", self.height, "width"), ("width", self.width, "height")):
-            if value is not None and getattr(self, other) is None:
+        for name, other in (("height", "width"), ("width", "height")):
+            if (value := getattr(self, name)) is not None and getattr(self, other) is None:
                 yield f"video.{name}={value} must come with video.{other}: set both, or neither"
 
 
 class DraftSettings(Section):
     """Smaller video that is made first. The video starts from it instead of noise."""
 
-    resolution: str | None = Field(default=None, description="Make a draft of this pixel count first. None: no draft.")
-    strength: float = Field(
-        default=0.7, gt=0, lt=1, description="Time at which sampling starts, from 1 (noise) to 0 (the draft)."
-    )
+    resolution: _Resolution | None = Field(None, description="Make a draft of this pixel count first. None: no draft.")
+    strength: float = Field(0.7, gt=0, lt=1, description="Start of sampling, from 1 (noise) to 0 (the draft).")
 
 
 class ConditionSettings(Section):
     """References, and the frames of the video that they give."""
 
     mode: Annotated[str, one_of(lambda: CONDITION_MODES)] | None = Field(
-        default=None,
-        description=f"Frames that the references give: {', '.join(CONDITION_MODES)}. None means by the references.",
+        None,
+        description=f"Condition mode: {', '.join(CONDITION_MODES)}. None: by the references.",
     )
     # File names may have commas.
-    references: Annotated[tuple[str, ...], SplitAt(";")] = Field(
-        default=(), description="Pictures or videos, separated by ;."
-    )
-    continued: int | None = Field(
-        default=None,
-        ge=0,
-        le=1_000_000,
-        description="Frames of the reference that begin the result, set by --continue; 0: all, counted before the run.",
-    )
-    fit: Fit = Field(default=Fit.CROP, description="How a reference of another shape is fitted to the video.")
+    references: Annotated[tuple[str, ...], SplitAt(";")] = Field((), description="Pictures or videos to start from.")
+    continued: int | None = Field(None, ge=0, le=10**6, description="Frames of the reference in the result; 0: all.")
+    fit: Fit = Field(Fit.CROP, description="How a reference of another shape is fitted to the video.")
     ref_fps: ReferenceRate = Field(
-        default=ReferenceRate.KEEP, description="Frames of a reference video with another frame rate: keep, or match."
+        ReferenceRate.KEEP, description="Frames of a reference of another rate: keep or match."
     )
-    video_latent_frames: _Frames = Field(
-        default=8, description="Latent frames of a v2v reference, besides the first one of a causal autoencoder."
-    )
-    seamless: bool = Field(default=False, description="Drop the last frame of i2v_loop, which equals the first.")
-    easy_latent_frames: _Frames = Field(
-        default=16, description="Latent frames of an easy v2v reference, besides the first one of a causal autoencoder."
-    )
+    video_latent_frames: _Frames = Field(8, description="Latent frames of a v2v reference, after the first.")
+    seamless: bool = Field(False, description="Drop the last frame of i2v_loop, which equals the first.")
+    easy_latent_frames: _Frames = Field(16, description="Latent frames of an easy v2v reference, after the first.")
 
     @property
     def lengths(self) -> ReferenceLengths:
@@ -189,21 +168,21 @@ class ConditionSettings(Section):
 class PictureFiles(Section):
     """Names of the picture model's weights. The text encoders are those of the video."""
 
-    transformer: FileName = Field(default=_FLUX.transformer, description="Transformer weights.")
-    vae: FileName = Field(default=_FLUX.vae, description="Autoencoder weights.")
-    hub_repo: FileName = Field(default=_FLUX.hub_repo, description="Hub repository of both files.")
+    transformer: FileName = Field(_FLUX.transformer, description="Transformer weights.")
+    vae: FileName = Field(_FLUX.vae, description="Autoencoder weights.")
+    hub_repo: FileName = Field(_FLUX.hub_repo, description="Hub repository of both files.")
 
 
 class PictureSettings(Section):
     """Picture that is made first, by default with flux1-dev. Steps, seed and guidance are those of `sampling`."""
 
-    first: bool = Field(default=False, description="Make a picture first, and use it as the first frame.")
-    save: bool = Field(default=False, description="Keep the picture beside the video as NAME.picture.png.")
-    resolution: str = Field(default="768px", description="Pixel count, in the shape of the video or the nearest.")
-    own_model: bool = Field(default=False, description="Make the picture with the video's model.")
-    model: ModelSettings = Field(default=ModelSettings(), description="Name and sizes of the transformer.")
-    vae: VAESettings = Field(default=VAESettings(), description="Autoencoder.")
-    files: PictureFiles = Field(default=PictureFiles(), description="Names of the weights in the weights folder.")
+    first: bool = Field(False, description="Make a picture first, and use it as the first frame.")
+    save: bool = Field(False, description="Keep the picture beside the video as NAME.picture.png.")
+    resolution: _Resolution = Field("768px", description="Pixel count, in the shape of the video or the nearest.")
+    own_model: bool = Field(False, description="Make the picture with the video's model.")
+    model: ModelSettings = Field(ModelSettings(), description="Name and sizes of the transformer.")
+    vae: VAESettings = Field(VAESettings(), description="Autoencoder.")
+    files: PictureFiles = Field(PictureFiles(), description="Names of the weights in the weights folder.")
 
     @model_validator(mode="before")
     @classmethod
@@ -215,46 +194,33 @@ class PictureSettings(Section):
 class SamplingSettings(Section):
     """Sampling from noise to video."""
 
-    num_inference_steps: _Steps = Field(default=50, description="Number of steps.")
-    solver: Solver = Field(
-        default=Solver.EULER,
-        description="ODE solver: euler (reference), ab2 (uses the previous step) or heun (two evaluations a step).",
-    )
+    num_inference_steps: _Steps = Field(50, description="Number of steps.")
+    solver: Solver = Field(Solver.EULER, description="ODE solver: euler, ab2 (multistep) or heun (two evaluations).")
     fast: bool = Field(
-        default=False,
+        False,
         description="Unless they are set: solver=ab2, num_inference_steps=15, step_cache=0.15 and "
         "mean_guidance_of=the preset's steps.",
     )
-    turbo: bool = Field(
-        default=False, description="Add the few-step adapter of the model, and use the sampling that it asks for."
-    )
-    timesteps: tuple[Share, ...] | None = Field(
-        default=None, description="Times between the steps, from 1 (noise) to 0 (video). None means by flow_shift."
-    )
-    stop_at: _Steps | None = Field(default=None, description="Stop after this many steps, to continue with --from.")
-    guidance_scale: _Guidance = Field(default=7.5, description="Weight of the prompt; 1 disables guidance.")
-    image_guidance_scale: _Guidance = Field(default=3.0, description="Weight of the reference; 1 disables guidance.")
-    text_oscillation: bool = Field(default=True, description="Drop prompt guidance at odd steps from step 10 on.")
-    image_oscillation: bool = Field(default=True, description="Drop reference guidance at odd steps from step 10 on.")
-    mean_guidance_of: _Steps | None = Field(
-        default=None, description="Use the mean of guidance that oscillates over this many steps. None: no mean."
-    )
+    turbo: bool = Field(False, description="Use the few-step adapter of the model, and its sampling.")
+    timesteps: tuple[Share, ...] | None = Field(None, description="Times from 1 (noise) to 0. None: by flow_shift.")
+    stop_at: _Steps | None = Field(None, description="Stop after this many steps, to continue with --from.")
+    guidance_scale: _Guidance = Field(7.5, description="Weight of the prompt; 1 disables guidance.")
+    image_guidance_scale: _Guidance = Field(3.0, description="Weight of the reference; 1 disables guidance.")
+    text_oscillation: bool = Field(True, description="Drop prompt guidance at odd steps from step 10 on.")
+    image_oscillation: bool = Field(True, description="Drop reference guidance at odd steps from step 10 on.")
+    mean_guidance_of: _Steps | None = Field(None, description="Use the mean of guidance over so many steps. None: no.")
     step_cache: float = Field(
-        default=0.0,
+        0.0,
         ge=0,
         lt=1,
         description="Reuse block outputs while the relative L2 change of the latents stays below this. 0: never.",
     )
-    temporal_image_scaling: bool = Field(default=True, description="Increase reference guidance along i2v videos.")
-    guidance_interval: tuple[Share, Share] = Field(
-        default=(0.0, 1.0), description="Lowest and highest time, from 0 (video) to 1 (noise), of guided steps."
-    )
-    flow_shift: float | None = Field(
-        default=None, ge=0.001, le=1000, description="Shift of the timesteps. None means by the size of the video."
-    )
-    seed: int = Field(default=42, ge=0, le=MAX_SEED, description="Seed of the noise. Sample i uses seed + i.")
-    num_samples: int = Field(default=1, ge=1, le=10_000, description="Number of videos.")
-    embedded_guidance: _Guidance = Field(default=4.0, description="Guidance input of a distilled model.")
+    temporal_image_scaling: bool = Field(True, description="Increase reference guidance along i2v videos.")
+    guidance_interval: tuple[Share, Share] = Field((0.0, 1.0), description="Guided times, from 0 (video) to 1 (noise).")
+    flow_shift: float | None = Field(None, ge=0.001, le=1000, description="Shift of the timesteps. None: by size.")
+    seed: int = Field(42, ge=0, le=MAX_SEED, description="Seed of the noise. Sample i uses seed + i.")
+    num_samples: int = Field(1, ge=1, le=10_000, description="Number of videos.")
+    embedded_guidance: _Guidance = Field(4.0, description="Guidance input of a distilled model.")
 
     @property
     def oscillates(self) -> bool:
@@ -268,8 +234,6 @@ class SamplingSettings(Section):
                 f"sampling.guidance_interval={lowest:g},{highest:g} must be two times from 0 (video) to 1 (noise), the "
                 "lower one first: 0.2,0.9"
             )
-        if self.step_cache and self.solver is Solver.HEUN:
-            yield f"sampling.step_cache={self.step_cache:g} does not go with sampling.solver=heun: use ab2"
         times = self.timesteps
         if times is None:
             return
@@ -286,25 +250,16 @@ class SamplingSettings(Section):
 class OutputSettings(Section):
     """Files of results."""
 
-    path: FileName = Field(default="samples", description="Folder, or file to write.")
-    format: MediaFormat | None = Field(
-        default=None, description="File format. None: from the file name, else mp4, and png of a picture."
-    )
-    name_from: NameFrom = Field(
-        default=NameFrom.SEED,
-        description="Names of results in a folder: seed (short prompt and seed) or prompt (full prompt and number).",
-    )
-    overwrite: bool = Field(default=False, description="Replace existing files.")
-    metadata: bool = Field(default=True, description="Write prompt, seed and settings into and beside the file.")
-    last_frame: bool = Field(default=False, description="Keep the last frame of a video as NAME.last.png.")
-    save_latents: bool = Field(default=True, description="Save latents before decoding and when a run is stopped.")
-    save_state_every: Count | None = Field(
-        default=None, description="Steps between saves of the latents. Ctrl-C always saves them."
-    )
-    preview_every: Count | None = Field(
-        default=None, description="Steps between writes of the predicted video to NAME.preview.gif. None: no previews."
-    )
-    explore: bool = Field(default=False, description="Stop all samples early and make a contact sheet of them.")
+    path: FileName = Field("samples", description="Folder, or file to write.")
+    format: MediaFormat | None = Field(None, description="File format. None: by the name, else mp4, or png.")
+    name_from: NameFrom = Field(NameFrom.SEED, description="Names by seed (sea_seed42) or prompt (raining, sea-0).")
+    overwrite: bool = Field(False, description="Replace existing files.")
+    metadata: bool = Field(True, description="Write prompt, seed and settings into and beside the file.")
+    last_frame: bool = Field(False, description="Keep the last frame of a video as NAME.last.png.")
+    save_latents: bool = Field(True, description="Save latents before decoding and when a run is stopped.")
+    save_state_every: Count | None = Field(None, description="Steps between saves of the latents. None: on Ctrl-C.")
+    preview_every: Count | None = Field(None, description="Steps between writes of NAME.preview.gif. None: never.")
+    explore: bool = Field(False, description="Stop all samples early and make a contact sheet of them.")
 
     @property
     def makes_previews(self) -> bool:
@@ -325,8 +280,6 @@ class OutputSettings(Section):
             yield (
                 f"output.format={self.format} must agree with the ending of output.path={self.path}: drop one of them"
             )
-        if self.explore and not self.save_latents:
-            yield "output.explore=true saves latents to continue from: drop output.save_latents=false"
         if _ending(self.path) in _OTHER_ENDINGS:
             yield (
                 f"output.path={self.path} must end in {either([f'.{known}' for known in MediaFormat])} to be a file: "

@@ -15,7 +15,7 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.section import ByteSize, FileName, Section
 from opensora_cli.settings.explain import Given, nearest
-from opensora_cli.settings.files import EXTENDS, list_presets, presets_folder, read_settings_file
+from opensora_cli.settings.files import EXTENDS, list_presets, preset_path, read_settings_file
 from opensora_cli.settings.layers import all_keys, read_sections, validate
 
 PRODUCT_EFFICIENCY = 0.489
@@ -43,10 +43,9 @@ class Rate(Section):
     attainable_gb_per_s: _Figure = Field(description="Bandwidth of large transfers in 1e9 bytes a second.")
 
     def rules(self) -> Iterator[str]:
-        if self.attainable_gb_per_s > self.peak_gb_per_s:
-            yield (
-                f"attainable_gb_per_s={self.attainable_gb_per_s:g} must be at most peak_gb_per_s={self.peak_gb_per_s:g}"
-            )
+        attainable, peak = self.attainable_gb_per_s, self.peak_gb_per_s
+        if attainable > peak:
+            yield f"attainable_gb_per_s={attainable:g} must be at most peak_gb_per_s={peak:g}"
 
     def seconds(self, num_bytes: float) -> float:
         """Return the time of a transfer."""
@@ -59,22 +58,22 @@ class GpuSettings(Section):
     name: FileName = Field(description="Name for --on.")
     device_name: FileName = Field(description="Name that torch reports.")
     memory: ByteSize = Field(description="Memory of one GPU.")
-    reserved: ByteSize = Field(default=2**30, description="Memory that weights and tensors cannot use.")
+    reserved: ByteSize = Field(2**30, description="Memory that weights and tensors cannot use.")
     bf16_tflops: _Figure = Field(description="Peak of dense bfloat16 products with fp32 sums, in 1e12 a second.")
     fp16_tflops: _Figure
     fp32_tflops: _Figure
-    fp8_tflops: _Figure | None = Field(default=None, description="Peak of 8-bit products. None means unsupported.")
-    int8_tops: _Figure | None = Field(default=None, description="Peak of dense int8 products. None means unknown.")
+    fp8_tflops: _Figure | None = Field(None, description="Peak of 8-bit products. None means unsupported.")
+    int8_tops: _Figure | None = Field(None, description="Peak of dense int8 products. None means unknown.")
     memory_rate: Rate = Field(description="Bandwidth of the GPU's memory.")
     host_link: Rate = Field(description="Bandwidth between a GPU and pinned host memory.")
     gpu_link: Rate = Field(description="Bandwidth between two GPUs of a machine.")
     node_link: Rate = Field(description="Bandwidth between machines, for each GPU.")
-    gpus_per_node: int = Field(default=8, ge=1, le=_MAX_DEVICES, description="GPUs of a machine.")
+    gpus_per_node: int = Field(8, ge=1, le=_MAX_DEVICES, description="GPUs of a machine.")
     host_memory: ByteSize = Field(description="Host memory of a machine.")
-    product_efficiency: _Efficiency = Field(default=PRODUCT_EFFICIENCY, description="Share for matrix products.")
-    attention_efficiency: _Efficiency = Field(default=ATTENTION_EFFICIENCY, description="Share for fused attention.")
-    autoencoder_efficiency: _Efficiency = Field(default=AUTOENCODER_EFFICIENCY, description="Share for convolutions.")
-    launch_us: _Figure = Field(default=5.0, description="Assumed time to launch a kernel, in 1e-6 s.")
+    product_efficiency: _Efficiency = Field(PRODUCT_EFFICIENCY, description="Share for matrix products.")
+    attention_efficiency: _Efficiency = Field(ATTENTION_EFFICIENCY, description="Share for fused attention.")
+    autoencoder_efficiency: _Efficiency = Field(AUTOENCODER_EFFICIENCY, description="Share for convolutions.")
+    launch_us: _Figure = Field(5.0, description="Assumed time to launch a kernel, in 1e-6 s.")
 
     def rules(self) -> Iterator[str]:
         if self.reserved >= self.memory:
@@ -112,21 +111,18 @@ class PlannedMachine:
             raise RequestError(f"--on {self.given} plans for GPUs, and the device is cpu: drop one of them")
         if self.count is not None and ranks > self.count:
             raise RequestError(f"--on {self.given} has {self.count} devices, and {ranks} are asked for: use --gpus N")
-        if ranks_per_node > self.gpu.gpus_per_node:
+        if ranks_per_node > (most := self.gpu.gpus_per_node):
             raise RequestError(
-                f"{ranks_per_node} devices of one machine are asked for, and gpus_per_node={self.gpu.gpus_per_node} of "
-                f"{self.gpu.name}: use --on {ranks}x{self.gpu.name}"
+                f"{ranks_per_node} devices of one machine are asked for, and gpus_per_node={most} of {self.gpu.name}: "
+                f"use --on {ranks}x{self.gpu.name}"
             )
 
 
 def read_machine(text: str) -> PlannedMachine:
     """Return the machine of `--on`: `H100`, `8xH100`, `12GiB`, or a YAML file as in `rig.yaml` or `2xrig.yaml`."""
-    # The name of a file may have an x.
-    if Path(text).is_file():
-        return PlannedMachine(gpu=_read_gpu(text), count=None, given=text)
     match = _GIVEN.fullmatch(text)
-    assert match is not None
-    count, name = match["count"], match["name"].strip()
+    # The name of a file may have an x.
+    count, name = (None, text) if Path(text).is_file() or match is None else (match["count"], match["name"].strip())
     if not name or count == "":
         raise RequestError(f"--on {text} must be NAME, NxNAME, SIZE or a YAML file, as in 8xH100 or 12GiB")
     gpu, has_speed = _read_gpu(name), _SIZE.fullmatch(name) is None
@@ -135,8 +131,8 @@ def read_machine(text: str) -> PlannedMachine:
     number = int(count) if len(count) < 9 else _MAX_DEVICES + 1
     if not 1 <= number <= _MAX_DEVICES:
         raise RequestError(f"--on {text} must name 1 to {_MAX_DEVICES} devices")
-    if number > gpu.gpus_per_node and number % gpu.gpus_per_node:
-        below = number - number % gpu.gpus_per_node
+    if number > gpu.gpus_per_node and (over := number % gpu.gpus_per_node):
+        below = number - over
         raise RequestError(
             f"--on {text} fills no whole machines of gpus_per_node={gpu.gpus_per_node}: "
             f"use {below} or {below + gpu.gpus_per_node}"
@@ -155,22 +151,21 @@ def _plain(name: str) -> str:
 
 
 def _read_gpu(name: str) -> GpuSettings:
-    known = {_plain(each): each for each in list_presets(_KIND)}
-    own = Path(name).is_file()
-    by_size = _SIZE.fullmatch(name) is not None and not own
-    if by_size:
-        path = presets_folder() / _KIND / f"{_STAND_IN}.yaml"
-    elif _plain(name) in known and not own:
-        path = presets_folder() / _KIND / f"{known[_plain(name)]}.yaml"
-    elif Path(name).suffix.lower() in (".yaml", ".yml") or own:
+    known, by_size = {_plain(each): each for each in list_presets(_KIND)}, {}
+    if Path(name).is_file() or (Path(name).suffix.lower() in (".yaml", ".yml") and _plain(name) not in known):
         path = Path(name)
+    elif _SIZE.fullmatch(name) is not None:
+        path = preset_path(_STAND_IN, _KIND)
+        own = {"name": name, "device_name": f"a GPU with {name}", "memory": name, "fp8_tflops": None, "int8_tops": None}
+        by_size = {key: Given(value, f"--on {name}") for key, value in own.items()}
+    elif _plain(name) in known:
+        path = preset_path(known[_plain(name)], _KIND)
     else:
         # `A100` and `4060 Ti` are parts of names.
         parts = [each for plain, each in known.items() if _plain(name) and _plain(name) in plain]
         close = " or ".join(parts) or nearest(name, known.values(), cutoff=0.5)
-        hint = (
-            f"did you mean {close}?" if close else "give its memory, as in 12GiB, or a YAML file like configs/hardware/"
-        )
+        other = "give its memory, as in 12GiB, or a YAML file like configs/hardware/"
+        hint = f"did you mean {close}?" if close else other
         raise RequestError(f"hardware {name!r} is not one of {', '.join(sorted(known.values()))}", hint=hint)
     given = read_sections(GpuSettings, read_settings_file(path), source=str(path))
     fields = GpuSettings.model_fields
@@ -180,13 +175,4 @@ def _read_gpu(name: str) -> GpuSettings:
             f"{path} must give {first_few(missing)}",
             hint=f"`{EXTENDS}: {_KIND}/H100` takes from that GPU what the file does not give",
         )
-    if by_size:
-        values = {
-            "name": name,
-            "device_name": f"a GPU with {name}",
-            "memory": name,
-            "fp8_tflops": None,
-            "int8_tops": None,
-        }
-        given = {**given, **{key: Given(value, f"--on {name}") for key, value in values.items()}}
-    return validate(GpuSettings, given)
+    return validate(GpuSettings, {**given, **by_size})

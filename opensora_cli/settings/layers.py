@@ -3,7 +3,7 @@
 Keys are checked while a layer is read so that an error can name its source.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pkgutil import resolve_name
 from typing import TypeVar
@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import plain
-from opensora_cli.core.section import Section, alternatives, nested
+from opensora_cli.core.section import Section, nested
 from opensora_cli.core.strict_json import as_unicode, is_unicode
 from opensora_cli.settings.explain import Given, explain, nearest, nearest_key
 
@@ -34,30 +34,23 @@ def read_sections(
 
     In a file that an earlier version saved (`is_saved`), settings that were removed since are ignored.
     """
-    found = _leaves(schema, schema, values, source, "", _REMOVED if is_saved else ())
-    return dict(found)
+    keys, layer = all_keys(schema), {}
 
+    def read(values: Mapping[str, object], prefix: str) -> None:
+        for name, value in values.items():
+            key = f"{prefix}{name}"
+            if is_saved and key in _REMOVED:
+                continue
+            if not any(known.startswith(f"{key}.") for known in keys):
+                check_key(schema, key, source=source)
+                layer[key] = Given(value, source)
+            elif isinstance(value, Mapping):
+                read(value, f"{key}.")
+            elif value not in (None, ""):
+                raise RequestError(f"{key}={value} (from {source}) is a section", hint="put its keys below it")
 
-def _leaves(
-    root: type[Section],
-    schema: type[Section],
-    values: Mapping[str, object],
-    source: str,
-    prefix: str,
-    ignored: Collection[str],
-) -> Iterator[tuple[str, Given]]:
-    for name, value in values.items():
-        key = f"{prefix}{name}"
-        if key in ignored:
-            continue
-        section = _section(schema, name)
-        if section is None:
-            check_key(root, key, source=source)
-            yield key, Given(value, source)
-        elif isinstance(value, Mapping):
-            yield from _leaves(root, section, value, source, f"{key}.", ignored)
-        elif value not in (None, ""):
-            raise RequestError(f"{key}={value} (from {source}) is a section", hint="put its keys below it")
+    read(values, "")
+    return layer
 
 
 def read_environment(schema: type[Section], environment: Mapping[str, str]) -> dict[str, Given]:
@@ -93,12 +86,8 @@ def collect_overrides(
     schema: type[Section], flags: Layer, assignments: Iterable[str] | Mapping[str, object]
 ) -> dict[str, Given]:
     """Return named flags and assignments, from `--set` or by key, as one layer. The last assignment of a key wins."""
-    overrides = dict(flags)
-    pairs: Iterable[tuple[str, object]]
-    if isinstance(assignments, Mapping):
-        source, pairs = "set", assignments.items()
-    else:
-        source, pairs = "--set", map(_assignment, assignments)
+    overrides, source = dict(flags), "set" if isinstance(assignments, Mapping) else "--set"
+    pairs = assignments.items() if isinstance(assignments, Mapping) else map(_assignment, assignments)
     for key, value in pairs:
         check_key(schema, key, source=source)
         flag = flags.get(key)
@@ -109,7 +98,7 @@ def collect_overrides(
     return overrides
 
 
-def _assignment(text: str) -> tuple[str, str]:
+def _assignment(text: str) -> tuple[str, object]:
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise RequestError(f"--set {text} must be section.key=value", hint="as in --set sampling.flow_shift=3")
@@ -134,28 +123,20 @@ def validate(schema: type[S], given: Layer, *, below: Layer | None = None) -> S:
 
 
 MOVED_TO_DEMO = "the procedural world moved to examples/demo: see its README.md"
-_OF_THE_DEMO = [
-    "data.scenes",
-    "train_mmdit.thing_weight",
-    *(f"train_vae.{name}" for name in ("picture_steps", "picture_batch_size", "whitening_clips")),
-    *(f"text.{name}" for name in ("batch_size", "t5_width", "t5_layers", "t5_heads")),
-    *(f"text.{name}" for name in ("clip_width", "clip_layers", "clip_heads")),
-]
+_OF_THE_DEMO = """
+data.scenes train_mmdit.thing_weight train_vae.picture_steps train_vae.picture_batch_size train_vae.whitening_clips
+text.batch_size text.t5_width text.t5_layers text.t5_heads text.clip_width text.clip_layers text.clip_heads
+"""
+_WITHOUT_USE = """
+sampling.batch_size parallel.node_rank parallel.rdzv_endpoint parallel.watch parallel.watch_limit_s
+precision.fp8_linears precision.initial_loss_scale precision.loss_scale_window watching.exact_timers
+"""
+_OFFLOADED = "memory.activation_buffer memory.activation_offload memory.offload_above"
 _REMOVED = {
-    "sampling.batch_size": "drop it: every video is made alone",
-    "parallel.node_rank": "drop it: torchrun and srun set it",
-    "parallel.rdzv_endpoint": "drop it: torchrun and srun set it",
-    "parallel.watch": "drop it: a hung run names its rank, and TORCH_DISTRIBUTED_DEBUG=DETAIL checks calls",
-    "parallel.watch_limit_s": "drop it with parallel.watch",
-    "precision.fp8_linears": "drop it: matrices are multiplied in precision.compute",
-    "precision.initial_loss_scale": "drop it: precision.compute=bf16 needs no loss scale",
-    "precision.loss_scale_window": "drop it: precision.compute=bf16 needs no loss scale",
-    "memory.activation_buffer": "drop it: memory.checkpointing=offload takes the host memory that it needs",
-    "memory.activation_offload": "use memory.checkpointing=offload",
-    "memory.offload_above": "use memory.checkpointing=offload, which keeps all inputs of blocks on the host",
-    "watching.exact_timers": "drop it: watching.profile_steps and watching.nvtx show the times of a GPU",
+    **dict.fromkeys(_WITHOUT_USE.split(), "drop it"),
+    **dict.fromkeys(_OFFLOADED.split(), "use memory.checkpointing=offload"),
+    **dict.fromkeys(_OF_THE_DEMO.split(), MOVED_TO_DEMO),
     "train_vae.whole_steps": "drop it, and continue with init and train_vae.crop_size=0 for whole clips",
-    **dict.fromkeys(_OF_THE_DEMO, MOVED_TO_DEMO),
 }
 """Settings and sections of earlier versions, with the hint for users who still set them."""
 
@@ -182,9 +163,10 @@ def check_key(schema: type[Section], key: str, *, source: str) -> None:
 def all_keys(schema: type[Section]) -> tuple[str, ...]:
     """Return the dotted keys of all settings."""
     keys: list[str] = []
-    for name in schema.model_fields:
-        section = _section(schema, name)
-        keys += [name] if section is None else [f"{name}.{key}" for key in all_keys(section)]
+    for name, field in schema.model_fields.items():
+        kind = field.annotation
+        inside = all_keys(kind) if isinstance(kind, type) and issubclass(kind, Section) else ()
+        keys += [f"{name}.{key}" for key in inside] or [name]
     return tuple(keys)
 
 
@@ -192,10 +174,3 @@ def _variables(schema: type[Section]) -> dict[str, str]:
     """Return the dotted key of each environment variable."""
     variables = {f"{ENVIRONMENT_PREFIX}{key.upper().replace('.', '__')}": key for key in all_keys(schema)}
     return variables | ({"OSORA_WEIGHTS": _WEIGHTS} if _WEIGHTS in variables.values() else {})
-
-
-def _section(schema: type[Section], name: str) -> type[Section] | None:
-    """Return the class of a field whose value is, or may be, a section."""
-    details = schema.model_fields.get(name)
-    kinds = alternatives(details.annotation) if details else ()
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)

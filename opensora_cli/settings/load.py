@@ -1,21 +1,27 @@
 """Loading of the settings of `osora generate`.
 
 Precedence, highest first: the command line, the description of the video in a file of an earlier run (`--from`), the
-environment, `--config FILE`, the preset of the model, the defaults.
+environment, `--config FILE`, the preset of the model, the defaults. An earlier run precedes the environment because it
+must make the same file again whatever the shell has set.
 
-An earlier run precedes the environment because it must make the same file again whatever the shell has set. Settings
-that such a file may not bring (see `saved.is_description`) come from the other sources alone.
+A sidecar or a file of latents may come from somebody else, and brings the description of its video alone. The command
+line, the environment, `--config` and this machine decide where to write, what to replace, which server to ask, which
+weights to read and which devices to use.
 """
 
 import os
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from itertools import accumulate
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from opensora_cli.core.choices import Solver
+from pydantic import TypeAdapter, ValidationError
+
+from opensora_cli.core.choices import MediaFormat, Solver
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.formatting import escaped, plain
@@ -24,13 +30,12 @@ from opensora_cli.core.reading import read_json_object
 from opensora_cli.core.section import NO_VALUE
 from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.settings.applies import refuse_without_effect
-from opensora_cli.settings.components import settings_of
+from opensora_cli.settings.components import LoraFile, settings_of
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import ConfigFile, open_config, preset_path, read_settings_file
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.generate_sections import SamplingSettings, named_format
 from opensora_cli.settings.layers import Layer, collect_overrides, read_environment, read_sections, validate
-from opensora_cli.settings.saved import TYPED, adapters_in, description, files_needed, is_description
 
 if TYPE_CHECKING:
     from opensora_cli.settings.hardware import PlannedMachine
@@ -42,6 +47,35 @@ _FAST_STEPS, _FAST_CACHE = 15, 0.15
 ANY_PROMPT = "raining, sea"
 """Prompt of benchmarks, and of plans without a prompt."""
 _ANY = {"prompt": Given(ANY_PROMPT, "prompt")}
+
+# References are read, never written, and sent to no server: see `_refuse_sending_files`.
+_KEYS = """
+model vae text picture.model picture.vae sampling prompt_suffix
+prompt prompts_at negative_prompt refine.original
+video.resolution video.aspect_ratio video.height video.width video.num_frames video.fps video.resolutions
+video.aspect_ratios video.max_frames video.extend video.causal_lengths draft.resolution draft.strength
+condition.mode condition.references condition.fit condition.ref_fps condition.video_latent_frames
+condition.seamless condition.continued condition.easy_latent_frames
+picture.first picture.save picture.resolution picture.own_model
+output.format output.metadata output.last_frame output.save_latents output.save_state_every output.preview_every
+runtime.model_choice runtime.dtype runtime.threads runtime.attention compile
+precision.tf32 precision.linear memory.fp8_storage parallel.compression
+"""
+DESCRIPTION = frozenset(_KEYS.split())
+"""Settings that a file of an earlier run brings, and sections of numbers and choices. All others are reserved."""
+TYPED = frozenset({"refine.prompt", "refine.motion_score"})
+"""Settings that only the command line can set beside such a file, whose prompt is rewritten already."""
+_SAMPLED_WITH = (
+    *("files.transformer", "files.t5", "files.clip", "files.turbo"),
+    *("picture.files.transformer", "picture.files.vae", "picture.files.hub_repo", "loras"),
+)
+"""Files that decoding does not read. A file of latents records them."""
+_FILES = ("runtime.weights", "files.vae", "files.hub_repo", *_SAMPLED_WITH)
+
+
+def is_description(key: str) -> bool:
+    """Return whether a file of an earlier run may bring a setting."""
+    return not DESCRIPTION.isdisjoint(accumulate(key.split("."), "{}.{}".format))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,12 +92,38 @@ class SavedSettings:
     @cached_property
     def layer(self) -> dict[str, Given]:
         """Settings by key. Raises RequestError if a key is unknown."""
-        return read_sections(GenerateSettings, self.values, source=self.source, is_saved=True)
+        # Sidecars without a first picture do not mention it.
+        first = {"picture.first": Given(False, self.source)}
+        return first | read_sections(GenerateSettings, self.values, source=self.source, is_saved=True)
+
+    def description(self) -> dict[str, Given]:
+        """Return the settings that a run takes. If it decodes latents, it also records the weights that made them."""
+        saved, recorded = self.layer, _SAMPLED_WITH if self.decodes else ()
+        taken = {key: at for key, at in saved.items() if is_description(key) or key in recorded}
+        score = taken.get("prompt_suffix.motion_score")
+        if score is not None and score.value == "auto":
+            # `auto` would ask a server.
+            del taken["prompt_suffix.motion_score"]
+        path, frames = saved.get("output.path"), saved.get("video.num_frames")
+        ending = None if path is None else named_format(str(path.value))
+        usual = MediaFormat.PNG if frames is not None and str(frames.value) == "1" else MediaFormat.MP4
+        named = taken.get("output.format")
+        if path is not None and ending not in (None, usual) and not (named and _is_set(named.value)):
+            taken["output.format"] = Given(str(ending), path.source)
+        return taken
+
+    def adapters(self) -> tuple[LoraFile, ...]:
+        """Return the adapters of the run. Raises FileProblem if they are malformed."""
+        files = self.layer["loras"].value if "loras" in self.layer else ()
+        try:
+            return TypeAdapter(tuple[LoraFile, ...]).validate_python(files)
+        except ValidationError as error:
+            raise FileProblem(f"{self.source} is damaged: loras is no list of adapters") from error
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateRequest:
-    """Settings from all sources, before a model is chosen and they are validated. `read_request` reads the files."""
+    """Settings from all sources, before a model is chosen and they are validated."""
 
     overrides: Layer = field(default_factory=dict)
     """Settings of the command line; see `layers.collect_overrides`."""
@@ -101,28 +161,22 @@ class GenerateRequest:
 
     def text(self, key: str) -> str | None:
         """Return a setting as text before validation; None if it is not given or unset."""
-        given = self.find(key)
-        value = "" if given is None else str(given.value)
-        return None if value.strip().lower() in NO_VALUE else value
+        given = self.given.get(key)
+        return str(given.value) if given is not None and _is_set(given.value) else None
 
     @property
     def model(self) -> str:
         """Model that the settings name, or AUTO. A wrong name means the demo, whose validation reports the name."""
-        choice = self.text("runtime.model_choice") or AUTO
-        if choice == AUTO:
-            # A plan for another machine does not look for weights here.
-            usual = AUTO if self.on is None else OPEN_SORA_V2
-            choice = self.text("model.name") or usual
-            if choice == AUTO:
-                return usual
-        return choice if choice in ARCHITECTURES else DEMO
+        # A plan for another machine does not look for weights here.
+        usual = AUTO if self.on is None else OPEN_SORA_V2
+        choices = (self.text("runtime.model_choice"), self.text("model.name"))
+        choice = next((choice for choice in choices if choice not in (None, AUTO)), None)
+        return usual if choice is None else choice if choice in ARCHITECTURES else DEMO
 
     def _with_saved(self, saved: SavedSettings) -> dict[str, Given]:
         """Return the settings below the command line, with those of an earlier run."""
-        # Sidecars without a first picture do not mention it.
-        recorded = {"picture.first": Given(False, saved.source), **saved.layer}
         if saved.is_own:
-            return recorded
+            return saved.layer
         if key := next(filter(is_description, self.config), None):
             raise RequestError(
                 f"--config {self.config[key].source} cannot go with {saved.source}, whose description of the video is "
@@ -132,28 +186,43 @@ class GenerateRequest:
         # Settings that the sidecar omits had no effect and must not come from the shell now.
         others = {**self.config, **self.environment}
         below = {key: at for key, at in others.items() if not is_description(key) and key not in TYPED}
-        taken = description(recorded, decodes=saved.decodes)
-        path = {**below, **self.overrides}.get("output.path")
+        taken, path = saved.description(), {**below, **self.overrides}.get("output.path")
         if path is not None and named_format(str(path.value)) is not None:
             taken.pop("output.format", None)
         return {**below, **taken}
 
 
-def read_request(
+def generate_request(
+    given: Layer | None = None,
     *,
-    overrides: Layer | None = None,
-    saved: SavedSettings | None = None,
+    below: Layer | None = None,
+    assignments: Iterable[str] | Mapping[str, object] = (),
+    saved: Path | SavedSettings | None = None,
     config: Path | ConfigFile | None = None,
-    environment: Mapping[str, str],
+    environment: Mapping[str, str] = os.environ,
     on: "PlannedMachine | None" = None,
 ) -> GenerateRequest:
-    """Return the settings from all sources.
+    """Return the settings from all sources, as the command line and Python programs name them.
 
     Args:
-        config: Name of a preset, a YAML file, or a `.py` file of the reference implementation.
+        given: Options, and the prompt.
+        below: Settings that give way to `given` and `assignments` alone.
+        assignments: Settings by key; see `collect_overrides`.
+        saved: Sidecar of an earlier run, or its settings.
+        config: Preset by name, YAML file, or `.py` file of the reference implementation.
+        environment: Variables, of which those of osora are settings.
         on: Machine that a dry run plans for.
+
+    Raises:
+        RequestError: A key is unknown, or an assignment is wrong.
+        FileProblem: A file of settings or the sidecar is missing or broken.
     """
-    overrides, layer, notes = overrides or {}, {}, list[str]()
+    overrides = {**(below or {}), **collect_overrides(GenerateSettings, given or {}, assignments)}
+    if on is not None:
+        overrides = {**on.counts(overrides), **overrides}
+    if isinstance(saved, Path):
+        saved = read_sidecar(saved, is_own=is_of_launcher(saved, environment))
+    layer, notes = {}, list[str]()
     if config is not None:
         from opensora_cli.settings.reference import read_reference_generation, read_settings
 
@@ -162,40 +231,6 @@ def read_request(
         layer = read_sections(GenerateSettings, values, source=str(file.path))
     variables = read_environment(GenerateSettings, environment)
     return GenerateRequest(overrides=overrides, saved=saved, environment=variables, config=layer, notes=notes, on=on)
-
-
-def generate_request(
-    given: Layer,
-    *,
-    below: Layer | None = None,
-    assignments: Iterable[str] | Mapping[str, object] = (),
-    sidecar: Path | None = None,
-    config: Path | None = None,
-    on: str | None = None,
-) -> GenerateRequest:
-    """Return the settings from all sources, as the command line and Python programs name them.
-
-    Args:
-        given: Options, and the prompt.
-        below: Settings that give way to `given` and `assignments` alone.
-        assignments: Settings by key; see `collect_overrides`.
-        sidecar: Sidecar of an earlier run, whose description of the video is taken.
-        config: Preset by name, or file of settings.
-        on: Machine that a dry run plans for, as in `8xH100`.
-
-    Raises:
-        RequestError: A key is unknown, an assignment is wrong, or there is no such machine.
-        FileProblem: A file of settings or the sidecar is missing or broken.
-    """
-    overrides = {**(below or {}), **collect_overrides(GenerateSettings, given, assignments)}
-    machine = None
-    if on is not None:
-        from opensora_cli.settings.hardware import read_machine
-
-        machine = read_machine(on)
-        overrides = {**machine.counts(overrides), **overrides}
-    saved = read_sidecar(sidecar, is_own=is_of_launcher(sidecar, os.environ)) if sidecar else None
-    return read_request(overrides=overrides, saved=saved, config=config, environment=os.environ, on=machine)
 
 
 def load_generate_settings(request: GenerateRequest, *, model: str) -> GenerateSettings:
@@ -207,9 +242,7 @@ def load_generate_settings(request: GenerateRequest, *, model: str) -> GenerateS
 
 
 def _validated(request: GenerateRequest, model: str) -> GenerateSettings:
-    given = dict(request.given)
-    resolution = request.find("video.resolution")
-    below = _layer_of(model, resolution=None if resolution is None else str(resolution.value))
+    given, below = dict(request.given), _preset_layer(model, request.text("video.resolution"))
     settings = validate(GenerateSettings, given, below=below)
     if settings.sampling.fast:
         # `fast` wins over sources below its own.
@@ -228,7 +261,7 @@ def _validated(request: GenerateRequest, model: str) -> GenerateSettings:
     if saved is None or saved.is_own:
         return settings
     _refuse_sending_files(saved, request.overrides, settings)
-    return _with_saved_files(saved, request.given, settings)
+    return _with_saved_files(saved, given, settings)
 
 
 def few_evaluations(sampling: SamplingSettings, *, without: int) -> dict[str, object]:
@@ -251,26 +284,23 @@ def load_preset(name: str, *, prompt: str) -> GenerateSettings:
 @cache
 def usual_settings(model: str) -> GenerateSettings:
     """Return the settings of a model's first preset."""
-    return validate(GenerateSettings, _ANY, below=_layer_of(model, resolution=None))
+    return validate(GenerateSettings, _ANY, below=_preset_layer(model, None))
 
 
-def _layer_of(model: str, *, resolution: str | None) -> Layer:
+def _preset_layer(model: str, resolution: str | None) -> Layer:
     """Return the settings of a model in its preset for a resolution, or in its first preset."""
     presets = ARCHITECTURES[model].presets
     if not presets:
-        return _entry(model)
+        return read_sections(GenerateSettings, settings_of(model), source=model)
     return _preset(resolution if resolution in presets else presets[0])
-
-
-def _entry(model: str) -> Layer:
-    return read_sections(GenerateSettings, settings_of(model), source=model)
 
 
 @cache
 def _preset(name: str) -> Layer:
     path = preset_path(name, "generate")
     values = read_sections(GenerateSettings, read_settings_file(path), source=str(path))
-    return {**_entry(str(values["model.name"].value)), **values}
+    model = str(values["model.name"].value)
+    return {**read_sections(GenerateSettings, settings_of(model), source=model), **values}
 
 
 def read_sidecar(path: Path, *, is_own: bool = False) -> SavedSettings:
@@ -285,11 +315,59 @@ def read_sidecar(path: Path, *, is_own: bool = False) -> SavedSettings:
     return SavedSettings(source=str(path), values=document["settings"], is_own=is_own)
 
 
-def _gives_no_picture(given: Layer) -> bool:
-    """Return whether settings name references, or a mode that gives no picture."""
-    files, named = given.get("condition.references"), given.get("condition.mode")
-    mode = None if named is None else CONDITION_MODES.get(str(named.value))
-    return bool(files and files.value) or (mode is not None and not mode.gives_pictures)
+def flags_again(settings: GenerateSettings, *, decodes: bool) -> list[str]:
+    """Return the flags that continuing saved latents of `settings` needs."""
+    values = {key: attrgetter(key)(settings) for key in _FILES}
+    needed = _files_needed(values, settings.loras, usual_settings(settings.model.name), decodes=decodes, given=())
+    device = settings.runtime.device
+    return [*needed.values(), *([] if device == "auto" else [f"--device {device}"])]
+
+
+def _files_needed(
+    saved: Mapping[str, object],
+    adapters: Iterable[LoraFile],
+    settings: GenerateSettings,
+    *,
+    decodes: bool,
+    given: Collection[str],
+) -> dict[str, str]:
+    """Return the flags, by key, for the weights and adapters of an earlier run that differ from those of `settings`.
+
+    Keys in `given` are omitted because the user chose other files.
+    """
+    needed = {}
+    for key in _FILES:
+        value = saved.get(key)
+        if key in given or not _is_set(value) or (decodes and key in _SAMPLED_WITH):
+            continue
+        if key == "loras":
+            words = [word for lora in adapters for word in ("--lora", lora.shown)]
+        elif value == attrgetter(key)(settings):
+            continue
+        else:
+            words = ["--weights", str(value)] if key == "runtime.weights" else ["--set", f"{key}={value}"]
+        needed[key] = escaped(shlex.join(words))
+    return needed
+
+
+def _with_saved_files(saved: SavedSettings, given: Layer, settings: GenerateSettings) -> GenerateSettings:
+    """Require that the weights and adapters of the earlier run are given again, with the same hashes if recorded."""
+    values, adapters = {key: at.value for key, at in saved.layer.items()}, saved.adapters()
+    needed = _files_needed(values, adapters, settings, decodes=saved.decodes, given=given)
+    if needed:
+        others = {"runtime.weights": "--weights none for the usual folder", "loras": "--set loras= for no adapter"}
+        known = [words for key, words in others.items() if key in needed]
+        raise RequestError(
+            f"{saved.source} was made with {' '.join(needed.values())}, and files are not taken from it",
+            hint=f"give {'this' if len(needed) == 1 else 'these'} again, or {' and '.join(known) or 'other files'}",
+        )
+    if saved.decodes or "loras" not in given or given["loras"].source in ("--set", "set"):
+        return settings
+    hashes = {str(Path(lora.path).absolute()): lora.sha256 for lora in adapters}
+    loras = tuple(
+        lora.replace({"sha256": lora.sha256 or hashes.get(str(Path(lora.path).absolute()))}) for lora in settings.loras
+    )
+    return settings.model_copy(update={"loras": loras})
 
 
 def _refuse_sending_files(saved: SavedSettings, overrides: Layer, settings: GenerateSettings) -> None:
@@ -303,26 +381,13 @@ def _refuse_sending_files(saved: SavedSettings, overrides: Layer, settings: Gene
         )
 
 
-def _with_saved_files(saved: SavedSettings, given: Layer, settings: GenerateSettings) -> GenerateSettings:
-    """Require that the weights and adapters of the earlier run are given again, with the same hashes if recorded."""
-    try:
-        needed = files_needed(saved.layer, settings, decodes=saved.decodes, given=given)
-        adapters = {lora.path: lora for lora in adapters_in(saved.layer)}
-    except ValueError as error:
-        raise FileProblem(f"{saved.source} is damaged: {error}") from error
-    if needed:
-        others = {"runtime.weights": "--weights none for the usual folder", "loras": "--set loras= for no adapter"}
-        known = [words for key, words in others.items() if key in needed]
-        raise RequestError(
-            f"{saved.source} was made with {' '.join(needed.values())}, and files are not taken from it",
-            hint=f"give {'this' if len(needed) == 1 else 'these'} again, or {' and '.join(known) or 'other files'}",
-        )
-    if saved.decodes or "loras" not in given or given["loras"].source in ("--set", "set"):
-        return settings
-    loras = tuple(
-        lora.replace({"sha256": lora.sha256 or adapters[path].sha256})
-        if (path := str(Path(lora.path).absolute())) in adapters
-        else lora
-        for lora in settings.loras
-    )
-    return settings.model_copy(update={"loras": loras})
+def _gives_no_picture(given: Layer) -> bool:
+    """Return whether settings name references, or a mode that gives no picture."""
+    files, named = given.get("condition.references"), given.get("condition.mode")
+    mode = None if named is None else CONDITION_MODES.get(str(named.value))
+    return bool(files and files.value) or (mode is not None and not mode.gives_pictures)
+
+
+def _is_set(value: object) -> bool:
+    """Return whether a value is neither empty nor one of the words for None."""
+    return bool(value) and not (isinstance(value, str) and value.strip().lower() in NO_VALUE)

@@ -131,45 +131,42 @@ def read_reference_generation(file: ConfigFile) -> Sections:
 
     Raises FileProblem if the file is for another kind of model, or is not for sampling.
     """
-    values = _Values(file)
-    if not values.has("sampling_option") and any(map(values.has, ("optim", "bucket_config", "vae_loss_config"))):
-        raise FileProblem(
-            f"{file.path} is not for sampling", hint=f"use osora train or osora vae with --config {file.path}"
-        )
-    found = values.found
-    if values.has("sampling_option"):
+    values, found, top = _Values(file), dict[str, Any](), file.values
+    if "sampling_option" not in top and not top.keys().isdisjoint(("optim", "bucket_config", "vae_loss_config")):
+        hint = f"use osora train or osora vae with --config {file.path}"
+        raise FileProblem(f"{file.path} is not for sampling", hint=hint)
+    if "sampling_option" in top:
         # Defaults of the reference implementation.
         found |= {"picture.first": False, "video.fps": 16, "prompt_suffix.motion_score": None}
     if is_deep := values.get("ae.type") == "dc_ae":
-        values.take({"sampling_option.is_causal_vae": "video.causal_lengths"})
-    if values.has("model"):
+        found |= values.take({"sampling_option.is_causal_vae": "video.causal_lengths"})
+    if "model" in top:
         found |= {"model.name": OPEN_SORA_V2_DC_AE if is_deep else OPEN_SORA_V2, "model.cond_embed": False}
         if "ckpt_path" in values:
             values["model.from_pretrained"] = values.pop("ckpt_path")
-    if values.has("ae"):
-        values.take_autoencoder("ae")
+    if "ae" in top:
+        found |= values.take_autoencoder("ae")
     for part, ours in (("model", "transformer"), ("ae", "vae"), ("t5", "t5"), ("clip", "clip")):
-        values.take_file(f"{part}.from_pretrained", f"files.{ours}")
+        found |= values.take_file(f"{part}.from_pretrained", f"files.{ours}")
     if values.get("sampling_option.shift") is False:
         del values["sampling_option.shift"]
         found["sampling.flow_shift"] = 1
     if "sampling_option.resolution" not in values:
-        values.take({f"sampling_option.{side}": f"video.{side}" for side in ("height", "width")})
+        found |= values.take({f"sampling_option.{side}": f"video.{side}" for side in ("height", "width")})
     if values.get("motion_score") == "dynamic":
         del values["motion_score"]
         found["refine.motion_score"] = True
     if values.get("use_t2i2v"):
-        values.take({f"img_flux.{name}": f"picture.model.{name}" for name in MMDiTConfig.model_fields})
-        if values.has("img_flux_ae"):
-            values.take_autoencoder("img_flux_ae", prefix="picture.")
+        found |= values.take({f"img_flux.{name}": f"picture.model.{name}" for name in MMDiTConfig.model_fields})
+        if "img_flux_ae" in top:
+            found |= values.take_autoencoder("img_flux_ae", prefix="picture.")
         for section, ours in (("img_flux", "transformer"), ("img_flux_ae", "vae")):
-            values.take_file(f"{section}.from_pretrained", f"picture.files.{ours}")
-    values.take({f"sampling_option.{name}": ours for name, ours in _SAMPLING.items()})
-    values.take_dtype()
+            found |= values.take_file(f"{section}.from_pretrained", f"picture.files.{ours}")
+    found |= values.take({f"sampling_option.{name}": ours for name, ours in _SAMPLING.items()})
+    found |= values.take_dtype()
     # The autoencoder and model.patch_size decide.
-    for name in ("patch_size", "ae_spatial_compression", "sampling_option.is_causal_vae"):
-        values.pop(name, None)
-    return values.carried_over(SAMPLING_NAMES)
+    values.drop("patch_size", "ae_spatial_compression", "sampling_option.is_causal_vae")
+    return nested(found | values.take(SAMPLING_NAMES)), values.left()
 
 
 def read_reference_autoencoder(file: ConfigFile) -> Sections:
@@ -177,23 +174,21 @@ def read_reference_autoencoder(file: ConfigFile) -> Sections:
 
     A file that trains one is read in the terms of `TrainSettings`.
     """
-    values = _Values(file)
-    if values.has("vae_loss_config"):
+    if "vae_loss_config" in file.values:
         return read_reference_training(file)
-    if not values.has("model") or values.has("sampling_option"):
-        raise FileProblem(
-            f"{file.path} is not for an autoencoder", hint="configs/vae/inference/ of the reference has these"
-        )
-    values.take_autoencoder("model")
-    values.take_file("model.from_pretrained", "weights.file", folder="runtime.weights")
-    if values.found.get("runtime.weights") == _FOLDER:
-        del values.found["runtime.weights"]  # The default folder.
-    buckets = [values.pop(name) for name in tuple(values) if name.startswith("bucket_config.")]
-    if lengths := [length for row in buckets if isinstance(row, dict) for length in row if isinstance(length, int)]:
-        values.found["clip.num_frames"] = max(lengths)
-    values.pop("plugin", None)  # One device is used.
-    values.take_dtype()
-    return values.carried_over({"save_dir": "output.folder"})
+    if "model" not in file.values or "sampling_option" in file.values:
+        hint = "configs/vae/inference/ of the reference has these"
+        raise FileProblem(f"{file.path} is not for an autoencoder", hint=hint)
+    values = _Values(file)
+    found = values.take_autoencoder("model")
+    found |= values.take_file("model.from_pretrained", "weights.file", folder="runtime.weights")
+    if found.get("runtime.weights") == _FOLDER:
+        del found["runtime.weights"]  # The default folder.
+    rows = [row for row in values.take_buckets().values() if isinstance(row, dict)]
+    if lengths := [length for row in rows for length in row if isinstance(length, int)]:
+        found["clip.num_frames"] = max(lengths)
+    values.drop("plugin")  # One device is used.
+    return nested(found | values.take_dtype() | values.take({"save_dir": "output.folder"})), values.left()
 
 
 def read_reference_training(file: ConfigFile) -> Sections:
@@ -201,78 +196,64 @@ def read_reference_training(file: ConfigFile) -> Sections:
 
     Raises FileProblem if the file is for another kind of model, or is not for training.
     """
-    values = _Values(file)
-    if values.has("sampling_option"):
+    values, top = _Values(file), file.values
+    if "sampling_option" in top:
         raise FileProblem(f"{file.path} is for sampling", hint=f"use osora generate --config {file.path}")
-    found = values.found
-    found["optimizer.warmup_steps"] = 0
-    if values.has("vae_loss_config"):
-        found["target"] = "vae"
-        if values.has("model"):
-            values.take_autoencoder("model")
+    found: dict[str, Any] = {"optimizer.warmup_steps": 0, "target": "vae" if "vae_loss_config" in top else "mmdit"}
+    if found["target"] == "vae":
+        found |= values.take_autoencoder("model") if "model" in top else {}
     else:
-        found |= {"target": "mmdit", "model.cond_embed": False}
-        modes = {mode: int(mode == "t2v" and not values.has("condition_config")) for mode in CONDITION_MODES}
-        found |= {f"train_mmdit.mode_weights.{mode}": weight for mode, weight in modes.items()}
-        if values.has("ae"):
-            values.take_autoencoder("ae")
-        values.take_file("ae.from_pretrained", "train_mmdit.files.vae", folder="weights")
+        modes = {mode: int(mode == "t2v" and "condition_config" not in top) for mode in CONDITION_MODES}
+        found |= {"model.cond_embed": False} | {f"train_mmdit.mode_weights.{mode}": modes[mode] for mode in modes}
+        found |= values.take_autoencoder("ae") if "ae" in top else {}
+        found |= values.take_file("ae.from_pretrained", "train_mmdit.files.vae", folder="weights")
         if values.get("plugin") in ("zero1", "zero2"):
-            values.take({"plugin": "strategy"})
+            found["strategy"] = values.pop("plugin")
         # Names that other lines of the published files use.
-        for name in ("lr", "eps", "patch_size", "grad_ckpt_settings"):
-            values.pop(name, None)
-    values.refuse_code("bucket_config")
-    for name in [name for name in values if name.startswith("bucket_config.")]:
-        resolution, _, ratio = name.removeprefix("bucket_config.").partition("_ar")
-        found.setdefault("data.buckets", {})[resolution] = values.pop(name)
+        values.drop("lr", "eps", "patch_size", "grad_ckpt_settings")
+    for name, lengths in values.take_buckets().items():
+        resolution, _, ratio = name.partition("_ar")
+        found.setdefault("data.buckets", {})[resolution] = lengths
         if ratio:
-            values.left.append(f"the aspect ratio of {name}")
+            values.dropped.append(f"the aspect ratio of bucket_config.{name}")
     betas = values.get("optim.betas", (0.9, 0.999))
     if isinstance(betas, list | tuple) and len(betas) == 2:
         found |= {"optimizer.beta1": betas[0], "optimizer.beta2": betas[1]}
-        values.pop("optim.betas", None)
+        values.drop("optim.betas")
     if values.get("use_cosine_scheduler") is True:
-        del values["use_cosine_scheduler"]
+        values.drop("use_cosine_scheduler")
         found["optimizer.schedule"] = "cosine"
-    return values.carried_over(_TRAINING)
+    return nested(found | values.take(_TRAINING)), values.left()
 
 
 class _Values(dict[str, Any]):
     """Settings of a file by dotted name, which are removed as they are carried over."""
 
     def __init__(self, file: ConfigFile) -> None:
-        super().__init__(_leaves(file.values, ""))
-        self._path, self._all = file.path, tuple(self)
-        self.found: dict[str, Any] = {}
-        """Settings of osora by dotted key."""
-        self.left: list[str] = []
-        """Names that are not carried over, besides those that remain."""
         usual = set(_USUAL.split())
-        for name in self._all:
-            # Lists may be long.
-            if not isinstance(self[name], list | tuple) and f"{name.rpartition('.')[2]}={self[name]}" in usual:
-                del self[name]
-        self._of_interest = tuple(self)
+        # Lists may be long.
+        super().__init__(
+            (name, value)
+            for name, value in _leaves(file.values, "")
+            if isinstance(value, list | tuple) or f"{name.rpartition('.')[2]}={value}" not in usual
+        )
+        self._path, self._all = file.path, tuple(self)
+        self.dropped: list[str] = []
+        """Names that are not carried over, besides those that remain."""
 
-    def has(self, section: str) -> bool:
-        """Return whether the file has a section, or a setting of this name."""
-        return any(f"{name}.".startswith(f"{section}.") for name in self._all)
-
-    def refuse_code(self, section: str) -> None:
-        """Raise FileProblem if a section, or a setting of this name, has code."""
-        for name, value in self.items():
-            if value is CODE and f"{name}.".startswith(f"{section}."):
-                raise FileProblem(f"{self._path}: {name} is not a plain value", hint=PLAIN_VALUES)
-
-    def take(self, names: Mapping[str, str]) -> None:
+    def take(self, names: Mapping[str, str]) -> dict[str, Any]:
         """Carry over the settings of a table. Raises FileProblem if one of them is code."""
+        found = {}
         for theirs, ours in names.items():
-            self.refuse_code(theirs)
+            if code := next(
+                (name for name in self if self[name] is CODE and f"{theirs}.".startswith(f"{name}.")), None
+            ):
+                raise FileProblem(f"{self._path}: {code} is not a plain value", hint=PLAIN_VALUES)
             if theirs in self:
-                self.found[ours] = self.pop(theirs)
+                found[ours] = self.pop(theirs)
+        return found
 
-    def take_autoencoder(self, section: str, *, prefix: str = "") -> None:
+    def take_autoencoder(self, section: str, *, prefix: str = "") -> dict[str, Any]:
         """Carry over an autoencoder. Raises FileProblem if osora does not have it."""
         theirs = self.pop(f"{section}.type", None)
         if not isinstance(theirs, str) or theirs not in _AUTOENCODERS:
@@ -281,44 +262,47 @@ class _Values(dict[str, Any]):
                 hint=f"these are: {', '.join(_AUTOENCODERS)}",
             )
         kind, place, sizes = _AUTOENCODERS[theirs]
-        self.found[f"{prefix}vae.kind"] = kind
         names = {**_TILING, **{name: f"{place}.{name}" for name in sizes.model_fields}}
-        self.take({f"{section}.{name}": f"{prefix}{ours}" for name, ours in names.items()})
         if kind == "dc_ae" and self.get(f"{section}.model_name") in (None, _DEEP_NAME):
-            for name in ("model_name", "from_scratch"):
-                self.pop(f"{section}.{name}", None)
+            self.drop(f"{section}.model_name", f"{section}.from_scratch")
+        found = self.take({f"{section}.{name}": f"{prefix}{ours}" for name, ours in names.items()})
+        return {f"{prefix}vae.kind": kind, **found}
 
-    def take_file(self, name: str, key: str, *, folder: str = "") -> None:
+    def take_file(self, name: str, key: str, *, folder: str = "") -> dict[str, Any]:
         """Carry over a file of weights: its path below ./ckpts, or the absolute path of another file.
 
         With the key of a `folder`, its path is carried over in two parts.
         """
         if not isinstance(self.get(name), str):
-            self.take({name: key})
-            return
+            return self.take({name: key})
         file = PurePosixPath(self.pop(name))
         if folder:
-            self.found |= {key: file.name, folder: str(file.parent)}
-        elif file.is_relative_to(_FOLDER):
-            self.found[key] = str(file.relative_to(_FOLDER))
-        else:
-            # The names of text encoders are also those of their repositories.
-            self.found[key] = str(file) if key in ("files.t5", "files.clip") else os.path.abspath(file)
+            return {key: file.name, folder: str(file.parent)}
+        if file.is_relative_to(_FOLDER):
+            return {key: str(file.relative_to(_FOLDER))}
+        # The names of text encoders are also those of their repositories.
+        return {key: str(file) if key in ("files.t5", "files.clip") else os.path.abspath(file)}
 
-    def take_dtype(self) -> None:
+    def take_dtype(self) -> dict[str, Any]:
         """Carry over the dtype of a generation or a reconstruction."""
-        if str(self.get("dtype")) in _DTYPES:
-            self.found["runtime.dtype"] = _DTYPES[self.pop("dtype")]
+        known = str(self.get("dtype")) in _DTYPES
+        return {"runtime.dtype": _DTYPES[self.pop("dtype")]} if known else {}
 
-    def carried_over(self, names: Mapping[str, str]) -> Sections:
-        """Carry over the settings of a table; return all of them, nested, and the names that remain.
+    def take_buckets(self) -> dict[str, Any]:
+        """Carry over the table of buckets, by resolution."""
+        found = self.take({name: name for name in [*self, "bucket_config"] if name.startswith("bucket_config")})
+        return {name.removeprefix("bucket_config."): row for name, row in found.items()}
 
-        A section without a setting that is carried over is named as a whole.
-        """
-        self.take(names)
-        used = {name.partition(".")[0] for name in self._of_interest if name not in self}
+    def drop(self, *names: str) -> None:
+        """Ignore settings without a report."""
+        for name in names:
+            self.pop(name, None)
+
+    def left(self) -> list[str]:
+        """Return the names that remain. A section without a setting that is carried over is named as a whole."""
+        used = {name.partition(".")[0] for name in self._all if name not in self}
         remaining = (name if (top := name.partition(".")[0]) in used else top for name in self)
-        return nested(self.found), list(dict.fromkeys((*self.left, *remaining)))
+        return list(dict.fromkeys((*self.dropped, *remaining)))
 
 
 def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -1,24 +1,27 @@
-"""Settings of `osora bench-comm`, `osora env-check` and `osora mem-profile`."""
+"""Settings of the commands that measure, serve and show."""
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.section import Applies, ByteSize, FileName, PlotFile, Section
-from opensora_cli.models.registry import DEMO
-from opensora_cli.settings.applies import PARALLEL
+from opensora_cli.core.section import Applies, ByteSize, FileName, PlotFile, Section, changed, shown
+from opensora_cli.models.registry import AUTO, DEMO
+from opensora_cli.settings.applies import PARALLEL, SAME_FOR_ALL_RUNS, refuse_without_effect
 from opensora_cli.settings.devices import DeviceKind, ParallelSettings
 from opensora_cli.settings.enums import Collective, Scaling
-from opensora_cli.settings.explain import Given
+from opensora_cli.settings.explain import Given, explain, nearest
 from opensora_cli.settings.files import open_config
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.generate_sections import OutputSettings
 from opensora_cli.settings.hardware import PlannedMachine
-from opensora_cli.settings.layers import collect_overrides
-from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, read_request
+from opensora_cli.settings.layers import check_key, collect_overrides
+from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, few_evaluations, generate_request
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 MIB = 2**20
@@ -30,22 +33,16 @@ class BenchCommSettings(Section):
 
     applies = PARALLEL
 
-    parallel: ParallelSettings = Field(
-        default=ParallelSettings(), description="Ranks. The default is one for each GPU, or two on CPUs."
-    )
-    device: DeviceKind = Field(
-        default="auto", description="auto, cpu or a type of accelerator. auto means GPUs if present."
-    )
-    min_bytes: _BenchBytes = Field(default=8, description="Smallest size, as in 8 or 1KiB.")
-    max_bytes: _BenchBytes | None = Field(default=None, description="Largest size. None: 1 GiB on GPUs, 4 MiB on CPUs.")
-    iters: int = Field(default=20, ge=1, le=100_000, description="Timed repeats of each size.")
-    warmup: int = Field(default=5, ge=2, le=100_000, description="Repeats before the timed ones.")
-    collectives: tuple[Collective, ...] = Field(
-        default=tuple(Collective), min_length=1, description="Collectives to measure."
-    )
-    scaling: Scaling | None = Field(default=None, description="Also time sampling and training at 1, 2, 4 .. ranks.")
-    plot: PlotFile | None = Field(default=None, description="Chart file: .png, .svg or .pdf.")
-    overwrite: bool = Field(default=False, description="Replace an existing file.")
+    parallel: ParallelSettings = Field(ParallelSettings(), description="Ranks. Default: one a GPU, or two on CPUs.")
+    device: DeviceKind = Field("auto", description="auto (GPUs if present), cpu or a type of accelerator.")
+    min_bytes: _BenchBytes = Field(8, description="Smallest size, as in 8 or 1KiB.")
+    max_bytes: _BenchBytes | None = Field(None, description="Largest size. None: 1 GiB on GPUs, 4 MiB on CPUs.")
+    iters: int = Field(20, ge=1, le=100_000, description="Timed repeats of each size.")
+    warmup: int = Field(5, ge=2, le=100_000, description="Repeats before the timed ones.")
+    collectives: tuple[Collective, ...] = Field(tuple(Collective), min_length=1, description="Collectives to measure.")
+    scaling: Scaling | None = Field(None, description="Also time sampling and training at 1, 2, 4 .. ranks.")
+    plot: PlotFile | None = Field(None, description="Chart file: .png, .svg or .pdf.")
+    overwrite: bool = Field(False, description="Replace an existing file.")
 
     def rules(self) -> Iterator[str]:
         parallel = self.parallel
@@ -69,10 +66,10 @@ class BenchCommSettings(Section):
 class EnvCheckSettings(Section):
     """Checks of the environment."""
 
-    files: tuple[str, ...] = Field(default=(), description="Dockerfiles and shell files with variables to check.")
-    all_reduce: bool = Field(default=True, description="Run an all-reduce over the devices.")
-    all_reduce_seconds: float = Field(default=60.0, gt=0, le=600, description="Timeout of the all-reduce in seconds.")
-    bug_report: bool = Field(default=False, description="Hide users, hosts, folders and tokens.")
+    files: tuple[str, ...] = Field((), description="Dockerfiles and shell files with variables to check.")
+    all_reduce: bool = Field(True, description="Run an all-reduce over the devices.")
+    all_reduce_seconds: float = Field(60.0, gt=0, le=600, description="Timeout of the all-reduce in seconds.")
+    bug_report: bool = Field(False, description="Hide users, hosts, folders and tokens.")
 
 
 class MemProfileSettings(Section):
@@ -80,19 +77,50 @@ class MemProfileSettings(Section):
 
     applies = (Applies("memory_limit", lambda s: s.adaptive_batch, "without adaptive_batch: give it, too"),)
 
-    compare: bool = Field(default=False, description="Measure techniques that save memory, one by one.")
-    adaptive_batch: bool = Field(default=False, description="Predict the largest batch of a training.")
-    memory_limit: ByteSize | None = Field(
-        default=None, description="Memory for the batch, as in 24GiB. None: free memory."
-    )
-    runs: int = Field(default=3, ge=0, le=1000, description="Timed repeats. 0 disables timing.")
-    snapshot: FileName | None = Field(default=None, description="File for PyTorch's memory viewer.")
-    plot: PlotFile | None = Field(default=None, description="Chart file: .png, .svg or .pdf.")
-    overwrite: bool = Field(default=False, description="Replace existing files.")
+    compare: bool = Field(False, description="Measure techniques that save memory, one by one.")
+    adaptive_batch: bool = Field(False, description="Predict the largest batch of a training.")
+    memory_limit: ByteSize | None = Field(None, description="Memory for the batch, as in 24GiB. None: free memory.")
+    runs: int = Field(3, ge=0, le=1000, description="Timed repeats. 0 disables timing.")
+    snapshot: FileName | None = Field(None, description="File for PyTorch's memory viewer.")
+    plot: PlotFile | None = Field(None, description="Chart file: .png, .svg or .pdf.")
+    overwrite: bool = Field(False, description="Replace existing files.")
 
     def rules(self) -> Iterator[str]:
         if self.snapshot and self.plot and os.path.abspath(self.snapshot) == os.path.abspath(self.plot):
             yield f"snapshot={self.snapshot} and plot must be two files"
+
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+"""Names of this machine that others cannot reach."""
+
+
+class ServeSettings(Section):
+    """Address, folder and limits of a server."""
+
+    model: str = Field(AUTO, description="Model: auto, demo or a released model.")
+    host: str = Field("127.0.0.1", description="Address to listen at. Others than loopback need --token-file.")
+    port: int = Field(8000, ge=1, le=65_535, description="Port to listen at.")
+    folder: FileName = Field("serve", description="Folder of jobs and their results.")
+    token_file: FileName | None = Field(None, description="File with the secret that requests must bring.")
+    max_queue: int = Field(100, ge=1, le=100_000, description="Most videos that wait.")
+    save_every: float = Field(30.0, gt=0, le=86_400, description="Seconds of work between saves of a video's state.")
+    groups: int = Field(1, ge=1, le=64, description="Videos made at the same time, each on its own devices.")
+
+    def rules(self) -> Iterator[str]:
+        if self.host not in LOOPBACK and self.token_file is None:
+            yield f"host={self.host} lets other machines make videos: give --token-file, too"
+
+
+class GallerySettings(Section):
+    """Folder of results, and the page about it."""
+
+    folder: FileName = Field(description="Folder of results, with the folders in it.")
+    output: FileName | None = Field(None, description="Page to write. None means FOLDER/gallery.html.")
+    overwrite: bool = Field(False, description="Replace an existing page.")
+
+    def rules(self) -> Iterator[str]:
+        if self.output is not None and not self.output.endswith(".html"):
+            yield f"output={self.output} must end with .html"
 
 
 def profiled_settings(
@@ -125,7 +153,7 @@ def profiled_settings(
     overrides.setdefault("prompt", Given(ANY_PROMPT, "mem-profile"))
     if file is None and on is None:
         overrides.setdefault("runtime.model_choice", Given(DEMO, "mem-profile"))
-    return read_request(overrides=overrides, config=file, environment=environment, on=on)
+    return generate_request(overrides, config=file, environment=environment, on=on)
 
 
 def require_profile(settings: MemProfileSettings, what: GenerateRequest | TrainSettings) -> None:
@@ -137,3 +165,99 @@ def require_profile(settings: MemProfileSettings, what: GenerateRequest | TrainS
         )
     if settings.compare and isinstance(what, TrainSettings) and (ranks := what.parallel.world_size) > 1:
         raise RequestError(f"compare measures in one process, and parallel.gpus={ranks}: drop one of them")
+
+
+Changes = Mapping[str, object]
+"""Settings of a run of bench-generate that differ from the exact run, by dotted key."""
+Tries = Mapping[str, Changes] | None
+"""Changes by name; None means the standard set."""
+EXACT = "exact"
+"""Name of the run with the settings as they are given, with which the others are compared."""
+
+
+def _sampled(solver: str, steps: int) -> Changes:
+    return {"sampling.solver": solver, "sampling.num_inference_steps": steps, "sampling.timesteps": None}
+
+
+# Every other setting must be better than fewer Euler steps.
+STANDARD: Mapping[str, Changes] = {
+    **{f"{solver}-{steps}": _sampled(solver, steps) for solver in ("euler", "ab2") for steps in (30, 15)},
+    "heun-15": _sampled("heun", 15),
+    "fast": {"sampling.fast": True},
+}
+"""Settings that are compared if no `--try` is given."""
+
+
+def read_tries(texts: Sequence[str]) -> Tries:
+    """Return the changes of each `--try`: `exact` for none, a name of the standard set, or KEY=VALUE,KEY=VALUE.
+
+    No text means the standard set.
+    """
+    tries: dict[str, Changes] = {}
+    for name in map(str.strip, texts):
+        if name in tries:
+            raise RequestError(f"--try {name} is given twice", hint="drop one of them")
+        tries[name] = {} if name == EXACT else STANDARD.get(name) or _changes(name)
+    tries.pop(EXACT, None)  # The exact run is always made.
+    return tries if texts else None
+
+
+def _changes(text: str) -> Changes:
+    if "=" not in text:
+        close = nearest(text, STANDARD)
+        known = f"did you mean {close}?" if close else f"there are {', '.join((EXACT, *STANDARD))}"
+        raise RequestError(
+            f"--try {text} is no name of the standard set, and no setting",
+            hint=f"{known}; settings are given as --try sampling.solver=ab2,sampling.num_inference_steps=15",
+        )
+    changes: dict[str, object] = {}
+    # A value may be a list, with commas of its own.
+    for pair in re.split(r",(?=[^,=]*[A-Za-z_][^,=]*=)", text):
+        key, equals, value = (part.strip() for part in pair.partition("="))
+        if not equals or not key:
+            raise RequestError(f"--try {text} must be KEY=VALUE,KEY=VALUE, and has {pair!r}")
+        check_key(GenerateSettings, key, source=f"--try {text}")
+        if SAME_FOR_ALL_RUNS.covers(key):
+            hint = f"drop it, or give it to all runs: --set {key}={value}"
+            raise RequestError(f"--try {text}: {key} must be the same for all runs", hint=hint)
+        if key in changes:
+            raise RequestError(f"--try {text} gives {key} twice", hint="drop one of them")
+        changes[key] = value
+    return changes
+
+
+def benched_request(request: GenerateRequest) -> GenerateRequest:
+    """Return a request that names no result, with a prompt."""
+    overrides = {**request.overrides, "output.path": Given(OutputSettings().path, "bench-generate")}
+    if request.find("prompt") is None:
+        overrides["prompt"] = Given(ANY_PROMPT, "bench-generate")
+    return replace(request, overrides=overrides)
+
+
+def refuse_unfit(settings: GenerateSettings) -> None:
+    """Raise RequestError if settings ask for something other than one whole video from noise."""
+    for key, value in changed(settings):
+        if key in ("from_latents", "resume", "sampling.num_samples", "sampling.stop_at", "output.explore"):
+            what = "bench-generate makes one whole video with each setting"
+            raise RequestError(f"{key}={shown(value)} cannot be compared: {what}", hint="drop it")
+
+
+def tried_settings(exact: GenerateSettings, changes: Changes, *, name: str = "") -> GenerateSettings:
+    """Return the settings of the exact run with the changes of `--try NAME` and what their `sampling.fast` stands for.
+
+    Raises RequestError if they break a rule, or if a change has no effect.
+    """
+    if "sampling.fast" in changes and exact.sampling.fast:
+        problem = f"--try {name}: sampling.fast has no effect, because the exact run is fast already"
+        raise RequestError(problem, hint="compare with a run without --fast")
+    given = {key: Given(value, f"--try {name}") for key, value in changes.items()}
+    try:
+        tried = exact.replace(changes)
+        # What a fast exact run stands for is in its settings already.
+        if tried.sampling.fast and not exact.sampling.fast:
+            few = few_evaluations(tried.sampling, without=exact.sampling.num_inference_steps)
+            tried = tried.replace({key: value for key, value in few.items() if key not in changes})
+    except ValidationError as error:
+        raise RequestError("\n".join(explain(error, given))) from error
+    refuse_without_effect(tried, given)
+    return tried

@@ -3,9 +3,9 @@
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from opensora_cli.core import device_names
 from opensora_cli.core.attention_kinds import attention_problems
@@ -14,43 +14,22 @@ from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.formatting import shown_path
 from opensora_cli.core.ranks import is_of_launcher
 from opensora_cli.core.reading import read_json_object
-from opensora_cli.core.section import FileName, Section, rule_error
+from opensora_cli.core.section import FileName, Section, one_of
 from opensora_cli.models.registry import ARCHITECTURES
+from opensora_cli.settings import train_loop, train_objectives
 from opensora_cli.settings.applies import TRAIN, Pair, pair_problems, refuse_without_effect
 from opensora_cli.settings.components import ModelSettings, VAESettings, channel_problems, settings_of
 from opensora_cli.settings.data import DataSettings
-from opensora_cli.settings.devices import (
-    INNER_DEGREES,
-    DeviceName,
-    Strategy,
-    Threads,
-    TrainParallelSettings,
-)
+from opensora_cli.settings.devices import INNER_DEGREES, DeviceName, Strategy, Threads, TrainParallelSettings
 from opensora_cli.settings.enums import Compression
 from opensora_cli.settings.files import ConfigFile, list_presets, open_config
 from opensora_cli.settings.layers import MOVED_TO_DEMO, Layer, read_environment, read_sections, validate
 from opensora_cli.settings.reference import read_reference_training, read_settings
-from opensora_cli.settings.train_loop import (
-    CheckpointSettings,
-    Compute,
-    LoopSettings,
-    LoraSettings,
-    OptimizerSettings,
-    PrecisionSettings,
-    TrainMemorySettings,
-)
-from opensora_cli.settings.train_objectives import (
-    DistillTrainSettings,
-    FrozenFileSettings,
-    MMDiTTrainSettings,
-    TextTrainSettings,
-    VAETrainSettings,
-)
-from opensora_cli.settings.watching import SampleSettings, ValidationSettings, WatchingSettings
 
 VAE_FILE = "vae.safetensors"
 TRANSFORMER_FILE = "transformer.safetensors"
 LORA_FOLDER = "lora"
+_Target = Annotated[str, one_of(lambda: TARGETS)]
 
 
 class TrainSettings(Section):
@@ -58,33 +37,31 @@ class TrainSettings(Section):
 
     applies = TRAIN
 
-    target: str = Field(
-        description="Objective: mmdit trains the transformer, distill a few-step adapter for it, vae the autoencoder."
-    )
-    output: FileName = Field(default="runs/train", description="Folder of checkpoints, logs and exported weights.")
-    init: FileName | None = Field(default=None, description="First weights, or demo. None means random weights.")
-    weights: tuple[str, ...] = Field(default=(), description="Folders with the frozen parts, or demo.")
-    device: DeviceName = Field(default="auto", description=device_names.HELP)
-    threads: Threads | None = Field(default=None, description="CPU threads. None means by work and cores.")
+    target: _Target = Field(description="Objective: mmdit, vae, or distill or dmd (few-step adapters).")
+    output: FileName = Field("runs/train", description="Folder of checkpoints, logs and exported weights.")
+    init: FileName | None = Field(None, description="First weights, or demo. None means random weights.")
+    weights: tuple[str, ...] = Field((), description="Folders with the frozen parts, or demo.")
+    device: DeviceName = Field("auto", description=device_names.HELP)
+    threads: Threads | None = Field(None, description="CPU threads. None means by work and cores.")
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
     vae: VAESettings = VAESettings()
-    text: TextTrainSettings = TextTrainSettings()
-    train_vae: VAETrainSettings = VAETrainSettings()
-    train_mmdit: MMDiTTrainSettings = MMDiTTrainSettings()
-    train_distill: DistillTrainSettings = DistillTrainSettings()
-    lora: LoraSettings = LoraSettings()
-    optimizer: OptimizerSettings = OptimizerSettings()
-    precision: PrecisionSettings = PrecisionSettings()
-    loop: LoopSettings = LoopSettings()
-    checkpoints: CheckpointSettings = CheckpointSettings()
-    watching: WatchingSettings = WatchingSettings()
-    validation: ValidationSettings = ValidationSettings()
-    samples: SampleSettings = SampleSettings()
-    memory: TrainMemorySettings = TrainMemorySettings()
-    strategy: Strategy = Field(default=Strategy.DDP, description="Sharding of the model over devices.")
+    text: train_objectives.TextTrainSettings = train_objectives.TextTrainSettings()
+    train_vae: train_objectives.VAETrainSettings = train_objectives.VAETrainSettings()
+    train_mmdit: train_objectives.MMDiTTrainSettings = train_objectives.MMDiTTrainSettings()
+    train_distill: train_objectives.DistillTrainSettings = train_objectives.DistillTrainSettings()
+    lora: train_loop.LoraSettings = train_loop.LoraSettings()
+    optimizer: train_loop.OptimizerSettings = train_loop.OptimizerSettings()
+    precision: train_loop.PrecisionSettings = train_loop.PrecisionSettings()
+    loop: train_loop.LoopSettings = train_loop.LoopSettings()
+    checkpoints: train_loop.CheckpointSettings = train_loop.CheckpointSettings()
+    watching: train_loop.WatchingSettings = train_loop.WatchingSettings()
+    validation: train_loop.ValidationSettings = train_loop.ValidationSettings()
+    samples: train_loop.SampleSettings = train_loop.SampleSettings()
+    memory: train_loop.TrainMemorySettings = train_loop.TrainMemorySettings()
+    strategy: Strategy = Field(Strategy.DDP, description="Sharding of the model over devices.")
     parallel: TrainParallelSettings = TrainParallelSettings()
-    compile: bool = Field(default=False, description="Compile the transformer's blocks with torch.compile.")
+    compile: bool = Field(False, description="Compile the transformer's blocks with torch.compile.")
 
     @property
     def device_name(self) -> str:
@@ -118,15 +95,6 @@ class TrainSettings(Section):
         """Folder of encoded clips. None means that the objective reads pixels."""
         return self.train_mmdit.cache if self.trains_transformer else None
 
-    @field_validator("target")
-    @classmethod
-    def _check_target(cls, value: str) -> str:
-        if value == "text":
-            raise rule_error("must be vae or mmdit: text encoders of the demo are trained in examples/demo")
-        if value not in TARGETS:
-            raise rule_error(f"must be one of {', '.join(TARGETS)}")
-        return value
-
     def rules(self) -> Iterator[str]:
         yield from pair_problems(self, needs=_NEEDS, conflicts=_CONFLICTS)
         yield from _device_problems(self)
@@ -154,10 +122,8 @@ def load_train_settings(
         FileProblem: The file is missing or broken.
     """
     if config is not None and saved is not None:
-        raise RequestError(
-            f"--config {config} cannot go with --from {saved}, whose settings are complete",
-            hint="change single settings with --set",
-        )
+        both = f"--config {config} cannot go with --from {saved}, whose settings are complete"
+        raise RequestError(both, hint="change single settings with --set")
     variables = read_environment(TrainSettings, environment)
     if config is not None:
         file = open_config(config, "train")
@@ -189,12 +155,12 @@ def model_entry(given: Layer) -> Layer:
     name = str(given["model.name"].value) if "model.name" in given else ""
     if name not in ARCHITECTURES:
         return {}
-    entry = settings_of(name)
+    entry, frozen = settings_of(name), train_objectives.FrozenFileSettings.model_fields
     values = {
         "model": entry["model"],
         "vae": entry["vae"],
         "text": {name: entry["text"][name] for name in ("t5_max_length", "clip_max_length")},
-        "train_mmdit": {"files": {name: entry["files"][name] for name in FrozenFileSettings.model_fields}},
+        "train_mmdit": {"files": {name: entry["files"][name] for name in frozen}},
     }
     return read_sections(TrainSettings, values, source=name)
 
@@ -225,6 +191,8 @@ _NEEDS = (
     Pair("train_vae.decoder_only", "init", "name trained weights, as in init=demo", "trains_transformer!=true"),
     Pair("data.table", "validation.table", "validation needs clips that are not trained on", "validation.every"),
     Pair("samples.every", "samples.prompts", "give samples.prompts", "trains_transformer"),
+    Pair("target=distill", "lora.rank", "set it, as in lora.rank=32: an adapter is trained beside its teacher"),
+    Pair("target=dmd", "lora.rank", "set it, as in lora.rank=32: an adapter is trained beside its teacher"),
 )
 """Settings that need another one."""
 
@@ -258,19 +226,18 @@ def _device_problems(settings: TrainSettings) -> Iterator[str]:
         yield f"parallel.devices picks GPUs, and device={device} is none: drop one of them"
     if parallel.compression is Compression.FP8:
         yield "parallel.compression=fp8 would round gradients by up to 1/16, which is for generation: use bf16 or none"
-    before = [*_degree_problems(settings)]
-    yield from before
+    if problems := [*_degree_problems(settings)]:
+        yield from problems
+        return
     # With one device, torchrun may have started others. The plan of a run checks them.
     if parallel.world_size > 1:
         yield from parallel.exchange_problems(
             ulysses=parallel.ulysses_degree or 1, tensor=parallel.tensor_parallel_degree or 1
         )
     count, ranks = settings.loop.micro_batches, parallel.data_ranks(strategy)
-    if not before and count is not None and count % ranks:
-        yield (
-            f"loop.micro_batches={count} must be a multiple of the {ranks} data-parallel ranks: "
-            f"use {-(-count // ranks) * ranks}"
-        )
+    if count is not None and (over := count % ranks):
+        fix = f"use {count - over + ranks}"
+        yield f"loop.micro_batches={count} must be a multiple of the {ranks} data-parallel ranks: {fix}"
 
 
 def _degree_problems(settings: TrainSettings) -> Iterator[str]:
@@ -291,13 +258,9 @@ def _degree_problems(settings: TrainSettings) -> Iterator[str]:
 
 def _watching_problems(settings: TrainSettings) -> Iterator[str]:
     validation, data, steps = settings.validation, settings.data, settings.loop.steps
-    if settings.watching.profile_steps is not None:
-        first, last = settings.watching.profile_steps
-        if not first <= last <= steps:
-            yield (
-                f"watching.profile_steps={first},{last} must be two steps of the run, the earlier one first: "
-                f"use 1,1 to {steps},{steps}"
-            )
+    first, last = settings.watching.profile_steps or (1, 1)
+    if not first <= last <= steps:
+        yield f"watching.profile_steps={first},{last} must be two steps of the run, the earlier one first: 1 to {steps}"
     if validation.every and validation.table is not None and validation.table == data.table:
         yield f"validation.table={validation.table} must be another table than data.table"
 
@@ -322,15 +285,14 @@ def _transformer_problems(settings: TrainSettings) -> Iterator[str]:
     most = max(train.lengths.given_latent_frames(mode, causal=grid.is_causal) for mode in modes)
     if most >= grid.latent_frames(grid.longest_clip(longest)):
         yield (
-            f"the longest clip has {longest} frame{'' if longest == 1 else 's'}, which leaves nothing to learn in "
-            f"a condition mode that gives {most} latent frames: use clips of at least {grid.num_frames(most + 1)}, or "
-            "0 for such a mode in train_mmdit.mode_weights"
+            f"clips of {longest} frames leave nothing to learn in a condition mode that gives {most} latent frames: "
+            f"use at least {grid.num_frames(most + 1)} frames, or 0 for such a mode in train_mmdit.mode_weights"
         )
     yield from attention_problems(
         train.attention,
         setting="train_mmdit.attention",
         ring_degree=settings.parallel.ring_degree,
-        is_fp32=settings.precision.compute is Compute.FP32,
+        is_fp32=settings.precision.compute is train_loop.Compute.FP32,
     )
     for kind, most in (("double", model.depth), ("single", model.depth_single_blocks)):
         count = getattr(settings.memory, f"checkpoint_{kind}_blocks")
@@ -339,29 +301,20 @@ def _transformer_problems(settings: TrainSettings) -> Iterator[str]:
     yield from _sample_problems(settings)
 
 
-def _distill_problems(settings: TrainSettings) -> Iterator[str]:
-    yield from _transformer_problems(settings)
-    if not settings.lora.is_on:
-        yield f"target={settings.target} trains an adapter beside its teacher: set lora.rank, as in lora.rank=32"
-    if settings.train_mmdit.masked_loss:
-        yield f"train_mmdit.masked_loss=true has no effect with target={settings.target}: drop it"
-
-
 def _sample_problems(settings: TrainSettings) -> Iterator[str]:
     samples, grid = settings.samples, settings.vae.grid
+    frames, height, width = samples.num_frames, samples.height, samples.width
     if samples.every is None:
         return
-    frames, *sides = samples.num_frames, samples.height, samples.width
-    if frames is None or None in sides:
+    if frames is None or height is None or width is None:
         yield f"samples.every={samples.every} needs a size: give samples.num_frames, samples.height and samples.width"
         return
     if (below := grid.longest_clip(frames)) != frames:
         yield f"samples.num_frames={frames} does not suit vae.kind: use {below}"
     multiple = grid.spatial_compression_ratio * settings.model.patch_size
-    for name, side in zip(("height", "width"), sides, strict=True):
-        if side is not None and side % multiple:
-            above = (side // multiple + 1) * multiple
-            yield f"samples.{name}={side} must be a multiple of {multiple}, the side of a token: use {above}"
+    for name, side in (("height", height), ("width", width)):
+        if over := side % multiple:
+            yield f"samples.{name}={side} must be a multiple of {multiple}: use {side - over + multiple}"
 
 
 class Target(NamedTuple):
@@ -383,7 +336,7 @@ class Target(NamedTuple):
 TARGETS = {
     "vae": Target(False, VAE_FILE, _autoencoder_problems),
     "mmdit": Target(True, TRANSFORMER_FILE, _transformer_problems, weighs_tokens=True),
-    "distill": Target(True, TRANSFORMER_FILE, _distill_problems, has_teacher=True),
-    "dmd": Target(True, TRANSFORMER_FILE, _distill_problems, has_teacher=True, has_critic=True),
+    "distill": Target(True, TRANSFORMER_FILE, _transformer_problems, has_teacher=True),
+    "dmd": Target(True, TRANSFORMER_FILE, _transformer_problems, has_teacher=True, has_critic=True),
 }
 """Objectives by name. `engine/train/objectives` has a module of the same name for each."""

@@ -1,39 +1,39 @@
-"""Settings of the training loop: steps, checkpoints, optimizer, precision, memory and adapters."""
+"""Settings of the training loop: steps, optimizer, precision, memory, adapters, checkpoints, logs and samples."""
 
 from collections.abc import Iterator
 from enum import StrEnum
+from typing import Annotated
 
+import yaml
 from pydantic import Field, PositiveInt, field_validator
 
-from opensora_cli.core.section import Count, CountOrZero, FileName, Section, Share
+from opensora_cli.core.section import Count, CountOrZero, FileName, Section, Share, Words
 from opensora_cli.settings.components import Tf32Settings
 from opensora_cli.settings.devices import Blocks
 from opensora_cli.settings.enums import HostWeights
+from opensora_cli.settings.files import parse_yaml_text
+
+_Blocks = Annotated[int, Field(ge=0, le=10_000)]
+_Seed = Annotated[int, Field(ge=0, le=2**31)]
+_Pixels = Annotated[int, Field(ge=1, le=4096)]
 
 
 class LoopSettings(Section):
     """Length of training, and batches of a step."""
 
-    steps: Count = Field(default=1000, description="Number of updates.")
-    micro_batches: Count | None = Field(
-        default=None, description="Batches of an update over all devices. None: one for each."
-    )
-    ema_decay: float | None = Field(
-        default=0.999, ge=0, lt=1, description="Decay of the exported averaged weights. None: no average."
-    )
-    log_every: Count = Field(default=20, description="Updates between lines of the log.")
-    seed: int = Field(default=0, ge=0, le=2**31, description="Seed of first weights, batches and noise.")
+    steps: Count = Field(1000, description="Number of updates.")
+    micro_batches: Count | None = Field(None, description="Batches of an update over all devices. None: one for each.")
+    ema_decay: float | None = Field(0.999, ge=0, lt=1, description="Decay of averaged weights. None: no average.")
+    log_every: Count = Field(20, description="Updates between lines of the log.")
+    seed: _Seed = Field(0, description="Seed of first weights, batches and noise.")
 
 
 class CheckpointSettings(Section):
     """Checkpoints. A run also saves one at its end and when it is interrupted."""
 
-    every: Count = Field(default=200, description="Updates between checkpoints.")
-    keep: Count = Field(default=3, description="Newest checkpoints to keep.")
-    keep_best: bool = Field(
-        default=True,
-        description="Also keep the checkpoint with the lowest validation loss, or training loss without it.",
-    )
+    every: Count = Field(200, description="Updates between checkpoints.")
+    keep: Count = Field(3, description="Newest checkpoints to keep.")
+    keep_best: bool = Field(True, description="Also keep the checkpoint with the lowest validation or training loss.")
 
 
 class OptimizerName(StrEnum):
@@ -44,34 +44,29 @@ class OptimizerName(StrEnum):
 
 
 class ScheduleName(StrEnum):
-    """Decay of the learning rate after its warm-up."""
+    """Decay of the learning rate: linear over the last steps, or half a cosine from the end of the warm-up."""
 
     LINEAR = "linear"
-    """Constant, then linear decay over the last steps."""
     COSINE = "cosine"
-    """Half a cosine from the end of the warm-up to the end of the run."""
 
 
 class OptimizerSettings(Section):
     """Optimizer and learning rate."""
 
-    name: OptimizerName = Field(default=OptimizerName.ADAMW, description="adamw, or muon for the matrices in blocks.")
-    learning_rate: float = Field(default=1e-3, gt=0, le=1, description="Peak learning rate of adamw.")
-    muon_learning_rate: float = Field(default=0.02, gt=0, le=10, description="Peak learning rate of muon.")
-    beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay of the first moment of adamw.")
-    beta2: float = Field(default=0.98, ge=0, lt=1, description="Decay of the second moment of adamw.")
-    eps: float = Field(default=1e-8, gt=0, le=1, description="Epsilon of adamw.")
-    weight_decay: float = Field(default=0.0, ge=0, le=1000, description="Weight decay.")
-    max_grad_norm: float = Field(default=1.0, gt=0, le=1e12, description="Gradients are clipped to this norm.")
-    schedule: ScheduleName = Field(default=ScheduleName.LINEAR, description="linear decay at the end, or cosine.")
-    warmup_steps: CountOrZero = Field(default=100, description="First steps, over which the learning rate rises.")
-    decay_steps: CountOrZero = Field(default=0, description="Last steps, over which a linear learning rate falls.")
-    initial_learning_rate: Share = Field(default=0.0, description="Learning rate at the start of the warm-up.")
-    final_learning_rate: Share = Field(default=0.0, description="Learning rate at the end of the decay.")
-    offload_states: bool = Field(
-        default=False,
-        description="Keep sharded weights, gradients and moments on the host and update there, which is slower.",
-    )
+    name: OptimizerName = Field(OptimizerName.ADAMW, description="adamw, or muon for the matrices in blocks.")
+    learning_rate: float = Field(1e-3, gt=0, le=1, description="Peak learning rate of adamw.")
+    muon_learning_rate: float = Field(0.02, gt=0, le=10, description="Peak learning rate of muon.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment of adamw.")
+    beta2: float = Field(0.98, ge=0, lt=1, description="Decay of the second moment of adamw.")
+    eps: float = Field(1e-8, gt=0, le=1, description="Epsilon of adamw.")
+    weight_decay: float = Field(0.0, ge=0, le=1000, description="Weight decay.")
+    max_grad_norm: float = Field(1.0, gt=0, le=1e12, description="Gradients are clipped to this norm.")
+    schedule: ScheduleName = Field(ScheduleName.LINEAR, description="linear decay at the end, or cosine.")
+    warmup_steps: CountOrZero = Field(100, description="First steps, over which the learning rate rises.")
+    decay_steps: CountOrZero = Field(0, description="Last steps, over which a linear learning rate falls.")
+    initial_learning_rate: Share = Field(0.0, description="Learning rate at the start of the warm-up.")
+    final_learning_rate: Share = Field(0.0, description="Learning rate at the end of the decay.")
+    offload_states: bool = Field(False, description="Keep and update sharded weights and moments on the host.")
 
     def rules(self) -> Iterator[str]:
         for name in ("initial_learning_rate", "final_learning_rate"):
@@ -89,99 +84,116 @@ class Compute(StrEnum):
 class PrecisionSettings(Tf32Settings):
     """Precision of training. The weights stay in fp32, as master weights of mixed precision."""
 
-    compute: Compute = Field(default=Compute.BF16, description="Floating point type of layers: fp32 or bf16.")
-
-    @field_validator("compute", mode="before")
-    @classmethod
-    def _compute_is_not_fp16(cls, value: object) -> object:
-        if value == "fp16":
-            raise ValueError("precision.compute=fp16 is not supported: use bf16, whose gradients do not underflow")
-        return value
+    compute: Compute = Field(Compute.BF16, description="Floating point type of layers: fp32 or bf16.")
 
 
 class Checkpointing(StrEnum):
-    """Activation checkpointing of the transformer's blocks (Chen et al. 2016)."""
+    """Activation checkpointing of the transformer's blocks (Chen et al. 2016).
+
+    `full` keeps the inputs of blocks, `selective` the results of attention too, and `offload` the inputs on the host.
+    """
 
     NONE = "none"
     FULL = "full"
-    """Only the inputs of blocks are kept. Everything else is recomputed in backward."""
     SELECTIVE = "selective"
-    """The results of attention are kept, too."""
     OFFLOAD = "offload"
-    """Only the inputs of blocks are kept, in host memory."""
 
 
 class WeightOffload(StrEnum):
-    """Frozen weights beside an adapter that are in host memory until they are needed."""
+    """Frozen weights beside an adapter that wait on the host. Blocks are copied for forward and again for backward."""
 
     NONE = "none"
     BLOCKS = "blocks"
-    """Weights of the transformer's blocks. They are copied to the device for forward and again for backward."""
 
 
 class TrainMemorySettings(Section):
     """Memory use of training. Only `fp8_storage` changes the trained weights."""
 
-    checkpointing: Checkpointing = Field(
-        default=Checkpointing.NONE,
-        description="Recompute blocks in backward: full, selective (not attention), or offload (inputs on the host).",
-    )
-    checkpoint_double_blocks: int | None = Field(
-        default=None, ge=0, le=10_000, description="First double-stream blocks to recompute. None: all."
-    )
-    checkpoint_single_blocks: int | None = Field(
-        default=None, ge=0, le=10_000, description="First single-stream blocks to recompute. None: all."
-    )
-    offload: WeightOffload = Field(default=WeightOffload.NONE, description="Frozen weights that are kept on the host.")
-    resident_blocks: Blocks | None = Field(default=None, description="Offloaded blocks on the device. None means 2.")
-    host_weights: HostWeights | None = Field(default=None, description="Location of offloaded blocks. None: by memory.")
-    fp8_storage: bool = Field(default=False, description="Store frozen blocks in 8 bits, which changes the weights.")
+    checkpointing: Checkpointing = Field(Checkpointing.NONE, description="Recompute blocks: full, selective, offload.")
+    checkpoint_double_blocks: _Blocks | None = Field(None, description="First double blocks to recompute. None: all.")
+    checkpoint_single_blocks: _Blocks | None = Field(None, description="First single blocks to recompute. None: all.")
+    offload: WeightOffload = Field(WeightOffload.NONE, description="Frozen weights that are kept on the host.")
+    resident_blocks: Blocks | None = Field(None, description="Offloaded blocks on the device. None means 2.")
+    host_weights: HostWeights | None = Field(None, description="Location of offloaded blocks. None: by memory.")
+    fp8_storage: bool = Field(False, description="Store frozen blocks in 8 bits, which changes the weights.")
 
     @field_validator("checkpointing", mode="before")
     @classmethod
     def _read_earlier_values(cls, value: object) -> object:
-        match str(value).lower():
-            case "true":
-                return Checkpointing.FULL
-            case "false":
-                return Checkpointing.NONE
-            case "auto":
-                raise ValueError("memory.checkpointing=auto was removed: use selective, or full, which takes the least")
-        return value
+        return {"true": Checkpointing.FULL, "false": Checkpointing.NONE}.get(str(value).lower(), value)
 
 
 class LoraTarget(StrEnum):
-    """Linear layers of transformer blocks, by the ends of their names."""
+    """Linear layers of transformer blocks, by the ends of their names.
+
+    `proj` follows the attention of a double-stream block. Single-stream blocks have `v_mlp` (values and MLP) and
+    `linear2` (after both).
+    """
 
     Q_PROJ = "q_proj"
     K_PROJ = "k_proj"
     V_PROJ = "v_proj"
     PROJ = "proj"
-    """Projection after the attention of a double-stream block."""
     MLP = "mlp"
-    """Both layers of the MLPs of a double-stream block."""
     V_MLP = "v_mlp"
-    """Values and MLP of a single-stream block."""
     LINEAR2 = "linear2"
-    """Projection after attention and MLP of a single-stream block."""
 
 
 class LoraSettings(Section):
     """Adapter that is trained beside the frozen transformer of `init`."""
 
-    rank: PositiveInt | None = Field(
-        default=None, le=2**16, description="Rank of the adapter, as in 16. None: no adapter."
-    )
-    alpha: float | None = Field(
-        default=None, gt=0, le=10**6, description="The adapter is scaled by alpha / rank. None: by 1."
-    )
-    dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout of the adapter's inputs.")
-    targets: tuple[LoraTarget, ...] = Field(
-        default=tuple(LoraTarget), min_length=1, description="Layers with an adapter."
-    )
-    init: FileName | None = Field(default=None, description="Adapter to continue, with its sizes. None: a new one.")
+    rank: PositiveInt | None = Field(None, le=2**16, description="Rank of the adapter, as in 16. None: no adapter.")
+    alpha: float | None = Field(None, gt=0, le=10**6, description="The adapter is scaled by alpha / rank. None: by 1.")
+    dropout: float = Field(0.0, ge=0, lt=1, description="Dropout of the adapter's inputs.")
+    targets: tuple[LoraTarget, ...] = Field(tuple(LoraTarget), min_length=1, description="Layers with an adapter.")
+    init: FileName | None = Field(None, description="Adapter to continue, with its sizes. None: a new one.")
 
     @property
     def is_on(self) -> bool:
         """Whether an adapter is trained."""
         return self.rank is not None
+
+
+class WatchingSettings(Section):
+    """Records beside log.jsonl, which every run has."""
+
+    tensorboard: bool = Field(False, description="Write the folder tensorboard for `tensorboard --logdir`.")
+    profile_steps: tuple[Count, Count] | None = Field(None, description="First and last step of a profiler trace.")
+    nvtx: bool = Field(False, description="Mark the parts of each step for Nsight Systems. Needs a GPU.")
+    peak_tflops: float | None = Field(None, gt=0, le=10**9, description="Peak of a GPU in TFLOP/s, for the MFU.")
+
+
+class ValidationSettings(Section):
+    """Loss on held-out clips, with the same noise every time."""
+
+    every: Count | None = Field(None, description="Updates between validations. None: never.")
+    table: FileName | None = Field(None, description="Table of held-out clips.")
+    batches: int = Field(8, ge=1, le=100_000, description="Largest number of micro-batches.")
+    seed: _Seed = Field(0, description="Seed of the clips' order, times and noise.")
+
+
+class SampleSettings(Section):
+    """Videos of the model in training."""
+
+    every: Count | None = Field(None, description="Updates between videos. None disables them.")
+    prompts: tuple[Words, ...] = Field((), max_length=64, description='Prompt, or a list as in ["raining, sea", snow].')
+    num_frames: int | None = Field(None, ge=1, le=1025, description="Number of frames.")
+    height: _Pixels | None = Field(None, description="Height in pixels.")
+    width: _Pixels | None = Field(None, description="Width in pixels.")
+    fps: float | None = Field(None, gt=0, le=240, description="Frames per second. None means data.fps_max.")
+    num_inference_steps: int = Field(20, ge=1, le=1000, description="Number of Euler steps.")
+    guidance_scale: float = Field(7.5, ge=0, le=100, description="Guidance scale of the prompt. 1 disables it.")
+    seed: _Seed = Field(0, description="Seed of the first video. Video i uses seed + i.")
+
+    @field_validator("prompts", mode="before")
+    @classmethod
+    def _read_prompts(cls, value: object) -> object:
+        # Prompts may have commas, so that text is not split there.
+        if not isinstance(value, str):
+            return value
+        if not value.lstrip().startswith("["):
+            return (value,) if value.strip() else ()
+        try:
+            return parse_yaml_text(value)
+        except yaml.YAMLError:
+            raise ValueError(f'samples.prompts={value} must be a list, as in ["raining, sea", snow]') from None

@@ -24,24 +24,22 @@ _RELEASED_WEIGHTS = ("OSORA_WEIGHTS", "OSORA_RUNTIME__WEIGHTS")
 class VAEWeightsSettings(Section):
     """Location of the weights."""
 
-    file: FileName = Field(default=ARCHITECTURES[DEMO].files.vae, description="Name of the file in the weights folder.")
-    hub_repo: FileName | None = Field(default=None, description="Hub repository. None means that osora contains it.")
+    file: FileName = Field(ARCHITECTURES[DEMO].files.vae, description="Name of the file in the weights folder.")
+    hub_repo: FileName | None = Field(None, description="Hub repository. None means that osora contains it.")
 
 
 class ClipSettings(Section):
     """Length of clips."""
 
-    num_frames: PositiveInt = Field(
-        default=33, le=MAX_FRAMES, description="Frames that are encoded at once. Longer videos are split."
-    )
+    num_frames: PositiveInt = Field(33, le=MAX_FRAMES, description="Frames to encode at once. Longer videos are split.")
 
 
 class VAEOutputSettings(Section):
     """Files of results."""
 
-    folder: FileName = Field(default="reconstructed", description="Folder of the results.")
-    overwrite: bool = Field(default=False, description="Replace existing files.")
-    metadata: bool = Field(default=True, description="Write a sidecar beside each result.")
+    folder: FileName = Field("reconstructed", description="Folder of the results.")
+    overwrite: bool = Field(False, description="Replace existing files.")
+    metadata: bool = Field(True, description="Write a sidecar beside each result.")
 
 
 class EncodeSettings(Section):
@@ -95,17 +93,14 @@ def load_vae_settings(
 def _read(schema: type[EncodeSettings], file: ConfigFile, report: Callable[[str], None]) -> dict[str, Given]:
     """Return the settings in a file over those in the entry of the model that it names."""
     path, values = file.path, dict(read_settings(file, read_reference_autoencoder, report))
-    is_trained = "target" in values
-    model = values.get("model") if is_trained else values.pop("model", None)
+    model, is_trained = values.pop("model", None), "target" in values
+    is_name = isinstance(model, Mapping) and (is_trained or model.keys() == {"name"})
+    name = str(model.get("name")) if isinstance(model, Mapping) and is_name else ""
     below: dict[str, Given] = {}
-    name = ""
-    if isinstance(model, Mapping) and (is_trained or model.keys() == {"name"}):
-        name = str(model.get("name"))
     if name in ARCHITECTURES:
         entry, packaged = settings_of(name), ARCHITECTURES[name].is_packaged
         weights = {"file": entry["files"]["vae"], "hub_repo": None if packaged else entry["files"]["hub_repo"]}
-        sections = {"vae": entry["vae"]} if is_trained else {"vae": entry["vae"], "weights": weights}
-        below = read_sections(schema, sections, source=name)
+        below = read_sections(schema, {"vae": entry["vae"], "weights": {} if is_trained else weights}, source=name)
     elif model is not None and not is_trained:
         raise RequestError(f"model={model} (from {path}) must be the name of one of {', '.join(ARCHITECTURES)}")
     if is_trained:

@@ -18,7 +18,6 @@ from opensora_cli.core.exceptions import (
     MediaError,
     OsoraError,
     OutputError,
-    RequestError,
 )
 from opensora_cli.core.progress import Reporter
 from opensora_cli.settings.generate import GenerateSettings
@@ -151,35 +150,6 @@ def test_an_import_holds_back_ctrl_c() -> None:
     with pytest.raises(KeyboardInterrupt):
         hold()
     assert reached == ["the end"]
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "text", "shown"),
-    [
-        (
-            *("TORCH_LOGS", "nonsense", "\n  Invalid log settings: 'nonsense'\n try TORCH_LOGS='help'"),
-            "TORCH_LOGS='nonsense': Invalid log settings: 'nonsense'",
-        ),
-        (
-            *("HF_HUB_DOWNLOAD_TIMEOUT", "soon", "invalid literal for int() with base 10: 'soon'"),
-            "HF_HUB_DOWNLOAD_TIMEOUT='soon': invalid literal for int() with base 10: 'soon'",
-        ),
-        (
-            *("HF_TOKEN", "my secret", "illegal value of HF_TOKEN: 'my secret'"),
-            "HF_TOKEN='<hidden>': illegal value of HF_TOKEN: '<hidden>'",
-        ),
-    ],
-)
-def test_a_variable_that_a_library_refuses_is_named(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str, text: str, shown: str
-) -> None:
-    monkeypatch.setenv(name, value)
-    with pytest.raises(RequestError) as caught, importing():
-        raise ValueError(text)
-    assert caught.value.message == f"a library cannot be loaded with {shown}"
-    assert caught.value.hint == f"unset {name}, or set a value that it accepts"
-    with pytest.raises(ValueError, match="a bug"), importing():
-        raise ValueError("a bug")
 
 
 @pytest.mark.parametrize(

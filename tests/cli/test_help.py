@@ -4,14 +4,15 @@ import json
 import re
 import subprocess
 import sys
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 import shellingham
 
 import opensora_cli
-from opensora_cli.cli import options
 from opensora_cli.cli.app import _wait_without_spinning, load_commands, main
+from opensora_cli.cli.command import completed_settings
 from opensora_cli.cli.group import unwrapped
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
@@ -19,10 +20,9 @@ from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.listings import NEEDS
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets
-from opensora_cli.settings.flags import FLAGS, option_of
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import read_machine
-from opensora_cli.settings.load import load_preset, read_request
+from opensora_cli.settings.load import generate_request, load_preset
 
 HEAVY = {"torch", "transformers", "av", "numpy", "PIL", "safetensors", "huggingface_hub"}
 
@@ -109,7 +109,7 @@ def test_completion_offers_recipes_and_files_of_settings(tmp_path: Path, monkeyp
     for name in ("demo_mine.yaml", "demo.mp4", ".demo.yaml", "more/demo.yaml"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    complete_recipe = options.completed_settings("train")
+    complete_recipe = completed_settings("train")
     recipes = [name for name in list_presets("train") if name.startswith("demo")]
     assert complete_recipe("demo") == [*recipes, "demo_mine.yaml"]
     assert complete_recipe("more/") == ["more/demo.yaml"]
@@ -142,12 +142,11 @@ def test_list_recipes(osora) -> None:
 PRESETS = ["256px", "768px", "demo", "flux1_dev", "high_compression", "t2i2v_256px", "t2i2v_768px"]
 
 
-@pytest.mark.parametrize("words", [["presets"], ["generate", "--list-presets"]])
-def test_list_presets(words: list[str], osora) -> None:
-    captured = osora(*words)
+def test_list_presets(osora) -> None:
+    captured = osora("presets")
     assert [line.split(":")[0] for line in captured.out.splitlines() if not line.startswith(" ")] == PRESETS
     assert captured.err == ""
-    document = json.loads(osora(*words, "--json").out)
+    document = json.loads(osora("presets", "--json").out)
     assert document["schema"] == "osora.presets/2"
     assert [preset["name"] for preset in document["presets"]] == PRESETS
     for preset in document["presets"]:
@@ -162,8 +161,8 @@ def test_list_presets(words: list[str], osora) -> None:
 def test_needs_of_presets_are_those_of_their_plans(name: str) -> None:
     def planned(**more: str) -> PlanDocument:
         given = {"prompt": "sea", **{key.replace("__", "."): value for key, value in more.items()}}
-        request = read_request(
-            overrides={key: Given(value, "test") for key, value in given.items()},
+        request = generate_request(
+            {key: Given(value, "test") for key, value in given.items()},
             config=Path(name),
             environment={},
             on=read_machine("1xH200"),
@@ -216,25 +215,13 @@ def test_help_reads_well_in_80_columns_and_has_no_line_breaks_of_the_source(word
 
 
 def test_help_of_generate_has_the_defaults(help_of) -> None:
-    lines = help_of("generate", columns=400, option="--help-all")
-    released, demo = (load_preset(name, prompt="x").model_dump(mode="json") for name in ("256px", "demo"))
-    shown = {}
-    for flag, key in ((option_of(name), flag.key) for name, flag in FLAGS.items()):
-        section, _, name = key.partition(".")
-        if (
-            name
-            and isinstance(released[section][name], int | float | str)
-            and not isinstance(released[section][name], bool)
-        ):
-            [line] = [line for line in lines if re.match(rf"│ +{flag}[ ,]", line) and "Default: " in line]
-            shown[flag] = line.split("Default: ")[1].rstrip("│ .")
-            expected = [
-                f"{values[section][name]}".removesuffix(".0").replace("None", "none") for values in (released, demo)
-            ]
-            assert shown[flag] == (expected[0] if len(set(expected)) == 1 else "{}; demo {}".format(*expected))
-    assert shown["--steps"] == "50; demo 30"
-    assert shown["--seed"] == "42"
-    assert {"--res", "--fps", "--num-frames", "--guidance-scale", "--fit", "--out", "--offload"} <= shown.keys()
+    text = "\n".join(help_of("generate", columns=400, option="--help-all"))
+    released, demo = (load_preset(name, prompt="x") for name in ("256px", "demo"))
+    for flag, key in (("steps", "sampling.num_inference_steps"), ("seed", "sampling.seed"), ("fps", "video.fps")):
+        usual, own = (attrgetter(key)(preset) for preset in (released, demo))
+        default = usual if usual == own else f"{usual}; demo {own}"
+        assert re.search(rf"│ +--{flag}[ ,].* Default: {default}\. +│", text)
+    assert re.search(r"│ --threads .* Default: OMP_NUM_THREADS, or by work and cores\. +│", text)
 
 
 def test_every_out_has_its_short_form() -> None:

@@ -89,16 +89,6 @@ def test_a_training_is_planned_for_what_is_named(
     assert "a rank does not fit in memory (30.0 of 23.0 GiB GPU memory, " in err
 
 
-def test_a_training_whose_time_is_not_predicted_has_none(
-    tmp_path: Path, osora, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = tiny_training.vae_settings(tmp_path / "run")
-    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(settings.model_dump(mode="json")))
-    monkeypatch.setattr(train_plan, "estimate_rank", lambda settings, *, reporter: rank_memory(GIB))
-    recipe = ["train", "--config", str(tmp_path / "tiny.yaml"), "--device", "auto", "--dry-run"]
-    assert osora(*recipe, "--on", "H100").out.startswith("Fits: 1.0 of 78.6 GiB GPU memory, 0.0 GiB host memory\n")
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_training_on_a_cpu_has_a_verdict(
     recipe: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -74,24 +74,6 @@ def test_both_prompts_are_kept_and_the_same_file_is_made_again_without_asking(
     capsys.readouterr()
 
 
-def test_a_run_does_not_fail_where_the_server_does(start: Start, osora: Osora, tmp_path: Path) -> None:
-    start(500, 500, 500)
-    code, _, stderr = osora("raining, sea", "--seed", "3", "--refine")
-    assert code == 0
-    assert "the prompt stays unchanged: " in stderr
-    written = sidecar(tmp_path / "out" / "raining-sea_seed3.mp4")
-    assert (written["prompt"], written["original_prompt"]) == ("raining, sea", None)
-    assert "refine" not in written["settings"]
-
-
-def test_a_plan_asks_nothing(start: Start, osora: Osora) -> None:
-    stub = start()
-    code, _, stderr = osora("raining, sea", "--refine", "--dry-run")
-    assert code == 0
-    assert "nothing is asked for a plan" in stderr
-    assert stub.paths == []
-
-
 def test_the_launcher_asks_once_for_all_ranks(start: Start, osora: Osora, monkeypatch: pytest.MonkeyPatch) -> None:
     stub, started = start("raining, a grey sea"), []
     monkeypatch.setattr(run, "start_ranks", lambda settings, *_: started.append(settings))

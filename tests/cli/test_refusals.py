@@ -49,7 +49,7 @@ EARLY = [
     (2, ["generate", "sea", "--steps", "0"], "sampling.num_inference_steps=0 must be at least 1 (from --steps)"),
     (2, ["generate", "x", "--seed", "1", "--set", "sampling.seed=2"], "contradicts --seed"),
     (2, ["generate", "sea", "--num-frames", "16"], "use 17"),
-    (2, ["generate", "sea", "--res", "768px"], "is not a size of the demo model"),
+    (2, ["generate", "sea", "--res", "768px"], "does not suit the demo model"),
     (2, ["generate", "sea", "--cond", "i2v_head"], "needs a reference"),
     (2, ["generate", ""], "prompt is empty"),
     (2, ["generate", "--prompt", "sea"], "no such option: --prompt. Use the text alone, as in osora generate"),

@@ -24,7 +24,7 @@ def work(*args, **kwargs):
 
 if sys.argv[2:]:
     sys.exit(app.main(sys.argv[2:]))
-generate.COMMAND = make_command("generate", work, {"PROMPT": generate.ROWS["PROMPT"]}, about="Work.")
+generate.COMMAND = make_command(work, {"PROMPT": generate.ROWS["PROMPT"]}, name="generate", about="Work.")
 sys.exit(app.main(["generate", "x"]))
 """
 FULL = "cannot write to standard output: No space left on device"
@@ -47,7 +47,7 @@ def work(*args, **kwargs):
     warnings.warn(OsoraWarning("a.png may be lost"))
     raise AssertionError("a bug" + chr(27))
 
-generate.COMMAND = make_command("generate", work, {"PROMPT": generate.ROWS["PROMPT"]}, about="Work.")
+generate.COMMAND = make_command(work, {"PROMPT": generate.ROWS["PROMPT"]}, name="generate", about="Work.")
 sys.exit(app.main(["generate", "x"]))
 """
 

@@ -17,7 +17,7 @@ from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.evaluate import HeldOutLoss, open_samples, open_validation
 from opensora_cli.media.read import read_video
-from opensora_cli.settings.watching import ValidationSettings
+from opensora_cli.settings.train_loop import ValidationSettings
 
 Pool = Callable[[int], Any]
 

@@ -30,7 +30,7 @@ OSORA = load_commands()
 PLANNED = {"generate", "train"}
 # These options print something and end.
 NO_MEMORY = RankMemory(**dict.fromkeys(RankMemory.model_fields, 0))
-PRINTING = {"--list", "--version", "--help", "-h", "--list-presets", "--check-data", "--new"}
+PRINTING = {"--list", "--version", "--help", "-h", "--check-data", "--new"}
 
 
 def _help_examples(command: Any) -> Iterator[Block]:

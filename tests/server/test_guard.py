@@ -4,7 +4,7 @@ import pytest
 from starlette.exceptions import HTTPException
 
 from opensora_cli.server.guard import Guard
-from opensora_cli.settings.serve import LOOPBACK
+from opensora_cli.settings.tools import LOOPBACK
 
 TOKEN = "a-token-of-letters"
 

@@ -8,7 +8,7 @@ from opensora_cli.server import making
 from opensora_cli.server.processes import without_paths
 from opensora_cli.server.worker import failure
 from opensora_cli.settings.load import usual_settings
-from opensora_cli.settings.serve import ServeSettings
+from opensora_cli.settings.tools import ServeSettings
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,7 @@ from opensora_cli.media.results import (
 )
 from opensora_cli.settings.enums import NameFrom
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.load import SIDECAR_SCHEMAS, usual_settings
-from opensora_cli.settings.saved import flags_again
+from opensora_cli.settings.load import SIDECAR_SCHEMAS, flags_again
 
 if TYPE_CHECKING:
     from opensora_cli.engine.generate.chain import Chain
@@ -98,8 +97,7 @@ class SampleFiles:
 
     def command(self, latents: Path, *, is_begun: bool) -> str:
         """Return the command that continues from saved latents, with the flags that no file brings."""
-        usual = usual_settings(self.settings.model.name)
-        flags = flags_again(self.settings, usual, decodes=not is_begun)
+        flags = flags_again(self.settings, decodes=not is_begun)
         return " ".join(["osora generate --from", shlex.quote(str(latents)), *flags])
 
 

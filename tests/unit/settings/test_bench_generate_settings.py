@@ -3,17 +3,17 @@
 import pytest
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.settings.bench_generate import (
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import all_keys
+from opensora_cli.settings.load import GenerateRequest, load_preset
+from opensora_cli.settings.tools import (
     STANDARD,
     benched_request,
     read_tries,
     refuse_unfit,
     tried_settings,
 )
-from opensora_cli.settings.explain import Given
-from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.layers import all_keys
-from opensora_cli.settings.load import GenerateRequest, load_preset
 
 
 def test_a_try_is_a_name_or_settings_whose_values_may_be_lists() -> None:

@@ -21,7 +21,8 @@ for _module in pkgutil.iter_modules(opensora_cli.settings.__path__):
 
 def _sections(section: type[Section]) -> Iterator[type[Section]]:
     for each in section.__subclasses__():
-        yield each
+        if each.__module__.startswith("opensora_cli."):
+            yield each
         yield from _sections(each)
 
 

@@ -35,7 +35,7 @@ def test_the_target_names_the_format(target: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("target", "values", "message"),
     [
-        ("x.pt", {"format": "safetensors"}, "must agree with the ending of target=x.pt, which is that of torch"),
+        ("x.pt", {"format": "safetensors"}, "must agree with the ending of target=x.pt, torch: use another"),
         ("x.safetensors", {"format": "safetensors-shards"}, "must agree with the ending"),
         ("x.pt", {"shard_size": "4GB"}, "has no effect on format=torch: use one of safetensors-shards, torch-shards"),
         ("x", {"shard_size": "1" + "0" * 400}, "shard_size='10000000000000000000'... is larger than any file (from --"),

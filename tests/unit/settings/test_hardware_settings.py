@@ -6,15 +6,7 @@ import pytest
 import yaml
 
 from opensora_cli.core.exceptions import OsoraError
-from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.hardware import find_gpu, read_machine
-
-
-@pytest.mark.parametrize("name", list_presets("hardware"))
-def test_a_file_has_its_name(name: str) -> None:
-    gpu = read_machine(name).gpu
-    assert gpu.name == name
-    assert gpu.reserved < gpu.memory
 
 
 @pytest.mark.parametrize(
@@ -89,10 +81,8 @@ def test_what_makes_no_sense_is_refused(given: str, code: int, says: str) -> Non
     ("given", "meant"),
     [
         ("H10O", "H100"),
-        ("A100", "A100-40GB or A100-80GB"),
         ("4060 Ti", "4060Ti-16GB"),
         ("RTX 6000", "RTX-6000-Ada or RTX-PRO-6000-Blackwell"),
-        ("a100-80g", "A100-80GB"),
     ],
 )
 def test_the_nearest_name_is_named(given: str, meant: str) -> None:

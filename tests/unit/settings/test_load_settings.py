@@ -15,9 +15,9 @@ from opensora_cli.settings.load import (
     SIDECAR_SCHEMAS,
     GenerateRequest,
     SavedSettings,
+    generate_request,
     load_generate_settings,
     load_preset,
-    read_request,
     read_sidecar,
 )
 
@@ -38,7 +38,7 @@ def request(
         path.write_text(config, encoding="utf-8")
     given = {key.replace("__", "."): Given(value, "--set") for key, value in typed.items()}
     prompt = PROMPT if saved is None else {}
-    return read_request(overrides={**prompt, **given}, config=path, environment=environment or {}, saved=saved)
+    return generate_request({**prompt, **given}, config=path, environment=environment or {}, saved=saved)
 
 
 def loaded(asked: GenerateRequest, model: str = DEMO) -> GenerateSettings:

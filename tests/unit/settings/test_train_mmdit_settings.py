@@ -62,6 +62,6 @@ def test_a_model_that_takes_no_reference_learns_t2v_alone():
 )
 def test_some_clip_must_leave_something_to_learn(mode, sections, longest, shortest):
     [problem] = problems("t2v", mode, longest=longest, **sections)
-    assert problem.startswith(f"the longest clip has {longest} frame")
-    assert f"at least {shortest}," in problem
+    assert problem.startswith(f"clips of {longest} frames leave nothing")
+    assert f"at least {shortest} frames," in problem
     assert problems("t2v", mode, longest=shortest, **sections) == []

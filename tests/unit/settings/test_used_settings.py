@@ -7,7 +7,13 @@ from opensora_cli.settings.applies import used_settings
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import all_keys
-from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings, load_preset, read_request
+from opensora_cli.settings.load import (
+    GenerateRequest,
+    SavedSettings,
+    generate_request,
+    load_generate_settings,
+    load_preset,
+)
 from opensora_cli.settings.tools import BenchCommSettings
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.vae import ReconstructSettings
@@ -62,11 +68,6 @@ def test_tables_name_settings_that_exist(schema: type[Section]) -> None:
             "sampling.embedded_guidance loras",
         ),
         (
-            made("high_compression", vae__temporal_tiling=False, picture__first=False),
-            "vae.latent_channels vae.sample_size vae.scale_factor vae.dc_ae.temporal_tile_size",
-            "vae.kind vae.dc_ae.spatial_tile_size vae.dc_ae.scaling_factor video.causal_lengths",
-        ),
-        (
             made("flux1_dev"),
             "negative_prompt sampling.guidance_scale vae.scale_factor vae.flux_ae.tile_size vae.dc_ae",
             "vae.flux_ae.scale_factor sampling.embedded_guidance video.aspect_ratio",
@@ -90,7 +91,7 @@ def test_what_took_part(settings: GenerateSettings, without: str, there: str) ->
     # No file brings these.
     adapters = {"loras": Given("a", "--lora")} if settings.loras else {}
     saved = SavedSettings(source="s.json", values=values)
-    request = read_request(overrides=adapters, saved=saved, environment=environment)
+    request = generate_request(adapters, saved=saved, environment=environment)
     again = load_generate_settings(request, model=settings.model.name)
     assert used_settings(again) == values
     # One of an earlier version has all settings.

@@ -101,8 +101,3 @@ def test_hostile_files_are_refused_in_one_line(tmp_path: Path, content: str, mes
         read_settings_file(write(tmp_path, "a.yaml", content))
     assert len(caught.value.message) < 1500
     assert len(caught.value.message.splitlines()) == 1
-
-
-def test_aliases_that_stand_for_few_values_are_read(tmp_path: Path) -> None:
-    values = read_settings_file(write(tmp_path, "a.yaml", "a: &a [1, 2]\nb: [*a, *a]\n"))
-    assert values == {"a": ["1", "2"], "b": [["1", "2"], ["1", "2"]]}

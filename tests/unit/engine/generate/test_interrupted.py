@@ -280,7 +280,7 @@ class TestFromLatents:
         ],
     )
     def test_what_decided_the_latents_is_refused_with_another_value(self, saved, reporter, key, given, shown):
-        with pytest.raises(RequestError, match=f"{shown} has no effect on finished latents"):
+        with pytest.raises(RequestError, match=f"{shown} has no effect with from_latents="):
             go_on(saved, reporter, **{key: given})
 
     def test_what_decided_the_latents_may_be_repeated(self, saved, tmp_path, reporter):

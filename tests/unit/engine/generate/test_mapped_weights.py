@@ -12,11 +12,10 @@ from tiny_world import released_settings
 
 from opensora_cli.core.device import GIB
 from opensora_cli.engine.components.architectures import autoencoder_on_meta, mmdit_config, transformer_on_meta
-from opensora_cli.engine.components.weights import Component
+from opensora_cli.engine.components.weights import Component, find_weights
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.estimate.weights import file_weights, transformer_on_cpu
 from opensora_cli.engine.generate import models
-from opensora_cli.engine.generate import plan as planning
 from opensora_cli.engine.generate.models import host_modulation, streamed_blocks
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.run import generate
@@ -185,7 +184,7 @@ class TestOfFullSize:
 
 def settings_and_files(folder, dtype, *, modulation_first):
     settings = full_settings(folder)
-    found = planning.find_weights(settings)
+    found = find_weights(settings)
     assert Component.TRANSFORMER in found.paths
     files = file_weights(settings, found, {Component.TRANSFORMER: PARAMETERS}, dtype, modulation_first=modulation_first)
     return mmdit_config(settings.model), files[Component.TRANSFORMER]

@@ -21,7 +21,7 @@ from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.sidecar import choose_outputs
 from opensora_cli.media.read import read_picture
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.load import read_request, read_sidecar
+from opensora_cli.settings.load import generate_request, read_sidecar
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
@@ -36,7 +36,7 @@ def again_from(sidecar, world, folder, environment=None):
         "output.path": Given(str(folder), "--out"),
         "runtime.weights": Given(str(world.released), "--weights"),
     }
-    request = read_request(overrides=overrides, saved=read_sidecar(sidecar), environment=environment or {})
+    request = generate_request(overrides, saved=read_sidecar(sidecar), environment=environment or {})
     [video] = generate(resolve(request, reporter=SilentReporter()), reporter=SilentReporter()).videos
     return video
 

@@ -20,8 +20,9 @@ from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.files import read_tags
 from opensora_cli.media.read import read_picture, read_video
+from opensora_cli.server.requests import read_request
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.load import GenerateRequest, read_request, read_sidecar
+from opensora_cli.settings.load import GenerateRequest, read_sidecar
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
