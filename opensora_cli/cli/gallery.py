@@ -2,7 +2,7 @@
 
 from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import make_command
-from opensora_cli.core.files import require_there
+from opensora_cli.core.reading import require_there
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.serve import GallerySettings
 

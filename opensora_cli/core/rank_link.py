@@ -23,8 +23,8 @@ from typing import IO, Literal
 
 from opensora_cli.core.exceptions import HardwareError, OsoraError, OutputError, RequestError
 from opensora_cli.core.formatting import escaped, plain, shown_path
+from opensora_cli.core.locks import open_regular
 from opensora_cli.core.ranks import LOG_VARIABLE, RankContext
-from opensora_cli.core.regular_files import open_regular
 from opensora_cli.core.signals import end_with_parent, held_back
 
 CHANNEL_VARIABLE = "OSORA_RANK_CHANNEL"

@@ -101,6 +101,13 @@ def require_file(
     return status
 
 
+def require_there(*paths: str) -> None:
+    """Raise FileProblem if a file or folder is missing or access is denied, as before slow imports."""
+    for path in paths:
+        with reading(path):
+            os.stat(path)
+
+
 def read_bytes(
     path: str | os.PathLike[str],
     *,

@@ -12,7 +12,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from opensora_cli.core.exceptions import FileProblem, HardwareError, OutputError, RequestError
-from opensora_cli.core.folder_lock import sole_run
+from opensora_cli.core.locks import sole_run
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.core.reading import read_text

@@ -27,12 +27,17 @@ from opensora_cli.core.device import device_count, device_name
 from opensora_cli.core.device_names import GPU
 from opensora_cli.core.exceptions import HardwareError, OutputError, RequestError
 from opensora_cli.core.files import write_json_atomic
-from opensora_cli.core.folder_lock import remove_unheld_locks
-from opensora_cli.core.left_overs import is_abandoned, remove_left_by, temporary_folder, temporary_name
 from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.core.rank_link import INTERRUPTED, OwnTime
 from opensora_cli.core.ranks import STORE_VARIABLE
 from opensora_cli.core.signals import held_back
+from opensora_cli.core.temporary_files import (
+    is_abandoned,
+    remove_left_by,
+    remove_unheld_locks,
+    temporary_folder,
+    temporary_name,
+)
 from opensora_cli.core.threads import variables_of_ranks
 from opensora_cli.engine.launch import failures
 from opensora_cli.engine.launch.failures import Cause, RankFailure

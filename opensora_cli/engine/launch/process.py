@@ -12,9 +12,9 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # it ships none
 
+from opensora_cli.core.locks import open_regular
 from opensora_cli.core.rank_link import CHANNEL_VARIABLE, FIRST_STAGE, TRACEBACK_SIGNAL, Heartbeat, RankReport
 from opensora_cli.core.ranks import LOG_VARIABLE
-from opensora_cli.core.regular_files import open_regular
 
 _CHUNK = 2**16
 _SHOW_CURSOR = "\x1b[?25h"

@@ -13,12 +13,11 @@ from types import SimpleNamespace
 import pytest
 
 from opensora_cli.core import files
-from opensora_cli.core.exceptions import FileProblem, OsoraWarning, OutputError
+from opensora_cli.core.exceptions import OsoraWarning, OutputError
 from opensora_cli.core.files import (
     atomic_folder,
     atomic_path,
     require_space,
-    require_there,
     require_writable,
     write_bytes_atomic,
     write_json_atomic,
@@ -67,26 +66,12 @@ def test_a_full_disk_is_one_line_with_path_and_cause(tmp_path: Path, monkeypatch
     assert os.listdir(tmp_path) == []
 
 
-def test_a_file_in_place_of_a_folder_is_an_output_error(tmp_path: Path) -> None:
-    (tmp_path / "samples").write_text("a file")
-    with pytest.raises(OutputError, match="samples"):
-        write_bytes_atomic(tmp_path / "samples" / "a.bin", b"content")
-
-
 def test_json_keeps_every_language_and_undecodable_arguments(tmp_path: Path) -> None:
     document = {"prompt": 'Regen, Meer "雨" 🌊\n', "argument": "caf\udce9", "seed": 42}
     write_json_atomic(tmp_path / "a.json", document)
     text = (tmp_path / "a.json").read_text(encoding="utf-8")
     assert json.loads(text) == document
     assert "雨" in text
-
-
-def test_a_folder_replaces_the_old_one_as_a_whole(tmp_path: Path) -> None:
-    for content in ("first", "second"):
-        with atomic_folder(tmp_path / "frames") as temporary:
-            (temporary / f"{content}.txt").write_text(content)
-    assert os.listdir(tmp_path) == ["frames"]
-    assert os.listdir(tmp_path / "frames") == ["second.txt"]
 
 
 def test_a_failing_block_leaves_the_old_folder(tmp_path: Path) -> None:
@@ -326,9 +311,3 @@ def test_the_room_on_a_disk_is_checked_where_it_is_known(tmp_path: Path, monkeyp
         require_space(tmp_path / "a", 2**62)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(total=0, free=0))
     require_space(tmp_path / "a", 2**62)
-
-
-def test_what_a_command_reads_must_be_there(tmp_path: Path) -> None:
-    require_there(str(tmp_path))
-    with pytest.raises(FileProblem, match="gone does not exist"):
-        require_there(str(tmp_path), str(tmp_path / "gone"))
