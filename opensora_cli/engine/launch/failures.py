@@ -29,6 +29,13 @@ class RankFailure(OsoraError):
         self.is_reported = is_reported
         """Whether the rank raised an error. Otherwise it was killed, crashed, hung or lost the others."""
 
+    def rename(self, folder: Path, kept: Path) -> bool:
+        """Replace the path of a folder in the texts, and return whether one has it."""
+        before = self.message, self.hint
+        self.message = self.message.replace(str(folder), str(kept))
+        self.hint = self.hint and self.hint.replace(str(folder), str(kept))
+        return before != (self.message, self.hint)
+
 
 @dataclass(frozen=True, slots=True)
 class Cause:
@@ -141,10 +148,8 @@ def _killed(process: RankProcess, number: int, *, out_of_memory: bool) -> Cause:
 
 
 def _cause(process: RankProcess, kind: str, cause: str, *, hint: str | None, exit_code: int) -> Cause:
-    message = f"{_where(process)}: {cause}"
-    log = f"log: {process.log}"
-    hint = f"{hint}\n{log}" if hint else log
-    failure = RankFailure(message, hint=hint, exit_code=exit_code, is_reported=kind == "bug")
+    hint = "\n".join(filter(None, [hint, f"log: {process.log}"]))
+    failure = RankFailure(f"{_where(process)}: {cause}", hint=hint, exit_code=exit_code, is_reported=kind == "bug")
     return Cause(_WEIGHTS[kind], process.rank, failure)
 
 

@@ -5,13 +5,11 @@ because every account of the machine can write to a store on a port. torchrun or
 machines, which `core.ranks` recognizes.
 
 `torch.distributed.elastic.multiprocessing` of torch 2.13 does not suffice: with a stopped rank it returns after 31 s,
-with three lines of its own, and a stopped rank outlives a launcher that is killed. Here, a socket that the rank
-inherits ends it.
+with three lines of its own, and a stopped rank outlives a launcher that is killed.
 """
 
 import os
 import secrets
-import shutil
 import sys
 import tempfile
 import time
@@ -32,11 +30,8 @@ from opensora_cli.core.rank_link import INTERRUPTED, OwnTime
 from opensora_cli.core.ranks import STORE_VARIABLE
 from opensora_cli.core.signals import held_back
 from opensora_cli.core.temporary_files import (
-    is_abandoned,
     remove_left_by,
-    remove_unheld_locks,
     temporary_folder,
-    temporary_name,
 )
 from opensora_cli.core.threads import variables_of_ranks
 from opensora_cli.engine.launch import failures
@@ -47,8 +42,6 @@ from opensora_cli.settings.devices import DeviceSettings
 COMMAND = tuple(module_command("opensora_cli"))
 _LATE_LOOKS = 2.0
 _LOOPBACK = "127.0.0.1"
-_OF_LAUNCHER = ".launcher"
-"""Name of the launcher's own folder in a folder of log files, which marks the folder as osora's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,43 +154,30 @@ def launch(
             failure = run.first_failure()
         except KeyboardInterrupt:
             run.end(finish_s=pace.finish_s)
-            raise KeyboardInterrupt(*(run.kept() or run.failed())) from None
+            raise KeyboardInterrupt(*run.outcome(is_interrupted=True)) from None
         if failure is not None:
             is_interrupted = failure.exit_code == INTERRUPTED
             run.end(finish_s=pace.finish_s if is_interrupted else 0.0)
-            hints = [failure.hint] if failure.hint else []
-            hints += run.kept() or (run.failed() if is_interrupted else [])
-            failure.hint = "\n".join(hints) or None
+            hints = [failure.hint, *run.outcome(is_interrupted=is_interrupted)]
+            failure.hint = "\n".join(filter(None, hints)) or None
             raise failure
 
 
 @contextmanager
 def log_folder(name: str) -> Iterator[Path]:
-    """Yield a new folder for log files, which is kept only if the message of a failure names it.
+    """Yield a new folder for log files, which is kept under a name with `name` if the message of a failure names it.
 
     Other accounts cannot read it because output and settings of ranks may contain prompts.
-    Folders of killed launchers are removed. Raises OutputError if the folder cannot be created.
+    Raises OutputError if the folder cannot be created.
     """
-    parent = Path(tempfile.gettempdir())
-    for killed in parent.glob(f"osora-*/{_OF_LAUNCHER}/.osora-*.tmp"):
-        if is_abandoned(killed):
-            shutil.rmtree(killed.parent.parent, ignore_errors=True)
-    folder = parent / f"osora-{name}-{secrets.token_hex(4)}"
-    running = folder / _OF_LAUNCHER
-    try:
-        folder.mkdir(mode=0o700)
-        running.mkdir()
-        (running / temporary_name()).touch()
-    except OSError as error:
-        raise OutputError(f"cannot make the folder of log files {folder}: {error.strerror}") from error
-    is_named = False
-    try:
-        yield folder
-    except RankFailure as failure:
-        is_named = str(folder) in f"{failure.message}{failure.hint}"
-        raise
-    finally:
-        shutil.rmtree(running if is_named else folder, ignore_errors=True)
+    with temporary_folder() as folder:
+        try:
+            yield folder
+        except RankFailure as failure:
+            kept = folder.with_name(f"osora-{name}-{secrets.token_hex(4)}")
+            if failure.rename(folder, kept):
+                folder.rename(kept)
+            raise
 
 
 def write_settings(log_dir: Path, document: object) -> Path:
@@ -230,7 +210,6 @@ class _Run:
         pids = [rank.pid for rank in self._ranks]
         for folder in filter(None, (self._output_dir, Path(tempfile.gettempdir()))):
             remove_left_by(pids, folder)
-            remove_unheld_locks(folder)
 
     def start(self, request: LaunchRequest, command: Sequence[str], *, store: Path) -> None:
         """Start all ranks; `store` is their file store."""
@@ -255,18 +234,15 @@ class _Run:
                 cause = failures.origin(causes)
                 settle_until = settle_until or time.monotonic() + self._pace.settle_s
                 if not cause.may_follow or have_ended or time.monotonic() > settle_until:
-                    self._log_tracebacks()
+                    for rank in self._ranks:
+                        if rank.is_idle or rank.is_late:
+                            rank.log_traceback()
                     return failures.shared_error(self._ranks) or cause.failure
             elif have_ended:
                 return None
             else:
                 settle_until = None  # a step that took too long has ended
             time.sleep(self._pace.look_s)
-
-    def _log_tracebacks(self) -> None:
-        for rank in self._ranks:
-            if rank.is_idle or rank.is_late:
-                rank.log_traceback()
 
     def look(self) -> list[Cause]:
         """Receive the reports of the ranks, and return the causes of failures."""
@@ -298,17 +274,15 @@ class _Run:
             rank.kill()
             rank.listen()
 
-    def kept(self) -> list[str]:
-        """Return the first report of an interrupted rank, or of how to continue; empty without such a report."""
-        reports = [(rank.report, rank.left) for rank in self._ranks]
-        hints = (report.hint or left if report and report.kind == "interrupted" else left for report, left in reports)
-        return [hint for hint in hints if hint][:1]
-
-    def failed(self) -> list[str]:
-        """Return the error and hint of the first rank that reports an error; empty without such a rank."""
-        reports = [rank.report for rank in self._ranks if rank.report is not None]
-        errors = [(report.message, report.hint) for report in reports if report.kind == "error"]
-        return ["\n".join(filter(None, error)) for error in errors][:1]
+    def outcome(self, *, is_interrupted: bool) -> list[str]:
+        """Return the first report of how to continue; if the run was interrupted, else the first error of a rank."""
+        left, errors = [], []
+        for rank in self._ranks:
+            report = rank.report
+            left.append((report.hint if report and report.kind == "interrupted" else None) or rank.left)
+            if is_interrupted and report and report.kind == "error":
+                errors.append("\n".join(filter(None, (report.message, report.hint))))
+        return [text for text in (*left, *errors) if text][:1]
 
     def _causes(self) -> list[Cause]:
         found = self._hung()
