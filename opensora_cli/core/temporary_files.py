@@ -12,7 +12,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -105,7 +105,7 @@ def is_abandoned(path: Path) -> bool:
     if is_of_here and _may_run(int(match[2])):
         return False
     with suppress(OSError):
-        inside = () if path.is_symlink() else path.rglob("*")
+        inside: Iterable[Path] = () if path.is_symlink() else path.rglob("*")
         last_change = max(each.lstat().st_mtime for each in [path, *inside])
         return time.time() - last_change > (_LEAST_AGE_S if is_of_here else _OUT_OF_SIGHT_S)
     return False

@@ -35,7 +35,7 @@ from opensora_cli.core.temporary_files import (
 )
 from opensora_cli.core.threads import variables_of_ranks
 from opensora_cli.engine.launch import failures
-from opensora_cli.engine.launch.failures import Cause, RankFailure
+from opensora_cli.engine.launch.failures import RankFailure
 from opensora_cli.engine.launch.process import RankProcess
 from opensora_cli.settings.devices import DeviceSettings
 
@@ -144,10 +144,6 @@ def launch(
     """
     pace = pace or Pace()
     request.check()
-    try:
-        request.log_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"cannot make the folder of log files {request.log_dir}: {error.strerror}") from error
     with temporary_folder() as private, _Run(pace, output_dir=request.output_dir) as run:
         try:
             run.start(request, [*command, *arguments], store=private / "store")
@@ -218,6 +214,7 @@ class _Run:
             environment = {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}
             log = request.log_dir / f"rank{number}.log"
             try:
+                log.parent.mkdir(parents=True, exist_ok=True)
                 with held_back():  # so that every started rank is recorded
                     on_gpu, now = request.device_type != "cpu", self._time.look()
                     self._ranks.append(RankProcess(number, command, environment, log, on_gpu=on_gpu, now=now))
@@ -229,27 +226,27 @@ class _Run:
         settle_until: float | None = None
         while True:
             have_ended = all(rank.exit_code() is not None for rank in self._ranks)
-            causes = self.look()
-            if causes:
-                cause = failures.origin(causes)
+            found = self.look()
+            if found:
+                first = failures.origin(found)
                 settle_until = settle_until or time.monotonic() + self._pace.settle_s
-                if not cause.may_follow or have_ended or time.monotonic() > settle_until:
+                if not first.may_follow or have_ended or time.monotonic() > settle_until:
                     for rank in self._ranks:
                         if rank.is_idle or rank.is_late:
                             rank.log_traceback()
-                    return failures.shared_error(self._ranks) or cause.failure
+                    return failures.shared_error(self._ranks) or first
             elif have_ended:
                 return None
             else:
                 settle_until = None  # a step that took too long has ended
             time.sleep(self._pace.look_s)
 
-    def look(self) -> list[Cause]:
-        """Receive the reports of the ranks, and return the causes of failures."""
+    def look(self) -> list[RankFailure]:
+        """Receive the reports of the ranks, and return the failures."""
         now = self._time.look()
         for rank in self._ranks:
             rank.look(now)
-        return self._causes()
+        return self._failures()
 
     def end(self, *, finish_s: float) -> None:
         """Escalate from SIGINT to SIGTERM to SIGKILL; a second Ctrl-C kills at once.
@@ -284,30 +281,25 @@ class _Run:
                 errors.append("\n".join(filter(None, (report.message, report.hint))))
         return [text for text in (*left, *errors) if text][:1]
 
-    def _causes(self) -> list[Cause]:
-        found = self._hung()
-        for rank in self._ranks:
-            code = rank.exit_code()
-            if code is None:
-                if rank.stopped_s > self._pace.stopped_s:
-                    found.append(failures.stopped(rank))
-            elif code != 0:
-                rank.listen()  # receive messages between the last look and its end
-                out_of_memory = failures.count_memory_kills() > self._memory_kills
-                found.append(failures.ended(rank, code, out_of_memory=out_of_memory))
-        return found
-
-    def _hung(self) -> list[Cause]:
-        """Return the cause if a step takes too long, or if no rank gives a sign of work.
-
-        A step of a waiting rank takes as long as the step of the other ranks, which a busy machine may slow down.
-        """
+    def _failures(self) -> list[RankFailure]:
+        found = []
         running = [rank for rank in self._ranks if rank.exit_code() is None]
         behind = [rank for rank in running if rank.is_late or rank.is_idle]
         # A single rank never waits for another.
         are_all_idle = len(running) > 1 and all(rank.is_idle for rank in running)
+        # A step of a waiting rank takes as long as the step of the others, which a busy machine may slow down.
         is_one_late = any(rank.is_late and (behind == running or not rank.state.waits) for rank in running)
-        return [failures.hung(behind)] if are_all_idle or is_one_late else []
+        if are_all_idle or is_one_late:
+            found.append(failures.hung(behind))
+        for rank in self._ranks:
+            code = rank.exit_code()
+            if code is None and rank.stopped_s > self._pace.stopped_s:
+                found.append(failures.stopped(rank))
+            elif code:
+                rank.listen()  # receive messages between the last look and its end
+                out_of_memory = failures.count_memory_kills() > self._memory_kills
+                found.append(failures.ended(rank, code, out_of_memory=out_of_memory))
+        return found
 
     def _wait(self, seconds: float, *, after_one: float = 0.0) -> None:
         """Wait up to `seconds` for all ranks to end, and at most `after_one` once one of them has ended."""

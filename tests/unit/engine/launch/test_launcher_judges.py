@@ -46,7 +46,7 @@ class Machine:
                 for rank in self.ranks:
                     rank.state = replace(rank.state, moves=rank.state.moves + 1)
             if causes := self.run.look():
-                return [cause.failure.message for cause in causes], self.clock_s - started
+                return [cause.message for cause in causes], self.clock_s - started
         return [], seconds
 
 
@@ -157,7 +157,7 @@ LATE, IDLE, STARVED = (0.0, 99.0), (99.0, 0.0), (0.0, 0.0)
 def test_a_rank_that_waits_is_late_only_with_the_others(machine, first, second, behind):
     for rank, ((rank.idle_s, rank.still_s), waits) in zip(machine.ranks, (first, second), strict=True):
         rank.state = Heartbeat(stage="denoise", late_s=90.0, waits=waits)
-    messages = [cause.failure.message.split(" on ")[0] for cause in machine.run._causes()]
+    messages = [failure.message.split(" on ")[0] for failure in machine.run._failures()]
     assert messages == ([] if behind is None else [f"rank {behind}"])
 
 
