@@ -21,7 +21,7 @@ from torch import Tensor
 
 from opensora_cli.core.device_names import ACCELERATORS, GPU, PATTERN
 from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.core.private_memory import read_private_memory
+from opensora_cli.core.limits import read_private_memory
 
 GIB = 2**30
 _TF32_FROM = (8, 0)

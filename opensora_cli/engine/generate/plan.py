@@ -8,7 +8,7 @@ from pathlib import Path
 from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths
 from opensora_cli.core.device import GIB
-from opensora_cli.core.private_memory import read_private_memory
+from opensora_cli.core.limits import read_private_memory
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.autoencoders import decodes_in_chunks

@@ -22,7 +22,7 @@ from opensora_cli.core.conditions import (
 )
 from opensora_cli.core.exceptions import MediaError, RequestError, TooShortError
 from opensora_cli.core.formatting import format_bytes
-from opensora_cli.core.private_memory import read_private_memory
+from opensora_cli.core.limits import read_private_memory
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.autoencoders import vae_tiling
 from opensora_cli.engine.estimate.offload import ENCODE

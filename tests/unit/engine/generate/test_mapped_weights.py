@@ -11,7 +11,7 @@ from sparse_weights import save_sparse
 from tiny_world import released_settings
 
 from opensora_cli.core.device import GIB
-from opensora_cli.core.private_memory import PrivateMemory
+from opensora_cli.core.limits import PrivateMemory
 from opensora_cli.engine.components.autoencoders import autoencoder_on_meta
 from opensora_cli.engine.components.configs import mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.hardware import Hardware

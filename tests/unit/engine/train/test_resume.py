@@ -21,8 +21,9 @@ from toy_training import Listener
 
 from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.core.limits import Cores
 from opensora_cli.core.locks import LOCK_FILE, locked_file
-from opensora_cli.core.threads import VARIABLES, Cores, ThreadChoice
+from opensora_cli.core.threads import VARIABLES, ThreadChoice
 from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.state import with_recorded_micro_batches, with_recorded_threads

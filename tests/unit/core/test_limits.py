@@ -1,12 +1,12 @@
-"""How much memory a process can have: of the machine, its groups and their page cache."""
+"""How much memory and processor time a process can have: of the machine, its groups and their page cache."""
 
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from opensora_cli.core import private_memory
-from opensora_cli.core.private_memory import PrivateMemory, read_private_memory
+from opensora_cli.core import limits
+from opensora_cli.core.limits import PrivateMemory, read_cores, read_private_memory
 
 MIB = 2**20
 MACHINE = PrivateMemory(free_bytes=900 * MIB, total_bytes=1000 * MIB)
@@ -16,7 +16,7 @@ UNLIMITED_V1 = "9223372036854771712"
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SimpleNamespace(available=MACHINE.free_bytes, total=MACHINE.total_bytes)
-    monkeypatch.setattr(private_memory.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(limits.psutil, "virtual_memory", lambda: memory)
 
 
 def tree(root: Path, lines: str, files: dict[str, str]) -> Path:
@@ -102,5 +102,26 @@ def test_the_least_counts(tmp_path: Path, lines: str, files: dict[str, str], fre
     assert found == PrivateMemory(free_bytes=free * MIB, total_bytes=total * MIB)
 
 
+@pytest.mark.parametrize(
+    ("lines", "files", "expected"),
+    [
+        ("0::/\n", {"cpu.max": "150000 100000\n"}, 1.5),
+        ("0::/\n", {"cpu.max": "max 100000\n"}, None),
+        # The tightest of a group and of those that it is in.
+        ("0::/job/step\n", {"job/cpu.max": "200000 100000", "job/step/cpu.max": "max 100000"}, 2.0),
+        (
+            "5:memory:/a\n4:cpu,cpuacct:/a\n",
+            {"cpu,cpuacct/a/cpu.cfs_quota_us": "300000", "cpu,cpuacct/a/cpu.cfs_period_us": "100000"},
+            3.0,
+        ),
+        ("1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+    ],
+)
+def test_quotas_of_processor_time(tmp_path: Path, lines: str, files: dict[str, str], expected: float | None) -> None:
+    found = tree(tmp_path, lines, {f"sys/fs/cgroup/{name}": content for name, content in files.items()})
+    assert read_cores(found).quota == expected
+
+
 def test_without_groups_it_is_the_machines(tmp_path: Path) -> None:
     assert read_private_memory(tmp_path / "nowhere") == MACHINE
+    assert read_cores(tmp_path / "nowhere").quota is None
