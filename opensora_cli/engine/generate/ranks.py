@@ -36,8 +36,8 @@ from opensora_cli.engine.launch.rank import (
 )
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.all_to_all import open_stages
 from opensora_cli.parallel.divided_work import SharedBranches
+from opensora_cli.parallel.exchanges import open_stages
 from opensora_cli.parallel.mesh import ParallelMesh, new_group, use_mesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape, SequenceLengths

@@ -97,16 +97,7 @@ def joined(context: RankContext, *, device_type: str, timeout_s: float = TIMEOUT
     device = rank_device(context, device_type)
     use_device(device)
     beat("join")
-    init_with_retry(
-        device_type,
-        host=context.master_addr,
-        port=context.master_port,
-        store_file=context.store,
-        rank=context.rank,
-        world_size=context.world_size,
-        timeout_s=timeout_s,
-        report=log_wait if context.log is None else None,
-    )
+    init_with_retry(device_type, context, timeout_s=timeout_s, report=log_wait if context.log is None else None)
     # A first evaluation may take minutes. Each module call is a sign of progress.
     with register_module_forward_hook(lambda *_: move()):
         yield device

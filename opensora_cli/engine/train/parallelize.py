@@ -28,7 +28,7 @@ from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.models.linears import Split
 from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER, SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, repeated_blocks
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.all_to_all import TwoStages, open_stages
+from opensora_cli.parallel.exchanges import TwoStages, open_stages
 from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
 from opensora_cli.parallel.shares import ExchangePlan, SequenceLengths
