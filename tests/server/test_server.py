@@ -67,12 +67,6 @@ def test_a_remix_keeps_its_reference_when_the_first_video_is_deleted(served):
     assert served.finished(remixed["id"])["status"] == "completed"
 
 
-def test_settings_of_a_form_are_an_object(served):
-    body, kind = form(**{"prompt": "a boat", "settings": "5", "settings[steps]": "3"})
-    status, error = served.error("POST", "/v1/videos", body, content_type=kind)
-    assert (status, error["code"]) == (400, "invalid_field")
-
-
 @pytest.mark.parametrize("content", [b"no picture", picture(40, 40)[:60], b"\x00\x00\x00\x18ftypmp42" + bytes(100)])
 def test_what_is_no_picture_or_video_is_refused(served, content):
     body, kind = form(prompt="a boat", input_reference=content)

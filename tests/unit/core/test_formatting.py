@@ -9,11 +9,8 @@ from opensora_cli.core.formatting import duration, escaped, first_few, format_by
     ("text", "expected"),
     [
         ("4096", 4096),
-        ("4096B", 4096),
         ("4GB", 4_000_000_000),
-        ("4gb", 4_000_000_000),
         ("4GiB", 2**32),
-        ("4096MiB", 2**32),
         (" 1.5 kB ", 1500),
         ("0.5TiB", 2**39),
     ],
@@ -39,7 +36,6 @@ def test_no_size_of_any_file(text: str) -> None:
     ("count", "expected"),
     [
         (0, "0 bytes"),
-        (999, "999 bytes"),
         (1000, "1.0 kB"),
         (23_782_000_000, "23.8 GB"),
         (5 * 10**15, "5000.0 TB"),
@@ -79,7 +75,6 @@ def test_a_few_of_many() -> None:
     ("seconds", "expected"),
     [
         (0, "0.0 s"),
-        (2.44, "2.4 s"),
         (59.94, "59.9 s"),
         (59.96, "1 min 00 s"),
         (245, "4 min 05 s"),

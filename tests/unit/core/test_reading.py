@@ -29,24 +29,16 @@ def _system(number: int, name: str | None = None) -> OSError:
         (_system(errno.ENOENT), CheckpointError, "w.pt does not exist"),
         (_system(errno.EACCES), CheckpointError, "w.pt cannot be read: Permission denied"),
         (_system(errno.ENAMETOOLONG), CheckpointError, "w.pt cannot be read: File name too long"),
-        (_system(errno.ELOOP), CheckpointError, "w.pt cannot be read: Too many levels of symbolic links"),
-        (_system(errno.EIO), CheckpointError, "w.pt cannot be read: Input/output error"),
         (_system(errno.EACCES, "w.pt/model/shard"), CheckpointError, "w.pt/model/shard cannot be read: "),
         (_system(errno.EACCES, "/other"), CheckpointError, "w.pt cannot be read: Permission denied"),
         (_system(errno.EMFILE), HardwareError, "w.pt cannot be read: Too many open files"),
         (_system(errno.ENOMEM), HardwareError, "there is not enough memory to read w.pt"),
         (MemoryError(), HardwareError, "there is not enough memory to read w.pt"),
-        (
-            RuntimeError("mmap: Cannot allocate memory (12)"),
-            HardwareError,
-            "there is not enough memory",
-        ),
         (RuntimeError("could not create a primitive"), HardwareError, "there is not enough memory"),
         (RecursionError("maximum recursion depth exceeded"), CheckpointError, "w.pt is nested too deeply"),
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), CheckpointError, "w.pt is not text in UTF-8"),
         (UnicodeEncodeError("utf-8", "\ud800", 0, 1, "no"), CheckpointError, "w.pt does not exist: no file can have"),
         (ValueError("embedded null byte"), CheckpointError, "w.pt does not exist: no file can have this name"),
-        (ValueError("embedded null character in path"), CheckpointError, "w.pt does not exist: no file can have"),
     ],
 )
 def test_what_the_set_has_in_it_names_the_file(error: Exception, kind: type[OsoraError], message: str) -> None:
@@ -87,7 +79,6 @@ def test_a_refusal_of_the_system_that_no_block_expected_has_one_line(error: OSEr
         MemoryError(),
         ImportError("libtorch_cpu.so: failed to map segment from shared object"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory"),
-        RuntimeError("can't start new thread"),
         RuntimeError("std::bad_alloc"),  # of autograd's engine
     ],
 )

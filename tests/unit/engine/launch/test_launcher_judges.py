@@ -9,7 +9,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from opensora_cli.core.rank_link import Heartbeat, OwnTime
+from opensora_cli.core.rank_link import Heartbeat
 from opensora_cli.engine.launch.launcher import Pace, _Run
 from opensora_cli.engine.launch.process import RankProcess
 
@@ -159,9 +159,3 @@ def test_a_rank_that_waits_is_late_only_with_the_others(machine, first, second, 
         rank.state = Heartbeat(stage="denoise", late_s=90.0, waits=waits)
     messages = [failure.message.split(" on ")[0] for failure in machine.run._failures()]
     assert messages == ([] if behind is None else [f"rank {behind}"])
-
-
-def test_a_clock_counts_little_of_a_long_pause():
-    clock = iter([0.0, 1.0, 10.0, 10.5])
-    own_time = OwnTime(2.0, clock=lambda: next(clock))
-    assert [own_time.look() for _ in range(3)] == [1.0, 3.0, 3.5]
