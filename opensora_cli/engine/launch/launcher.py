@@ -257,7 +257,7 @@ class _Run:
         try:
             for rank in self._ranks:
                 rank.interrupt()
-            have_begun = all(rank.has_begun() for rank in self._ranks)
+            have_begun = all(rank.has_begun for rank in self._ranks)
             self._wait(
                 self._pace.interrupt_s + (finish_s if have_begun else 0.0),
                 after_one=max(self._pace.interrupt_s, self._pace.follow_s),
@@ -301,16 +301,15 @@ class _Run:
                 found.append(failures.ended(rank, code, out_of_memory=out_of_memory))
         return found
 
-    def _wait(self, seconds: float, *, after_one: float = 0.0) -> None:
+    def _wait(self, seconds: float, *, after_one: float = float("inf")) -> None:
         """Wait up to `seconds` for all ranks to end, and at most `after_one` once one of them has ended."""
-        deadline = time.monotonic() + seconds
-        one_has_ended = False
-        while time.monotonic() < deadline and any(
-            rank.exit_code() is None and not rank.is_stopped() for rank in self._ranks
-        ):
-            if after_one and not one_has_ended and any(rank.exit_code() is not None for rank in self._ranks):
-                one_has_ended = True
-                deadline = min(deadline, time.monotonic() + after_one)
+        deadline, latest = time.monotonic() + seconds, float("inf")
+        while any(rank.exit_code() is None and not rank.is_stopped() for rank in self._ranks):
+            now = time.monotonic()
+            if any(rank.exit_code() is not None for rank in self._ranks):
+                latest = min(latest, now + after_one)
+            if now >= min(deadline, latest):
+                return
             time.sleep(self._pace.look_s)
 
 
@@ -330,8 +329,7 @@ def _environment(request: LaunchRequest, store: Path) -> dict[str, str]:
         # The log then contains the output of a rank that was killed.
         "PYTHONUNBUFFERED": "1",
     }
-    devices = request.visible_devices()
-    if devices is not None:
+    if (devices := request.visible_devices()) is not None:
         environment["CUDA_VISIBLE_DEVICES"] = devices
     return safe_environment(environment)
 

@@ -42,8 +42,7 @@ class RankProcess:
         on_gpu: bool = False,
         now: float = 0.0,
     ) -> None:
-        self.rank = rank
-        self.log = log
+        self.rank, self.log = rank, log
         self.state = Heartbeat()
         self.report: RankReport | None = None
         self.left: str | None = None
@@ -52,16 +51,25 @@ class RankProcess:
         self._on_gpu = on_gpu
         self._signs: tuple[int, object] = (0, None)
         self._running_at = self._worked_at = self._moved_at = now
+        self._unread = b""
+        self._code: int | None = None
         self._channel, theirs = socket.socketpair()
         self._channel.setblocking(False)
-        self._unread = b""
-        with theirs:
-            try:
-                self._process = self._start(command, environment, theirs)
-            except BaseException:
-                self.close()
-                raise
-        self._code: int | None = None
+        # The rank's link also writes to the log: both append.
+        with theirs, open(log, "ab", opener=open_regular) as file:
+            file.truncate(0)
+            os.fchmod(file.fileno(), 0o600)
+            output = None if rank == 0 else file
+            self._process = subprocess.Popen(
+                command,
+                env={**environment, LOG_VARIABLE: str(log.absolute()), CHANNEL_VARIABLE: str(theirs.fileno())},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                # Ctrl-C at the terminal goes to the launcher, which forwards it.
+                start_new_session=True,
+            )
 
     @property
     def pid(self) -> int:
@@ -78,12 +86,17 @@ class RankProcess:
         """Whether a step takes too long, even if the rank works."""
         return self.state.late_s is not None and self.still_s >= self.state.late_s
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the rank has reported a stage."""
+        return self.state.stage != FIRST_STAGE
+
     def exit_code(self) -> int | None:
         """Return the exit code, negative for a signal; None while it runs. Remaining child processes are killed."""
         if self._code is None:
             self._code = self._process.poll()
             if self._code is not None:
-                self._kill_group()
+                self._signal_group(signal.SIGKILL)
         return self._code
 
     def listen(self) -> None:
@@ -121,13 +134,9 @@ class RankProcess:
         except psutil.Error:
             return False
 
-    def has_begun(self) -> bool:
-        """Return whether the rank has reported a stage."""
-        return self.state.stage != FIRST_STAGE
-
     def log_traceback(self) -> None:
         """Let a running rank write its traceback to its log."""
-        if TRACEBACK_SIGNAL is not None and self.has_begun() and self.exit_code() is None:
+        if TRACEBACK_SIGNAL is not None and self.has_begun and self.exit_code() is None:
             self._process.send_signal(TRACEBACK_SIGNAL)
 
     def interrupt(self) -> None:
@@ -136,7 +145,7 @@ class RankProcess:
         A rank that has not yet begun is killed: it has nothing to save, and would print a traceback.
         """
         self.listen()
-        if not self.has_begun():
+        if not self.has_begun:
             self.kill()
         elif self.exit_code() is None:
             self._process.send_signal(signal.SIGINT)
@@ -144,13 +153,12 @@ class RankProcess:
     def terminate(self) -> None:
         """Send SIGTERM to the rank and its child processes, unless it has ended."""
         if self.exit_code() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGTERM)
+            self._signal_group(signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill the rank and its child processes."""
         if self.exit_code() is None:
-            self._kill_group()
+            self._signal_group(signal.SIGKILL)
             self._process.wait()
 
     def last_line(self) -> str | None:
@@ -166,10 +174,10 @@ class RankProcess:
         if self.rank == 0 and sys.stderr is not None and sys.stderr.isatty():
             sys.stderr.write(_SHOW_CURSOR)  # a rank that is killed during its progress bar leaves the cursor hidden
 
-    def _kill_group(self) -> None:
+    def _signal_group(self, number: int) -> None:
         # macOS refuses if the group contains only ended processes.
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self.pid, number)
 
     def _work(self) -> object:
         """Return the processor time and major faults of the main thread, and what all threads read and wrote."""
@@ -185,22 +193,3 @@ class RankProcess:
             return fields[9], fields[11], fields[12], disk.read_bytes, disk.write_bytes
         except (OSError, IndexError, psutil.Error):
             return None
-
-    def _start(
-        self, command: Sequence[str], environment: Mapping[str, str], theirs: socket.socket
-    ) -> "subprocess.Popen[bytes]":
-        # The rank's link also writes to the log: both append.
-        with open(self.log, "ab", opener=open_regular) as log:
-            log.truncate(0)
-            os.fchmod(log.fileno(), 0o600)
-            output = None if self.rank == 0 else log
-            return subprocess.Popen(
-                command,
-                env={**environment, LOG_VARIABLE: str(self.log.absolute()), CHANNEL_VARIABLE: str(theirs.fileno())},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=[theirs.fileno()],
-                # Ctrl-C at the terminal goes to the launcher, which forwards it.
-                start_new_session=True,
-            )
