@@ -97,7 +97,7 @@ def mib(count: int) -> str:
                      1000, id="no numbers"),
     ],
 )  # fmt: skip
-def test_the_least_counts(tmp_path: Path, lines: str, files: dict[str, str], free: int, total: int) -> None:
+def test_the_least_counts(tmp_path, lines, files, free, total):
     found = read_private_memory(tree(tmp_path, lines, files))
     assert found == PrivateMemory(free_bytes=free * MIB, total_bytes=total * MIB)
 
@@ -117,11 +117,11 @@ def test_the_least_counts(tmp_path: Path, lines: str, files: dict[str, str], fre
         ("1:cpu:/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
     ],
 )
-def test_quotas_of_processor_time(tmp_path: Path, lines: str, files: dict[str, str], expected: float | None) -> None:
+def test_quotas_of_processor_time(tmp_path, lines, files, expected):
     found = tree(tmp_path, lines, {f"sys/fs/cgroup/{name}": content for name, content in files.items()})
     assert read_cores(found).quota == expected
 
 
-def test_without_groups_it_is_the_machines(tmp_path: Path) -> None:
+def test_without_groups_it_is_the_machines(tmp_path):
     assert read_private_memory(tmp_path / "nowhere") == MACHINE
     assert read_cores(tmp_path / "nowhere").quota is None

@@ -8,9 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
+from contextlib import contextmanager
 
 import pytest
 
@@ -36,17 +34,16 @@ os.kill(child, 9)
 """
 
 
-def locked_folder(folder: Path) -> AbstractContextManager[None]:
+def locked_folder(folder):
     return sole_run(folder / LOCK_FILE, problem=f"{folder} is in use by another run", hint="wait")
 
 
 @contextmanager
-def _held_elsewhere(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+def _held_elsewhere(folder):
     """Let another process hold a folder; yields it, and the number of a process that it has forked."""
     process = subprocess.Popen(
         [sys.executable, "-c", _HOLDER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    assert process.stdout is not None
     child = int(process.stdout.readline())
     try:
         yield process, child
@@ -54,7 +51,7 @@ def _held_elsewhere(folder: Path) -> Iterator[tuple[subprocess.Popen[str], int]]
         process.communicate()
 
 
-def test_a_second_process_is_refused_until_the_first_ends(tmp_path: Path) -> None:
+def test_a_second_process_is_refused_until_the_first_ends(tmp_path):
     folder = tmp_path / "runs" / "mine"
     with _held_elsewhere(folder) as (process, _), pytest.raises(OutputError) as refused, locked_folder(folder):
         pytest.fail("there were two")
@@ -67,7 +64,7 @@ def test_a_second_process_is_refused_until_the_first_ends(tmp_path: Path) -> Non
         assert f"process {os.getpid()} on " in (folder / LOCK_FILE).read_text()
 
 
-def test_what_is_in_the_folder_stays(tmp_path: Path) -> None:
+def test_what_is_in_the_folder_stays(tmp_path):
     for name in ("first", "second"):
         with locked_folder(tmp_path / "run"):
             (tmp_path / "run" / name).touch()
@@ -78,10 +75,10 @@ def test_what_is_in_the_folder_stays(tmp_path: Path) -> None:
     assert list((tmp_path / "empty").iterdir()) == []
 
 
-def test_a_file_that_its_owner_removes_in_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_its_owner_removes_in_between(tmp_path, monkeypatch):
     path, lock = tmp_path / LOCK_FILE, locks._lock
 
-    def late(number: int) -> bool:
+    def late(number):
         monkeypatch.setattr(locks, "_lock", lock)
         path.unlink()
         return lock(number)
@@ -93,7 +90,7 @@ def test_a_file_that_its_owner_removes_in_between(tmp_path: Path, monkeypatch: p
             pytest.fail("there were two")
 
 
-def test_nothing_is_left_of_a_killed_one_although_its_child_lives(tmp_path: Path) -> None:
+def test_nothing_is_left_of_a_killed_one_although_its_child_lives(tmp_path):
     with _held_elsewhere(tmp_path) as (process, child):
         process.kill()
         process.wait()
@@ -105,25 +102,22 @@ def test_nothing_is_left_of_a_killed_one_although_its_child_lives(tmp_path: Path
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_second_one_in_this_process_is_refused(tmp_path: Path) -> None:
-    with locked_folder(tmp_path):
-        with pytest.raises(OutputError, match=f"process {os.getpid()} "), locked_folder(tmp_path):
-            pytest.fail("there were two")
-        # Who was refused has taken nothing away.
-        with pytest.raises(OutputError), locked_folder(tmp_path):
-            pytest.fail("there were two")
+def test_a_second_one_in_this_process_is_refused(tmp_path):
+    refused = pytest.raises(OutputError, match=f"process {os.getpid()} ")
+    with locked_folder(tmp_path), refused, locked_folder(tmp_path):
+        pytest.fail("there were two")
     with locked_folder(tmp_path), locked_folder(tmp_path / "another"):
         pass
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match="cannot write"), locked_folder(tmp_path / "file"):
         pytest.fail("there is no such folder")
 
 
-def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def flock(*_: object) -> None:
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def flock(*_):
         raise OSError(38, "Function not implemented")
 
     monkeypatch.setattr("fcntl.flock", flock)
@@ -132,50 +126,32 @@ def test_a_file_system_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 _KEPT = b"kept\n" * 100
-
-
-def _link(path: Path) -> None:
-    path.symlink_to("kept")
-
-
-def _hard_link(path: Path) -> None:
-    path.hardlink_to(path.with_name("kept"))
-
-
-def _pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def _folder(path: Path) -> None:
-    path.mkdir()
-
-
-_KINDS = [
-    pytest.param(_link, "it is a link", id="link"),
-    pytest.param(_hard_link, "it is one of several hard links to a file", id="hard link"),
-    pytest.param(_pipe, "it is a pipe", id="pipe"),
-    pytest.param(_folder, "Is a directory", id="folder"),
-]
+_KINDS = {
+    "it is a link": lambda path: path.symlink_to("kept"),
+    "it is one of several hard links to a file": lambda path: path.hardlink_to(path.with_name("kept")),
+    "it is a pipe": os.mkfifo,
+    "Is a directory": os.mkdir,
+}
 
 
 @pytest.fixture
-def kept(tmp_path: Path) -> Path:
+def kept(tmp_path):
     path = tmp_path / "kept"
     path.write_bytes(_KEPT)
     return path
 
 
 @pytest.mark.parametrize("mode", ["wb", "r+b"])
-@pytest.mark.parametrize(("make", "reason"), _KINDS)
-def test_only_a_file_of_its_own_is_written(make: Callable[[Path], None], reason: str, mode: str, kept: Path) -> None:
+@pytest.mark.parametrize("reason", _KINDS)
+def test_only_a_file_of_its_own_is_written(reason, mode, kept):
     path = kept.with_name("x")
-    make(path)
+    _KINDS[reason](path)
     with pytest.raises(OSError, match=reason), open(path, mode, opener=open_regular):
         pytest.fail("it was opened")
     assert kept.read_bytes() == _KEPT
 
 
-def test_a_file_in_a_linked_folder_is_opened_as_its_mode_says(tmp_path: Path) -> None:
+def test_a_file_in_a_linked_folder_is_opened_as_its_mode_says(tmp_path):
     (tmp_path / "real").mkdir()
     (tmp_path / "linked").symlink_to("real")
     path = tmp_path / "linked" / "x"
@@ -185,18 +161,16 @@ def test_a_file_in_a_linked_folder_is_opened_as_its_mode_says(tmp_path: Path) ->
         assert path.read_bytes() == expected
     with open(path, "rb", opener=open_regular) as file:
         assert file.read() == b"a"
-    with pytest.raises(FileNotFoundError), open(tmp_path / "none", "rb", opener=open_regular):
-        pytest.fail("it was opened")
 
 
-def test_a_link_that_appears_between_the_look_and_the_opening(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_appears_between_the_look_and_the_opening(kept, monkeypatch):
     path, lstat = kept.with_name("x"), os.lstat
 
-    def late(name: Path) -> os.stat_result:
+    def late(name):
         try:
             return lstat(name)
         finally:
-            _link(path)
+            path.symlink_to("kept")
 
     monkeypatch.setattr(os, "lstat", late)
     with pytest.raises(OSError, match=r"."), open(path, "wb", opener=open_regular):
@@ -205,36 +179,29 @@ def test_a_link_that_appears_between_the_look_and_the_opening(kept: Path, monkey
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can give files away")
-def test_a_file_of_another_user_is_written_only_in_a_folder_of_that_user(tmp_path: Path) -> None:
-    path = tmp_path / "x"
-    path.write_bytes(_KEPT)
-    os.chown(path, 12345, -1)
-    with (
-        pytest.raises(OSError, match=r"it belongs to another user \(uid 12345\)"),
-        open(path, "wb", opener=open_regular),
-    ):
+def test_a_file_of_another_user_is_written_only_in_a_folder_of_that_user(kept):
+    os.chown(kept, 12345, -1)
+    with pytest.raises(OSError, match=r"another user \(uid 12345\)"), open(kept, "wb", opener=open_regular):
         pytest.fail("it was opened")
-    assert path.read_bytes() == _KEPT
-    os.chown(tmp_path, 12345, -1)  # as on network disks that give files to other users than who writes them
-    with open(path, "ab", opener=open_regular) as file:
+    assert kept.read_bytes() == _KEPT
+    os.chown(kept.parent, 12345, -1)  # as on network disks that give files to other users than who writes them
+    with open(kept, "ab", opener=open_regular) as file:
         file.write(b"more")
-    assert path.read_bytes() == _KEPT + b"more"
+    assert kept.read_bytes() == _KEPT + b"more"
 
 
-@pytest.mark.parametrize(("make", "reason"), _KINDS)
-def test_no_lock_is_written_through_a_link(make: Callable[[Path], None], reason: str, kept: Path) -> None:
+def test_no_lock_is_written_through_a_link(kept):
     path = kept.with_name(".lock")
-    make(path)
+    path.symlink_to("kept")
     with pytest.raises(OutputError) as refused, locked_file(path):
         pytest.fail("it was locked")
-    assert refused.value.message == f"cannot write the lock file {path}: {reason}"
+    assert refused.value.message == f"cannot write the lock file {path}: it is a link"
     assert refused.value.hint == "move it away, or choose another folder"
     assert kept.read_bytes() == _KEPT
-    assert os.path.lexists(path)
 
 
-def test_a_lock_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
+def test_a_lock_on_a_full_disk(tmp_path, monkeypatch):
+    def fail(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as failing:
@@ -242,5 +209,3 @@ def test_a_lock_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(OutputError, match="No space left"), locked_file(tmp_path / ".lock"):
             pytest.fail("it was locked")
     assert list(tmp_path.iterdir()) == []
-    with locked_file(tmp_path / ".lock"):
-        pass

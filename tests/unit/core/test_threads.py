@@ -32,7 +32,7 @@ from opensora_cli.core.threads import (
         (Cores(allowed=16, quota=8.0), 2, 2, 2, "16 cores, the quota is 8, 2 processes, work for 2"),
     ],
 )
-def test_the_choice(cores: Cores, useful: int | None, ranks: int, count: int, reason: str) -> None:
+def test_the_choice(cores, useful, ranks, count, reason):
     choice = choose_threads(cores, useful=useful, ranks=ranks)
     assert (choice.count, choice.reason, choice.is_free) == (count, reason, True)
 
@@ -49,13 +49,13 @@ def test_the_choice(cores: Cores, useful: int | None, ranks: int, count: int, re
         ({"MKL_NUM_THREADS": "3", "OSORA_RANK_THREADS": "3"}, None, "3 (MKL_NUM_THREADS)"),
     ],
 )
-def test_what_a_user_names_holds(environment: dict[str, str], asked: int | None, expected: str | None) -> None:
+def test_what_a_user_names_holds(environment, asked, expected):
     choice = named_threads(environment, asked=asked, now=3)
     assert (None if choice is None else choice.line()) == expected
     assert choice is None or not choice.is_free
 
 
-def test_ranks_choose_for_themselves_unless_a_user_has() -> None:
+def test_ranks_choose_for_themselves_unless_a_user_has():
     variables = variables_of_ranks({"OMP_NUM_THREADS": ""}, ranks=10_000)
     assert variables == {"OMP_NUM_THREADS": "1", "OSORA_RANK_THREADS": "1"}
     assert named_threads(variables, asked=None, now=1) is None
@@ -63,7 +63,7 @@ def test_ranks_choose_for_themselves_unless_a_user_has() -> None:
         assert variables_of_ranks({name: "3"}, ranks=2) == {}
 
 
-def test_torch_computes_with_the_choice_and_is_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_computes_with_the_choice_and_is_put_back(monkeypatch):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(threads, "read_cores", lambda: Cores(allowed=3))
@@ -82,8 +82,8 @@ def test_torch_computes_with_the_choice_and_is_put_back(monkeypatch: pytest.Monk
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows cannot fork")
 @pytest.mark.parametrize(("before", "after", "is_refused"), [(2, 2, True), (2, 1, False), (1, 2, False)])
 def test_a_process_forked_from_one_that_computed_with_threads_is_refused_several(
-    before: int, after: int, is_refused: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    before, after, is_refused, monkeypatch
+):
     monkeypatch.setattr(threads, "_computed_in", None)
 
     def refusal(count: int) -> OsoraError | None:
