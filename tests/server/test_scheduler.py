@@ -111,22 +111,6 @@ def test_what_a_killed_server_left_is_swept_and_other_files_stay(server):
     assert not any((jobs / name).parent.exists() for name in swept)
 
 
-def test_a_deleted_video_leaves_a_folder_that_is_swept_when_the_server_is_killed(server, monkeypatch):
-    job_id = "video_" + "a" * 24
-    server.store.add(REQUEST, {}, job_id=job_id, max_queue=5)
-    folder = server.scheduler.job_folder(job_id)
-    folder.mkdir(parents=True)
-    (folder / "video.mp4").touch()
-    with monkeypatch.context() as context:
-        context.setattr(scheduling.shutil, "rmtree", lambda *_, **__: None)
-        asyncio.run(server.scheduler.delete(job_id))
-    assert not server.store.has(job_id)
-    assert not folder.exists()
-    assert list(folder.parent.iterdir())
-    asyncio.run(server.scheduler.run())
-    assert not list(folder.parent.iterdir())
-
-
 class Worker:
     """Stand-in for a process that makes videos, and reports nothing."""
 
