@@ -16,8 +16,7 @@ from opensora_cli.checkpoint.readable import listing_sha256, sha256_of
 from opensora_cli.core.choices import QKV, Rotary
 from opensora_cli.core.dtypes import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.formatting import first_few, plain
-from opensora_cli.core.strict_json import shown
+from opensora_cli.core.formatting import first_few, plain, shown
 from opensora_cli.engine.components.configs import transformer_on_meta
 from opensora_cli.engine.components.loras import Lora
 from opensora_cli.models.mmdit.layout import (

@@ -22,8 +22,7 @@ from opensora_cli.core.exceptions import FileProblem, HardwareError, OutputError
 from opensora_cli.core.files import user_cache, write_json_atomic
 from opensora_cli.core.formatting import escaped, is_harmful, plain
 from opensora_cli.core.progress import Reporter
-from opensora_cli.core.reading import read_json_object, read_text
-from opensora_cli.core.strict_json import MAX_JSON_BYTES, parse_object
+from opensora_cli.core.reading import MAX_TEXT_BYTES, parse_object, read_json_object, read_text
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import SERVER_VARIABLES
 
@@ -140,7 +139,7 @@ class ChatServer:
         if self._key:
             request.add_unredirected_header("Authorization", f"Bearer {self._key}")
         with build_opener(_NoRedirects).open(request, timeout=self._timeout_s) as response:
-            return parse_object(response.read(MAX_JSON_BYTES + 1))
+            return parse_object(response.read(MAX_TEXT_BYTES + 1))
 
     def _shown(self, text: str) -> str:
         return plain(" ".join(text.split()).replace(self._key or "\0", "<hidden>"))
