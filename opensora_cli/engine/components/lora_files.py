@@ -13,8 +13,7 @@ from opensora_cli.checkpoint.formats.peft import adapter_files
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.lora import Adapter, LowRank, require_fit
 from opensora_cli.checkpoint.readable import listing_sha256, sha256_of
-from opensora_cli.core.choices import QKV, Rotary
-from opensora_cli.core.dtypes import ROTARY_METADATA
+from opensora_cli.core.choices import QKV, ROTARY_METADATA, Rotary
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few, plain, shown
 from opensora_cli.engine.components.configs import transformer_on_meta

@@ -10,9 +10,8 @@ import torch
 from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.conditions import CONTINUING, condition_mode
-from opensora_cli.core.device import is_accelerator
+from opensora_cli.core.device import is_accelerator, torch_dtype
 from opensora_cli.core.device_names import indexed
-from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.attention import AttentionUse, choose_attention

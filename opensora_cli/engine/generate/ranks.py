@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_cli.core.device import has_gpu, use_device
+from opensora_cli.core.device import has_gpu, torch_dtype, use_device
 from opensora_cli.core.device_names import GPU, type_of_ranks
-from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_link import beat

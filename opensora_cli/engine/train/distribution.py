@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from opensora_cli.core.device import torch_dtype
 from opensora_cli.core.device_names import type_of_ranks
-from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.components.parallelize import plan_exchange

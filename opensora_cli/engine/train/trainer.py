@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from opensora_cli.core.dtypes import torch_dtype
+from opensora_cli.core.device import torch_dtype
 from opensora_cli.core.exceptions import TrainingError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter
