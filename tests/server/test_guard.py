@@ -72,14 +72,6 @@ def test_a_token_is_asked_for(headers, path, status):
     assert answer(guard, path=path, host="example.org", **headers)[0] == status
 
 
-def test_tokens_are_compared_in_constant_time(monkeypatch):
-    compared = []
-    monkeypatch.setattr("hmac.compare_digest", lambda *texts: compared.append(texts))
-    guard = Guard(app, hosts=(), token=TOKEN, largest_body=10)
-    assert answer(guard, authorization="Bearer abc")[0] == 401
-    assert compared == [(b"abc", TOKEN.encode())]
-
-
 def test_long_bodies_are_refused_with_and_without_a_length():
     guard = Guard(app, hosts=(), token=None, largest_body=10)
     assert answer(guard, content_length="10")[0] == 200
