@@ -34,9 +34,8 @@ from opensora_cli.core.temporary_files import (
     temporary_folder,
 )
 from opensora_cli.core.threads import variables_of_ranks
-from opensora_cli.engine.launch import failures
-from opensora_cli.engine.launch.failures import RankFailure
-from opensora_cli.engine.launch.process import RankProcess
+from opensora_cli.engine.launch import process
+from opensora_cli.engine.launch.process import RankFailure, RankProcess
 from opensora_cli.settings.devices import DeviceSettings
 
 COMMAND = tuple(module_command("opensora_cli"))
@@ -194,7 +193,7 @@ class _Run:
         self._output_dir = output_dir
         self._time = OwnTime(_LATE_LOOKS * pace.look_s, clock=clock)
         self._ranks: list[RankProcess] = []
-        self._memory_kills = failures.count_memory_kills()
+        self._memory_kills = process.count_memory_kills()
 
     def __enter__(self) -> "_Run":
         return self
@@ -228,13 +227,13 @@ class _Run:
             have_ended = all(rank.exit_code() is not None for rank in self._ranks)
             found = self.look()
             if found:
-                first = failures.origin(found)
+                first = process.origin(found)
                 settle_until = settle_until or time.monotonic() + self._pace.settle_s
                 if not first.may_follow or have_ended or time.monotonic() > settle_until:
                     for rank in self._ranks:
                         if rank.is_idle or rank.is_late:
                             rank.log_traceback()
-                    return failures.shared_error(self._ranks) or first
+                    return process.shared_error(self._ranks) or first
             elif have_ended:
                 return None
             else:
@@ -284,21 +283,20 @@ class _Run:
     def _failures(self) -> list[RankFailure]:
         found = []
         running = [rank for rank in self._ranks if rank.exit_code() is None]
-        behind = [rank for rank in running if rank.is_late or rank.is_idle]
+        without_progress = [rank for rank in running if rank.is_late or rank.is_idle]
         # A single rank never waits for another.
         are_all_idle = len(running) > 1 and all(rank.is_idle for rank in running)
         # A step of a waiting rank takes as long as the step of the others, which a busy machine may slow down.
-        is_one_late = any(rank.is_late and (behind == running or not rank.state.waits) for rank in running)
+        is_one_late = any(rank.is_late and (without_progress == running or not rank.state.waits) for rank in running)
         if are_all_idle or is_one_late:
-            found.append(failures.hung(behind))
+            found.append(process.behind(without_progress).hung())
         for rank in self._ranks:
             code = rank.exit_code()
             if code is None and rank.stopped_s > self._pace.stopped_s:
-                found.append(failures.stopped(rank))
+                found.append(rank.stopped())
             elif code:
-                rank.listen()  # receive messages between the last look and its end
-                out_of_memory = failures.count_memory_kills() > self._memory_kills
-                found.append(failures.ended(rank, code, out_of_memory=out_of_memory))
+                out_of_memory = process.count_memory_kills() > self._memory_kills
+                found.append(rank.failure(code, out_of_memory=out_of_memory))
         return found
 
     def _wait(self, seconds: float, *, after_one: float = float("inf")) -> None:
