@@ -282,6 +282,7 @@ class Scheduler:
 
     def _sweep(self) -> None:
         """Remove what a killed server left: deleted jobs, and uploads that became no job. Other files stay."""
+        known = {job_id for status in Status for job_id in self._store.ids(status)}
         for folder in self._folder.glob("jobs/video_*"):
             if not _JOB_ID.fullmatch(folder.stem) or folder.is_symlink() or not folder.is_dir():
                 continue
@@ -289,7 +290,7 @@ class Scheduler:
                 self._store.delete(folder.stem)
             elif (
                 folder.suffix
-                or self._store.has(folder.stem)
+                or folder.stem in known
                 or not all(path.name.startswith("reference_") for path in folder.iterdir())
             ):
                 continue

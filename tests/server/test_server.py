@@ -131,7 +131,7 @@ def test_a_video_whose_settings_another_version_wrote_fails_with_its_reason(serv
     served.until(running, is_running)
     other, last = served.make(), served.make()
     with closing(sqlite3.connect(served.folder / "jobs.sqlite")) as database, database:
-        database.execute("UPDATE jobs SET settings = json_set(settings, '$.video.odd', 1) WHERE id = ?", (other,))
+        database.execute("UPDATE jobs SET rest = json_set(rest, '$.settings.video.odd', 1) WHERE id = ?", (other,))
     served.call("DELETE", f"/v1/videos/{running}")
     video = served.finished(other)
     assert (video["status"], video["error"]["code"]) == ("failed", "RequestError")

@@ -298,7 +298,7 @@ def origin(found: Iterable[RankFailure]) -> RankFailure:
 
 
 def behind(ranks: Iterable[RankProcess]) -> RankProcess:
-    """Return the rank to blame for a hang: a stopped one, then one that does not wait, then that with least progress."""
+    """Return the rank to blame for a hang: a stopped one, or one that does not wait, or that with least progress."""
     return min(ranks, key=lambda rank: (not rank.is_stopped(), rank.state.waits, rank.state.moves, rank.rank))
 
 
