@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.core.dtypes import torch_dtype
+from opensora_cli.core.device import torch_dtype
 from opensora_cli.data.batches import ClipBatch
 from opensora_cli.engine.encode.clips import CachedClip
 from opensora_cli.engine.encode.encoders import EmptyPrompt

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.choices import Format, Selection
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.strict_json import shown
+from opensora_cli.core.formatting import shown
 
 _SHARD_NAME = re.compile(r"(.+)-(\d{5,9})-of-(\d{5,9})(\..+)", re.ASCII)
 

@@ -16,7 +16,7 @@ from opensora_cli.checkpoint.contents import Checkpoint
 from opensora_cli.checkpoint.fp8 import FP8_DTYPES, dequantize
 from opensora_cli.checkpoint.lazy import Extent, LazyTensor
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.core.dtypes import ROTARY_METADATA
+from opensora_cli.core.choices import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError, HardwareError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.reading import is_lack_of_memory

@@ -22,9 +22,8 @@ from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.readable import is_sha256, reading, reading_file, refuse_outside, visible_files
 from opensora_cli.core.choices import Format, Selection
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.formatting import first_few, plain
+from opensora_cli.core.formatting import first_few, plain, shown
 from opensora_cli.core.reading import read_json_object, stays_inside
-from opensora_cli.core.strict_json import shown
 
 _LISTED = 10
 _START_BYTES = 512

@@ -30,10 +30,10 @@ from opensora_cli.checkpoint.readable import is_sha256, refuse_outside, sha256_o
 from opensora_cli.checkpoint.writing import INDEX_FILE, make_index, plan_shards
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import json_bytes, replace_folder
+from opensora_cli.core.formatting import shown
+from opensora_cli.core.locks import open_regular
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.reading import stays_inside
-from opensora_cli.core.regular_files import open_regular
-from opensora_cli.core.strict_json import shown
 
 SHA256 = "sha256"
 """Key of the hashes in `running_states.json`."""

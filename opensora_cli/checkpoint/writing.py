@@ -19,8 +19,8 @@ from opensora_cli.checkpoint.lazy import LazyTensor, cast
 from opensora_cli.checkpoint.targets import refuse_to_replace
 from opensora_cli.core.choices import Format
 from opensora_cli.core.files import atomic_folder, atomic_path, write_json_atomic
-from opensora_cli.core.private_memory import freed_at_once
-from opensora_cli.core.strict_json import as_unicode
+from opensora_cli.core.formatting import as_unicode
+from opensora_cli.core.limits import freed_at_once
 
 SHARD_BYTES = 4096 * 2**20
 """Default size of shards, also in ColossalAI."""

@@ -6,7 +6,7 @@ from opensora_cli.checkpoint.targets import check_target
 from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import make_command
 from opensora_cli.cli.group import make_group
-from opensora_cli.core.files import require_there
+from opensora_cli.core.reading import require_there
 from opensora_cli.settings.ckpt import (
     ConvertSettings,
     DiffSettings,

@@ -4,7 +4,7 @@ from opensora_cli.cli import train
 from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import config_row, device_rows, make_command, set_row
 from opensora_cli.cli.group import make_group
-from opensora_cli.core.files import require_there
+from opensora_cli.core.reading import require_there
 from opensora_cli.engine.encode.inputs import require_cache_inputs
 from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettings, ShardSettings
 from opensora_cli.settings.explain import Given

@@ -19,11 +19,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 from opensora_cli.core.exceptions import OsoraError, OsoraWarning, OutputError, RequestError
-from opensora_cli.core.formatting import escaped, without_credentials
+from opensora_cli.core.formatting import as_unicode, escaped, without_credentials
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext, find_context
 from opensora_cli.core.signals import held_back
-from opensora_cli.core.strict_json import as_unicode
 
 if TYPE_CHECKING:
     from opensora_cli.core.documents import Document

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import make_command
-from opensora_cli.core.files import require_there
+from opensora_cli.core.reading import require_there
 from opensora_cli.engine.listings import describe_presets
 from opensora_cli.settings.ckpt import InspectSettings
 from opensora_cli.settings.flags import Option

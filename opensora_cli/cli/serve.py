@@ -16,7 +16,7 @@ from opensora_cli.settings.tools import ServeSettings
 def serve(settings: ServeSettings, call: Call) -> None:
     """Serve a page and an API that make videos, with a queue that survives restarts.
 
-    The page is at http://127.0.0.1:8000, the API at /v1, its description at /docs.
+    The page is at http://127.0.0.1:8000, the API at /v1, its description at /openapi.json.
 
     Examples:
       osora serve

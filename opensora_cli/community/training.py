@@ -46,15 +46,7 @@ def setup_device() -> tuple[torch.device, Coordinator]:
     device = torch.device(kind) if context is None else rank_device(context, kind)
     use_device(device)
     if context is not None and not dist.is_initialized():
-        init_with_retry(
-            kind,
-            host=context.master_addr,
-            port=context.master_port,
-            store_file=context.store,
-            rank=context.rank,
-            world_size=context.world_size,
-            report=log_wait,
-        )
+        init_with_retry(kind, context, report=log_wait)
     is_alone = not dist.is_initialized()
     return device, Coordinator(0, 1) if is_alone else Coordinator(dist.get_rank(), dist.get_world_size())
 

@@ -92,3 +92,7 @@ class Rotary(StrEnum):
 
     INTERLEAVED = "interleaved"
     HALF = "half"
+
+
+ROTARY_METADATA = "osora.rotary"
+"""Metadata key under which a converted MMDiT records the layout of its rotary pairs: `interleaved` or `half`."""

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.files import nearest_existing, user_cache
-from opensora_cli.core.left_overs import temporary_folder
+from opensora_cli.core.temporary_files import temporary_folder
 
 INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 EAGER_VARIABLE = "QUACK_CACHE_DIR"

@@ -20,14 +20,16 @@ import torch
 from torch import Tensor
 
 from opensora_cli.core.device_names import ACCELERATORS, GPU, PATTERN
-from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.core.private_memory import read_private_memory
+from opensora_cli.core.exceptions import HardwareError, RequestError
+from opensora_cli.core.limits import read_private_memory
 
 GIB = 2**30
 _TF32_FROM = (8, 0)
 _PORTABLE = 1  # cudaHostRegisterPortable: valid for every device
 _RESET_PEAK = Path("/proc/self/clear_refs")
 """Linux: writing 5 resets the peak of the process to its current memory."""
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 # Choice.
@@ -169,28 +171,23 @@ def has_peaks(device: torch.device) -> bool:
     return is_accelerator(device) and device.type != "mps"
 
 
-def reset_peaks(device: torch.device) -> None:
-    """Reset the peaks that `peak_allocated_bytes` and `peak_reserved_bytes` return."""
-    _module(device).reset_peak_memory_stats(device)
-
-
 def peak_allocated_bytes(device: torch.device) -> int:
-    """Return the peak of the bytes in use on an accelerator since `reset_peaks`."""
+    """Return the peak of the bytes in use on an accelerator since `start_peak_memory`."""
     return int(_module(device).max_memory_allocated(device))
 
 
 def peak_reserved_bytes(device: torch.device) -> int:
-    """Return the peak of the bytes that torch's allocator held on an accelerator since `reset_peaks`."""
+    """Return the peak of the bytes that torch's allocator held on an accelerator since `start_peak_memory`."""
     return int(_module(device).max_memory_reserved(device))
 
 
 def start_peak_memory(device: torch.device) -> bool:
-    """Reset the peak that `peak_memory_gib` returns; return False if only the peak since process start is known.
+    """Reset the peaks that the functions below return; return False if only the peak since process start is known.
 
     On a CPU this needs Linux.
     """
     if has_peaks(device):
-        reset_peaks(device)
+        _module(device).reset_peak_memory_stats(device)
         return True
     try:
         _RESET_PEAK.write_text("5")
@@ -260,6 +257,13 @@ def limited_memory(device: torch.device, limit: int | None) -> Iterator[None]:
 
 
 # Precision.
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the torch dtype called `name`. Raises RequestError for an unknown name."""
+    if name not in _DTYPES:
+        raise RequestError(f"dtype={name!r} is not one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
 
 
 @contextmanager

@@ -100,6 +100,7 @@ def read_torch() -> TorchFacts:
     available = torch.cuda.is_available()
     # Raises if the version of the library does not match the build.
     cudnn = torch.backends.cudnn.version() if torch.version.cuda else None  # type: ignore[no-untyped-call]
+    base = 10_000 if (cudnn or 0) >= 90_000 else 1_000
     return TorchFacts(
         version=torch.__version__,
         cuda=torch.version.cuda,
@@ -107,7 +108,8 @@ def read_torch() -> TorchFacts:
         cuda_available=available,
         # NCCL is part of the build, so that it needs no driver.
         nccl=_nccl_version(),
-        cudnn=None if cudnn is None else _cudnn_version(cudnn),
+        # 9.1.0 is 90100; before version 9 it was 8902 for 8.9.2.
+        cudnn=None if cudnn is None else f"{cudnn // base}.{cudnn % base // 100}.{cudnn % 100}",
         untested=tuple(kind for kind in UNTESTED if device_count(kind)),
         matmul_precision=torch.backends.cuda.matmul.fp32_precision,
         conv_precision=torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]  # made at run time
@@ -118,12 +120,6 @@ def _nccl_version() -> str | None:
     if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
         return None
     return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-
-
-def _cudnn_version(number: int) -> str:
-    # 9.1.0 is 90100; before version 9 it was 8902 for 8.9.2.
-    base = 10_000 if number >= 90_000 else 1_000
-    return f"{number // base}.{number % base // 100}.{number % 100}"
 
 
 def read_gpus() -> tuple[GpuFacts, ...]:
@@ -149,68 +145,39 @@ def _gpu(index: int) -> GpuFacts:
 
 def read_links(gpus: tuple[GpuFacts, ...]) -> tuple[LinkFacts, ...]:
     """Return the link between each pair of GPUs."""
-    pairs = list(combinations((gpu.index for gpu in gpus), 2))
-    if not pairs:
+    if len(gpus) < 2:
         return ()
-    nvlinked = _nvlinked_pairs(pairs)
     links = []
-    for first, second in pairs:
-        if (first, second) in nvlinked:
-            kind = LinkKind.NVLINK
-        elif torch.cuda.can_device_access_peer(first, second):
-            kind = LinkKind.PEER
-        else:
-            kind = LinkKind.HOST
-        links.append(LinkFacts(first, second, kind))
+    with nvml_gpus(*(gpu.index for gpu in gpus)) as found:
+        for first, second in combinations(range(len(gpus)), 2):
+            pair = gpus[first].index, gpus[second].index
+            kind = LinkKind.PEER if torch.cuda.can_device_access_peer(*pair) else LinkKind.HOST
+            if found is not None:
+                nvml, handles = found
+                state = nvml.nvmlDeviceGetP2PStatus(handles[first], handles[second], nvml.NVML_P2P_CAPS_INDEX_NVLINK)
+                kind = LinkKind.NVLINK if state == nvml.NVML_P2P_STATUS_OK else kind
+            links.append(LinkFacts(*pair, kind))
     return tuple(links)
 
 
-def _nvlinked_pairs(pairs: list[tuple[int, int]]) -> set[tuple[int, int]]:
-    """Return the pairs that NVLink joins; empty without nvidia-ml-py."""
-    with _nvml_session() as nvml:
-        if nvml is None:
-            return set()
-        handles = {index: _nvml_handle(nvml, index) for pair in pairs for index in pair}
-        return {
-            (first, second)
-            for first, second in pairs
-            if nvml.nvmlDeviceGetP2PStatus(handles[first], handles[second], nvml.NVML_P2P_CAPS_INDEX_NVLINK)
-            == nvml.NVML_P2P_STATUS_OK
-        }
-
-
-def _nvml_handle(nvml: ModuleType, index: int) -> object:
-    # Look up by UUID because CUDA_VISIBLE_DEVICES and CUDA's order of GPUs do not apply to NVML.
-    return nvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(index).uuid}")
-
-
 @contextmanager
-def _nvml_session() -> Iterator[ModuleType | None]:
-    """Yield nvidia-ml-py, initialized; None if it is not installed or finds no driver."""
-    nvml = _start_nvml()
+def nvml_gpus(*indexes: int) -> Iterator[tuple[ModuleType, list[object]] | None]:
+    """Yield nvidia-ml-py and its handles of torch's GPUs; None if it is not installed or finds no driver."""
+    nvml = importlib.import_module("pynvml") if importlib.util.find_spec("pynvml") else None
+    if nvml is not None:
+        try:
+            nvml.nvmlInit()
+        except nvml.NVMLError:
+            nvml = None
+    if nvml is None:
+        yield None
+        return
     try:
-        yield nvml
+        # Look up by UUID because CUDA_VISIBLE_DEVICES and CUDA's order of GPUs do not apply to NVML.
+        uuids = (torch.cuda.get_device_properties(index).uuid for index in indexes)
+        yield nvml, [nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}") for uuid in uuids]
     finally:
-        if nvml is not None:
-            nvml.nvmlShutdown()
-
-
-def _start_nvml() -> ModuleType | None:
-    if importlib.util.find_spec("pynvml") is None:
-        return None
-    nvml = importlib.import_module("pynvml")
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return None
-    return nvml
-
-
-@contextmanager
-def nvml_gpu(index: int) -> Iterator[tuple[ModuleType, object] | None]:
-    """Yield nvidia-ml-py and its handle of torch's GPU `index`; None if it is not installed or finds no driver."""
-    with _nvml_session() as nvml:
-        yield None if nvml is None else (nvml, _nvml_handle(nvml, index))
+        nvml.nvmlShutdown()
 
 
 def read_driver() -> DriverFacts:
@@ -229,9 +196,8 @@ def read_driver() -> DriverFacts:
     if done.returncode != 0:
         output = " ".join((done.stdout or done.stderr).split())[:200]
         # "No devices" is no failure, for example in a container without GPUs.
-        return (
-            DriverFacts() if "No devices" in output else DriverFacts(failure=output or f"exit code {done.returncode}")
-        )
+        is_failure = "No devices" not in output
+        return DriverFacts(failure=(output or f"exit code {done.returncode}") if is_failure else None)
     if not rows:
         return DriverFacts()
     return DriverFacts(version=rows[0][0].strip(), gpus=tuple(name.strip() for _, name in rows))

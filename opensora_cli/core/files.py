@@ -8,14 +8,12 @@ import shutil
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from opensora_cli.core.exceptions import OsoraWarning, OutputError
-from opensora_cli.core.folder_lock import remove_left
 from opensora_cli.core.formatting import format_bytes
-from opensora_cli.core.left_overs import temporary_name
-from opensora_cli.core.reading import reading
+from opensora_cli.core.temporary_files import remove, remove_left, temporary_name
 
 _MAKE_ROOM = "make room there, or write to another disk"
 _ANOTHER_NAME = "write to another name"
@@ -64,8 +62,8 @@ def atomic_folder(path: str | os.PathLike[str], *, replace: bool = True) -> Iter
 def temporary_beside(target: Path) -> Iterator[Path]:
     """Yield an unused name beside `target`, and remove the file or folder of that name at the end.
 
-    The parent folder is created. If removal fails, the next run removes the file, see `remove_left`.
-    Raises OutputError, with `target`, for an operating system error in the block or a special file such as a device.
+    The parent folder is created. Raises OutputError, with `target`, for an operating system error in the block or a
+    special file such as a device.
     """
     with writing(target):
         refuse_special(target)
@@ -75,8 +73,7 @@ def temporary_beside(target: Path) -> Iterator[Path]:
         try:
             yield temporary
         finally:
-            with suppress(OSError):
-                remove(temporary)
+            remove(temporary)
 
 
 @contextmanager
@@ -107,9 +104,13 @@ def take_name(temporary: Path, target: Path, *, replace: bool, swap: bool = Fals
         if not swap or target.is_dir() or not _swap_in_one_step(temporary, target):
             temporary.replace(target)
     else:
-        with _no_replacing(target):
+        try:
             # A folder can only be renamed over an empty folder.
             temporary.rename(target) if is_folder else _link_or_rename(temporary, target)
+        except OSError as error:
+            if not os.path.lexists(target):
+                raise
+            raise OutputError(f"{target} exists already", hint=_ANOTHER_NAME) from error
     try:
         _flush_to_disk(target.parent)
     except OSError as error:
@@ -127,22 +128,14 @@ def flush(written: Path) -> None:
         _flush_to_disk(path)
 
 
-def remove(temporary: Path) -> None:
-    """Remove a file, a link or a folder with its contents, if it exists. Raises OSError."""
-    if temporary.is_dir() and not temporary.is_symlink():
-        shutil.rmtree(temporary)
-    else:
-        temporary.unlink(missing_ok=True)
-
-
 def replace_folder(temporary: Path, target: Path) -> None:
     """Rename a folder with flushed files to `target` in the same parent folder, and remove the previous `target`.
     Raises OSError if this is not possible.
     """
-    for folder in [*sorted(path for path in temporary.rglob("*") if path.is_dir()), temporary]:
+    for folder in [*(path for path in temporary.rglob("*") if path.is_dir()), temporary]:
         _flush_to_disk(folder)
     take_name(temporary, target, replace=True)
-    shutil.rmtree(temporary, ignore_errors=True)
+    remove(temporary)
 
 
 def write_bytes_atomic(path: str | os.PathLike[str], content: bytes) -> None:
@@ -165,15 +158,6 @@ def json_bytes(document: object) -> bytes:
     text = json.dumps(document, ensure_ascii=False, indent=2, allow_nan=False)
     # A shell argument that is not UTF-8 reaches Python as lone surrogates; the backslash form is their JSON escape.
     return (text + "\n").encode("utf-8", "backslashreplace")
-
-
-def require_there(*paths: str) -> None:
-    """Raise FileProblem if a file or folder is missing or access is denied. Commands call this before slow imports,
-    which reading needs.
-    """
-    for path in paths:
-        with reading(path):
-            os.stat(path)
 
 
 def user_cache(kind: str) -> Path | None:
@@ -202,17 +186,13 @@ def require_writable(path: Path, *, overwrite: bool) -> None:
     Raises OutputError if it is a folder or a device, exists and must not be replaced, cannot be accessed, or if its
     folder is read-only.
     """
-    try:
+    with writing(path):
         refuse_special(path)
         if path.is_dir():
             raise OutputError(f"{path} is a folder", hint="name a file in it")
         if os.path.lexists(path) and not overwrite:
             raise OutputError(f"{path} exists already", hint="use --overwrite to replace it, or another name")
         folder = nearest_existing(path.absolute().parent)
-    except OSError as error:
-        raise OutputError(
-            f"cannot write {path}: {error.strerror or error}", hint=_hint(error) or _ANOTHER_PLACE
-        ) from error
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise OutputError(f"cannot write in {folder}", hint=_ANOTHER_PLACE)
 
@@ -221,10 +201,8 @@ def require_space(path: Path, needed: int) -> None:
     """Check that the disk of `path` has room for `needed` more bytes. `path` need not exist.
     Raises OutputError if the room is too small.
     """
-    try:
+    with writing(path):
         usage = shutil.disk_usage(nearest_existing(path))
-    except OSError as error:
-        raise OutputError(f"cannot write {path}: {error.strerror or error}") from error
     # Some network file systems do not report their size.
     if usage.total and usage.free < needed + _HEADROOM:
         raise OutputError(
@@ -232,23 +210,10 @@ def require_space(path: Path, needed: int) -> None:
         )
 
 
-@contextmanager
-def _no_replacing(target: Path) -> Iterator[None]:
-    """Translate the error of a rename or link onto an existing name."""
-    try:
-        yield
-    except OSError as error:
-        if not os.path.lexists(target):
-            raise
-        raise OutputError(f"{target} exists already", hint=_ANOTHER_NAME) from error
-
-
 def _link_or_rename(temporary: Path, target: Path) -> None:
     """Give a file an unused name. Linking, unlike renaming, never replaces a file."""
     try:
         os.link(temporary, target)
-    except FileExistsError:
-        raise
     except OSError:  # a file system without links
         if os.path.lexists(target):
             raise

@@ -5,8 +5,6 @@ import re
 import unicodedata
 from collections.abc import Sequence
 
-from opensora_cli.core.strict_json import as_unicode
-
 _UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "kB": 10**3}
 """Decimal units and their bytes, largest first."""
 
@@ -85,6 +83,25 @@ def shown_path(path: str | os.PathLike[str]) -> str:
 def escaped(text: str) -> str:
     """Return `text` with characters that break lines or control terminals in backslash form."""
     return text if text.isprintable() else "".join(map(_escaped_character, text))
+
+
+def shown(text: str) -> str:
+    """Return untrusted text for a message: quoted, in one line, and shortened if it is long."""
+    return repr(text) if len(text) <= 100 else f"{text[:80]!r}..."
+
+
+def is_unicode(text: str) -> bool:
+    """Return whether `text` can be written as UTF-8; a lone surrogate, for example from an escape, cannot."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def as_unicode(text: str) -> str:
+    """Return `text` with lone surrogates (for example from a shell argument in another encoding) in backslash form."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def without_credentials(text: str) -> str:

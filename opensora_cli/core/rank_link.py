@@ -18,13 +18,12 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import IO, Literal
 
 from opensora_cli.core.exceptions import HardwareError, OsoraError, OutputError, RequestError
 from opensora_cli.core.formatting import escaped, plain, shown_path
+from opensora_cli.core.locks import open_regular
 from opensora_cli.core.ranks import LOG_VARIABLE, RankContext
-from opensora_cli.core.regular_files import open_regular
 from opensora_cli.core.signals import end_with_parent, held_back
 
 CHANNEL_VARIABLE = "OSORA_RANK_CHANNEL"
@@ -102,44 +101,36 @@ def linked(context: RankContext, *, silence_s: float = SILENCE_S, silent_steps: 
 
     A rank that osora's launcher started ends at once when the launcher has ended. It reports its progress, and the
     launcher decides. Ranks of torchrun and Slurm have no common watcher: such a rank ends with a message if it has
-    reported the time of a step and the next step takes far longer.
+    reported the time of a step and the next step takes far longer. The shortest timeout without progress is
+    `silence_s`, or the time of `silent_steps` steps if that is longer.
 
     Raises RequestError if the launcher's variable is invalid, and OutputError if the log cannot be written.
-
-    Args:
-        silence_s: shortest timeout without progress, in seconds.
-        silent_steps: number of steps whose time is the timeout if that is longer.
     """
     global _link
+    channel: socket.socket | None = None
     number = os.environ.pop(CHANNEL_VARIABLE, None)  # child processes must not inherit it
-    link = _Link(context, _channel(number) if number else None, silence_s=silence_s, silent_steps=silent_steps)
-    _link = link
+    try:
+        channel = socket.socket(fileno=int(number)) if number else None
+    except (OSError, ValueError, OverflowError) as error:
+        raise RequestError(
+            f"{CHANNEL_VARIABLE}={plain(str(number))} is not the end of a link: only the launcher of osora sets it",
+            hint=f"unset {CHANNEL_VARIABLE}",
+        ) from error
+    try:
+        # The log stays open: faulthandler may need it until the process is gone.
+        log = open(context.log, "ab", buffering=0, opener=open_regular) if context.log else None  # noqa: SIM115
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise OutputError(
+            f"cannot write the rank's log {shown_path(str(context.log))}: {reason}", hint=f"unset {LOG_VARIABLE}"
+        ) from error
+    _link = link = _Link(context, channel, log, silence_s=silence_s, silent_steps=silent_steps)
     link.start()
     try:
         yield
     finally:
         _link = None
         link.stop()
-
-
-def _channel(number: str) -> socket.socket:
-    try:
-        return socket.socket(fileno=int(number))
-    except (OSError, ValueError, OverflowError) as error:
-        raise RequestError(
-            f"{CHANNEL_VARIABLE}={plain(number)} is not the end of a link: only the launcher of osora sets it",
-            hint=f"unset {CHANNEL_VARIABLE}",
-        ) from error
-
-
-def _opened_log(path: Path) -> IO[bytes]:
-    try:
-        return open(path, "ab", buffering=0, opener=open_regular)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise OutputError(
-            f"cannot write the rank's log {shown_path(path)}: {reason}", hint=f"unset {LOG_VARIABLE}"
-        ) from error
 
 
 def beat(stage: str, step_s: float | None = None, *, on_device: bool = False) -> None:
@@ -176,29 +167,26 @@ def report_left(lines: Callable[[], Sequence[str]]) -> bool:
 
 def report_failure(message: str, *, hint: str | None = None, exit_code: int) -> bool:
     """Report an error that a user can fix to the launcher; return False if there is none: the caller must print it."""
-    kind: Kind = "interrupted" if exit_code == INTERRUPTED else "error"
-    return _report(RankReport(kind=kind, message=message, hint=hint, exit_code=exit_code))
+    return _report("interrupted" if exit_code == INTERRUPTED else "error", message, hint, exit_code)
 
 
 def report_bug(error: BaseException) -> bool:
     """Report an unexpected error, and write its traceback to the rank's log. Returns the same as `report_failure`."""
-    if _link is None or _link.channel is None:
-        return False
-    if _link.log is not None:
+    if _link is not None and _link.log is not None:
         with suppress(OSError):
             _link.log.write("".join(traceback.format_exception(error)).encode("utf-8", "backslashreplace"))
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    message = f"{type(error).__name__}: {plain(lines[0].strip())}" if lines else type(error).__name__
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    message = f"{type(error).__name__}: {plain(line)}".removesuffix(": ")
     if is_loss(error):
-        return _report(RankReport(kind="lost", message=message, hint=None, exit_code=HardwareError.exit_code))
-    return _report(RankReport(kind="bug", message=message, hint=None, exit_code=OsoraError.exit_code))
+        return _report("lost", message, None, HardwareError.exit_code)
+    return _report("bug", message, None, OsoraError.exit_code)
 
 
-def _report(report: RankReport) -> bool:
+def _report(kind: Kind, message: str, hint: str | None, exit_code: int) -> bool:
     if _link is None or _link.channel is None:
         return False
     _ignore_interrupts()
-    _link.send({"report": asdict(report)})
+    _link.send({"report": asdict(RankReport(kind=kind, message=message, hint=hint, exit_code=exit_code))})
     return True
 
 
@@ -212,9 +200,15 @@ class _Link:
     """Rank's end of the link."""
 
     def __init__(
-        self, context: RankContext, channel: socket.socket | None, *, silence_s: float, silent_steps: int
+        self,
+        context: RankContext,
+        channel: socket.socket | None,
+        log: IO[bytes] | None,
+        *,
+        silence_s: float,
+        silent_steps: int,
     ) -> None:
-        self._context, self.channel = context, channel
+        self._context, self.channel, self.log = context, channel, log
         self._silence_s, self._silent_steps = silence_s, silent_steps
         self.state = Heartbeat(idle_s=silence_s)
         self.moves = 0
@@ -223,8 +217,6 @@ class _Link:
         self._sending = threading.Lock()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._live, name="rank-link", daemon=True)
-        # The log stays open: faulthandler may need it until the process is gone.
-        self.log = _opened_log(context.log) if context.log else None
 
     def start(self) -> None:
         if self.channel is not None:

@@ -80,7 +80,7 @@ def first_host(nodelist: str) -> str:
 
 
 def _of_torchrun(environment: Mapping[str, str]) -> RankContext:
-    store, log = (_path(environment, name) for name in (STORE_VARIABLE, LOG_VARIABLE))
+    store, log = (Path(text) if (text := environment.get(name)) else None for name in (STORE_VARIABLE, LOG_VARIABLE))
     needed = [name for name in _TORCHRUN if store is None or name not in _MEETING]
     missing = [name for name in needed if not environment.get(name)]
     if missing:
@@ -92,68 +92,63 @@ def _of_torchrun(environment: Mapping[str, str]) -> RankContext:
         )
     rank, local_rank, world_size = (_number(environment, name) for name in _TORCHRUN[:3])
     nnodes = _number(environment, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in environment else 1
-    _require_even(world_size, nnodes)
+    _check_ranks({"RANK": rank, "LOCAL_RANK": local_rank}, "WORLD_SIZE", world_size)
+    _check_even(world_size, nnodes)
     if "LOCAL_WORLD_SIZE" in environment and _number(environment, "LOCAL_WORLD_SIZE") * nnodes != world_size:
         raise _uneven(f"{world_size} on {nnodes}, and {environment['LOCAL_WORLD_SIZE']} on this one")
-    _require_below(("RANK", rank), ("WORLD_SIZE", world_size))
-    _require_below(("LOCAL_RANK", local_rank), ("WORLD_SIZE", world_size))
     return RankContext(
         rank=rank,
         local_rank=local_rank,
         world_size=world_size,
         nnodes=nnodes,
         master_addr="" if store else environment["MASTER_ADDR"],
-        master_port=0 if store else _port(_number(environment, "MASTER_PORT")),
+        master_port=0 if store else _port(environment),
         store=store,
         log=log,
     )
 
 
 def _of_slurm(environment: Mapping[str, str]) -> RankContext | None:
-    rank_name, local_name, job_name = "SLURM_PROCID", "SLURM_LOCALID", "SLURM_JOB_ID"
     # A step may be smaller than its job.
     tasks_name = _first_set(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     nodes_name = _first_set(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
     hosts_name = _first_set(environment, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
-    missing = [name for name in (local_name, tasks_name, nodes_name, hosts_name, job_name) if name not in environment]
+    needed = ("SLURM_LOCALID", tasks_name, nodes_name, hosts_name, "SLURM_JOB_ID")
+    missing = [name for name in needed if name not in environment]
     if missing:
         raise RequestError(
-            f"{rank_name} is set, but {' and '.join(missing)} {_is(missing)} not: srun sets all of them",
-            hint=f"start with srun; to run alone: unset {rank_name}",
+            f"SLURM_PROCID is set, but {' and '.join(missing)} {_is(missing)} not: srun sets all of them",
+            hint="start with srun; to run alone: unset SLURM_PROCID",
         )
-    rank, local_rank = _number(environment, rank_name), _number(environment, local_name)
-    world_size, nnodes = _number(environment, tasks_name), _number(environment, nodes_name)
-    _require_below((rank_name, rank), (tasks_name, world_size))
-    _require_below((local_name, local_rank), (tasks_name, world_size))
+    rank, local_rank, world_size, nnodes = (
+        _number(environment, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", tasks_name, nodes_name)
+    )
+    _check_ranks({"SLURM_PROCID": rank, "SLURM_LOCALID": local_rank}, tasks_name, world_size)
     if "WORLD_SIZE" in environment and _number(environment, "WORLD_SIZE") != world_size:
         raise RequestError(
             f"WORLD_SIZE={environment['WORLD_SIZE']} contradicts {tasks_name}={world_size}", hint="unset WORLD_SIZE"
         )
     if world_size == 1:
         return None
-    _require_even(world_size, nnodes)
+    _check_even(world_size, nnodes)
     # For example, 4(x2),3 means twice 4 and once 3.
     shares = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     if len({share.partition("(")[0] for share in shares.split(",")}) > 1:
         raise _uneven(f"SLURM_STEP_TASKS_PER_NODE={shares}")
-    port = _FIRST_PORT + _number(environment, job_name) % _PORTS
+    port = _FIRST_PORT + _number(environment, "SLURM_JOB_ID") % _PORTS
     return RankContext(
         rank=rank,
         local_rank=local_rank,
         world_size=world_size,
         nnodes=nnodes,
         master_addr=environment.get("MASTER_ADDR") or first_host(environment[hosts_name]),
-        master_port=_port(_number(environment, "MASTER_PORT") if environment.get("MASTER_PORT") else port),
+        master_port=_port(environment) if environment.get("MASTER_PORT") else port,
     )
 
 
 def _first_set(environment: Mapping[str, str], *names: str) -> str:
     """Return the first name that is set, or the best-known name for a message."""
     return next((name for name in names if name in environment), names[1])
-
-
-def _path(environment: Mapping[str, str], name: str) -> Path | None:
-    return Path(environment[name]) if environment.get(name) else None
 
 
 def _is(names: list[str]) -> str:
@@ -167,14 +162,13 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     return int(text)
 
 
-def _require_below(smaller: tuple[str, int], larger: tuple[str, int]) -> None:
-    if smaller[1] >= larger[1]:
-        raise RequestError(
-            f"{smaller[0]}={smaller[1]} contradicts {larger[0]}={larger[1]}: ranks are 0 to {larger[0]} - 1"
-        )
+def _check_ranks(ranks: Mapping[str, int], size_name: str, world_size: int) -> None:
+    for name, rank in ranks.items():
+        if rank >= world_size:
+            raise RequestError(f"{name}={rank} contradicts {size_name}={world_size}: ranks are 0 to {size_name} - 1")
 
 
-def _require_even(world_size: int, nnodes: int) -> None:
+def _check_even(world_size: int, nnodes: int) -> None:
     if nnodes == 0 or world_size % nnodes:
         raise _uneven(f"{world_size} on {nnodes}")
 
@@ -183,7 +177,8 @@ def _uneven(how: str) -> RequestError:
     return RequestError(f"machines have different numbers of ranks: {how}", hint="start equally many on every machine")
 
 
-def _port(number: int) -> int:
+def _port(environment: Mapping[str, str]) -> int:
+    number = _number(environment, "MASTER_PORT")
     if not 0 < number < 2**16:
         raise RequestError(f"MASTER_PORT={number} must be 1 to 65535")
     return number

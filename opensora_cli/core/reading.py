@@ -1,10 +1,11 @@
-"""Reading of a user's files: translates expected errors to errors with an exit code.
+"""Reading of a user's files: translates expected errors to errors with an exit code, and reads JSON strictly.
 
 Expected errors are refusals of the system, invalid file names, text that is not UTF-8, nesting that is too deep and a
 lack of memory. Every other error while reading a file is a bug, and keeps its traceback.
 """
 
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterator, Mapping
@@ -13,11 +14,13 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 from opensora_cli.core.exceptions import FileProblem, HardwareError, OsoraError
-from opensora_cli.core.formatting import shown_path
-from opensora_cli.core.strict_json import parse_object, shown
+from opensora_cli.core.formatting import is_unicode, shown, shown_path
 
 MAX_TEXT_BYTES = 10_000_000
-"""Largest size of a file of settings, a sidecar or a caption: 10 MB, far above real files."""
+"""Largest size of settings, a sidecar, a caption or an index: 10 MB, far above real files."""
+
+_MAX_SEPARATORS = 1_000_000
+"""Largest number of separators. Values take up to 100 bytes of memory each; a tensor in a header has about 15."""
 
 _OF_MACHINE = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE})
 _OF_SYSTEM = _OF_MACHINE | {
@@ -101,6 +104,13 @@ def require_file(
     return status
 
 
+def require_there(*paths: str) -> None:
+    """Raise FileProblem if a file or folder is missing or access is denied, as before slow imports."""
+    for path in paths:
+        with reading(path):
+            os.stat(path)
+
+
 def read_bytes(
     path: str | os.PathLike[str],
     *,
@@ -125,6 +135,27 @@ def read_text(path: str | os.PathLike[str], *, max_bytes: int = MAX_TEXT_BYTES, 
     content = read_bytes(path, max_bytes=max_bytes, hint=hint)
     with reading(path, hint=hint):
         return content.decode("utf-8-sig")
+
+
+def parse_object(content: bytes) -> dict[str, Any]:
+    """Return the object in `content`, which is UTF-8 JSON.
+
+    Raises:
+        ValueError: It is no object, too large or too deep, or has a duplicate key or text that is not Unicode.
+    """
+    if len(content) > MAX_TEXT_BYTES or sum(map(content.count, (b"[", b"{", b",", b":"))) > _MAX_SEPARATORS:
+        raise ValueError("JSON with more values than any model needs")
+    try:
+        document = json.loads(content.decode("utf-8"), object_pairs_hook=_checked_object, parse_constant=_refuse)
+    except RecursionError:
+        raise ValueError("JSON that is nested too deep") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"no UTF-8 at byte {error.start}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"no JSON: {error}") from None
+    if not isinstance(document, dict):
+        raise ValueError("JSON that is no object")
+    return document
 
 
 def read_json_object(
@@ -203,3 +234,19 @@ def _kind(mode: int) -> str:
     if stat.S_ISDIR(mode):
         return "folder"
     return "pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
+
+
+def _checked_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {shown(key)} is there twice")
+        for text in (key, value):
+            if isinstance(text, str) and not is_unicode(text):
+                raise ValueError(f"{shown(text)} has half a character")
+        found[key] = value
+    return found
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is no JSON")

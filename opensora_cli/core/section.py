@@ -20,8 +20,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError, PydanticKnownError
 
-from opensora_cli.core.formatting import parse_bytes
-from opensora_cli.core.strict_json import is_unicode
+from opensora_cli.core.formatting import is_unicode, parse_bytes
 
 NO_VALUE = frozenset({"", "~", "none", "null"})
 """Texts that mean None in YAML, in the environment and in --set."""

@@ -4,15 +4,13 @@ import math
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 
 from pydantic import Field
 
-from opensora_cli.core.cgroups import cgroup_folders, read_words
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import first_few
+from opensora_cli.core.limits import Cores, read_cores
 from opensora_cli.core.progress import Reporter
 
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -27,16 +25,6 @@ _computed_in: int | None = None
 
 _ROUNDED_UP = 0.25
 """Largest missing part of a core that is rounded up. Half of a core is not worth a thread that all others wait for."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cores:
-    """Cores that this process may use."""
-
-    allowed: int
-    """Cores in the affinity of the process."""
-    quota: float | None = None
-    """Quota of its cgroups, in cores; None means no limit."""
 
 
 class ThreadChoice(Document):
@@ -116,26 +104,6 @@ def variables_of_ranks(environment: Mapping[str, str], *, ranks: int) -> dict[st
 def useful_threads(values: int) -> int:
     """Return the number of threads that have work in layers of so many values."""
     return max(1, values // VALUES_PER_THREAD)
-
-
-def read_cores() -> Cores:
-    """Return the cores that this process may use."""
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return Cores(allowed=allowed, quota=read_quota(Path("/")))
-
-
-def read_quota(root: Path) -> float | None:
-    """Return the least quota, in cores, of the cgroups of this process, v2 or v1; None without a quota."""
-    quotas = []
-    for folder, is_v2 in cgroup_folders(root, "cpu", folders_v1=("cpu",)):
-        words = read_words(folder, *(("cpu.max",) if is_v2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")))
-        try:
-            quota, period = float(words[0]), float(words[1])
-        except (ValueError, IndexError):  # missing, or `max`
-            continue
-        if quota > 0 and period > 0:
-            quotas.append(quota / period)
-    return min(quotas, default=None)
 
 
 @contextmanager

@@ -10,8 +10,7 @@ from pydantic import Field
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.core.formatting import duration, plain
-from opensora_cli.core.reading import read_json_object, reading
-from opensora_cli.core.strict_json import parse_object
+from opensora_cli.core.reading import parse_object, read_json_object, reading
 from opensora_cli.engine.generate.sample import STEPS_KEY, read_header
 from opensora_cli.media.files import read_tags
 from opensora_cli.media.results import sidecar_path

@@ -26,7 +26,7 @@ from opensora_cli.core.device import (
     unlock_pages,
 )
 from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.core.private_memory import read_private_memory
+from opensora_cli.core.limits import read_private_memory
 from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
 
 _SEGMENT_BYTES = 256 * 2**20

@@ -15,8 +15,8 @@ from opensora_cli.core.device import (
     has_peaks,
     has_streams,
     peak_allocated_bytes,
-    reset_peaks,
     seconds_between,
+    start_peak_memory,
     synchronize,
     timed,
     timing_event,
@@ -31,7 +31,7 @@ def peak_bytes(run: Callable[[], object], *, device: torch.device, limit: int | 
     """
     if has_peaks(device):
         before = allocated_bytes(device)
-        reset_peaks(device)
+        start_peak_memory(device)
         timed(run, device)
         return peak_allocated_bytes(device) - before
     with TensorBytes(limit=limit) as counter:

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from opensora_cli.core.attention import AttentionFn
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.parallel.all_to_all import TwoStages
 from opensora_cli.parallel.collectives import (
     copy_to_group,
     gather_forward_split_backward,
     split_forward_gather_backward,
 )
+from opensora_cli.parallel.exchanges import TwoStages
 from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.ring import RingAttention
 from opensora_cli.parallel.shares import ExchangePlan, SequenceLengths, shares

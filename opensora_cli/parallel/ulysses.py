@@ -8,9 +8,8 @@ from torch import Tensor
 
 from opensora_cli.core.attention import AttentionFn
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.parallel.all_to_all import TwoStages
 from opensora_cli.parallel.collectives import Cut, Exchange, Layout, as_bytes, exchange_all, exchange_directly
-from opensora_cli.parallel.compression import compressed, to_wire, unpacked
+from opensora_cli.parallel.exchanges import TwoStages, compressed, to_wire, unpacked
 from opensora_cli.parallel.shares import ExchangePlan, SequenceLengths, shares
 
 

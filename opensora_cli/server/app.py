@@ -1,16 +1,13 @@
 """Application of `osora serve`: the API, its description, plans, figures and the page."""
 
 import asyncio
-import html
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from string import Template
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse, HTMLResponse, RedirectResponse
+from fastapi.responses import FileResponse, RedirectResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
 
 import opensora_cli
@@ -28,11 +25,6 @@ _PAGE = Path(__file__).parent / "page"
 _EXAMPLES = ("raining, sea", "a red boat on the sea, sunset", "snow falls on a city at night")
 _LINES_WITH_PATHS = ("weights", "lora", "missing", "writes", "keeps")
 _FIELDS_WITH_PATHS = ("weights", "loras", "missing_weights", "outputs", "pictures", "sheet", "settings")
-_LOGIN = """<form method="post" action="/login">
-<label for="token">Token, from the file that the server was started with</label>
-<input id="token" name="token" type="password" autocomplete="current-password" required autofocus>
-<button type="submit">Enter</button>
-</form>"""
 
 
 def make_app(server: Server) -> FastAPI:
@@ -134,16 +126,15 @@ def _add_others(app: FastAPI, server: Server) -> None:
     async def no_icon() -> Response:
         return Response(status_code=204)
 
-    @app.get("/login", include_in_schema=False)
-    async def login_page() -> Response:
-        return _plain_page("token", _LOGIN)
+    def add_file(path: str, name: str) -> None:
+        @app.get(path, include_in_schema=False)
+        async def file() -> FileResponse:
+            return FileResponse(_PAGE / name, headers={"Cache-Control": "no-cache"})
 
-    @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
-        return _plain_page("API", _description(app.openapi()["paths"]))
-
-    for path, file in (("/", "index.html"), ("/style.css", "style.css"), ("/page.js", "page.js")):
-        app.add_api_route(path, _file_route(_PAGE / file), methods=["GET"], include_in_schema=False)
+    add_file("/", "index.html")
+    for name in ("style.css", "page.js"):
+        add_file(f"/{name}", name)
+    add_file("/login", "login.html")
 
 
 def _without_paths(document: Any) -> Any:
@@ -152,31 +143,8 @@ def _without_paths(document: Any) -> Any:
     return [_without_paths(each) for each in document] if isinstance(document, list) else document
 
 
-def _file_route(path: Path) -> Any:
-    async def route() -> FileResponse:
-        return FileResponse(path, headers={"Cache-Control": "no-cache"})
-
-    return route
-
-
-def _plain_page(title: str, body: str) -> Response:
-    template = Template((_PAGE / "plain.html").read_text("utf-8"))
-    return HTMLResponse(template.substitute(title=title, body=body))
-
-
-def _description(paths: Mapping[str, Any]) -> str:
-    """Return the routes as HTML, without the programs of another host that FastAPI's own page loads."""
-    lines = ["<p>Errors are <code>{error: {code, message, param, type}}</code>. <a href=/openapi.json>openapi.json</a>"]
-    for path, methods in paths.items():
-        for method, route in methods.items():
-            names = ", ".join(parameter["name"] for parameter in route.get("parameters", ()))
-            about = html.escape(route["description"]) + (f" Parameters: {names}." if names else "")
-            lines.append(f"<dt>{method.upper()} {path}<dd>{about}")
-    return "\n".join([lines[0], "<dl>", *lines[1:], "</dl>"])
-
-
 def _figures(server: Server) -> bytes:
-    """Return jobs by state, seconds of work by stage, the length of the queue, and memory of the server's processes."""
+    """Return jobs by state, seconds of work by stage, and the length of the queue."""
     registry, counts = CollectorRegistry(), server.store.counts()
     jobs = Gauge("osora_jobs", "Jobs by state.", ["status"], registry=registry)
     for status, count in counts.items():
@@ -185,12 +153,4 @@ def _figures(server: Server) -> bytes:
     worked = Gauge("osora_stage_seconds_total", "Seconds of work by stage.", ["stage"], registry=registry)
     for stage, each in server.scheduler.seconds.items():
         worked.labels(stage).set(each)
-    memory = Gauge("osora_resident_bytes", "Memory of processes.", ["process"], registry=registry)
-    own = psutil.Process()
-    memory.labels("server").set(own.memory_info().rss)
-    workers = 0
-    for each in own.children():
-        with suppress(psutil.NoSuchProcess):
-            workers += each.memory_info().rss
-    memory.labels("workers").set(workers)
     return generate_latest(registry)

@@ -4,36 +4,26 @@ import json
 import secrets
 import sqlite3
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 _CREATE = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE jobs (
-    id TEXT PRIMARY KEY,
-    place REAL NOT NULL,
-    status TEXT NOT NULL,
-    created_at INTEGER NOT NULL,
-    started_at INTEGER,
-    completed_at INTEGER,
-    request TEXT NOT NULL,
-    settings TEXT NOT NULL,
-    error TEXT,
-    deaths INTEGER NOT NULL DEFAULT 0,
-    remixed_from TEXT,
-    is_cancelled INTEGER NOT NULL DEFAULT 0
+    number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, place REAL NOT NULL, status TEXT NOT NULL, rest TEXT NOT NULL
 );
 CREATE INDEX jobs_by_status ON jobs (status, place);
 PRAGMA user_version={SCHEMA_VERSION};
 COMMIT;
 """
+_COLUMNS = ("number", "id", "place", "status")
+"""Fields of a job that are columns; `rest` has the others as JSON."""
 
 
 class Status(StrEnum):
@@ -83,7 +73,7 @@ class Job:
 
 
 class JobStore:
-    """Jobs in the file `jobs.sqlite`, for one thread.
+    """Jobs in the file `jobs.sqlite`, for one thread. A change is one transaction.
 
     Raises CheckpointError if the file is broken or was written by another version.
     """
@@ -101,7 +91,6 @@ class JobStore:
         except sqlite3.DatabaseError as error:
             self._database.close()
             raise CheckpointError(f"{path} is not a file of jobs: {error}", hint="name another --folder") from error
-
         if version not in (0, SCHEMA_VERSION):
             self._database.close()
             raise CheckpointError(
@@ -123,27 +112,22 @@ class JobStore:
         remixed_from: str | None = None,
     ) -> Job:
         """Append a job to the queue. Raises QueueFull if `max_queue` jobs are waiting already."""
-        with self._transaction():
-            if self.counts()[Status.QUEUED] >= max_queue:
-                raise QueueFull(f"{max_queue} videos are waiting already")
-            place = self._database.execute("SELECT COALESCE(MAX(place), 0.0) + 1.0 FROM jobs").fetchone()[0]
-            self._database.execute(
-                "INSERT INTO jobs (id, place, status, created_at, request, settings, remixed_from) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (job_id, place, Status.QUEUED, int(time.time()), *map(json.dumps, (request, settings)), remixed_from),
-            )
+        if self.counts()[Status.QUEUED] >= max_queue:
+            raise QueueFull(f"{max_queue} videos are waiting already")
+        rest = {"request": request, "settings": settings, "remixed_from": remixed_from, "created_at": int(time.time())}
+        self._database.execute(
+            "INSERT INTO jobs (id, status, rest, place) "
+            "VALUES (?, ?, ?, (SELECT COALESCE(MAX(place), 0.0) + 1.0 FROM jobs))",
+            (job_id, Status.QUEUED, json.dumps(rest)),
+        )
         return self.get(job_id)
 
     def get(self, job_id: str) -> Job:
         """Return a job. Raises KeyError if there is none with this ID."""
-        row = self._database.execute("SELECT rowid AS number, * FROM jobs WHERE id = ?", (job_id,)).fetchone()
+        row = self._database.execute("SELECT * FROM jobs WHERE id = ?", (job_id,)).fetchone()
         if row is None:
             raise KeyError(job_id)
         return _job(row)
-
-    def has(self, job_id: str) -> bool:
-        """Return whether there is a job with this ID."""
-        return self._database.execute("SELECT 1 FROM jobs WHERE id = ?", (job_id,)).fetchone() is not None
 
     def page(self, *, after: str | None, limit: int, newest_first: bool) -> tuple[list[Job], bool]:
         """Return up to `limit` jobs after the job `after`, by time of creation, and whether more follow.
@@ -151,15 +135,9 @@ class JobStore:
         Raises KeyError if there is no job `after`.
         """
         order, sign = ("DESC", "<") if newest_first else ("ASC", ">")
-        condition, values = "", list[Any]()
-        if after is not None:
-            row = self._database.execute("SELECT rowid FROM jobs WHERE id = ?", (after,)).fetchone()
-            if row is None:
-                raise KeyError(after)
-            condition, values = f"WHERE rowid {sign} ?", [row[0]]
-        rows = self._database.execute(
-            f"SELECT rowid AS number, * FROM jobs {condition} ORDER BY rowid {order} LIMIT ?", (*values, limit + 1)
-        ).fetchall()
+        start = None if after is None else self.get(after).number
+        query = f"SELECT * FROM jobs WHERE ? IS NULL OR number {sign} ? ORDER BY number {order} LIMIT ?"
+        rows = self._database.execute(query, (start, start, limit + 1)).fetchall()
         return [_job(row) for row in rows[:limit]], len(rows) > limit
 
     def ids(self, status: Status) -> list[str]:
@@ -174,34 +152,24 @@ class JobStore:
 
     def take(self) -> Job | None:
         """Mark the next queued job as in progress, and return it; None if no job is queued."""
-        rows = self._database.execute(
-            "UPDATE jobs SET status = ?, started_at = COALESCE(started_at, ?) "
-            "WHERE id = (SELECT id FROM jobs WHERE status = ? ORDER BY place LIMIT 1) RETURNING id",
-            (Status.IN_PROGRESS, int(time.time()), Status.QUEUED),
-        ).fetchall()
-        return self.get(rows[0][0]) if rows else None
+        for job_id in self.ids(Status.QUEUED)[:1]:
+            started_at = self.get(job_id).started_at or int(time.time())
+            return self._change(job_id, status=Status.IN_PROGRESS, started_at=started_at)
+        return None
 
     def finish(self, job_id: str, status: Status, *, error: Mapping[str, Any] | None = None) -> Job:
         """Record the end of a job."""
-        self._update(
-            job_id,
-            "status = ?, completed_at = ?, error = ?",
-            (status, int(time.time()), None if error is None else json.dumps(error)),
-        )
-        return self.get(job_id)
+        return self._change(job_id, status=status, completed_at=int(time.time()), error=error)
 
     def cancel(self, job_id: str) -> None:
         """Record that a running job must end."""
-        self._update(job_id, "is_cancelled = 1", ())
+        self._change(job_id, is_cancelled=True)
 
     def requeue(self, job_id: str, *, has_died: bool = False) -> None:
         """Put an unfinished job back at the head of the queue; `has_died` means that its worker died."""
-        self._update(
-            job_id,
-            "status = ?, deaths = deaths + ?, "
-            "place = MIN(place, COALESCE((SELECT MIN(place) - 1.0 FROM jobs WHERE status = ?), place))",
-            (Status.QUEUED, has_died, Status.QUEUED),
-        )
+        job = self.get(job_id)
+        place = min([job.place, *(self.get(first).place - 1.0 for first in self.ids(Status.QUEUED)[:1])])
+        self._change(job_id, status=Status.QUEUED, deaths=job.deaths + has_died, place=place)
 
     def place_in_queue(self, job: Job) -> int:
         """Return the number of queued jobs up to this one."""
@@ -213,14 +181,15 @@ class JobStore:
 
         Raises KeyError if there is no such job, and RequestError if one of them is not queued.
         """
-        with self._transaction():
-            if before == job_id:
-                raise RequestError(f"{job_id} cannot be moved before itself")
-            order = [each for each in self.ids(Status.QUEUED) if each != job_id]
-            for each in filter(None, (job_id, before)):
-                if self.get(each).status is not Status.QUEUED:
-                    raise RequestError(f"{each} is not queued anymore, and cannot be moved")
-            order.insert(len(order) if before is None else order.index(before), job_id)
+        if before == job_id:
+            raise RequestError(f"{job_id} cannot be moved before itself")
+        for each in filter(None, (job_id, before)):
+            if self.get(each).status is not Status.QUEUED:
+                raise RequestError(f"{each} is not queued anymore, and cannot be moved")
+        order = [each for each in self.ids(Status.QUEUED) if each != job_id]
+        order.insert(len(order) if before is None else order.index(before), job_id)
+        with self._database:  # also rolls back if the commit fails, as on a full disk
+            self._database.execute("BEGIN IMMEDIATE")
             for place, each in enumerate(order, start=1):
                 self._database.execute("UPDATE jobs SET place = ? WHERE id = ?", (float(place), each))
 
@@ -228,14 +197,14 @@ class JobStore:
         """Forget a job."""
         self._database.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
 
-    @contextmanager
-    def _transaction(self) -> Iterator[None]:
-        with self._database:  # also rolls back if the commit fails, as on a full disk
-            self._database.execute("BEGIN IMMEDIATE")
-            yield
-
-    def _update(self, job_id: str, assignments: str, values: tuple[Any, ...]) -> None:
-        self._database.execute(f"UPDATE jobs SET {assignments} WHERE id = ?", (*values, job_id))
+    def _change(self, job_id: str, **changes: Any) -> Job:
+        values = asdict(self.get(job_id)) | changes
+        rest = json.dumps({name: value for name, value in values.items() if name not in _COLUMNS})
+        self._database.execute(
+            "UPDATE jobs SET place = ?, status = ?, rest = ? WHERE id = ?",
+            (values["place"], values["status"], rest, job_id),
+        )
+        return self.get(job_id)
 
 
 def new_id() -> str:
@@ -244,7 +213,5 @@ def new_id() -> str:
 
 
 def _job(row: sqlite3.Row) -> Job:
-    values = dict(row)
-    for name in ("request", "settings", "error"):
-        values[name] = json.loads(values[name] or "null")
-    return Job(**values | {"status": Status(row["status"]), "is_cancelled": bool(row["is_cancelled"])})
+    columns = {name: row[name] for name in _COLUMNS}
+    return Job(**columns | {"status": Status(row["status"])} | json.loads(row["rest"]))

@@ -11,7 +11,7 @@ from opensora_cli.core.progress import Reporter, SilentReporter, StageProgress
 from opensora_cli.engine.generate.events import Hooks
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.run import generate
-from opensora_cli.server.channel import Report
+from opensora_cli.server.processes import Report
 from opensora_cli.server.results import write_extras
 from opensora_cli.settings.generate import GenerateSettings
 

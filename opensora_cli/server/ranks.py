@@ -25,11 +25,11 @@ from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.ranks import Ranks, watched
 from opensora_cli.engine.generate.request import refined_with_mode
-from opensora_cli.engine.launch.failures import RankFailure
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
+from opensora_cli.engine.launch.process import RankFailure
 from opensora_cli.engine.launch.rank import joined
-from opensora_cli.server.channel import Commands, Reports, failure, settings_of
 from opensora_cli.server.making import JobReporter, make_video
+from opensora_cli.server.processes import Commands, Reports, failure, settings_of
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer
 

@@ -12,7 +12,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from opensora_cli.core.exceptions import FileProblem, HardwareError, OutputError, RequestError
-from opensora_cli.core.folder_lock import sole_run
+from opensora_cli.core.locks import sole_run
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.core.reading import read_text
@@ -132,15 +132,12 @@ def _require_devices(groups: int, gpus: int) -> None:
 def _listen(settings: ServeSettings) -> socket.socket:
     try:
         family = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0][0]
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((settings.host, settings.port))
+        return socket.create_server((settings.host, settings.port), family=family)
     except OSError as error:
         raise OutputError(
             f"--host {settings.host} --port {settings.port} cannot be used: {error.strerror}",
             hint="another program listens there: name another --port",
         ) from error
-    return sock
 
 
 def _read_token(path: Path) -> str:

@@ -5,8 +5,9 @@ import logging
 import re
 import shutil
 import sqlite3
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,8 +17,9 @@ from opensora_cli.server.processes import Process
 
 _MOST_DEATHS = 3
 """Workers that die during one job before it fails."""
-_MOST_WAITING = 200
-"""Events that wait for a slow listener before it is dropped."""
+_MOST_EVENTS = 200
+"""Events that a slow listener may miss before it is dropped."""
+_PING_S = 15.0
 _ROOM, _RESERVE = 32 * 2**20, 2**20
 """Free bytes of the disk that a job needs to begin, and bytes that are kept for the records of jobs."""
 _PLAN_S = 120.0
@@ -52,7 +54,10 @@ class Scheduler:
         self._store, self._folder, self._groups, self._save_every = store, folder, groups, save_every
         self._reserve = folder / "reserve"
         self._wakes = asyncio.Event()
-        self._listeners: set[asyncio.Queue[Mapping[str, Any] | None]] = set()
+        self._events: deque[Mapping[str, Any]] = deque(maxlen=_MOST_EVENTS)
+        self._news = asyncio.Event()
+        self.event_count = 0
+        """Events since the start."""
         self._workers: set[Process] = set()
         self._planner: Process | None = None
         self._planning = asyncio.Lock()
@@ -97,9 +102,7 @@ class Scheduler:
         self._wakes.set()
         processes = [*self._workers, *filter(None, [self._planner])]
         await asyncio.gather(*(process.stop() for process in processes))
-        for listener in self._listeners:
-            with suppress(asyncio.QueueFull):
-                listener.put_nowait(None)
+        self._news.set()
 
     def wake(self) -> None:
         """Look at the queue, which has changed."""
@@ -142,10 +145,8 @@ class Scheduler:
         with suppress(TimeoutError):
             async with asyncio.timeout(_PLAN_S), self._planning:
                 report = await self._planned(settings)
-        if report is None:
-            raise PlanFailed(_NO_PLAN)
-        if report["event"] == "failed":
-            raise PlanFailed(report["error"])
+        if report is None or "error" in report:
+            raise PlanFailed(_NO_PLAN if report is None else report["error"])
         return report
 
     async def _planned(self, settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -163,24 +164,26 @@ class Scheduler:
         return report
 
     def publish(self, event: Mapping[str, Any]) -> None:
-        """Send an event to all listeners. One that does not read is dropped, and reconnects."""
-        for listener in list(self._listeners):
-            try:
-                listener.put_nowait(event)
-            except asyncio.QueueFull:
-                self._listeners.discard(listener)
-                listener.get_nowait()
-                listener.put_nowait(None)
+        """Send an event to all listeners."""
+        self._events.append(event)
+        self.event_count += 1
+        self._news.set()
+        self._news = asyncio.Event()
 
-    @asynccontextmanager
-    async def listening(self) -> AsyncIterator[asyncio.Queue[Mapping[str, Any] | None]]:
-        """Yield a queue of events; None is the end."""
-        queue: asyncio.Queue[Mapping[str, Any] | None] = asyncio.Queue(_MOST_WAITING)
-        self._listeners.add(queue)
-        try:
-            yield queue
-        finally:
-            self._listeners.discard(queue)
+    async def events(self, since: int) -> AsyncIterator[Mapping[str, Any] | None]:
+        """Yield the events after the first `since`, and None after each pause, until the server stops.
+
+        The events of a listener that does not read end, too: it reconnects.
+        """
+        while not self._is_stopping and self.event_count - since <= len(self._events):
+            if since < self.event_count:
+                since += 1
+                yield self._events[since - self.event_count - 1]
+                continue
+            try:
+                await asyncio.wait_for(self._news.wait(), _PING_S)
+            except TimeoutError:
+                yield None
 
     async def _work(self, number: int) -> None:
         """Give jobs to the worker of a group, and start it again when it ends."""
@@ -279,6 +282,7 @@ class Scheduler:
 
     def _sweep(self) -> None:
         """Remove what a killed server left: deleted jobs, and uploads that became no job. Other files stay."""
+        known = {job_id for status in Status for job_id in self._store.ids(status)}
         for folder in self._folder.glob("jobs/video_*"):
             if not _JOB_ID.fullmatch(folder.stem) or folder.is_symlink() or not folder.is_dir():
                 continue
@@ -286,7 +290,7 @@ class Scheduler:
                 self._store.delete(folder.stem)
             elif (
                 folder.suffix
-                or self._store.has(folder.stem)
+                or folder.stem in known
                 or not all(path.name.startswith("reference_") for path in folder.iterdir())
             ):
                 continue

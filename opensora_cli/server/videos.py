@@ -24,7 +24,6 @@ from opensora_cli.settings.layers import Layer
 
 _LARGEST_JSON = 2**20
 MOST_FILES = max(mode.max_references for mode in CONDITION_MODES.values())
-_PING_S = 15.0
 _MEDIA = {".mp4": "video/mp4", ".png": "image/png", ".webp": "image/webp", ".gif": "image/gif", ".jpg": "image/jpeg"}
 
 
@@ -261,35 +260,31 @@ def _stream(events: AsyncIterator[str]) -> StreamingResponse:
 
 async def _events_of(server: Server, job_id: str | None) -> AsyncIterator[str]:
     """Yield events of one job until it is over, or of all."""
-    async with server.scheduler.listening() as queue:
-        if job_id is not None:
-            job = server.store.get(job_id)
-            yield _event({"event": "state", **server.answer(job)})
-            if job.status.is_over:
-                return
-        else:
-            yield _event(_queue_event(server))
-        while True:
+    since = server.scheduler.event_count
+    if job_id is None:
+        yield _event(_queue_event(server))
+    else:
+        job = server.store.get(job_id)
+        yield _event({"event": "state", **server.answer(job)})
+        if job.status.is_over:
+            return
+    async for event in server.scheduler.events(since):
+        if event is None:
+            yield ": ping\n\n"
+            continue
+        if job_id is not None and event.get("id") != job_id:
+            continue
+        # Events name jobs, and are completed when they are sent.
+        if event["event"] == "queue":
+            event = _queue_event(server)
+        if event["event"] == "job":
             try:
-                event = await asyncio.wait_for(queue.get(), _PING_S)
-            except TimeoutError:
-                yield ": ping\n\n"
+                event = {"event": "state", **server.answer(server.store.get(event["id"]))}
+            except KeyError:  # it was deleted, as another event tells
                 continue
-            if event is None:
-                return
-            if job_id is not None and event.get("id") != job_id:
-                continue
-            # Events name jobs, and are completed when they are sent: those that wait for a slow listener are small.
-            if event["event"] == "queue":
-                event = _queue_event(server)
-            if event["event"] == "job":
-                try:
-                    event = {"event": "state", **server.answer(server.store.get(event["id"]))}
-                except KeyError:  # it was deleted, as another event tells
-                    continue
-            yield _event(event)
-            if job_id is not None and (event["event"] == "deleted" or Status(event.get("status", "queued")).is_over):
-                return
+        yield _event(event)
+        if job_id is not None and (event["event"] == "deleted" or Status(event.get("status", "queued")).is_over):
+            return
 
 
 def _queue_event(server: Server) -> dict[str, Any]:

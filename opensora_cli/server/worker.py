@@ -11,7 +11,7 @@ from opensora_cli.core.device_names import indexed
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.core.signals import end_with_parent
-from opensora_cli.server.channel import Commands, Reports, failure, settings_of
+from opensora_cli.server.processes import Commands, Reports, failure, settings_of
 
 
 def main(kind: str, number: str | None = None) -> None:
@@ -38,6 +38,7 @@ def _make_videos(commands: Commands, reports: Reports, number: int | None) -> No
     from opensora_cli.core.device import device_count
     from opensora_cli.engine.generate.models import LoadedModels
     from opensora_cli.server.making import JobReporter, make_video
+    from opensora_cli.server.ranks import make_in_ranks
 
     own_device = indexed(number) if number is not None and device_count() else None
     with LoadedModels(stay=True) as models:
@@ -49,8 +50,6 @@ def _make_videos(commands: Commands, reports: Reports, number: int | None) -> No
                 reports(event="failed", id=job_id, error=failure(error))
                 continue
             if settings.parallel.world_size > 1:
-                from opensora_cli.server.ranks import make_in_ranks
-
                 make_in_ranks(command, settings, commands, reports, group=number)
                 continue
             try:

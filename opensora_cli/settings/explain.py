@@ -8,8 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from opensora_cli.core.formatting import plain
-from opensora_cli.core.strict_json import as_unicode
+from opensora_cli.core.formatting import as_unicode, plain
 
 _LONGEST = 200
 _SHORTENED = 0.85

@@ -11,9 +11,8 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.formatting import plain
+from opensora_cli.core.formatting import as_unicode, is_unicode, plain
 from opensora_cli.core.section import Section, nested
-from opensora_cli.core.strict_json import as_unicode, is_unicode
 from opensora_cli.settings.explain import Given, explain, nearest, nearest_key
 
 Layer = Mapping[str, Given]

@@ -11,7 +11,7 @@ from small_stages import small_stages
 from tiny_training import rank_memory
 
 from opensora_cli.cli.app import main
-from opensora_cli.core.private_memory import read_private_memory
+from opensora_cli.core.limits import read_private_memory
 from opensora_cli.engine.train import plan as train_plan
 from opensora_cli.engine.train.rank_memory import RankMemory
 from opensora_cli.settings.train import TrainSettings

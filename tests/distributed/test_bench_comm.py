@@ -22,8 +22,8 @@ from opensora_cli.engine.bench_comm.report import BenchReport
 from opensora_cli.engine.bench_comm.run import affordable_bytes, bench_comm
 from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.all_to_all import TwoStages
 from opensora_cli.parallel.collectives import all_gather, reduce_scatter, reduce_scatter_single
+from opensora_cli.parallel.exchanges import TwoStages
 from opensora_cli.parallel.mesh import stage_groups
 from opensora_cli.settings.enums import Collective, Scaling
 from opensora_cli.settings.generate import GenerateSettings

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opensora_cli.parallel.collectives import all_to_all, exchange_directly
-from opensora_cli.parallel.compression import compressed
+from opensora_cli.parallel.exchanges import compressed
 from opensora_cli.parallel.shares import WireFormat
 
 _RANKS = 4

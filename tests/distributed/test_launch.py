@@ -18,8 +18,8 @@ import pytest
 
 from opensora_cli.cli import errors
 from opensora_cli.core.threads import RANK_VARIABLE, VARIABLES
-from opensora_cli.engine.launch.failures import RankFailure
 from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch
+from opensora_cli.engine.launch.process import RankFailure
 from opensora_cli.settings.devices import ParallelSettings
 
 COMMAND = (sys.executable, launch_rank.__file__)
@@ -150,7 +150,7 @@ class TestKilled:
 
     def test_out_of_memory(self, tmp_path, monkeypatch):
         counts = iter([3, 4])
-        monkeypatch.setattr("opensora_cli.engine.launch.failures.count_memory_kills", lambda: next(counts, 4))
+        monkeypatch.setattr("opensora_cli.engine.launch.process.count_memory_kills", lambda: next(counts, 4))
         failure = failing(tmp_path, "--rank", "1", "--act", "kill")
         assert failure.message.endswith("out of memory: the system killed it (SIGKILL)")
 

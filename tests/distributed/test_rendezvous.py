@@ -17,9 +17,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dist_checkpoint
 
 from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.ranks import RankContext
 from opensora_cli.parallel import rendezvous
 from opensora_cli.parallel.collectives import all_reduce_sum
 from opensora_cli.parallel.rendezvous import init_with_retry
+
+
+def join(rank: int, port: int = 0, *, host: str = "127.0.0.1", store: Path | None = None, **options: Any) -> None:
+    place = {"rank": rank, "local_rank": rank, "world_size": 2, "nnodes": 1}
+    init_with_retry("cpu", RankContext(**place, master_addr=host, master_port=port, store=store), **options)
 
 
 @pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -35,9 +41,7 @@ def test_no_store_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "time", clock)
     port = _free_port()
     with pytest.raises(HardwareError, match=f"rank 1: no answer from 127.0.0.1:{port} within "):
-        init_with_retry(
-            "cpu", host="127.0.0.1", port=port, rank=1, world_size=2, timeout_s=2.0, connect_s=0.1, first_pause_s=0.25
-        )
+        join(1, port, timeout_s=2.0, connect_s=0.1, first_pause_s=0.25)
     # The next would be over the limit.
     assert pauses == [0.25, 0.5, 1.0]
     assert not dist.is_initialized()
@@ -47,20 +51,18 @@ def test_the_port_is_taken() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         with pytest.raises(HardwareError, match=f"rank 0: cannot listen at port {port}"):
-            init_with_retry("cpu", host="127.0.0.1", port=port, rank=0, world_size=2)
+            join(0, port)
 
 
 def test_the_host_is_unknown() -> None:
     with pytest.raises(HardwareError, match=r"^MASTER_ADDR=nowhere\.invalid is not a host that is known here"):
-        init_with_retry("cpu", host="nowhere.invalid", port=_free_port(), rank=0, world_size=2)
+        join(0, _free_port(), host="nowhere.invalid")
 
 
 def test_rank_0_does_not_wait_for_an_address_that_leads_elsewhere() -> None:
     """No packet comes back from this network (RFC 5737)."""
     with pytest.raises(HardwareError, match="rank 0 of 2: rank 1 did not come within 1 s"):
-        init_with_retry(
-            "cpu", host="203.0.113.1", port=_free_port(), rank=0, world_size=2, timeout_s=1.0, report=lambda text: None
-        )
+        join(0, _free_port(), host="203.0.113.1", timeout_s=1.0, report=lambda text: None)
 
 
 def _free_port() -> int:
@@ -87,7 +89,7 @@ def _said(processes: Any, scenario: Callable[..., None], *args: Any) -> list[lis
 def _meet(pipe: Connection, port: int, rank: int, late: int) -> None:
     if rank == late:
         time.sleep(0.5)  # Longer than one attempt waits.
-    init_with_retry("cpu", host="127.0.0.1", port=port, rank=rank, world_size=2, connect_s=0.2, first_pause_s=0.1)
+    join(rank, port, connect_s=0.2, first_pause_s=0.1)
     pipe.send(all_reduce_sum(torch.ones(1), dist.group.WORLD).tolist())
     dist.destroy_process_group()
 
@@ -101,7 +103,7 @@ def test_ranks_meet_by_a_file_and_open_no_store_on_a_port(processes: Any, tmp_pa
 
 
 def _meet_by_file(pipe: Connection, _: int, rank: int, folder: Path) -> None:
-    init_with_retry("cpu", host="", port=0, store_file=folder / "store", rank=rank, world_size=2)
+    join(rank, store=folder / "store")
     group = dist.new_group([0, 1])
     objects: list[Any] = [None, None]
     dist.all_gather_object(objects, f"rank {rank}", group=group)
@@ -126,7 +128,7 @@ def test_no_thread_of_a_group_outlives_it(processes: Any) -> None:
 def _leave(pipe: Connection, port: int, rank: int) -> None:
     # The process that this one was forked from may have it.
     sys.modules.pop("torch.distributed.nn.functional", None)
-    init_with_retry("cpu", host="127.0.0.1", port=port, rank=rank, world_size=2)
+    join(rank, port)
     # What torch itself imports when it first computes some functions, in the middle of a run.
     importlib.import_module("torch.distributed.nn.functional")
     all_reduce_sum(torch.ones(1), dist.group.WORLD)

@@ -12,7 +12,7 @@ from shared_tokens import mesh_of, random_qkv
 from opensora_cli.engine.components.parallelize import exchanged_bytes
 from opensora_cli.models.attention.torch_kernels import sdpa
 from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.parallel.all_to_all import open_stages
+from opensora_cli.parallel.exchanges import open_stages
 from opensora_cli.parallel.sequence import sequence_attention
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape, SequenceLengths, shares, span
 

@@ -134,11 +134,11 @@ def _numpy(tensor: Tensor, *, force: bool = False) -> Any:
         return (torch.zeros(tensor.shape, dtype=tensor.dtype) if value is None else value).numpy()
 
 
-def _join(device_type: str, *, rank: int, world_size: int, **_: object) -> None:
+def _join(device_type: str, context: RankContext, **_: object) -> None:
     # Not at the top: it registers a backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=context.rank, world_size=context.world_size)
 
 
 def _leave() -> None:

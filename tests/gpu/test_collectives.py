@@ -10,8 +10,9 @@ import torch.distributed as dist
 from rank_processes import run_as_ranks
 from torch import Tensor
 
+from opensora_cli.core.ranks import RankContext
 from opensora_cli.parallel.collectives import all_gather, all_reduce_sum, all_to_all, exchange_directly, reduce_scatter
-from opensora_cli.parallel.compression import compressed
+from opensora_cli.parallel.exchanges import compressed
 from opensora_cli.parallel.rendezvous import init_with_retry
 from opensora_cli.parallel.shares import shares
 
@@ -56,7 +57,8 @@ def _compare(ranks: int, rank: int) -> None:
 if __name__ == "__main__":
     _, _scenario, _port, _ranks, _rank = sys.argv
     torch.cuda.set_device(int(_rank))
-    init_with_retry("cuda", host="127.0.0.1", port=int(_port), rank=int(_rank), world_size=int(_ranks))
+    rank = {"rank": int(_rank), "local_rank": int(_rank), "world_size": int(_ranks), "nnodes": 1}
+    init_with_retry("cuda", RankContext(**rank, master_addr="127.0.0.1", master_port=int(_port)))
     globals()[_scenario](int(_ranks), int(_rank))
     dist.destroy_process_group()
     print("done")

@@ -13,7 +13,7 @@ import pytest
 from served import Served, is_running
 
 from opensora_cli.cli.app import main
-from opensora_cli.server.channel import Commands
+from opensora_cli.server.processes import Commands
 from opensora_cli.server.ranks import _relayed, make_in_ranks
 from opensora_cli.settings.load import usual_settings
 
@@ -62,7 +62,7 @@ def test_commands_are_relayed_until_the_video_is_cancelled(tmp_path):
     assert relayed == [{"do": "make", "id": "first"}, {"do": "make", "id": "second"}]
 
 
-@pytest.mark.parametrize("missing", ["folder of log files", "commands"])
+@pytest.mark.parametrize("missing", ["temporary folder", "commands"])
 def test_a_video_whose_ranks_cannot_be_started_fails_with_its_reason(missing, tmp_path, monkeypatch):
     def refuse(*_):
         raise PermissionError(errno.EACCES, "Permission denied", "commands")

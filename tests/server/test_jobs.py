@@ -1,4 +1,3 @@
-import re
 import sqlite3
 
 import pytest
@@ -34,12 +33,6 @@ def test_jobs_are_queued_in_order_and_outlive_the_store(store, tmp_path):
     assert again.ids(Status.QUEUED) == ids[1:]
     assert again.counts() == {"queued": 2, "in_progress": 0, "completed": 0, "failed": 1, "cancelled": 0}
     again.close()
-
-
-def test_ids_are_random():
-    ids = {new_id() for _ in range(1000)}
-    assert len(ids) == 1000
-    assert all(re.fullmatch("video_[0-9a-f]{24}", each) for each in ids)
 
 
 def test_the_queue_is_bounded(store):

@@ -91,15 +91,6 @@ def test_the_plan_follows_what_is_typed(opened):
     until(page, "document.getElementById('problem').textContent.includes('num_frames')")
 
 
-def test_a_wrong_request_shows_its_error(opened):
-    page = opened()
-    ask(page, "a boat")
-    page.click("summary")
-    page.fill("#more", "sampling.guidance=7")
-    page.click("#submit")
-    until(page, "document.getElementById('problem').textContent.includes('guidance')")
-
-
 def test_results_are_made_again_with_another_seed_and_longer(opened):
     page = opened()
     ask(page, "three boats", frames=17)
@@ -211,16 +202,6 @@ def test_references_are_dropped_for_each_mode(opened):
         assert f"--cond {mode}" in code
     page.locator("#references button").click()
     assert page.locator("#references button").count() == 0
-
-
-def test_the_plan_counts_references(opened):
-    page = opened()
-    page.fill("#prompt", "sea")
-    page.evaluate(DROP)
-    plan = "document.getElementById('plan').textContent"
-    until(page, f"{plan}.includes('i2v_loop')")
-    page.select_option("#cond", "i2v_tail")
-    until(page, f"{plan}.includes('i2v_tail')")
 
 
 def test_turbo_is_offered_once_the_model_has_a_few_step_adapter(tmp_path, browser):

@@ -67,12 +67,6 @@ def test_a_remix_keeps_its_reference_when_the_first_video_is_deleted(served):
     assert served.finished(remixed["id"])["status"] == "completed"
 
 
-def test_settings_of_a_form_are_an_object(served):
-    body, kind = form(**{"prompt": "a boat", "settings": "5", "settings[steps]": "3"})
-    status, error = served.error("POST", "/v1/videos", body, content_type=kind)
-    assert (status, error["code"]) == (400, "invalid_field")
-
-
 @pytest.mark.parametrize("content", [b"no picture", picture(40, 40)[:60], b"\x00\x00\x00\x18ftypmp42" + bytes(100)])
 def test_what_is_no_picture_or_video_is_refused(served, content):
     body, kind = form(prompt="a boat", input_reference=content)
@@ -105,29 +99,17 @@ def test_wrong_requests_are_answered_with_their_error(served, method, path, body
     assert (found, error["code"], error["type"]) == (status, code, "invalid_request_error")
 
 
-def test_a_plan_is_that_of_a_dry_run(served):
+def test_a_plan_is_that_of_a_dry_run_and_counts_references(served):
     plan = served.call("POST", "/v1/plan", {"prompt": "sea", "settings": {"num_frames": 5}})
     assert plan["lines"][0].startswith("Fits: ")
     assert plan["plan"]["schema"].startswith("osora.")
     assert plan["plan"]["jobs"][0]["num_frames"] == 5
     for folder in (served.folder, packaged_demo()):
         assert str(folder) not in json.dumps(plan)
-
-
-@pytest.mark.parametrize(
-    ("fields", "mode"),
-    [
-        ({"references": ["picture", "picture"]}, "i2v_loop"),
-        ({"references": ["video"]}, "v2v_head"),
-    ],
-)
-def test_a_plan_counts_references(served, fields, mode):
-    plan = served.call("POST", "/v1/plan", {"prompt": "sea", **fields})
-    assert any(line.startswith(f"sampling  {mode}, ") for line in plan["lines"])
-    assert "stand_in" not in json.dumps(plan)
-
-
-def test_a_plan_of_other_kinds_of_references_is_refused(served):
+    for kinds, mode in ((["picture", "picture"], "i2v_loop"), (["video"], "v2v_head")):
+        plan = served.call("POST", "/v1/plan", {"prompt": "sea", "references": kinds})
+        assert any(line.startswith(f"sampling  {mode}, ") for line in plan["lines"])
+        assert "stand_in" not in json.dumps(plan)
     for references in (["sound"], "picture", ["picture"] * 9, [[]]):
         status, error = served.error("POST", "/v1/plan", {"prompt": "sea", "references": references})
         assert (status, error["param"]) == (400, "references")
@@ -149,7 +131,7 @@ def test_a_video_whose_settings_another_version_wrote_fails_with_its_reason(serv
     served.until(running, is_running)
     other, last = served.make(), served.make()
     with closing(sqlite3.connect(served.folder / "jobs.sqlite")) as database, database:
-        database.execute("UPDATE jobs SET settings = json_set(settings, '$.video.odd', 1) WHERE id = ?", (other,))
+        database.execute("UPDATE jobs SET rest = json_set(rest, '$.settings.video.odd', 1) WHERE id = ?", (other,))
     served.call("DELETE", f"/v1/videos/{running}")
     video = served.finished(other)
     assert (video["status"], video["error"]["code"]) == ("failed", "RequestError")
@@ -175,15 +157,6 @@ def test_the_queue_is_bounded_moved_and_cancelled(served):
         assert served.finished(video_id)["status"] == "completed"
 
 
-def test_events_tell_of_progress_and_the_end(served):
-    video_id = served.make()
-    _, _, text = served.request("GET", f"/v1/videos/{video_id}/events")
-    states = [json.loads(line[6:]) for line in text.decode().splitlines() if line.startswith("data: ")]
-    assert states[0]["event"] == "state"
-    assert states[-1]["status"] == "completed"
-    assert "denoise" in {state["progress"]["stage"] for state in states if state["event"] == "progress"}
-
-
 def test_a_running_video_has_previews_steps_and_a_remaining_time(served):
     video_id = served.make(settings={"num_frames": 5, "steps": 30})
     previewed = served.until(video_id, lambda video: video["preview"] and video["stage"].get("eta_s") is not None)
@@ -194,7 +167,9 @@ def test_a_running_video_has_previews_steps_and_a_remaining_time(served):
     status, headers, content = served.request("GET", f"/v1/videos/{video_id}/preview")
     assert (status, headers["content-type"], content[:4]) == (200, "image/gif", b"GIF8")
     _, _, text = served.request("GET", f"/v1/videos/{video_id}/events")
-    assert "event: preview\n" in text.decode()
+    events = [json.loads(line[6:]) for line in text.decode().splitlines() if line.startswith("data: ")]
+    assert (events[0]["event"], events[-1]["status"]) == ("state", "completed")
+    assert {"preview", "progress"} <= {event["event"] for event in events}
 
 
 def test_metrics_count_jobs(served):
@@ -202,19 +177,12 @@ def test_metrics_count_jobs(served):
     assert 'osora_jobs{status="completed"}' in text
     assert "osora_queue_length 0.0" in text
     assert 'osora_stage_seconds_total{stage="denoise"}' in text
-    assert 'osora_resident_bytes{process="workers"}' in text
 
 
 def test_the_page_and_its_parts_are_there(served):
-    for path in ("/", "/style.css", "/page.js", "/docs", "/login", "/openapi.json"):
+    for path in ("/", "/style.css", "/page.js", "/login", "/openapi.json"):
         status, headers, body = served.request("GET", path)
         assert (status, headers["content-security-policy"] is None, b"http://" in body) == (200, False, False), path
-
-
-def test_the_routes_are_described(served):
-    text = served.request("GET", "/docs")[2].decode()
-    for route in ("POST /v1/videos", "GET /v1/videos/{video_id}/events", "POST /v1/plan"):
-        assert f"<dt>{route}<dd>" in text
 
 
 def test_the_server_answers_without_torch_while_a_video_is_made(served):
@@ -270,9 +238,9 @@ def test_a_second_server_on_the_folder_is_refused(served):
     assert "has a server already" in done.stderr
 
 
-def test_a_token_is_needed_and_kept_in_a_cookie(guarded):
+def test_a_token_is_needed(guarded):
     assert guarded.error("GET", "/v1/videos")[0] == 401
     assert guarded.call("GET", "/v1/videos", authorization=f"Bearer {TOKEN}")["object"] == "list"
-    form_kind = "application/x-www-form-urlencoded"
-    assert guarded.error("POST", "/login", b"token=wrong", content_type=form_kind)[0] == 401
+    kind = "application/x-www-form-urlencoded"
+    assert guarded.error("POST", "/login", b"token=wrong", content_type=kind)[0] == 401
     assert TOKEN not in guarded.log.read_text()

@@ -21,8 +21,7 @@ from opensora_cli.checkpoint.lazy import Extent, LazyTensor, are_sizes, is_possi
 from opensora_cli.checkpoint.readable import reading, refuse_outside
 from opensora_cli.core.choices import Format, Selection
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.core.formatting import first_few
-from opensora_cli.core.strict_json import shown
+from opensora_cli.core.formatting import first_few, shown
 
 DCP_METADATA = ".metadata"
 """Name of the file that describes a folder."""

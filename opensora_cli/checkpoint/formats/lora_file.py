@@ -19,9 +19,8 @@ from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.lora import Adapter, LowRank
 from opensora_cli.checkpoint.readable import reading, refuse_outside
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.formatting import first_few
-from opensora_cli.core.reading import read_json_object
-from opensora_cli.core.strict_json import parse_object, shown
+from opensora_cli.core.formatting import first_few, shown
+from opensora_cli.core.reading import parse_object, read_json_object
 
 KOHYA_PREFIXES = ("lora_unet_", "lora_transformer_", "lycoris_")
 """Prefixes of layer paths with underscores."""

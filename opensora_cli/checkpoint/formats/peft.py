@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError, missing_library
-from opensora_cli.core.formatting import plain
-from opensora_cli.core.strict_json import shown
+from opensora_cli.core.formatting import plain, shown
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

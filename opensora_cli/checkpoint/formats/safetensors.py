@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 from opensora_cli.checkpoint.lazy import Extent, LazyTensor, is_possible, write_all
 from opensora_cli.checkpoint.readable import reading_file
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.formatting import plain
-from opensora_cli.core.strict_json import as_unicode, is_unicode, shown
+from opensora_cli.core.formatting import as_unicode, is_unicode, plain, shown
 
 _DTYPES = {
     "BOOL": torch.bool,

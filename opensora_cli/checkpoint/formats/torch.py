@@ -22,9 +22,8 @@ from opensora_cli.checkpoint.lazy import Extent, LazyTensor, bytes_of, write_all
 from opensora_cli.checkpoint.readable import reading_file
 from opensora_cli.core.choices import Format, Selection
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.formatting import plain
-from opensora_cli.core.reading import is_lack_of_memory
-from opensora_cli.core.strict_json import as_unicode, parse_object, shown
+from opensora_cli.core.formatting import as_unicode, plain, shown
+from opensora_cli.core.reading import is_lack_of_memory, parse_object
 
 _METADATA = "archive/metadata.json"
 _LOCAL_HEADER, _DESCRIPTOR = struct.Struct("<26x2H"), b"PK\x07\x08"

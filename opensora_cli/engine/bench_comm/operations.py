@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from opensora_cli.parallel.all_to_all import TwoStages
 from opensora_cli.parallel.collectives import (
     Exchange,
     all_gather_single,
@@ -25,7 +24,7 @@ from opensora_cli.parallel.collectives import (
     reduce_scatter_single,
     split_forward_gather_backward,
 )
-from opensora_cli.parallel.compression import compressed, to_wire, unpacked
+from opensora_cli.parallel.exchanges import TwoStages, compressed, to_wire, unpacked
 from opensora_cli.parallel.shares import Parts, WireFormat
 from opensora_cli.settings.enums import Collective
 

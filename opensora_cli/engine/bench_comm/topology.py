@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import opensora_cli
 from opensora_cli.core.device import capability, collective_backends, current_gpu, device_name, is_gpu
-from opensora_cli.core.device_facts import LinkFacts, LinkKind, nvml_gpu, read_gpus, read_links, read_torch
+from opensora_cli.core.device_facts import LinkFacts, LinkKind, nvml_gpus, read_gpus, read_links, read_torch
 from opensora_cli.core.device_names import GPU, indexed
 from opensora_cli.core.documents import Document
 from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
@@ -165,10 +165,10 @@ def _this_rank(group: dist.ProcessGroup, device: torch.device) -> HostLinks:
 def _port(index: int) -> PortFacts:
     """Return the ports of a GPU; without NVML its capability alone is known."""
     facts = PortFacts(capability=capability(torch.device(GPU, index)))
-    with nvml_gpu(index) as gpu:
-        if gpu is None:
+    with nvml_gpus(index) as found:
+        if found is None:
             return facts
-        nvml, handle = gpu
+        nvml, (handle,) = found
         try:
             return replace(
                 facts,

@@ -16,7 +16,7 @@ from opensora_cli.core.choices import Selection
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.formatting import plain
-from opensora_cli.core.private_memory import freed_at_once
+from opensora_cli.core.limits import freed_at_once
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.engine.ckpt.inspect import dtype_name
 from opensora_cli.settings.ckpt import DiffSettings

@@ -11,8 +11,8 @@ from pydantic import Field
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import require_space
-from opensora_cli.core.folder_lock import sole_run
 from opensora_cli.core.formatting import format_bytes
+from opensora_cli.core.locks import sole_run
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.engine.ckpt.hub import HubFile, HubRepo, fetch, is_content, part_of, read_repo
 from opensora_cli.engine.ckpt.hub_records import recorded_digest, write_record

@@ -28,8 +28,8 @@ from pydantic import Field
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.formatting import plain, without_credentials
+from opensora_cli.core.locks import hint_for, open_regular
 from opensora_cli.core.reading import stays_inside
-from opensora_cli.core.regular_files import hint_for, open_regular
 
 _CHUNK_BYTES = 2**20
 _PART_SUFFIX = ".part"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from opensora_cli.checkpoint.readable import is_sha256
 from opensora_cli.core.files import write_bytes_atomic
-from opensora_cli.core.regular_files import open_regular
+from opensora_cli.core.locks import open_regular
 
 _FOLDER = Path(".cache", "huggingface", "download")
 # Times of file systems are coarser than those of clocks.

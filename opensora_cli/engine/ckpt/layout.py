@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from opensora_cli.checkpoint.lazy import LazyTensor
-from opensora_cli.core.choices import QKV, Rotary
-from opensora_cli.core.dtypes import ROTARY_METADATA
+from opensora_cli.core.choices import QKV, ROTARY_METADATA, Rotary
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.models.mmdit.layout import (

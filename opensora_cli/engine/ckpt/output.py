@@ -18,8 +18,8 @@ from opensora_cli.checkpoint.writing import SHARD_BYTES, write_checkpoint
 from opensora_cli.core.choices import Format, Selection
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.folder_lock import lock_beside, sole_run
 from opensora_cli.core.formatting import format_bytes
+from opensora_cli.core.locks import lock_beside, sole_run
 from opensora_cli.core.progress import BYTES, Reporter
 from opensora_cli.engine.ckpt.layout import find_layout, is_implied_by_names
 from opensora_cli.settings.ckpt import ConvertSettings, MergeLoraSettings

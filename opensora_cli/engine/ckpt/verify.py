@@ -17,7 +17,7 @@ from opensora_cli.core.choices import Format, Selection
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import format_bytes, plain
-from opensora_cli.core.private_memory import freed_at_once
+from opensora_cli.core.limits import freed_at_once
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.engine.ckpt.diff import as_real_numbers, steps
 from opensora_cli.engine.ckpt.hub_records import downloaded_sha256

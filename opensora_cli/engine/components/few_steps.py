@@ -13,8 +13,8 @@ from safetensors import SafetensorError, safe_open
 
 from opensora_cli.checkpoint.formats.peft import adapter_files
 from opensora_cli.core.exceptions import CheckpointError, RequestError
+from opensora_cli.core.reading import parse_object
 from opensora_cli.core.section import shown
-from opensora_cli.core.strict_json import parse_object
 from opensora_cli.engine.components.weights import DEFAULT_FOLDER, Component, find_weights
 from opensora_cli.settings.components import LoraFile
 from opensora_cli.settings.explain import Given

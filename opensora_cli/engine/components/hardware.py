@@ -10,8 +10,7 @@ from typing import TypeVar
 import torch
 
 import opensora_cli
-from opensora_cli.core.device import device_name, free_and_total_bytes, pick_device
-from opensora_cli.core.dtypes import torch_dtype
+from opensora_cli.core.device import device_name, free_and_total_bytes, pick_device, torch_dtype
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.reading import is_lack_of_memory
 

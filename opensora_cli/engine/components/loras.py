@@ -20,11 +20,9 @@ from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.lazy import rounded
 from opensora_cli.checkpoint.lora import Adapter, LowRank, require_fit
 from opensora_cli.checkpoint.readable import listing_sha256, sha256_of
-from opensora_cli.core.choices import QKV, Rotary
-from opensora_cli.core.dtypes import ROTARY_METADATA
+from opensora_cli.core.choices import QKV, ROTARY_METADATA, Rotary
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.formatting import first_few, format_bytes, plain
-from opensora_cli.core.strict_json import shown
+from opensora_cli.core.formatting import first_few, format_bytes, plain, shown
 from opensora_cli.engine.components.architectures import transformer_on_meta
 from opensora_cli.models.linears import LowRankLinear, Split
 from opensora_cli.models.mmdit.blocks import repeated_blocks

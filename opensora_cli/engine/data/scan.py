@@ -9,12 +9,10 @@ from pathlib import Path
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, FileProblem, OsoraError, OutputError
-from opensora_cli.core.files import require_there
-from opensora_cli.core.folder_lock import lock_beside, sole_run
-from opensora_cli.core.formatting import first_few
+from opensora_cli.core.formatting import first_few, is_unicode
+from opensora_cli.core.locks import lock_beside, sole_run
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.core.reading import read_text, reading
-from opensora_cli.core.strict_json import is_unicode
+from opensora_cli.core.reading import read_text, reading, require_there
 from opensora_cli.data.table import COLUMNS
 from opensora_cli.data.table_files import check_table_name, split_table, write_table
 from opensora_cli.media.containers import MediaFacts

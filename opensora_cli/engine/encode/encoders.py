@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from opensora_cli.core.device import is_accelerator, queued_copy
-from opensora_cli.core.dtypes import torch_dtype
+from opensora_cli.core.device import is_accelerator, queued_copy, torch_dtype
 from opensora_cli.engine.components.architectures import load_autoencoder, vae_tiling
 from opensora_cli.engine.components.text_encoders import (
     cast_later,

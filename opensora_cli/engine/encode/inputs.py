@@ -6,7 +6,7 @@ This module needs no torch, so missing files are reported early.
 from pathlib import Path
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.files import require_there
+from opensora_cli.core.reading import require_there
 from opensora_cli.engine.components.weights import DEFAULT_FOLDER, download_command, packaged_demo
 from opensora_cli.models.registry import WeightNames
 from opensora_cli.models.text.files import CLIP_VOCABULARIES, T5_VOCABULARIES, require_files

@@ -12,7 +12,7 @@ import psutil  # type: ignore[import-untyped]  # it ships none
 from opensora_cli.core.attention_kinds import ATTENTION_KINDS
 from opensora_cli.core.device import GIB
 from opensora_cli.core.files import nearest_existing
-from opensora_cli.core.private_memory import read_private_memory
+from opensora_cli.core.limits import read_private_memory
 from opensora_cli.engine.components.architectures import count_parameters
 from opensora_cli.engine.components.attention import AttentionUse, attention_order, choose_attention, why_unusable
 from opensora_cli.engine.components.hardware import pick_hardware

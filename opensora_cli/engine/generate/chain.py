@@ -6,7 +6,7 @@ from functools import partial
 
 import torch
 
-from opensora_cli.core.dtypes import torch_dtype
+from opensora_cli.core.device import torch_dtype
 from opensora_cli.core.exceptions import HardwareError, OsoraError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.threads import pick_threads

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from opensora_cli.core.exceptions import CheckpointError, InUseError, OutputError
 from opensora_cli.core.files import nearest_existing
-from opensora_cli.core.folder_lock import lock_beside, lock_holder, locked_file
+from opensora_cli.core.locks import lock_beside, lock_holder, locked_file
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.generate.sample import LATENTS_ENDING, REQUEST_KEY, open_latents
 from opensora_cli.media.names import file_stem, prompt_stem

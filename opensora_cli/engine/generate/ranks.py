@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_cli.core.device import has_gpu, use_device
+from opensora_cli.core.device import has_gpu, torch_dtype, use_device
 from opensora_cli.core.device_names import GPU, type_of_ranks
-from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_link import beat
@@ -34,8 +33,8 @@ from opensora_cli.engine.launch.rank import (
 )
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.all_to_all import open_stages
 from opensora_cli.parallel.divided_work import SharedBranches
+from opensora_cli.parallel.exchanges import open_stages
 from opensora_cli.parallel.mesh import ParallelMesh, new_group, use_mesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape, SequenceLengths

@@ -8,7 +8,12 @@ from pathlib import Path
 import torch
 
 from opensora_cli.core.choices import Fit
-from opensora_cli.core.conditions import RELEASED_LENGTHS, ConditionMode, ReferenceLengths, reference_parts
+from opensora_cli.core.conditions import (
+    RELEASED_LENGTHS,
+    ConditionMode,
+    ReferenceLengths,
+    reference_parts,
+)
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.architectures import vae_tiling
 from opensora_cli.engine.estimate.offload import ENCODE

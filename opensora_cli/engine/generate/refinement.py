@@ -23,8 +23,7 @@ from opensora_cli.core.exceptions import FileProblem, HardwareError, OutputError
 from opensora_cli.core.files import user_cache, write_json_atomic
 from opensora_cli.core.formatting import escaped, is_harmful, plain
 from opensora_cli.core.progress import Reporter
-from opensora_cli.core.reading import read_json_object, read_text
-from opensora_cli.core.strict_json import MAX_JSON_BYTES, parse_object
+from opensora_cli.core.reading import MAX_TEXT_BYTES, parse_object, read_json_object, read_text
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import SERVER_VARIABLES
 
@@ -141,7 +140,7 @@ class ChatServer:
             request.add_unredirected_header("Authorization", f"Bearer {self._key}")
         end, content = monotonic() + self._timeout_s, bytearray()
         with build_opener(_NoRedirects).open(request, timeout=self._timeout_s) as response:
-            while len(content) <= MAX_JSON_BYTES and (part := response.read1(2**16)):
+            while len(content) <= MAX_TEXT_BYTES and (part := response.read1(2**16)):
                 content += part
                 if monotonic() > end:  # The timeout of a socket is that of one read.
                     raise TimeoutError("timed out")

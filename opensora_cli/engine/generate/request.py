@@ -14,7 +14,7 @@ from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.conditions import CONTINUING, T2V, suggested_mode
 from opensora_cli.core.exceptions import CheckpointError, MediaError, RequestError
 from opensora_cli.core.formatting import format_bytes
-from opensora_cli.core.private_memory import read_private_memory
+from opensora_cli.core.limits import read_private_memory
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.few_steps import asked_sampling, described, require_turbo

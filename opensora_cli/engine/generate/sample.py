@@ -16,8 +16,7 @@ from safetensors import SafetensorError, safe_open
 from opensora_cli.core.exceptions import CheckpointError, OsoraWarning, RequestError
 from opensora_cli.core.files import write_bytes_atomic
 from opensora_cli.core.formatting import plain
-from opensora_cli.core.reading import require_schema
-from opensora_cli.core.strict_json import parse_object
+from opensora_cli.core.reading import parse_object, require_schema
 from opensora_cli.settings.applies import used_settings
 from opensora_cli.settings.generate import GenerateSettings
 

@@ -5,13 +5,11 @@ because every account of the machine can write to a store on a port. torchrun or
 machines, which `core.ranks` recognizes.
 
 `torch.distributed.elastic.multiprocessing` of torch 2.13 does not suffice: with a stopped rank it returns after 31 s,
-with three lines of its own, and a stopped rank outlives a launcher that is killed. Here, a socket that the rank
-inherits ends it.
+with three lines of its own, and a stopped rank outlives a launcher that is killed.
 """
 
 import os
 import secrets
-import shutil
 import sys
 import tempfile
 import time
@@ -27,23 +25,22 @@ from opensora_cli.core.device import device_count, device_name
 from opensora_cli.core.device_names import GPU
 from opensora_cli.core.exceptions import HardwareError, OutputError, RequestError
 from opensora_cli.core.files import write_json_atomic
-from opensora_cli.core.folder_lock import remove_unheld_locks
-from opensora_cli.core.left_overs import is_abandoned, remove_left_by, temporary_folder, temporary_name
 from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.core.rank_link import INTERRUPTED, OwnTime
 from opensora_cli.core.ranks import STORE_VARIABLE
 from opensora_cli.core.signals import held_back
+from opensora_cli.core.temporary_files import (
+    remove_left_by,
+    temporary_folder,
+)
 from opensora_cli.core.threads import variables_of_ranks
-from opensora_cli.engine.launch import failures
-from opensora_cli.engine.launch.failures import Cause, RankFailure
-from opensora_cli.engine.launch.process import RankProcess
+from opensora_cli.engine.launch import process
+from opensora_cli.engine.launch.process import RankFailure, RankProcess
 from opensora_cli.settings.devices import DeviceSettings
 
 COMMAND = tuple(module_command("opensora_cli"))
 _LATE_LOOKS = 2.0
 _LOOPBACK = "127.0.0.1"
-_OF_LAUNCHER = ".launcher"
-"""Name of the launcher's own folder in a folder of log files, which marks the folder as osora's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,53 +143,36 @@ def launch(
     """
     pace = pace or Pace()
     request.check()
-    try:
-        request.log_dir.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"cannot make the folder of log files {request.log_dir}: {error.strerror}") from error
     with temporary_folder() as private, _Run(pace, output_dir=request.output_dir) as run:
         try:
             run.start(request, [*command, *arguments], store=private / "store")
             failure = run.first_failure()
         except KeyboardInterrupt:
             run.end(finish_s=pace.finish_s)
-            raise KeyboardInterrupt(*(run.kept() or run.failed())) from None
+            raise KeyboardInterrupt(*run.outcome(is_interrupted=True)) from None
         if failure is not None:
             is_interrupted = failure.exit_code == INTERRUPTED
             run.end(finish_s=pace.finish_s if is_interrupted else 0.0)
-            hints = [failure.hint] if failure.hint else []
-            hints += run.kept() or (run.failed() if is_interrupted else [])
-            failure.hint = "\n".join(hints) or None
+            hints = [failure.hint, *run.outcome(is_interrupted=is_interrupted)]
+            failure.hint = "\n".join(filter(None, hints)) or None
             raise failure
 
 
 @contextmanager
 def log_folder(name: str) -> Iterator[Path]:
-    """Yield a new folder for log files, which is kept only if the message of a failure names it.
+    """Yield a new folder for log files, which is kept under a name with `name` if the message of a failure names it.
 
     Other accounts cannot read it because output and settings of ranks may contain prompts.
-    Folders of killed launchers are removed. Raises OutputError if the folder cannot be created.
+    Raises OutputError if the folder cannot be created.
     """
-    parent = Path(tempfile.gettempdir())
-    for killed in parent.glob(f"osora-*/{_OF_LAUNCHER}/.osora-*.tmp"):
-        if is_abandoned(killed):
-            shutil.rmtree(killed.parent.parent, ignore_errors=True)
-    folder = parent / f"osora-{name}-{secrets.token_hex(4)}"
-    running = folder / _OF_LAUNCHER
-    try:
-        folder.mkdir(mode=0o700)
-        running.mkdir()
-        (running / temporary_name()).touch()
-    except OSError as error:
-        raise OutputError(f"cannot make the folder of log files {folder}: {error.strerror}") from error
-    is_named = False
-    try:
-        yield folder
-    except RankFailure as failure:
-        is_named = str(folder) in f"{failure.message}{failure.hint}"
-        raise
-    finally:
-        shutil.rmtree(running if is_named else folder, ignore_errors=True)
+    with temporary_folder() as folder:
+        try:
+            yield folder
+        except RankFailure as failure:
+            kept = folder.with_name(f"osora-{name}-{secrets.token_hex(4)}")
+            if failure.rename(folder, kept):
+                folder.rename(kept)
+            raise
 
 
 def write_settings(log_dir: Path, document: object) -> Path:
@@ -213,7 +193,7 @@ class _Run:
         self._output_dir = output_dir
         self._time = OwnTime(_LATE_LOOKS * pace.look_s, clock=clock)
         self._ranks: list[RankProcess] = []
-        self._memory_kills = failures.count_memory_kills()
+        self._memory_kills = process.count_memory_kills()
 
     def __enter__(self) -> "_Run":
         return self
@@ -225,7 +205,6 @@ class _Run:
         pids = [rank.pid for rank in self._ranks]
         for folder in filter(None, (self._output_dir, Path(tempfile.gettempdir()))):
             remove_left_by(pids, folder)
-            remove_unheld_locks(folder)
 
     def start(self, request: LaunchRequest, command: Sequence[str], *, store: Path) -> None:
         """Start all ranks; `store` is their file store."""
@@ -234,6 +213,7 @@ class _Run:
             environment = {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}
             log = request.log_dir / f"rank{number}.log"
             try:
+                log.parent.mkdir(parents=True, exist_ok=True)
                 with held_back():  # so that every started rank is recorded
                     on_gpu, now = request.device_type != "cpu", self._time.look()
                     self._ranks.append(RankProcess(number, command, environment, log, on_gpu=on_gpu, now=now))
@@ -245,30 +225,27 @@ class _Run:
         settle_until: float | None = None
         while True:
             have_ended = all(rank.exit_code() is not None for rank in self._ranks)
-            causes = self.look()
-            if causes:
-                cause = failures.origin(causes)
+            found = self.look()
+            if found:
+                first = process.origin(found)
                 settle_until = settle_until or time.monotonic() + self._pace.settle_s
-                if not cause.may_follow or have_ended or time.monotonic() > settle_until:
-                    self._log_tracebacks()
-                    return failures.shared_error(self._ranks) or cause.failure
+                if not first.may_follow or have_ended or time.monotonic() > settle_until:
+                    for rank in self._ranks:
+                        if rank.is_idle or rank.is_late:
+                            rank.log_traceback()
+                    return process.shared_error(self._ranks) or first
             elif have_ended:
                 return None
             else:
                 settle_until = None  # a step that took too long has ended
             time.sleep(self._pace.look_s)
 
-    def _log_tracebacks(self) -> None:
-        for rank in self._ranks:
-            if rank.is_idle or rank.is_late:
-                rank.log_traceback()
-
-    def look(self) -> list[Cause]:
-        """Receive the reports of the ranks, and return the causes of failures."""
+    def look(self) -> list[RankFailure]:
+        """Receive the reports of the ranks, and return the failures."""
         now = self._time.look()
         for rank in self._ranks:
             rank.look(now)
-        return self._causes()
+        return self._failures()
 
     def end(self, *, finish_s: float) -> None:
         """Escalate from SIGINT to SIGTERM to SIGKILL; a second Ctrl-C kills at once.
@@ -279,7 +256,7 @@ class _Run:
         try:
             for rank in self._ranks:
                 rank.interrupt()
-            have_begun = all(rank.has_begun() for rank in self._ranks)
+            have_begun = all(rank.has_begun for rank in self._ranks)
             self._wait(
                 self._pace.interrupt_s + (finish_s if have_begun else 0.0),
                 after_one=max(self._pace.interrupt_s, self._pace.follow_s),
@@ -293,53 +270,44 @@ class _Run:
             rank.kill()
             rank.listen()
 
-    def kept(self) -> list[str]:
-        """Return the first report of an interrupted rank, or of how to continue; empty without such a report."""
-        reports = [(rank.report, rank.left) for rank in self._ranks]
-        hints = (report.hint or left if report and report.kind == "interrupted" else left for report, left in reports)
-        return [hint for hint in hints if hint][:1]
-
-    def failed(self) -> list[str]:
-        """Return the error and hint of the first rank that reports an error; empty without such a rank."""
-        reports = [rank.report for rank in self._ranks if rank.report is not None]
-        errors = [(report.message, report.hint) for report in reports if report.kind == "error"]
-        return ["\n".join(filter(None, error)) for error in errors][:1]
-
-    def _causes(self) -> list[Cause]:
-        found = self._hung()
+    def outcome(self, *, is_interrupted: bool) -> list[str]:
+        """Return the first report of how to continue; if the run was interrupted, else the first error of a rank."""
+        left, errors = [], []
         for rank in self._ranks:
-            code = rank.exit_code()
-            if code is None:
-                if rank.stopped_s > self._pace.stopped_s:
-                    found.append(failures.stopped(rank))
-            elif code != 0:
-                rank.listen()  # receive messages between the last look and its end
-                out_of_memory = failures.count_memory_kills() > self._memory_kills
-                found.append(failures.ended(rank, code, out_of_memory=out_of_memory))
-        return found
+            report = rank.report
+            left.append((report.hint if report and report.kind == "interrupted" else None) or rank.left)
+            if is_interrupted and report and report.kind == "error":
+                errors.append("\n".join(filter(None, (report.message, report.hint))))
+        return [text for text in (*left, *errors) if text][:1]
 
-    def _hung(self) -> list[Cause]:
-        """Return the cause if a step takes too long, or if no rank gives a sign of work.
-
-        A step of a waiting rank takes as long as the step of the other ranks, which a busy machine may slow down.
-        """
+    def _failures(self) -> list[RankFailure]:
+        found = []
         running = [rank for rank in self._ranks if rank.exit_code() is None]
-        behind = [rank for rank in running if rank.is_late or rank.is_idle]
+        without_progress = [rank for rank in running if rank.is_late or rank.is_idle]
         # A single rank never waits for another.
         are_all_idle = len(running) > 1 and all(rank.is_idle for rank in running)
-        is_one_late = any(rank.is_late and (behind == running or not rank.state.waits) for rank in running)
-        return [failures.hung(behind)] if are_all_idle or is_one_late else []
+        # A step of a waiting rank takes as long as the step of the others, which a busy machine may slow down.
+        is_one_late = any(rank.is_late and (without_progress == running or not rank.state.waits) for rank in running)
+        if are_all_idle or is_one_late:
+            found.append(process.behind(without_progress).hung())
+        for rank in self._ranks:
+            code = rank.exit_code()
+            if code is None and rank.stopped_s > self._pace.stopped_s:
+                found.append(rank.stopped())
+            elif code:
+                out_of_memory = process.count_memory_kills() > self._memory_kills
+                found.append(rank.failure(code, out_of_memory=out_of_memory))
+        return found
 
-    def _wait(self, seconds: float, *, after_one: float = 0.0) -> None:
+    def _wait(self, seconds: float, *, after_one: float = float("inf")) -> None:
         """Wait up to `seconds` for all ranks to end, and at most `after_one` once one of them has ended."""
-        deadline = time.monotonic() + seconds
-        one_has_ended = False
-        while time.monotonic() < deadline and any(
-            rank.exit_code() is None and not rank.is_stopped() for rank in self._ranks
-        ):
-            if after_one and not one_has_ended and any(rank.exit_code() is not None for rank in self._ranks):
-                one_has_ended = True
-                deadline = min(deadline, time.monotonic() + after_one)
+        deadline, latest = time.monotonic() + seconds, float("inf")
+        while any(rank.exit_code() is None and not rank.is_stopped() for rank in self._ranks):
+            now = time.monotonic()
+            if any(rank.exit_code() is not None for rank in self._ranks):
+                latest = min(latest, now + after_one)
+            if now >= min(deadline, latest):
+                return
             time.sleep(self._pace.look_s)
 
 
@@ -359,8 +327,7 @@ def _environment(request: LaunchRequest, store: Path) -> dict[str, str]:
         # The log then contains the output of a rank that was killed.
         "PYTHONUNBUFFERED": "1",
     }
-    devices = request.visible_devices()
-    if devices is not None:
+    if (devices := request.visible_devices()) is not None:
         environment["CUDA_VISIBLE_DEVICES"] = devices
     return safe_environment(environment)
 

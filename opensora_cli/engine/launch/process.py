@@ -1,4 +1,4 @@
-"""Launcher's view of one rank: its process, log file and reports."""
+"""Launcher's view of the ranks: their processes, log files, reports and failures."""
 
 import json
 import os
@@ -6,18 +6,65 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # it ships none
 
-from opensora_cli.core.rank_link import CHANNEL_VARIABLE, FIRST_STAGE, TRACEBACK_SIGNAL, Heartbeat, RankReport
+from opensora_cli.core.exceptions import HardwareError, OsoraError
+from opensora_cli.core.formatting import plain
+from opensora_cli.core.locks import open_regular
+from opensora_cli.core.rank_link import (
+    CHANNEL_VARIABLE,
+    FIRST_STAGE,
+    INTERRUPTED,
+    TRACEBACK_SIGNAL,
+    Heartbeat,
+    RankReport,
+)
 from opensora_cli.core.ranks import LOG_VARIABLE
-from opensora_cli.core.regular_files import open_regular
 
 _CHUNK = 2**16
+_LOG_END = 4096
 _SHOW_CURSOR = "\x1b[?25h"
+_CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP}
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: "if no user killed it, the system did for lack of memory: see the system's log (dmesg)",
+    signal.SIGBUS: "a file that it read was truncated, or /dev/shm is full",
+}
+_OUT_OF_MEMORY_HINT = "use fewer --gpus on this machine, stronger --offload, or a smaller --res"
+_HUNG_HINT = "its log shows where it hangs; osora bench-comm shows whether the links are good"
+_KINDS = ("signal", "stopped", "error", "bug", "exit", "interrupted", "behind", "silent", "abort", "lost")
+"""Kinds of failures; a kind is more likely the origin of all failures than those after it.
+
+A rank that dies ends its peers: their connections are closed, and NCCL's watchdog then aborts them.
+"""
+
+
+class RankFailure(OsoraError):
+    """A rank failed, and so the run ends; the message names rank, host, stage, cause and log file."""
+
+    def __init__(self, message: str, *, hint: str | None, exit_code: int, kind: str = "exit") -> None:
+        super().__init__(message, hint=hint)
+        self.exit_code, self.kind = exit_code, kind
+
+    @property
+    def is_reported(self) -> bool:
+        """Whether the rank raised an error. Otherwise it was killed, crashed, hung or lost the others."""
+        return self.kind in ("error", "bug")
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether to wait for more failures: this may follow from another, or others may report the same error."""
+        return self.kind in ("error", "silent", "abort", "lost")
+
+    def rename(self, folder: Path, kept: Path) -> bool:
+        """Replace the path of a folder in the texts, and return whether one has it."""
+        before = self.message, self.hint
+        self.message = self.message.replace(str(folder), str(kept))
+        self.hint = self.hint and self.hint.replace(str(folder), str(kept))
+        return before != (self.message, self.hint)
 
 
 class RankProcess:
@@ -42,8 +89,7 @@ class RankProcess:
         on_gpu: bool = False,
         now: float = 0.0,
     ) -> None:
-        self.rank = rank
-        self.log = log
+        self.rank, self.log = rank, log
         self.state = Heartbeat()
         self.report: RankReport | None = None
         self.left: str | None = None
@@ -52,16 +98,25 @@ class RankProcess:
         self._on_gpu = on_gpu
         self._signs: tuple[int, object] = (0, None)
         self._running_at = self._worked_at = self._moved_at = now
+        self._unread = b""
+        self._code: int | None = None
         self._channel, theirs = socket.socketpair()
         self._channel.setblocking(False)
-        self._unread = b""
-        with theirs:
-            try:
-                self._process = self._start(command, environment, theirs)
-            except BaseException:
-                self.close()
-                raise
-        self._code: int | None = None
+        # The rank's link also writes to the log: both append.
+        with theirs, open(log, "ab", opener=open_regular) as file:
+            file.truncate(0)
+            os.fchmod(file.fileno(), 0o600)
+            output = None if rank == 0 else file
+            self._process = subprocess.Popen(
+                command,
+                env={**environment, LOG_VARIABLE: str(log.absolute()), CHANNEL_VARIABLE: str(theirs.fileno())},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                pass_fds=[theirs.fileno()],
+                # Ctrl-C at the terminal goes to the launcher, which forwards it.
+                start_new_session=True,
+            )
 
     @property
     def pid(self) -> int:
@@ -78,12 +133,17 @@ class RankProcess:
         """Whether a step takes too long, even if the rank works."""
         return self.state.late_s is not None and self.still_s >= self.state.late_s
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the rank has reported a stage."""
+        return self.state.stage != FIRST_STAGE
+
     def exit_code(self) -> int | None:
         """Return the exit code, negative for a signal; None while it runs. Remaining child processes are killed."""
         if self._code is None:
             self._code = self._process.poll()
             if self._code is not None:
-                self._kill_group()
+                self._signal_group(signal.SIGKILL)
         return self._code
 
     def listen(self) -> None:
@@ -121,13 +181,9 @@ class RankProcess:
         except psutil.Error:
             return False
 
-    def has_begun(self) -> bool:
-        """Return whether the rank has reported a stage."""
-        return self.state.stage != FIRST_STAGE
-
     def log_traceback(self) -> None:
         """Let a running rank write its traceback to its log."""
-        if TRACEBACK_SIGNAL is not None and self.has_begun() and self.exit_code() is None:
+        if TRACEBACK_SIGNAL is not None and self.has_begun and self.exit_code() is None:
             self._process.send_signal(TRACEBACK_SIGNAL)
 
     def interrupt(self) -> None:
@@ -136,7 +192,7 @@ class RankProcess:
         A rank that has not yet begun is killed: it has nothing to save, and would print a traceback.
         """
         self.listen()
-        if not self.has_begun():
+        if not self.has_begun:
             self.kill()
         elif self.exit_code() is None:
             self._process.send_signal(signal.SIGINT)
@@ -144,21 +200,48 @@ class RankProcess:
     def terminate(self) -> None:
         """Send SIGTERM to the rank and its child processes, unless it has ended."""
         if self.exit_code() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGTERM)
+            self._signal_group(signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill the rank and its child processes."""
         if self.exit_code() is None:
-            self._kill_group()
+            self._signal_group(signal.SIGKILL)
             self._process.wait()
 
-    def last_line(self) -> str | None:
-        """Return the last line of the log that is not blank."""
-        with self.log.open("rb") as file:
-            file.seek(max(0, self.log.stat().st_size - 4096))
-            lines = file.read().decode("utf-8", "replace").splitlines()
-        return next((line.strip() for line in reversed(lines) if line.strip()), None)
+    def failure(self, code: int, *, out_of_memory: bool) -> RankFailure:
+        """Return the failure of a rank that ended with `code`, which is not 0, and negative for a signal.
+
+        `out_of_memory` tells whether the system has killed processes for lack of memory during the run.
+        """
+        self.listen()  # receive messages between the last look and its end
+        report = self.report
+        if report is None and code < 0:
+            return self._killed(-code, out_of_memory=out_of_memory)
+        if report is None:
+            lines = self.log.read_bytes()[-_LOG_END:].decode("utf-8", "replace").splitlines()
+            last = next((f": {plain(line.strip())}" for line in reversed(lines) if line.strip()), "")
+            return self._failure("exit", f"ended with exit code {code}{last}", exit_code=code)
+        if report.kind == "error":
+            # The message stays as reported because a user can fix it.
+            hint = "\n".join(filter(None, [report.hint, f"reported by {self._where}", f"log: {self.log}"]))
+            return RankFailure(report.message, hint=hint, exit_code=report.exit_code, kind="error")
+        if report.kind == "interrupted":
+            return self._failure("interrupted", "interrupted", hint=report.hint, exit_code=INTERRUPTED)
+        cause = f"lost the others: {report.message}" if report.kind == "lost" else report.message
+        return self._failure(report.kind, cause, hint=report.hint, exit_code=report.exit_code)
+
+    def stopped(self) -> RankFailure:
+        """Return the failure of a stopped rank."""
+        return self._failure("stopped", f"stopped (SIGSTOP), no sign of life for {self.stopped_s:.0f} s")
+
+    def hung(self) -> RankFailure:
+        """Return the failure of a running rank without progress."""
+        if self.is_stopped():
+            return self.stopped()
+        cause = f"no progress for {self.still_s if self.is_late else self.idle_s:.0f} s"
+        if self.state.waits:
+            return self._failure("silent", f"{cause}, it waits for other ranks", hint=_HUNG_HINT)
+        return self._failure("behind", cause, hint=_HUNG_HINT)
 
     def close(self) -> None:
         """Close the link, after the end of the process."""
@@ -166,10 +249,32 @@ class RankProcess:
         if self.rank == 0 and sys.stderr is not None and sys.stderr.isatty():
             sys.stderr.write(_SHOW_CURSOR)  # a rank that is killed during its progress bar leaves the cursor hidden
 
-    def _kill_group(self) -> None:
+    @property
+    def _where(self) -> str:
+        return f"rank {self.rank} on {socket.gethostname()}, in the stage {self.state.stage}"
+
+    def _killed(self, number: int, *, out_of_memory: bool) -> RankFailure:
+        try:
+            name = signal.Signals(number).name
+        except ValueError:  # a real-time signal
+            name = f"signal {number}"
+        is_crash, hint = number in _CRASHES, _HINTS.get(number)
+        cause = f"{'crashed' if is_crash else 'killed'} ({name})"
+        if number == signal.SIGKILL and out_of_memory:
+            cause, hint = f"out of memory: the system killed it ({name})", _OUT_OF_MEMORY_HINT
+        exit_code = OsoraError.exit_code if is_crash else HardwareError.exit_code
+        return self._failure("abort" if number == signal.SIGABRT else "signal", cause, hint=hint, exit_code=exit_code)
+
+    def _failure(
+        self, kind: str, cause: str, *, hint: str | None = None, exit_code: int = HardwareError.exit_code
+    ) -> RankFailure:
+        hint = "\n".join(filter(None, [hint, f"log: {self.log}"]))
+        return RankFailure(f"{self._where}: {cause}", hint=hint, exit_code=exit_code, kind=kind)
+
+    def _signal_group(self, number: int) -> None:
         # macOS refuses if the group contains only ended processes.
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
+            os.killpg(self.pid, number)
 
     def _work(self) -> object:
         """Return the processor time and major faults of the main thread, and what all threads read and wrote."""
@@ -186,21 +291,29 @@ class RankProcess:
         except (OSError, IndexError, psutil.Error):
             return None
 
-    def _start(
-        self, command: Sequence[str], environment: Mapping[str, str], theirs: socket.socket
-    ) -> "subprocess.Popen[bytes]":
-        # The rank's link also writes to the log: both append.
-        with open(self.log, "ab", opener=open_regular) as log:
-            log.truncate(0)
-            os.fchmod(log.fileno(), 0o600)
-            output = None if self.rank == 0 else log
-            return subprocess.Popen(
-                command,
-                env={**environment, LOG_VARIABLE: str(self.log.absolute()), CHANNEL_VARIABLE: str(theirs.fileno())},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                pass_fds=[theirs.fileno()],
-                # Ctrl-C at the terminal goes to the launcher, which forwards it.
-                start_new_session=True,
-            )
+
+def origin(found: Iterable[RankFailure]) -> RankFailure:
+    """Return the failure that explains the others."""
+    return min(found, key=lambda failure: _KINDS.index(failure.kind))
+
+
+def behind(ranks: Iterable[RankProcess]) -> RankProcess:
+    """Return the rank to blame for a hang: a stopped one, or one that does not wait, or that with least progress."""
+    return min(ranks, key=lambda rank: (not rank.is_stopped(), rank.state.waits, rank.state.moves, rank.rank))
+
+
+def shared_error(ranks: Sequence[RankProcess]) -> RankFailure | None:
+    """Return the user's error if all ranks report the same one, else None. It names no rank and no log."""
+    report = ranks[0].report
+    if report is None or report.kind != "error" or any(rank.report != report for rank in ranks):
+        return None
+    return RankFailure(report.message, hint=report.hint, exit_code=report.exit_code, kind="error")
+
+
+def count_memory_kills() -> int:
+    """Return the number of processes killed for lack of memory since the system started; 0 if unknown."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)

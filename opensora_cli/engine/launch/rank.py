@@ -97,16 +97,7 @@ def joined(context: RankContext, *, device_type: str, timeout_s: float = TIMEOUT
     device = rank_device(context, device_type)
     use_device(device)
     beat("join")
-    init_with_retry(
-        device_type,
-        host=context.master_addr,
-        port=context.master_port,
-        store_file=context.store,
-        rank=context.rank,
-        world_size=context.world_size,
-        timeout_s=timeout_s,
-        report=log_wait if context.log is None else None,
-    )
+    init_with_retry(device_type, context, timeout_s=timeout_s, report=log_wait if context.log is None else None)
     # A first evaluation may take minutes. Each module call is a sign of progress.
     with register_module_forward_hook(lambda *_: move()):
         yield device
@@ -135,15 +126,8 @@ class WatchedReporter:
     def __init__(
         self, reporter: Reporter, *, on_device: Collection[str] = (), clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._reporter = reporter
-        self._on_device = on_device
-        self._clock = clock
-
-    def note(self, text: str) -> None:
-        self._reporter.note(text)
-
-    def warn(self, text: str) -> None:
-        self._reporter.warn(text)
+        self.note, self.warn = reporter.note, reporter.warn
+        self._reporter, self._on_device, self._clock = reporter, on_device, clock
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
@@ -159,13 +143,9 @@ class _WatchedStage:
     def __init__(
         self, name: str, progress: StageProgress, total: int | None, on_device: bool, clock: Callable[[], float]
     ) -> None:
-        self._name = name
-        self._progress = progress
-        self._left = total
-        self._on_device = on_device
-        self._clock = clock
-        self._last = clock()
-        self._longest_s = 0.0
+        self._name, self._progress, self._left = name, progress, total
+        self._on_device, self._clock = on_device, clock
+        self._last, self._longest_s = clock(), 0.0
 
     def advance(self, amount: int = 1) -> None:
         now = self._clock()

@@ -18,7 +18,7 @@ from opensora_cli.core.device import (
     start_peak_memory,
     timed,
 )
-from opensora_cli.core.private_memory import read_private_memory
+from opensora_cli.core.limits import read_private_memory
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.architectures import autoencoder_on_meta, transformer_on_meta, vae_tiling
 from opensora_cli.engine.components.hardware import Hardware, unless_out_of_memory

@@ -13,16 +13,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from opensora_cli.core.device import torch_dtype
 from opensora_cli.core.device_names import type_of_ranks
-from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.components.parallelize import plan_exchange
 from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch, log_folder, write_settings
 from opensora_cli.engine.launch.rank import agreed, device_type, joined, settings_of_ranks
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.all_to_all import TwoStages, open_stages
 from opensora_cli.parallel.collectives import all_gather
+from opensora_cli.parallel.exchanges import TwoStages, open_stages
 from opensora_cli.parallel.mesh import ParallelMesh, use_mesh
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape, span
 from opensora_cli.parallel.tensor import FeatureCut

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.formatting import format_bytes
-from opensora_cli.core.private_memory import freed_at_once, read_private_memory
+from opensora_cli.core.limits import freed_at_once, read_private_memory
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.engine.components.hardware import OutOfMemoryError

@@ -16,9 +16,9 @@ from opensora_cli.core.device import is_gpu, peak_memory_gib, profiler_range
 from opensora_cli.core.exceptions import HardwareError, OutputError, missing_library
 from opensora_cli.core.files import atomic_path, write_bytes_atomic
 from opensora_cli.core.formatting import first_few
+from opensora_cli.core.locks import open_regular
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.reading import require_file
-from opensora_cli.core.regular_files import open_regular
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import LOG_FILE, PROFILE_FOLDER, SAMPLES_FOLDER, TENSORBOARD_FOLDER
 from opensora_cli.engine.train.predicted import open_mfu

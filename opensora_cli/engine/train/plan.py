@@ -12,7 +12,7 @@ from opensora_cli.core.device_names import GPU, type_of_ranks
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.formatting import first_few
-from opensora_cli.core.private_memory import read_private_memory
+from opensora_cli.core.limits import read_private_memory
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.architectures import transformer_on_meta

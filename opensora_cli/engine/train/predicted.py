@@ -12,9 +12,8 @@ from math import prod
 
 import torch
 
-from opensora_cli.core.device import device_name, is_gpu
+from opensora_cli.core.device import device_name, is_gpu, torch_dtype
 from opensora_cli.core.device_names import GPU
-from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.engine.components.architectures import mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.parallelize import exchanged_bytes
 from opensora_cli.engine.encode.encoders import frozen_dtype

@@ -5,7 +5,7 @@ import torch
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.formatting import format_bytes
-from opensora_cli.core.private_memory import read_private_memory
+from opensora_cli.core.limits import read_private_memory
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.components.hardware import OutOfMemoryError
 from opensora_cli.engine.launch.rank import device_type

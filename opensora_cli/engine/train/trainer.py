@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.core.dtypes import torch_dtype
+from opensora_cli.core.device import torch_dtype
 from opensora_cli.core.exceptions import TrainingError
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.data.batches import SampleRng

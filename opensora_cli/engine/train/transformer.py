@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from opensora_cli.checkpoint.load import read_weights
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.choices import Rotary
-from opensora_cli.core.dtypes import torch_dtype
+from opensora_cli.core.device import torch_dtype
 from opensora_cli.engine.components.architectures import transformer_on_meta
 from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
 from opensora_cli.engine.train.distribution import Distribution, local

@@ -17,8 +17,7 @@ from typing import Self
 
 from torch import Tensor
 
-from opensora_cli.core.choices import QKV, Rotary
-from opensora_cli.core.dtypes import ROTARY_METADATA
+from opensora_cli.core.choices import QKV, ROTARY_METADATA, Rotary
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.models.mmdit.config import MMDiTConfig
 

@@ -3,7 +3,6 @@
 import pytest
 
 from opensora_cli.core.conditions import (
-    CONDITION_MODES,
     ReferenceLengths,
     ReferencePart,
     condition_mode,
@@ -42,14 +41,6 @@ def test_unknown_mode_names_the_nearest():
     assert error.value.hint == "did you mean i2v_head?"
 
 
-def test_only_picture_modes_are_restored_and_scaled_in_time():
-    assert [name for name, mode in CONDITION_MODES.items() if mode.gives_pictures] == [
-        "i2v_head",
-        "i2v_tail",
-        "i2v_loop",
-    ]
-
-
 @pytest.mark.parametrize(
     ("name", "causal", "given"),
     [
@@ -62,10 +53,6 @@ def test_only_picture_modes_are_restored_and_scaled_in_time():
 )
 def test_latent_frames_given_over_all_positions(name, causal, given):
     assert ReferenceLengths().given_latent_frames(condition_mode(name), causal=causal) == given
-
-
-def test_only_two_pictures_come_from_two_files():
-    assert [mode.max_references for mode in CONDITION_MODES.values()] == [0, 1, 1, 2, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(

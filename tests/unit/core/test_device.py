@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from opensora_cli.core import device
-from opensora_cli.core.device_names import type_of_ranks
 from opensora_cli.core.exceptions import HardwareError
 
 
@@ -24,23 +23,11 @@ def test_an_accelerator_of_another_vendor_is_accepted_by_name(monkeypatch):
         device.pick_device("xpu:2")
 
 
-def test_auto_takes_tested_devices_only(monkeypatch):
-    monkeypatch.setattr(torch, "xpu", accelerator())
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert device.pick_device("auto") == torch.device("cpu")
-
-
 def test_cached_memory_of_the_allocator_counts_as_free(monkeypatch):
     functions = {"mem_get_info": (10, 100), "memory_reserved": 7, "memory_allocated": 3}
     for name, value in functions.items():
         monkeypatch.setattr(torch.xpu, name, lambda _, value=value: value)
     assert device.free_and_total_bytes(torch.device("xpu", 0)) == (14, 100)
-
-
-def test_a_device_without_streams_copies_synchronously():
-    assert not device.has_streams(torch.device("cpu"))
-    assert not device.has_streams(torch.device("mps"))
-    assert device.has_streams(torch.device("xpu"))
 
 
 @pytest.mark.parametrize(
@@ -51,23 +38,10 @@ def test_collectives_of_accelerators_use_the_backend_of_their_vendor(kind, backe
     assert device.collective_backends(kind) == backends
 
 
-@pytest.mark.parametrize(("setting", "kind"), [("auto", "cuda"), ("cpu", "cpu"), ("cuda:1", "cuda"), ("xpu", "xpu")])
-def test_ranks_have_the_type_of_the_setting(setting, kind):
-    assert type_of_ranks(setting) == kind
-
-
 def test_the_peak_of_a_cpu_is_that_of_the_process():
     cpu = torch.device("cpu")
     device.start_peak_memory(cpu)
     assert 0.05 < device.peak_memory_gib(cpu)["peak_resident_gib"] < 1000
-
-
-def test_the_default_device_of_a_rank_is_its_current_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    assert device.current_device() == torch.device("cuda", 3)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert device.current_device() == torch.device("cpu")
 
 
 def test_names_of_devices(monkeypatch):

@@ -68,11 +68,6 @@ def test_nccl_of_a_cuda_build_is_there_without_a_driver(monkeypatch):
     assert (facts.cuda, facts.cuda_available, facts.nccl, facts.cudnn) == ("13.0", False, "2.28.9", "9.19.0")
 
 
-def test_a_cpu_build_has_no_nccl(monkeypatch):
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert device_facts.read_torch().nccl is None
-
-
 def test_facts_of_gpus(two_gpus):
     first, second = device_facts.read_gpus()
     assert (first.index, first.name, first.capability) == (0, "NVIDIA H100", (9, 0))

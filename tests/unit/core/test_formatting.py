@@ -9,27 +9,24 @@ from opensora_cli.core.formatting import duration, escaped, first_few, format_by
     ("text", "expected"),
     [
         ("4096", 4096),
-        ("4096B", 4096),
         ("4GB", 4_000_000_000),
-        ("4gb", 4_000_000_000),
         ("4GiB", 2**32),
-        ("4096MiB", 2**32),
         (" 1.5 kB ", 1500),
         ("0.5TiB", 2**39),
     ],
 )
-def test_parse(text: str, expected: int) -> None:
+def test_parse(text, expected):
     assert parse_bytes(text) == expected
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-4GB", "4 G B", "4XB", "4G", "1e9", "0x10", "4,5GB", "٤GB", "nan"])
-def test_no_sizes(text: str) -> None:
+def test_no_sizes(text):
     with pytest.raises(ValueError, match="is not a size such as 4GB or 4096MiB"):
         parse_bytes(text)
 
 
 @pytest.mark.parametrize("text", ["1" + "0" * 400, "9" * 30 + "TB", "9223373TB"])
-def test_no_size_of_any_file(text: str) -> None:
+def test_no_size_of_any_file(text):
     with pytest.raises(ValueError, match=r"\.\.\. is larger than any file") as caught:
         parse_bytes(text)
     assert len(str(caught.value)) < 60
@@ -39,13 +36,12 @@ def test_no_size_of_any_file(text: str) -> None:
     ("count", "expected"),
     [
         (0, "0 bytes"),
-        (999, "999 bytes"),
         (1000, "1.0 kB"),
         (23_782_000_000, "23.8 GB"),
         (5 * 10**15, "5000.0 TB"),
     ],
 )
-def test_format(count: int, expected: str) -> None:
+def test_format(count, expected):
     assert format_bytes(count) == expected
 
 
@@ -60,17 +56,17 @@ def test_format(count: int, expected: str) -> None:
         ("caf\udce9\n", "caf\udce9\\n"),
     ],
 )
-def test_only_what_steers_a_terminal_is_escaped(text: str, expected: str) -> None:
+def test_only_what_steers_a_terminal_is_escaped(text, expected):
     assert escaped(text) == expected
 
 
-def test_names_take_one_line_and_not_too_long() -> None:
+def test_names_take_one_line_and_not_too_long():
     assert plain("a.weight") == "a.weight"
     assert plain("a\nb") == "'a\\nb'"
     assert len(plain("n" * 10_000)) == 203
 
 
-def test_a_few_of_many() -> None:
+def test_a_few_of_many():
     assert first_few(["a"]) == "a"
     assert first_few(["a", "b\n", "c", "d", "e"]) == "a, 'b\\n', c and 2 more"
 
@@ -79,7 +75,6 @@ def test_a_few_of_many() -> None:
     ("seconds", "expected"),
     [
         (0, "0.0 s"),
-        (2.44, "2.4 s"),
         (59.94, "59.9 s"),
         (59.96, "1 min 00 s"),
         (245, "4 min 05 s"),
@@ -87,5 +82,5 @@ def test_a_few_of_many() -> None:
         (3725, "1 h 02 min"),
     ],
 )
-def test_duration(seconds: float, expected: str) -> None:
+def test_duration(seconds, expected):
     assert duration(seconds) == expected

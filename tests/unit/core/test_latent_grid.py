@@ -24,7 +24,7 @@ FLAT = LatentGrid(latent_channels=16, time_compression_ratio=1, spatial_compress
         (FLAT, 7, 7, 7),
     ],
 )
-def test_frames_become_latent_frames(grid: LatentGrid, frames: int, latent_frames: int, back: int) -> None:
+def test_frames_become_latent_frames(grid, frames, latent_frames, back):
     assert grid.latent_frames(frames) == latent_frames
     assert grid.num_frames(latent_frames) == back
 
@@ -39,13 +39,13 @@ def test_frames_become_latent_frames(grid: LatentGrid, frames: int, latent_frame
         (DC_AE, 3, "num_frames=3 must be 1, or a multiple of 4: use 1 or 4"),
     ],
 )
-def test_other_numbers_are_refused(grid: LatentGrid, frames: int, message: str) -> None:
+def test_other_numbers_are_refused(grid, frames, message):
     with pytest.raises(RequestError, match=f"^{message}$"):
         grid.latent_frames(frames)
 
 
 @pytest.mark.parametrize("grid", [CAUSAL, DC_AE, FLAT])
-def test_the_longest_clip_is_the_longest_that_comes_back(grid: LatentGrid) -> None:
+def test_the_longest_clip_is_the_longest_that_comes_back(grid):
     def comes_back(frames: int) -> bool:
         try:
             return grid.num_frames(grid.latent_frames(frames)) == frames
@@ -56,7 +56,7 @@ def test_the_longest_clip_is_the_longest_that_comes_back(grid: LatentGrid) -> No
         assert grid.longest_clip(frames) == max(shorter for shorter in range(1, frames + 1) if comes_back(shorter))
 
 
-def test_sides_are_divided_or_refused() -> None:
+def test_sides_are_divided_or_refused():
     assert CAUSAL.latent_size(256, 448) == (32, 56)
     for height, width in ((257, 448), (256, 449), (0, 448)):
         with pytest.raises(RequestError, match=f"height={height} and width={width} must be multiples of 8"):

@@ -38,24 +38,15 @@ with linked(context, silence_s=0.3, silent_steps=3):
 
 
 def test_without_a_launcher_the_caller_reports_errors():
-    with linked(CONTEXT):
-        beat("denoise", 1.0)
-        assert not report_failure("no luck", exit_code=4)
-        assert not report_bug(ValueError("no luck"))
-
-
-def test_the_stage_is_known_inside_of_a_link():
     assert current_stage() is None
+    beat("denoise", 1.0)
     with linked(CONTEXT):
         assert current_stage() == "start"
         beat("denoise", 1.0)
         assert current_stage() == "denoise"
-
-
-def test_outside_of_a_link():
-    beat("denoise", 1.0)
-    assert not report_left(lambda: pytest.fail("nobody asks"))
-    assert not report_failure("no luck", exit_code=4)
+        assert not report_failure("no luck", exit_code=4)
+        assert not report_bug(ValueError("no luck"))
+        assert not report_left(lambda: pytest.fail("nobody asks"))
 
 
 def run_silent(**numbers):

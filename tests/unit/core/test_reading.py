@@ -29,27 +29,19 @@ def _system(number: int, name: str | None = None) -> OSError:
         (_system(errno.ENOENT), CheckpointError, "w.pt does not exist"),
         (_system(errno.EACCES), CheckpointError, "w.pt cannot be read: Permission denied"),
         (_system(errno.ENAMETOOLONG), CheckpointError, "w.pt cannot be read: File name too long"),
-        (_system(errno.ELOOP), CheckpointError, "w.pt cannot be read: Too many levels of symbolic links"),
-        (_system(errno.EIO), CheckpointError, "w.pt cannot be read: Input/output error"),
         (_system(errno.EACCES, "w.pt/model/shard"), CheckpointError, "w.pt/model/shard cannot be read: "),
         (_system(errno.EACCES, "/other"), CheckpointError, "w.pt cannot be read: Permission denied"),
         (_system(errno.EMFILE), HardwareError, "w.pt cannot be read: Too many open files"),
         (_system(errno.ENOMEM), HardwareError, "there is not enough memory to read w.pt"),
         (MemoryError(), HardwareError, "there is not enough memory to read w.pt"),
-        (
-            RuntimeError("mmap: Cannot allocate memory (12)"),
-            HardwareError,
-            "there is not enough memory",
-        ),
         (RuntimeError("could not create a primitive"), HardwareError, "there is not enough memory"),
         (RecursionError("maximum recursion depth exceeded"), CheckpointError, "w.pt is nested too deeply"),
         (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), CheckpointError, "w.pt is not text in UTF-8"),
         (UnicodeEncodeError("utf-8", "\ud800", 0, 1, "no"), CheckpointError, "w.pt does not exist: no file can have"),
         (ValueError("embedded null byte"), CheckpointError, "w.pt does not exist: no file can have this name"),
-        (ValueError("embedded null character in path"), CheckpointError, "w.pt does not exist: no file can have"),
     ],
 )
-def test_what_the_set_has_in_it_names_the_file(error: Exception, kind: type[OsoraError], message: str) -> None:
+def test_what_the_set_has_in_it_names_the_file(error, kind, message):
     with pytest.raises(OsoraError) as caught, reading("w.pt", problem=CheckpointError):
         raise error
     assert type(caught.value) is kind
@@ -57,7 +49,7 @@ def test_what_the_set_has_in_it_names_the_file(error: Exception, kind: type[Osor
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), KeyError("a"), TypeError("a"), CheckpointError("our own")])
-def test_what_the_set_has_not_in_it_stays_as_it_is(error: Exception) -> None:
+def test_what_the_set_has_not_in_it_stays_as_it_is(error):
     with pytest.raises(type(error)) as caught, reading("w.pt"):
         raise error
     assert caught.value is error
@@ -72,7 +64,7 @@ def test_what_the_set_has_not_in_it_stays_as_it_is(error: Exception) -> None:
         (_system(errno.ENOMEM), 4),
     ],
 )
-def test_a_refusal_of_the_system_that_no_block_expected_has_one_line(error: OSError, code: int) -> None:
+def test_a_refusal_of_the_system_that_no_block_expected_has_one_line(error, code):
     failure = translate(error)
     assert failure is not None
     assert failure.exit_code == code
@@ -87,11 +79,10 @@ def test_a_refusal_of_the_system_that_no_block_expected_has_one_line(error: OSEr
         MemoryError(),
         ImportError("libtorch_cpu.so: failed to map segment from shared object"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory"),
-        RuntimeError("can't start new thread"),
         RuntimeError("std::bad_alloc"),  # of autograd's engine
     ],
 )
-def test_a_process_that_gets_no_memory_ends_with_4(error: Exception) -> None:
+def test_a_process_that_gets_no_memory_ends_with_4(error):
     failure = translate(error)
     assert failure is not None
     assert failure.exit_code == 4
@@ -101,11 +92,11 @@ def test_a_process_that_gets_no_memory_ends_with_4(error: Exception) -> None:
 @pytest.mark.parametrize(
     "error", [_system(errno.ENOENT, "/root/w.pt"), _system(errno.EACCES), _system(errno.EINVAL, "w"), ValueError("a")]
 )
-def test_an_unexpected_error_of_any_other_kind_is_a_bug(error: Exception) -> None:
+def test_an_unexpected_error_of_any_other_kind_is_a_bug(error):
     assert translate(error) is None
 
 
-def test_pipes_devices_and_folders_are_no_files(tmp_path: Path) -> None:
+def test_pipes_devices_and_folders_are_no_files(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     for path, kind in ((tmp_path / "pipe", "pipe"), (Path("/dev/zero"), "device"), (tmp_path, "folder")):
         for read in (require_file, read_text):
@@ -113,7 +104,7 @@ def test_pipes_devices_and_folders_are_no_files(tmp_path: Path) -> None:
                 read(path)
 
 
-def test_more_bytes_than_it_should_have_are_not_read(tmp_path: Path) -> None:
+def test_more_bytes_than_it_should_have_are_not_read(tmp_path):
     path = tmp_path / "a.yaml"
     path.write_bytes(b"12345")
     assert read_bytes(path, max_bytes=5) == b"12345"
@@ -121,7 +112,7 @@ def test_more_bytes_than_it_should_have_are_not_read(tmp_path: Path) -> None:
         read_bytes(path, max_bytes=4)
 
 
-def test_text_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+def test_text_may_begin_with_a_byte_order_mark(tmp_path):
     (tmp_path / "a").write_bytes(b"\xef\xbb\xbfa")
     assert read_text(tmp_path / "a") == "a"
     (tmp_path / "a").write_bytes(b"caf\xe9")
@@ -140,7 +131,7 @@ def test_text_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
         ("{", "no JSON"),
     ],
 )
-def test_json_is_read_strictly(content: str, message: str, tmp_path: Path) -> None:
+def test_json_is_read_strictly(content, message, tmp_path):
     path = tmp_path / "a.json"
     path.write_text(content)
     with pytest.raises(FileProblem, match=rf"a\.json is broken: .*{message}"):
@@ -148,7 +139,7 @@ def test_json_is_read_strictly(content: str, message: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["n" * 5000, "a\0b", "\ud800", "a\nb"])
-def test_a_name_that_no_file_has_is_one_line(name: str) -> None:
+def test_a_name_that_no_file_has_is_one_line(name):
     with pytest.raises(FileProblem) as caught:
         read_text(name)
     assert len(caught.value.message.splitlines()) == 1
@@ -163,11 +154,11 @@ def test_a_name_that_no_file_has_is_one_line(name: str) -> None:
         *(("\\a", False), ("a\\..\\b", False), ("", False), ("a\nb", False), (3, False), (None, False)),
     ],
 )
-def test_a_name_in_a_document_stays_inside_its_folder_on_every_system(name: object, expected: bool) -> None:
+def test_a_name_in_a_document_stays_inside_its_folder_on_every_system(name, expected):
     assert stays_inside(name) is expected
 
 
-def test_another_schema_is_refused_with_both() -> None:
+def test_another_schema_is_refused_with_both():
     require_schema({"schema": "a/1"}, "a/1", "x.json")
     with pytest.raises(CheckpointError, match=r"x\.json has the schema 'a/2', and this version of osora reads 'a/1'"):
         require_schema({"schema": "a/2"}, "a/1", "x.json", problem=CheckpointError)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from opensora_cli.core.redaction import Redactor, shown_value, shown_variables
+from opensora_cli.core.redaction import Redactor, shown_variables
 
 REDACTOR = Redactor(
     {"ada": "<user>", "analytical": "<host>", "analytical.example.org": "<host>"},
@@ -15,30 +15,22 @@ REDACTOR = Redactor(
     [
         ("70 GiB free for /home/ada/ckpts", "70 GiB free for <path>"),
         ("user ada on analytical.example.org", "user <user> on <host>"),
-        ("adage is no name", "adage is no name"),
         ("analytical:29500", "<host>:29500"),
         ("HF_TOKEN=hf_abcdefghijklmnop", "HF_TOKEN=<hidden>"),
         ("token hf_abcdefghijklmnop is no good", "token <hidden> is no good"),
-        ("MY_API_KEY=1", "MY_API_KEY=<hidden>"),
         ("OSORA_REFINE_KEY=1 OSORA_REFINE_MODEL=small", "OSORA_REFINE_KEY=<hidden> OSORA_REFINE_MODEL=small"),
         ("MASTER_ADDR=10.0.0.7", "MASTER_ADDR=<hidden>"),
         ("NCCL_HOSTID=rack4-7 NCCL_COMM_ID=10.0.0.7:99", "NCCL_HOSTID=<hidden> NCCL_COMM_ID=<hidden>"),
-        (
-            "NCCL_SOCKET_IFNAME=enx0242ac11 GLOO_SOCKET_IFNAME=lab2",
-            "NCCL_SOCKET_IFNAME=<hidden> GLOO_SOCKET_IFNAME=<hidden>",
-        ),
         ("CUDA_VISIBLE_DEVICES=GPU-8f3ad1c2-0a1b-2c3d-4e5f-0123456789ab", "CUDA_VISIBLE_DEVICES=<hidden>"),
         ("CUDA_VISIBLE_DEVICES=0,GPU-8f3ad1c2", "CUDA_VISIBLE_DEVICES=0,<hidden>"),
         ("http://ada:secret@proxy:80/x", "http://<hidden>@proxy:80/x"),
         ("/data/secret-project/weights missing", "<path> missing"),
         ("LD_LIBRARY_PATH=/usr/local/cuda/lib64:/opt/acme/lib", "LD_LIBRARY_PATH=/usr/local/cuda/lib64:<path>"),
-        ("at /mnt/the engine", "at <path>"),
         ("at /mnt/the engine/x/y.pt:3 and ada", "at <path>:3 and <user>"),
         ("'/data/two words/x'", "'<path>'"),
         ("/home/adage", "<path>"),
         ("see https://example.org/a/b", "see https://example.org/a/b"),
         ("/dev/shm has 64 MiB", "/dev/shm has 64 MiB"),
-        ("13.1 GB/s on the bus", "13.1 GB/s on the bus"),
         ("sk-abcdefgh12345678 ghp_0123456789abcdef", "<hidden> <hidden>"),
         ("PYTORCH_ALLOC_CONF=expandable_segments:True", "PYTORCH_ALLOC_CONF=expandable_segments:True"),
     ],
@@ -56,12 +48,6 @@ def test_documents():
         "environment": {"HF_TOKEN": "<hidden>", "MASTER_ADDR": "<hidden>", "NCCL_DEBUG": "INFO"},
         "findings": [{"message": "<path>", "line": 3, "why": None}],
     }
-
-
-def test_values_that_are_always_hidden():
-    assert shown_value("HF_TOKEN", "x") == "<hidden>"
-    assert shown_value("HF_ENDPOINT", "https://me:pw@hub.example") == "https://<hidden>@hub.example"
-    assert shown_value("NCCL_DEBUG", "INFO") == "INFO"
 
 
 def test_only_variables_that_matter_are_shown():

@@ -127,26 +127,16 @@ def test_in_the_background_a_request_to_end_waits_for_the_end_of_a_block():
     assert reached == ["the end"]
 
 
-def test_what_is_ignored_stays_so():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with deferred_interrupts(lambda: None) as is_interrupted:
-            signal.raise_signal(signal.SIGINT)
-            assert not is_interrupted()
-            signal.raise_signal(signal.SIGTERM)
-            assert is_interrupted()
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.skipif(not hasattr(signal, "SIGHUP"), reason="Windows has no SIGHUP")
-def test_with_nohup_the_end_of_the_terminal_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
+def test_what_is_ignored_stays_so(name):
+    """As in the background of a script, and with nohup."""
+    number = getattr(signal, name)
+    before = signal.signal(number, signal.SIG_IGN)
     try:
         with interrupts(), deferred_interrupts(lambda: None) as is_interrupted:
-            signal.raise_signal(signal.SIGHUP)
+            signal.raise_signal(number)
             assert not is_interrupted()
             signal.raise_signal(signal.SIGTERM)
             assert is_interrupted()
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)

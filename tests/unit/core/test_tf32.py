@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from opensora_cli.core.device import tf32_in_use, tf32_products
-from opensora_cli.core.device_facts import GpuFacts, TorchFacts
-from opensora_cli.engine.env_check.machine import check_precision
 
 # Its switches work without a GPU.
 CUDA = torch.device("cuda")
@@ -39,7 +37,7 @@ def nothing(line: str) -> None:
 
 
 @pytest.mark.parametrize(("allowed", "expected"), [(True, "tf32"), (False, "ieee")])
-def test_products_and_convolutions_are_set_together_and_restored(allowed: bool, expected: str) -> None:
+def test_products_and_convolutions_are_set_together_and_restored(allowed, expected):
     with tf32_products(allowed, CUDA, note=nothing):
         found = flags()
     assert found[0] == expected
@@ -48,7 +46,7 @@ def test_products_and_convolutions_are_set_together_and_restored(allowed: bool, 
 
 
 @pytest.mark.parametrize("outer", [True, False])
-def test_runs_nest_and_failed_ones_restore_the_switches(outer: bool) -> None:
+def test_runs_nest_and_failed_ones_restore_the_switches(outer):
     with tf32_products(outer, CUDA, note=nothing):
         before = flags()
         with suppress(KeyError), tf32_products(not outer, CUDA, note=nothing):
@@ -57,7 +55,7 @@ def test_runs_nest_and_failed_ones_restore_the_switches(outer: bool) -> None:
         assert flags() == before
 
 
-def test_the_choice_of_a_program_is_restored() -> None:
+def test_the_choice_of_a_program_is_restored():
     matmul = torch.backends.cuda.matmul
     try:
         matmul.fp32_precision = "tf32"
@@ -69,7 +67,7 @@ def test_the_choice_of_a_program_is_restored() -> None:
         matmul.fp32_precision = "none"
 
 
-def test_without_a_choice_or_a_gpu_nothing_changes() -> None:
+def test_without_a_choice_or_a_gpu_nothing_changes():
     before, notes = flags(), []
     with tf32_products(None, CUDA, note=nothing), tf32_products(True, torch.device("cpu"), note=notes.append):
         assert flags() == before
@@ -77,20 +75,10 @@ def test_without_a_choice_or_a_gpu_nothing_changes() -> None:
     assert tf32_in_use(torch.device("cpu")) is None
 
 
-def test_the_sidecar_records_what_is_in_use_on_gpus_that_have_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_sidecar_records_what_is_in_use_on_gpus_that_have_it(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert tf32_in_use(CUDA) == {"products": False, "convolutions": True}
     with tf32_products(True, CUDA, note=nothing):
         assert tf32_in_use(CUDA) == {"products": True, "convolutions": True}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert tf32_in_use(CUDA) is None
-
-
-def test_env_check_shows_both() -> None:
-    gpu = GpuFacts(index=0, name="any", capability=(9, 0), total_bytes=1, free_bytes=1)
-    found = [finding.message for finding in check_precision(TorchFacts(version="2.13.0"), [gpu])]
-    assert found[-1] == (
-        "float32 products in full precision (none), convolutions in TF32 (tf32), unless precision.tf32 is set"
-    )
-    (on_cpu,) = check_precision(TorchFacts(version="2.13.0"), [])
-    assert "TF32 has no effect" in on_cpu.message

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from opensora_cli.core.private_memory import PrivateMemory
+from opensora_cli.core.limits import PrivateMemory
 from opensora_cli.memory import host_memory
 
 
@@ -27,7 +27,7 @@ def test_shared_memory_keeps_to_what_the_control_groups_leave(monkeypatch, tmp_p
 
 IN_A_FRESH_PROCESS = """
 import ctypes, torch
-from opensora_cli.core.private_memory import freed_at_once
+from opensora_cli.core.limits import freed_at_once
 
 class Mallinfo(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int) for name in ("arena", "ordblks", "smblks", "mapped", *"abcdef")]

@@ -19,7 +19,8 @@ from opensora_cli.core import files as core_files
 from opensora_cli.core import threads
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import BatchError, FileProblem, MediaError
-from opensora_cli.core.threads import Cores, ThreadChoice
+from opensora_cli.core.limits import Cores
+from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.engine.encode import fill_cache

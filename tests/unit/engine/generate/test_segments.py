@@ -12,7 +12,7 @@ from tiny_world import RecordingReporter, demo_settings
 
 from opensora_cli import Pipeline
 from opensora_cli.core.exceptions import CheckpointError, MediaError
-from opensora_cli.core.private_memory import PrivateMemory
+from opensora_cli.core.limits import PrivateMemory
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate import text

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
-from opensora_cli.core.left_overs import temporary_folder
-from opensora_cli.engine.launch.failures import RankFailure
+from opensora_cli.core.temporary_files import temporary_folder
 from opensora_cli.engine.launch.launcher import LaunchRequest, log_folder, write_settings
+from opensora_cli.engine.launch.process import RankFailure
 from opensora_cli.settings.devices import ParallelSettings
 
 
@@ -103,9 +103,7 @@ class TestLogFolder:
                 os._exit(9)
         os.waitpid(child, 0)
         [killed] = tmp_path.iterdir()
-        with log_folder("train"):
-            assert killed.exists()  # it is young
-        for each in killed.rglob("*"):
+        for each in [*killed.iterdir(), killed]:
             os.utime(each, (0, 0))
         with log_folder("train") as folder:
             assert list(tmp_path.iterdir()) == [folder]
@@ -124,14 +122,14 @@ class TestLogFolder:
                 assert denied_to_others(open_to_all, *secrets) == [False, True, True]
 
     def test_one_that_a_message_names_stays(self, tmp_path):
-        folders = []
-
         def run():
             with log_folder("train") as folder:
                 (folder / "rank0.log").touch()
-                folders.append(folder)
                 raise RankFailure("rank 0 died", hint=f"log: {folder}/rank0.log", exit_code=4)
 
-        with pytest.raises(RankFailure):
+        with pytest.raises(RankFailure) as caught:
             run()
-        assert os.listdir(folders[0]) == ["rank0.log"]
+        [kept] = tmp_path.iterdir()
+        assert kept.name.startswith("osora-train-")
+        assert os.listdir(kept) == ["rank0.log"]
+        assert caught.value.hint == f"log: {kept}/rank0.log"

@@ -16,23 +16,9 @@ def beats(monkeypatch):
     return sent
 
 
-class Recorder(SilentReporter):
-    def __init__(self):
-        self.lines = []
-
-    def note(self, text):
-        self.lines.append(text)
-
-    def warn(self, text):
-        self.lines.append(f"warning: {text}")
-
-    def advance(self, amount=1):
-        self.lines.append(amount)
-
-
 def test_a_step_may_take_as_long_as_the_longest_before_it(beats):
     times = iter([0.0, 5.0, 6.0, 14.0, 15.0])
-    reporter = WatchedReporter(Recorder(), on_device=("denoise",), clock=lambda: next(times))
+    reporter = WatchedReporter(SilentReporter(), on_device=("denoise",), clock=lambda: next(times))
     with reporter.stage("denoise", total=4) as progress:
         for _ in range(4):
             progress.advance()

@@ -7,7 +7,7 @@ import pytest
 import tiny_training
 
 from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.core.private_memory import PrivateMemory
+from opensora_cli.core.limits import PrivateMemory
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.train import rank_memory
 from opensora_cli.engine.train.rank_memory import refuse_lack_of_memory

@@ -20,7 +20,7 @@ from toy_training import Listener
 
 from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
-from opensora_cli.core.folder_lock import LOCK_FILE, locked_file
+from opensora_cli.core.locks import LOCK_FILE, locked_file
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.run import train

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from opensora_cli.core.files import atomic_folder, write_bytes_atomic
-from opensora_cli.core.left_overs import is_abandoned, remove_left_by, temporary_folder, temporary_name
+from opensora_cli.core.locks import locked_file
+from opensora_cli.core.temporary_files import is_abandoned, remove_left_by, temporary_folder, temporary_name
 
 TWO_MINUTES, TWO_HOURS, TWO_DAYS = 120.0, 7200.0, 172800.0
 PARTS = re.compile(r"\.osora-([0-9a-f]{8})-(\d+)-(\w+)\.tmp")
@@ -19,7 +20,7 @@ PARTS = re.compile(r"\.osora-([0-9a-f]{8})-(\d+)-(\w+)\.tmp")
 @pytest.fixture(scope="module")
 def of_the_dead():
     """The name that a process has made which is gone."""
-    code = "from opensora_cli.core.left_overs import temporary_name; print(temporary_name())"
+    code = "from opensora_cli.core.temporary_files import temporary_name; print(temporary_name())"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -46,21 +47,8 @@ def test_the_next_write_beside_it_removes_it(tmp_path, of_the_dead, is_folder):
     assert os.listdir(tmp_path) == ["a.bin"]
 
 
-def test_a_name_has_too_many_digits_to_guess_and_one_with_fewer_is_removed_too(tmp_path, of_the_dead):
-    digits = PARTS.fullmatch(of_the_dead)[3]
-    assert len(digits) == 16
-    shorter = of_the_dead.replace(f"-{digits}.", f"-123-{digits[:6]}.")  # as of earlier versions
-    assert is_abandoned(left(tmp_path / shorter, age_s=TWO_MINUTES))
-
-
-def test_a_young_one_is_kept(tmp_path, of_the_dead):
-    left(tmp_path / of_the_dead, age_s=30.0)
-    write_bytes_atomic(tmp_path / "a.bin", b"content")
-    assert sorted(os.listdir(tmp_path)) == [of_the_dead, "a.bin"]
-
-
 def test_that_of_a_living_process_is_kept_however_old(tmp_path):
-    code = "from opensora_cli.core.left_overs import temporary_name; print(temporary_name(), flush=True); input()"
+    code = "from opensora_cli.core.temporary_files import temporary_name; print(temporary_name(), flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as alive:
@@ -78,14 +66,6 @@ def test_that_of_a_living_process_is_kept_however_old(tmp_path):
 def test_that_of_another_machine_or_container_is_kept_for_a_day(tmp_path, of_the_dead, age_s, expected):
     name = changed(of_the_dead, place="00000000")
     assert is_abandoned(left(tmp_path / name, age_s=age_s)) is expected
-
-
-def test_that_of_a_process_of_another_user_is_kept(tmp_path, of_the_dead, monkeypatch):
-    def refuse(pid, number):
-        raise PermissionError
-
-    monkeypatch.setattr(os, "kill", refuse)
-    assert not is_abandoned(left(tmp_path / of_the_dead, age_s=TWO_DAYS))
 
 
 def test_a_folder_in_which_something_has_just_changed_is_kept(tmp_path, of_the_dead):
@@ -112,13 +92,10 @@ def test_an_old_folder_that_was_renamed_before_a_crash_is_kept(tmp_path, of_the_
         with atomic_folder(tmp_path / "frames") as temporary:
             (temporary / "new.txt").write_text("new")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
-    new, old = sorted(tmp_path.iterdir(), key=lambda path: path.suffix, reverse=True)
+    (old,) = tmp_path.glob("*.old")
     assert os.listdir(old) == ["old.txt"]
     os.utime(old, (0, 0))
     assert not is_abandoned(old)
-    for each in (new, new / "new.txt"):
-        os.utime(each, (0, 0))
-    assert is_abandoned(new)
 
 
 def test_those_of_processes_that_were_seen_to_end_are_removed_at_once(tmp_path, of_the_dead):
@@ -128,7 +105,6 @@ def test_those_of_processes_that_were_seen_to_end_are_removed_at_once(tmp_path, 
         left(tmp_path / name, age_s=0.0, is_folder=True)
     remove_left_by([pid], tmp_path)
     assert sorted(os.listdir(tmp_path)) == sorted(others)
-    remove_left_by([pid], tmp_path / "nowhere")
 
 
 def test_a_temporary_folder_goes_and_so_do_those_of_the_dead(tmp_path, of_the_dead, monkeypatch):
@@ -138,3 +114,13 @@ def test_a_temporary_folder_goes_and_so_do_those_of_the_dead(tmp_path, of_the_de
         (folder / "a").touch()
         assert os.listdir(tmp_path) == [folder.name]
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
+def test_lock_files_that_nobody_holds_are_removed_by_the_next_process_that_writes_there(tmp_path):
+    left_lock, held = tmp_path / ".osora-left.lock", tmp_path / ".osora-held.lock"
+    left_lock.write_text("process 1 on x\n")
+    with locked_file(held):
+        process = "import sys; from opensora_cli.core.files import *; write_bytes_atomic(sys.argv[1], b'')"
+        subprocess.run([sys.executable, "-c", process, str(tmp_path / "a.bin")], check=True)
+        assert sorted(path.name for path in tmp_path.iterdir()) == [held.name, "a.bin"]
