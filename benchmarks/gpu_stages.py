@@ -1,8 +1,5 @@
-"""Parts of `gpu.py` about the other stages, memory, training and links."""
+"""Parts of `gpu.py` about the other stages, memory and training."""
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -10,7 +7,6 @@ from statistics import median
 
 import torch
 from gpu_bench import ONE_BRANCH, Bench, Row, tried
-from torch.nn import functional
 
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.device import GIB
@@ -41,16 +37,6 @@ _TINY_TRAINED = {
     "data.buckets": "{256px: {1: [1.0, 1]}}",
 }
 _STEPS = 3
-_COMM_S = 300
-_CONVOLUTIONS = (
-    (512, 512, 35, 48, 84),
-    (256, 256, 35, 96, 168),
-    (256, 128, 19, 192, 336),
-    (128, 128, 19, 192, 336),
-    (128, 3, 19, 192, 336),
-)
-"""Sizes in decoding 256px in tiles of time: channels, features, and frames, height and width with padding."""
-_TINY_CONVOLUTIONS = ((8, 16, 4, 6, 6),)
 LIMITS: Mapping[str, tuple[str, str]] = {
     "256px within 12 GiB": ("256px", "12GiB"),
     "768px within 16 GiB": ("768px", "16GiB"),
@@ -64,31 +50,6 @@ def decoding(bench: Bench) -> Iterator[Row]:
         bench.release()
         yield tried(f"decode {preset}", partial(_stage, bench, preset, "decode", {}))
         yield {"what": f"tiles of {preset}", "latent_shape": list(plan.latent_shape)}
-
-
-def convolutions(bench: Bench) -> Iterator[Row]:
-    """Yield the seconds of the decoder's convolutions in both layouts, and their memory besides clip and result."""
-    bench.release()
-    for sizes in _TINY_CONVOLUTIONS if bench.tiny else _CONVOLUTIONS:
-        for layout in (torch.contiguous_format, torch.channels_last_3d):
-            name = "channels last" if layout is torch.channels_last_3d else "default"
-            yield tried(f"{sizes}, {name}", partial(_convolution, bench, *sizes, layout=layout))
-
-
-def _convolution(
-    bench: Bench, channels: int, features: int, frames: int, height: int, width: int, *, layout: torch.memory_format
-) -> Row:
-    make = partial(torch.randn, device=bench.device, dtype=torch.bfloat16)
-    clip = make(1, channels, frames, height, width).contiguous(memory_format=layout)
-    kernel = make(features, channels, 3, 3, 3).contiguous(memory_format=layout)
-    held = torch.cuda.memory_allocated(bench.device) if bench.device.type == "cuda" else 0
-    seconds = bench.seconds(lambda: functional.conv3d(clip, kernel))
-    result = functional.conv3d(clip, kernel)
-    rate = 2 * kernel[0].numel() * result.numel() / seconds / 1e12
-    row: Row = {"seconds": seconds, "tflops": round(rate, 2), "clip": clip.nbytes, "result": result.nbytes}
-    if bench.device.type == "cuda":
-        row["beside"] = torch.cuda.max_memory_allocated(bench.device) - held - result.nbytes
-    return row
 
 
 def text(bench: Bench) -> Iterator[Row]:
@@ -215,19 +176,3 @@ def _trained(bench: Bench, changes: Mapping[str, str]) -> Row:
 
 def _no_encoders() -> object:
     raise RuntimeError("clips are encoded already")
-
-
-def collectives(bench: Bench) -> Iterator[Row]:
-    """Yield the figures of `osora bench-comm`, if there are two GPUs."""
-    bench.release()
-    gpus = 2 if bench.device.type == "cpu" else torch.cuda.device_count()
-    if gpus < 2:
-        yield {"what": "bench-comm", "skipped": "there is one GPU"}
-        return
-    command = [sys.executable, "-m", "opensora_cli", "bench-comm", "--gpus", str(gpus), "--json", "--quiet"]
-    command += ["--device", bench.device.type, *(("--max-bytes", "1KiB", "--iters", "2") if bench.tiny else ())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_COMM_S, check=False)
-    if done.returncode:
-        raise RuntimeError(f"bench-comm ended with {done.returncode}: {done.stderr[-500:]}")
-    document = json.loads(done.stdout)
-    yield {"what": "bench-comm", **{key: document[key] for key in ("header", "verdicts", "rows", "wrong")}}

@@ -16,7 +16,6 @@ from typing import TypeVar
 
 from opensora_cli.core.device import GIB
 from opensora_cli.core.formatting import duration
-from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.estimate.predicted_time import TRAFFIC, Seconds, added, times, total
 from opensora_cli.engine.generate.chain import alone
 from opensora_cli.engine.generate.plan import Plan
@@ -24,7 +23,7 @@ from opensora_cli.engine.generate.planning import make_plan
 from opensora_cli.engine.generate.predicted import decoding, evaluation, loading, predict_time, text
 from opensora_cli.engine.generate.ranks import hardware_of_ranks
 from opensora_cli.engine.train.estimate import estimate_training
-from opensora_cli.engine.train.plan import TrainPlan, plan_training, with_memory
+from opensora_cli.engine.train.plan import TrainPlan, plan_training
 from opensora_cli.engine.train.predicted import predict_step
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.hardware import GpuSettings, read_machine
@@ -39,7 +38,6 @@ GPUS = ("4090", "A100-80GB", "H100", "H200")
 TRAINING_GPUS = ("H100", "H200")
 STAGES = ("image", "stage1", "stage2")
 COUNTS = (1, 2, 4, 8)
-RECOMPUTING = (("stage1_lora_16gib", "1x4090"), ("stage1", "16xH100"), ("stage2", "16xH200"))
 
 
 @dataclass(frozen=True)
@@ -252,29 +250,6 @@ def training_table() -> list[str]:
     return [head, _row(["---"] * 5), *rows]
 
 
-def recomputing_row(recipe: str, machine: str, *, is_selective: bool) -> str:
-    """Return the row for memory and step of a recipe, unchanged or with selective checkpointing, with the command."""
-    changes = {"memory.checkpointing": "selective"} if is_selective else {}
-    given = "".join(f" --set {key}={value}" for key, value in changes.items())
-    plan = train_plan(recipe, machine, {"train_mmdit.cache": "cache", **changes})
-    plan = with_memory(plan, reporter=SilentReporter(), machine=read_machine(machine))
-    held, time = plan.activations, plan.predicted
-    assert held is not None
-    assert time is not None
-    peak, free = (0 if plan.memory is None else plan.memory.device_peak_bytes) / GIB, (plan.free_bytes or 0) / GIB
-    again = " and ".join(f"{count} {path}" for path, count in held.checkpointed_blocks.items())
-    again += ", without attention" * is_selective
-    command = f"`osora train --config {recipe} --set train_mmdit.cache=cache{given} --dry-run --on {machine}`"
-    return _row((command, f"{peak:.1f} of {free:.1f} GiB", again, duration(time.seconds)))
-
-
-def recomputing_table() -> list[str]:
-    """Return the table of recipes, unchanged and with `memory.checkpointing=selective`."""
-    head = _row(("command", "memory of a GPU", "computed again", "a step, predicted"))
-    rows = [recomputing_row(*each, is_selective=way) for each in RECOMPUTING for way in (False, True)]
-    return [head, _row(["---"] * 4), *rows]
-
-
 def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
@@ -290,10 +265,9 @@ def main() -> None:
     if asked.fit:
         print("", *fit_table(h100), sep="\n")
     if asked.tables:
-        for resolution in ("256px", "768px"):
+        for resolution in PRESETS:
             print("", *generation_table(resolution), sep="\n")
         print("", *training_table(), sep="\n")
-        print("", *recomputing_table(), sep="\n")
 
 
 if __name__ == "__main__":

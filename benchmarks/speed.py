@@ -9,19 +9,15 @@ less on other programs. The exit code is 1 if a part misses its goal in wall-clo
 """
 
 import argparse
-import json
-import os
-import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from speed_loop import measure_block, measure_fast, measure_loop
-from speed_pairs import HEAD, Row
+from speed_loop import measure_block, measure_loop
+from speed_pairs import Row, report
 from speed_start import measure_start
-from speed_train import measure_train
 from speed_vae import SIZES, measure_vae
 
 SCHEMA = "osora.bench.speed/1"
@@ -36,16 +32,14 @@ class Part(NamedTuple):
 
 PARTS = {
     "loop": Part("the demo's denoising, t2v and i2v, against three batched branches at every step", measure_loop),
-    "fast": Part("the demo's denoising and decoding with --fast, against the plain ones", measure_fast),
     "block": Part("an evaluation of blocks of the released size", measure_block),
     "start": Part("commands as a whole, help and refusals to the demo on two ranks, against limits", measure_start),
-    "train": Part("a training step with everything on, against a plain loop", measure_train),
     "vae": Part("the autoencoder, encode and decode, whole and in tiles: time and memory", measure_vae),
 }
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options of the command line."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the table line by line, and return 1 if a goal is missed."""
     parts = "\n".join(f"  {name:<10} {part.what}" for name, part in PARTS.items())
     parser = argparse.ArgumentParser(
         description=f"{__doc__}\nparts:\n{parts}", formatter_class=argparse.RawDescriptionHelpFormatter
@@ -57,32 +51,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8832, help="of the block, text included")
     parser.add_argument("--pixels", type=int, action="append", choices=list(SIZES), help="of the vae; default: all")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table line by line, and return 1 if a goal is missed."""
-    options = parse(arguments)
+    options = parser.parse_args(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
-    load, rows = os.getloadavg()[0], list[tuple[str, Row]]()
-    print(HEAD, flush=True)
-    for name in options.part or PARTS:
-        for row in PARTS[name].measure(options):
-            rows.append((name, row))
-            print(row.line(name), flush=True)
-    if options.json:
-        figures = {
-            "schema": SCHEMA,
-            "torch": torch.__version__,
-            "device": platform.processor() or "cpu",
-            "processors": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "load_before": load,
-            "rows": [row.document(name) for name, row in rows],
-        }
-        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    return 0 if all(row.is_reached for _, row in rows) else 1
+    rows = ((name, row) for name in options.part or PARTS for row in PARTS[name].measure(options))
+    return 0 if report(rows, options.json, schema=SCHEMA, more={}) else 1
 
 
 if __name__ == "__main__":
