@@ -8,7 +8,7 @@ exactly. Sums over ranks stay exact in float32 up to a thousand ranks, and so do
 sides round alike.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -149,9 +149,8 @@ def all_to_all(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
 
 
 def hierarchical(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
-    """Do as `all_to_all`, in two stages. Raises ValueError if the place has none."""
-    if place.two_stages is None:
-        raise ValueError(f"{place.ranks} ranks are not equal parts of several each")
+    """Do as `all_to_all`, in two stages, which the place must have."""
+    assert place.two_stages is not None
     return _exchange(place, place.two_stages, None, size_bytes, dtype)
 
 
@@ -269,21 +268,13 @@ def fill(values: torch.Tensor, *, scale: int, start: int = 0) -> None:
 
     `scale` is rank + 1, or the sum of that over ranks; `start` is the index of the first element.
     """
-    flat = values.view(-1)
-    for begin in range(0, flat.numel(), _CHUNK):
-        part = flat[begin : begin + _CHUNK]
-        part.copy_(_numbers(start + begin, part.numel(), scale, part.device))
+    for part, expected in _chunks(values, scale=scale, start=start):
+        part.copy_(expected)
 
 
 def count_mismatches(values: torch.Tensor, *, scale: int, start: int = 0) -> int:
     """Return how many elements of a contiguous tensor are not those of `fill`."""
-    flat = values.view(-1)
-    wrong = 0
-    for begin in range(0, flat.numel(), _CHUNK):
-        part = flat[begin : begin + _CHUNK]
-        expected = _numbers(start + begin, part.numel(), scale, part.device).to(part.dtype)
-        wrong += int((part != expected).sum())
-    return wrong
+    return sum(int((part != expected).sum()) for part, expected in _chunks(values, scale=scale, start=start))
 
 
 def count_mismatches_of_pieces(values: torch.Tensor, *, ranks: int, start: int | None = None) -> int:
@@ -304,8 +295,10 @@ def sum_of_scales(ranks: int) -> int:
     return ranks * (ranks + 1) // 2
 
 
-def _numbers(start: int, count: int, scale: int, device: torch.device) -> torch.Tensor:
-    # Only the remainder of the start matters, and keeps the indexes small.
-    first = start % _PERIOD
-    indexes = torch.arange(first, first + count, dtype=torch.int32, device=device)
-    return (indexes % _PERIOD + 1).mul_(scale).float()
+def _chunks(values: torch.Tensor, *, scale: int, start: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the parts of a tensor, each with its numbers of the pattern."""
+    for number, part in enumerate(torch.split(values.view(-1), _CHUNK)):
+        # Only the remainder of the start matters, and keeps the indexes small.
+        first = (start + number * _CHUNK) % _PERIOD
+        indexes = torch.arange(first, first + part.numel(), dtype=torch.int32, device=part.device)
+        yield part, (indexes % _PERIOD + 1).mul_(scale).float().to(part.dtype)

@@ -1,14 +1,7 @@
-"""Numbers of ranks at which steps are timed, and their table."""
+"""Table of step times."""
 
-from opensora_cli.engine.bench_comm.scaling import ScalingRow, ScalingTable, ranks_to_time
+from opensora_cli.engine.bench_comm.scaling import ScalingRow, ScalingTable
 from opensora_cli.settings.enums import Scaling
-
-
-def test_one_two_four_and_all() -> None:
-    assert ranks_to_time(1) == [1]
-    assert ranks_to_time(2) == [1, 2]
-    assert ranks_to_time(6) == [1, 2, 4, 6]
-    assert ranks_to_time(8) == [1, 2, 4, 8]
 
 
 def test_the_table_has_efficiency_only_where_it_means_something() -> None:
