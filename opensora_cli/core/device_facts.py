@@ -34,10 +34,6 @@ class TorchFacts:
     cuda_available: bool = False
     nccl: str | None = None
     cudnn: str | None = None
-    matmul_precision: str = "none"
-    """Precision of float32 matmuls: ieee, tf32, or none (ieee)."""
-    conv_precision: str = "tf32"
-    """Precision of float32 convolutions: ieee, tf32, or none (ieee)."""
     untested: tuple[str, ...] = ()
     """Types of other accelerators that torch can use."""
 
@@ -109,8 +105,6 @@ def read_torch() -> TorchFacts:
         nccl=_nccl_version(),
         cudnn=None if cudnn is None else _cudnn_version(cudnn),
         untested=tuple(kind for kind in UNTESTED if device_count(kind)),
-        matmul_precision=torch.backends.cuda.matmul.fp32_precision,
-        conv_precision=torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]  # made at run time
     )
 
 

@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from opensora_cli.core.device import tf32_in_use, tf32_products
-from opensora_cli.core.device_facts import GpuFacts, TorchFacts
-from opensora_cli.engine.env_check.machine import check_precision
 
 # Its switches work without a GPU.
 CUDA = torch.device("cuda")
@@ -84,13 +82,3 @@ def test_the_sidecar_records_what_is_in_use_on_gpus_that_have_it(monkeypatch: py
         assert tf32_in_use(CUDA) == {"products": True, "convolutions": True}
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert tf32_in_use(CUDA) is None
-
-
-def test_env_check_shows_both() -> None:
-    gpu = GpuFacts(index=0, name="any", capability=(9, 0), total_bytes=1, free_bytes=1)
-    found = [finding.message for finding in check_precision(TorchFacts(version="2.13.0"), [gpu])]
-    assert found[-1] == (
-        "float32 products in full precision (none), convolutions in TF32 (tf32), unless precision.tf32 is set"
-    )
-    (on_cpu,) = check_precision(TorchFacts(version="2.13.0"), [])
-    assert "TF32 has no effect" in on_cpu.message

@@ -20,7 +20,6 @@ from opensora_cli.engine.env_check.host import (
     preset_here,
     read_presets,
     read_weights,
-    unplanned_presets,
 )
 from opensora_cli.engine.env_check.machine import (
     check_gpus,
@@ -32,7 +31,7 @@ from opensora_cli.engine.env_check.machine import (
     is_supported,
     unmet_requirements,
 )
-from opensora_cli.engine.env_check.report import EnvReport, PresetNeeds, Severity
+from opensora_cli.engine.env_check.report import PresetNeeds, Severity
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
 from opensora_cli.settings.files import list_presets
 
@@ -79,10 +78,6 @@ WEIGHTS = WeightFacts(
 OK, NOTE, WARNING, PROBLEM, UNKNOWN = Severity.OK, Severity.NOTE, Severity.WARNING, Severity.PROBLEM, Severity.UNKNOWN
 
 
-def report(*presets):
-    return EnvReport(osora="1", platform="any", fine=True, findings=(), presets=presets, environment={})
-
-
 def severities(findings):
     return [finding.severity for finding in findings]
 
@@ -96,7 +91,7 @@ def test_a_desktop_has_only_ok_and_notes():
         *check_links([]),
         *check_libraries(TORCH, [GPU]),
         *check_libraries(replace(TORCH, nccl=None), [GPU]),
-        *check_precision(TORCH, [GPU]),
+        *check_precision([GPU]),
         *check_memory(HOST, WEIGHTS, has_gpus=True),
         *check_memory(SMALL, WEIGHTS, has_gpus=False),
         *check_disk(WEIGHTS),
@@ -133,7 +128,7 @@ def test_other_accelerators_are_marked_as_untested():
         (check_gpus(TORCH, [replace(GPU, free_bytes=11 * GIB)]), WARNING, "more than half full", "nvidia-smi"),
         (check_libraries(replace(TORCH, nccl=None), SERVER_GPUS), PROBLEM, "no NCCL", "WSL 2"),
         (check_libraries(replace(TORCH, cudnn=None), [GPU]), WARNING, "no cuDNN", "install torch again"),
-        (check_precision(TORCH, [replace(GPU, capability=(7, 5))]), WARNING, "no bfloat16", "--dtype float16"),
+        (check_precision([replace(GPU, capability=(7, 5))]), WARNING, "no bfloat16", "--dtype float16"),
         (check_memory(SMALL, WEIGHTS, has_gpus=True), WARNING, "16.0 GiB of 64.0 GiB", "add memory"),
         (check_memory(CONTAINER, WEIGHTS, has_gpus=True), WARNING, "8.0 GiB of 64.0 GiB", "add memory"),
         (check_disk(replace(WEIGHTS, free_disk_bytes=GIB)), WARNING, "1.0 GiB free for /w", "--to DIR"),
@@ -216,11 +211,7 @@ def test_weights_go_to_the_folder_that_the_environment_names(tmp_path):
 
 @pytest.mark.parametrize(("num_gpus", "planned"), [(0, ["demo"]), (1, list_presets("generate"))])
 def test_presets_of_the_released_model_are_planned_where_there_is_a_gpu(num_gpus, planned, monkeypatch):
-    unplanned = unplanned_presets(num_gpus=num_gpus)
-    asked = []
-
     def plan(settings):
-        asked.append(settings.video.resolution)
         stage = StageMemory("denoise", GIB, 0)
         return SimpleNamespace(
             settings=settings, width=1, height=1, stages=(stage,), budget_bytes=GIB, offload=OffloadPlan(),
@@ -228,9 +219,8 @@ def test_presets_of_the_released_model_are_planned_where_there_is_a_gpu(num_gpus
         )  # fmt: skip
 
     monkeypatch.setattr(host, "make_plan", plan)
-    presets = read_presets({}, unplanned=unplanned)
+    presets, unplanned = read_presets({}, num_gpus=num_gpus)
     assert [preset.name for preset in presets] == planned
-    assert len(asked) == len(planned)
     notes = [finding for finding in check_presets(presets, unplanned=unplanned) if finding.severity is NOTE]
     assert [note.message.partition(" not planned")[0] for note in notes] == (
         [] if num_gpus else [", ".join(name for name in list_presets("generate") if name != "demo")]
