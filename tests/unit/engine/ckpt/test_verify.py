@@ -13,7 +13,7 @@ from opensora_cli.community.checkpoint import CheckpointIO
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.engine.ckpt import convert, identify
 from opensora_cli.engine.ckpt import verify as verify_module
-from opensora_cli.engine.ckpt.hub_records import write_record
+from opensora_cli.engine.ckpt.download import write_record
 from opensora_cli.engine.ckpt.identify import Released, read_released
 from opensora_cli.engine.ckpt.inspect import inspect
 from opensora_cli.engine.ckpt.verify import Verification, verify
