@@ -9,7 +9,7 @@ from opensora_cli.checkpoint.formats.lora_file import open_adapter
 from opensora_cli.checkpoint.lora import merge
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.engine.ckpt.output import Derived, write_derived
+from opensora_cli.engine.ckpt.convert import Derived, write_derived
 from opensora_cli.engine.components.lora_files import fit_to_model, require_finite
 from opensora_cli.settings.ckpt import MergeLoraSettings
 
