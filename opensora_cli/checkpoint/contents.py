@@ -148,14 +148,3 @@ def _parts(tree: Any, leaf: type[LeafT]) -> dict[Selection, dict[Any, Any]]:
         if found:
             parts[selection] = found[0]
     return parts
-
-
-def find_scalars(tree: Any) -> dict[str, str]:
-    """Return the plain values of `tree` beside its dictionaries."""
-    if not isinstance(tree, dict):
-        return {}
-    return {
-        key: str(value)
-        for key, value in dict.items(tree)
-        if isinstance(key, str) and isinstance(value, str | int | float | bool)
-    }

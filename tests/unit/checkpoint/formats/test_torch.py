@@ -119,7 +119,6 @@ class TestSelecting:
         found = open_torch(tmp_path / "a")
         assert (found.format, found.selection) == (Format.TORCH, Selection.MODEL)
         assert found.selections == (Selection.MODEL, Selection.EMA)
-        assert found.metadata == {"step": "7"}
         assert bit_equal(read(found.entries), model.state_dict())
         assert bit_equal(opened(tmp_path / "a", Selection.EMA), ema)
         with pytest.raises(RequestError, match="has no master weights: it has model, ema"):
@@ -146,7 +145,6 @@ class TestSelecting:
         found = open_torch(tmp_path / "a")
         assert list(found.entries) == ["a"]
         assert (found.format, found.selection, found.selections) == (Format.TORCH, None, ())
-        assert found.metadata == {"lr": "0.1"}
 
     def test_weights_that_are_not_there(self, tmp_path):
         torch.save({"a": torch.ones(1)}, tmp_path / "a")

@@ -54,5 +54,5 @@ def test_the_scales_of_an_adapter_are_in_the_summary(tmp_path: Path) -> None:
     assert "adapter     alpha / rank 0.5" in look(folder).lines()
     assert "model       LoRA in the style of PEFT, rank 4 in 1 layers" in look(folder).lines()
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "use_dora": true}')
-    refusal = f"adapter     {folder / 'adapter_config.json'}: use_dora (DoRA) cannot be added"
+    refusal = f"adapter     {folder / 'adapter_config.json'}: an adapter with use_dora cannot be added"
     assert refusal in look(folder / "adapter_model.safetensors").lines()
