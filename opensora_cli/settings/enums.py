@@ -139,10 +139,6 @@ class Collective(StrEnum):
     """All-to-all of fp32 elements that are sent in 8 bits with a scale for each row."""
     BROADCAST = "broadcast"
     SEND_RECV = "send_recv"
-    GATHER_SPLIT = "gather_split"
-    """`gather_forward_split_backward`, forward and backward."""
-    SPLIT_GATHER = "split_gather"
-    """`split_forward_gather_backward`, forward and backward."""
 
 
 class Scaling(StrEnum):

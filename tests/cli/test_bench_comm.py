@@ -18,14 +18,14 @@ ONE = ["--collective", "all_to_all"]
 @pytest.mark.slow
 def test_two_processes_give_one_json_document_and_a_chart(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plot = ["--plot", str(tmp_path / "links.svg")]
-    assert main([*QUICK, *ONE, "--collective", "gather_split", *plot, "--json", "--quiet"]) == 0
+    assert main([*QUICK, *ONE, "--collective", "broadcast", *plot, "--json", "--quiet"]) == 0
     captured = capfd.readouterr()
     document = json.loads(captured.out)
     assert captured.err == ""
-    assert document["schema"] == "osora.bench-comm/2"
+    assert document["schema"] == "osora.bench-comm/3"
     assert (document["shows"], document["wrong"], document["header"]["ranks"]) == ("function", 0, 2)
     assert [(row["collective"], row["size_bytes"]) for row in document["rows"]] == [
-        (name, size) for name in ("all_to_all", "gather_split") for size in (8, 16, 32)
+        (name, size) for name in ("all_to_all", "broadcast") for size in (8, 16, 32)
     ]
     assert [verdict["judgement"] for verdict in document["verdicts"]] == ["works", "works"]
     assert document["files"] == {"plot": plot[1]}

@@ -21,9 +21,7 @@ from opensora_cli.parallel.collectives import (
     Exchange,
     all_gather_single,
     exchange_directly,
-    gather_forward_split_backward,
     reduce_scatter_single,
-    split_forward_gather_backward,
 )
 from opensora_cli.parallel.compression import compressed, to_wire, unpacked
 from opensora_cli.parallel.shares import Parts, WireFormat
@@ -90,22 +88,24 @@ def bus_factor(collective: Collective, ranks: int) -> float:
 
 def _operation(
     place: Place,
-    sized: torch.Tensor,
+    filled: torch.Tensor,
     run: Callable[[], Any],
-    *filled: tuple[torch.Tensor, int],
+    *,
+    start: int = 0,
     wrong: Callable[[Any], int],
+    sized: torch.Tensor | None = None,
 ) -> Operation:
-    """Return an operation of the size of `sized`.
+    """Return an operation of the size of `sized`, or of `filled`.
 
-    `filled` are the tensors that this rank writes its numbers into, each with the index of its first element. `wrong`
+    `filled` is the tensor that this rank writes its numbers into, and `start` the index of its first element. `wrong`
     counts wrong elements, of the result of `run` too.
     """
 
     def count_wrong() -> int:
-        for values, start in filled:
-            fill(values.detach(), scale=place.rank + 1, start=start)
+        fill(filled, scale=place.rank + 1, start=start)
         return wrong(run())
 
+    sized = filled if sized is None else sized
     return Operation(sized.nbytes, sized.dtype, run, count_wrong)
 
 
@@ -120,7 +120,7 @@ def all_reduce(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
     """Sum over all ranks, in place."""
     values, scale = place.empty(_whole(size_bytes, dtype, 1), dtype), sum_of_scales(place.ranks)
     run = partial(dist.all_reduce, values, group=place.group)
-    return _operation(place, values, run, (values, 0), wrong=lambda _: count_mismatches(values, scale=scale))
+    return _operation(place, values, run, wrong=lambda _: count_mismatches(values, scale=scale))
 
 
 def all_gather(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
@@ -128,7 +128,7 @@ def all_gather(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
     whole, own, start = _whole_and_own(place, size_bytes, dtype)
     run = partial(all_gather_single, whole, own, group=place.group)
     wrong = partial(count_mismatches_of_pieces, whole, ranks=place.ranks)
-    return _operation(place, whole, run, (own, start), wrong=lambda _: wrong())
+    return _operation(place, own, run, start=start, wrong=lambda _: wrong(), sized=whole)
 
 
 def reduce_scatter(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
@@ -136,7 +136,7 @@ def reduce_scatter(place: Place, size_bytes: int, dtype: torch.dtype) -> Operati
     whole, own, start = _whole_and_own(place, size_bytes, dtype)
     run = partial(reduce_scatter_single, own, whole, group=place.group)
     wrong = partial(count_mismatches, own, scale=sum_of_scales(place.ranks), start=start)
-    return _operation(place, whole, run, (whole, 0), wrong=lambda _: wrong())
+    return _operation(place, whole, run, wrong=lambda _: wrong())
 
 
 def all_to_all(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
@@ -145,7 +145,7 @@ def all_to_all(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
     received = torch.zeros_like(sent)
     run = partial(dist.all_to_all_single, received, sent, group=place.group)
     wrong = partial(count_mismatches_of_pieces, received, ranks=place.ranks, start=start)
-    return _operation(place, sent, run, (sent, 0), wrong=lambda _: wrong())
+    return _operation(place, sent, run, wrong=lambda _: wrong())
 
 
 def hierarchical(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
@@ -178,14 +178,14 @@ def _exchange(
             count += int((piece != expected).sum())
         return count
 
-    return _operation(place, sent, partial(compressed, exchange, wire, sent, parts), (sent, 0), wrong=wrong)
+    return _operation(place, sent, partial(compressed, exchange, wire, sent, parts), wrong=wrong)
 
 
 def broadcast(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
     """Copy what the first rank has to all."""
     values = place.empty(_whole(size_bytes, dtype, 1), dtype)
     run = partial(dist.broadcast, values, group_src=0, group=place.group)
-    return _operation(place, values, run, (values, 0), wrong=lambda _: count_mismatches(values, scale=1))
+    return _operation(place, values, run, wrong=lambda _: count_mismatches(values, scale=1))
 
 
 def send_recv(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
@@ -204,39 +204,7 @@ def send_recv(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
             work.wait()
 
     scale = (rank - 1) % ranks + 1
-    return _operation(place, sent, run, (sent, 0), wrong=lambda _: count_mismatches(received, scale=scale))
-
-
-def gather_split(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
-    """Join shares, and backward take the share of the gradient (`gather_forward_split_backward`)."""
-    gradient, own, start = _whole_and_own(place, size_bytes, dtype)
-    own.requires_grad_()
-
-    def run() -> tuple[torch.Tensor, torch.Tensor]:
-        whole = gather_forward_split_backward(own, 0, place.group)
-        return whole.detach(), torch.autograd.grad(whole, own, gradient)[0]
-
-    def wrong(results: tuple[torch.Tensor, torch.Tensor]) -> int:
-        of_whole = count_mismatches_of_pieces(results[0], ranks=place.ranks)
-        return of_whole + count_mismatches(results[1], scale=place.rank + 1, start=start)
-
-    return _operation(place, gradient, run, (gradient, 0), (own, start), wrong=wrong)
-
-
-def split_gather(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
-    """Take the own share, and backward join the gradients of all (`split_forward_gather_backward`)."""
-    whole, gradient, start = _whole_and_own(place, size_bytes, dtype)
-    whole.requires_grad_()
-
-    def run() -> tuple[torch.Tensor, torch.Tensor]:
-        own = split_forward_gather_backward(whole, 0, place.group)
-        return own.detach(), torch.autograd.grad(own, whole, gradient)[0]
-
-    def wrong(results: tuple[torch.Tensor, torch.Tensor]) -> int:
-        of_own = count_mismatches(results[0], scale=place.rank + 1, start=start)
-        return of_own + count_mismatches_of_pieces(results[1], ranks=place.ranks)
-
-    return _operation(place, whole, run, (whole, 0), (gradient, start), wrong=wrong)
+    return _operation(place, sent, run, wrong=lambda _: count_mismatches(received, scale=scale))
 
 
 BUILDERS: Mapping[Collective, Build] = {
@@ -249,13 +217,11 @@ BUILDERS: Mapping[Collective, Build] = {
     Collective.ALL_TO_ALL_FP8: partial(compressed_all_to_all, "fp8"),
     Collective.BROADCAST: broadcast,
     Collective.SEND_RECV: send_recv,
-    Collective.GATHER_SPLIT: gather_split,
-    Collective.SPLIT_GATHER: split_gather,
 }
 """Builder of each collective that has sizes. Arguments: place, size in bytes, dtype."""
 
 BUFFERS = 4
-"""Buffers of the measured size that a collective holds at most: two, and those of the backward."""
+"""Buffers of the measured size that a collective holds at most: two, and those of a compressed exchange."""
 
 
 def _whole(size_bytes: int, dtype: torch.dtype, ranks: int) -> int:

@@ -11,7 +11,6 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.bench_comm.links import Verdict
 from opensora_cli.engine.bench_comm.scaling import ScalingTable
-from opensora_cli.engine.bench_comm.timing import LatencyBandwidth
 from opensora_cli.engine.bench_comm.topology import Header
 from opensora_cli.media.plots import new_figure, write_figure
 from opensora_cli.settings.enums import Collective
@@ -50,17 +49,15 @@ class Row(Document):
 
 
 class BenchReport(Document):
-    """Report of a benchmark, in the schema `osora.bench-comm/2`."""
+    """Report of a benchmark, in the schema `osora.bench-comm/3`."""
 
-    SCHEMA: ClassVar[str | None] = "osora.bench-comm/2"
+    SCHEMA: ClassVar[str | None] = "osora.bench-comm/3"
 
     header: Header
     shows: str
     """`speed`, or `function` on gloo."""
     rows: tuple[Row, ...]
     verdicts: tuple[Verdict, ...]
-    fits: Mapping[Collective, LatencyBandwidth]
-    """Time as a function of the bytes that one rank sends, for collectives with several sizes."""
     scaling: tuple[ScalingTable, ...] = ()
     wrong: int
     """Wrong elements in all rows."""
@@ -83,7 +80,6 @@ class BenchReport(Document):
     def closing_lines(self) -> list[str]:
         """Return the lines below the table."""
         found = ["", *(f"verdict     {verdict.line()}" for verdict in self.verdicts)]
-        found += [f"fit         {_fit_line(collective, fit)}" for collective, fit in self.fits.items()]
         for table in self.scaling:
             found += ["", *table.lines()]
         found += [f"note        {note}" for note in self.notes]
@@ -123,9 +119,3 @@ class BenchReport(Document):
         axes.grid(visible=True, alpha=0.3)
         figure.legend(loc="outside right upper")
         write_figure(figure, path, replace=replace)
-
-
-def _fit_line(collective: Collective, fit: LatencyBandwidth) -> str:
-    rate = fit.bandwidth_gb_per_s
-    grows = ", whatever the size" if rate is None else f" + sent bytes / ({rate:.3f} GB/s)"
-    return f"{collective:<16}t = {fit.latency_s * 1e6:.1f} us{grows}"

@@ -18,7 +18,7 @@ from opensora_cli.engine.bench_comm.links import Verdict, expected_bandwidth, ju
 from opensora_cli.engine.bench_comm.operations import BUFFERS, BUILDERS, Operation, Place, bus_factor
 from opensora_cli.engine.bench_comm.report import TABLE_HEAD, BenchReport, Row
 from opensora_cli.engine.bench_comm.scaling import measure_scaling
-from opensora_cli.engine.bench_comm.timing import fit_latency_bandwidth, measure
+from opensora_cli.engine.bench_comm.timing import measure
 from opensora_cli.engine.bench_comm.topology import Header, gather_header
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
 from opensora_cli.engine.launch.rank import WatchedReporter, device_type, joined
@@ -130,11 +130,6 @@ def bench_comm(
         shows="function" if header.is_gloo else "speed",
         rows=rows,
         verdicts=tuple(_verdict(header, of_one) for of_one in found.values()),
-        fits={
-            collective: fit_latency_bandwidth([row.wire_bytes for row in of_one], [row.avg_s for row in of_one])
-            for collective, of_one in found.items()
-            if len(of_one) > 1
-        },
         scaling=tuple(tables),
         wrong=sum(row.wrong for row in rows),
         notes=(*place_notes, *notes),

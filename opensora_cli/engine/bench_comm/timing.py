@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from opensora_cli.core.device import has_streams, seconds_between, synchronize, timed, timing_event
-from opensora_cli.core.documents import Document
 
 _LIMIT_S = 10.0
 """Seconds after which slow links get fewer calls."""
@@ -84,33 +83,3 @@ def _by_events(run: Callable[[], object], iters: int, device: torch.device) -> l
         marks.append(timing_event(device))
     synchronize(device)
     return [seconds_between(begin, end) for begin, end in pairwise(marks)]
-
-
-class LatencyBandwidth(Document):
-    """The latency-bandwidth model of communication, t = a + b * bytes (Hockney 1994)."""
-
-    latency_s: float
-    """a: time of a collective without bytes."""
-    seconds_per_byte: float
-    """b: time of each byte that one rank sends."""
-
-    @property
-    def bandwidth_gb_per_s(self) -> float | None:
-        """1/b. None if the time does not grow with the bytes."""
-        return 1e-9 / self.seconds_per_byte if self.seconds_per_byte > 0 else None
-
-
-def fit_latency_bandwidth(num_bytes: Sequence[float], seconds: Sequence[float]) -> LatencyBandwidth:
-    """Fit a and b by least squares of the relative errors, so that 8 bytes count as much as 1 GiB.
-
-    Neither becomes negative: where that would fit best, it is 0 and the other is fitted alone. `seconds` are positive.
-    """
-    # With u = 1/t and v = bytes/t the relative error is a u + b v - 1.
-    u = 1 / np.asarray(seconds, dtype=np.float64)
-    v = np.asarray(num_bytes, dtype=np.float64) * u
-    (latency, per_byte), _, rank, _ = np.linalg.lstsq(np.stack((u, v), axis=1), np.ones_like(u))
-    if rank == 2 and latency < 0 <= per_byte:
-        latency, per_byte = 0.0, v.sum() / (v @ v)
-    elif rank < 2 or per_byte < 0:  # a single size, or times that fall with the size: everything is latency
-        latency, per_byte = u.sum() / (u @ u), 0.0
-    return LatencyBandwidth(latency_s=float(latency), seconds_per_byte=float(per_byte))

@@ -10,9 +10,10 @@ from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.bench_comm.links import Expectation, Judgement, Verdict
 from opensora_cli.engine.bench_comm.report import BenchReport, Row
 from opensora_cli.engine.bench_comm.run import doubling_sizes
-from opensora_cli.engine.bench_comm.timing import LatencyBandwidth, Times
+from opensora_cli.engine.bench_comm.scaling import ScalingRow, ScalingTable
+from opensora_cli.engine.bench_comm.timing import Times
 from opensora_cli.engine.bench_comm.topology import Header, HostLinks
-from opensora_cli.settings.enums import Collective
+from opensora_cli.settings.enums import Collective, Scaling
 
 NVLINK = Expectation(link="NVLink 4 x18", gb_per_s=450, stream_gb_per_s=450, good_share=0.7, source="NVIDIA")
 
@@ -59,7 +60,6 @@ def _report(*, backend: str = "nccl", wrong: int = 0) -> BenchReport:
         shows="function" if backend == "gloo" else "speed",
         rows=tuple(rows),
         verdicts=(verdict,),
-        fits={Collective.ALL_REDUCE: LatencyBandwidth(latency_s=1e-5, seconds_per_byte=1 / 200e9)},
         wrong=sum(row.wrong for row in rows),
     )
 
@@ -72,10 +72,8 @@ def test_times() -> None:
 
 def test_json_has_these_keys_and_numbers_only_where_numbers_belong() -> None:
     document = json.loads(json.dumps(_report().to_json(), allow_nan=False))
-    assert (document["schema"], document["shows"]) == ("osora.bench-comm/2", "speed")
-    assert set(document) == {
-        *("schema", "header", "shows", "rows", "verdicts", "fits", "scaling", "wrong", "notes", "files")
-    }
+    assert (document["schema"], document["shows"]) == ("osora.bench-comm/3", "speed")
+    assert set(document) == {*("schema", "header", "shows", "rows", "verdicts", "scaling", "wrong", "notes", "files")}
     assert len(document["rows"]) == 30
     assert document["rows"][0]["collective"] == "all_reduce"
     assert set(document["rows"][0]) == {
@@ -113,3 +111,11 @@ def test_the_chart_has_curves_and_what_links_should_give_but_on_gloo(
     texts = " ".join(text.text or "" for text in ElementTree.parse(path).iter("{http://www.w3.org/2000/svg}text"))
     assert [text for text in shown if text not in texts] == []
     assert absent not in texts
+
+
+def test_the_table_has_efficiency_only_where_it_means_something() -> None:
+    alone = ScalingRow(ranks=1, step_s=8.0, sent_bytes=0, efficiency=1.0)
+    two = ScalingRow(ranks=2, step_s=5.0, sent_bytes=2**20, efficiency=None)
+    head, _, *rows = ScalingTable(step="training step", scaling=Scaling.STRONG, rows=(alone, two)).lines()
+    assert head == "strong scaling of a training step"
+    assert [row.split() for row in rows] == [["1", "8000.00", "0.000", "100.0%"], ["2", "5000.00", "1.000", "-"]]
