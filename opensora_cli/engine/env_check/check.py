@@ -88,7 +88,6 @@ class _Checks:
             "cards": lambda: machine.check_gpus(self._torch(), self._gpus()),
             "links": lambda: machine.check_links(self._links()),
             "libraries": lambda: machine.check_libraries(self._torch(), self._gpus()),
-            "precision": lambda: machine.check_precision(self._gpus()),
             "attention": host.check_attention,
             "video": host.check_encoder,
             "memory": lambda: host.check_memory(self._host(), self._weights(), has_gpus=bool(self._gpus())),

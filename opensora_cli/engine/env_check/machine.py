@@ -131,6 +131,12 @@ def check_gpus(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Finding]
             )
         else:
             yield ok(f"{label}, sm_{_number(gpu.capability)}")
+        if gpu.capability < (8, 0):
+            yield warning(
+                f"cuda:{gpu.index} has no bfloat16 units",
+                why="--dtype auto means bfloat16 on CUDA, which this GPU emulates, slowly",
+                fix="--dtype float16",
+            )
         if gpu.free_bytes < gpu.total_bytes // 2:
             yield warning(
                 f"cuda:{gpu.index} is more than half full",
@@ -213,21 +219,6 @@ def shadowing_libraries(environment: Mapping[str, str], *, own: Path) -> tuple[s
         names = sorted(os.listdir(folder))
         found += [str(Path(folder, name)) for name in names if name.startswith(_CUDA_LIBRARIES)]
     return tuple(found)
-
-
-def check_precision(gpus: Sequence[GpuFacts]) -> Iterator[Finding]:
-    """Report the precision in which this machine computes."""
-    if not gpus:
-        yield ok("float32 on the CPU; --dtype bfloat16 halves the memory")
-    for gpu in gpus:
-        if gpu.capability < (8, 0):
-            yield warning(
-                f"cuda:{gpu.index} has no bfloat16 units (sm_{_number(gpu.capability)})",
-                why="--dtype auto means bfloat16 on CUDA, which this GPU emulates, slowly",
-                fix="--dtype float16",
-            )
-        else:
-            yield ok(f"cuda:{gpu.index} computes in bfloat16")
 
 
 def _number(capability: tuple[int, int]) -> str:

@@ -25,7 +25,6 @@ from opensora_cli.engine.env_check.machine import (
     check_gpus,
     check_libraries,
     check_links,
-    check_precision,
     check_python,
     check_torch,
     is_supported,
@@ -44,6 +43,7 @@ TORCH = TorchFacts(
     nccl="2.28.9",
     cudnn="9.13.0",
 )
+NEWER_TORCH = replace(TORCH, architectures=("sm_90", "compute_120"))
 CPU_TORCH = TorchFacts(version="2.13.0+cpu")
 DRIVER = DriverFacts(version="580.95.05", gpus=("NVIDIA GeForce RTX 4090",))
 GPU = GpuFacts(index=0, name="NVIDIA GeForce RTX 4090", capability=(8, 9), total_bytes=24 * GIB, free_bytes=23 * GIB)
@@ -91,7 +91,6 @@ def test_a_desktop_has_only_ok_and_notes():
         *check_links([]),
         *check_libraries(TORCH, [GPU]),
         *check_libraries(replace(TORCH, nccl=None), [GPU]),
-        *check_precision([GPU]),
         *check_memory(HOST, WEIGHTS, has_gpus=True),
         *check_memory(SMALL, WEIGHTS, has_gpus=False),
         *check_disk(WEIGHTS),
@@ -123,12 +122,12 @@ def test_other_accelerators_are_marked_as_untested():
         (check_torch(NO_CUDA, DriverFacts()), WARNING, "no NVIDIA driver was found", "--gpus all"),
         (check_torch(NO_CUDA, BROKEN_DRIVER), PROBLEM, "version mismatch", "restart"),
         (check_torch(CPU_TORCH, BROKEN_DRIVER), PROBLEM, "version mismatch", "restart"),
-        (check_gpus(TORCH, [replace(GPU, capability=(6, 0))]), PROBLEM, "sm_60", "pytorch.org"),
+        (check_gpus(NEWER_TORCH, [replace(GPU, capability=(8, 9))]), PROBLEM, "sm_89", "pytorch.org"),
         (check_gpus(TORCH, [replace(GPU, is_mig=True)]), WARNING, "a MIG slice", "nvidia-smi -mig 0"),
         (check_gpus(TORCH, [replace(GPU, free_bytes=11 * GIB)]), WARNING, "more than half full", "nvidia-smi"),
         (check_libraries(replace(TORCH, nccl=None), SERVER_GPUS), PROBLEM, "no NCCL", "WSL 2"),
         (check_libraries(replace(TORCH, cudnn=None), [GPU]), WARNING, "no cuDNN", "install torch again"),
-        (check_precision([replace(GPU, capability=(7, 5))]), WARNING, "no bfloat16", "--dtype float16"),
+        (check_gpus(TORCH, [replace(GPU, capability=(7, 5))]), WARNING, "no bfloat16", "--dtype float16"),
         (check_memory(SMALL, WEIGHTS, has_gpus=True), WARNING, "16.0 GiB of 64.0 GiB", "add memory"),
         (check_memory(CONTAINER, WEIGHTS, has_gpus=True), WARNING, "8.0 GiB of 64.0 GiB", "add memory"),
         (check_disk(replace(WEIGHTS, free_disk_bytes=GIB)), WARNING, "1.0 GiB free for /w", "--to DIR"),
