@@ -27,7 +27,6 @@ from opensora_cli.core.formatting import first_few, plain
 from opensora_cli.core.reading import read_json_object, stays_inside
 from opensora_cli.core.strict_json import shown
 
-_LISTED = 10
 _START_BYTES = 512
 _SHOWN_BYTES = 16
 _TORCH_MAGIC = b"PK\x03\x04"
@@ -236,7 +235,7 @@ def _find_weights(folder: Path) -> Path:
             raise kind
     if unfinished := all_epoch_folders(folder):
         raise unfinished_error(unfinished[0])
-    there = f"only {_names(kinds)}" if kinds else "no file"
+    there = f"only {first_few([path.name for path in kinds])}" if kinds else "no file"
     raise CheckpointError(
         f"{folder} holds no checkpoint: there is {there}", hint="name the file or folder with weights"
     )
@@ -244,11 +243,6 @@ def _find_weights(folder: Path) -> Path:
 
 def _only(paths: list[Path], folder: Path) -> Path:
     if len(paths) > 1:
-        raise RequestError(f"{folder} holds several checkpoints: {_names(paths)}", hint="name one of them")
+        names = first_few([path.name for path in paths])
+        raise RequestError(f"{folder} holds several checkpoints: {names}", hint="name one of them")
     return paths[0]
-
-
-def _names(paths: Iterable[Path]) -> str:
-    names = [path.name if path.name.isprintable() else ascii(path.name) for path in paths]
-    rest = len(names) - _LISTED
-    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,7 +1,5 @@
-"""Report of `osora bench-comm`: a document, lines, CSV and a chart."""
+"""Report of `osora bench-comm`: a document, lines and a chart."""
 
-import csv
-import io
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -19,7 +17,7 @@ TABLE_HEAD = (
     f"{'collective':<16}{'size (B)':>11}{'dtype':>9}{'avg (us)':>10}{'p99 (us)':>10}"
     f"{'algbw':>8}{'busbw':>8}{'#wrong':>7}"
 )
-"""Bandwidths in GB/s, as nccl-tests print them. JSON and CSV also have the least and the median time."""
+"""Bandwidths in GB/s, as nccl-tests print them. JSON also has the least and the median time."""
 
 
 class Row(Document):
@@ -84,15 +82,6 @@ class BenchReport(Document):
             found += ["", *table.lines()]
         found += [f"note        {note}" for note in self.notes]
         return [*found, *(f"wrote       {path}" for path in self.files.values())]
-
-    def csv_lines(self) -> list[str]:
-        """Return the rows as CSV (RFC 4180), with a head."""
-        rows = [row.to_json() for row in self.rows]
-        text = io.StringIO()
-        writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        return text.getvalue().splitlines()
 
     def write_plot(self, path: str, *, replace: bool) -> None:
         """Write a chart of bus bandwidth over size, with a dashed line at the best rate of the links.

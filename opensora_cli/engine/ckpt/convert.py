@@ -1,4 +1,4 @@
-"""Weights that are made from other weights: `osora ckpt convert`, and the writing for `merge-lora`, too."""
+"""Weights that are made from other weights: `osora ckpt convert` and `osora ckpt merge-lora`."""
 
 import json
 import os
@@ -12,8 +12,10 @@ from pydantic import Field
 
 import opensora_cli
 from opensora_cli.checkpoint.contents import Checkpoint
+from opensora_cli.checkpoint.formats.lora_file import open_adapter
 from opensora_cli.checkpoint.fp8 import FP8_DTYPES, dequantize, quantize, separated, without_scales
 from opensora_cli.checkpoint.lazy import LazyTensor
+from opensora_cli.checkpoint.lora import merge
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.readable import listing_sha256, sha256_of
 from opensora_cli.checkpoint.targets import check_target
@@ -27,6 +29,7 @@ from opensora_cli.core.formatting import first_few, format_bytes
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.engine.ckpt.identify import check, read_released
 from opensora_cli.engine.ckpt.layout import change_layout, find_layout, is_implied_by_names
+from opensora_cli.engine.components.lora_files import fit_to_model, require_finite
 from opensora_cli.settings.ckpt import ConvertSettings, MergeLoraSettings, WeightDType
 
 _DTYPES = {
@@ -65,6 +68,15 @@ class Conversion(Derived):
     """Plan or result of a conversion."""
 
     SCHEMA: ClassVar[str | None] = "osora.ckpt.convert/2"
+
+
+class Merge(Derived):
+    """Weights with an adapter added or subtracted."""
+
+    SCHEMA: ClassVar[str | None] = "osora.ckpt.merge-lora/2"
+
+    changed: int
+    """Number of tensors that the adapter changes."""
 
 
 DerivedT = TypeVar("DerivedT", bound=Derived)
@@ -120,6 +132,33 @@ def _converted(source: Checkpoint, settings: ConvertSettings) -> tuple[dict[str,
         to = _DTYPES[settings.dtype]
         entries = quantize(entries, to) if settings.dtype.is_fp8 else cast(entries, to)
     return entries, metadata
+
+
+def merge_lora(settings: MergeLoraSettings, *, reporter: Reporter | None = None) -> Merge:
+    """Write the base model with the adapter added, or subtracted again.
+
+    Raises:
+        RequestError: the adapter is of a kind that cannot be merged, or unmerged, or paths contradict each other.
+        CheckpointError: base or adapter are missing or broken, or don't fit each other.
+        OutputError: the target exists already, is too large for the disk or cannot be written.
+    """
+    reporter = reporter or SilentReporter()
+    base = open_checkpoint(Path(settings.base))
+    shapes = {name: entry.shape for name, entry in base.entries.items()}
+    adapter = fit_to_model(open_adapter(Path(settings.adapter)), shapes, base.metadata)
+    require_finite(adapter.files)
+    reporter.note(f"adapter {adapter.path}: {adapter.scales}, times --scale {settings.scale:g}")
+    entries = merge(base.entries, adapter, scale=-settings.scale if settings.unmerge else settings.scale)
+    return write_derived(
+        Merge,
+        settings,
+        base,
+        entries,
+        base.metadata,
+        reporter=reporter,
+        more_sources=[adapter.path],
+        changed=len(adapter.updates),
+    )
 
 
 def write_derived(

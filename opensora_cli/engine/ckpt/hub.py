@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import huggingface_hub
 from huggingface_hub import constants
@@ -91,10 +90,10 @@ def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
     """Ask the Hub for a repository by its owner and name. `files` holds only files with `wanted` names.
 
     Raises:
-        RequestError: HF_ENDPOINT is no address, or proxies or certificates of the environment are unusable.
+        RequestError: proxies or certificates of the environment are unusable.
         CheckpointError: the Hub cannot be reached, lacks the repository, or gives this token no access to it.
     """
-    _require_usable_environment()
+    _require_session()
     with _explained(name):
         found = huggingface_hub.HfApi().model_info(
             name, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT, token=huggingface_hub.get_token()
@@ -123,19 +122,7 @@ def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
         )
 
 
-def _require_usable_environment() -> None:
-    url = constants.ENDPOINT
-    try:
-        parts = urlsplit(url)
-        is_plain = url.isprintable() and not {" ", "?", "#", "\\"} & set(url)
-        is_address = is_plain and parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        is_address = False
-    if not is_address:
-        raise RequestError(
-            f"HF_ENDPOINT={_endpoint()} must be an address of http:// or https://, without query or fragment",
-            hint="unset HF_ENDPOINT, or export HF_ENDPOINT=https://HOST",
-        )
+def _require_session() -> None:
     try:
         get_session()
     except (ImportError, OSError, ValueError, _InvalidURL) as error:

@@ -131,14 +131,6 @@ class TestSelecting:
         assert open_torch(tmp_path / "a").selections == (Selection.MODEL, Selection.EMA)
         assert bit_equal(opened(tmp_path / "a", Selection.EMA), ema)
 
-    def test_an_average_without_names_is_refused(self, tmp_path):
-        model = nn.Linear(2, 2).state_dict()
-        average = {"decay": 0.99, "shadow_params": list(model.values())}
-        torch.save({"model": model, "ema": average}, tmp_path / "a")
-        assert bit_equal(opened(tmp_path / "a", Selection.MODEL), model)
-        with pytest.raises(CheckpointError, match=r"its ema weights are a list \(shadow_params\) without names"):
-            open_torch(tmp_path / "a", select=Selection.EMA)
-
     @pytest.mark.parametrize("key", ["model", "state_dict", "module"])
     def test_a_wrapper_is_taken_off(self, tmp_path, key):
         torch.save({key: {"a": torch.ones(1)}, "optimizer": {"state": {0: torch.ones(3)}}, "lr": 0.1}, tmp_path / "a")

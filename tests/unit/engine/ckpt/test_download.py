@@ -248,24 +248,16 @@ def test_wrong_proxies_and_certificates_are_bad_requests(
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "shown"),
-    [
-        ("http://[::1", "http://[::1"),
-        ("ftp://x", "ftp://x"),
-        ("", ""),
-        ("http://x:99999", "http://x:99999"),
-        ("http://x?a", "http://x?a"),
-        ("http://a\x1b[31mb", r"'http://a\x1b[31mb'"),
-        ("https://user:pa/ss@w@host", "https://<hidden>@host"),
-    ],
+    "endpoint", ["http://[::1", "ftp://x", "", "http://x:99999", "http://x?a", "http://a\x1b[31mb"]
 )
-def test_an_endpoint_that_is_no_address_is_a_bad_request(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, endpoint: str, shown: str
+def test_an_endpoint_that_is_no_address_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, endpoint: str
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(CheckpointError) as caught:
         plan_download(settings(tmp_path))
-    assert caught.value.message.startswith(f"HF_ENDPOINT={shown} must be an address of http:// or https://")
+    assert caught.value.message.isprintable()
+    assert "HF_ENDPOINT" in str(caught.value.hint)
 
 
 def test_the_password_of_an_endpoint_is_not_shown(

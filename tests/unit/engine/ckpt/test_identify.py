@@ -66,10 +66,7 @@ def test_other_transformers_are_described_by_their_sizes():
     config = MMDiTConfig(hidden_size=48, num_heads=4, axes_dim=(4, 4, 4), depth=1, depth_single_blocks=3)
     with torch.device("meta"):
         shapes = shapes_of(MMDiT(config))
-    title = (
-        "MMDiT of 1 double-stream and 3 single-stream blocks, hidden size 48, 4 heads, 64 input channels, "
-        "condition embedding, {} q/k/v"
-    )
+    title = "MMDiT of 1 double-stream and 3 single-stream blocks, hidden size 48, 4 heads, 64 input channels, {} q/k/v"
     assert identify(shapes) == Identity(name=None, title=title.format("split"), prefix="")
     assert identify(in_other_layout(shapes)) == Identity(name=None, title=title.format("fused"), prefix="")
 
