@@ -5,8 +5,9 @@
 
 Each part compares in alternating pairs, after a warm-up of both. For each comparison it prints the median wall-clock
 seconds, and the median, lowest and highest ratio of the pairs. It also prints the ratio of CPU seconds, which depend
-less on other programs. The part `start` compares whole commands with limits in seconds, which take the column
-`plain s`: CPU seconds of commands that refuse or explain, else wall-clock seconds of an idle machine. The exit code is 1 if a part misses its goal in wall-clock time.
+less on other programs. The part `start` compares whole commands with limits in seconds, in the column `plain s`: CPU
+seconds of commands that refuse or explain, else wall-clock seconds of an idle machine. The exit code is 1 if a part
+misses its goal in wall-clock time.
 """
 
 import argparse

@@ -36,16 +36,6 @@ def test_another_rank_and_another_place_are_wrong_everywhere(scale: int, start: 
     )
 
 
-def test_pieces_of_all_ranks() -> None:
-    gathered = torch.cat([_filled(torch.float32, scale=rank + 1, start=rank * COUNT) for rank in range(3)])
-    assert operations.count_mismatches_of_pieces(gathered, ranks=3) == 0
-    swapped = gathered.view(3, -1)[[1, 0, 2]].flatten()
-    assert operations.count_mismatches_of_pieces(swapped, ranks=3) > COUNT
-
-    exchanged = torch.cat([_filled(torch.float32, scale=rank + 1, start=COUNT) for rank in range(3)])
-    assert operations.count_mismatches_of_pieces(exchanged, ranks=3, start=COUNT) == 0
-
-
 def test_sums_over_a_thousand_ranks_are_exact_in_float32() -> None:
     assert operations.sum_of_scales(4) == 1 + 2 + 3 + 4
     assert 31 * operations.sum_of_scales(1000) < 2**24

@@ -74,16 +74,3 @@ def test_other_transformers_are_described_by_their_sizes():
 @pytest.mark.parametrize("shapes", [{}, {"weight": (3, 4)}, {"encoder.weight": ()}])
 def test_unknown(shapes):
     assert identify(shapes) is None
-
-
-@pytest.mark.parametrize(
-    "shapes",
-    [
-        {"img_in.weight": ()},
-        {"img_in.weight": (0, 0), "a.norm.query_norm.scale": (0,)},
-        {"img_in.weight": (4,), "txt.img_in.weight": (4, 4), "a.norm.query_norm.scale": (2,)},
-        {"img_in.weight": (4, 4), "a.norm.query_norm.scale": (3,)},
-    ],
-)
-def test_strange_shapes_break_nothing(shapes):
-    assert identify(shapes) == Identity(name=None, title="MMDiT", prefix="")

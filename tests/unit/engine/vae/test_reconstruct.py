@@ -14,7 +14,7 @@ from small_autoencoders import SMALL_DC_AE, SMALL_FLUX_AE, SMALL_HUNYUAN
 from torch import Tensor
 
 from opensora_cli.core import files as core_files
-from opensora_cli.core.exceptions import BatchError, CheckpointError, OutputError
+from opensora_cli.core.exceptions import BatchError, OutputError
 from opensora_cli.engine.components.autoencoders import new_autoencoder
 from opensora_cli.engine.vae import reconstruct as vae_reconstruct
 from opensora_cli.engine.vae.reconstruct import Failed, Reconstructed, reconstruct, windows
@@ -265,19 +265,3 @@ def test_a_result_never_takes_the_place_of_a_source(tmp_path: Path) -> None:
     settings = demo_settings(tmp_path, files).replace({"output.folder": str(tmp_path), "output.overwrite": True})
     with pytest.raises(OutputError, match="is one of the files to be reconstructed"):
         reconstruct(settings)
-
-
-@pytest.mark.parametrize(
-    ("kind", "repo", "hint"),
-    [
-        ("dc_ae", "any/repo", "osora ckpt download open-sora-v2-dc-ae --to {folder}"),
-        ("hunyuan", None, None),
-    ],
-)
-def test_missing_weights_say_how_to_get_them(tmp_path: Path, kind: str, repo: str | None, hint: str | None) -> None:
-    settings = tiny_settings(
-        tmp_path, kind, ["a.png"], **{"weights.file": "gone.safetensors", "weights.hub_repo": repo}
-    )
-    with pytest.raises(CheckpointError, match=r"gone\.safetensors") as caught:
-        reconstruct(settings)
-    assert caught.value.hint == (hint and hint.format(folder=tmp_path / "weights"))
