@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from gpu_bench import Bench, Row
-from gpu_parts import attention, denoising, evaluation, rates, settings
-from gpu_stages import collectives, convolutions, decoding, limits, streaming, text, training
+from gpu_parts import attention, decoding, evaluation, rates, settings, streaming, training
 
 from opensora_cli.core.device import release_memory
 from opensora_cli.core.files import write_json_atomic
@@ -47,13 +46,8 @@ PARTS = {
     "settings": Part("an evaluation of 256px with compilation, 8 bits and the like", settings, 60),
     "768px": Part("an evaluation of 768px, plain and ours", lambda bench: evaluation(bench, "768px"), 90),
     "decoding": Part("decoding 256px and 768px", decoding, 40),
-    "convolutions": Part("convolutions of the decoder in both layouts", convolutions, 10),
-    "denoising": Part("all steps of 256px, exact and fast", denoising, 60),
     "streaming": Part("blocks that come from the host's memory, beside those that stay", streaming, 70),
     "training": Part("a training step of blocks of the released width", training, 30),
-    "collectives": Part("links between GPUs, by osora bench-comm", collectives, 60),
-    "text": Part("T5 and CLIP", text, 30),
-    "limits": Part("768px within 16 GiB, 256px within 12, beside their plans", limits, 120),
 }
 
 

@@ -1,12 +1,11 @@
 """Predicted times beside measured and published ones, and the tables of the pages about predictions.
 
 The efficiencies of products, attention and the autoencoder are fitted to times of an H100 in the log of `gpu.py`.
-`python benchmarks/predict.py --fit` fits the efficiencies of the reference implementation to two of its five published
-times, and predicts the other three; `--tables` prints the tables.
+`python benchmarks/predict.py` fits the efficiencies of the reference implementation to two of its five published times,
+and predicts the other three; `--tables` prints the tables.
 """
 
 import argparse
-import itertools
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,14 +15,13 @@ from typing import TypeVar
 
 from opensora_cli.core.device import GIB
 from opensora_cli.core.formatting import duration
-from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.estimate.predicted_time import TRAFFIC, Seconds, added, times, total
 from opensora_cli.engine.generate.chain import alone
 from opensora_cli.engine.generate.plan import Plan, make_plan
 from opensora_cli.engine.generate.predicted import decoding, evaluation, loading, predict_time, text
 from opensora_cli.engine.generate.ranks import hardware_of_ranks
 from opensora_cli.engine.train.estimate import estimate_training
-from opensora_cli.engine.train.plan import TrainPlan, plan_training, with_memory
+from opensora_cli.engine.train.plan import TrainPlan, plan_training
 from opensora_cli.engine.train.predicted import predict_step
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.hardware import GpuSettings, read_machine
@@ -38,7 +36,6 @@ GPUS = ("4090", "A100-80GB", "H100", "H200")
 TRAINING_GPUS = ("H100", "H200")
 STAGES = ("image", "stage1", "stage2")
 COUNTS = (1, 2, 4, 8)
-RECOMPUTING = (("stage1_lora_16gib", "1x4090"), ("stage1", "16xH100"), ("stage2", "16xH200"))
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,8 @@ PUBLISHED = (
     Published("768px", 8, 276, 582.6),
 )
 FITTED_TO = (PUBLISHED[0], PUBLISHED[3])
-"""Pair of times for the fit, with the smallest error of the other three among all pairs."""
+"""Pair of times for the fit, with the smallest error of the other three among all pairs: other pairs leave 15 % and
+more."""
 
 
 @cache
@@ -164,22 +162,6 @@ def errors(gpu: GpuSettings, left_out: Sequence[Published] = ()) -> Mapping[Publ
     return {time: of_reference(time, gpu) / time.seconds - 1 for time in PUBLISHED if time not in left_out}
 
 
-def fit_table(gpu: GpuSettings) -> list[str]:
-    """Return the table of all pairs of times for the fit, sorted by the error of the other times."""
-    found = []
-    for two in itertools.combinations(PUBLISHED, 2):
-        try:
-            fitted = fit(two, gpu)
-        except ValueError:
-            continue
-        worst = max(map(abs, errors(fitted, two).values()))
-        reached = (f"{part:.1%}" for part in (fitted.product_efficiency, fitted.attention_efficiency))
-        times_of = " and ".join(f"{time.resolution} on {time.gpus}" for time in two)
-        found.append((worst, _row((times_of, *reached, f"{worst:.1%}"))))
-    head = _row(("fitted to", "products reach", "attention reaches", "largest error of the other three"))
-    return [head, _row(["---"] * 4), *(row for _, row in sorted(found))]
-
-
 def truth_table(gpu: GpuSettings) -> list[str]:
     """Return published times beside the predictions for the reference and for our own plan of the same work."""
     two, reference = FITTED_TO, fit(FITTED_TO, gpu)
@@ -251,29 +233,6 @@ def training_table() -> list[str]:
     return [head, _row(["---"] * 5), *rows]
 
 
-def recomputing_row(recipe: str, machine: str, *, is_selective: bool) -> str:
-    """Return the row for memory and step of a recipe, unchanged or with selective checkpointing, with the command."""
-    changes = {"memory.checkpointing": "selective"} if is_selective else {}
-    given = "".join(f" --set {key}={value}" for key, value in changes.items())
-    plan = train_plan(recipe, machine, {"train_mmdit.cache": "cache", **changes})
-    plan = with_memory(plan, reporter=SilentReporter(), machine=read_machine(machine))
-    held, time = plan.activations, plan.predicted
-    assert held is not None
-    assert time is not None
-    peak, free = (0 if plan.memory is None else plan.memory.device_peak_bytes) / GIB, (plan.free_bytes or 0) / GIB
-    again = " and ".join(f"{count} {path}" for path, count in held.checkpointed_blocks.items())
-    again += ", without attention" * is_selective
-    command = f"`osora train --config {recipe} --set train_mmdit.cache=cache{given} --dry-run --on {machine}`"
-    return _row((command, f"{peak:.1f} of {free:.1f} GiB", again, duration(time.seconds)))
-
-
-def recomputing_table() -> list[str]:
-    """Return the table of recipes, unchanged and with `memory.checkpointing=selective`."""
-    head = _row(("command", "memory of a GPU", "computed again", "a step, predicted"))
-    rows = [recomputing_row(*each, is_selective=way) for each in RECOMPUTING for way in (False, True)]
-    return [head, _row(["---"] * 4), *rows]
-
-
 def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
@@ -281,18 +240,14 @@ def _row(cells: Iterable[str]) -> str:
 def main() -> None:
     """Print the requested tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--fit", action="store_true", help="fit efficiencies to each two of the published times")
     parser.add_argument("--tables", action="store_true", help="print the tables of the page")
     asked = parser.parse_args()
     h100 = read_machine("H100").gpu
     print("\n".join((*measured_table(h100), "", *truth_table(h100))))
-    if asked.fit:
-        print("", *fit_table(h100), sep="\n")
     if asked.tables:
-        for resolution in ("256px", "768px"):
+        for resolution in PRESETS:
             print("", *generation_table(resolution), sep="\n")
         print("", *training_table(), sep="\n")
-        print("", *recomputing_table(), sep="\n")
 
 
 if __name__ == "__main__":

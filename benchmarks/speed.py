@@ -5,84 +5,105 @@
 
 Each part compares in alternating pairs, after a warm-up of both. For each comparison it prints the median wall-clock
 seconds, and the median, lowest and highest ratio of the pairs. It also prints the ratio of CPU seconds, which depend
-less on other programs. The exit code is 1 if a part misses its goal in wall-clock time.
+less on other programs. The part `start` compares whole commands with limits in seconds, in the column `plain s`: CPU
+seconds of commands that refuse or explain, else wall-clock seconds of an idle machine. The exit code is 1 if a part
+misses its goal in wall-clock time.
 """
 
 import argparse
-import json
 import os
-import platform
+import resource
+import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from statistics import median
 
 import torch
-from speed_loop import measure_block, measure_fast, measure_loop
-from speed_pairs import HEAD, Row
-from speed_start import measure_start
-from speed_train import measure_train
-from speed_vae import SIZES, measure_vae
+from speed_loop import measure_block, measure_loop
+from speed_pairs import Row, report
 
 SCHEMA = "osora.bench.speed/1"
+_TORCH = [sys.executable, "-c", "import torch"]
+_OSORA = [sys.executable, "-m", "opensora_cli"]
+_DEMO = ["generate", "raining, sea", "--model", "demo", "--device", "cpu", "--no-cache", "--quiet"]
+_PLAN_S = 2.3
+_DEMO_S = 3.5
+_RANKS_S = 3.0
+"""Additional seconds of two processes."""
 
 
-class Part(NamedTuple):
-    """Part that `--part` can name."""
-
-    what: str
-    measure: Callable[[argparse.Namespace], Iterator[Row]]
-
-
-PARTS = {
-    "loop": Part("the demo's denoising, t2v and i2v, against three batched branches at every step", measure_loop),
-    "fast": Part("the demo's denoising and decoding with --fast, against the plain ones", measure_fast),
-    "block": Part("an evaluation of blocks of the released size", measure_block),
-    "start": Part("commands as a whole, help and refusals to the demo on two ranks, against limits", measure_start),
-    "train": Part("a training step with everything on, against a plain loop", measure_train),
-    "vae": Part("the autoencoder, encode and decode, whole and in tiles: time and memory", measure_vae),
-}
+def measure_start(options: argparse.Namespace) -> Iterator[Row]:
+    """Yield rows for torch's import, commands without it, a plan of the demo, and the demo in one and two processes."""
+    yield _row("import torch", _TORCH, None, options.pairs)
+    yield _row("--help", [*_OSORA, "--help"], 0.3, options.pairs, by_processor=True)
+    wrong = [*_OSORA, "generate", "sea", "--steps", "0"]
+    yield _row("a wrong request", wrong, 0.5, options.pairs, by_processor=True, expected=2)
+    yield _row("generate --dry-run", [*_OSORA, *_DEMO, "--dry-run"], _PLAN_S, options.pairs)
+    alone = _row("generate", [*_OSORA, *_DEMO], _DEMO_S, options.pairs)
+    yield alone
+    yield _row("generate --gpus 2", [*_OSORA, *_DEMO, "--gpus", "2"], alone.ours_s + _RANKS_S, options.pairs)
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options of the command line."""
-    parts = "\n".join(f"  {name:<10} {part.what}" for name, part in PARTS.items())
-    parser = argparse.ArgumentParser(
-        description=f"{__doc__}\nparts:\n{parts}", formatter_class=argparse.RawDescriptionHelpFormatter
+def _row(
+    name: str,
+    command: Sequence[str],
+    limit_s: float | None,
+    runs: int,
+    *,
+    by_processor: bool = False,
+    expected: int = 0,
+) -> Row:
+    """Return the seconds of a command that exits with `expected`, after a run to warm up the disk cache."""
+    walls, processor = list[float](), list[float]()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
+    for _ in range(runs + 1):
+        with tempfile.TemporaryDirectory() as folder:
+            before, start = _processor_s(), time.perf_counter()
+            done = subprocess.run(command, cwd=folder, env=environment, capture_output=True)
+            walls.append(time.perf_counter() - start)
+            processor.append(_processor_s() - before)
+        if done.returncode != expected:
+            raise SystemExit(f"{' '.join(command)} exited with {done.returncode}: {done.stderr.decode()}")
+    held = (processor if by_processor else walls)[1:]
+    limit = median(held) if limit_s is None else limit_s
+    return Row(
+        name=name,
+        plain_s=limit,
+        ours_s=median(held),
+        faster=limit / median(held),
+        spread=(limit / max(held), limit / min(held)),
+        faster_processor=limit / median(processor[1:]),
+        goal=None if limit_s is None else 1.0,
+        note=f"{median(processor[1:]):.2f} s of the processor, {median(walls[1:]):.2f} s on the clock",
+        figures={"wall_s": walls[1:], "processor_s": processor[1:]},
     )
+
+
+def _processor_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+PARTS = {"loop": measure_loop, "block": measure_block, "start": measure_start}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print the table line by line, and return 1 if a goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--part", action="append", choices=list(PARTS), help="may be repeated; default: all")
     parser.add_argument("--pairs", type=int, default=7, help="of each comparison")
     parser.add_argument("--threads", type=int, help="that compute; default: torch's choice")
     parser.add_argument("--steps", type=int, default=50, help="of the loop")
     parser.add_argument("--tokens", type=int, default=8832, help="of the block, text included")
-    parser.add_argument("--pixels", type=int, action="append", choices=list(SIZES), help="of the vae; default: all")
     parser.add_argument("--json", type=Path, help="write the figures there")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table line by line, and return 1 if a goal is missed."""
-    options = parse(arguments)
+    options = parser.parse_args(arguments)
     if options.threads:
         torch.set_num_threads(options.threads)
-    load, rows = os.getloadavg()[0], list[tuple[str, Row]]()
-    print(HEAD, flush=True)
-    for name in options.part or PARTS:
-        for row in PARTS[name].measure(options):
-            rows.append((name, row))
-            print(row.line(name), flush=True)
-    if options.json:
-        figures = {
-            "schema": SCHEMA,
-            "torch": torch.__version__,
-            "device": platform.processor() or "cpu",
-            "processors": os.cpu_count(),
-            "threads": torch.get_num_threads(),
-            "load_before": load,
-            "rows": [row.document(name) for name, row in rows],
-        }
-        options.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    return 0 if all(row.is_reached for _, row in rows) else 1
+    rows = ((name, row) for name in options.part or PARTS for row in PARTS[name](options))
+    return 0 if report(rows, options.json, schema=SCHEMA, more={}) else 1
 
 
 if __name__ == "__main__":

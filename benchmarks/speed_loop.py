@@ -2,37 +2,29 @@
 
 import argparse
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 from plain_mmdit import plain_denoise, plain_forward
-from plain_vae import plain_decode
 from speed_pairs import Row, compared
 from torch import Tensor
 
-from opensora_cli.engine.components.architectures import load_autoencoder, new_autoencoder
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
-from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import CHUNK_TOKENS
 from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.models import load_transformer
 from opensora_cli.engine.generate.plan import Plan, make_plan
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.models.vae.hunyuan import HunyuanVAE
-from opensora_cli.models.vae.tiles import NO_TILING
 from opensora_cli.sampling.conditioning import prepare_inference_condition
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids, unpack_latents
 from opensora_cli.sampling.schedule import noise_latents
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
-from opensora_cli.settings.tools import tried_settings
 
 LOOP_GOALS = {"t2v": 2.2, "i2v_head": 1.5}
 BLOCK_GOAL = 1.1
-FAST_GOAL = 5.0
 _TEXT_TOKENS = 512
 _CPU = torch.device("cpu")
 
@@ -57,30 +49,6 @@ def measure_loop(options: argparse.Namespace) -> Iterator[Row]:
             )
 
 
-def measure_fast(options: argparse.Namespace) -> Iterator[Row]:
-    """Yield a row for the demo's denoising and decoding from text with `--fast`, against plain ones of all steps."""
-    settings = _demo("t2v", options.steps)
-    plan, fast = make_plan(settings), make_plan(tried_settings(settings, {"sampling.fast": True}))
-    transformer, hardware = load_transformer(plan), plan.hardware
-    vae = load_autoencoder(
-        plan.settings.vae, plan.weights.path(Component.VAE), device=hardware.device, dtype=hardware.dtype
-    )
-    (plain, _), (_, ours) = _loops(plan, transformer), _loops(fast, transformer)
-    plain_vae = new_autoencoder(settings.vae).requires_grad_(False).eval()
-    plain_vae.load_state_dict(vae.state_dict())
-    assert isinstance(plain_vae, HunyuanVAE)
-    with torch.inference_mode():
-        yield compared(
-            f"demo t2v, {fast.model_evaluations} for {3 * options.steps}",
-            lambda: plain_decode(plain_vae, plain(), tiling=NO_TILING),
-            lambda: vae.decode(ours()),
-            pairs=options.pairs,
-            goal=FAST_GOAL,
-            note="with decoding",
-            figures={"evaluations": fast.model_evaluations, "plain_evaluations": 3 * options.steps},
-        )
-
-
 def _demo(mode: str, steps: int) -> GenerateSettings:
     return load_preset("demo", prompt="a red ball").replace(
         {
@@ -102,7 +70,7 @@ def _loops(plan: Plan, transformer: MMDiT) -> tuple[Callable[[], Tensor], Callab
     channels, frames, rows, columns = plan.latent_shape
     references = None
     if plan.mode.needs_reference:
-        references = [[torch.randn(channels, 1, rows, columns, generator=generator)]]
+        references = [torch.randn(channels, 1, rows, columns, generator=generator)]
 
     def plain() -> Tensor:
         noise = noise_latents(
@@ -116,7 +84,8 @@ def _loops(plan: Plan, transformer: MMDiT) -> tuple[Callable[[], Tensor], Callab
             spatial_compression=settings.vae.grid.spatial_compression_ratio,
             patch_size=patch,
         )
-        mask, given = prepare_inference_condition(noise, plan.mode, references, settings.vae.grid.is_causal)
+        batched = None if references is None else [references]
+        mask, given = prepare_inference_condition(noise, plan.mode, batched, settings.vae.grid.is_causal)
         per_frame = rows * columns // patch**2
         scales = [
             (each.text, torch.tensor(each.image).repeat_interleave(per_frame)[None, :, None])
@@ -141,76 +110,50 @@ def _loops(plan: Plan, transformer: MMDiT) -> tuple[Callable[[], Tensor], Callab
 
 def measure_block(options: argparse.Namespace) -> Iterator[Row]:
     """Yield a row for two double-stream and four single-stream blocks of the released width in fp32."""
-    blocks = ReleasedBlocks.of(options)
-    plain, ours = partial(blocks.plain, blocks.model), blocks.ours(blocks.model)
+    config = MMDiTConfig(depth=2, depth_single_blocks=4)
+    generator = torch.Generator().manual_seed(0)
+    with torch.device("meta"):
+        model = MMDiT(config)
+    model = model.to_empty(device=_CPU).requires_grad_(False).eval()
+    # The weights repeat a few numbers: drawing five gigabytes takes longer than an evaluation.
+    drawn = 0.02 * torch.randn(2**20, generator=generator)
+    for weight in model.parameters():
+        for piece in weight.view(-1).split(len(drawn)):
+            piece.copy_(drawn[: len(piece)])
+    model.set_sequence_chunk(CHUNK_TOKENS)  # like plans
+    rows, columns = 16, 20
+    frames = max(1, (options.tokens - _TEXT_TOKENS) // (rows * columns))
+    tokens = frames * rows * columns
+    embeds = _embeds(config, _TEXT_TOKENS, generator)
+    latents_1ND = torch.randn(1, tokens, config.in_channels, generator=generator)
+    conditioning_1NK = torch.zeros(1, tokens, config.conditioning_channels)
+    ids_1N3 = position_ids(1, frames, rows, columns, device=_CPU)
+    plain = partial(
+        plain_forward,
+        model,
+        latents_1ND,
+        position_ids_BN3=ids_1N3,
+        timesteps_B=torch.full((1,), 0.5),
+        prompt_embeds_BLC=embeds.prompt_embeds_2LC[:1],
+        pooled_prompt_embeds_BV=embeds.pooled_prompt_embeds_2V[:1],
+        conditioning_BNK=conditioning_1NK,
+    )
+    velocity = GuidedVelocity(model, embeds, conditioning_BNK=conditioning_1NK, position_ids_1N3=ids_1N3)
+
+    def ours() -> Tensor:
+        return velocity(latents_1ND, 0.5, (Branch.COND,))[Branch.COND]
+
     with torch.inference_mode():
         error = _error(ours(), plain())
         yield compared(
-            f"released width, {blocks.tokens} tokens",
+            f"released width, {tokens + _TEXT_TOKENS} tokens",
             plain,
             ours,
             pairs=options.pairs,
             goal=BLOCK_GOAL,
             note=f"relative error {error:.1e}",
-            figures={"error": error, "tokens": blocks.tokens},
+            figures={"error": error, "tokens": tokens + _TEXT_TOKENS},
         )
-
-
-@dataclass(frozen=True)
-class ReleasedBlocks:
-    """Two double-stream and four single-stream blocks of the released width in fp32, with their inputs."""
-
-    model: MMDiT
-    latents_BND: Tensor
-    conditioning_BNK: Tensor
-    position_ids_BN3: Tensor
-    embeds: PromptEmbeds
-
-    @classmethod
-    def of(cls, options: argparse.Namespace) -> "ReleasedBlocks":
-        """Return blocks and inputs for the number of tokens in the options."""
-        config = MMDiTConfig(depth=2, depth_single_blocks=4)
-        generator = torch.Generator().manual_seed(0)
-        with torch.device("meta"):
-            model = MMDiT(config)
-        model = model.to_empty(device=_CPU).requires_grad_(False).eval()
-        # The weights repeat a few numbers: drawing five gigabytes takes longer than an evaluation.
-        drawn = 0.02 * torch.randn(2**20, generator=generator)
-        for weight in model.parameters():
-            for piece in weight.view(-1).split(len(drawn)):
-                piece.copy_(drawn[: len(piece)])
-        model.set_sequence_chunk(CHUNK_TOKENS)  # like plans
-        rows, columns = 16, 20
-        frames = max(1, (options.tokens - _TEXT_TOKENS) // (rows * columns))
-        tokens = frames * rows * columns
-        embeds = _embeds(config, _TEXT_TOKENS, generator)
-        latents = torch.randn(1, tokens, config.in_channels, generator=generator)
-        conditioning = torch.zeros(1, tokens, config.conditioning_channels)
-        return cls(model, latents, conditioning, position_ids(1, frames, rows, columns, device=_CPU), embeds)
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens of latents and text."""
-        return self.latents_BND.shape[1] + _TEXT_TOKENS
-
-    def plain(self, model: MMDiT) -> Tensor:
-        """Evaluate a model in the plain way."""
-        return plain_forward(
-            model,
-            self.latents_BND,
-            position_ids_BN3=self.position_ids_BN3,
-            timesteps_B=torch.full((1,), 0.5),
-            prompt_embeds_BLC=self.embeds.prompt_embeds_2LC[:1],
-            pooled_prompt_embeds_BV=self.embeds.pooled_prompt_embeds_2V[:1],
-            conditioning_BNK=self.conditioning_BNK,
-        )
-
-    def ours(self, model: MMDiT) -> Callable[[], Tensor]:
-        """Return a function that evaluates a model like a generation."""
-        velocity = GuidedVelocity(
-            model, self.embeds, conditioning_BNK=self.conditioning_BNK, position_ids_1N3=self.position_ids_BN3
-        )
-        return lambda: velocity(self.latents_BND, 0.5, (Branch.COND,))[Branch.COND]
 
 
 def _embeds(config: MMDiTConfig, length: int, generator: torch.Generator) -> PromptEmbeds:

@@ -1,10 +1,16 @@
-"""Comparison of two ways to do the same, in alternating pairs in one process, for the parts of `speed.py`."""
+"""Comparison of two ways to do the same, in alternating pairs in one process, and the table of such comparisons."""
 
+import json
+import os
+import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from statistics import median
 from typing import Any
+
+import torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +34,6 @@ class Row:
     figures: dict[str, Any] = field(default_factory=dict)
     """More figures, only for the JSON."""
 
-    @property
-    def is_reached(self) -> bool:
-        """Whether the goal is reached."""
-        return self.goal is None or self.faster >= self.goal
-
     def line(self, part: str) -> str:
         """Return the line of the table for people, in the columns of `HEAD`."""
         low, high = self.spread
@@ -42,15 +43,35 @@ class Row:
             f"{f'{low:.2f}-{high:.2f}':>11} {processor:>9} {goal:>5}  {self.note}"
         ).rstrip()
 
-    def document(self, part: str) -> dict[str, Any]:
-        """Return the row for the JSON."""
-        return {"part": part, **asdict(self)}
-
 
 HEAD = (
     f"{'part':<10} {'what':<34} {'plain s':>9} {'ours s':>9} {'faster':>7} {'spread':>11} {'processor':>9} "
     f"{'goal':>5}  note"
 )
+
+
+def report(rows: Iterable[tuple[str, Row]], path: Path | None, *, schema: str, more: Mapping[str, Any]) -> bool:
+    """Print each row, with its part, as soon as it is measured, write all to the JSON file `path`, and return whether
+    all goals are reached.
+    """
+    load, found = os.getloadavg()[0], list[tuple[str, Row]]()
+    print(HEAD, flush=True)
+    for part, row in rows:
+        found.append((part, row))
+        print(row.line(part), flush=True)
+    if path:
+        figures = {
+            "schema": schema,
+            "torch": torch.__version__,
+            "processor": platform.processor() or "cpu",
+            "processors": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "load_before": load,
+            **more,
+            "rows": [{"part": part, **asdict(row)} for part, row in found],
+        }
+        path.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+    return all(row.goal is None or row.faster >= row.goal for _, row in found)
 
 
 def compared(

@@ -82,8 +82,6 @@ _KEYS = {
 }
 """Usual names of the weights in a dictionary that holds more than them."""
 
-_NAMELESS = "shadow_params"
-"""Name of an average's list of tensors in diffusers."""
 _MAX_DEPTH = 32
 _MAX_TOTAL_NAME_LENGTH = 2**26
 
@@ -108,11 +106,6 @@ def find_weights(
     chosen = parts[selection or Selection.MODEL] if parts else tree
     for _ in range(_MAX_DEPTH):
         chosen = _parts(chosen, leaf).get(Selection.MODEL, chosen)
-    if isinstance(chosen, dict) and isinstance(dict.get(chosen, _NAMELESS), list | tuple):
-        raise CheckpointError(
-            f"{path}: its {selection} weights are a list ({_NAMELESS}) without names",
-            hint="save them from the program that made them: ema.copy_to(model.parameters()), then model.state_dict()",
-        )
     leaves: dict[str, LeafT] = {}
     # The time is bounded even for cycles and shared references.
     left = _MAX_TOTAL_NAME_LENGTH
@@ -148,14 +141,3 @@ def _parts(tree: Any, leaf: type[LeafT]) -> dict[Selection, dict[Any, Any]]:
         if found:
             parts[selection] = found[0]
     return parts
-
-
-def find_scalars(tree: Any) -> dict[str, str]:
-    """Return the plain values of `tree` beside its dictionaries."""
-    if not isinstance(tree, dict):
-        return {}
-    return {
-        key: str(value)
-        for key, value in dict.items(tree)
-        if isinstance(key, str) and isinstance(value, str | int | float | bool)
-    }

@@ -4,7 +4,6 @@ A `LazyTensor` has a shape and a dtype, and reads all its values at once. Conver
 only one tensor at a time is in memory, never a whole checkpoint.
 """
 
-import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -24,8 +23,6 @@ _MAX_DIMENSIONS = 64
 """Largest number of dimensions of a tensor that torch can compute with."""
 
 _MAX_BYTES = 2**63
-_PIECE_BYTES = 2**20
-"""Bytes written at a time, for the progress display."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,21 +86,14 @@ class LazyTensor:
         """Size in bytes."""
         return self.numel * self.dtype.itemsize
 
-    def write(self, file: FileIO, *, advance: Callable[[int], None] | None = None) -> None:
+    def write(self, file: FileIO) -> None:
         """Write the bytes at the position of an unbuffered file: row by row, little-endian.
-
-        `advance` is called with the bytes written by each step.
 
         Raises:
             CheckpointError: the values cannot be read.
             OSError: `file` cannot be written.
         """
-        content = bytes_of(self.read())
-        for start in range(0, len(content), _PIECE_BYTES):
-            piece = content[start : start + _PIECE_BYTES]
-            write_all(file, piece)
-            if advance is not None:
-                advance(len(piece))
+        write_all(file, bytes_of(self.read()))
 
 
 def bytes_of(values: Tensor) -> memoryview:
@@ -145,18 +135,14 @@ def rounded(values: Tensor, dtype: torch.dtype, *, name: str) -> Tensor:
         CheckpointError: finite numbers of the tensor `name` would become infinite.
     """
     result = values.to(dtype)
-    if _may_overflow(values, dtype) and bool((result.isinf() & values.isfinite()).any()):
+    is_narrower = (
+        values.dtype.is_floating_point
+        and dtype.is_floating_point
+        and torch.finfo(dtype).max < torch.finfo(values.dtype).max
+    )
+    if is_narrower and bool((result.isinf() & values.isfinite()).any()):
         raise CheckpointError(
             f"{plain(name)} has numbers that are too large for {str(dtype).removeprefix('torch.')}",
             hint="choose bf16 for it" if dtype is torch.float16 else "choose fp32 for it, or leave it as it is",
         )
     return result
-
-
-def _may_overflow(values: Tensor, dtype: torch.dtype) -> bool:
-    if not (values.numel() and values.dtype.is_floating_point and dtype.is_floating_point):
-        return False
-    largest = torch.finfo(dtype).max
-    if torch.finfo(values.dtype).max <= largest:
-        return False
-    return not max(math.fabs(bound) for bound in torch.stack(values.aminmax()).tolist()) < largest

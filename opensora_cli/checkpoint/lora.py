@@ -69,16 +69,14 @@ def require_fit(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], *, hint
         raise CheckpointError(f"{adapter.path} does not fit the model: {first_few(misfits)}")
 
 
-def merge(
-    entries: Mapping[str, LazyTensor], adapter: Adapter, *, scale: float = 1.0, subtract: bool = False
-) -> dict[str, LazyTensor]:
+def merge(entries: Mapping[str, LazyTensor], adapter: Adapter, *, scale: float = 1.0) -> dict[str, LazyTensor]:
     """Add an adapter's updates to the weights.
 
     Args:
         entries: the model's tensors, under the names they had in training.
         adapter: the adapter to merge.
-        scale: factor of each update, besides the scale of the update itself.
-        subtract: undo a merge with the same scale, up to rounding.
+        scale: factor of each update, besides the scale of the update itself. The negative one of a merge undoes it, up
+            to rounding.
 
     Raises:
         CheckpointError: the adapter is for tensors that are missing, have other shapes, or are not floating point with
@@ -95,9 +93,8 @@ def merge(
             f"an adapter cannot be merged into {str(dtypes[unfit[0]]).removeprefix('torch.')}: {first_few(unfit)}",
             hint="osora ckpt convert --dtype bf16 makes weights of 16 bits",
         )
-    signed = -scale if subtract else scale
     return {
-        name: _merged(entry, adapter.updates[name], scale=signed, name=name) if name in adapter.updates else entry
+        name: _merged(entry, adapter.updates[name], scale=scale, name=name) if name in adapter.updates else entry
         for name, entry in entries.items()
     }
 

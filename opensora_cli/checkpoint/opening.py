@@ -3,6 +3,7 @@
 The index of shards is the one of transformers: `weight_map`, tensor to file name, and `metadata`.
 """
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -25,17 +26,31 @@ from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few, plain, shown
 from opensora_cli.core.reading import read_json_object, stays_inside
 
-_LISTED = 10
 _START_BYTES = 512
 _SHOWN_BYTES = 16
 _TORCH_MAGIC = b"PK\x03\x04"
 _PICKLE_MAGIC = b"\x80"
-_TAR_MAGIC, _TAR_OFFSET = b"ustar", 257
-_GGUF_MAGIC = b"GGUF"
-_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-_WEB_PAGES = (b"<!doctype", b"<html", b"<?xml")
-
 _INDEX, _SAFETENSORS_INDEX = ".index.json", ".safetensors.index.json"
+_NO_WEIGHTS = (
+    (rb"$", "is empty", "fetch it again"),
+    (rb"GGUF", "is a GGUF file, which osora does not read", "get the safetensors file of this model"),
+    (
+        rb"version https://git-lfs.github.com/spec/",
+        "is a pointer that Git LFS left in place of the file",
+        "run git lfs pull, or fetch it with osora ckpt download",
+    ),
+    (
+        rb"(?i)\s*(<!doctype|<html|<\?xml)",
+        "is a web page that was saved in place of the file",
+        "fetch the file itself, logged in where that is needed",
+    ),
+    (
+        rb"(?s).{257}ustar",
+        "is refused: it is a tar archive, of a torch so old that reading it could run any code",
+        "load it in a sandbox, and save it again",
+    ),
+)
+"""Pattern of the start, reason and hint of files without weights."""
 
 
 def _sniff(path: Path) -> Format | CheckpointError:
@@ -45,35 +60,16 @@ def _sniff(path: Path) -> Format | CheckpointError:
         CheckpointError: there is no such file, or it cannot be read.
     """
     start = read_start(path)
-    text = start.lstrip().lower()
     # The length of a safetensors header has a zero in its last byte; no JSON has one.
     if start[7:9] == b"\0{":
         return Format.SAFETENSORS
     if start.startswith((_TORCH_MAGIC, _PICKLE_MAGIC)):
         return Format.TORCH
-    if text.startswith(b"{"):
+    if start.lstrip().startswith(b"{"):
         return Format.SAFETENSORS_SHARDS
-    if not start:
-        return CheckpointError(f"{path} is empty", hint="fetch it again")
-    if start.startswith(_GGUF_MAGIC):
-        return CheckpointError(
-            f"{path} is a GGUF file, which osora does not read", hint="get the safetensors file of this model"
-        )
-    if start.startswith(_LFS_POINTER):
-        return CheckpointError(
-            f"{path} is a pointer that Git LFS left in place of the file",
-            hint="run git lfs pull, or fetch it with osora ckpt download",
-        )
-    if text.startswith(_WEB_PAGES):
-        return CheckpointError(
-            f"{path} is a web page that was saved in place of the file",
-            hint="fetch the file itself, logged in where that is needed",
-        )
-    if start[_TAR_OFFSET:].startswith(_TAR_MAGIC):
-        return CheckpointError(
-            f"{path} is refused: it is a tar archive, of a torch so old that reading it could run any code",
-            hint="load it in a sandbox, and save it again",
-        )
+    for pattern, reason, hint in _NO_WEIGHTS:
+        if re.match(pattern, start):
+            return CheckpointError(f"{path} {reason}", hint=hint)
     return CheckpointError(f"{path} holds no weights: it begins with {start[:_SHOWN_BYTES]!r}")
 
 
@@ -238,7 +234,7 @@ def _find_weights(folder: Path) -> Path:
             raise kind
     if unfinished := all_epoch_folders(folder):
         raise unfinished_error(unfinished[0])
-    there = f"only {_names(kinds)}" if kinds else "no file"
+    there = f"only {first_few([path.name for path in kinds])}" if kinds else "no file"
     raise CheckpointError(
         f"{folder} holds no checkpoint: there is {there}", hint="name the file or folder with weights"
     )
@@ -246,11 +242,6 @@ def _find_weights(folder: Path) -> Path:
 
 def _only(paths: list[Path], folder: Path) -> Path:
     if len(paths) > 1:
-        raise RequestError(f"{folder} holds several checkpoints: {_names(paths)}", hint="name one of them")
+        names = first_few([path.name for path in paths])
+        raise RequestError(f"{folder} holds several checkpoints: {names}", hint="name one of them")
     return paths[0]
-
-
-def _names(paths: Iterable[Path]) -> str:
-    names = [path.name if path.name.isprintable() else ascii(path.name) for path in paths]
-    rest = len(names) - _LISTED
-    return ", ".join(names[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")

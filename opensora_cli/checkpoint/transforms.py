@@ -15,7 +15,6 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import plain
 
 _REGEX = "re:"
-_MAX_PATTERN_LENGTH = 200
 
 
 def rename(entries: Mapping[str, LazyTensor], rules: Sequence[str]) -> dict[str, LazyTensor]:
@@ -90,8 +89,6 @@ def _substitution(rule: str) -> Callable[[str], str | None]:
         raise RequestError(f"rename={rule!r} must be OLD=NEW or {_REGEX}PATTERN=NEW")
     if not old.startswith(_REGEX):
         return lambda name: new + name[len(old) :] if name.startswith(old) else None
-    if len(old) > _MAX_PATTERN_LENGTH:
-        raise RequestError(f"rename={rule[:40]!r}... is longer than {_MAX_PATTERN_LENGTH} characters")
     try:
         pattern = re.compile(old[len(_REGEX) :])
     except re.error as error:

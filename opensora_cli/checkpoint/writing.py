@@ -40,7 +40,7 @@ def write_checkpoint(
     metadata: Mapping[str, str] | None = None,
     overwrite: bool = False,
     hash_each: Callable[[Sequence[Path]], Sequence[str]] | None = None,
-    advance: Callable[[int], None] | None = None,
+    advance: Callable[[int], None] = lambda count: None,
 ) -> tuple[Path, ...]:
     """Write tensors as a checkpoint, reading them one by one, and return the files that were written.
 
@@ -94,7 +94,7 @@ def write_shards(
     shard_bytes: int = SHARD_BYTES,
     metadata: Mapping[str, str],
     hash_each: Callable[[Sequence[Path]], Sequence[str]] | None = None,
-    advance: Callable[[int], None] | None = None,
+    advance: Callable[[int], None] = lambda count: None,
 ) -> None:
     """Write shards beside the file `index`, and then that file. A folder of shards without one is no checkpoint.
 

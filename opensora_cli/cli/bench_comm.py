@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import DEVICES, make_command
 from opensora_cli.cli.output import print_lines
-from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.core.ranks import find_context
 from opensora_cli.settings.enums import Collective
@@ -27,9 +26,6 @@ def bench_comm(settings: BenchCommSettings, call: Call) -> None:
       osora bench-comm --gpus 2 --device cpu --max-bytes 64KiB
       osora bench-comm --gpus 4 --scaling strong --plot links.png
     """
-    csv = "--csv" in call.given
-    if csv and call.as_json:
-        raise RequestError("--csv and --json both print to stdout", hint="drop one of them")
     context = find_context(os.environ)
     with call.loading():
         from opensora_cli.engine.bench_comm.run import measure_as_rank, start_ranks
@@ -37,7 +33,7 @@ def bench_comm(settings: BenchCommSettings, call: Call) -> None:
     if context is None:
         start_ranks(settings, call.words)
         return
-    grows = context.is_main and not csv and not call.as_json
+    grows = context.is_main and not call.as_json
 
     def show(lines: Sequence[str]) -> None:
         if grows:
@@ -52,8 +48,6 @@ def bench_comm(settings: BenchCommSettings, call: Call) -> None:
     report = measure_as_rank(settings, context, environment=os.environ, reporter=reporter, show=show)
     if grows:
         print_lines(report.closing_lines())
-    elif csv and context.is_main:
-        print_lines(report.csv_lines())
     else:
         call.show(report, context=context)
     report.raise_for_problems()
@@ -71,6 +65,5 @@ _ROWS = {
     "--warmup": Option("warmup", _SIZES),
     "--plot": Option("plot", OUTPUT, "Write a chart: .png, .svg or .pdf.", "FILE"),
     "--overwrite": Option("overwrite", OUTPUT),
-    "--csv": Option(panel=OUTPUT, help="Print the table as CSV to stdout.", kind=bool),
 }
 COMMAND = make_command(bench_comm, _ROWS, on_ranks=True)

@@ -102,7 +102,7 @@ def merge_lora(settings: MergeLoraSettings, call: Call) -> None:
     """
     _refuse_early(settings, settings.base, settings.adapter)
     with call.loading():
-        from opensora_cli.engine.ckpt import merge_lora as engine
+        from opensora_cli.engine.ckpt import convert as engine
 
     call.show(engine.merge_lora(settings, reporter=call.reporter))
 

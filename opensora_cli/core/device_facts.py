@@ -34,10 +34,6 @@ class TorchFacts:
     cuda_available: bool = False
     nccl: str | None = None
     cudnn: str | None = None
-    matmul_precision: str = "none"
-    """Precision of float32 matmuls: ieee, tf32, or none (ieee)."""
-    conv_precision: str = "tf32"
-    """Precision of float32 convolutions: ieee, tf32, or none (ieee)."""
     untested: tuple[str, ...] = ()
     """Types of other accelerators that torch can use."""
 
@@ -111,8 +107,6 @@ def read_torch() -> TorchFacts:
         # 9.1.0 is 90100; before version 9 it was 8902 for 8.9.2.
         cudnn=None if cudnn is None else f"{cudnn // base}.{cudnn % base // 100}.{cudnn % 100}",
         untested=tuple(kind for kind in UNTESTED if device_count(kind)),
-        matmul_precision=torch.backends.cuda.matmul.fp32_precision,
-        conv_precision=torch.backends.cudnn.conv.fp32_precision,  # type: ignore[attr-defined]  # made at run time
     )
 
 

@@ -119,8 +119,6 @@ class Collective(StrEnum):
     ALL_TO_ALL_FP8 = "all_to_all_fp8"
     BROADCAST = "broadcast"
     SEND_RECV = "send_recv"
-    GATHER_SPLIT = "gather_split"
-    SPLIT_GATHER = "split_gather"
 
 
 class Scaling(StrEnum):

@@ -1,6 +1,5 @@
 """`osora bench-comm`: what it prints and writes, and its exit codes. Ranks are processes that it starts itself."""
 
-import csv
 import json
 from pathlib import Path
 from xml.etree import ElementTree
@@ -9,7 +8,6 @@ import pytest
 import torch
 
 from opensora_cli.cli.app import main
-from opensora_cli.engine.launch import launcher
 
 QUICK = ["bench-comm", "--gpus", "2", "--device", "cpu", "--max-bytes", "32", "--iters", "2"]
 ONE = ["--collective", "all_to_all"]
@@ -18,14 +16,14 @@ ONE = ["--collective", "all_to_all"]
 @pytest.mark.slow
 def test_two_processes_give_one_json_document_and_a_chart(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     plot = ["--plot", str(tmp_path / "links.svg")]
-    assert main([*QUICK, *ONE, "--collective", "gather_split", *plot, "--json", "--quiet"]) == 0
+    assert main([*QUICK, *ONE, "--collective", "broadcast", *plot, "--json", "--quiet"]) == 0
     captured = capfd.readouterr()
     document = json.loads(captured.out)
     assert captured.err == ""
-    assert document["schema"] == "osora.bench-comm/2"
+    assert document["schema"] == "osora.bench-comm/3"
     assert (document["shows"], document["wrong"], document["header"]["ranks"]) == ("function", 0, 2)
     assert [(row["collective"], row["size_bytes"]) for row in document["rows"]] == [
-        (name, size) for name in ("all_to_all", "gather_split") for size in (8, 16, 32)
+        (name, size) for name in ("all_to_all", "broadcast") for size in (8, 16, 32)
     ]
     assert [verdict["judgement"] for verdict in document["verdicts"]] == ["works", "works"]
     assert document["files"] == {"plot": plot[1]}
@@ -35,21 +33,6 @@ def test_two_processes_give_one_json_document_and_a_chart(capfd: pytest.CaptureF
     captured = capfd.readouterr()
     assert "exists already" in captured.err
     assert captured.out == ""
-
-
-@pytest.mark.slow
-def test_csv_on_stdout_and_the_live_table_on_stderr(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(launcher.tempfile, "gettempdir", lambda: str(tmp_path))
-    assert main([*QUICK, *ONE, "--csv"]) == 0
-    assert list(tmp_path.iterdir()) == []  # logs are of use after a failure only
-    captured = capfd.readouterr()
-    rows = list(csv.DictReader(captured.out.splitlines()))
-    assert [(row["collective"], row["size_bytes"], row["wrong"]) for row in rows] == [
-        ("all_to_all", size, "0") for size in ("8", "16", "32")
-    ]
-    assert sum(line.startswith("all_to_all  ") for line in captured.err.splitlines()) == 3
 
 
 @pytest.mark.parametrize("flags", [["--gpus", "2"], ["--devices", "0,1"]], ids=" ".join)

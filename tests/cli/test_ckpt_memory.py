@@ -22,7 +22,7 @@ LIMITED = """
 import os, resource, sys
 import torch
 from opensora_cli.cli.app import main
-from opensora_cli.engine.ckpt import convert, diff, inspect, merge_lora, verify
+from opensora_cli.engine.ckpt import convert, diff, inspect, verify
 
 torch.ones(1000, 1000).sum() + (torch.ones(1000, 1000) @ torch.ones(1000, 1000)).sum()
 os.fsync = lambda descriptor: None

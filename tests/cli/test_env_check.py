@@ -47,7 +47,7 @@ def test_every_check_runs_on_this_machine(capsys: pytest.CaptureFixture[str]) ->
     checks = [line.split()[0] for line in out.partition("\n\n")[0].splitlines() if line[0] != " "]
     assert "all-reduce  ok       gloo over 2 processes: 4 MiB in " in out
     assert set(checks) == {
-        "python", "torch", "cards", "libraries", "precision", "attention", "video", "memory", "disk", "limits",
+        "python", "torch", "cards", "libraries", "attention", "video", "memory", "disk", "limits",
         "environment", "presets", "all-reduce",
     }  # fmt: skip
     assert "could not be checked" not in out
@@ -170,7 +170,7 @@ def test_a_check_that_breaks_hides_no_other(
     broken_checks = {line.split()[0] for line in out.splitlines() if "could not be checked: NVML: driver/lib" in line}
     # Variables are compared with the libraries and GPUs of a build of torch for CUDA, and with nothing of one for CPUs.
     assert broken_checks - {"environment"} == {
-        "python", "torch", "cards", "links", "libraries", "precision", "attention", "memory", "disk", "limits",
+        "python", "torch", "cards", "links", "libraries", "attention", "memory", "disk", "limits",
         "presets",
     }  # fmt: skip
     if torch.version.cuda is None:

@@ -4,21 +4,30 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import full_size
 import torch
+import transformers
 from sparse_weights import save_sparse
 from tiny_adapters import CONFIG
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 
 from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.conditions import CONDITION_MODES, Source
-from opensora_cli.engine.components.architectures import autoencoder_on_meta, transformer_on_meta
+from opensora_cli.engine.components.architectures import autoencoder_on_meta, on_meta, transformer_on_meta
 from opensora_cli.media.write import png_bytes, write_media
+from opensora_cli.models.text.clip import ClipTextModel
+from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
+from opensora_cli.models.text.t5 import T5Model
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
 
 _ADAPTER_RANK = 16
 _LONGEST_REFERENCE = 65
+_PROMPT = "raining, sea"
+_T5 = transformers.T5Config(
+    d_model=4096, d_kv=64, d_ff=10_240, num_layers=24, num_heads=64, feed_forward_proj="gated-gelu"
+)
+_CLIP = transformers.CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_attention_heads=12)
 
 
 def full_size_settings(
@@ -28,7 +37,7 @@ def full_size_settings(
 
     References are there if its mode takes any. `adapter`: with one of rank 16; `text`: with text encoders.
     """
-    settings = load_preset(preset, prompt="raining, sea").replace(
+    settings = load_preset(preset, prompt=_PROMPT).replace(
         {
             "sampling.num_inference_steps": 2,
             "output.path": str(folder / "out.mp4"),
@@ -90,10 +99,25 @@ def _adapter(folder: Path, transformer: nn.Module) -> Path:
 
 
 def _text_folders(folder: Path) -> Iterator[tuple[str, str]]:
-    encoders = {
-        "t5": full_size.save_t5(folder / "t5", full_size.T5),
-        "clip": full_size.save_clip(folder / "clip", full_size.CLIP),
-    }
+    _save_tokenizer(folder / "t5", _T5, {"<pad>": 0, "</s>": 1, "<unk>": 2}, "$A </s>")
+    _save_tokenizer(folder / "clip", _CLIP, {"<pad>": 0, "<unk>": 1, "<s>": 49_406, "</s>": 49_407}, "<s> $A </s>")
+    with on_meta():
+        encoders = {"t5": T5Model(T5Sizes.of(folder / "t5")), "clip": ClipTextModel(ClipSizes.of(folder / "clip"))}
     for name, model in encoders.items():
         save_sparse(folder / name / "model.safetensors", model.state_dict(), dtype=torch.bfloat16)
         yield f"files.{name}", str(folder / name)
+
+
+def _save_tokenizer(
+    folder: Path, config: transformers.PretrainedConfig, first: Mapping[str, int], template: str
+) -> None:
+    """Write the configuration of a text encoder, and a vocabulary of a few words."""
+    config.save_pretrained(folder)
+    words = {**first, **{word: index for index, word in enumerate(_PROMPT.replace(",", " ,").split(), start=3)}}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    ends = [(word, words[word]) for word in ("<s>", "</s>") if word in words]
+    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=ends)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from opensora_cli.cli.app import main
 from opensora_cli.engine.bench_comm.operations import BUILDERS, Place
-from opensora_cli.engine.bench_comm.timing import Repeats, measure
+from opensora_cli.engine.bench_comm.timing import measure
 from opensora_cli.engine.bench_comm.topology import gather_header
 from opensora_cli.settings.enums import Collective
 
@@ -34,7 +34,7 @@ def test_one_rank_measures(alone: Place) -> None:
         if collective in (Collective.SEND_RECV, Collective.HIERARCHICAL):
             continue
         operation = build(alone, 4096, torch.float32)
-        times, iters = measure(operation.run, Repeats(2, 5), device=alone.device, group=alone.group)
+        times, iters = measure(operation.run, warmup=2, iters=5, device=alone.device, group=alone.group)
         assert (iters, operation.count_wrong()) == (5, 0)
         assert 0 <= times.min_s <= times.p50_s <= times.p99_s
 

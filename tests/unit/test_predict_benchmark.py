@@ -47,12 +47,5 @@ def test_a_row_of_the_page_is_what_the_code_predicts(resolution: str, gpu: str) 
 
 
 @pytest.mark.slow
-def test_the_page_has_what_every_two_published_times_give() -> None:
-    table = predict.fit_table(read_machine("H100").gpu)
-    assert len(table) == 6
-    assert "\n".join(table) in ACCURACY
-
-
-@pytest.mark.slow
 def test_training_rows_of_the_page_are_what_the_code_predicts() -> None:
     assert "\n".join(predict.training_table()) in PAGE

@@ -105,7 +105,9 @@ def open_dcp(folder: Path, *, select: Selection | None = None) -> Checkpoint:
     )
 
 
-def write_dcp(folder: Path, entries: Mapping[str, LazyTensor], *, advance: Callable[[int], None] | None = None) -> None:
+def write_dcp(
+    folder: Path, entries: Mapping[str, LazyTensor], *, advance: Callable[[int], None] = lambda count: None
+) -> None:
     """Write the files for `torch.distributed.checkpoint.load` into a folder, piece by piece, under their final names.
 
     `advance` is called with the bytes written by each step.
@@ -119,30 +121,26 @@ def write_dcp(folder: Path, entries: Mapping[str, LazyTensor], *, advance: Calla
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-    places = {}
+    described: dict[str, dcp.TensorStorageMetadata | dcp.BytesStorageMetadata] = {}
+    places, nesting = {}, {}
     with (folder / _DATA_FILE).open("wb") as file:
         for name, entry in entries.items():
-            start = file.tell()
+            start, origin, shape = file.tell(), torch.Size([0] * len(entry.shape)), torch.Size(entry.shape)
             save(entry.read(), file)
-            if advance is not None:
-                advance(entry.nbytes)
-            index = dcp.MetadataIndex(name, torch.Size([0] * len(entry.shape)))
-            places[index] = _StorageInfo(_DATA_FILE, start, file.tell() - start)
-    described = dcp.Metadata(
-        state_dict_metadata={
-            name: dcp.TensorStorageMetadata(
-                dcp.TensorProperties(dtype=entry.dtype),
-                torch.Size(entry.shape),
-                [dcp.ChunkStorageMetadata(torch.Size([0] * len(entry.shape)), torch.Size(entry.shape))],
+            advance(entry.nbytes)
+            places[dcp.MetadataIndex(name, origin)] = _StorageInfo(_DATA_FILE, start, file.tell() - start)
+            described[name] = dcp.TensorStorageMetadata(
+                dcp.TensorProperties(dtype=entry.dtype), shape, [dcp.ChunkStorageMetadata(origin, shape)]
             )
-            for name, entry in entries.items()
-        },
-        planner_data={name: (name,) for name in entries},
+            nesting[name] = (name,)
+    metadata = dcp.Metadata(
+        state_dict_metadata=described,
+        planner_data=nesting,
         storage_data=places,
         storage_meta=dcp.StorageMeta(),
         version=_VERSION,
     )
-    (folder / DCP_METADATA).write_bytes(pickle.dumps(described))
+    (folder / DCP_METADATA).write_bytes(pickle.dumps(metadata))
 
 
 def _read_metadata(path: Path) -> dict[str, Any]:

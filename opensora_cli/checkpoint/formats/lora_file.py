@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from opensora_cli.checkpoint.formats.colossal import EMA_FILE, MODEL_FOLDER, RUNNING_STATES_FILE, SETTINGS_FILE
-from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE, adapter_files, peft_scales
+from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE, adapter_files, peft_scales, require_alpha
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.lora import Adapter, LowRank
@@ -34,26 +34,12 @@ _DIFFUSERS_FILE = "pytorch_lora_weights.safetensors"
 _DIFFUSERS_METADATA, _DIFFUSERS_PREFIX = "lora_adapter_metadata", "transformer."
 _METADATA_ALPHAS = ("alpha", "lora_alpha", "network_alpha", "transformer.lora_alpha", "ss_network_alpha")
 """Names of alpha in the metadata of files: LightX2V, PEFT in one file, SimpleTuner, kohya."""
-_MAX_ALPHA = 1_000_000
 
 _FACTOR = re.compile(
     r"(?P<module>.+)\.(?:lora_(?P<letter>[AB])|lora[._](?P<word>down|up))(?:\.default)?\.weight", re.DOTALL
 )
 _ALPHA = ".alpha"
-_TEXT_ENCODERS = re.compile(r"(?:lora_te\d?_|text_encoders?[._\d])", re.DOTALL)
-
-_OTHER_KINDS = {
-    r"dora_scale|lora_magnitude_vector": "DoRA",
-    r"hada_[wt]": "LoHa",
-    r"lokr_[wt]": "LoKr",
-    r"oft_|boft_": "OFT",
-    r"lora_mid": "LoRA with a third matrix",
-    r"lora_embedding_[AB]$": "LoRA of embeddings",
-    r"(?:lora_[AB]|lora[._](?:down|up))(?:\.default)?\.bias": "LoRA with biases",
-    r"(?:diff|diff_b|set_weight|w_norm|b_norm)$": "differences of whole tensors",
-    r"on_input": "IA3",
-    r"[ab][12]\.weight$": "GLoRA",
-}
+_TEXT_ENCODERS = re.compile(r"lora_te\d?_|text_encoders?[._\d]")
 
 
 def style_of(keys: Iterable[str]) -> str | None:
@@ -101,7 +87,11 @@ def open_adapter(path: Path) -> Adapter:
             hint=f"convert it: osora ckpt convert {path / _PICKLED_FILE} {weights}",
         )
     entries, metadata = open_safetensors(weights if fields is None else _regular_file(weights))
-    _refuse_other_kinds(weights, entries)
+    if of_text := next(filter(None, map(_TEXT_ENCODERS.match, entries)), None):
+        raise RequestError(
+            f"{weights} has {shown(of_text.string)}: adapters of text encoders cannot be added",
+            hint=f"leave them out: osora ckpt convert {weights} NEW.safetensors --drop '{of_text[0]}*'",
+        )
     style = style_of(entries)
     if style is None:
         raise CheckpointError(
@@ -150,8 +140,7 @@ def _open_checkpoint(folder: Path) -> Adapter:
     alpha = lora.get("alpha") if isinstance(lora := settings.get("lora"), dict) else None
     if alpha is None:  # it is the rank
         return adapter
-    if not isinstance(alpha, int | float) or not 0 < alpha <= _MAX_ALPHA:
-        raise CheckpointError(f"{folder.parent / SETTINGS_FILE} has lora.alpha={shown(alpha)}")
+    alpha = require_alpha(folder.parent / SETTINGS_FILE, "lora.alpha", alpha)
     return replace(
         adapter,
         updates={
@@ -179,20 +168,6 @@ def _letter(match: re.Match[str]) -> str:
     return match["letter"] or {"down": "A", "up": "B"}[match["word"]]
 
 
-def _refuse_other_kinds(path: Path, keys: Iterable[str]) -> None:
-    for key in keys:
-        for pattern, kind in _OTHER_KINDS.items():
-            if re.search(rf"\.(?:{pattern})", key):
-                raise RequestError(f"{path} has {shown(key)}: {kind} cannot be added")
-        if ".processor." in key:
-            raise RequestError(f"{path} has {shown(key)}: adapters in XLabs' style cannot be added")
-        if found := _TEXT_ENCODERS.match(key):
-            raise RequestError(
-                f"{path} has {shown(key)}: adapters of text encoders cannot be added",
-                hint=f"leave them out: osora ckpt convert {path} NEW.safetensors --drop '{found[0]}*'",
-            )
-
-
 def _matrices(path: Path, module: str, pair: Mapping[str, LazyTensor]) -> tuple[LazyTensor, LazyTensor]:
     """Return the matrices A and B of a module, which have a common rank."""
     if "A" not in pair or "B" not in pair:
@@ -210,14 +185,7 @@ def _matrices(path: Path, module: str, pair: Mapping[str, LazyTensor]) -> tuple[
 def _alpha(path: Path, module: str, entry: LazyTensor) -> float:
     if entry.numel != 1 or entry.dtype.is_complex:
         raise CheckpointError(f"{path}: {shown(module + _ALPHA)} {list(entry.shape)} must be a single number")
-    alpha = float(entry.read().double().item())
-    return _require_alpha(path, shown(module + _ALPHA), alpha)
-
-
-def _require_alpha(path: Path, place: str, alpha: float) -> float:
-    if not abs(alpha) <= _MAX_ALPHA:
-        raise CheckpointError(f"{path}: {place} must be a number up to {_MAX_ALPHA:,}, and is {alpha}")
-    return alpha
+    return require_alpha(path, f"{module}{_ALPHA}", float(entry.read().double().item()))
 
 
 def _scales(
@@ -242,6 +210,6 @@ def _scales(
             alpha = float(metadata[name])
         except ValueError:
             alpha = math.nan
-        _require_alpha(path, f"metadata {name}", alpha)
+        require_alpha(path, f"metadata {name}", alpha)
         scales = {module: alpha / rank for module, rank in ranks.items()}
     return scales | {module: _alpha(path, module, entry) / ranks[module] for module, entry in alphas.items()}

@@ -15,19 +15,11 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 
 _MAX_ALPHA = 1_000_000
 _NAME = re.compile(r"\^?(?:\\\.|[\w.-])+\$?")
-_REFUSED = {
-    "use_dora": "DoRA",
-    "lora_bias": "biases of B",
-    "use_qalora": "QALoRA",
-    "use_bdlora": "block-diagonal LoRA",
-    "alora_invocation_tokens": "activated LoRA",
-    "arrow_config": "Arrow",
-    "layer_replication": "replicated layers",
-    "target_parameters": "adapters of bare parameters",
-    "trainable_token_indices": "trained tokens",
-    "modules_to_save": "weights trained as a whole",
-    "fan_in_fan_out": "transposed weights",
-}
+_REFUSED = (
+    *("use_dora", "lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config"),
+    *("layer_replication", "target_parameters", "trainable_token_indices", "modules_to_save", "fan_in_fan_out"),
+)
+"""Features of PEFT's LoRA that are more than scale · B·A for each layer."""
 # Other initializations (PiSSA, OLoRA, LoftQ, ...) change the weights to which the adapter is then added.
 _PLAIN_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 
@@ -61,16 +53,16 @@ def peft_scales(path: Path, config: Mapping[str, Any], ranks: Mapping[str, int])
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
         raise RequestError(f"{path}: peft_type={_quoted(kind)} is no LoRA, and cannot be added")
-    for key, feature in _REFUSED.items():
+    for key in _REFUSED:
         if config.get(key):
-            raise RequestError(f"{path}: {key} ({feature}) cannot be added")
+            raise RequestError(f"{path}: an adapter with {key} cannot be added")
     beginning = config.get("init_lora_weights", True)
     if beginning not in _PLAIN_BEGINNINGS:
         raise RequestError(
             f"{path}: init_lora_weights={_quoted(beginning)} has changed the weights that the adapter is for",
             hint="save it as plain LoRA: save_pretrained(path_initial_model_for_weight_conversion=...)",
         )
-    alpha, patterns = _number(path, "lora_alpha", config.get("lora_alpha")), config.get("alpha_pattern") or {}
+    alpha, patterns = require_alpha(path, "lora_alpha", config.get("lora_alpha")), config.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise CheckpointError(f"{path}: alpha_pattern must be an object")
     alphas = {}
@@ -79,7 +71,7 @@ def peft_scales(path: Path, config: Mapping[str, Any], ranks: Mapping[str, int])
             raise CheckpointError(
                 f"{path}: alpha_pattern: {shown(name)} is no name", hint="list the modules by their names"
             )
-        alphas[name.removesuffix("$").replace("\\.", ".")] = _number(path, name, value)
+        alphas[name.removesuffix("$").replace("\\.", ".")] = require_alpha(path, name, value)
     divisor = math.sqrt if config.get("use_rslora") is True else float
     return {
         module: next((value for name, value in alphas.items() if _matches(module, name)), alpha) / divisor(rank)
@@ -92,9 +84,10 @@ def _matches(module: str, name: str) -> bool:
     return module == name[1:] if name.startswith("^") else f".{module}".endswith(f".{name}")
 
 
-def _number(path: Path, key: str, value: Any) -> float:
+def require_alpha(path: Path, place: str, value: Any) -> float:
+    """Return an alpha of an adapter. Raises CheckpointError if it is no number, or out of range."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= _MAX_ALPHA:
-        raise CheckpointError(f"{path}: {shown(key)} must be a number up to {_MAX_ALPHA:,}, and is {_quoted(value)}")
+        raise CheckpointError(f"{path}: {shown(place)} must be a number up to {_MAX_ALPHA:,}, and is {_quoted(value)}")
     return float(value)
 
 

@@ -7,10 +7,9 @@ and then the tensors, back to back.
 import json
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -81,7 +80,7 @@ def write_safetensors(
     entries: Mapping[str, LazyTensor],
     *,
     metadata: Mapping[str, str],
-    advance: Callable[[int], None] | None = None,
+    advance: Callable[[int], None] = lambda count: None,
 ) -> None:
     """Write a safetensors file piece by piece, directly to `path`.
 
@@ -92,7 +91,7 @@ def write_safetensors(
         path: the file.
         entries: its tensors.
         metadata: stored in the header. `format` is added, because some readers refuse a file without it.
-        advance: called with the bytes written by each step.
+        advance: called with the bytes of each tensor.
 
     Raises:
         RequestError: a tensor has a name or a dtype that the format lacks; nothing has been written.
@@ -103,11 +102,11 @@ def write_safetensors(
     with path.open("wb", buffering=0) as file:
         write_all(file, placement.header)
         for name in placement.positions:
-            entries[name].write(file, advance=advance)
+            entries[name].write(file)
+            advance(entries[name].nbytes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Placement(NamedTuple):
     """Layout of a safetensors file that is not written yet."""
 
     header: bytes
@@ -125,17 +124,11 @@ def place_tensors(entries: Mapping[str, LazyTensor], *, metadata: Mapping[str, s
     Raises:
         RequestError: a tensor has a name or a dtype that the format lacks.
     """
-    ordered = dict(sorted(entries.items(), key=lambda named: -named[1].dtype.itemsize))
-    header = _header(ordered, {"format": "pt", **metadata})
-    ends = list(accumulate((entry.nbytes for entry in ordered.values()), initial=len(header)))
-    return Placement(header=header, positions=dict(zip(ordered, ends, strict=False)), size=ends[-1])
-
-
-def _header(entries: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> bytes:
-    """Return the bytes before the tensors, padded so that the tensors begin at a multiple of 8."""
-    document: dict[str, object] = {_METADATA: {as_unicode(key): as_unicode(text) for key, text in metadata.items()}}
-    end = 0
-    for name, entry in entries.items():
+    document: dict[str, object] = {
+        _METADATA: {as_unicode(key): as_unicode(text) for key, text in {"format": "pt", **metadata}.items()}
+    }
+    starts, end = dict[str, int](), 0
+    for name, entry in sorted(entries.items(), key=lambda named: -named[1].dtype.itemsize):
         dtype = _NAMES.get(entry.dtype)
         if dtype is None:
             held = str(entry.dtype).removeprefix("torch.")
@@ -145,8 +138,9 @@ def _header(entries: Mapping[str, LazyTensor], metadata: Mapping[str, str]) -> b
             )
         if name == _METADATA or not is_unicode(name):
             raise RequestError(f"no tensor of a safetensors file can be called {shown(name)}", hint="rename it")
-        start, end = end, end + entry.nbytes
-        document[name] = {"dtype": dtype, "shape": list(entry.shape), "data_offsets": [start, end]}
+        starts[name], end = end, end + entry.nbytes
+        document[name] = {"dtype": dtype, "shape": list(entry.shape), "data_offsets": [starts[name], end]}
     text = json.dumps(document, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
     text += b" " * (-(_LENGTH.size + len(text)) % _ALIGNMENT)
-    return _LENGTH.pack(len(text)) + text
+    header = _LENGTH.pack(len(text)) + text
+    return Placement(header, {name: len(header) + start for name, start in starts.items()}, len(header) + end)

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from opensora_cli.checkpoint.contents import Checkpoint, find_scalars, find_weights
+from opensora_cli.checkpoint.contents import Checkpoint, find_weights
 from opensora_cli.checkpoint.lazy import Extent, LazyTensor, bytes_of, write_all
 from opensora_cli.checkpoint.readable import reading_file
 from opensora_cli.core.choices import Format, Selection
@@ -40,7 +40,7 @@ _IMPORT = re.compile(r"\bGLOBAL ([\w.]+)")
 def open_torch(path: Path, *, select: Selection | None = None) -> Checkpoint:
     """Open a file of `torch.save`: a state dict, or a dictionary that holds one or several.
 
-    Tensors keep their dtype and shape. Plain values beside the state dicts become metadata; other values are dropped.
+    Tensors keep their dtype and shape. Other values are dropped.
     If there are several sets of weights, the default selection is the model's.
 
     Raises:
@@ -56,7 +56,7 @@ def open_torch(path: Path, *, select: Selection | None = None) -> Checkpoint:
         selection=selection,
         selections=selections,
         entries={name: _entry(path, name, tensor, most=size) for name, tensor in found.items()},
-        metadata={**find_scalars(tree), **metadata},
+        metadata=metadata,
         files=(path,),
     )
 
@@ -89,16 +89,10 @@ def read_saved_tensor(place: Extent) -> Tensor:
     path, file = place.path, io.BytesIO(place.read().numpy().data)
     with _sound(path):
         _check_archive(file, path)
-        described = torch.load(file, map_location="meta", weights_only=True)
-        if not isinstance(described, Tensor):
-            raise CheckpointError(f"{path} holds something else than a tensor")
-        with zipfile.ZipFile(file) as archive:
-            names = [name for name in archive.namelist() if name.endswith("/data/0")]
-            data = bytearray(archive.read(names[0]))
-        if not described.numel():
-            return torch.empty(described.shape, dtype=described.dtype)
-        values = torch.frombuffer(data, dtype=torch.uint8).view(described.dtype)
-        return values.as_strided(described.shape, described.stride(), int(described.storage_offset())).contiguous()
+        tensor = torch.load(file, map_location="cpu", weights_only=True)
+    if not isinstance(tensor, Tensor):
+        raise CheckpointError(f"{path} holds something else than a tensor")
+    return _entry(path, "", tensor, most=place.length).read()
 
 
 @contextmanager
@@ -161,7 +155,7 @@ def write_torch(
     entries: Mapping[str, LazyTensor],
     *,
     metadata: Mapping[str, str] = MappingProxyType({}),
-    advance: Callable[[int], None] | None = None,
+    advance: Callable[[int], None] = lambda count: None,
 ) -> None:
     """Write a state dict in the format of `torch.save`, but tensor by tensor.
 
@@ -196,8 +190,7 @@ def write_torch(
             write_all(data, content)
             if data.read(len(_DESCRIPTOR)) == _DESCRIPTOR:  # the checksum follows the data, too
                 write_all(data, checksums[name].to_bytes(4, "little"))
-            if advance is not None:
-                advance(entry.nbytes)
+            advance(entry.nbytes)
     described = json.dumps({as_unicode(key): as_unicode(text) for key, text in metadata.items()})
     with zipfile.ZipFile(path, "a") as archive:  # it writes the directory again
         for name, checksum in checksums.items():

@@ -20,8 +20,6 @@ class Traffic:
     """
 
     num_bytes: int = 0
-    collectives: int = 0
-    """Calls that sent something, or waited for other ranks. For several ranks, the largest number of calls."""
 
 
 @contextmanager
@@ -49,7 +47,6 @@ class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> object:
         if func.namespace == "c10d" and func._opname in _COUNTS:
             self._sent.num_bytes += _COUNTS[func._opname](args)
-            self._sent.collectives += 1
         return func(*args, **(kwargs or {}))
 
 

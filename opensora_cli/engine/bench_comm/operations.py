@@ -8,7 +8,7 @@ exactly. Sums over ranks stay exact in float32 up to a thousand ranks, and so do
 sides round alike.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,9 +20,7 @@ from opensora_cli.parallel.collectives import (
     Exchange,
     all_gather_single,
     exchange_directly,
-    gather_forward_split_backward,
     reduce_scatter_single,
-    split_forward_gather_backward,
 )
 from opensora_cli.parallel.exchanges import TwoStages, compressed, to_wire, unpacked
 from opensora_cli.parallel.shares import Parts, WireFormat
@@ -89,22 +87,24 @@ def bus_factor(collective: Collective, ranks: int) -> float:
 
 def _operation(
     place: Place,
-    sized: torch.Tensor,
+    filled: torch.Tensor,
     run: Callable[[], Any],
-    *filled: tuple[torch.Tensor, int],
+    *,
+    start: int = 0,
     wrong: Callable[[Any], int],
+    sized: torch.Tensor | None = None,
 ) -> Operation:
-    """Return an operation of the size of `sized`.
+    """Return an operation of the size of `sized`, or of `filled`.
 
-    `filled` are the tensors that this rank writes its numbers into, each with the index of its first element. `wrong`
+    `filled` is the tensor that this rank writes its numbers into, and `start` the index of its first element. `wrong`
     counts wrong elements, of the result of `run` too.
     """
 
     def count_wrong() -> int:
-        for values, start in filled:
-            fill(values.detach(), scale=place.rank + 1, start=start)
+        fill(filled, scale=place.rank + 1, start=start)
         return wrong(run())
 
+    sized = filled if sized is None else sized
     return Operation(sized.nbytes, sized.dtype, run, count_wrong)
 
 
@@ -119,7 +119,7 @@ def all_reduce(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
     """Sum over all ranks, in place."""
     values, scale = place.empty(_whole(size_bytes, dtype, 1), dtype), sum_of_scales(place.ranks)
     run = partial(dist.all_reduce, values, group=place.group)
-    return _operation(place, values, run, (values, 0), wrong=lambda _: count_mismatches(values, scale=scale))
+    return _operation(place, values, run, wrong=lambda _: count_mismatches(values, scale=scale))
 
 
 def all_gather(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
@@ -127,7 +127,7 @@ def all_gather(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
     whole, own, start = _whole_and_own(place, size_bytes, dtype)
     run = partial(all_gather_single, whole, own, group=place.group)
     wrong = partial(count_mismatches_of_pieces, whole, ranks=place.ranks)
-    return _operation(place, whole, run, (own, start), wrong=lambda _: wrong())
+    return _operation(place, own, run, start=start, wrong=lambda _: wrong(), sized=whole)
 
 
 def reduce_scatter(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
@@ -135,7 +135,7 @@ def reduce_scatter(place: Place, size_bytes: int, dtype: torch.dtype) -> Operati
     whole, own, start = _whole_and_own(place, size_bytes, dtype)
     run = partial(reduce_scatter_single, own, whole, group=place.group)
     wrong = partial(count_mismatches, own, scale=sum_of_scales(place.ranks), start=start)
-    return _operation(place, whole, run, (whole, 0), wrong=lambda _: wrong())
+    return _operation(place, whole, run, wrong=lambda _: wrong())
 
 
 def all_to_all(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
@@ -144,13 +144,12 @@ def all_to_all(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
     received = torch.zeros_like(sent)
     run = partial(dist.all_to_all_single, received, sent, group=place.group)
     wrong = partial(count_mismatches_of_pieces, received, ranks=place.ranks, start=start)
-    return _operation(place, sent, run, (sent, 0), wrong=lambda _: wrong())
+    return _operation(place, sent, run, wrong=lambda _: wrong())
 
 
 def hierarchical(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
-    """Do as `all_to_all`, in two stages. Raises ValueError if the place has none."""
-    if place.two_stages is None:
-        raise ValueError(f"{place.ranks} ranks are not equal parts of several each")
+    """Do as `all_to_all`, in two stages, which the place must have."""
+    assert place.two_stages is not None
     return _exchange(place, place.two_stages, None, size_bytes, dtype)
 
 
@@ -178,14 +177,14 @@ def _exchange(
             count += int((piece != expected).sum())
         return count
 
-    return _operation(place, sent, partial(compressed, exchange, wire, sent, parts), (sent, 0), wrong=wrong)
+    return _operation(place, sent, partial(compressed, exchange, wire, sent, parts), wrong=wrong)
 
 
 def broadcast(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
     """Copy what the first rank has to all."""
     values = place.empty(_whole(size_bytes, dtype, 1), dtype)
     run = partial(dist.broadcast, values, group_src=0, group=place.group)
-    return _operation(place, values, run, (values, 0), wrong=lambda _: count_mismatches(values, scale=1))
+    return _operation(place, values, run, wrong=lambda _: count_mismatches(values, scale=1))
 
 
 def send_recv(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
@@ -204,39 +203,7 @@ def send_recv(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
             work.wait()
 
     scale = (rank - 1) % ranks + 1
-    return _operation(place, sent, run, (sent, 0), wrong=lambda _: count_mismatches(received, scale=scale))
-
-
-def gather_split(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
-    """Join shares, and backward take the share of the gradient (`gather_forward_split_backward`)."""
-    gradient, own, start = _whole_and_own(place, size_bytes, dtype)
-    own.requires_grad_()
-
-    def run() -> tuple[torch.Tensor, torch.Tensor]:
-        whole = gather_forward_split_backward(own, 0, place.group)
-        return whole.detach(), torch.autograd.grad(whole, own, gradient)[0]
-
-    def wrong(results: tuple[torch.Tensor, torch.Tensor]) -> int:
-        of_whole = count_mismatches_of_pieces(results[0], ranks=place.ranks)
-        return of_whole + count_mismatches(results[1], scale=place.rank + 1, start=start)
-
-    return _operation(place, gradient, run, (gradient, 0), (own, start), wrong=wrong)
-
-
-def split_gather(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
-    """Take the own share, and backward join the gradients of all (`split_forward_gather_backward`)."""
-    whole, gradient, start = _whole_and_own(place, size_bytes, dtype)
-    whole.requires_grad_()
-
-    def run() -> tuple[torch.Tensor, torch.Tensor]:
-        own = split_forward_gather_backward(whole, 0, place.group)
-        return own.detach(), torch.autograd.grad(own, whole, gradient)[0]
-
-    def wrong(results: tuple[torch.Tensor, torch.Tensor]) -> int:
-        of_own = count_mismatches(results[0], scale=place.rank + 1, start=start)
-        return of_own + count_mismatches_of_pieces(results[1], ranks=place.ranks)
-
-    return _operation(place, whole, run, (whole, 0), (gradient, start), wrong=wrong)
+    return _operation(place, sent, run, wrong=lambda _: count_mismatches(received, scale=scale))
 
 
 BUILDERS: Mapping[Collective, Build] = {
@@ -249,13 +216,11 @@ BUILDERS: Mapping[Collective, Build] = {
     Collective.ALL_TO_ALL_FP8: partial(compressed_all_to_all, "fp8"),
     Collective.BROADCAST: broadcast,
     Collective.SEND_RECV: send_recv,
-    Collective.GATHER_SPLIT: gather_split,
-    Collective.SPLIT_GATHER: split_gather,
 }
 """Builder of each collective that has sizes. Arguments: place, size in bytes, dtype."""
 
 BUFFERS = 4
-"""Buffers of the measured size that a collective holds at most: two, and those of the backward."""
+"""Buffers of the measured size that a collective holds at most: two, and those of a compressed exchange."""
 
 
 def _whole(size_bytes: int, dtype: torch.dtype, ranks: int) -> int:
@@ -268,21 +233,13 @@ def fill(values: torch.Tensor, *, scale: int, start: int = 0) -> None:
 
     `scale` is rank + 1, or the sum of that over ranks; `start` is the index of the first element.
     """
-    flat = values.view(-1)
-    for begin in range(0, flat.numel(), _CHUNK):
-        part = flat[begin : begin + _CHUNK]
-        part.copy_(_numbers(start + begin, part.numel(), scale, part.device))
+    for part, expected in _chunks(values, scale=scale, start=start):
+        part.copy_(expected)
 
 
 def count_mismatches(values: torch.Tensor, *, scale: int, start: int = 0) -> int:
     """Return how many elements of a contiguous tensor are not those of `fill`."""
-    flat = values.view(-1)
-    wrong = 0
-    for begin in range(0, flat.numel(), _CHUNK):
-        part = flat[begin : begin + _CHUNK]
-        expected = _numbers(start + begin, part.numel(), scale, part.device).to(part.dtype)
-        wrong += int((part != expected).sum())
-    return wrong
+    return sum(int((part != expected).sum()) for part, expected in _chunks(values, scale=scale, start=start))
 
 
 def count_mismatches_of_pieces(values: torch.Tensor, *, ranks: int, start: int | None = None) -> int:
@@ -303,8 +260,10 @@ def sum_of_scales(ranks: int) -> int:
     return ranks * (ranks + 1) // 2
 
 
-def _numbers(start: int, count: int, scale: int, device: torch.device) -> torch.Tensor:
-    # Only the remainder of the start matters, and keeps the indexes small.
-    first = start % _PERIOD
-    indexes = torch.arange(first, first + count, dtype=torch.int32, device=device)
-    return (indexes % _PERIOD + 1).mul_(scale).float()
+def _chunks(values: torch.Tensor, *, scale: int, start: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the parts of a tensor, each with its numbers of the pattern."""
+    for number, part in enumerate(torch.split(values.view(-1), _CHUNK)):
+        # Only the remainder of the start matters, and keeps the indexes small.
+        first = (start + number * _CHUNK) % _PERIOD
+        indexes = torch.arange(first, first + part.numel(), dtype=torch.int32, device=part.device)
+        yield part, (indexes % _PERIOD + 1).mul_(scale).float().to(part.dtype)

@@ -1,7 +1,5 @@
-"""Report of `osora bench-comm`: a document, lines, CSV and a chart."""
+"""Report of `osora bench-comm`: a document, lines and a chart."""
 
-import csv
-import io
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -11,7 +9,6 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.bench_comm.links import Verdict
 from opensora_cli.engine.bench_comm.scaling import ScalingTable
-from opensora_cli.engine.bench_comm.timing import LatencyBandwidth
 from opensora_cli.engine.bench_comm.topology import Header
 from opensora_cli.media.plots import new_figure, write_figure
 from opensora_cli.settings.enums import Collective
@@ -20,7 +17,7 @@ TABLE_HEAD = (
     f"{'collective':<16}{'size (B)':>11}{'dtype':>9}{'avg (us)':>10}{'p99 (us)':>10}"
     f"{'algbw':>8}{'busbw':>8}{'#wrong':>7}"
 )
-"""Bandwidths in GB/s, as nccl-tests print them. JSON and CSV also have the least and the median time."""
+"""Bandwidths in GB/s, as nccl-tests print them. JSON also has the least and the median time."""
 
 
 class Row(Document):
@@ -50,17 +47,15 @@ class Row(Document):
 
 
 class BenchReport(Document):
-    """Report of a benchmark, in the schema `osora.bench-comm/2`."""
+    """Report of a benchmark, in the schema `osora.bench-comm/3`."""
 
-    SCHEMA: ClassVar[str | None] = "osora.bench-comm/2"
+    SCHEMA: ClassVar[str | None] = "osora.bench-comm/3"
 
     header: Header
     shows: str
     """`speed`, or `function` on gloo."""
     rows: tuple[Row, ...]
     verdicts: tuple[Verdict, ...]
-    fits: Mapping[Collective, LatencyBandwidth]
-    """Time as a function of the bytes that one rank sends, for collectives with several sizes."""
     scaling: tuple[ScalingTable, ...] = ()
     wrong: int
     """Wrong elements in all rows."""
@@ -83,20 +78,10 @@ class BenchReport(Document):
     def closing_lines(self) -> list[str]:
         """Return the lines below the table."""
         found = ["", *(f"verdict     {verdict.line()}" for verdict in self.verdicts)]
-        found += [f"fit         {_fit_line(collective, fit)}" for collective, fit in self.fits.items()]
         for table in self.scaling:
             found += ["", *table.lines()]
         found += [f"note        {note}" for note in self.notes]
         return [*found, *(f"wrote       {path}" for path in self.files.values())]
-
-    def csv_lines(self) -> list[str]:
-        """Return the rows as CSV (RFC 4180), with a head."""
-        rows = [row.to_json() for row in self.rows]
-        text = io.StringIO()
-        writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(rows)
-        return text.getvalue().splitlines()
 
     def write_plot(self, path: str, *, replace: bool) -> None:
         """Write a chart of bus bandwidth over size, with a dashed line at the best rate of the links.
@@ -123,9 +108,3 @@ class BenchReport(Document):
         axes.grid(visible=True, alpha=0.3)
         figure.legend(loc="outside right upper")
         write_figure(figure, path, replace=replace)
-
-
-def _fit_line(collective: Collective, fit: LatencyBandwidth) -> str:
-    rate = fit.bandwidth_gb_per_s
-    grows = ", whatever the size" if rate is None else f" + sent bytes / ({rate:.3f} GB/s)"
-    return f"{collective:<16}t = {fit.latency_s * 1e6:.1f} us{grows}"

@@ -1,7 +1,7 @@
 """`osora bench-comm`: start the ranks, join them, and measure with all of them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from opensora_cli.engine.bench_comm.links import Verdict, expected_bandwidth, ju
 from opensora_cli.engine.bench_comm.operations import BUFFERS, BUILDERS, Operation, Place, bus_factor
 from opensora_cli.engine.bench_comm.report import TABLE_HEAD, BenchReport, Row
 from opensora_cli.engine.bench_comm.scaling import measure_scaling
-from opensora_cli.engine.bench_comm.timing import LatencyBandwidth, Repeats, fit_latency_bandwidth, measure
+from opensora_cli.engine.bench_comm.timing import measure
 from opensora_cli.engine.bench_comm.topology import Header, gather_header
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
 from opensora_cli.engine.launch.rank import WatchedReporter, device_type, joined
@@ -40,33 +40,27 @@ _HEADROOM = 256 * 2**20
 _SCALING_STEPS = 20
 
 
-def ranks_to_start(settings: BenchCommSettings, *, log_dir: Path) -> LaunchRequest:
-    """Return the ranks to start on this machine. Raises HardwareError if none are given and there is one GPU."""
-    parallel, device = settings.parallel, settings.device
-    if device == "auto" and (parallel.gpus or parallel.devices):
-        device = GPU
-    kind = device_type(device)
-    if parallel.gpus is None and parallel.devices is None:
-        gpus = device_count(kind) if kind != "cpu" else _RANKS_ON_CPU
-        if gpus == 1:
-            raise HardwareError(
-                "this machine has one GPU, and one rank has no peer",
-                hint="--device cpu shows that collectives work; torchrun and srun take the GPUs of several machines",
-            )
-    else:
-        gpus = parallel.ranks_per_node
-    return LaunchRequest(parallel=parallel, gpus=gpus, device_type=kind, log_dir=log_dir)
-
-
 def start_ranks(settings: BenchCommSettings, arguments: Sequence[str]) -> None:
     """Run the benchmark in processes of its own, of which the first prints; return when all are done.
 
     `arguments` are the command line of each rank, which means the same as `settings`. Raises OutputError or
-    HardwareError if the chart could not be written, and what `launch` raises.
+    HardwareError if the chart could not be written, HardwareError if no ranks are given and there is one GPU, and what
+    `launch` raises.
     """
     check_plot(settings)
+    parallel = settings.parallel
+    is_given = parallel.gpus is not None or parallel.devices is not None
+    kind = device_type(GPU if settings.device == "auto" and is_given else settings.device)
+    ranks = parallel.ranks_per_node
+    if not is_given:
+        ranks = device_count(kind) if kind != "cpu" else _RANKS_ON_CPU
+        if ranks == 1:
+            raise HardwareError(
+                "this machine has one GPU, and one rank has no peer",
+                hint="--device cpu shows that collectives work; torchrun and srun take the GPUs of several machines",
+            )
     with log_folder("bench-comm") as log_dir:
-        launch(ranks_to_start(settings, log_dir=log_dir), arguments)
+        launch(LaunchRequest(parallel=parallel, gpus=ranks, device_type=kind, log_dir=log_dir), arguments)
 
 
 def measure_as_rank(
@@ -115,14 +109,14 @@ def bench_comm(
     writes = settings.plot is not None and dist.get_rank(group) == 0
     if writes:
         check_plot(settings)
+    reporter, show = reporter or SilentReporter(), show or (lambda lines: None)
     place, place_notes = _place(settings, group, device, ranks_per_machine or group.size())
-    bench = _Bench(settings, place, reporter or SilentReporter(), show or (lambda lines: None))
     header = gather_header(group, device, environment=environment)
-    bench.show([*header.lines(), "", TABLE_HEAD])
-    rows, notes = bench.measure_all()
+    show([*header.lines(), "", TABLE_HEAD])
+    found, notes = _measure_all(settings, place, reporter, show)
     tables = []
     if settings.scaling is not None:
-        with bench.reporter.stage("scaling"):
+        with reporter.stage("scaling"):
             tables = measure_scaling(
                 settings.scaling,
                 group=group,
@@ -130,12 +124,12 @@ def bench_comm(
                 steps=min(settings.iters, _SCALING_STEPS),
                 is_gloo=header.is_gloo,
             )
+    rows = tuple(row for of_one in found.values() for row in of_one)
     report = BenchReport(
         header=header,
         shows="function" if header.is_gloo else "speed",
-        rows=tuple(rows),
-        verdicts=tuple(_verdict(header, of_one) for of_one in _by_collective(rows).values()),
-        fits={of: _fit(of_one) for of, of_one in _by_collective(rows).items() if len(of_one) > 1},
+        rows=rows,
+        verdicts=tuple(_verdict(header, of_one) for of_one in found.values()),
         scaling=tuple(tables),
         wrong=sum(row.wrong for row in rows),
         notes=(*place_notes, *notes),
@@ -165,72 +159,59 @@ def doubling_sizes(smallest: int, largest: int) -> list[int]:
     return sizes
 
 
-@dataclass(frozen=True, slots=True)
-class _Bench:
-    settings: BenchCommSettings
-    place: Place
-    reporter: Reporter
-    show: Show
-
-    def measure_all(self) -> tuple[list[Row], list[str]]:
-        """Return all rows, and notes on sizes that were left out."""
-        asked = self.settings.largest_bytes(on_gpu=is_accelerator(self.place.device))
-        largest = min(asked, affordable_bytes(self.place))
-        sizes = doubling_sizes(self.settings.min_bytes, largest)
-        if not sizes:
-            raise HardwareError(
-                f"min_bytes={self.settings.min_bytes} needs {BUFFERS} buffers on each rank, and memory is free for "
-                f"sizes up to {largest}",
-                hint="ask for a smaller size, or close what else uses the memory",
-            )
-        notes = []
-        if largest < asked:
-            notes.append(f"sizes end at {sizes[-1]} bytes, not at {asked}: memory is not free for more")
-        rows: list[Row] = []
-        for collective in dict.fromkeys(self.settings.collectives):
-            if collective is Collective.HIERARCHICAL and self.place.two_stages is None:
-                continue
-            with self.reporter.stage(collective.value, total=len(sizes)) as progress:
-                for operation in self._operations(collective, sizes):
-                    row = self._row(collective, operation)
-                    rows.append(row)
-                    self.show([row.line()])
-                    progress.advance()
-        return rows, notes
-
-    def _operations(self, collective: Collective, sizes: Sequence[int]) -> Iterator[Operation]:
-        before = 0
-        for size in sizes:
-            operation = BUILDERS[collective](self.place, size, _DTYPE)
-            # The smallest sizes may all be one element for each rank.
-            if operation.size_bytes != before:
-                before = operation.size_bytes
-                yield operation
-
-    def _row(self, collective: Collective, operation: Operation) -> Row:
-        times, repeats = measure(
-            operation.run,
-            Repeats(self.settings.warmup, self.settings.iters),
-            device=self.place.device,
-            group=self.place.group,
+def _measure_all(
+    settings: BenchCommSettings, place: Place, reporter: Reporter, show: Show
+) -> tuple[dict[Collective, list[Row]], list[str]]:
+    """Return the rows of each collective, and notes on sizes that were left out."""
+    asked = settings.largest_bytes(on_gpu=is_accelerator(place.device))
+    largest = min(asked, affordable_bytes(place))
+    sizes = doubling_sizes(settings.min_bytes, largest)
+    if not sizes:
+        raise HardwareError(
+            f"min_bytes={settings.min_bytes} needs {BUFFERS} buffers on each rank, and memory is free for "
+            f"sizes up to {largest}",
+            hint="ask for a smaller size, or close what else uses the memory",
         )
-        with counted_bytes() as sent:
-            operation.run()
-        counts = torch.tensor([operation.count_wrong(), sent.num_bytes], dtype=torch.int64, device=self.place.device)
-        dist.all_reduce(counts, group=self.place.group)
-        wrong, sent_bytes = counts.tolist()
-        bandwidth = operation.size_bytes / times.avg_s / 1e9
-        return Row(
-            collective=collective,
-            **asdict(times),
-            size_bytes=operation.size_bytes,
-            dtype=str(operation.dtype).removeprefix("torch."),
-            repeats=repeats,
-            algorithm_bandwidth_gb_per_s=bandwidth,
-            bus_bandwidth_gb_per_s=bandwidth * bus_factor(collective, self.place.ranks),
-            wrong=wrong,
-            wire_bytes=sent_bytes / self.place.ranks,
-        )
+    notes = []
+    if largest < asked:
+        notes.append(f"sizes end at {sizes[-1]} bytes, not at {asked}: memory is not free for more")
+    found: dict[Collective, list[Row]] = {}
+    for collective in dict.fromkeys(settings.collectives):
+        if collective is Collective.HIERARCHICAL and place.two_stages is None:
+            continue
+        rows = found.setdefault(collective, [])
+        with reporter.stage(collective.value, total=len(sizes)) as progress:
+            for size in sizes:
+                operation = BUILDERS[collective](place, size, _DTYPE)
+                # The smallest sizes may all be one element for each rank.
+                if not rows or operation.size_bytes != rows[-1].size_bytes:
+                    rows.append(_row(collective, operation, settings, place))
+                    show([rows[-1].line()])
+                progress.advance()
+    return found, notes
+
+
+def _row(collective: Collective, operation: Operation, settings: BenchCommSettings, place: Place) -> Row:
+    times, repeats = measure(
+        operation.run, warmup=settings.warmup, iters=settings.iters, device=place.device, group=place.group
+    )
+    with counted_bytes() as sent:
+        operation.run()
+    counts = torch.tensor([operation.count_wrong(), sent.num_bytes], dtype=torch.int64, device=place.device)
+    dist.all_reduce(counts, group=place.group)
+    wrong, sent_bytes = counts.tolist()
+    bandwidth = operation.size_bytes / times.avg_s / 1e9
+    return Row(
+        collective=collective,
+        **asdict(times),
+        size_bytes=operation.size_bytes,
+        dtype=str(operation.dtype).removeprefix("torch."),
+        repeats=repeats,
+        algorithm_bandwidth_gb_per_s=bandwidth,
+        bus_bandwidth_gb_per_s=bandwidth * bus_factor(collective, place.ranks),
+        wrong=wrong,
+        wire_bytes=sent_bytes / place.ranks,
+    )
 
 
 def _place(
@@ -256,17 +237,6 @@ def affordable_bytes(place: Place) -> int:
     least = torch.tensor([own], dtype=torch.int64, device=place.device)
     dist.all_reduce(least, dist.ReduceOp.MIN, group=place.group)
     return max(int(least), 0)
-
-
-def _by_collective(rows: Sequence[Row]) -> dict[Collective, list[Row]]:
-    grouped: dict[Collective, list[Row]] = {}
-    for row in rows:
-        grouped.setdefault(row.collective, []).append(row)
-    return grouped
-
-
-def _fit(rows: Sequence[Row]) -> LatencyBandwidth:
-    return fit_latency_bandwidth([row.wire_bytes for row in rows], [row.avg_s for row in rows])
 
 
 def _verdict(header: Header, rows: Sequence[Row]) -> Verdict:

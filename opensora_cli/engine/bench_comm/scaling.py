@@ -1,10 +1,11 @@
 """Step times of sampling and training at 1, 2, 4 .. ranks, on the demo's transformer with random weights."""
 
 from collections.abc import Callable
-from functools import partial
+from statistics import median
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from opensora_cli.core.attention import AttentionFn
 from opensora_cli.core.device import timed
@@ -25,13 +26,9 @@ from opensora_cli.sampling.packing import position_ids
 from opensora_cli.settings.enums import Scaling
 from opensora_cli.settings.load import load_preset
 
-MakeStep = Callable[[dist.ProcessGroup, torch.device, Scaling], Callable[[], object]]
-"""Returns the step of a group, which each of its ranks calls."""
-
 _LATENT_FRAMES = 5
 _SIDE = 4
 """Tokens along a side of the demo's frames."""
-_BRANCHES = 2
 _LEAST_BATCH = 8
 
 
@@ -73,104 +70,75 @@ def measure_scaling(
 
     Strong scaling divides the same work, weak scaling gives each rank the same work. One step warms up before `steps`.
     """
-    made: dict[str, MakeStep] = {
-        "denoising step": denoising_step,
-        "training step": partial(training_step, ranks=group.size()),
-    }
-    return [
-        ScalingTable(
-            step=name,
-            scaling=scaling,
-            rows=_rows(make, scaling, group=group, device=device, steps=steps, is_gloo=is_gloo),
-        )
-        for name, make in made.items()
-    ]
-
-
-def _rows(
-    make: MakeStep,
-    scaling: Scaling,
-    *,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    steps: int,
-    is_gloo: bool,
-) -> tuple[ScalingRow, ...]:
-    rows: list[ScalingRow] = []
-    for ranks in ranks_to_time(group.size()):
-        part = new_group([dist.get_global_rank(group, rank) for rank in range(ranks)])
-        seconds, sent_bytes = 0.0, 0
-        if dist.get_rank(group) < ranks:
-            step = make(part, device, scaling)
-            with counted_bytes() as sent:
-                step()
-            seconds, sent_bytes = _median_s(step, part, device, steps), sent.num_bytes
-        # The other ranks wait here, and do not disturb.
-        slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
-        total = torch.tensor([sent_bytes], dtype=torch.int64, device=device)
-        dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
-        dist.all_reduce(total, group=group)
-        if dist.get_rank(group) < ranks:
-            dist.destroy_process_group(part)
-        step_s = float(slowest)
-        ideal_s = (rows[0].step_s if rows else step_s) / (ranks if scaling is Scaling.STRONG else 1)
-        efficiency = None if is_gloo else ideal_s / step_s
-        rows.append(ScalingRow(ranks=ranks, step_s=step_s, sent_bytes=int(total), efficiency=efficiency))
-    return tuple(rows)
-
-
-def ranks_to_time(ranks: int) -> list[int]:
-    """Return 1, 2, 4 .. below `ranks`, and `ranks` itself."""
-    return [*(2**power for power in range(ranks.bit_length()) if 2**power < ranks), ranks]
+    counts = [*(2**power for power in range(group.size().bit_length()) if 2**power < group.size()), group.size()]
+    tables = []
+    for name, make in (("denoising step", denoising_step), ("training step", training_step)):
+        rows: list[ScalingRow] = []
+        for ranks in counts:
+            part = new_group([dist.get_global_rank(group, rank) for rank in range(ranks)])
+            measured = [0.0, 0.0]
+            if dist.get_rank(group) < ranks:
+                step = make(part, device, is_weak=scaling is Scaling.WEAK, most_ranks=group.size())
+                with counted_bytes() as sent:
+                    step()
+                measured = [_median_s(step, part, device, steps), float(sent.num_bytes)]
+            # The other ranks wait here, and do not disturb.
+            gathered = [torch.zeros(2, dtype=torch.float64, device=device) for _ in range(group.size())]
+            dist.all_gather(gathered, torch.tensor(measured, dtype=torch.float64, device=device), group=group)
+            if dist.get_rank(group) < ranks:
+                dist.destroy_process_group(part)
+            seconds, sent_bytes = zip(*(each.tolist() for each in gathered), strict=True)
+            step_s = max(seconds)
+            ideal_s = (rows[0].step_s if rows else step_s) / (ranks if scaling is Scaling.STRONG else 1)
+            efficiency = None if is_gloo else ideal_s / step_s
+            rows.append(ScalingRow(ranks=ranks, step_s=step_s, sent_bytes=int(sum(sent_bytes)), efficiency=efficiency))
+        tables.append(ScalingTable(step=name, scaling=scaling, rows=tuple(rows)))
+    return tables
 
 
 def _median_s(step: Callable[[], object], group: dist.ProcessGroup, device: torch.device, steps: int) -> float:
-    seconds: list[float] = []
+    seconds = []
     for _ in range(steps):
         meet(device, group)
         seconds.append(timed(step, device))
-    return sorted(seconds)[len(seconds) // 2]
+    return median(seconds)
 
 
-def denoising_step(group: dist.ProcessGroup, device: torch.device, scaling: Scaling) -> Callable[[], object]:
+def denoising_step(
+    group: dist.ProcessGroup, device: torch.device, *, is_weak: bool, most_ranks: int
+) -> Callable[[], object]:
     """Return a step of sampling: two branches of guidance and an Euler step, with tokens divided between the ranks.
 
     Up to the number of heads, ranks use Ulysses attention, else a ring. Weak scaling makes the video longer.
     """
-    frames = _LATENT_FRAMES * (group.size() if scaling is Scaling.WEAK else 1)
-    heads = mmdit_config(load_preset("demo", prompt="any").model).num_heads
-    ring = group.size() if group.size() > heads else 1
-    lengths = SequenceLengths(ring=ring, ulysses=group.size() // ring, ring_rank=dist.get_rank(group) % ring)
+    ranks, heads = group.size(), mmdit_config(load_preset("demo", prompt="any").model).num_heads
+    ring = ranks if ranks > heads else 1
+    lengths = SequenceLengths(ring=ring, ulysses=ranks // ring, ring_rank=dist.get_rank(group) % ring)
     attention: AttentionFn = sdpa
-    if group.size() > 1:
+    if ranks > 1:
         attention = (RingAttention if ring > 1 else UlyssesAttention)(sdpa, group, lengths)
-    transformer, latents, others = _inputs(1, frames, device, attention)
+    transformer, latents, others = _inputs(1, _LATENT_FRAMES * (ranks if is_weak else 1), device, attention)
     model = SequenceParallel(
-        transformer,
-        group,
-        lengths,
-        sequence_inputs=SEQUENCE_INPUTS,
-        text_sequence_inputs=TEXT_SEQUENCE_INPUTS,
+        transformer, group, lengths, sequence_inputs=SEQUENCE_INPUTS, text_sequence_inputs=TEXT_SEQUENCE_INPUTS
     )
 
     @torch.no_grad()
     def step() -> torch.Tensor:
-        guided, free = (model(latents, **others) for _ in range(_BRANCHES))
+        guided, free = (model(latents, **others) for _ in range(2))
         return euler_step(latents, free + 4.0 * (guided - free), t=0.5, t_next=0.4)
 
     return step
 
 
 def training_step(
-    group: dist.ProcessGroup, device: torch.device, scaling: Scaling, *, ranks: int
+    group: dist.ProcessGroup, device: torch.device, *, is_weak: bool, most_ranks: int
 ) -> Callable[[], object]:
     """Return a step of training: samples divided between the ranks, gradients summed, one update.
 
-    `ranks` is the largest number of ranks. The batch has at least as many samples. Weak scaling gives each rank a whole
-    batch.
+    The batch has a sample for each of the `most_ranks`. Weak scaling gives each rank a whole batch.
     """
-    batch = max(_LEAST_BATCH, ranks)
-    if scaling is Scaling.STRONG:
+    batch = max(_LEAST_BATCH, most_ranks)
+    if not is_weak:
         batch = shares(batch, group.size())[dist.get_rank(group)]
     model, latents, others = _inputs(batch, _LATENT_FRAMES, device)
     optimizer = torch.optim.AdamW(model.requires_grad_().parameters(), lr=1e-5)
@@ -181,12 +149,10 @@ def training_step(
         optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
         gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        flat = parameters_to_vector(gradients)
         if group.size() > 1:
             dist.all_reduce(flat, group=group)
-        pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
-        for gradient, summed in zip(gradients, pieces, strict=True):
-            gradient.copy_(summed.view_as(gradient) / group.size())
+        vector_to_parameters(flat / group.size(), gradients)
         optimizer.step()
 
     return step

@@ -5,16 +5,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from opensora_cli.core.device import has_streams, seconds_between, synchronize, timed, timing_event
-from opensora_cli.core.documents import Document
+
+_LIMIT_S = 10.0
+"""Seconds after which slow links get fewer calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Times:
-    """Seconds of one operation over its repeats."""
+    """Seconds of one operation over its repeats. Percentiles are nearest ranks."""
 
     min_s: float
     avg_s: float
@@ -23,46 +26,25 @@ class Times:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> "Times":
-        """Return the statistics of at least one repeat; percentiles are nearest ranks."""
-        ordered = sorted(seconds)
-        return cls(
-            min_s=ordered[0],
-            avg_s=sum(ordered) / len(ordered),
-            p50_s=_nearest_rank(ordered, 50),
-            p99_s=_nearest_rank(ordered, 99),
-        )
-
-
-def _nearest_rank(ordered: Sequence[float], percent: int) -> float:
-    return ordered[max(-(-percent * len(ordered) // 100), 1) - 1]
-
-
-@dataclass(frozen=True, slots=True)
-class Repeats:
-    """Numbers of calls of an operation."""
-
-    warmup: int
-    """Calls before the clock starts, at least 2: the first connects the ranks, the second gives the time of a call."""
-    iters: int
-    """Timed calls, at least 1."""
-    limit_s: float = 10.0
-    """Seconds after which slow links get fewer calls."""
+        """Return the statistics of at least one repeat."""
+        p50_s, p99_s = np.percentile(seconds, (50, 99), method="inverted_cdf").tolist()
+        return cls(min_s=min(seconds), avg_s=sum(seconds) / len(seconds), p50_s=p50_s, p99_s=p99_s)
 
 
 def measure(
-    run: Callable[[], object], repeats: Repeats, *, device: torch.device, group: dist.ProcessGroup
+    run: Callable[[], object], *, warmup: int, iters: int, device: torch.device, group: dist.ProcessGroup
 ) -> tuple[Times, int]:
     """Return the times of `run`, which all ranks of the group call, and how many calls were timed.
 
-    A repeat's time is the mean over ranks, which is nccl-tests' default (`-a 1`).
+    A repeat's time is the mean over ranks, which is nccl-tests' default (`-a 1`). `warmup` is at least 2: the first
+    call connects the ranks, the second gives the time of a call.
     """
     run()
-    slowest_s = _slowest(run, device, group)
-    affordable = max(int(repeats.limit_s / slowest_s), 1)
-    for _ in range(min(repeats.warmup - 2, affordable)):
+    affordable = max(int(_LIMIT_S / _slowest(run, device, group)), 1)
+    for _ in range(min(warmup - 2, affordable)):
         run()
     meet(device, group)
-    iters = min(repeats.iters, affordable)
+    iters = min(iters, affordable)
     own = _by_events(run, iters, device) if has_streams(device) else _by_clock(run, iters)
     seconds = torch.tensor(own, dtype=torch.float64, device=device)
     dist.all_reduce(seconds, group=group)
@@ -101,38 +83,3 @@ def _by_events(run: Callable[[], object], iters: int, device: torch.device) -> l
         marks.append(timing_event(device))
     synchronize(device)
     return [seconds_between(begin, end) for begin, end in pairwise(marks)]
-
-
-class LatencyBandwidth(Document):
-    """The latency-bandwidth model of communication, t = a + b * bytes (Hockney 1994)."""
-
-    latency_s: float
-    """a: time of a collective without bytes."""
-    seconds_per_byte: float
-    """b: time of each byte that one rank sends."""
-
-    @property
-    def bandwidth_gb_per_s(self) -> float | None:
-        """1/b. None if the time does not grow with the bytes."""
-        return 1e-9 / self.seconds_per_byte if self.seconds_per_byte > 0 else None
-
-
-def fit_latency_bandwidth(num_bytes: Sequence[float], seconds: Sequence[float]) -> LatencyBandwidth:
-    """Fit a and b by least squares of the relative errors, so that 8 bytes count as much as 1 GiB.
-
-    Neither becomes negative: where that would fit best, it is 0 and the other is fitted alone. `seconds` are positive.
-    """
-    # With u = 1/t and v = bytes/t the relative error is a u + b v - 1.
-    u = [1 / t for t in seconds]
-    v = [size / t for size, t in zip(num_bytes, seconds, strict=True)]
-    uu, uv, vv = (sum(x * y for x, y in zip(*pair, strict=True)) for pair in ((u, u), (u, v), (v, v)))
-    determinant = uu * vv - uv * uv
-    if determinant > 1e-12 * uu * vv:
-        latency = (sum(u) * vv - sum(v) * uv) / determinant
-        per_byte = (sum(v) * uu - sum(u) * uv) / determinant
-        if latency >= 0 and per_byte >= 0:
-            return LatencyBandwidth(latency_s=latency, seconds_per_byte=per_byte)
-        if per_byte >= 0:
-            return LatencyBandwidth(latency_s=0.0, seconds_per_byte=sum(v) / vv)
-    # A single size, or times that fall with the size: everything is latency.
-    return LatencyBandwidth(latency_s=sum(u) / uu, seconds_per_byte=0.0)

@@ -103,10 +103,18 @@ def gather_header(group: dist.ProcessGroup, device: torch.device, *, environment
     )
     header = Header(
         backend=collective_backends(device.type).rpartition(":")[2],
-        versions=_versions(),
+        versions={
+            "osora": opensora_cli.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            **read_torch().library_versions(),
+        },
         ranks=group.size(),
         hosts=hosts,
-        environment=_shown(environment),
+        # What our launcher sets for each rank is no fact of the machine.
+        environment={
+            name: value for name, value in shown_variables(environment).items() if not name.startswith("OSORA_RANK_")
+        },
         inside=expectation_inside(kinds, ports) if is_gpu(device) else None,
         between=slowest if is_gpu(device) and len(hosts) > 1 else None,
     )
@@ -114,33 +122,26 @@ def gather_header(group: dist.ProcessGroup, device: torch.device, *, environment
     return Header.model_validate(broadcast_json(header.to_json(), group))
 
 
-def _shown(environment: Mapping[str, str]) -> dict[str, str]:
-    # What our launcher sets for each rank is no fact of the machine.
-    return {name: value for name, value in shown_variables(environment).items() if not name.startswith("OSORA_RANK_")}
-
-
 def join_hosts(reports: Sequence[HostLinks]) -> tuple[HostLinks, ...]:
     """Return one entry for each host out of one for each rank; only GPUs that have a rank count."""
-    hosts: dict[str, list[HostLinks]] = {}
+    by_name: dict[str, list[HostLinks]] = {}
     for report in reports:
-        hosts.setdefault(report.name, []).append(report)
-    return tuple(
-        HostLinks(
-            name=name,
-            ranks=tuple(rank for report in of_host for rank in report.ranks),
-            devices=tuple(device for report in of_host for device in report.devices),
-            cards=tuple(index for report in of_host for index in report.cards),
-            links=_used(of_host),
-            ports=tuple(port for report in of_host for port in report.ports),
-            network=of_host[0].network,
+        by_name.setdefault(report.name, []).append(report)
+    hosts = []
+    for name, of_host in by_name.items():
+        cards = tuple(index for report in of_host for index in report.cards)
+        hosts.append(
+            HostLinks(
+                name=name,
+                ranks=tuple(rank for report in of_host for rank in report.ranks),
+                devices=tuple(device for report in of_host for device in report.devices),
+                cards=cards,
+                links=tuple(link for link in of_host[0].links if {link.first, link.second} <= {*cards}),
+                ports=tuple(port for report in of_host for port in report.ports),
+                network=of_host[0].network,
+            )
         )
-        for name, of_host in hosts.items()
-    )
-
-
-def _used(of_host: Sequence[HostLinks]) -> tuple[LinkFacts, ...]:
-    gpus = {index for report in of_host for index in report.cards}
-    return tuple(link for link in of_host[0].links if {link.first, link.second} <= gpus)
+    return tuple(hosts)
 
 
 def _this_rank(group: dist.ProcessGroup, device: torch.device) -> HostLinks:
@@ -207,9 +208,3 @@ def _text(path: Path) -> str:
         return path.read_text(encoding="ascii")
     except OSError:
         return ""
-
-
-def _versions() -> dict[str, str]:
-    facts = read_torch()
-    found = {"osora": opensora_cli.__version__, "torch": facts.version, "python": platform.python_version()}
-    return found | facts.library_versions()

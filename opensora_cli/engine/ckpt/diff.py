@@ -1,11 +1,11 @@
 """`osora ckpt diff`: compare two checkpoints in any formats."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import ClassVar
 
 import torch
-from pydantic import Field
 from torch import Tensor
 
 from opensora_cli.checkpoint.fp8 import dequantize, without_scales
@@ -55,8 +55,6 @@ class Difference(Document):
     dtypes: dict[str, tuple[str, str]]
     values: dict[str, ValueDifference]
     """Differences by the name of the tensor; tensors with equal values are missing."""
-    only_scales: bool = Field(exclude=True)
-    """Whether all names in only one checkpoint are names of scales, compared as separate tensors."""
 
     def raise_for_problems(self) -> None:
         """Raise CheckpointError if there is a difference."""
@@ -65,10 +63,7 @@ class Difference(Document):
 
     def lines(self) -> list[str]:
         """Return the differences for people."""
-        pairs: dict[str, int] = {}
-        for first, second in self.dtypes.values():
-            pair = f"{first} and {second}"
-            pairs[pair] = pairs.get(pair, 0) + 1
+        pairs = Counter(f"{first} and {second}" for first, second in self.dtypes.values())
         return [
             *(f"only in the first   {plain(name)}" for name in self.only_in_first),
             *(f"only in the second  {plain(name)}" for name in self.only_in_second),
@@ -77,11 +72,6 @@ class Difference(Document):
             *(
                 f"values  {plain(name)}: {each.differing:,} differ, by at most {each.largest_difference:.4g}"
                 for name, each in self.values.items()
-            ),
-            *(
-                ["note    scales are stored apart from 8-bit values: --rtol or --atol compares their products"]
-                if self.only_scales
-                else []
             ),
             f"{'equal' if self.equal else 'different'}: {self.compared} tensors compared, "
             f"largest difference {self.largest_difference:.4g}",
@@ -141,9 +131,6 @@ def diff(settings: DiffSettings, *, reporter: Reporter | None = None) -> Differe
         shapes=shapes,
         dtypes=dtypes,
         values=values,
-        only_scales=bool(only_in_first or only_in_second)
-        and without_scales(first).keys().isdisjoint(only_in_first)
-        and without_scales(second).keys().isdisjoint(only_in_second),
     )
 
 
@@ -157,26 +144,22 @@ def _open(path: str, select: Selection | None) -> Mapping[str, LazyTensor]:
 
 def _compare(first: LazyTensor, second: LazyTensor, settings: DiffSettings) -> ValueDifference:
     """Compare two tensors of one shape, `_STEP_NUMEL` elements at a time."""
-    differing, farthest = 0, 0.0
+    differing, largest = 0, 0.0
     same_dtype = first.dtype == second.dtype
     for pair in zip(steps(first), steps(second), strict=True):
-        if same_dtype and torch.equal(*(_bits(piece) for piece in pair)):
+        bits = [piece.contiguous().view(torch.uint8) for piece in pair]
+        if same_dtype and torch.equal(*bits):
             continue
         a, b = (as_real_numbers(piece).double() for piece in pair)
         distance = (a - b).abs()
-        largest = float(distance.where(distance.isfinite(), 0.0).max())
-        far = ~torch.isclose(a, b, rtol=settings.rtol, atol=settings.atol, equal_nan=True)
-        farthest = max(farthest, largest)
+        largest = max(largest, float(distance.where(distance.isfinite(), 0.0).max()))
         if settings.is_exact and same_dtype:
-            bits = (_bits(piece).view(len(piece), -1) for piece in pair)
-            differing += int((next(bits) != next(bits)).any(dim=1).sum())
+            differs = bits[0] != bits[1]
+            differing += int(differs.view(len(pair[0]), -1).any(dim=1).sum())
         else:
-            differing += int(far.sum())
-    return ValueDifference(differing=differing, largest_difference=farthest)
-
-
-def _bits(piece: Tensor) -> Tensor:
-    return piece.contiguous().view(torch.uint8)
+            close = torch.isclose(a, b, rtol=settings.rtol, atol=settings.atol, equal_nan=True)
+            differing += int((~close).sum())
+    return ValueDifference(differing=differing, largest_difference=largest)
 
 
 def steps(entry: LazyTensor) -> Iterator[Tensor]:

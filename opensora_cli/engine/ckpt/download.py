@@ -1,21 +1,19 @@
 """`osora ckpt download`: fetch the files of a released model into the folder that `osora generate` reads."""
 
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
-from pydantic import Field
-
+from opensora_cli.checkpoint.readable import is_sha256
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, OutputError
-from opensora_cli.core.files import require_space
+from opensora_cli.core.files import require_space, write_bytes_atomic
 from opensora_cli.core.formatting import format_bytes
-from opensora_cli.core.locks import sole_run
+from opensora_cli.core.locks import open_regular, sole_run
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
-from opensora_cli.engine.ckpt.hub import HubFile, HubRepo, fetch, is_content, part_of, read_repo
-from opensora_cli.engine.ckpt.hub_records import recorded_digest, write_record
+from opensora_cli.engine.ckpt.hub import HubFile, HubRepo, State, fetch, is_content, part_of, read_repo
 from opensora_cli.models.registry import ARCHITECTURES, WeightNames
 from opensora_cli.settings.ckpt import DownloadSettings
 
@@ -25,6 +23,10 @@ _OTHER_WEIGHTS = (".bin", ".h5", ".msgpack", ".ot", ".onnx", ".pt", ".pth", ".ck
 _LONGEST_NAME = 200
 """Limit of a file name in bytes. File systems allow 255, and partial files have longer endings."""
 _TEXT_ENDINGS = (".json", ".txt", ".model")
+_RECORDS = Path(".cache", "huggingface", "download")
+_SLACK_S = 1.0
+"""Seconds by which times of file systems are coarser than those of clocks."""
+_MAX_RECORD_BYTES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,34 +57,13 @@ def _sources(preset: str) -> list[_Source]:
     return [_Source(files.hub_repo, names), _Source(text, {}, folders)]
 
 
-class State(StrEnum):
-    """State of a local file."""
-
-    MISSING = "missing"
-    PARTIAL = "partial"
-    UNCHECKED = "unchecked"
-    """A file with this name and size exists, without a record of its hash."""
-    PRESENT = "present"
-    OTHER = "other"
-
-
-class PlannedDownload(Document):
-    """File to download."""
-
-    name: str
-    """Path of the file below the folder."""
-    repo: str
-    commit: str
-    bytes: int
-    hash: str
-    state: State
-    bytes_here: int
-    """Bytes of the file that need not be fetched."""
-    file: HubFile = Field(exclude=True)
-
-    def line(self) -> str:
-        """Return it for people."""
-        return f"{format_bytes(self.bytes):>12}  {self.name}{_STATE_NOTES[self.state]}"
+_STATE_NOTES = {
+    State.MISSING: "",
+    State.PARTIAL: " (partial)",
+    State.UNCHECKED: " (here, not yet checked)",
+    State.PRESENT: " (here)",
+    State.OTHER: " (another file is here)",
+}
 
 
 class DownloadPlan(Document):
@@ -95,25 +76,16 @@ class DownloadPlan(Document):
     repos: tuple[HubRepo, ...]
     bytes: int
     bytes_to_fetch: int
-    files: tuple[PlannedDownload, ...]
+    files: tuple[HubFile, ...]
 
     def lines(self) -> list[str]:
         """Return the plan for people."""
         left = f"{format_bytes(self.bytes_to_fetch)} to fetch" if self.bytes_to_fetch else "all there"
         return [
             *(repo.line() for repo in self.repos),
-            *(planned.line() for planned in self.files),
+            *(f"{format_bytes(file.bytes):>12}  {file.name}{_STATE_NOTES[file.state]}" for file in self.files),
             f"{format_bytes(self.bytes):>12}  in {self.folder}, {left}",
         ]
-
-
-_STATE_NOTES = {
-    State.MISSING: "",
-    State.PARTIAL: " (partial)",
-    State.UNCHECKED: " (here, not yet checked)",
-    State.PRESENT: " (here)",
-    State.OTHER: " (another file is here)",
-}
 
 
 def plan_download(settings: DownloadSettings) -> DownloadPlan:
@@ -125,12 +97,12 @@ def plan_download(settings: DownloadSettings) -> DownloadPlan:
     folder, sources = Path(settings.to), _sources(settings.preset)
     repos = tuple(read_repo(source.repo, wanted=source.wants) for source in sources)
     needed = [_needed(source, repo) for source, repo in zip(sources, repos, strict=True)]
-    files = tuple(_planned(file, name, folder) for each in needed for name, file in each.items())
+    files = tuple(_with_state(file, folder) for each in needed for file in each)
     return DownloadPlan(
         preset=settings.preset,
         folder=folder,
         repos=repos,
-        bytes=sum(planned.bytes for planned in files),
+        bytes=sum(file.bytes for file in files),
         bytes_to_fetch=_bytes_to_fetch(files),
         files=files,
     )
@@ -154,87 +126,119 @@ def download(settings: DownloadSettings, *, reporter: Reporter | None = None) ->
     problem, hint = f"another run downloads into {plan.folder}", "wait until it ends, or give another folder with --to"
     with sole_run(plan.folder / ".osora-download.lock", problem=problem, hint=hint):
         files = _checked(plan, reporter)
-        others = [str(plan.folder / planned.name) for planned in files if planned.state is State.OTHER]
+        others = [str(plan.folder / file.name) for file in files if file.state is State.OTHER]
         if others and not settings.overwrite:
             raise OutputError(
                 f"other files than on the Hub are there: {', '.join(others)}",
                 hint="give another folder with --to, or replace them with --overwrite",
             )
         require_space(plan.folder, _bytes_to_fetch(files))
-        left = [planned for planned in files if planned.state is not State.PRESENT]
+        left = [file for file in files if file.state is not State.PRESENT]
         try:
-            with reporter.stage("download", total=sum(planned.bytes for planned in left), unit=BYTES) as progress:
-                for planned in left:
-                    target = plan.folder / planned.name
-                    fetch(planned.file, target, advance=progress.advance)
-                    write_record(plan.folder, planned.name, commit=planned.commit, digest=planned.hash)
+            with reporter.stage("download", total=sum(file.bytes for file in left), unit=BYTES) as progress:
+                for file in left:
+                    fetch(file, plan.folder / file.name, advance=progress.advance)
+                    write_record(plan.folder, file.name, commit=file.commit, digest=file.hash)
         except KeyboardInterrupt as stop:
             raise KeyboardInterrupt("what has arrived is kept: the same command continues from there") from stop
-    present = tuple(
-        planned.model_copy(update={"state": State.PRESENT, "bytes_here": planned.bytes}) for planned in files
-    )
+    present = tuple(file.model_copy(update={"state": State.PRESENT, "bytes_here": file.bytes}) for file in files)
     return plan.model_copy(update={"files": present, "bytes_to_fetch": 0})
 
 
-def _bytes_to_fetch(files: Iterable[PlannedDownload]) -> int:
-    return sum(planned.bytes - planned.bytes_here for planned in files)
+def _bytes_to_fetch(files: Iterable[HubFile]) -> int:
+    return sum(file.bytes - file.bytes_here for file in files)
 
 
-def _needed(source: _Source, repo: HubRepo) -> dict[str, HubFile]:
-    """Return the files to fetch, by their local names."""
+def _needed(source: _Source, repo: HubRepo) -> list[HubFile]:
+    """Return the files to fetch, with their local names."""
     lacking = [name for name in source.files if name not in repo.files]
-    needed = {here: repo.files[there] for there, here in source.files.items() if there in repo.files}
+    needed = [
+        repo.files[there].model_copy(update={"name": here})
+        for there, here in source.files.items()
+        if there in repo.files
+    ]
     for folder in source.folders:
         inside = {name: file for name, file in repo.files.items() if name.startswith(f"{folder}/")}
         if f"{folder}/config.json" not in inside:
             lacking.append(f"{folder}/config.json")
         has_safetensors = any(name.endswith(_SAFETENSORS) for name in inside)
-        for name, file in inside.items():
-            # Weights that are also in safetensors files are superfluous.
-            if not (has_safetensors and PurePosixPath(name.removesuffix(".index.json")).suffix in _OTHER_WEIGHTS):
-                needed[name] = file
+        # Weights that are also in safetensors files are superfluous.
+        needed += [
+            file
+            for name, file in inside.items()
+            if not (has_safetensors and PurePosixPath(name.removesuffix(".index.json")).suffix in _OTHER_WEIGHTS)
+        ]
     if lacking:
         raise CheckpointError(f"{repo.name} has no {', '.join(lacking)}", hint="check HF_ENDPOINT if it is set")
     return needed
 
 
-def _planned(file: HubFile, name: str, folder: Path) -> PlannedDownload:
+def _with_state(file: HubFile, folder: Path) -> HubFile:
     """Compare a file with the local file, without reading it."""
-    target, part = folder / name, part_of(file, folder / name)
-    here = file.size
+    target, part = folder / file.name, part_of(file, folder / file.name)
+    here = file.bytes
     if not target.is_file():
         here = part.stat().st_size if part.is_file() else 0
         state = State.PARTIAL if here else State.MISSING
-    elif target.stat().st_size != file.size:
+    elif target.stat().st_size != file.bytes:
         state = State.OTHER
-    elif digest := recorded_digest(folder, name):
-        state = State.PRESENT if digest == file.digest else State.OTHER
+    elif digest := recorded_digest(folder, file.name):
+        state = State.PRESENT if digest == file.hash else State.OTHER
     else:
         state = State.UNCHECKED
-    return PlannedDownload(
-        name=name,
-        repo=file.repo,
-        commit=file.commit,
-        bytes=file.size,
-        hash=file.digest,
-        state=state,
-        bytes_here=0 if state is State.OTHER else here,
-        file=file,
-    )
+    return file.model_copy(update={"state": state, "bytes_here": 0 if state is State.OTHER else here})
 
 
-def _checked(plan: DownloadPlan, reporter: Reporter) -> list[PlannedDownload]:
+def _checked(plan: DownloadPlan, reporter: Reporter) -> list[HubFile]:
     """Compare the local files again, which another run may have fetched, and hash those without a record."""
-    files = [_planned(planned.file, planned.name, plan.folder) for planned in plan.files]
-    unchecked = [number for number, planned in enumerate(files) if planned.state is State.UNCHECKED]
+    files = [_with_state(file, plan.folder) for file in plan.files]
+    unchecked = [number for number, file in enumerate(files) if file.state is State.UNCHECKED]
     if not unchecked:
         return files
     with reporter.stage("check", total=sum(files[number].bytes for number in unchecked), unit=BYTES) as progress:
         for number in unchecked:
-            planned = files[number]
+            file = files[number]
             update: dict[str, object] = {"state": State.OTHER, "bytes_here": 0}
-            if is_content(planned.file, plan.folder / planned.name, advance=progress.advance):
-                write_record(plan.folder, planned.name, commit=planned.commit, digest=planned.hash)
+            if is_content(file, plan.folder / file.name, advance=progress.advance):
+                write_record(plan.folder, file.name, commit=file.commit, digest=file.hash)
                 update = {"state": State.PRESENT}
-            files[number] = planned.model_copy(update=update)
+            files[number] = file.model_copy(update=update)
     return files
+
+
+def write_record(folder: Path, name: str, *, commit: str, digest: str) -> None:
+    """Record the commit and hash of `name` below `folder`, as huggingface_hub does: three lines, with the time last.
+    Raises OutputError if the record cannot be written.
+    """
+    write_bytes_atomic(folder / _RECORDS / f"{name}.metadata", f"{commit}\n{digest}\n{time.time()}\n".encode())
+
+
+def recorded_digest(folder: Path, name: str) -> str | None:
+    """Return the recorded hash of `name` below `folder`.
+
+    The result is None without a record, and empty if the file was modified after it was recorded. Raises OSError if
+    there is a record and no file.
+    """
+    try:
+        with open(folder / _RECORDS / f"{name}.metadata", "rb", opener=open_regular) as file:
+            _, digest, written = file.read(_MAX_RECORD_BYTES).decode().split()
+        recorded_at = float(written)
+    except (OSError, ValueError):
+        return None
+    return digest if (folder / name).stat().st_mtime <= recorded_at + _SLACK_S else ""
+
+
+def downloaded_sha256(path: Path) -> str | None:
+    """Return the SHA-256 of an existing file on the Hub, if its download was recorded.
+
+    A file in the Hugging Face cache is a link to a blob, whose name is the hash. For a file that was modified after
+    the download, the result is None.
+    """
+    blob = path.resolve()
+    if blob.parent.name == "blobs" and is_sha256(blob.name):
+        return blob.name
+    for folder in path.absolute().parents:
+        digest = recorded_digest(folder, path.absolute().relative_to(folder).as_posix())
+        if digest is not None:
+            return digest if is_sha256(digest) else None
+    return None

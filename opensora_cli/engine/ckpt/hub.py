@@ -10,9 +10,9 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
 import huggingface_hub
 from huggingface_hub import constants
@@ -32,31 +32,42 @@ from opensora_cli.core.locks import hint_for, open_regular
 from opensora_cli.core.reading import stays_inside
 
 _CHUNK_BYTES = 2**20
-_PART_SUFFIX = ".part"
 _CHECK = "check HF_ENDPOINT if it is set"
-_LATER = "try again later: the same command continues from what has arrived"
-_PROXIES = ("https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY", "http_proxy", "HTTP_PROXY")
-_CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 
 # Base of all errors of the HTTP library, httpx or httpx2, depending on the version of huggingface_hub.
 _HTTPError: type[Exception] = HfHubHTTPError.__bases__[0]
 _InvalidURL: type[Exception] = getattr(sys.modules[_HTTPError.__module__.partition(".")[0]], "InvalidURL", _HTTPError)
 
 Advance = Callable[[int], None]
-
-
 _Commit = Annotated[str, Field(pattern=r"^[0-9A-Za-z._-]{1,64}$")]
 
 
-class HubFile(Document, strict=True):
-    """File in a repository."""
+class State(StrEnum):
+    """State of a local file."""
 
+    MISSING = "missing"
+    PARTIAL = "partial"
+    UNCHECKED = "unchecked"
+    """A file with this name and size exists, without a record of its hash."""
+    PRESENT = "present"
+    OTHER = "other"
+
+
+class HubFile(Document, strict=True):
+    """File in a repository, and its state in the local folder."""
+
+    name: str
+    """Path of the file below the folder."""
     repo: str
     commit: _Commit
-    name: str
-    size: int = Field(ge=0)
-    digest: str = Field(pattern=r"^([0-9a-f]{40}|[0-9a-f]{64})$")
+    bytes: int = Field(ge=0)
+    hash: str = Field(pattern=r"^([0-9a-f]{40}|[0-9a-f]{64})$")
     """SHA-256 of the content, with 64 digits, for large files; else SHA-1 as git computes it."""
+    state: State = State.MISSING
+    bytes_here: int = 0
+    """Bytes of the file that need not be fetched."""
+    hub_name: str = Field(exclude=True)
+    """Path of the file in the repository."""
 
 
 class HubRepo(Document, strict=True):
@@ -79,14 +90,9 @@ def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
     """Ask the Hub for a repository by its owner and name. `files` holds only files with `wanted` names.
 
     Raises:
-        RequestError: HF_ENDPOINT is no address.
+        RequestError: proxies or certificates of the environment are unusable.
         CheckpointError: the Hub cannot be reached, lacks the repository, or gives this token no access to it.
     """
-    if not _is_web_address(constants.ENDPOINT):
-        raise RequestError(
-            f"HF_ENDPOINT={_endpoint()} must be an address of http:// or https://, without query or fragment",
-            hint="unset HF_ENDPOINT, or export HF_ENDPOINT=https://HOST",
-        )
     _require_session()
     with _explained(name):
         found = huggingface_hub.HfApi().model_info(
@@ -103,8 +109,9 @@ def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
                     url = huggingface_hub.hf_hub_url(name, listed.rfilename, revision=commit)
                     asked = huggingface_hub.get_hf_file_metadata(url)
                     size, digest = asked.size, asked.etag
+                fields = {"repo": name, "commit": commit, "bytes": size, "hash": digest}
                 files[listed.rfilename] = HubFile.model_validate(
-                    {"repo": name, "commit": commit, "name": listed.rfilename, "size": size, "digest": digest}
+                    {**fields, "name": listed.rfilename, "hub_name": listed.rfilename}
                 )
         return HubRepo(
             name=name,
@@ -115,13 +122,15 @@ def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
         )
 
 
-def _is_web_address(url: str) -> bool:
+def _require_session() -> None:
     try:
-        parts = urlsplit(url)
-        is_plain = url.isprintable() and not {" ", "?", "#", "\\"} & set(url)
-        return is_plain and parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        return False
+        get_session()
+    except (ImportError, OSError, ValueError, _InvalidURL) as error:
+        reason = plain(without_credentials(" ".join(str(error).split())))
+        raise RequestError(
+            f"a proxy or a certificate of the environment cannot be used: {reason}",
+            hint="name proxies as HTTPS_PROXY=http://HOST:PORT, and SSL_CERT_FILE as a file in PEM format",
+        ) from error
 
 
 def _endpoint() -> str:
@@ -129,23 +138,9 @@ def _endpoint() -> str:
     return plain(re.sub(r"(?<=://).*@", "<hidden>@", constants.ENDPOINT, flags=re.DOTALL))
 
 
-def _require_session() -> None:
-    """Raise RequestError if proxies or certificates in the environment are unusable."""
-    try:
-        get_session()
-    except (ImportError, OSError, ValueError, _InvalidURL) as error:
-        names = _CERTIFICATES if isinstance(error, OSError) else _PROXIES
-        given = (f"{name}={without_credentials(os.environ[name])}" for name in names if os.environ.get(name))
-        reason = without_credentials(" ".join(str(error).split()))
-        raise RequestError(
-            f"{plain(', '.join(given) or 'the proxy')} cannot be used: {plain(reason)}",
-            hint="unset it, or name a proxy as http://HOST:PORT and certificates as a file in PEM format",
-        ) from error
-
-
 def part_of(file: HubFile, target: Path) -> Path:
     """Return the path of the partial file of an unfinished download."""
-    return target.with_name(f"{target.name}.{file.digest[:12]}{_PART_SUFFIX}")
+    return target.with_name(f"{target.name}.{file.hash[:12]}.part")
 
 
 def fetch(file: HubFile, target: Path, *, advance: Advance) -> None:
@@ -172,8 +167,8 @@ def fetch(file: HubFile, target: Path, *, advance: Advance) -> None:
         with open(part, "r+b" if part.exists() else "w+b", opener=open_regular) as out:
             start = out.seek(0, os.SEEK_END)
             advance(start)
-            if start < file.size:
-                url = huggingface_hub.hf_hub_url(file.repo, file.name, revision=file.commit)
+            if start < file.bytes:
+                url = huggingface_hub.hf_hub_url(file.repo, file.hub_name, revision=file.commit)
                 headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
                 with _explained(file.repo):
                     http_get(url, out, resume_size=start, headers=headers, tqdm_class=Bar)
@@ -182,7 +177,7 @@ def fetch(file: HubFile, target: Path, *, advance: Advance) -> None:
         if not is_content(file, part):
             part.unlink()
             raise CheckpointError(
-                f"{file.repo}/{file.name} arrived with another hash than {file.digest}",
+                f"{file.repo}/{file.hub_name} arrived with another hash than {file.hash}",
                 hint="what arrived is removed: try again",
             )
         part.replace(target)
@@ -193,24 +188,27 @@ def fetch(file: HubFile, target: Path, *, advance: Advance) -> None:
             part.unlink()
 
 
-def is_content(file: HubFile, path: Path, *, advance: Advance | None = None) -> bool:
+def is_content(file: HubFile, path: Path, *, advance: Advance = lambda count: None) -> bool:
     """Return whether a local file is `file` by its hash. Raises CheckpointError if it cannot be read."""
-    is_sha256 = len(file.digest) == 64
-    hasher = hashlib.sha256() if is_sha256 else hashlib.sha1(b"blob %d\0" % file.size, usedforsecurity=False)
+    is_sha256 = len(file.hash) == 64
+    hasher = hashlib.sha256() if is_sha256 else hashlib.sha1(b"blob %d\0" % file.bytes, usedforsecurity=False)
     try:
         with path.open("rb") as content:
             while chunk := content.read(_CHUNK_BYTES):
                 hasher.update(chunk)
-                if advance is not None:
-                    advance(len(chunk))
+                advance(len(chunk))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    return hasher.hexdigest() == file.digest
+    return hasher.hexdigest() == file.hash
 
 
 @contextmanager
 def _explained(repo: str) -> Iterator[None]:
     """Turn errors of the Hub's client, and those that an unexpected answer causes, into one line."""
+    page = f"accept its terms at {_endpoint()}/{repo}"
+    access = f"{page}, then give a token of that account: hf auth login, or HF_TOKEN in the environment"
+    if huggingface_hub.get_token():
+        access = f"{page} with the account of your token, which must be allowed to read such repositories"
     try:
         yield
     except OfflineModeIsEnabled as error:
@@ -219,29 +217,19 @@ def _explained(repo: str) -> Iterator[None]:
             hint="unset HF_HUB_OFFLINE, or copy the folder from another machine: osora ckpt verify checks its files",
         ) from error
     except GatedRepoError as error:
-        reason = f"{repo} is only given to people who have accepted its terms"
-        raise CheckpointError(reason, hint=_how_in(repo)) from error
+        raise CheckpointError(f"{repo} is only given to people who have accepted its terms", hint=access) from error
     except RepositoryNotFoundError as error:
-        raise CheckpointError(f"{repo} is not at {_endpoint()}, or not public", hint=_how_in(repo)) from error
+        raise CheckpointError(f"{repo} is not at {_endpoint()}, or not public", hint=access) from error
     except HfHubHTTPError as error:
         status = error.response.status_code
         reason = f"{repo}: the Hub answers {status} {error.response.reason_phrase}".rstrip()
-        raise CheckpointError(reason, hint=_how_in(repo) if status in (401, 403) else _LATER) from error
-    except _InvalidURL as error:
-        reason = f"{repo}: {_endpoint()} names an address that is none ({plain(without_credentials(str(error)))})"
-        raise CheckpointError(reason, hint=_CHECK) from error
-    except _HTTPError as error:
+        later = "try again later: the same command continues from what has arrived"
+        raise CheckpointError(reason, hint=access if status in (401, 403) else later) from error
+    except (_HTTPError, _InvalidURL) as error:
         cause = plain(without_credentials(str(error))) or type(error).__name__
         raise CheckpointError(
             f"{repo}: the connection to {_endpoint()} broke ({cause})",
-            hint="check the connection, and HF_ENDPOINT if it is set: the same command continues from what has arrived",
+            hint=f"check the connection, and {_CHECK}: the same command continues from what has arrived",
         ) from error
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{_endpoint()} does not answer as the Hub does", hint=_CHECK) from error
-
-
-def _how_in(repo: str) -> str:
-    page = f"accept its terms at {_endpoint()}/{repo}"
-    if huggingface_hub.get_token():
-        return f"{page} with the account of your token, which must be allowed to read such repositories"
-    return f"{page}, then give a token of that account: hf auth login, or HF_TOKEN in the environment"

@@ -112,20 +112,12 @@ def _qkv(shapes: Mapping[str, Shape]) -> QKV:
 
 
 def _describe(shapes: Mapping[str, Shape], sizes: HeadSizes) -> str:
-    extras = {"cond_in.weight": "condition embedding", "guidance_in.in_layer.weight": "guidance embedding"}
-    return ", ".join(
-        [
-            f"MMDiT of {_count_blocks(shapes, 'double')} double-stream and "
-            f"{_count_blocks(shapes, 'single')} single-stream blocks",
-            f"hidden size {sizes.hidden_size}",
-            f"{sizes.hidden_size // sizes.head_dim} heads",
-            f"{shapes['img_in.weight'][1]} input channels",
-            *(extra for key, extra in extras.items() if key in shapes),
-            f"{_qkv(shapes)} q/k/v",
-        ]
+    double, single = (
+        len({match[1] for key in shapes if (match := re.match(rf"{stack}_blocks\.(\d+)\.", key))})
+        for stack in ("double", "single")
     )
-
-
-def _count_blocks(shapes: Mapping[str, Shape], stack: str) -> int:
-    found = (re.match(rf"{stack}_blocks\.(\d+)\.", key) for key in shapes)
-    return len({match[1] for match in found if match})
+    channels, heads = shapes["img_in.weight"][1], sizes.hidden_size // sizes.head_dim
+    return (
+        f"MMDiT of {double} double-stream and {single} single-stream blocks, hidden size {sizes.hidden_size}, "
+        f"{heads} heads, {channels} input channels, {_qkv(shapes)} q/k/v"
+    )

@@ -13,15 +13,14 @@ import torch
 import opensora_cli
 from opensora_cli.core import device_facts
 from opensora_cli.core.device_facts import GpuFacts, LinkFacts, LinkKind
+from opensora_cli.core.exceptions import OsoraError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.redaction import Redactor, is_relevant, shown_variables
 from opensora_cli.engine.env_check import host, machine
 from opensora_cli.engine.env_check.all_reduce import check_all_reduce
 from opensora_cli.engine.env_check.host import HostFacts
-from opensora_cli.engine.env_check.report import EnvReport, Finding, PresetNeeds, Severity, ok, run_check
-from opensora_cli.engine.env_check.shell_files import lint_file
-from opensora_cli.engine.env_check.torch_variables import refused_by_torch
-from opensora_cli.engine.env_check.variables import Surroundings, lint_variables
+from opensora_cli.engine.env_check.report import EnvReport, Finding, PresetNeeds, Severity, ok
+from opensora_cli.engine.env_check.variables import Surroundings, lint_file, lint_variables, refused_by_torch
 from opensora_cli.settings.tools import EnvCheckSettings
 
 FactT = TypeVar("FactT")
@@ -40,8 +39,8 @@ def env_check(
     environment = os.environ if environment is None else environment
     # First, so that a misspelled name is refused at once.
     in_files = [finding for name in settings.files for finding in lint_file(Path(name))]
-    checks = Checks(environment, settings, reporter or SilentReporter())
-    findings = [finding for name, check in checks.by_name().items() for finding in run_check(name, check)]
+    checks = _Checks(environment, settings, reporter or SilentReporter())
+    findings = [finding for name, check in checks.by_name().items() for finding in _findings(name, check)]
     report = EnvReport(
         osora=opensora_cli.__version__,
         platform=platform.platform(),
@@ -57,7 +56,19 @@ def env_check(
     return report.bug_report(Redactor.of_this_machine(folders=folders))
 
 
-class Checks:
+def _findings(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
+    """Return the findings of `check` under its name. An exception becomes a finding with its text."""
+    try:
+        found = list(check())
+    except Exception as error:
+        # Drivers and libraries raise anything, and one failure must not hide the findings of the other checks.
+        text = (error.message if isinstance(error, OsoraError) else str(error)) or type(error).__name__
+        reason = " ".join(text.split())[:300]
+        found = [Finding(severity=Severity.UNKNOWN, message=f"could not be checked: {reason}")]
+    return [finding.model_copy(update={"check": name}) for finding in found]
+
+
+class _Checks:
     """Checks of this machine. Each kind of fact is read once, when a check first needs it."""
 
     def __init__(self, environment: Mapping[str, str], settings: EnvCheckSettings, reporter: Reporter) -> None:
@@ -77,7 +88,6 @@ class Checks:
             "cards": lambda: machine.check_gpus(self._torch(), self._gpus()),
             "links": lambda: machine.check_links(self._links()),
             "libraries": lambda: machine.check_libraries(self._torch(), self._gpus()),
-            "precision": lambda: machine.check_precision(self._torch(), self._gpus()),
             "attention": host.check_attention,
             "video": host.check_encoder,
             "memory": lambda: host.check_memory(self._host(), self._weights(), has_gpus=bool(self._gpus())),
@@ -90,14 +100,13 @@ class Checks:
 
     def _check_variables(self) -> Iterable[Finding]:
         here = _or_else(self._host, HostFacts())
-        links = _or_else(self._links, tuple[LinkFacts, ...]())
         uses_cuda = _or_else(lambda: self._torch().cuda is not None, False)
         own = Path(torch.__file__).parents[1]
         surroundings = Surroundings(
             uses_cuda=uses_cuda,
             num_gpus=self._num_gpus(),
             cores=here.cores,
-            has_nvlink=any(link.kind is LinkKind.NVLINK for link in links),
+            has_nvlink=any(link.kind is LinkKind.NVLINK for link in _or_else(self._links, tuple[LinkFacts, ...]())),
             interfaces=here.interfaces,
             infiniband=here.infiniband,
             shadowing=machine.shadowing_libraries(self._environment, own=own) if uses_cuda else (),
@@ -108,19 +117,15 @@ class Checks:
 
     def _check_presets(self) -> Iterable[Finding]:
         with self._reporter.stage("presets"):
-            unplanned = host.unplanned_presets(num_gpus=self._num_gpus())
-            self.presets = host.read_presets(self._environment, unplanned=unplanned)
+            self.presets, unplanned = host.read_presets(self._environment, num_gpus=self._num_gpus())
         return host.check_presets(self.presets, unplanned=unplanned)
 
     def _check_all_reduce(self) -> Iterable[Finding]:
         refused = refused_by_torch(self._environment)
         usable = {name: value for name, value in self._environment.items() if name not in refused}
+        seconds = self._settings.all_reduce_seconds
         with self._reporter.stage("all-reduce"):
-            return list(
-                check_all_reduce(
-                    num_gpus=self._num_gpus(), seconds=self._settings.all_reduce_seconds, environment=usable
-                )
-            )
+            return list(check_all_reduce(num_gpus=self._num_gpus(), seconds=seconds, environment=usable))
 
     def _num_gpus(self) -> int:
         return len(_or_else(self._gpus, tuple[GpuFacts, ...]()))

@@ -73,25 +73,17 @@ def read_host() -> HostFacts:
     """Return the facts of this machine."""
     memory, own = psutil.virtual_memory(), read_private_memory()
     infiniband = Path("/sys/class/infiniband")
+    locked = psutil.Process().rlimit(psutil.RLIMIT_MEMLOCK)[0] if sys.platform == "linux" else -1
     return HostFacts(
         cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
         total_bytes=memory.total,
         available_bytes=own.free_bytes,
         container_limit_bytes=own.total_bytes if own.total_bytes < memory.total else None,
         shared_memory_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
-        locked_memory_bytes=_locked_memory(),
+        locked_memory_bytes=None if locked < 0 else locked,
         interfaces=tuple(psutil.net_if_addrs()),
         infiniband=tuple(sorted(os.listdir(infiniband))) if infiniband.is_dir() else (),
     )
-
-
-def _locked_memory() -> int | None:
-    if sys.platform == "win32":
-        return None
-    import resource
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def read_weights(environment: Mapping[str, str]) -> WeightFacts:
@@ -209,21 +201,17 @@ def preset_here(name: str, environment: Mapping[str, str]) -> GenerateSettings:
     return settings.replace({"runtime.weights": folder}) if folder else settings
 
 
-def unplanned_presets(*, num_gpus: int) -> tuple[str, ...]:
-    """Return the presets of models that `--model auto` runs on no device of this machine; see `choose_model`."""
-    if num_gpus:
-        return ()
-    models = {name: load_preset(name, prompt="any").model.name for name in list_presets("generate")}
-    return tuple(name for name, model in models.items() if model != DEMO)
-
-
-def read_presets(environment: Mapping[str, str], *, unplanned: Sequence[str] = ()) -> tuple[PresetNeeds, ...]:
-    """Return the needs of all presets except `unplanned`, as plans count them. No weights are read."""
-    found = []
+def read_presets(environment: Mapping[str, str], *, num_gpus: int) -> tuple[tuple[PresetNeeds, ...], tuple[str, ...]]:
+    """Return the needs of all presets, as plans count them, and the names of those that are not planned: without a
+    GPU, `--model auto` runs the demo alone. No weights are read.
+    """
+    found, unplanned = list[PresetNeeds](), list[str]()
     for name in list_presets("generate"):
-        if name in unplanned:
+        settings = preset_here(name, environment)
+        if not num_gpus and settings.model.name != DEMO:
+            unplanned.append(name)
             continue
-        plan = make_plan(preset_here(name, environment))
+        plan = make_plan(settings)
         worst = max(plan.stages, key=lambda stage: stage.total_bytes)
         found.append(
             PresetNeeds(
@@ -239,7 +227,7 @@ def read_presets(environment: Mapping[str, str], *, unplanned: Sequence[str] = (
                 fits=worst.total_bytes <= plan.budget_bytes,
             )
         )
-    return tuple(found)
+    return tuple(found), tuple(unplanned)
 
 
 def check_presets(presets: Sequence[PresetNeeds], *, unplanned: Sequence[str] = ()) -> Iterator[Finding]:

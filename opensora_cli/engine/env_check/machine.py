@@ -66,7 +66,7 @@ def check_torch(torch: TorchFacts, driver: DriverFacts) -> Iterator[Finding]:
             yield note(f"torch {torch.version} is not a build for NVIDIA GPUs, for which osora is tested")
         elif driver.gpus:
             yield problem(
-                f"torch {torch.version} is a build for the CPU, and here is {_counted(driver.gpus)}",
+                f"torch {torch.version} is a build for the CPU, and here is {' and '.join(dict.fromkeys(driver.gpus))}",
                 why="no GPU can be used by it",
                 fix=f"{_TORCH_LINE}; driver {driver.version} runs CUDA {_newest_cuda(driver)}",
             )
@@ -131,6 +131,12 @@ def check_gpus(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Finding]
             )
         else:
             yield ok(f"{label}, sm_{_number(gpu.capability)}")
+        if gpu.capability < (8, 0):
+            yield warning(
+                f"cuda:{gpu.index} has no bfloat16 units",
+                why="--dtype auto means bfloat16 on CUDA, which this GPU emulates, slowly",
+                fix="--dtype float16",
+            )
         if gpu.free_bytes < gpu.total_bytes // 2:
             yield warning(
                 f"cuda:{gpu.index} is more than half full",
@@ -215,35 +221,5 @@ def shadowing_libraries(environment: Mapping[str, str], *, own: Path) -> tuple[s
     return tuple(found)
 
 
-def check_precision(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Finding]:
-    """Report the precision in which GPUs compute."""
-    if not gpus:
-        yield ok("float32 on the CPU, where TF32 has no effect; --dtype bfloat16 halves the memory")
-    for gpu in gpus:
-        if gpu.capability < (8, 0):
-            yield warning(
-                f"cuda:{gpu.index} has no bfloat16 units (sm_{_number(gpu.capability)})",
-                why="--dtype auto means bfloat16 on CUDA, which this GPU emulates, slowly",
-                fix="--dtype float16",
-            )
-        else:
-            yield ok(f"cuda:{gpu.index} computes in bfloat16")
-    if any(gpu.capability >= (8, 0) for gpu in gpus):
-        products, convolutions = (
-            f"in {'TF32' if state == 'tf32' else 'full precision'} ({state})"
-            for state in (torch.matmul_precision, torch.conv_precision)
-        )
-        yield note(
-            f"float32 products {products}, convolutions {convolutions}, unless precision.tf32 is set",
-            why="TF32 has a mantissa of 10 bits: faster, but outputs in float32 differ in the third digit",
-        )
-    elif gpus:
-        yield note("no GPU here has TF32, which precision.tf32 would use: that takes compute capability 8.0")
-
-
 def _number(capability: tuple[int, int]) -> str:
     return f"{capability[0]}{capability[1]}"
-
-
-def _counted(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{len(names)} x {names[0]}"

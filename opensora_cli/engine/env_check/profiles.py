@@ -54,18 +54,10 @@ class Profile(Document):
         return self.model_copy(update={"variables": tuple(marked)})
 
 
-# Text encoders, transformer and autoencoder take turns on the GPU. With segments of fixed size, what one leaves free
-# is in pieces that the next cannot use.
 _EXPANDABLE = Recommendation(
     name="PYTORCH_ALLOC_CONF",
     value="expandable_segments:True",
     why="the next stage can use the memory that one frees, in pieces of any size",
-)
-# huggingface_hub: HF_XET_HIGH_PERFORMANCE. Not for desktops, where a download should leave room for other things.
-_FAST_DOWNLOAD = Recommendation(
-    name="HF_XET_HIGH_PERFORMANCE",
-    value="1",
-    why="a rented machine downloads 34 GB of weights first, and may use all cores for it",
 )
 # Without it, NCCL fails with no more than "unhandled system error".
 _NCCL_WARNINGS = Recommendation(
@@ -75,30 +67,33 @@ _NCCL_WARNINGS = Recommendation(
 _BUS_ORDER = Recommendation(
     name="CUDA_DEVICE_ORDER", value="PCI_BUS_ID", why="cuda:0 is then the GPU that nvidia-smi calls 0"
 )
+# Not for desktops, where a download should leave room for other things.
+_FAST_DOWNLOAD = Recommendation(
+    name="HF_XET_HIGH_PERFORMANCE",
+    value="1",
+    why="a rented machine downloads 34 GB of weights first, and may use all cores for it",
+)
 
 PROFILES: Mapping[EnvProfile, Profile] = {
-    profile.profile: profile
-    for profile in (
-        Profile(
-            profile=EnvProfile.LOCAL,
-            title="local: a desktop with a GPU of 24 GB",
-            variables=(_EXPANDABLE, _BUS_ORDER),
-            notes=("close other programs that use the GPU: browsers and games hold up to 2 GB",),
+    EnvProfile.LOCAL: Profile(
+        profile=EnvProfile.LOCAL,
+        title="local: a desktop with a GPU of 24 GB",
+        variables=(_EXPANDABLE, _BUS_ORDER),
+        notes=("close other programs that use the GPU: browsers and games hold up to 2 GB",),
+    ),
+    EnvProfile.CLOUD: Profile(
+        profile=EnvProfile.CLOUD,
+        title="cloud: a rented machine with GPUs of 80 GB",
+        variables=(_EXPANDABLE, _NCCL_WARNINGS, _FAST_DOWNLOAD),
+        notes=("start containers with --shm-size=8g: NCCL and data loading workers exchange through /dev/shm",),
+    ),
+    EnvProfile.CLUSTER: Profile(
+        profile=EnvProfile.CLUSTER,
+        title="cluster: several nodes",
+        variables=(_EXPANDABLE, _NCCL_WARNINGS),
+        notes=(
+            "ulimit -l unlimited on every node: InfiniBand registers its buffers as locked memory",
+            "NCCL_SOCKET_IFNAME only where nodes have several networks: the name of the one that joins them",
         ),
-        Profile(
-            profile=EnvProfile.CLOUD,
-            title="cloud: a rented machine with GPUs of 80 GB",
-            variables=(_EXPANDABLE, _NCCL_WARNINGS, _FAST_DOWNLOAD),
-            notes=("start containers with --shm-size=8g: NCCL and data loading workers exchange through /dev/shm",),
-        ),
-        Profile(
-            profile=EnvProfile.CLUSTER,
-            title="cluster: several nodes",
-            variables=(_EXPANDABLE, _NCCL_WARNINGS),
-            notes=(
-                "ulimit -l unlimited on every node: InfiniBand registers its buffers as locked memory",
-                "NCCL_SOCKET_IFNAME only where nodes have several networks: the name of the one that joins them",
-            ),
-        ),
-    )
+    ),
 }

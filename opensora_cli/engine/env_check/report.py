@@ -1,17 +1,18 @@
 """Findings of the checks, and the report that `osora env-check` prints."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from math import ceil
 from typing import ClassVar, Self
 
 from pydantic import Field
 
-from opensora_cli.core.device import GIB
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import HardwareError, OsoraError
+from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.formatting import aligned_rows
 from opensora_cli.core.redaction import Redactor
+
+_GIB = 2**30
 
 
 class Severity(StrEnum):
@@ -32,7 +33,7 @@ class Finding(Document):
     """Result of one check."""
 
     check: str = ""
-    """Name of the check, filled in by `run_check`."""
+    """Name of the check, filled in by `env_check`."""
     severity: Severity
     message: str
     why: str | None = None
@@ -69,22 +70,6 @@ def warning(message: str, *, why: str, fix: str, variable: str | None = None) ->
 def problem(message: str, *, why: str, fix: str, variable: str | None = None) -> Finding:
     """Return a finding that prevents a run."""
     return Finding(severity=Severity.PROBLEM, message=message, why=why, fix=fix, variable=variable)
-
-
-def unknown(reason: str) -> Finding:
-    """Return a finding about a check that failed."""
-    return Finding(severity=Severity.UNKNOWN, message=f"could not be checked: {reason}")
-
-
-def run_check(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Return the findings of `check` under its name. An exception becomes a finding with its text."""
-    try:
-        found = list(check())
-    except Exception as error:
-        # Drivers and libraries raise anything, and one failure must not hide the findings of the other checks.
-        text = error.message if isinstance(error, OsoraError) else str(error)
-        found = [unknown(" ".join(f"{text or type(error).__name__}".split())[:300])]
-    return [finding.model_copy(update={"check": name}) for finding in found]
 
 
 class PresetNeeds(Document):
@@ -158,13 +143,13 @@ def _table_lines(presets: Sequence[PresetNeeds]) -> list[str]:
     rows = [("preset", "video, frames", "needs", "free", "fits", "offload", "weights")]
     for preset in presets:
         # Rounded up, so that no preset seems to fit that does not.
-        needed = ceil(preset.needed_bytes / GIB * 100) / 100
+        needed = ceil(preset.needed_bytes / _GIB * 100) / 100
         rows.append(
             (
                 preset.name,
                 preset.video.removesuffix(" frames"),
                 f"{needed:.2f} GiB",
-                f"{preset.free_bytes / GIB:.1f} GiB",
+                f"{preset.free_bytes / _GIB:.1f} GiB",
                 "yes" if preset.fits else "no",
                 preset.offload,
                 "here" if preset.has_weights else "missing",

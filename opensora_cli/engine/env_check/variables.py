@@ -1,17 +1,36 @@
-"""Rules for environment variables. Most are a row of `_RULES`; a value with a form of its own has a function."""
+"""Rules for environment variables of this machine, and for those that Dockerfiles and shell files set.
 
+Most rules are a row of `_RULES`; a value with a form of its own has a function. torch itself judges the values that it
+refuses, in a process of its own. Callers use this module before they import torch, which fails with such a value.
+"""
+
+import os
 import re
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.env_check.report import Finding, Severity, problem, warning
-from opensora_cli.engine.env_check.torch_variables import ALLOCATOR_VARIABLES, allocator_fault, refused_by_torch
+from opensora_cli.core.python_processes import python_command, safe_environment
+from opensora_cli.core.reading import read_text
+from opensora_cli.core.redaction import is_relevant
+from opensora_cli.engine.env_check.report import Finding, Severity, ok, problem, warning
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import ENVIRONMENT_PREFIX, read_environment
 
 Variables = Mapping[str, str | None]
 """Values by name. None means unknown, as for a value that a script computes."""
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+_DEBUG, _LOGS = "TORCH_DISTRIBUTED_DEBUG", "TORCH_LOGS"
+
+_LARGEST_FILE_BYTES = 2**20
+_LINE = re.compile(r"^[ \t]*(ENV|ARG|export)[ \t]+((?:\\\n|.)*)", re.MULTILINE)
+_WORD = re.compile(r"""(?<!\S)\#.*|(?<!\S)([A-Za-z_]\w*)=("[^"\n]*"|'[^'\n]*'|[^\s;&|]*)""")
+_OLD_ENV = re.compile(r"([A-Za-z_]\w*)[ \t]+([^=\n]+)")
+"""Form of ENV in which everything after the name is the value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +169,40 @@ _RULES = (
 )
 
 
+def refused_by_torch(environment: Mapping[str, str]) -> list[str]:
+    """Return the variables whose values make the import of torch fail."""
+    refused = [_DEBUG] if environment.get(_DEBUG, "OFF").upper() not in ("OFF", "INFO", "DETAIL") else []
+    # Only torch knows the names of its loggers.
+    if (loggers := environment.get(_LOGS)) and _LOGS in _errors("import torch", loggers=loggers):
+        refused.append(_LOGS)
+    return refused
+
+
+def lint_file(path: Path) -> list[Finding]:
+    """Return the findings about the variables that a Dockerfile or a shell file sets, in the order of its lines.
+
+    Only lines that begin with `ENV`, `ARG` or `export` count, and the last assignment of a variable. Nothing is
+    expanded: a value with `$` or a backquote counts as unknown. Raises FileProblem if the file cannot be read, or is
+    not text.
+    """
+    text = read_text(path, max_bytes=_LARGEST_FILE_BYTES, hint="name a Dockerfile or a shell file")
+    values, lines = dict[str, str | None](), dict[str, int]()
+    for line in _LINE.finditer(text):
+        keyword, rest = line.groups()
+        old = _OLD_ENV.fullmatch(rest) if keyword == "ENV" else None
+        for word in [old] if old else _WORD.finditer(rest):
+            name, value = word.groups()
+            if name is not None and is_relevant(name):
+                values[name] = None if "$" in value or "`" in value else value.strip().strip("\"'")
+                lines[name] = text.count("\n", 0, line.start(2) + word.start()) + 1
+    findings = [
+        finding.model_copy(update={"line": lines[str(finding.variable)]}) for finding in lint_variables(values, None)
+    ]
+    findings = findings or [ok(f"nothing wrong with {len(values)} variables that matter here")]
+    findings.sort(key=lambda finding: finding.line or 0)
+    return [finding.model_copy(update={"check": "file", "file": str(path)}) for finding in findings]
+
+
 def lint_variables(variables: Variables, surroundings: Surroundings | None) -> list[Finding]:
     """Return the faults of environment variables on the machine `surroundings`.
 
@@ -171,12 +224,21 @@ def lint_variables(variables: Variables, surroundings: Surroundings | None) -> l
         found += _lint_devices(known["CUDA_VISIBLE_DEVICES"])
     if surroundings is not None:
         found += _lint_interfaces(known, surroundings)
-        found += _lint_libraries(surroundings)
+    if surroundings is not None and surroundings.shadowing:
+        # torch finds its libraries by RUNPATH, which comes after this variable (ld.so(8)).
+        found.append(
+            warning(
+                f"LD_LIBRARY_PATH hides torch's own libraries: {', '.join(surroundings.shadowing)}",
+                why="torch loads these instead of the ones that it was built with",
+                fix="take their folders out of LD_LIBRARY_PATH",
+                variable="LD_LIBRARY_PATH",
+            )
+        )
     return [*found, *_lint_own(variables)]
 
 
 def _lint_allocator(known: Mapping[str, str], *, uses_cuda: bool) -> Iterator[Finding]:
-    new, old = ALLOCATOR_VARIABLES
+    new, old = _ALLOCATOR_VARIABLES
     if known.get(new) and known.get(old):
         yield warning(
             f"{old} stands beside {new}",
@@ -185,7 +247,7 @@ def _lint_allocator(known: Mapping[str, str], *, uses_cuda: bool) -> Iterator[Fi
             fix=f"put all into {new}, and unset {old}",
             variable=old,
         )
-    for name in ALLOCATOR_VARIABLES:
+    for name in _ALLOCATOR_VARIABLES:
         if fault := allocator_fault(known.get(name, "")):
             # A build for the CPU never reads the variable.
             make = problem if uses_cuda else warning
@@ -195,6 +257,30 @@ def _lint_allocator(known: Mapping[str, str], *, uses_cuda: bool) -> Iterator[Fi
                 fix="see PYTORCH_ALLOC_CONF in torch's notes on CUDA",
                 variable=name,
             )
+
+
+def allocator_fault(text: str) -> str | None:
+    """Return the reason for which torch refuses a value of `PYTORCH_ALLOC_CONF`, or None."""
+    code = "import sys, torch; torch._C._accelerator_setAllocatorSettings(sys.argv[1])"
+    lines = [line for line in _errors(code, text).splitlines() if "Error: " in line] if text else []
+    # A torch without this function parses the options at the first use of a GPU alone.
+    if not lines or lines[-1].startswith("AttributeError"):
+        return None
+    reason = lines[-1].partition("Error: ")[2].strip()
+    return f"{text!r} is not of the form name:value,name:value" if "INTERNAL ASSERT" in reason else reason
+
+
+@cache
+def _errors(code: str, *arguments: str, loggers: str = "") -> str:
+    """Return the stderr of Python code that fails. Empty if it succeeds, or if no process can be started."""
+    without = {name: value for name, value in os.environ.items() if name not in (_DEBUG, _LOGS, *_ALLOCATOR_VARIABLES)}
+    environment = safe_environment({**without, **({_LOGS: loggers} if loggers else {})})
+    command = python_command("-c", code, *arguments)
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, errors="replace", check=False)
+    except (OSError, ValueError):
+        return ""
+    return done.stderr if done.returncode else ""
 
 
 def _lint_threads(value: str, surroundings: Surroundings | None) -> Iterator[Finding]:
@@ -265,17 +351,6 @@ def _nccl_uses(value: str, interface: str) -> bool:
     names = tuple(name for name in rest.removeprefix("=").split(",") if name)
     is_named = interface in names if rest.startswith("=") else interface.startswith(names)
     return is_named is not value.startswith("^")
-
-
-def _lint_libraries(surroundings: Surroundings) -> Iterator[Finding]:
-    if surroundings.shadowing:
-        # torch finds its libraries by RUNPATH, which comes after this variable (ld.so(8)).
-        yield warning(
-            f"LD_LIBRARY_PATH hides torch's own libraries: {', '.join(surroundings.shadowing)}",
-            why="torch loads these instead of the ones that it was built with",
-            fix="take their folders out of LD_LIBRARY_PATH",
-            variable="LD_LIBRARY_PATH",
-        )
 
 
 def _lint_own(variables: Variables) -> Iterator[Finding]:

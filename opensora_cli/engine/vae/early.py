@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from opensora_cli.core.exceptions import MediaError, OutputError
+from opensora_cli.core.files import require_writable
 from opensora_cli.engine.components.weights import find_autoencoder
 from opensora_cli.media.files import readable_file
-from opensora_cli.media.results import refuse_existing, sidecar_path
+from opensora_cli.media.results import sidecar_path
 from opensora_cli.settings.vae import EncodeSettings, ReconstructSettings
 
 ENDINGS = ("mp4", "png")
@@ -42,7 +43,7 @@ def find_weights(settings: EncodeSettings) -> Path:
 
 def result_stems(settings: ReconstructSettings) -> list[Path]:
     """Return the path of every result without its ending; equal names are numbered.
-    Raises OutputError if a result exists already, or is one of the input files.
+    Raises OutputError if a result exists already, cannot be written, or is one of the input files.
     """
     folder, stems = Path(settings.output.folder), list[Path]()
     for file in settings.files:
@@ -55,8 +56,8 @@ def result_stems(settings: ReconstructSettings) -> list[Path]:
     for path in (stem.with_name(f"{stem.name}.{ending}") for stem in stems for ending in ENDINGS):
         if path.absolute() in sources:
             raise OutputError(f"{path} is one of the files to be reconstructed", hint="use another --out")
-        if not settings.output.overwrite:
-            refuse_existing(path, sidecar_path(path) if settings.output.metadata else None)
+        for written in (path, sidecar_path(path)) if settings.output.metadata else (path,):
+            require_writable(written, overwrite=settings.output.overwrite)
     return stems
 
 

@@ -1,11 +1,10 @@
 """`osora vae reconstruct`: encode and decode pictures and videos, and show them beside the originals."""
 
-import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
-from math import ceil, lcm
+from math import lcm
 from pathlib import Path
 from statistics import fmean
 from typing import TypeVar
@@ -14,16 +13,13 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from opensora_cli.core.device import is_gpu, peak_memory_gib
+from opensora_cli.core.device import peak_memory_gib
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import BatchError, MediaError, OsoraError, OutputError
-from opensora_cli.core.formatting import duration
+from opensora_cli.core.exceptions import BatchError, MediaError, OsoraError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.threads import pick_threads, threads_used
 from opensora_cli.engine.components.architectures import load_autoencoder, vae_tiling
 from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory, pick_hardware, versions
-from opensora_cli.engine.estimate.autoencoder import decoding_work, encoding_work
-from opensora_cli.engine.estimate.predicted_time import autoencoder_seconds
 from opensora_cli.engine.vae.early import ENDINGS, find_weights, result_stems
 from opensora_cli.media.containers import MediaFacts
 from opensora_cli.media.read import probe, read_cut
@@ -31,14 +27,12 @@ from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.similarity import SSIM_WINDOW, psnr_db, ssim
 from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.settings.hardware import find_gpu
 from opensora_cli.settings.vae import ReconstructSettings
 
 SIDECAR_SCHEMA = "osora.vae-reconstruct-file/1"
 
 T = TypeVar("T")
 
-_LONG_S = 2.0
 _PICTURE_FPS = 1.0  # not visible to users
 
 
@@ -84,14 +78,13 @@ class Reconstruction(Document):
 
     def lines(self) -> list[str]:
         """Return a table with a line for each file, and the means over files."""
-        psnrs, ssims = _means(self.files)
         table = [("PSNR dB (RGB)", "SSIM (luma)", "frames", "size", "result")]
-        done = (row for row in self.files if isinstance(row, Reconstructed))
-        for row, psnr, similarity in zip(done, psnrs, ssims, strict=True):
+        done = [row for row in self.files if isinstance(row, Reconstructed)]
+        for row in done:
             size = f"{row.width}x{row.height}"
-            table.append((f"{psnr:.2f}", f"{similarity:.4f}", str(row.num_frames), size, str(row.output)))
-        if len(psnrs) > 1:
-            table.append((f"{fmean(psnrs):.2f}", f"{fmean(ssims):.4f}", "", "", f"mean of {len(psnrs)} files"))
+            table.append((f"{row.psnr_db:.2f}", f"{row.ssim:.4f}", str(row.num_frames), size, str(row.output)))
+        if len(done) > 1:
+            table.append((f"{self.mean_psnr_db:.2f}", f"{self.mean_ssim:.4f}", "", "", f"mean of {len(done)} files"))
         widths = [max(len(line[column]) for line in table) for column in range(4)]
         return [
             "  ".join([*(cell.rjust(width) for cell, width in zip(line, widths, strict=False)), line[4]])
@@ -105,12 +98,6 @@ class Reconstruction(Document):
             raise BatchError(
                 "\n".join([f"{len(failed)} of {len(self.files)} files could not be reconstructed", *failed])
             )
-
-
-def _means(files: Sequence[Reconstructed | Failed]) -> tuple[list[float], list[float]]:
-    """Return the mean PSNR and the mean SSIM of each reconstructed file."""
-    done = [row for row in files if isinstance(row, Reconstructed)]
-    return [fmean(row.frame_psnr_db) for row in done], [fmean(row.frame_ssim) for row in done]
 
 
 def reconstruct(settings: ReconstructSettings, *, reporter: Reporter | None = None) -> Reconstruction:
@@ -130,7 +117,6 @@ def reconstruct(settings: ReconstructSettings, *, reporter: Reporter | None = No
     hardware = pick_hardware(settings.runtime.device, settings.runtime.dtype)
     weights = find_weights(settings)
     stems = result_stems(settings)
-    _make_folder(settings)
     autoencoder = load_autoencoder(settings.vae, weights, device=hardware.device, dtype=hardware.dtype)
     rows: list[Reconstructed | Failed] = []
     try:
@@ -141,12 +127,12 @@ def reconstruct(settings: ReconstructSettings, *, reporter: Reporter | None = No
     except KeyboardInterrupt as interrupt:
         finished = [f"finished: {row.output}" for row in rows if isinstance(row, Reconstructed)]
         raise KeyboardInterrupt("\n".join(finished or ["nothing was finished yet"])) from interrupt
-    psnrs, ssims = _means(rows)
+    done = [row for row in rows if isinstance(row, Reconstructed)]
     return Reconstruction(
         autoencoder=settings.vae.kind,
         weights=weights,
-        mean_psnr_db=round(fmean(psnrs), 3) if psnrs else None,
-        mean_ssim=round(fmean(ssims), 5) if ssims else None,
+        mean_psnr_db=round(fmean(row.psnr_db for row in done), 3) if done else None,
+        mean_ssim=round(fmean(row.ssim for row in done), 5) if done else None,
         files=tuple(rows),
     )
 
@@ -236,9 +222,6 @@ def _reconstruct(
             "settings": settings.model_dump(mode="json"),
         }
 
-    seconds = predicted_seconds(settings, hardware, facts.num_frames, height, width)
-    if seconds is not None and seconds >= _LONG_S:
-        reporter.note(f"{file}: {facts.num_frames} frames of {width}x{height}, about {duration(seconds)} (predicted)")
     with reporter.stage(Path(file).name, total=facts.num_frames, unit="frames") as progress:
         write_media(
             side_by_side(),
@@ -253,20 +236,6 @@ def _reconstruct(
     if len(psnrs) != facts.num_frames:
         reporter.note(f"{file}: the first {len(psnrs)} of its {facts.num_frames} frames")
     return row()
-
-
-def predicted_seconds(
-    settings: ReconstructSettings, hardware: Hardware, num_frames: int, height: int, width: int
-) -> float | None:
-    """Return the time to encode and decode a video, without reading and writing; None for a device of unknown speed."""
-    gpu = find_gpu(hardware.device_name) if is_gpu(hardware.device) else None
-    if gpu is None:
-        return None
-    vae, grid, dtype = settings.vae, settings.vae.grid, hardware.dtype
-    window = grid.longest_clip(min(num_frames, grid.longest_clip(settings.clip.num_frames)))
-    latent_shape = grid.latent_channels, grid.latent_frames(window), *grid.latent_size(height, width)
-    works = encoding_work(vae, window, height, width, dtype), decoding_work(vae, latent_shape, dtype)
-    return ceil(num_frames / window) * sum(autoencoder_seconds(work, gpu, dtype) for work in works)
 
 
 def windows(frames_HWC: Iterator[Tensor], length: int) -> Iterator[tuple[Tensor, int]]:
@@ -308,14 +277,3 @@ def center(frame_HWC: Tensor, height: int, width: int) -> Tensor:
     """Crop a frame to its center."""
     top, left = (frame_HWC.shape[0] - height) // 2, (frame_HWC.shape[1] - width) // 2
     return frame_HWC[top : top + height, left : left + width]
-
-
-def _make_folder(settings: ReconstructSettings) -> None:
-    """Make the folder of the results. Raises OutputError if it cannot be written."""
-    folder, hint = Path(settings.output.folder), "choose another folder with --out"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"cannot write in {folder}: {error.strerror or error}", hint=hint) from error
-    if not os.access(folder, os.W_OK):
-        raise OutputError(f"cannot write in {folder}", hint=hint)

@@ -93,11 +93,6 @@ def check_kills(folder: Path, cases: list[str], *, stride: int) -> None:
 
 
 @pytest.mark.slow
-def test_saves_killed_at_some_steps(tmp_path: Path) -> None:
-    check_kills(tmp_path, ["training over old"], stride=11)
-
-
-@pytest.mark.slow
 def test_saves_killed_at_every_step(tmp_path: Path) -> None:
     check_kills(tmp_path, [f"{name} over {over}" for name in SAVES for over in ("old", "nothing")], stride=1)
 

@@ -8,7 +8,7 @@ import torch
 from opensora_cli.checkpoint.lazy import Extent, LazyTensor, rounded
 from opensora_cli.core.exceptions import CheckpointError
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64, torch.bool]
+DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
 
 
 def stored(tensor, path, *, before=b"xyz", after=b"yz"):
@@ -18,9 +18,9 @@ def stored(tensor, path, *, before=b"xyz", after=b"yz"):
     return LazyTensor.stored(tensor.shape, tensor.dtype, Extent(path, len(before), len(content)))
 
 
-def written(lazy, path, **options):
+def written(lazy, path):
     with path.open("wb", buffering=0) as file:
-        lazy.write(file, **options)
+        lazy.write(file)
     return path.read_bytes()
 
 
@@ -31,9 +31,7 @@ def test_stored_and_held_tensors_are_read_and_written(tmp_path, shape, dtype):
     for lazy in (stored(tensor, tmp_path / "a"), LazyTensor.of(tensor)):
         assert (lazy.shape, lazy.dtype, lazy.nbytes) == (shape, dtype, tensor.nbytes)
         assert torch.equal(lazy.read(), tensor)
-        advanced = []
-        content = written(lazy, tmp_path / "b", advance=advanced.append)
-        assert (content, sum(advanced)) == (stored_bytes(tensor), tensor.nbytes)
+        assert written(lazy, tmp_path / "b") == stored_bytes(tensor)
 
 
 def stored_bytes(tensor):

@@ -6,18 +6,13 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_weights import bit_equal, held, read
+from tiny_weights import bit_equal, held
 
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.readable import sha256_of
 from opensora_cli.checkpoint.writing import plan_shards, write_shards
 from opensora_cli.core.exceptions import CheckpointError
 
 INDEX = "model.safetensors.index.json"
-
-
-def hash_each(files):
-    return [sha256_of(file) for file in files]
 
 
 @pytest.fixture
@@ -84,19 +79,6 @@ class TestWriting:
         assert bit_equal(loaded, tensors)
         assert sum(advanced) == index["metadata"]["total_size"]
 
-    def test_written_and_read_again(self, folder, tensors):
-        write(folder, tensors, metadata={"source": "a test", "command": "caf\udce9"}, hash_each=hash_each)
-        opened = open_in(folder)
-        assert bit_equal(read(opened.entries), tensors)
-        assert opened.metadata == {"format": "pt", "source": "a test", "command": "caf\\udce9"}
-        assert opened.files[0].name == INDEX
-        assert {file.name for file in opened.files} == set(os.listdir(folder))
-
-    def test_the_index_comes_last(self, folder, tensors):
-        there = []
-        write(folder, tensors, advance=lambda _: there.append((folder / INDEX).exists()))
-        assert set(there) == {False}
-
 
 class TestIndexAgainstShards:
     def test_missing_shards_are_listed_all_at_once(self, folder):
@@ -120,7 +102,6 @@ class TestIndexAgainstShards:
         ("content", "word"),
         [
             ("{}", "weight_map"),
-            ('{"weight_map": ["a"]}', "weight_map"),
             ('{"weight_map": {"a": 1}}', "weight_map"),
             ('{"weight_map": {}, "metadata": 1}', "weight_map"),
         ],
@@ -150,24 +131,11 @@ class TestOutsideTheFolder:
     def test_names_that_no_file_has(self, folder):
         put(folder, {"a": "n" * 300}, {})
         assert "cannot be read" in refusal(folder)
-        put(folder, {"a": "sub"}, {})
-        (folder / "sub").mkdir()
-        assert "missing" in refusal(folder)
 
     def test_a_link_there(self, folder, secret):
         put(folder, {"a": "1"}, {})
         (folder / "1").symlink_to("../secret")
         assert "is a link out of its folder" in refusal(folder)
-
-    def test_a_folder_that_is_a_link_there(self, folder, secret):
-        put(folder, {"a": "sub/secret"}, {})
-        (folder / "sub").symlink_to("..")
-        assert "is a link out of its folder" in refusal(folder)
-
-    def test_a_link_to_itself(self, folder):
-        put(folder, {"a": "1"}, {})
-        (folder / "1").symlink_to("1")
-        assert "missing" in refusal(folder)
 
     def test_an_index_that_is_a_link_there(self, folder, tmp_path):
         put(tmp_path, {"a": "1"}, {"1": "a"})
@@ -201,13 +169,6 @@ class TestHubCache:
         opened = open_in(repo / part)
         assert list(opened.entries) == ["a"]
         assert [file.name for file in opened.files] == [INDEX, "1.safetensors"]
-
-    def test_other_links_are_not(self, repo, secret):
-        link = repo / "snapshots" / "0123abc" / "1.safetensors"
-        for target in ("../../../secret", "../../blobs/../../secret", "../../refs"):
-            link.unlink()
-            link.symlink_to(target)
-            assert "is a link out of its folder" in refusal(link.parent)
 
     def test_a_blob_that_leads_on_is_not(self, repo, secret):
         (repo / "blobs" / "cafe").unlink()

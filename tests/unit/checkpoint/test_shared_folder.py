@@ -53,14 +53,6 @@ def test_a_folder_has_all_tensors_and_hashes(tmp_path: Path) -> None:
     assert json.loads((folder / "running_states.json").read_text())["global_step"] == 1
 
 
-def test_each_process_finds_the_problems_of_its_part(tmp_path: Path) -> None:
-    folder = write(tmp_path)
-    (folder / "ema.safetensors").write_bytes(b"?")
-    (folder / "optimizer/updates.json").unlink()
-    assert len(wrong_files(folder)) == 2
-    assert sorted(wrong_files(folder, share=(0, 2)) + wrong_files(folder, share=(1, 2))) == sorted(wrong_files(folder))
-
-
 def test_a_job_without_a_thread_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

@@ -15,7 +15,7 @@ from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.readable import sha256_of
 from opensora_cli.checkpoint.targets import check_target
-from opensora_cli.checkpoint.writing import write_checkpoint
+from opensora_cli.checkpoint.writing import write_checkpoint, write_weights
 from opensora_cli.core.choices import Format
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 
@@ -90,8 +90,7 @@ class TestRefusals:
         "name",
         [
             *("config.json", "Open_Sora_v2.safetensors", "model-my-of-backup.safetensors"),
-            *("optimizer/pytorch_optim-00001.bin", "model/model.safetensors.index.json", "empty/"),
-            *("pytorch_model.bin.index.json", ".metadata", "model-00009-of-00009.safetensors/"),
+            *("model/model.safetensors.index.json", "empty/", ".metadata", "model-00009-of-00009.safetensors/"),
         ],
     )
     def test_a_folder_with_more_than_a_checkpoint_is_not_replaced(self, tmp_path, tensors, name):
@@ -105,17 +104,6 @@ class TestRefusals:
         with pytest.raises(OutputError, match=f"would be lost: {name.split('/')[0]}"):
             write(tensors, tmp_path / "a", Format.SAFETENSORS_SHARDS, overwrite=True)
         assert sorted(tmp_path.rglob("*")) == before
-
-    @pytest.mark.parametrize("format", FOLDERS)
-    def test_a_folder_of_checkpoints_is_not_replaced(self, tmp_path, tensors, format):
-        write(tensors, tmp_path / "all" / format, format)
-        write(tensors, tmp_path / "all" / "epoch0" / "model", Format.SAFETENSORS_SHARDS)
-        before = killing.tree(tmp_path)
-        for folder in (tmp_path / "all", tmp_path / "all" / "epoch0"):
-            if (folder.name, format) != ("epoch0", Format.COLOSSALAI):  # which that folder is, and nothing else
-                with pytest.raises(OutputError, match="would be lost: "):
-                    write(tensors, folder, format, overwrite=True)
-        assert killing.tree(tmp_path) == before
 
     @pytest.mark.parametrize("format", FILES + FOLDERS)
     def test_what_appears_while_it_is_written_is_kept(self, tmp_path, tensors, format):
@@ -160,3 +148,9 @@ class TestFullDisk:
         assert caught.value.hint == "make room there, or write to another disk"
         assert killing.tree(tmp_path) == before
         assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_weight_that_is_too_large_for_its_dtype_leaves_no_file(tmp_path):
+    with pytest.raises(CheckpointError, match="large has numbers that are too large for float16"):
+        write_weights(tmp_path / "a.safetensors", {"large": torch.tensor([1e6])}, dtype=torch.float16)
+    assert [*tmp_path.iterdir()] == []

@@ -12,15 +12,15 @@ from opensora_cli.checkpoint.shared_folder import Share, temporary_folder, write
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.rank_link import linked
 from opensora_cli.core.ranks import find_context
+from opensora_cli.engine.ckpt.download import recorded_digest
 from opensora_cli.engine.ckpt.hub import HubFile, fetch, part_of
-from opensora_cli.engine.ckpt.hub_records import recorded_digest
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch
 from opensora_cli.engine.train.metrics import JsonLog
 from opensora_cli.settings.devices import ParallelSettings
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has other links, and no pipes in folders")
 
-_FILE = HubFile(repo="a/b", commit="0" * 40, name="x", size=3, digest="0" * 64)
+_FILE = HubFile(name="x", repo="a/b", commit="0" * 40, bytes=3, hash="0" * 64, hub_name="x")
 
 
 def _rank_log(folder: Path) -> None:

@@ -87,12 +87,6 @@ class TestWriting:
         dcp.load(loaded, checkpoint_id=folder)
         assert bit_equal(loaded, tensors())
 
-    def test_progress_and_order(self, tmp_path):
-        advanced = []
-        write_dcp(tmp_path, held(tensors()), advance=advanced.append)
-        assert sum(advanced) == sum(tensor.nbytes for tensor in tensors().values())
-        assert list(open_dcp(tmp_path).entries) == list(tensors())
-
     def test_the_metadata_comes_last(self, tmp_path):
         def fail():
             raise CheckpointError("a bad sector")
@@ -119,9 +113,7 @@ class TestBrokenFolders:
         (folder / DATA).unlink()
         assert f"lacks 1 of its files: {DATA}" in refused(lambda: open_dcp(folder))
 
-    @pytest.mark.parametrize(
-        "name", ["../secret", "/etc/passwd", "a/../../secret", "link", "..", "", "a\0b", "a\nb", 3]
-    )
+    @pytest.mark.parametrize("name", ["../secret", "link", "..", "a\0b", 3])
     def test_data_outside_the_folder(self, tmp_path, folder, name):
         shutil.copy(folder / DATA, tmp_path / "secret")
         (folder / "link").symlink_to(tmp_path / "secret")
@@ -160,10 +152,6 @@ class TestBrokenFolders:
         made = [described.ChunkStorageMetadata(torch.Size(start), torch.Size(size)) for start, size in chunks]
         change(folder, lambda found: setattr(found.state_dict_metadata["blocks.0.weight"], "chunks", made))
         assert reason in refused(lambda: opened(folder))
-
-    def test_a_chunk_in_no_file(self, folder):
-        change(folder, lambda found: [found.storage_data.pop(i) for i in list(found.storage_data) if i.fqn == "long"])
-        assert "a chunk of 'long' is in no file" in refused(lambda: open_dcp(folder))
 
     def test_another_dtype_than_promised(self, folder):
         change(folder, lambda found: setattr(found.state_dict_metadata["half"].properties, "dtype", torch.float16))

@@ -96,39 +96,28 @@ class TestPlaces:
 
 class TestRefused:
     @pytest.mark.parametrize(
-        ("name", "kind"),
+        "name",
         [
-            ("lora_unet_x.dora_scale", "DoRA"),
-            ("transformer.x.lora_magnitude_vector", "DoRA"),
-            ("lora_unet_x.hada_w1_a", "LoHa"),
-            ("lycoris_x.lokr_w2", "LoKr"),
-            ("lora_unet_x.oft_blocks", "OFT"),
-            ("lora_unet_x.lora_mid.weight", "a third matrix"),
-            ("x.lora_B.bias", "LoRA with biases"),
-            ("x.lora_embedding_A", "LoRA of embeddings"),
-            ("diffusion_model.x.diff", "differences of whole tensors"),
-            ("diffusion_model.x.diff_b", "differences of whole tensors"),
-            ("lora_unet_x.on_input", "IA3"),
-            ("x.a1.weight", "GLoRA"),
-            ("double_blocks.0.processor.qkv_lora1.down.weight", "XLabs' style"),
-            ("lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight", "text encoders"),
-            ("text_encoder.text_model.x.lora_A.weight", "text encoders"),
+            "lora_te1_text_model_encoder_layers_0_mlp_fc1.lora_down.weight",
+            "text_encoder.text_model.x.lora_A.weight",
         ],
     )
-    def test_other_kinds_by_name(self, tmp_path, name, kind):
-        with pytest.raises(RequestError) as caught:
+    def test_text_encoders(self, tmp_path, name):
+        with pytest.raises(RequestError, match="text encoders cannot be added") as caught:
             open_adapter(written(tmp_path, kohya(PAIR) | {name: draw(2, 2)}))
         assert repr(name) in caught.value.message
-        assert kind in caught.value.message
-        if kind == "text encoders":
-            assert "--drop '" in caught.value.hint
+        assert "--drop '" in caught.value.hint
 
     @pytest.mark.parametrize(
         ("tensors", "words"),
         [
             ({}, "it is no adapter"),
             ({"img_in.weight": draw(6, 5)}, "it is no adapter"),
-            (kohya(PAIR) | {"note": draw(1)}, "1 tensors that are not of LoRA: note"),
+            *(
+                (kohya(PAIR) | {name: draw(2, 2)}, f"1 tensors that are not of LoRA: {name}")
+                for name in ("note", "lora_unet_x.dora_scale", "x.lora_B.bias", "x.lora_mid.weight", "x.diff_b")
+            ),
+            ({"lora_unet_x.hada_w1_a": draw(2, 2)}, "it is no adapter"),
             (kohya(PAIR) | {"lora_unet_other.alpha": draw(1)}, "not of LoRA: lora_unet_other.alpha"),
             ({"x.lora_A.weight": draw(2, 5)}, "'x' has one of its two matrices and not the other"),
             (dotted({"x": (draw(3, 5), draw(6, 2))}), "A [3, 5] and B [6, 2], no matrices of a common rank"),
@@ -136,7 +125,7 @@ class TestRefused:
             (dotted({"x": (draw(5), draw(6))}), "no matrices of a common rank"),
             (dotted({"x": (draw(2, 5, 3), draw(6, 2, 1))}), "no matrices of a common rank"),
             ({name: draw.to(torch.float8_e4m3fn) for name, draw in dotted(PAIR).items()}, "not of 16 bits or more"),
-            (dotted(PAIR, alpha=float("nan")), "must be a number up to 1,000,000, and is nan"),
+            (dotted(PAIR, alpha=float("nan")), "must be a number up to 1,000,000, and is NaN"),
             (dotted(PAIR, alpha=1e30), "must be a number up to"),
             (dotted(PAIR, alpha=None) | {"block.proj.alpha": draw(2)}, "[2] must be a single number"),
         ],

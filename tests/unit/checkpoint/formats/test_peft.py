@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from tiny_adapters import draw, factors, write_adapter
+from tiny_adapters import factors, write_adapter
 
 from opensora_cli.checkpoint.formats.lora_file import open_adapter
 from opensora_cli.core.exceptions import CheckpointError, RequestError
@@ -19,10 +19,10 @@ class TestBrokenAdapters:
         ("config", "words"),
         [
             ({"peft_type": "LOHA"}, "peft_type='LOHA' is no LoRA"),
-            ({"use_dora": True}, "use_dora (DoRA)"),
+            ({"use_dora": True}, "an adapter with use_dora cannot be added"),
             ({"lora_bias": True}, "lora_bias"),
             ({"target_parameters": ["experts"]}, "target_parameters"),
-            ({"modules_to_save": ["last"]}, "modules_to_save (weights trained as a whole)"),
+            ({"modules_to_save": ["last"]}, "modules_to_save"),
             ({"fan_in_fan_out": True}, "fan_in_fan_out"),
             ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights='pissa_niter_16' has changed the weights"),
             ({"init_lora_weights": "olora"}, "init_lora_weights='olora'"),
@@ -33,14 +33,6 @@ class TestBrokenAdapters:
             open_adapter(write_adapter(folder, factors("block.proj", 6, 5), **config))
         assert words in caught.value.message
         assert caught.value.exit_code == 2
-
-    def test_tensors_of_other_kinds(self, folder):
-        tensors = factors("block.proj", 6, 5)
-        vector = {"base_model.model.block.proj.lora_magnitude_vector": draw(6)}
-        with pytest.raises(RequestError, match=r"lora_magnitude_vector.*cannot be added"):
-            open_adapter(write_adapter(folder, tensors | vector))
-        with pytest.raises(CheckpointError, match=r"not of LoRA: base_model\.model\.block\.norm\.weight"):
-            open_adapter(write_adapter(folder, tensors | {"base_model.model.block.norm.weight": draw(6)}))
 
     @pytest.mark.parametrize(
         "config",

@@ -59,17 +59,6 @@ class TestReading:
         assert metadata == {"origin": "a test", "雨": "rain"}
         assert bit_equal(read(entries), tensors)
 
-    def test_in_the_order_of_the_data(self, tmp_path):
-        header = {
-            "late": described(offsets=(4, 8)),
-            "early": described(offsets=(0, 4)),
-            "none": described(shape=[0], offsets=(4, 4)),
-        }
-        (tmp_path / "a").write_bytes(pack(header, struct.pack("<2f", 1, 2)))
-        entries, _ = open_safetensors(tmp_path / "a")
-        assert list(entries) == ["early", "none", "late"]
-        assert [entry.read().tolist() for entry in entries.values()] == [[1], [], [2]]
-
 
 class TestWriting:
     def test_the_library_reads_it(self, tmp_path, tensors):
@@ -89,10 +78,6 @@ class TestWriting:
         for entry in entries.values():
             assert entry.extent.offset % entry.dtype.itemsize == 0
 
-    def test_a_given_format_is_kept_and_undecodable_text_is_escaped(self, tmp_path):
-        write_safetensors(tmp_path / "a", {}, metadata={"format": "flax", "command": "caf\udce9"})
-        assert open_safetensors(tmp_path / "a")[1] == {"format": "flax", "command": "caf\\udce9"}
-
     @pytest.mark.parametrize(
         ("name", "dtype", "word"),
         [
@@ -111,19 +96,12 @@ BROKEN = {
     "header too small": b"",
     "<html>": (b"<html>404 not found, try again</html>", "no sound safetensors file: "),
     "absurd length": (struct.pack("<Q", 2**63) + b"{}", "header too large"),
-    "length over the end": (struct.pack("<Q", 9_000_000) + b"{}", "truncated"),
-    "no JSON": (pack(b'{"a": '), "is no sound safetensors file"),
-    "endless name": (pack({"n" * 1_000_000: [1]}), "is no sound safetensors file"),
-    "unknown dtype": (pack({"a": described("F31")}, b"1234"), "is no sound safetensors file"),
     "dtype of less than a byte": (pack({"a": described("F4", shape=[8])}, b"1234"), "which torch cannot have"),
     "hidden overflow": (pack({"a": described(shape=[0, 2**62, 2**62], offsets=(0, 0))}), ""),
     "many dimensions": (pack({"a": described(shape=[1] * 65)}, b"1234"), "which torch cannot have"),
-    "too short for its shape": (pack({"a": described(shape=[2])}, b"1234"), "is no sound safetensors file"),
     # The places of tensors follow from their sizes.
     "overlap": (pack({"a": described(), "b\x1b[2J": described(offsets=(2, 6))}, b"123456"), "no sound safetensors"),
-    "gap": (pack({"a": described(), "b": described(offsets=(6, 10))}, b"1234567890"), "is no sound safetensors file"),
     "data beyond": (pack({"a": described()}, b"12345"), "is truncated, or longer"),
-    "data missing": (pack({"a": described()}, b"123"), "is truncated, or longer"),
 }  # fmt: skip
 
 

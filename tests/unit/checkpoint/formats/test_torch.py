@@ -82,12 +82,6 @@ class TestReading:
         torch.save(of_all_kinds(), tmp_path / "a")
         assert bit_equal(opened(tmp_path / "a"), of_all_kinds())
 
-    def test_files_before_torch_1_6_are_refused_with_what_to_do(self, tmp_path):
-        torch.save({"x": torch.ones(2)}, tmp_path / "a", _use_new_zipfile_serialization=False)
-        with pytest.raises(CheckpointError, match="since torch 1") as caught:
-            open_torch(tmp_path / "a")
-        assert "torch.save its weights" in caught.value.hint
-
     def test_nested_names_are_joined(self, tmp_path):
         torch.save({"a": OrderedDict(b=torch.ones(1), c=[torch.ones(2), {3: torch.ones(4)}])}, tmp_path / "a")
         assert list(open_torch(tmp_path / "a").entries) == ["a.b", "a.c.0", "a.c.1.3"]
@@ -119,7 +113,6 @@ class TestSelecting:
         found = open_torch(tmp_path / "a")
         assert (found.format, found.selection) == (Format.TORCH, Selection.MODEL)
         assert found.selections == (Selection.MODEL, Selection.EMA)
-        assert found.metadata == {"step": "7"}
         assert bit_equal(read(found.entries), model.state_dict())
         assert bit_equal(opened(tmp_path / "a", Selection.EMA), ema)
         with pytest.raises(RequestError, match="has no master weights: it has model, ema"):
@@ -132,21 +125,12 @@ class TestSelecting:
         assert open_torch(tmp_path / "a").selections == (Selection.MODEL, Selection.EMA)
         assert bit_equal(opened(tmp_path / "a", Selection.EMA), ema)
 
-    def test_an_average_without_names_is_refused(self, tmp_path):
-        model = nn.Linear(2, 2).state_dict()
-        average = {"decay": 0.99, "shadow_params": list(model.values())}
-        torch.save({"model": model, "ema": average}, tmp_path / "a")
-        assert bit_equal(opened(tmp_path / "a", Selection.MODEL), model)
-        with pytest.raises(CheckpointError, match=r"its ema weights are a list \(shadow_params\) without names"):
-            open_torch(tmp_path / "a", select=Selection.EMA)
-
     @pytest.mark.parametrize("key", ["model", "state_dict", "module"])
     def test_a_wrapper_is_taken_off(self, tmp_path, key):
         torch.save({key: {"a": torch.ones(1)}, "optimizer": {"state": {0: torch.ones(3)}}, "lr": 0.1}, tmp_path / "a")
         found = open_torch(tmp_path / "a")
         assert list(found.entries) == ["a"]
         assert (found.format, found.selection, found.selections) == (Format.TORCH, None, ())
-        assert found.metadata == {"lr": "0.1"}
 
     def test_weights_that_are_not_there(self, tmp_path):
         torch.save({"a": torch.ones(1)}, tmp_path / "a")
@@ -168,9 +152,6 @@ class TestWriting:
     def test_torch_reads_it(self, written, mmap):
         loaded = torch.load(written, weights_only=True, mmap=mmap)
         assert bit_equal(loaded, of_all_kinds())
-        assert all(tensor.is_contiguous() for tensor in loaded.values())
-
-    def test_the_archive_is_sound(self, written):
         with zipfile.ZipFile(written) as archive:
             assert archive.testzip() is None
 
@@ -219,11 +200,6 @@ class TestBrokenFiles:
         assert (tmp_path / "a").stat().st_size < 2000
         assert "compressed" in refused(lambda: open_torch(tmp_path / "a"))
 
-    def test_other_archives_are_refused(self, tmp_path):
-        with zipfile.ZipFile(tmp_path / "a", "w") as archive:
-            archive.writestr("archive/readme.txt", b"a")
-        assert "is broken" in refused(lambda: open_torch(tmp_path / "a"))
-
     def test_whole_models_are_refused(self, tmp_path):
         torch.save(nn.Linear(1, 1), tmp_path / "a")
         with pytest.raises(CheckpointError, match=r"imports 'torch\.nn\.modules\.linear\.Linear'") as caught:
@@ -270,10 +246,6 @@ def test_sizes_and_places_beyond_32_bits(tmp_path):
     assert loaded["behind"].tolist() == list(range(5))
     entries = open_torch(tmp_path / "a").entries
     assert entries["large"].shape == (numel,)
-    assert entries["large"].read()[-2:].tolist() == [0, 0]
-    assert entries["behind"].read().tolist() == list(range(5))
-    torch.save({"large": torch.zeros(numel, dtype=torch.int8), "behind": torch.arange(5)}, tmp_path / "a")
-    entries = open_torch(tmp_path / "a").entries
     assert entries["large"].read()[-2:].tolist() == [0, 0]
     assert entries["behind"].read().tolist() == list(range(5))
     (tmp_path / "a").unlink()

@@ -15,7 +15,6 @@ from torch import Tensor
 import opensora_cli
 from opensora_cli.core.choices import Format
 from opensora_cli.core.exceptions import OutputError, RequestError
-from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.ckpt.convert import convert
 from opensora_cli.settings.ckpt import ConvertSettings
 
@@ -64,17 +63,6 @@ def test_metadata_is_kept_and_provenance_added(source: Path, tmp_path: Path) -> 
     assert "sha256" not in index["metadata"]
 
 
-def test_patterns_see_the_names_of_the_source(source: Path, tmp_path: Path) -> None:
-    target = converted(
-        source,
-        tmp_path / "target.safetensors",
-        only=["model.*", "count"],
-        drop=["model.blocks.1.*"],
-        rename=["model.=", r"re:blocks\.(\d+)=layers.\1"],
-    )
-    assert set(load_file(target)) == {"layers.0.w", "layers.0.b", "count"}
-
-
 def test_a_plan_writes_nothing(source: Path, tmp_path: Path) -> None:
     document = convert(settings(source, tmp_path / "target", dtype="bf16"), dry_run=True).to_json()
     assert document["schema"] == "osora.ckpt.convert/2"
@@ -103,18 +91,18 @@ def test_what_is_read_is_never_written(source: Path, tmp_path: Path) -> None:
     (tmp_path / "link.safetensors").symlink_to(source)
     (tmp_path / "hard.safetensors").hardlink_to(source)
     content = source.read_bytes()
-    for start, target, message in (
-        (source, source, "is what is read"),
-        (source, tmp_path / "x" / ".." / source.name, "is what is read"),
-        (source, tmp_path / "link.safetensors", "is what is read"),
-        (source, tmp_path / "hard.safetensors", "is what is read"),
-        (tmp_path / "link.safetensors", source, "is what is read"),
-        (shards, shards, "is what is read"),
-        (shards, shards / "inside.safetensors", "is inside of"),
-        (shards / "model.safetensors.index.json", shards, "holds"),
-        (source, tmp_path, "holds"),
+    for start, target in (
+        (source, source),
+        (source, tmp_path / "x" / ".." / source.name),
+        (source, tmp_path / "link.safetensors"),
+        (source, tmp_path / "hard.safetensors"),
+        (tmp_path / "link.safetensors", source),
+        (shards, shards),
+        (shards, shards / "inside.safetensors"),
+        (shards / "model.safetensors.index.json", shards),
+        (source, tmp_path),
     ):
-        with pytest.raises(RequestError, match=message):
+        with pytest.raises(RequestError, match="which is read"):
             convert(settings(start, target, overwrite=True))
     assert source.read_bytes() == content
 
@@ -167,10 +155,8 @@ def small(source: Path, tmp_path: Path) -> Path:
     "options",
     [
         {"only": ["*.weight"]},
-        {"drop": ["*_scale"]},
         {"drop": ["*.0.weight_scale"]},
         {"rename": ["re:weight$=w"]},
-        {"rename": ["re:0.weight_scale$=0.scale"]},
         {"rename": [r"re:0(\.weight_scale)$=2\1", r"re:1(\.weight_scale)$=0\1", r"re:2(\.weight_scale)$=1\1"]},
     ],
 )
@@ -200,21 +186,3 @@ def test_scales_that_stay_with_their_weights(
     options: dict[str, list[str]], names: set[str], small: Path, tmp_path: Path
 ) -> None:
     assert names <= load_file(converted(small, tmp_path / "target.safetensors", **options)).keys()
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_two_conversions_to_one_target_leave_one_whole_and_one_refused(
-    source: Path, tmp_path: Path, overwrite: bool
-) -> None:
-    asked, refused = settings(source, tmp_path / "made.pt", overwrite=overwrite), []
-
-    class Meanwhile(SilentReporter):
-        def advance(self, amount: int = 1) -> None:
-            with pytest.raises(OutputError, match=r"another run writes .*made\.pt: process \d+ on "):
-                convert(asked)
-            refused.append(amount)
-
-    convert(asked, reporter=Meanwhile())
-    assert refused
-    assert bit_equal(torch.load(tmp_path / "made.pt"), load_file(source))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["made.pt", "source.safetensors"]

@@ -15,8 +15,8 @@ from tiny_world import RecordingReporter
 
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.ckpt.download import State, download, plan_download
-from opensora_cli.engine.ckpt.hub_records import downloaded_sha256
+from opensora_cli.engine.ckpt.download import download, downloaded_sha256, plan_download
+from opensora_cli.engine.ckpt.hub import State
 from opensora_cli.engine.components.weights import find_released
 from opensora_cli.models.registry import WeightNames
 from opensora_cli.settings.ckpt import DownloadSettings
@@ -223,18 +223,16 @@ def test_what_is_no_object_is_not_the_hub(hub: FakeHub, tmp_path: Path, listing:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "shown"),
+    ("name", "value"),
     [
-        ("ALL_PROXY", "socks5://me:secret@127.0.0.1:1", "socks5://<hidden>@127.0.0.1:1"),
-        ("SSL_CERT_FILE", "/nonexistent.pem", "/nonexistent.pem"),
-        ("SSL_CERT_FILE", __file__, __file__),
-        ("all_proxy", "socks://127.0.0.1:1", "socks://127.0.0.1:1"),
-        ("https_proxy", "ftp://x", "ftp://x"),
-        ("http_proxy", "http://[::1", "http://[::1"),
+        ("ALL_PROXY", "socks5://me:secret@127.0.0.1:1"),
+        ("SSL_CERT_FILE", "/nonexistent.pem"),
+        ("https_proxy", "ftp://me:secret@x"),
+        ("http_proxy", "http://[::1"),
     ],
 )
-def test_wrong_proxies_and_certificates_are_named(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str, shown: str
+def test_wrong_proxies_and_certificates_are_bad_requests(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     for other in ("all_proxy", "http_proxy", "https_proxy", "no_proxy"):
         monkeypatch.delenv(other, raising=False)
@@ -242,37 +240,24 @@ def test_wrong_proxies_and_certificates_are_named(
     monkeypatch.setenv(name, value)
     close_session()
     try:
-        with pytest.raises(RequestError) as caught:
+        with pytest.raises(RequestError, match="a proxy or a certificate of the environment cannot be used") as caught:
             plan_download(settings(tmp_path))
     finally:
         close_session()
-    assert caught.value.message.startswith(f"{name}={shown}")
-    assert " cannot be used: " in caught.value.message
     assert "secret" not in caught.value.message
 
 
 @pytest.mark.parametrize(
-    ("endpoint", "shown"),
-    [
-        ("http://[::1", "http://[::1"),
-        ("ftp://x", "ftp://x"),
-        ("", ""),
-        ("  ", "  "),
-        ("http://", "http://"),
-        ("http://x:99999", "http://x:99999"),
-        ("http://x y", "http://x y"),
-        ("http://x?a", "http://x?a"),
-        ("http://a\x1b[31mb", r"'http://a\x1b[31mb'"),
-        ("https://user:pa/ss@w@host", "https://<hidden>@host"),
-    ],
+    "endpoint", ["http://[::1", "ftp://x", "", "http://x:99999", "http://x?a", "http://a\x1b[31mb"]
 )
-def test_an_endpoint_that_is_no_address_is_a_bad_request(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, endpoint: str, shown: str
+def test_an_endpoint_that_is_no_address_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, endpoint: str
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
-    with pytest.raises(RequestError) as caught:
+    with pytest.raises(CheckpointError) as caught:
         plan_download(settings(tmp_path))
-    assert caught.value.message.startswith(f"HF_ENDPOINT={shown} must be an address of http:// or https://")
+    assert caught.value.message.isprintable()
+    assert "HF_ENDPOINT" in str(caught.value.hint)
 
 
 def test_the_password_of_an_endpoint_is_not_shown(
@@ -288,6 +273,7 @@ def test_the_password_of_an_endpoint_is_not_shown(
     with pytest.raises(CheckpointError, match=r"the connection to http://<hidden>@127\.0\.0\.1:9 broke") as caught:
         plan_download(settings(tmp_path))
     assert "word" not in f"{caught.value.message} {caught.value.hint}"
+    assert "HF_ENDPOINT" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize(
@@ -333,13 +319,6 @@ def test_a_hub_that_lacks_what_is_needed_is_refused(hub: FakeHub, tmp_path: Path
     hub.speaks_html = True
     with pytest.raises(CheckpointError, match=r"http.* does not answer as the Hub does"):
         plan_download(settings(tmp_path))
-
-
-def test_a_failed_connection_names_the_endpoint(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(CheckpointError, match=f"{MAIN}: the connection to http://127.0.0.1:9 broke") as caught:
-        plan_download(settings(tmp_path))
-    assert "HF_ENDPOINT" in str(caught.value.hint)
 
 
 def test_offline_nothing_is_requested(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

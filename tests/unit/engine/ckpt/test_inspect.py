@@ -2,12 +2,9 @@
 
 from pathlib import Path
 
-import pytest
-import torch
 from tiny_adapters import factors, write_adapter
 from tiny_weights import write_holes
 
-from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.ckpt.identify import read_released
 from opensora_cli.engine.ckpt.inspect import Inspection, inspect
 from opensora_cli.settings.ckpt import InspectSettings
@@ -34,25 +31,10 @@ def test_the_released_model_without_reading_it(tmp_path: Path) -> None:
     assert document["tensors"][0] == first
 
 
-def test_selections_of_trainings_are_listed(tmp_path: Path) -> None:
-    state = {"weight": torch.ones(2)}
-    checkpoint = {"step": 7, "model": state, "ema": {"weight": torch.zeros(2)}, "optimizers": []}
-    torch.save(checkpoint, tmp_path / "checkpoint.pt")
-    for path in (tmp_path, tmp_path / "checkpoint.pt"):
-        found = look(path, select="ema")
-        document = found.to_json()
-        assert (document["format"], document["selection"]) == ("torch", "ema")
-        assert document["selections"] == ["model", "ema"]
-        assert "weights     ema (there are: model, ema)" in found.lines()
-        assert look(path).to_json()["selection"] == "model"
-    with pytest.raises(RequestError, match="has no master weights"):
-        look(tmp_path, select="master")
-
-
 def test_the_scales_of_an_adapter_are_in_the_summary(tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "adapter", factors("block.proj", 6, 5, rank=4), r=4, lora_alpha=2)
     assert "adapter     alpha / rank 0.5" in look(folder).lines()
     assert "model       LoRA in the style of PEFT, rank 4 in 1 layers" in look(folder).lines()
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "use_dora": true}')
-    refusal = f"adapter     {folder / 'adapter_config.json'}: use_dora (DoRA) cannot be added"
+    refusal = f"adapter     {folder / 'adapter_config.json'}: an adapter with use_dora cannot be added"
     assert refusal in look(folder / "adapter_model.safetensors").lines()

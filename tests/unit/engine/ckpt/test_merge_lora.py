@@ -11,7 +11,7 @@ from tiny_weights import bit_equal
 from tiny_world import RecordingReporter
 
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.engine.ckpt.merge_lora import Merge, merge_lora
+from opensora_cli.engine.ckpt.convert import Merge, merge_lora
 from opensora_cli.settings.ckpt import MergeLoraSettings
 
 RANK, ALPHA = 2, 6
@@ -67,23 +67,6 @@ def test_the_adapter_is_added_and_recorded(scale: float, base: Path, adapter: Pa
         noted = file.metadata()
     assert noted["note"] == "kept"
     assert json.loads(noted["osora.options"]) == {"adapter": str(adapter), "unmerge": False, "scale": scale}
-
-
-def test_unmerging_restores_the_weights_up_to_rounding(base: Path, adapter: Path, tmp_path: Path) -> None:
-    merge(base, adapter, tmp_path / "merged.safetensors")
-    paths, reporter = (tmp_path / "merged.safetensors", adapter, tmp_path / "back.safetensors"), RecordingReporter()
-    result = merge(*paths, unmerge=True, reporter=reporter)
-    assert reporter.stages == ["hash", "write"]
-    assert reporter.advanced == reporter.totals
-    before, after = load_file(base)["to_q.weight"], load_file(tmp_path / "back.safetensors")["to_q.weight"]
-    torch.testing.assert_close(after, before, rtol=2**-7, atol=2**-6)
-    assert result.lines()[1] == "1 tensors are as before merging, up to rounding to bfloat16"
-
-
-@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
-def test_scales_that_are_no_numbers_are_refused(scale: float, base: Path, adapter: Path, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="finite"):
-        merge(base, adapter, tmp_path / "x.safetensors", scale=scale)
 
 
 def test_an_adapter_of_another_model_is_refused(base: Path, adapter: Path, tmp_path: Path) -> None:

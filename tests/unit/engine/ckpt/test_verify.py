@@ -13,11 +13,10 @@ from opensora_cli.community.checkpoint import CheckpointIO
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.engine.ckpt import convert, identify
 from opensora_cli.engine.ckpt import verify as verify_module
-from opensora_cli.engine.ckpt.hub_records import write_record
+from opensora_cli.engine.ckpt.download import write_record
 from opensora_cli.engine.ckpt.identify import Released, read_released
-from opensora_cli.engine.ckpt.inspect import inspect
 from opensora_cli.engine.ckpt.verify import Verification, verify
-from opensora_cli.settings.ckpt import InspectSettings, VerifySettings
+from opensora_cli.settings.ckpt import VerifySettings
 
 
 def check(path: Path, **options: object) -> Verification:
@@ -146,14 +145,6 @@ def test_a_blob_of_the_hub_cache_is_named_after_its_hash(source: Path, tmp_path:
     assert not check(link).sound
 
 
-def test_all_weights_of_a_training_are_checked(tmp_path: Path) -> None:
-    broken = {"weight": torch.full((2,), float("nan"))}
-    state = {"step": 7, "model": {"weight": torch.ones(2)}, "ema": broken, "optimizers": []}
-    torch.save(state, tmp_path / "checkpoint.pt")
-    assert check(tmp_path).problems == ("weight of the ema weights has 2 numbers that are not finite",)
-    assert check(tmp_path, select="model").sound
-
-
 SHARD, INDEX = "model-00001-of-00004.safetensors", "model.safetensors.index.json"
 
 
@@ -209,15 +200,7 @@ def test_a_truncated_part_of_a_training_is_a_problem(name: str, length: int, nam
     assert check(whole, select="model").sound
 
 
-def test_states_that_lie_elsewhere_are_problems(training: Path, tmp_path: Path) -> None:
-    path = training / "optimizer" / "optimizer.pt"
-    path.unlink()
-    path.symlink_to(tmp_path / "elsewhere.pt")
-    assert "is a link out of its folder" in check(training).problems[0]
-
-
-@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
-def test_the_preset_of_8_bit_weights(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_preset_of_8_bit_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The names of a published model, and small shapes.
     names = read_released("hunyuan-vae").shapes
     small_one = Released("hunyuan-vae", "", {name: tuple(min(size, 2) for size in names[name]) for name in names})
@@ -225,10 +208,6 @@ def test_the_preset_of_8_bit_weights(dtype: str, tmp_path: Path, monkeypatch: py
     for module in (identify, convert, verify_module):
         monkeypatch.setattr(module, "read_released", lambda name: small_one)
     save_file({name: torch.zeros(shape).bfloat16() for name, shape in small_one.shapes.items()}, tmp_path / "wide")
-    small = converted(tmp_path / "wide", tmp_path / "small.safetensors", dtype=dtype, preset="hunyuan-vae")
+    small = converted(tmp_path / "wide", tmp_path / "small.safetensors", dtype="fp8_e4m3", preset="hunyuan-vae")
     assert any(name.endswith("_scale") for name in load_file(small))
     assert check(small, preset="hunyuan-vae").sound
-    again = converted(small, tmp_path / "again.safetensors", preset="hunyuan-vae")
-    found = inspect(InspectSettings(path=str(again)))
-    assert found.identity is not None
-    assert found.identity.name == "hunyuan-vae"

@@ -20,7 +20,7 @@ from tiny_weights import converted
 from torch import Tensor
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.engine.ckpt.merge_lora import merge_lora
+from opensora_cli.engine.ckpt.convert import merge_lora
 from opensora_cli.engine.components.architectures import transformer_on_meta
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import packaged_demo

@@ -15,7 +15,7 @@ from tiny_weights import converted
 from opensora_cli.checkpoint.formats.lora_file import open_adapter
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.ckpt.merge_lora import merge_lora
+from opensora_cli.engine.ckpt.convert import merge_lora
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate.models import load_transformer
 from opensora_cli.engine.generate.plan import make_plan

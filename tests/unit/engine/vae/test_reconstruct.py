@@ -11,15 +11,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from small_autoencoders import SMALL_DC_AE, SMALL_FLUX_AE, SMALL_HUNYUAN
-from tiny_world import RecordingReporter
 from torch import Tensor
 
 from opensora_cli.core import files as core_files
-from opensora_cli.core.exceptions import BatchError, CheckpointError, OutputError
+from opensora_cli.core.exceptions import BatchError, OutputError
 from opensora_cli.engine.components.architectures import new_autoencoder
-from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.vae import reconstruct as vae_reconstruct
-from opensora_cli.engine.vae.reconstruct import Failed, Reconstructed, predicted_seconds, reconstruct, windows
+from opensora_cli.engine.vae.reconstruct import Failed, Reconstructed, reconstruct, windows
 from opensora_cli.media.read import read_picture, read_video
 from opensora_cli.media.similarity import psnr_db, ssim
 from opensora_cli.media.write import write_media
@@ -267,32 +265,3 @@ def test_a_result_never_takes_the_place_of_a_source(tmp_path: Path) -> None:
     settings = demo_settings(tmp_path, files).replace({"output.folder": str(tmp_path), "output.overwrite": True})
     with pytest.raises(OutputError, match="is one of the files to be reconstructed"):
         reconstruct(settings)
-
-
-@pytest.mark.parametrize(
-    ("kind", "repo", "hint"),
-    [
-        ("dc_ae", "any/repo", "osora ckpt download open-sora-v2-dc-ae --to {folder}"),
-        ("hunyuan", None, None),
-    ],
-)
-def test_missing_weights_say_how_to_get_them(tmp_path: Path, kind: str, repo: str | None, hint: str | None) -> None:
-    settings = tiny_settings(
-        tmp_path, kind, ["a.png"], **{"weights.file": "gone.safetensors", "weights.hub_repo": repo}
-    )
-    with pytest.raises(CheckpointError, match=r"gone\.safetensors") as caught:
-        reconstruct(settings)
-    assert caught.value.hint == (hint and hint.format(folder=tmp_path / "weights"))
-
-
-def test_the_time_of_a_long_video_is_predicted_on_a_known_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = tiny_settings(tmp_path, "hunyuan", [write_video(tmp_path / "a.mp4", 9)])
-    card = Hardware(torch.device("cuda"), "NVIDIA GeForce RTX 4090", torch.bfloat16, 0, 0)
-    of_clip, of_long = (predicted_seconds(settings, card, frames, 64, 64) for frames in (33, 3300))
-    assert of_clip is not None
-    assert of_long == pytest.approx(100 * of_clip)
-    assert predicted_seconds(settings, Hardware(torch.device("cpu"), "a CPU", torch.float32, 0, 0), 33, 64, 64) is None
-    monkeypatch.setattr(vae_reconstruct, "predicted_seconds", lambda *of_file: 100.0)
-    reporter = RecordingReporter()
-    reconstruct(settings, reporter=reporter)
-    assert reporter.notes[1].endswith("a.mp4: 9 frames of 20x24, about 1 min 40 s (predicted)")
