@@ -106,7 +106,7 @@ def test_the_unit_of_systemd_is_valid(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_sigterm_ends_the_server_in_time(tmp_path):
-    with Served(tmp_path / "serve", state_s=1000) as served:
+    with Served(tmp_path / "serve", save_every=1000) as served:
         video_id = served.make(settings={"steps": 300})
         served.until(video_id, lambda video: video["stage"].get("stage") == "denoise" and video["stage"]["done"] > 2)
         served.process.send_signal(signal.SIGTERM)
