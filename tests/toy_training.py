@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import SampledBatches, SampleRng
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives.base import Losses, Role, Task
-from opensora_cli.engine.train.trainer import Clock, StepReport, Trainer
+from opensora_cli.engine.train.trainer import BatchSource, Clock, StepReport, Trainer
 from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
 
 ADAMW = OptimizerSettings(warmup_steps=2, decay_steps=2)
@@ -126,28 +127,45 @@ def draw(rng: SampleRng, number: int) -> ToyBatch:
     return ToyBatch(number, torch.randn(4, 3, generator=rng.torch))
 
 
+def new_trainer(
+    task: Task,
+    batches: BatchSource,
+    *,
+    optimizer: OptimizerSettings,
+    distribution: Distribution | None = None,
+    compute: Compute = Compute.FP32,
+    on_step: Callable[[StepReport], object] = lambda report: None,
+    reporter: SilentReporter | None = None,
+    trained_only: bool = False,
+    **loop: object,
+) -> Trainer:
+    """Return the trainer of a task that is divided already; `loop` are settings of that section."""
+    return Trainer(
+        task,
+        batches,
+        loop=LoopSettings.model_validate({"ema_decay": 0.9, **loop}),
+        optimizer=optimizer,
+        compute=compute,
+        distribution=distribution or Distribution(torch.device("cpu")),
+        clock=Clock(),
+        on_step=on_step,
+        reporter=reporter or SilentReporter(),
+        trained_only=trained_only,
+    )
+
+
 def toy_trainer(
     task: ToyTask,
     *,
     optimizer: OptimizerSettings = ADAMW,
     distribution: Distribution | None = None,
-    reporter: SilentReporter | None = None,
-    on_step: Callable[[StepReport], object] = lambda report: None,
-    **loop: object,
+    seed: int = 0,
+    steps: int = 6,
+    **options: Any,
 ) -> Trainer:
-    """Return a trainer of the toy, for six steps unless `loop` says otherwise."""
-    settings = LoopSettings.model_validate({"steps": 6, "ema_decay": 0.9, **loop})
+    """Return a trainer of the toy; `options` are those of `new_trainer`."""
     distribution = distribution or Distribution(torch.device("cpu"))
     task.shard(distribution)
-    batches = SampledBatches(draw, seed=settings.seed, rank=distribution.data_rank, ranks=distribution.data_ranks)
-    return Trainer(
-        task,
-        batches,
-        loop=settings,
-        optimizer=optimizer,
-        compute=Compute.FP32,
-        distribution=distribution,
-        clock=Clock(),
-        on_step=on_step,
-        reporter=reporter or SilentReporter(),
-    )
+    batches = SampledBatches(draw, seed=seed, rank=distribution.data_rank, ranks=distribution.data_ranks)
+    options |= {"seed": seed, "steps": steps}
+    return new_trainer(task, batches, optimizer=optimizer, distribution=distribution, **options)

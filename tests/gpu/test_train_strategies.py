@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_processes import run_as_ranks
-from tiny_strategies import Case, Run, tiny_transformer
+from tiny_strategies import Case, VelocityTask, numbered_trainer, tiny_transformer
 
 from opensora_cli.core.device import collective_backends
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.models.mmdit.model import MMDiT
 
 STEPS = 10
-_MICRO_BATCHES = 4
 _ALIGNED = 0.6
 """Of the width: rows of a single block's products then begin at multiples of 16 bytes, which CUDA's attention needs."""
 CASES = [
@@ -34,29 +34,25 @@ def test_losses_are_those_of_one_process(tmp_path: Path) -> None:
 
 
 def test_compiled_blocks_learn_the_same() -> None:
-    expected = _of_one_process(torch.device("cuda"))
+    expected = _losses(Distribution(torch.device("cuda")))
     model = tiny_transformer(mlp_ratio=_ALIGNED)
     compile_blocks(model, warn=pytest.fail)
-    run = Run(Distribution(torch.device("cuda")), model, _MICRO_BATCHES)
-    run.step(STEPS)
-    assert run.losses == pytest.approx(expected, rel=1e-3)
+    assert _losses(Distribution(torch.device("cuda")), model) == pytest.approx(expected, rel=1e-3)
 
 
-def _of_one_process(device: torch.device) -> list[float]:
-    run = Run(Distribution(device), tiny_transformer(mlp_ratio=_ALIGNED), _MICRO_BATCHES)
-    run.step(STEPS)
-    return run.losses
+def _losses(distribution: Distribution, model: MMDiT | None = None) -> list[float]:
+    task = VelocityTask(model or tiny_transformer(mlp_ratio=_ALIGNED))
+    trainer = numbered_trainer(task, distribution, micro_batches=4)
+    return [trainer.do_step().figures["loss"] for _ in range(STEPS)]
 
 
 def _compare(meeting_place: str, rank: int) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
-    expected = _of_one_process(device)
+    expected = _losses(Distribution(device))
     dist.init_process_group(collective_backends("cuda"), init_method=meeting_place, rank=rank, world_size=2)
     for case in CASES:
-        run = Run(case.open(device=str(device)), tiny_transformer(mlp_ratio=_ALIGNED), _MICRO_BATCHES)
-        run.step(STEPS)
-        assert run.losses == pytest.approx(expected, rel=1e-4), case
+        assert _losses(case.open(device=str(device))) == pytest.approx(expected, rel=1e-4), case
     dist.destroy_process_group()
 
 
