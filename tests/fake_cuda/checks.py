@@ -8,18 +8,16 @@ import torch
 from fake_cuda.clocks import Clock, Clocks
 from fake_cuda.log import (
     MAIN,
-    Advanced,
     Allocated,
-    Began,
     Collective,
     Copy,
-    Ended,
     Entry,
     Freed,
     Lent,
     Log,
     Operand,
     Operation,
+    Stage,
     Synchronized,
     Unlocked,
 )
@@ -96,11 +94,11 @@ def _between_advances(log: Log, stage: str) -> list[Entry]:
     start = stop = None
     for index, entry in enumerate(log.entries):
         match entry:
-            case Began() if entry.stage == stage:
+            case Stage(stage=name, what="began") if name == stage:
                 start = index
-            case Advanced() if entry.stage == stage:
+            case Stage(stage=name, what="advanced") if name == stage:
                 stop = index
-            case Ended() if entry.stage == stage and stop is not None:
+            case Stage(stage=name, what="ended") if name == stage and stop is not None:
                 found += log.entries[start:stop]
                 stop = None
     if not found:
@@ -200,10 +198,10 @@ def stage_peaks(log: Log, stages: Iterable[str]) -> dict[str, int]:
     wanted, running, live, peaks = set(stages), [], 0, dict[str, int]()
     for entry in log.entries:
         match entry:
-            case Began() if entry.stage in wanted:
+            case Stage(what="began") if entry.stage in wanted:
                 running.append(entry.stage)
                 peaks[entry.stage] = max(live, peaks.get(entry.stage, 0))
-            case Ended() if entry.stage in wanted:
+            case Stage(what="ended") if entry.stage in wanted:
                 running.remove(entry.stage)
             case Allocated() if entry.device.type == "cuda":
                 live += entry.num_bytes
