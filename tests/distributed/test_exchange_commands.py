@@ -79,7 +79,7 @@ def planned(sidecar: dict[str, Any]) -> dict[str, int]:
 
 @pytest.mark.slow
 def test_two_ranks_generate_what_one_does(processes: Any, tmp_path: Path) -> None:
-    """With the exchange that changes most; `test_ulysses_exchanges.py` has the others."""
+    """With the exchange that changes most; `test_attention.py` has the others."""
     sent, sidecar, difference = generate(processes, tmp_path, "compression=fp8", "ulysses_chunks=2", ranks=2)
     assert difference <= 32
     assert sidecar["settings"]["parallel"] == {"compression": "fp8"}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from shared_tokens import attention_errors
+from shared_tokens import attended
 from tiny_strategies import Case, VelocityTask, numbered_trainer, tiny_transformer
 from torch import Tensor
 
@@ -70,9 +70,9 @@ def attention(ring: str, ulysses: str) -> None:
     ranks = dist.get_world_size()
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.float32, 0.004), (torch.bfloat16, 0.03)):
         tokens = shares(4 * ranks + 3, ranks)
-        errors, dtypes = attention_errors(int(ring), int(ulysses), 7, tokens, dtype, 1.0, "cuda")
-        assert max(errors) < 2 * tolerance
-        assert dtypes == [dtype] * 4
+        found = attended(int(ring), int(ulysses), 7, tokens, dtype, device_type="cuda")
+        assert max(found.errors) < 2 * tolerance
+        assert found.dtypes == {dtype}
 
 
 def collectives() -> None:
