@@ -50,7 +50,7 @@ WORDS = [
         "24",
         "fps",
     ),
-    *("4", "motion", "score", "12"),
+    *("fps", "4", "motion", "score", "12"),
 ]
 MAX_LENGTH = 16
 
