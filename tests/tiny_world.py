@@ -32,24 +32,7 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 
 WORDS = [
-    *(
-        "<pad>",
-        "</s>",
-        "<unk>",
-        "<s>",
-        "a",
-        "boat",
-        "on",
-        "the",
-        "sea",
-        "raining",
-        "at",
-        "night",
-        ",",
-        ".",
-        "24",
-        "fps",
-    ),
+    *("<pad>", "</s>", "<unk>", "<s>", "a", "boat", "on", "the", "sea", "raining", "at", "night", ",", ".", "24"),
     *("fps", "4", "motion", "score", "12"),
 ]
 MAX_LENGTH = 16
