@@ -68,6 +68,7 @@ def test_each_line_of_curl_is_answered(guarded, tmp_path):
     assert (tmp_path / "sea.mp4").read_bytes()[4:8] == b"ftyp"
 
 
+@pytest.mark.slow
 def test_a_page_behind_nginx_is_served(guarded):
     assert "examples/serve/nginx.conf" in PAGE
     config = (EXAMPLES / "nginx.conf").read_text().partition("\n")[2]
