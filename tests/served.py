@@ -36,9 +36,9 @@ def free_port():
 class Served:
     """A running `osora serve`; `start` starts it again on the same folder."""
 
-    def __init__(self, folder: Path, *options: str, state_s: float = 0.2, **environment: str):
+    def __init__(self, folder: Path, *options: str, save_every: float = 0.2, **environment: str):
         self.folder, self.port = folder, free_port()
-        self.options, self.environment = ("--save-every", str(state_s), *options), {**os.environ, **environment}
+        self.options, self.environment = ("--save-every", str(save_every), *options), {**os.environ, **environment}
         self.log = folder.with_suffix(".log")
         self.start()
 

@@ -1,7 +1,9 @@
 """Attention between ranks against attention of one process, on tensors that all ranks can draw."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -11,9 +13,10 @@ from torch import Tensor
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention import BACKENDS
 from opensora_cli.models.attention.torch_kernels import sdpa
+from opensora_cli.parallel.exchanges import open_stages
 from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.sequence import sequence_attention
-from opensora_cli.parallel.shares import MeshShape, SequenceLengths, span
+from opensora_cli.parallel.shares import ExchangePlan, MeshShape, SequenceLengths, span
 
 
 def mesh_of(*, ring: int = 1, ulysses: int = 1, tensor: int = 1, device_type: str = "cpu") -> ParallelMesh:
@@ -30,46 +33,61 @@ def random_qkv(num_heads: int, tokens: int, *, dtype: torch.dtype = torch.float6
     ]
 
 
-def attention_errors(
+@dataclass(frozen=True)
+class Attended:
+    """Attention of a rank against that of one process."""
+
+    errors: list[float]
+    """Largest errors of the result and of the gradients of q, k and v, over the largest values."""
+    dtypes: set[torch.dtype]
+    sent_bytes: tuple[int, int]
+    """Bytes of all-to-alls in the forward pass, and in both."""
+
+
+def attended(
     ring: int,
     ulysses: int,
     num_heads: int,
-    tokens: tuple[int, ...],
+    tokens: Sequence[int],
     dtype: torch.dtype,
-    scale: float,
+    *,
+    scale: float = 1.0,
     device_type: str = "cpu",
     backend: str = "sdpa",
-) -> tuple[list[float], list[torch.dtype]]:
-    """Compute on all ranks of the pool, and return the largest errors of the result and of the gradients of q, k, v.
-
-    Args:
-        ring: ranks along that axis.
-        ulysses: the same.
-        num_heads: any number from `ulysses`.
-        tokens: of each rank.
-        dtype: of the tensors; what is compared with is computed in fp64.
-        scale: of the random numbers.
-        device_type: where to compute.
-        backend: of attention.
+    plan: ExchangePlan | None = None,
+    backward: bool = True,
+) -> Attended:
+    """Compute on all ranks of the pool, and compare with fp64. `tokens` are those of each rank; `scale` multiplies q,
+    k and v.
     """
-    mesh = mesh_of(ring=ring, ulysses=ulysses, device_type=device_type)
-    lengths = SequenceLengths.of_mesh(mesh)
-    lengths.of_ranks = tokens
+    mesh, plan = mesh_of(ring=ring, ulysses=ulysses, device_type=device_type), plan or ExchangePlan()
+    stages, lengths = open_stages(mesh, plan), SequenceLengths.of_mesh(mesh)
+    lengths.of_ranks = tuple(tokens)
     own = span(tokens, dist.get_rank())
     *wholes, gradient = (part.to(device_type) for part in random_qkv(num_heads, sum(tokens), dtype=dtype, scale=scale))
     exact = [whole.double().clone().requires_grad_() for whole in wholes]
     expected = sdpa(*exact)
     expected.backward(gradient.double())
+    exchange, sent = dist.all_to_all_single, list[int]()
+
+    def counting(received: Tensor, flat: Tensor, expected: list[int], parts: list[int], **kwargs: Any) -> Any:
+        sent.append((sum(parts) - parts[kwargs["group"].rank()]) * flat.itemsize)
+        return exchange(received, flat, expected, parts, **kwargs)
 
     # Laid out as a model lays them out: heads behind tokens.
-    given = [whole[:, :, own].transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for whole in wholes]
-    out = sequence_attention(BACKENDS[backend], mesh, lengths)(*given)
+    given = [whole[:, :, own].transpose(1, 2).contiguous().transpose(1, 2) for whole in wholes]
+    given = [share.requires_grad_(backward) for share in given]
+    with patch.object(dist, "all_to_all_single", counting):
+        attention = sequence_attention(BACKENDS[backend], mesh, lengths, plan=plan, stages=stages)
+        out = attention(*given)
+        forward = sum(sent)
+        if backward:
+            out.backward(gradient[:, :, own])
     assert out.shape == given[0].shape
-    out.backward(gradient[:, :, own])
-    pairs = [(out, expected), *((ours.grad, theirs.grad) for ours, theirs in zip(given, exact, strict=True))]
-    assert all(theirs.abs().max() > 0 for _, theirs in pairs)
-    errors = [(ours.double() - theirs[:, :, own]).abs().max().item() for ours, theirs in pairs]
-    return errors, [out.dtype, *(tensor.grad.dtype for tensor in given)]
+    pairs = [(out.detach(), expected.detach())]
+    pairs += [(ours.grad, theirs.grad) for ours, theirs in zip(given, exact, strict=True) if backward]
+    errors = [float((ours.double() - theirs[:, :, own]).abs().max() / theirs.abs().max()) for ours, theirs in pairs]
+    return Attended(errors, {ours.dtype for ours, _ in pairs}, (forward, sum(sent)))
 
 
 @contextmanager

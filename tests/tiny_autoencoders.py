@@ -1,18 +1,19 @@
 """Autoencoders of every kind in small, clips for them, and training tasks: for tests of training."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
+from toy_training import new_trainer
 
 from opensora_cli.data.batches import ClipBatch, ClipRequest, SampledBatches, SampleRng
 from opensora_cli.engine.components.architectures import new_autoencoder
-from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives.vae import VAETask
 from opensora_cli.engine.train.objectives.vae_terms import PerceptualDistance, discriminator_role
-from opensora_cli.engine.train.trainer import Clock, Trainer
+from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.components import VAESettings
-from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
+from opensora_cli.settings.train_loop import OptimizerSettings
 from opensora_cli.settings.train_objectives import VAETrainSettings
 
 VAES: Mapping[str, VAESettings] = {
@@ -118,22 +119,7 @@ def mixed_batches(kind: str, *, rank: int = 0, ranks: int = 1) -> SampledBatches
 
 
 def vae_trainer(
-    task: VAETask,
-    batches: SampledBatches,
-    *,
-    steps: int,
-    micro_batches: int = 1,
-    optimizer: OptimizerSettings = OPTIMIZER,
-    distribution: Distribution | None = None,
+    task: VAETask, batches: SampledBatches, *, optimizer: OptimizerSettings = OPTIMIZER, **options: Any
 ) -> Trainer:
-    """Return what trains the task in float32 with AdamW."""
-    device = torch.device("cpu")
-    return Trainer(
-        task,
-        batches,
-        loop=LoopSettings(steps=steps, micro_batches=micro_batches, ema_decay=0.99),
-        optimizer=optimizer,
-        compute=Compute.FP32,
-        distribution=distribution or Distribution(device),
-        clock=Clock(),
-    )
+    """Return what trains the task in float32 with AdamW; `options` are those of `new_trainer`."""
+    return new_trainer(task, batches, optimizer=optimizer, ema_decay=0.99, **options)

@@ -61,7 +61,7 @@ def vae_settings(output: Path) -> TrainSettings:
     return _settings(
         "vae",
         output,
-        data={"table": TABLE, "buckets": buckets(5), "workers": 0},
+        data={"table": TABLE, "buckets": buckets(5, batch_size=1), "workers": 0},
         vae=_VAE,
         train_vae={"squared_error_weight": 4.0, "kl_weight": 1e-4, "export_half": True},
     )

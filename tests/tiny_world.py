@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -30,24 +31,9 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 
 WORDS = [
-    "<pad>",
-    "</s>",
-    "<unk>",
-    "<s>",
-    "a",
-    "boat",
-    "on",
-    "the",
-    "sea",
-    "raining",
-    "at",
-    "night",
-    ",",
-    ".",
-    "24",
-    "fps",
+    *("<pad>", "</s>", "<unk>", "<s>", "a", "boat", "on", "the", "sea", "raining", "at", "night", ",", ".", "24"),
+    *("fps", "4", "motion", "score", "12"),
 ]
-WORDS += ["4", "motion", "score", "12"]
 MAX_LENGTH = 16
 
 SIZES = {
@@ -152,42 +138,51 @@ class World:
     """Eighty frames at 24 fps."""
 
 
-def released_settings(
-    world: World, output: Path, *, prompt: str = "raining, sea", **changes: object
+_TWO_STEPS = {"sampling.num_inference_steps": "2"}
+_SHRUNK: dict[str, tuple[str, dict[str, str]]] = {
+    OPEN_SORA_V2: (
+        "released",
+        {**RELEASED_SIZES, **_TWO_STEPS, "video.height": "16", "video.width": "32", "video.num_frames": "9"},
+    ),
+    # Six latent frames of 4 x 8, in tiles.
+    OPEN_SORA_V2_DC_AE: (
+        "dc_ae",
+        {
+            **DC_AE_SIZES,
+            **_TWO_STEPS,
+            "picture.first": "false",
+            "video.height": "16",
+            "video.width": "32",
+            "video.num_frames": "24",
+        },
+    ),
+    # 12 x 20 latents.
+    FLUX1_DEV: ("released", {**FLUX_SIZES, **_TWO_STEPS, "video.height": "24", "video.width": "40"}),
+    DEMO: ("demo", {**DEMO_SIZES, **_TWO_STEPS, "video.num_frames": "17"}),
+}
+"""Model -> folder of the world with its weights, and what shrinks its preset."""
+
+
+def _overrides(model: str, world: World, output: Path) -> dict[str, str]:
+    folder, sizes = _SHRUNK[model]
+    return {**sizes, "runtime.weights": str(getattr(world, folder)), "output.path": str(output)}
+
+
+def _settings(
+    model: str, world: World, output: Path, *, prompt: str = "raining, sea", **changes: object
 ) -> GenerateSettings:
-    """Return a shrunken preset of the released model; keys of `changes` have `__` for the dot."""
-    overrides = {**released_overrides(world, output), "prompt": prompt}
-    return _settings(OPEN_SORA_V2, overrides, changes)
+    """Return the shrunken preset of a model; keys of `changes` have `__` for the dot."""
+    values = {**_overrides(model, world, output), "prompt": prompt}
+    values |= {key.replace("__", "."): value for key, value in changes.items()}
+    given = {key: Given(value, "the test") for key, value in values.items() if value is not None}
+    return load_generate_settings(GenerateRequest(overrides=given), model=model)
 
 
-def dc_ae_settings(world: World, output: Path, *, prompt: str = "raining, sea", **changes: object) -> GenerateSettings:
-    """Return a shrunken preset of the model over the video DC-AE: 6 latent frames of 4 x 8, in tiles."""
-    overrides = {
-        **DC_AE_SIZES,
-        "picture.first": "false",
-        "video.height": "16",
-        "video.width": "32",
-        "video.num_frames": "24",
-        "sampling.num_inference_steps": "2",
-        "runtime.weights": str(world.dc_ae),
-        "output.path": str(output),
-        "prompt": prompt,
-    }
-    return _settings(OPEN_SORA_V2_DC_AE, overrides, changes)
-
-
-def flux_settings(world: World, output: Path, *, prompt: str = "raining, sea", **changes: object) -> GenerateSettings:
-    """Return a shrunken preset of the model for pictures: 24 x 40, in 12 x 20 latents."""
-    overrides = {
-        **FLUX_SIZES,
-        "video.height": "24",
-        "video.width": "40",
-        "sampling.num_inference_steps": "2",
-        "runtime.weights": str(world.released),
-        "output.path": str(output),
-        "prompt": prompt,
-    }
-    return _settings(FLUX1_DEV, overrides, changes)
+released_overrides = partial(_overrides, OPEN_SORA_V2)
+released_settings = partial(_settings, OPEN_SORA_V2)
+dc_ae_settings = partial(_settings, OPEN_SORA_V2_DC_AE)
+flux_settings = partial(_settings, FLUX1_DEV)
+demo_settings = partial(_settings, DEMO)
 
 
 def picture_first_settings(world: World, output: Path, **changes: object) -> GenerateSettings:
@@ -196,39 +191,6 @@ def picture_first_settings(world: World, output: Path, **changes: object) -> Gen
     picture = {f"picture.{key}".replace(".", "__"): value for key, value in sizes.items()}
     first = {"picture__first": "true", "picture__resolution": "32px", **picture}
     return released_settings(world, output, **{**first, **changes})
-
-
-def demo_settings(world: World, output: Path, *, prompt: str = "raining, sea", **changes: object) -> GenerateSettings:
-    """Return a shrunken preset of the demo model."""
-    overrides = {
-        **DEMO_SIZES,
-        "video.num_frames": "17",
-        "sampling.num_inference_steps": "2",
-        "runtime.weights": str(world.demo),
-        "output.path": str(output),
-        "prompt": prompt,
-    }
-    return _settings(DEMO, overrides, changes)
-
-
-def released_overrides(world: World, output: Path) -> dict[str, str]:
-    """Return what shrinks a preset of the released model to `world`, as dotted keys."""
-    return {
-        **RELEASED_SIZES,
-        "video.height": "16",
-        "video.width": "32",
-        "video.num_frames": "9",
-        "sampling.num_inference_steps": "2",
-        "runtime.weights": str(world.released),
-        "output.path": str(output),
-    }
-
-
-def _settings(model: str, overrides: dict[str, str], changes: dict[str, object]) -> GenerateSettings:
-    for key, value in changes.items():
-        overrides[key.replace("__", ".")] = value
-    given = {key: Given(value, "the test") for key, value in overrides.items() if value is not None}
-    return load_generate_settings(GenerateRequest(overrides=given), model=model)
 
 
 def make_world(folder: Path) -> World:
@@ -241,10 +203,9 @@ def make_world(folder: Path) -> World:
         other_picture=folder / "other.png",
         video=folder / "video.mp4",
     )
-    models = (world.released, released_settings), (world.dc_ae, dc_ae_settings), (world.demo, demo_settings)
-    for root, make in models:
-        settings = make(world, folder)
-        files = settings.files
+    for model in (OPEN_SORA_V2, OPEN_SORA_V2_DC_AE, DEMO):
+        settings = _settings(model, world, folder)
+        files, root = settings.files, getattr(world, _SHRUNK[model][0])
         root.mkdir()
         save_weights(root / files.transformer, MMDiT(mmdit_config(settings.model)), dtype=torch.bfloat16)
         save_weights(root / files.vae, new_autoencoder(settings.vae))

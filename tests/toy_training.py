@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import SampledBatches, SampleRng
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.trainer import Clock, Losses, Role, Task, Trainer
+from opensora_cli.engine.train.trainer import BatchSource, Clock, Losses, Role, Task, Trainer
 from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
 
 ADAMW = OptimizerSettings(warmup_steps=2, decay_steps=2)
@@ -125,24 +126,41 @@ def draw(rng: SampleRng, number: int) -> ToyBatch:
     return ToyBatch(number, torch.randn(4, 3, generator=rng.torch))
 
 
+def new_trainer(
+    task: Task,
+    batches: BatchSource,
+    *,
+    optimizer: OptimizerSettings,
+    distribution: Distribution | None = None,
+    compute: Compute = Compute.FP32,
+    trained_only: bool = False,
+    **loop: object,
+) -> Trainer:
+    """Return the trainer of a task that is divided already; `loop` are settings of that section."""
+    return Trainer(
+        task,
+        batches,
+        loop=LoopSettings.model_validate({"ema_decay": 0.9, **loop}),
+        optimizer=optimizer,
+        compute=compute,
+        distribution=distribution or Distribution(torch.device("cpu")),
+        clock=Clock(),
+        trained_only=trained_only,
+    )
+
+
 def toy_trainer(
     task: ToyTask,
     *,
     optimizer: OptimizerSettings = ADAMW,
     distribution: Distribution | None = None,
-    **loop: object,
+    seed: int = 0,
+    steps: int = 6,
+    **options: Any,
 ) -> Trainer:
-    """Return a trainer of the toy, for six steps unless `loop` says otherwise."""
-    settings = LoopSettings.model_validate({"steps": 6, "ema_decay": 0.9, **loop})
+    """Return a trainer of the toy; `options` are those of `new_trainer`."""
     distribution = distribution or Distribution(torch.device("cpu"))
     task.shard(distribution)
-    batches = SampledBatches(draw, seed=settings.seed, rank=distribution.data_rank, ranks=distribution.data_ranks)
-    return Trainer(
-        task,
-        batches,
-        loop=settings,
-        optimizer=optimizer,
-        compute=Compute.FP32,
-        distribution=distribution,
-        clock=Clock(),
-    )
+    batches = SampledBatches(draw, seed=seed, rank=distribution.data_rank, ranks=distribution.data_ranks)
+    options |= {"seed": seed, "steps": steps}
+    return new_trainer(task, batches, optimizer=optimizer, distribution=distribution, **options)

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -69,6 +70,10 @@ class Processes:
         """Start `function(*args)` as a program that writes its output to `folder`, in the environment of this one."""
         named = (function.__code__.co_filename, function.__name__, *args)
         return Program(self.start(_print_to_files, folder, dict(os.environ), *named)[0], folder)
+
+    def osora(self, folder: Path, words: list[str]) -> "Program":
+        """Start a command line as such a program."""
+        return self.program(folder, _osora, words)
 
     def end(self) -> None:
         """End all ranks."""
@@ -158,6 +163,13 @@ def pool(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Call
     folder = tmp_path_factory.mktemp("gloo")
     meeting_places = (folder / str(number) for number in count())
     return lambda ranks: Pool(processes, ranks, meeting_places)
+
+
+def _osora(words: list[str]) -> int:
+    from opensora_cli.cli.app import main
+
+    tempfile.tempdir = None  # this process is a fork of one with another TMPDIR
+    return main(words)
 
 
 def _call(file: str, name: str, *args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Attention whose tokens are divided between real processes, by rings and by Ulysses, against attention of one."""
+"""Attention between real processes, by rings and by Ulysses, against attention of one; and what exchanges send."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,77 +8,129 @@ import pytest
 import torch
 import torch.distributed as dist
 from attention_libraries import fake_flash2, fake_flash3, fake_flash4, fake_xformers
-from shared_tokens import attention_bytes, attention_errors, mesh_of, random_qkv
+from shared_tokens import Attended, attended, attention_bytes, mesh_of, random_qkv
 
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.engine.components.parallelize import exchanged_bytes
 from opensora_cli.models.attention.torch_kernels import sdpa
+from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.parallel.ring import RingAttention
-from opensora_cli.parallel.shares import SequenceLengths
+from opensora_cli.parallel.shares import ExchangePlan, MeshShape, SequenceLengths, shares
 from opensora_cli.parallel.ulysses import UlyssesAttention
 
 Pool = Callable[[int], Any]
 
 
-def _slow(*values: object) -> object:
-    return pytest.param(*values, marks=pytest.mark.slow)
+FP64, FP32, BF16 = torch.float64, torch.float32, torch.bfloat16
+UNEVEN = (6, 2, 1, 4)
 
 
 @pytest.mark.parametrize(
-    ("ring", "num_heads", "tokens"),
+    ("ring", "num_heads", "tokens", "dtype", "scale", "tolerance"),
     [
-        (2, 3, (1, 8)),
-        (4, 3, (6, 2, 1, 4)),
-        (1, 4, (5, 5)),
-        (1, 3, (1, 8)),
-        (1, 4, (6, 2, 1, 4)),
-        (1, 7, (3, 4, 1, 3)),
-        (1, 24, (3, 3, 3, 3)),
-        _slow(1, 24, (4, 4, 3, 3, 3)),  # 5, 5, 5, 5 and 4 heads
-        (2, 3, (6, 2, 1, 4)),
+        (2, 3, (1, 8), FP64, 1.0, 1e-13),
+        (4, 3, UNEVEN, FP64, 1.0, 1e-13),
+        (1, 4, (5, 5), FP64, 1.0, 1e-13),
+        (1, 3, (1, 8), FP64, 1.0, 1e-13),
+        (1, 4, UNEVEN, FP64, 1.0, 1e-13),
+        (1, 7, (3, 4, 1, 3), FP64, 1.0, 1e-13),
+        (1, 24, (3, 3, 3, 3), FP64, 1.0, 1e-13),
+        pytest.param(1, 24, (4, 4, 3, 3, 3), FP64, 1.0, 1e-13, marks=pytest.mark.slow),  # 5, 5, 5, 5 and 4 heads
+        (2, 3, UNEVEN, FP64, 1.0, 1e-13),
+        (4, 3, UNEVEN, FP32, 1.0, 2e-6),
+        (4, 3, UNEVEN, BF16, 1.0, 2e-2),
+        (2, 5, UNEVEN, BF16, 1.0, 2e-2),
+        # Scores of some 1e4: their exponentials are infinite even in fp64.
+        (4, 3, UNEVEN, FP64, 60.0, 1e-8),
     ],
 )
 def test_result_and_gradients_are_those_of_one_process(
-    pool: Pool, ring: int, num_heads: int, tokens: tuple[int, ...]
+    pool: Pool, ring: int, num_heads: int, tokens: tuple[int, ...], dtype: torch.dtype, scale: float, tolerance: float
 ) -> None:
-    ranks = len(tokens)
-    for errors, dtypes in pool(ranks).run(attention_errors, ring, ranks // ring, num_heads, tokens, torch.float64, 1.0):
-        assert max(errors) < 1e-13
-        assert dtypes == [torch.float64] * 4
+    for found in pool(len(tokens)).run(_attended, ring, num_heads, tokens, dtype, scale):
+        assert max(found.errors) < tolerance
+        assert found.dtypes == {dtype}
 
 
-@pytest.mark.parametrize(
-    ("ring", "num_heads", "dtype", "scale", "tolerance"),
-    [
-        (4, 3, torch.float32, 1.0, 2e-6),
-        (4, 3, torch.bfloat16, 1.0, 3e-2),
-        (2, 5, torch.bfloat16, 1.0, 3e-2),
-        # Scores of some 1e4: their exponentials are infinite even in fp64.
-        (4, 3, torch.float64, 60.0, 1e-8),
-    ],
-)
-def test_precision_is_that_of_fp32_sums(
-    pool: Pool, ring: int, num_heads: int, dtype: torch.dtype, scale: float, tolerance: float
-) -> None:
-    for errors, dtypes in pool(4).run(attention_errors, ring, 4 // ring, num_heads, (6, 2, 1, 4), dtype, scale):
-        assert max(errors) < tolerance
-        assert dtypes == [dtype] * 4
+def _attended(ring: int, num_heads: int, tokens: tuple[int, ...], dtype: torch.dtype, scale: float) -> Attended:
+    return attended(ring, len(tokens) // ring, num_heads, tokens, dtype, scale=scale)
 
 
-def _library_errors(name: str, ring: int, ulysses: int) -> tuple[list[float], list[torch.dtype]]:
-    tokens = (6, 2, 1, 4)[: ring * ulysses]
+def _by_library(name: str, ring: int, ulysses: int) -> Attended:
     with pytest.MonkeyPatch.context() as monkeypatch:
         fakes = {"flash2": fake_flash2, "flash3": fake_flash3, "flash4": fake_flash4, "xformers": fake_xformers}
-        fakes.get(name, id)(monkeypatch)
-        return attention_errors(ring, ulysses, 3, tokens, torch.bfloat16, 1.0, backend=name)
+        fakes[name](monkeypatch)
+        return attended(ring, ulysses, 3, UNEVEN[: ring * ulysses], BF16, backend=name)
 
 
 @pytest.mark.parametrize(
     ("name", "ring", "ulysses"), [("flash2", 2, 2), ("flash3", 2, 1), ("flash4", 2, 1), ("xformers", 2, 1)]
 )
 def test_every_backend_computes_between_ranks(pool: Pool, name: str, ring: int, ulysses: int) -> None:
-    for errors, dtypes in pool(ring * ulysses).run(_library_errors, name, ring, ulysses):
-        assert max(errors) < 6e-2
-        assert dtypes == [torch.bfloat16] * 4
+    for found in pool(ring * ulysses).run(_by_library, name, ring, ulysses):
+        assert max(found.errors) < 4e-2
+        assert found.dtypes == {BF16}
+
+
+HEADS, VIDEO, TEXT = 8, 13, 5
+TWO_MACHINES = ExchangePlan(inner=2)
+
+
+def _planned(plan: ExchangePlan, ranks: int, heads: int, *, blocks: int, **sizes: int) -> dict[str, int]:
+    """Return the planned bytes for a model with this number of blocks and of heads, 8 wide."""
+    config = MMDiTConfig(
+        hidden_size=8 * heads, num_heads=heads, axes_dim=(4, 2, 2), depth=blocks, depth_single_blocks=0
+    )
+    return exchanged_bytes(plan, MeshShape(ulysses=ranks), config, **sizes)
+
+
+def _exchanged(plan: ExchangePlan, backward: bool) -> Attended:
+    ranks = dist.get_world_size()
+    tokens = [sum(each) for each in zip(shares(VIDEO, ranks), shares(TEXT, ranks)[::-1], strict=True)]
+    return attended(1, ranks, HEADS, tokens, FP32, plan=plan, backward=backward)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "plan", "tolerance"),
+    [
+        (2, ExchangePlan(), 1e-5),
+        (4, ExchangePlan(), 1e-5),
+        (4, TWO_MACHINES, 1e-5),
+        # Values, and scores that are sums of rounded products, are rounded.
+        (2, ExchangePlan(wire="bf16"), 1e-2),
+        (4, ExchangePlan(wire="fp8"), 0.15),
+        (4, ExchangePlan(inner=2, wire="bf16"), 1e-2),
+    ],
+)
+def test_every_exchange_sends_what_is_planned(pool: Pool, ranks: int, plan: ExchangePlan, tolerance: float) -> None:
+    answers = pool(ranks).run(_exchanged, plan, True)
+    planned = sum(_planned(plan, ranks, HEADS, blocks=1, video_tokens=VIDEO, text_tokens=TEXT, itemsize=4).values())
+    # The inputs have a batch of two.
+    assert sum(found.sent_bytes[0] for found in answers) == 2 * planned
+    assert sum(found.sent_bytes[1] for found in answers) == 4 * planned
+    assert all(max(found.errors) < tolerance for found in answers)
+    if plan.wire is not None:
+        # The rounding is there.
+        assert max(found.errors[0] for found in answers) > tolerance / 200
+
+
+@pytest.mark.parametrize("wire", [None, "fp8"])
+def test_chunks_send_the_same(pool: Pool, wire: Any) -> None:
+    whole, chunks = (pool(2).run(_exchanged, ExchangePlan(wire=wire, chunks=count), False) for count in (1, 3))
+    for ours, theirs in zip(chunks, whole, strict=True):
+        assert ours.sent_bytes == theirs.sent_bytes
+        assert ours.errors == pytest.approx(theirs.errors, abs=1e-5)
+
+
+def test_stages_of_two_machines() -> None:
+    sizes = {"blocks": 3, "video_tokens": 16, "text_tokens": 0, "itemsize": 2}
+    direct = _planned(ExchangePlan(), 4, 4, **sizes)
+    # 4 tokens and 1 head a rank: each of q, k, v and the result sends 3 parts of 4 tokens, 8 wide.
+    assert direct == {"sent": 3 * 4 * 4 * 3 * 4 * 8 * 2}
+    staged = _planned(TWO_MACHINES, 4, 4, **sizes)
+    assert staged == {"inside": direct["sent"] * 2 // 3, "between": direct["sent"] * 2 // 3}
+    compressed = _planned(ExchangePlan(wire="fp8"), 4, 4, **sizes)
+    assert compressed["sent"] * 8 * 2 == direct["sent"] * (8 + 4)
 
 
 def test_no_rank_of_a_ring_gathers_the_keys(pool: Pool) -> None:

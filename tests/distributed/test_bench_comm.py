@@ -221,27 +221,19 @@ def test_the_whole_benchmark(pool: Pool, tmp_path: Path) -> None:
     assert trained == 2 * 4 * weights
 
 
-def _short_of_memory(free: int, min_bytes: int) -> tuple[list[int], tuple[str, ...]]:
-    settings = BenchCommSettings(
-        min_bytes=min_bytes, max_bytes=2**40, iters=1, warmup=2, collectives=(Collective.BROADCAST,)
-    )
-    report, _ = _bench(settings, free=free)
+def _short_of_memory(min_bytes: int) -> tuple[list[int], tuple[str, ...]]:
+    """Return the sizes and the notes of a benchmark with 100 bytes of free memory."""
+    sizes = {"min_bytes": min_bytes, "max_bytes": 2**40, "iters": 1, "warmup": 2}
+    report, _ = _bench(BenchCommSettings(**sizes, collectives=(Collective.BROADCAST,)), free=100)
     return [row.size_bytes for row in report.rows], report.notes
 
 
-def test_sizes_over_the_free_memory_are_cut_with_a_note(pool: Pool) -> None:
-    for sizes, notes in pool(2).run(_short_of_memory, 100, 8):
-        assert sizes == [8, 16, 32, 64]
-        assert notes == (f"sizes end at 64 bytes, not at {2**40}: memory is not free for more",)
+def _too_short_of_memory() -> None:
+    with pytest.raises(HardwareError, match=r"^min_bytes=128 needs 4 buffers on each rank"):
+        _short_of_memory(128)
 
 
-def _too_short_of_memory() -> tuple[int, str]:
-    with pytest.raises(HardwareError) as failure:
-        _short_of_memory(100, 128)
-    return failure.value.exit_code, failure.value.message
-
-
-def test_not_even_the_smallest_size(pool: Pool) -> None:
-    for code, message in pool(2).run(_too_short_of_memory):
-        assert code == 4
-        assert message.startswith("min_bytes=128 needs 4 buffers on each rank")
+def test_sizes_over_the_free_memory_are_cut_with_a_note_or_refused(pool: Pool) -> None:
+    note = f"sizes end at 64 bytes, not at {2**40}: memory is not free for more"
+    assert pool(2).run(_short_of_memory, 8) == [([8, 16, 32, 64], (note,))] * 2
+    pool(2).run(_too_short_of_memory)

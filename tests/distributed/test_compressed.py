@@ -1,4 +1,4 @@
-"""The compressed all-to-all against the plain one: how wrong it is. `test_ulysses_exchanges` counts what it sends."""
+"""The compressed all-to-all against the plain one: how wrong it is. `test_attention` counts what it sends."""
 
 from collections.abc import Callable
 from functools import partial

@@ -5,7 +5,6 @@ import re
 import shlex
 import shutil
 import socket
-import tempfile
 from pathlib import Path
 
 import psutil
@@ -56,11 +55,6 @@ CASES = [
     ("save", 0, "killed"),
     ("save", 0, "interrupted"),
 ]
-
-
-def osora(arguments: list[str]) -> int:
-    tempfile.tempdir = None  # as the process began that this one is a fork of
-    return main(arguments)
 
 
 def command(picture: Path, out: Path, *more: str) -> list[str]:
@@ -131,7 +125,7 @@ def test_in_each_stage(stage, rank, event, tmp_path, picture, whole, processes, 
     act, code, cause = EVENTS[event]
     acting(rank=rank, stage=stage, act=act)
     out, shared = tmp_path / "my out", set(Path("/dev/shm").glob("osora*"))
-    ended = processes.program(tmp_path, osora, command(picture, out)).end(LIMIT_S)
+    ended = processes.osora(tmp_path, command(picture, out)).end(LIMIT_S)
 
     assert ended[:2] == (code, ""), ended
     err = ended[2]
@@ -169,7 +163,7 @@ def test_the_same_command_goes_on(tmp_path, picture, whole, processes, temporary
     acting(rank=0, stage="save", act=EVENTS["interrupted"][0], nth=3)
     out = tmp_path / "out"
     samples = command(picture, out, "--num-samples", str(SAMPLES))
-    code, _, err = processes.program(tmp_path, osora, samples).end(LIMIT_S)
+    code, _, err = processes.osora(tmp_path, samples).end(LIMIT_S)
     assert code == 130, err
     name = "raining-sea_seed{}".format
     saved = [f"{name(seed)}.latents.safetensors" for seed in (8, 9)]
@@ -177,7 +171,7 @@ def test_the_same_command_goes_on(tmp_path, picture, whole, processes, temporary
     assert f"finished: {out / name(7)}.mp4\n" in err
 
     acting(rank=0, stage="none", act=KILL)
-    code, printed, err = processes.program(tmp_path, osora, samples).end(LIMIT_S)
+    code, printed, err = processes.osora(tmp_path, samples).end(LIMIT_S)
     assert code == 0, err
     assert printed.splitlines() == [f"{out / name(seed)}.mp4" for seed in (7, 8, 9)]
     assert f"made before by the same request: {out / name(7)}.mp4\n" in err
@@ -195,17 +189,17 @@ def test_what_is_stopped_in_the_middle_of_denoising_goes_on(ranks, tmp_path, pro
     out = tmp_path / "out"
     short = ["generate", "raining, sea", "--num-frames", "9", "--steps", "4", "--device", "cpu", "--threads", "1"]
     whole = tmp_path / "whole.mp4"
-    assert processes.program(tmp_path, osora, [*short, "--gpus", "2", "--out", str(whole)]).end(LIMIT_S)[0] == 0
+    assert processes.osora(tmp_path, [*short, "--gpus", "2", "--out", str(whole)]).end(LIMIT_S)[0] == 0
     # A sign of life when the stage begins, and one for each evaluation: two a step.
     acting(rank=0, stage="denoise", act=EVENTS["interrupted"][0], nth=6)
-    code, _, err = processes.program(tmp_path, osora, [*short, "--gpus", "2", "--out", str(out)]).end(LIMIT_S)
+    code, _, err = processes.osora(tmp_path, [*short, "--gpus", "2", "--out", str(out)]).end(LIMIT_S)
     assert code == 130, err
     [state] = out.iterdir()
     assert f"continue with: osora generate --from {state} --device cpu\n" in err
 
     (tmp_path / "acting" / "sitecustomize.py").unlink()
     resumed = ["generate", "--from", str(state), "--device", "cpu", "--gpus", str(ranks)]
-    code, printed, err = processes.program(tmp_path, osora, resumed).end(LIMIT_S)
+    code, printed, err = processes.osora(tmp_path, resumed).end(LIMIT_S)
     assert code == 0, err
     assert f"{state}, after step 2\n" in err
     video = Path(printed.strip())
@@ -220,9 +214,9 @@ def test_ranks_explore_seeds_of_which_one_goes_on(tmp_path, processes, temporary
     short = ["generate", "raining, sea", "--num-frames", "9", "--steps", "4", "--device", "cpu", "--threads", "1"]
     short += ["--gpus", "2", "--out"]
     whole, out = tmp_path / "whole.mp4", tmp_path / "out"
-    assert processes.program(tmp_path, osora, [*short, str(whole), "--seed", "43"]).end(LIMIT_S)[0] == 0
+    assert processes.osora(tmp_path, [*short, str(whole), "--seed", "43"]).end(LIMIT_S)[0] == 0
     explore = [*short, str(out), "--explore", "2", "--explore-steps", "2"]
-    code, printed, err = processes.program(tmp_path, osora, explore).end(LIMIT_S)
+    code, printed, err = processes.osora(tmp_path, explore).end(LIMIT_S)
     assert code == 0, err
     name = "raining-sea_seed"
     kept = [f"{name}{seed}{end}" for seed in (42, 43) for end in (".latents.safetensors", ".preview.gif")]
@@ -230,6 +224,6 @@ def test_ranks_explore_seeds_of_which_one_goes_on(tmp_path, processes, temporary
     state = out / f"{name}43.latents.safetensors"
     assert f"osora generate --from {state} --device cpu  # seed 43" in printed.splitlines()
     resumed = ["generate", "--from", str(state), "--device", "cpu", "--gpus", "2", "--preview-every", "1"]
-    code, printed, err = processes.program(tmp_path, osora, resumed).end(LIMIT_S)
+    code, printed, err = processes.osora(tmp_path, resumed).end(LIMIT_S)
     assert code == 0, err
     assert (out / f"{name}43.mp4").read_bytes() == whole.read_bytes()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import launch_rank
@@ -53,17 +54,16 @@ def failing(folder, *arguments, **changes):
     return caught.value
 
 
-def left(folder):
-    """Return what is alive of a run in `folder`, but for its launcher."""
-    found = []
+def alive(folder):
+    """Yield the processes of a run in `folder`, without its launcher."""
     for process in psutil.process_iter():
-        try:
-            line = process.cmdline()  # empty where a process has ended and is not reaped
-            if str(folder) in line:
-                found.append(line)
-        except psutil.Error:
-            continue
-    return found
+        with suppress(psutil.Error):
+            if str(folder) in process.cmdline():  # empty where a process has ended and is not reaped
+                yield process
+
+
+def left(folder):
+    return list(alive(folder))
 
 
 def wait_for(condition, seconds=40.0):
@@ -127,116 +127,75 @@ class TestDone:
         ]
 
 
-class TestKilled:
-    @pytest.mark.parametrize("stage", ["start", "denoise"])
-    def test_in_each_stage(self, tmp_path, capfd, stage):
-        failure = failing(tmp_path, "--rank", "1", "--stage", stage, "--act", "kill")
-        assert failure.message == f"rank 1 on {socket.gethostname()}, in the stage {stage}: killed (SIGKILL)"
-        assert failure.exit_code == 4
-        assert f"log: {tmp_path}/logs/rank1.log" in failure.hint
-        assert capfd.readouterr().err == ""
+HOST = socket.gethostname()
+REFUSED = "weights.safetensors is truncated"
+# What a rank does, the message, the exit code, what the hint says, and what the rank's log shows.
+ENDS = {
+    "killed at the start": ("--rank 1 --stage start --act kill", "killed (SIGKILL)", 4, "", ""),
+    "killed": ("--rank 0 --act kill", "killed (SIGKILL)", 4, "left by rank 0", ""),
+    "crashed": ("--rank 0 --act crash", "crashed (SIGSEGV)", 1, "", "launch_rank.py"),
+    "a bug": ("--rank 1 --act raise", "ValueError: the sky is green", 1, "", "Traceback"),
+    "an exit": ("--rank 1 --act exit", "ended with exit code 7: no luck", 7, "", "no luck"),
+    "stopped": ("--rank 1 --act stop", "stopped (SIGSTOP), no sign of life for 1 s", 4, "", ""),
+    "an error": ("--rank 0 --act refuse", None, 3, f"download it again\nreported by rank 0 on {HOST}", ""),
+}
 
-    def test_rank_0(self, tmp_path):
-        failure = failing(tmp_path, "--rank", "0", "--act", "kill")
-        assert failure.message.startswith("rank 0 ")
-        assert failure.hint.splitlines()[-1] == "left by rank 0"
 
-    def test_crashed(self, tmp_path, capfd):
-        failure = failing(tmp_path, "--rank", "0", "--act", "crash")
-        assert failure.message.endswith("in the stage denoise: crashed (SIGSEGV)")
-        assert failure.exit_code == 1
-        assert "launch_rank.py" in log(tmp_path, 0)  # where it crashed
-        assert capfd.readouterr() == ("", "")
+@pytest.mark.parametrize("end", ENDS)
+def test_a_rank_that_ends_ends_the_run_with_one_message(tmp_path, capfd, end):
+    words, cause, code, hint, logged = ENDS[end]
+    rank, stage = int("rank 1" in words), "start" if "start" in words else "denoise"
+    failure = failing(tmp_path, *words.split(), pace=dataclasses.replace(PACE, stopped_s=1.0, settle_s=0.5))
+    message = f"rank {rank} on {HOST}, in the stage {stage}: {cause}" if cause else REFUSED
+    assert (failure.message, failure.exit_code) == (message, code)
+    assert hint in failure.hint
+    assert f"log: {tmp_path}/logs/rank{rank}.log" in failure.hint
+    assert logged in log(tmp_path, rank)
+    assert "Traceback" not in log(tmp_path, 1 - rank)
+    assert capfd.readouterr().err == ""
 
-    def test_out_of_memory(self, tmp_path, monkeypatch):
-        counts = iter([3, 4])
-        monkeypatch.setattr("opensora_cli.engine.launch.process.count_memory_kills", lambda: next(counts, 4))
-        failure = failing(tmp_path, "--rank", "1", "--act", "kill")
-        assert failure.message.endswith("out of memory: the system killed it (SIGKILL)")
 
-    def test_ranks_that_ignore_signals_and_what_they_started_are_killed(self, tmp_path):
-        thread = threading.Timer(0.0, kill_when, args=(tmp_path, 1, "denoise"))
-        thread.start()
-        failure = failing(tmp_path, "--act", "ignore", pace=dataclasses.replace(PACE, interrupt_s=0.5))
-        thread.join()
-        assert "rank 1" in failure.message
+def test_an_error_of_all_ranks_is_reported_once(tmp_path, capfd):
+    failure = failing(tmp_path, "--act", "refuse", gpus=3)
+    assert (failure.message, failure.hint, failure.exit_code) == (REFUSED, "download it again", 3)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_out_of_memory(tmp_path, monkeypatch):
+    counts = iter([3, 4])
+    monkeypatch.setattr("opensora_cli.engine.launch.failures.count_memory_kills", lambda: next(counts, 4))
+    failure = failing(tmp_path, "--rank", "1", "--act", "kill")
+    assert failure.message.endswith("out of memory: the system killed it (SIGKILL)")
+
+
+def test_ranks_that_ignore_signals_and_what_they_started_are_killed(tmp_path):
+    thread = threading.Timer(0.0, kill_when, args=(tmp_path, 1, "denoise"))
+    thread.start()
+    failure = failing(tmp_path, "--act", "ignore", pace=dataclasses.replace(PACE, interrupt_s=0.5))
+    thread.join()
+    assert "rank 1" in failure.message
 
 
 def kill_when(folder, rank, stage):
     """Kill a rank as soon as it is in a stage, and all have started something."""
     wait_for(lambda: (folder / f"{stage}{rank}").exists() and len(left(folder)) >= 4)
-    victim = next(
-        process for process in psutil.process_iter() if str(folder) in cmdline(process) and rank_of(process) == rank
-    )
-    victim.kill()
+    ranks = [each for each in alive(folder) if any("launch_rank" in word for word in each.cmdline())]
+    next(each for each in ranks if each.environ()["RANK"] == str(rank)).kill()
 
 
-def cmdline(process):
+@pytest.mark.slow
+def test_a_rank_is_stopped_while_the_others_wait_in_a_collective_with_the_usual_pace(tmp_path):
+    """Beside more busy processes than there are cores."""
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(20)]
     try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
-
-
-def rank_of(process):
-    is_rank = any("launch_rank" in word for word in cmdline(process))
-    return int(process.environ()["RANK"]) if is_rank else None
-
-
-class TestFailing:
-    def test_a_bug_keeps_its_traceback_in_the_log(self, tmp_path, capfd):
-        failure = failing(tmp_path, "--rank", "1", "--act", "raise")
-        assert failure.message == (
-            f"rank 1 on {socket.gethostname()}, in the stage denoise: ValueError: the sky is green"
-        )
-        assert failure.exit_code == 1
-        assert "Traceback" in log(tmp_path, 1)
-        assert "Traceback" not in log(tmp_path, 0)
-        assert capfd.readouterr() == ("", "")
-
-    def test_an_error_of_all_ranks_is_reported_once(self, tmp_path, capfd):
-        failure = failing(tmp_path, "--act", "refuse", gpus=3)
-        assert failure.message == "weights.safetensors is truncated"
-        assert failure.hint == "download it again"
-        assert failure.exit_code == 3
-        assert capfd.readouterr() == ("", "")
-
-    def test_an_error_of_one_rank_names_it(self, tmp_path):
-        failure = failing(tmp_path, "--rank", "0", "--act", "refuse", pace=dataclasses.replace(PACE, settle_s=0.2))
-        assert failure.message == "weights.safetensors is truncated"
-        assert failure.hint.startswith(
-            f"download it again\nreported by rank 0 on {socket.gethostname()}, in the stage denoise\n"
-            f"log: {tmp_path}/logs/rank0.log"
-        )
-        assert failure.exit_code == 3
-
-    def test_an_exit_without_a_report_shows_the_last_line_of_the_log(self, tmp_path):
-        failure = failing(tmp_path, "--rank", "1", "--act", "exit")
-        assert failure.message.endswith("ended with exit code 7: no luck")
-        assert failure.exit_code == 7
-
-
-class TestFrozen:
-    @pytest.mark.parametrize("stage", ["denoise", pytest.param("start", marks=pytest.mark.slow)])
-    def test_stopped(self, tmp_path, stage):
-        pace = dataclasses.replace(PACE, stopped_s=1.0)
-        failure = failing(tmp_path, "--rank", "1", "--stage", stage, "--act", "stop", pace=pace)
-        assert f"rank 1 on {socket.gethostname()}, in the stage {stage}: stopped (SIGSTOP)" in failure.message
-        assert failure.exit_code == 4
-
-    @pytest.mark.slow
-    def test_while_the_others_wait_in_a_collective_with_the_usual_pace(self, tmp_path):
-        """Beside more busy processes than there are cores."""
-        others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(20)]
-        try:
-            failure = failing(tmp_path, "--gloo", "--rank", "0", "--act", "stop", pace=None)
-        finally:
-            for other in others:
-                other.kill()
-                other.wait()
-        stopped_at = (tmp_path / "denoise0").stat().st_mtime
-        assert time.time() - stopped_at < PROMISED_S
-        assert "rank 0" in failure.message
+        failure = failing(tmp_path, "--gloo", "--rank", "0", "--act", "stop", pace=None)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    stopped_at = (tmp_path / "denoise0").stat().st_mtime
+    assert time.time() - stopped_at < PROMISED_S
+    assert "rank 0" in failure.message
 
 
 @pytest.mark.slow
@@ -246,22 +205,20 @@ def test_waiting_on_a_peer_that_works_is_no_failure(tmp_path, capfd):
 
 
 class TestInterrupted:
-    def test_ctrl_c(self, tmp_path, driver):
-        launcher = driver(tmp_path, "--act", "wait")
+    @pytest.mark.parametrize(
+        ("act", "lines"),
+        [
+            ("wait", ["error: interrupted", "       kept by rank 0", ""]),
+            ("fail to save", ["error: interrupted", "       the disk is full", "       make room there", ""]),
+        ],
+    )
+    def test_ctrl_c(self, tmp_path, driver, act, lines):
+        launcher = driver(tmp_path, "--act", act)
         wait_for(lambda: all((tmp_path / f"denoise{rank}").exists() for rank in range(2)))
         launcher.send(signal.SIGINT)
         code, out, err = launcher.end(PROMISED_S)
-        assert (code, out) == (130, "")
-        assert err.split("\n") == ["error: interrupted", "       kept by rank 0", ""]
+        assert (code, out, err.split("\n")) == (130, "", lines)
         assert left(tmp_path) == []
-
-    def test_what_could_not_be_saved_then_is_reported(self, tmp_path, driver):
-        launcher = driver(tmp_path, "--act", "fail to save")
-        wait_for(lambda: all((tmp_path / f"denoise{rank}").exists() for rank in range(2)))
-        launcher.send(signal.SIGINT)
-        code, _, err = launcher.end(PROMISED_S)
-        assert code == 130
-        assert err.split("\n") == ["error: interrupted", "       the disk is full", "       make room there", ""]
 
     def test_while_a_rank_is_started(self, tmp_path, monkeypatch):
         """The rank that was being started does not stay."""
@@ -306,20 +263,6 @@ class TestInterrupted:
         wait_for(lambda: left(tmp_path) == [], PROMISED_S)
         assert set(Path("/dev/shm").glob("osora*")) <= shared
         assert [path for path in temporary.rglob("*") if path.is_file()] == []
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("stage", "number"), [("start", signal.SIGTERM), ("load", signal.SIGINT), ("decode", signal.SIGTERM)]
-    )
-    def test_in_each_stage(self, tmp_path, driver, stage, number):
-        launcher = driver(tmp_path, "--gloo", "--stage", stage, "--act", "wait")
-        waiting = (lambda: len(left(tmp_path)) == 2) if stage == "start" else (tmp_path / f"{stage}1").exists
-        wait_for(waiting)
-        launcher.send(number)
-        code, out, err = launcher.end(PROMISED_S)
-        assert (code, out, err.split("\n")[0]) == (130, "", "error: interrupted")
-        assert "Traceback" not in err
-        assert left(tmp_path) == []
 
     @pytest.mark.slow
     def test_twice_kills_at_once(self, tmp_path, driver):

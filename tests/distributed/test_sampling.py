@@ -239,7 +239,7 @@ def adapters(tmp_path_factory):
 
 
 def drawn_with_adapters(degrees, changes):
-    """Return the latents, the adapters' bytes on this rank, and how many there are."""
+    """Return the latents, the adapters' bytes on this rank, and their number."""
     plan = plan_of("t2v", degrees, frames=5, **changes)
     layers = [module for module in on_this_rank(plan)[1].modules() if isinstance(module, LowRankLinear)]
     held = storage_bytes(part for layer in layers for part in (layer.lora_a, layer.lora_b))

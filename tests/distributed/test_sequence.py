@@ -16,6 +16,8 @@ from torch import Tensor
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.memory.eight_bit import store_in_fp8
+from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.shares import shares, span
@@ -26,19 +28,35 @@ SCHEMES = [Scheme(ulysses=2), Scheme(ring=2), Scheme(ulysses=4), Scheme(ring=4),
 SLOW = pytest.mark.slow
 
 
-def _velocity_errors(scheme: Scheme, tokens: int, text: int, chunk: int | None) -> float:
-    model = transformer()
+def _velocity_errors(scheme: Scheme, tokens: int, text: int, mode: int | str | None) -> float:
+    """`mode` is the length of chunks, or how blocks are held."""
+    sizes = {"hidden": 24, "heads": 3, "mlp_ratio": 0.625} if mode == "uneven heads" else {}
+    model = transformer(**sizes)
+    blocks = [*model.double_blocks, *model.single_blocks]
     given = inputs(model, tokens=tokens, text=text)
     latents = given.pop("packed_latents_BND")
-    with torch.no_grad():
+    with torch.inference_mode():
         expected = model(latents, **given)
-        model.set_sequence_chunk(chunk)
-        velocity = divided(model, scheme.mesh())(latents, **given)
+        model.set_sequence_chunk(mode if isinstance(mode, int) else None)
+        call = divided(model, scheme.mesh())
+        if mode == "8 bits":
+            for block in blocks:
+                store_in_fp8(block)
+            stored = [weight for weight in model.parameters() if weight.dtype is torch.float8_e4m3fn]
+            assert len(stored) == 2 * (12 + 2) + 3 * (4 + 1)
+        velocity = call(latents, **given)
+        if mode == "streamed":
+            with stream_blocks([model.double_blocks, model.single_blocks], device="cpu", resident=1) as figures:
+                assert torch.equal(call(latents, **given), velocity)
+            assert figures.copied_bytes > 0
+        if mode == "uneven heads":
+            own = (2 * 8 + 8, 1 * 8 + 7)[dist.get_rank()]
+            assert model.single_blocks[0].v_mlp.weight.shape[0] == own
     return relative_error(velocity, expected)
 
 
 @pytest.mark.parametrize(
-    ("scheme", "tokens", "text", "chunk"),
+    ("scheme", "tokens", "text", "mode"),
     [
         (Scheme(ulysses=2), 7, 2, None),
         (Scheme(ring=2), 13, 6, 2),
@@ -46,16 +64,20 @@ def _velocity_errors(scheme: Scheme, tokens: int, text: int, chunk: int | None) 
         (Scheme(ring=4), 5, 3, 1),
         (Scheme(ring=2, ulysses=2), 13, 6, 2),
         (Scheme(tensor=2), 13, 6, 4),
+        (Scheme(tensor=2), 12, 5, "uneven heads"),
+        (Scheme(tensor=2), 12, 5, "8 bits"),
+        (Scheme(ring=2, tensor=2), 13, 6, "streamed"),
         *((scheme, 13, 6, None) for scheme in TENSOR[1:]),
         pytest.param(Scheme(ring=2, ulysses=2), 4, 1, None, marks=SLOW),
-        *(pytest.param(scheme, 13, 6, 4, marks=SLOW) for scheme in TENSOR[1:]),
+        *(pytest.param(scheme, 13, 6, mode, marks=SLOW) for scheme in TENSOR[1:] for mode in (4, "streamed")),
     ],
     ids=str,
 )
 def test_any_number_of_tokens_gives_the_velocity_of_one_process(
-    pool: Pool, scheme: Scheme, tokens: int, text: int, chunk: int | None
+    pool: Pool, scheme: Scheme, tokens: int, text: int, mode: int | str | None
 ) -> None:
-    assert max(pool(scheme.ranks).run(_velocity_errors, scheme, tokens, text, chunk)) < 1e-5
+    errors = pool(scheme.ranks).run(_velocity_errors, scheme, tokens, text, mode)
+    assert max(errors) < (0.1 if mode == "8 bits" else 1e-5)
 
 
 def _gradients(model: MMDiT, call: Callable[..., Tensor], given: dict[str, Tensor]) -> dict[str, Tensor]:

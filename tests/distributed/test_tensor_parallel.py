@@ -7,17 +7,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from closeness import relative_error
-from shared_models import Scheme, divided
+from shared_models import Scheme
 from storage_sizes import storage_bytes
-from tiny_transformer import inputs, transformer
+from tiny_transformer import linears_of_blocks, transformer
 from torch import nn
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.parallelize import shard_transformer
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.memory.eight_bit import store_in_fp8
-from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 
 Pool = Callable[[int], Any]
@@ -26,11 +23,7 @@ Pool = Callable[[int], Any]
 def _block_bytes(model: nn.Module) -> tuple[int, int]:
     """Return the bytes of the linear layers of the plan, and of all else."""
     planned = {
-        id(weight)
-        for stack in repeated_blocks(model.config)
-        for index in range(stack.count)
-        for plan in stack.linears
-        for weight in model.get_submodule(f"{stack.module_path}.{index}.{plan.path}").parameters()
+        id(weight) for path in linears_of_blocks(model.config) for weight in model.get_submodule(path).parameters()
     }
     bytes_of = {id(weight): weight.nbytes for weight in model.parameters()}
     return sum(bytes_of[key] for key in planned), sum(size for key, size in bytes_of.items() if key not in planned)
@@ -56,24 +49,6 @@ def _weights_per_rank() -> tuple[int, int, int, int]:
 def test_each_rank_has_its_share_of_the_weights(pool: Pool) -> None:
     for before, after, _, row_biases in pool(4).run(_weights_per_rank):
         assert after == (before - row_biases) // 4 + row_biases
-
-
-def _uneven() -> tuple[float, int]:
-    """Divide three heads and an odd MLP between two ranks."""
-    model = transformer(hidden=24, heads=3, mlp_ratio=0.625)
-    given = inputs(model)
-    latents = given.pop("packed_latents_BND")
-    with torch.inference_mode():
-        expected = model(latents, **given)
-        velocity = divided(model, Scheme(tensor=2).mesh())(latents, **given)
-    error = relative_error(velocity, expected)
-    return error, model.single_blocks[0].v_mlp.weight.shape[0]
-
-
-def test_uneven_heads_are_divided(pool: Pool) -> None:
-    (error, wide), (other_error, narrow) = pool(2).run(_uneven)
-    assert max(error, other_error) < 1e-5
-    assert (wide, narrow) == (2 * 8 + 8, 1 * 8 + 7)
 
 
 def _too_many() -> str:
@@ -120,57 +95,3 @@ def test_of_mapped_weights_only_the_share_is_copied(pool: Pool, tmp_path: Path) 
         pool(2).run(_mapped, str(file)), pool(2).run(_weights_per_rank), strict=True
     ):
         assert peak == copied == after - row_biases
-
-
-def _streamed(scheme: Scheme) -> tuple[float, float, int]:
-    """Stream the blocks' shares, and return the errors to one process and to what is not streamed, and the bytes."""
-    model = transformer()
-    given = inputs(model, tokens=13, text=6)
-    latents = given.pop("packed_latents_BND")
-    with torch.inference_mode():
-        expected = model(latents, **given)
-        call = divided(model, scheme.mesh())
-        whole = call(latents, **given)
-        with stream_blocks([model.double_blocks, model.single_blocks], device="cpu", resident=1) as figures:
-            streamed = call(latents, **given)
-    return (
-        relative_error(streamed, expected),
-        (streamed - whole).abs().max().item(),
-        figures.copied_bytes,
-    )
-
-
-@pytest.mark.parametrize(
-    "scheme",
-    [
-        Scheme(tensor=2),
-        Scheme(ring=2, tensor=2),
-        pytest.param(Scheme(ulysses=2, tensor=2), marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_blocks_can_be_streamed(pool: Pool, scheme: Scheme) -> None:
-    for error, difference, copied in pool(scheme.ranks).run(_streamed, scheme):
-        assert error < 1e-5
-        assert difference == 0
-        assert copied > 0
-
-
-def _in_8_bits() -> tuple[float, int]:
-    model = transformer()
-    given = inputs(model)
-    latents = given.pop("packed_latents_BND")
-    with torch.inference_mode():
-        expected = model(latents, **given)
-        call = divided(model, Scheme(tensor=2).mesh())
-        for block in (*model.double_blocks, *model.single_blocks):
-            store_in_fp8(block)
-        velocity = call(latents, **given)
-    error = ((velocity - expected).norm() / expected.norm()).item()
-    return error, sum(weight.dtype is torch.float8_e4m3fn for weight in model.parameters())
-
-
-def test_shares_can_be_stored_in_8_bits(pool: Pool) -> None:
-    for error, count in pool(2).run(_in_8_bits):
-        assert 0 < error < 0.1
-        assert count == 2 * (12 + 2) + 3 * (4 + 1)

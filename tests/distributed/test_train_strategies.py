@@ -1,43 +1,65 @@
-"""Every strategy of training over real processes against one process: losses, gradients, weights, bytes."""
+"""Every strategy of training and every objective on real ranks against one process: figures, weights, bytes, resume."""
 
+import warnings
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from functools import cache
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 from closeness import assert_close
+from tiny_autoencoders import UNCLIPPED, mixed_batches, vae_task, vae_trainer
 from tiny_strategies import (
-    MAX_NORM,
+    LATENT_TOKENS,
+    OPTIMIZER,
     Case,
-    Figures,
-    Run,
-    figures,
+    Learned,
+    NumberedBatch,
+    VelocityTask,
     micro_batch,
+    numbered_trainer,
     tiny_transformer,
+    whole_weights,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from torch._dynamo.utils import counters
 
+from opensora_cli.core.conditions import CONDITION_MODES
+from opensora_cli.data.batches import SampleRng
+from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.parallelize import shard_transformer
+from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders
+from opensora_cli.engine.train.checkpoints import CheckpointWriter
 from opensora_cli.engine.train.distribution import Distribution, local, mesh_shape
+from opensora_cli.engine.train.lora import add_lora
+from opensora_cli.engine.train.objectives.distill import DistillTask
+from opensora_cli.engine.train.objectives.dmd import DMDTask
+from opensora_cli.engine.train.objectives.mmdit import MMDiTTask, PreparedClips
+from opensora_cli.engine.train.optimizer import kept_tensors
 from opensora_cli.engine.train.parallelize import shard
+from opensora_cli.engine.train.state import restore
+from opensora_cli.engine.train.trainer import MODEL, Trainer
 from opensora_cli.memory.checkpointing import HostActivations, set_grad_checkpoint
 from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER
 from opensora_cli.models.mmdit.model import MMDiT
+from opensora_cli.sampling.packing import position_ids
 from opensora_cli.settings.devices import Strategy
-from opensora_cli.settings.train_loop import Compute
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.train import TrainSettings, load_train_settings
+from opensora_cli.settings.train_loop import CheckpointSettings, Compute, LoraSettings
 
 Pool = Callable[[int], Any]
-Trained = Callable[[Case], Any]
 
 STEPS = 4
+SAVED_STEPS = 2
 DATA = [
     *(Case(strategy, 2) for strategy in ("ddp", "zero1", "zero2", "zero3")),
     Case("zero3", 4),
-    (REPLICATED := Case("zero1", 4, (("dp_replicate_degree", 2),))),
+    Case("zero1", 4, (("dp_replicate_degree", 2),)),
     (GROUPS := Case("zero3", 4, (("dp_shard_degree", 2),))),
 ]
 HYBRID = [
@@ -50,10 +72,11 @@ HYBRID = [
     Case("hybrid", 4, (("tensor_parallel_degree", 2), ("ring_degree", 2))),
     Case("hybrid", 4, (("ulysses_degree", 2), ("ring_degree", 2))),
 ]
+ZERO3 = Case("zero3", 2)
 TENSOR, ULYSSES, RING = HYBRID[:3]
 TENSOR_AND_ULYSSES, TENSOR_AND_RING = HYBRID[5:7]
 WHOLE_COPIES = Case("zero2", 2, (("dp_replicate_degree", 2),))
-"""Nothing is divided, though the strategy would."""
+"""Nothing is divided, although the strategy divides."""
 SENT_BYTES = {
     "ddp-2": 563_032,
     "zero1-2": 564_032,
@@ -82,99 +105,396 @@ def _cases(fast: Iterable[Case], slow: Iterable[Case] = ()) -> pytest.MarkDecora
     return pytest.mark.parametrize("case", marked, ids=str)
 
 
-def _alone() -> Distribution:
-    return Distribution(torch.device("cpu"))
+def _open(case: Case | None) -> Distribution:
+    return case.open() if case else Distribution(torch.device("cpu"))
 
 
-def _blocks(model: MMDiT) -> list[nn.Module]:
+def _blocks(model: MMDiT) -> list[Any]:
     return [*model.double_blocks, *model.single_blocks]
 
 
-@cache
-def _expected(micro_batches: int) -> Figures:
-    alone = figures(_alone(), micro_batches, STEPS)
-    assert alone.evaluated[-1] < 0.96 * alone.evaluated[0]
-    # Some gradients are clipped, others are not.
-    assert min(alone.norms) < MAX_NORM < max(alone.norms)
-    return alone
+def _learned(case: Case | None, micro_batches: int, output: Path) -> Learned:
+    distribution = _open(case)
+    trainer = numbered_trainer(VelocityTask(tiny_transformer()), distribution, micro_batches=micro_batches)
+    losses, norms, evaluated, held = [], [], [], set()
+    for step in range(STEPS):
+        figures = trainer.do_step().figures
+        losses.append(figures["loss"])
+        norms.append(figures["grad_norm"])
+        if step + 1 == SAVED_STEPS:
+            with CheckpointWriter(output, CheckpointSettings()) as writer:
+                saved = writer.save(trainer)
+        if step < 3:
+            with torch.no_grad(), distribution.evaluating():
+                evaluated.append(trainer.task.loss(NumberedBatch(999), SampleRng.of(0, 0))[0].item())
+            held.add(sum(local(weight).nbytes for weight in trainer.task.module.parameters()))
+    weights, averages = whole_weights(trainer), whole_weights(trainer, trainer.ema)
+    # The means of figures and the flags for skipped steps are a few bytes, whatever the strategy.
+    with patch.multiple(distribution, mean=dict, any=bool), counted_bytes() as sent:
+        trainer.do_step()
+    return Learned(
+        losses,
+        norms,
+        weights,
+        averages,
+        evaluated,
+        _held_bytes(trainer),
+        held,
+        sent.num_bytes,
+        _share_bytes(distribution),
+        saved,
+    )
 
 
-def _figures_of_rank(case: Case) -> tuple[Figures, int]:
-    """Return them, and the bytes of a rank's share of the weights."""
-    distribution, plain = case.open(), tiny_transformer()
+def _held_bytes(trainer: Trainer) -> tuple[int, int, int]:
+    weights = list(trainer.task.module.parameters())
+    kept = [state for each in trainer.learners[MODEL].optimizers for _, state in kept_tensors(each) if state.ndim]
+    gradients = [weight.grad for weight in weights if weight.grad is not None]
+    found = [sum(local(tensor).nbytes for tensor in tensors) for tensors in (weights, gradients, kept)]
+    return found[0], found[1], found[2]
+
+
+def _share_bytes(distribution: Distribution) -> int:
+    plain = tiny_transformer()
+    if distribution.mesh is None:
+        return sum(weight.nbytes for weight in plain.parameters())
     shard_transformer(plain, distribution.mesh.group("tensor"))
     rows = distribution.mesh.group("shard", "ring", "ulysses")
-    return figures(distribution, case.micro_batches, STEPS), _row_bytes(plain.parameters(), rows.size(), rows.rank())
+    of_ranks = [weight.chunk(rows.size()) for weight in plain.parameters()]
+    return sum(parts[rows.rank()].nbytes for parts in of_ranks if rows.rank() < len(parts))
 
 
 @pytest.fixture(scope="module")
-def trained(pool: Pool) -> Callable[[Case], list[tuple[Figures, int]]]:
+def learned(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], list[Learned]]:
     """Train once by each strategy."""
-    return cache(lambda case: pool(case.ranks).run(_figures_of_rank, case))
+    return cache(
+        lambda case: pool(case.ranks).run(_learned, case, case.micro_batches, tmp_path_factory.mktemp(str(case)))
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Learned]:
+    """Train in one process with a number of micro-batches."""
+
+    def train(micro_batches: int) -> Learned:
+        alone = _learned(None, micro_batches, tmp_path_factory.mktemp("alone"))
+        assert alone.evaluated[-1] < 0.96 * alone.evaluated[0]
+        # Some gradients are clipped, others are not.
+        assert min(alone.norms) < OPTIMIZER.max_grad_norm < max(alone.norms)
+        return alone
+
+    return cache(train)
 
 
 @_cases(FAST, [*SLOW, WHOLE_COPIES])
-def test_losses_are_those_of_one_process(trained: Trained, case: Case) -> None:
-    _assert_as_alone(trained(case), _expected(case.micro_batches))
-
-
-def _assert_as_alone(ranks: Iterable[tuple[Figures, int]], alone: Figures) -> None:
-    for ours, _ in ranks:
+def test_losses_are_those_of_one_process(learned: Any, expected: Any, case: Case) -> None:
+    alone = expected(case.micro_batches)
+    for ours in learned(case):
         assert ours.losses == pytest.approx(alone.losses, rel=0, abs=1e-5)
         assert ours.norms == pytest.approx(alone.norms, rel=1e-4)
-        assert ours.weights.keys() == alone.weights.keys()
-        assert max((ours.weights[name] - weight).abs().max().item() for name, weight in alone.weights.items()) < 1e-4
+        _assert_near(ours.weights, alone.weights, 1e-4)
+
+
+def _assert_near(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
+    assert ours.keys() == theirs.keys()
+    assert [name for name in theirs if (ours[name] - theirs[name]).abs().max() > tolerance] == []
 
 
 @_cases(FAST, SLOW)
-def test_bytes_held_and_sent_and_an_evaluation_that_changes_neither(trained: Trained, case: Case) -> None:
+def test_bytes_held_and_sent_and_an_evaluation_that_changes_neither(learned: Any, expected: Any, case: Case) -> None:
     whole = sum(weight.nbytes for weight in tiny_transformer().parameters())
     shape = mesh_shape(Strategy(case.strategy), case.parallel)
-    for ours, share in trained(case):
-        assert ours.held_bytes == (share, share, 2 * share)
+    for ours in learned(case):
+        assert ours.held_bytes == (ours.share, ours.share, 2 * ours.share)
         # Rows and heads are few here, and modulation and norms are whole on every tensor-parallel rank.
-        assert share < (1.1 if shape.tensor == 1 else 0.9) * whole / (shape.shard * shape.ring * shape.ulysses)
-        assert ours.evaluated == pytest.approx(_expected(case.micro_batches).evaluated, rel=0, abs=1e-5)
-        assert ours.held_after_evaluating == {share}
+        assert ours.share < (1.1 if shape.tensor == 1 else 0.9) * whole / (shape.shard * shape.ring * shape.ulysses)
+        assert ours.evaluated == pytest.approx(expected(case.micro_batches).evaluated, rel=0, abs=1e-5)
+        assert ours.held_after_evaluating == {ours.share}
     if shape.tensor == 1:
-        assert sum(share for _, share in trained(case)) == shape.replicate * whole
-    assert sum(ours.sent_bytes for ours, _ in trained(case)) == SENT_BYTES[str(case)]
+        assert sum(ours.share for ours in learned(case)) == shape.replicate * whole
+    assert sum(ours.sent_bytes for ours in learned(case)) == SENT_BYTES[str(case)]
 
 
-def _row_bytes(weights: Iterable[Tensor], ranks: int, rank: int) -> int:
-    return sum(rows[rank].nbytes for weight in weights if rank < len(rows := weight.chunk(ranks)))
+def _resumed(case: Case | None, folder: Path, micro_batches: int) -> tuple[list[float], dict[str, Tensor]]:
+    trainer = numbered_trainer(VelocityTask(tiny_transformer()), _open(case), micro_batches=micro_batches)
+    restore(trainer, folder)
+    losses = [trainer.do_step().figures["loss"] for _ in range(STEPS - SAVED_STEPS)]
+    return losses, whole_weights(trainer, trainer.ema)
 
 
-def _held_within_an_update(case: Case) -> dict[str, float]:
-    """Return what a rank holds between forward and backward, and between two micro-batches; as shares of the whole."""
+@pytest.mark.parametrize(
+    ("saved", "resumes"),
+    [
+        (TENSOR, None),
+        (GROUPS, Case("zero1", 4)),
+        *(
+            pytest.param(saved, resumes, marks=pytest.mark.slow)
+            for saved in (Case("ddp", 2), Case("zero2", 2), GROUPS, RING, HYBRID[3], TENSOR_AND_ULYSSES)
+            for resumes in (None, saved)
+        ),
+    ],
+    ids=str,
+)
+def test_what_some_ranks_save_others_resume(
+    pool: Pool, learned: Any, expected: Any, saved: Case, resumes: Case | None
+) -> None:
+    alone, folder = expected(saved.micro_batches), learned(saved)[0].saved
+    given = (resumes, folder, saved.micro_batches)
+    for losses, averages in pool(resumes.ranks).run(_resumed, *given) if resumes else [_resumed(*given)]:
+        assert losses == pytest.approx(alone.losses[SAVED_STEPS:], rel=0, abs=1e-5)
+        _assert_near(averages, alone.averages, 1e-4)
+
+
+class _RandomTokens(MMDiTTask):
+    """Micro-batches of random tokens, with another condition mode in each."""
+
+    def prepare(self, batch: Any, rng: SampleRng) -> PreparedClips:
+        given, noise_BND = micro_batch(self.module, batch.number)
+        count, mode = len(noise_BND), ("t2v", "i2v_head", "v2v_tail")[batch.number % 3]
+        return PreparedClips(
+            data_BND=given["packed_latents_BND"],
+            noise_BND=noise_BND,
+            normal_B=torch.zeros(count),
+            modes=[CONDITION_MODES[mode]] * count,
+            mask_B1THW=None,
+            inputs={
+                "position_ids_BN3": position_ids(count, LATENT_TOKENS, 1, 1, device=torch.device("cpu")),
+                "prompt_embeds_BLC": given["prompt_embeds_BLC"],
+                "pooled_prompt_embeds_BV": given["pooled_prompt_embeds_BV"],
+                "conditioning_BNK": given.get("conditioning_BNK"),
+                "embedded_guidance_B": given.get("embedded_guidance_B"),
+            },
+            grid=(LATENT_TOKENS, 1, 1),
+        )
+
+    def tokens(self, batch: Any) -> int:
+        return 1
+
+
+class _Distill(_RandomTokens, DistillTask):
+    pass
+
+
+class _DMD(_RandomTokens, DMDTask):
+    pass
+
+
+def _few_step_settings() -> TrainSettings:
+    given = {
+        "target": "dmd",
+        "data.table": "clips.csv",
+        "train_distill.steps": 2,
+        "train_distill.teacher_steps": 2,
+        "train_distill.image_guidance_scale": 2.0,
+        "train_distill.critic_learning_rate": 0.01,
+    }
+    overrides = {key: Given(value, "test") for key, value in given.items()}
+    return load_train_settings(config=Path("demo_distill"), overrides=overrides, environment={})
+
+
+def _no_encoders() -> Encoders:
+    raise AssertionError("there are no pixels to encode")
+
+
+def _trainer(objective: str, case: Case | None) -> Trainer:
+    distribution = _open(case)
+    if objective in ("hunyuan", "dc_ae"):
+        # With the usual eps, AdamW's first steps would turn the sign of even the smallest gradient into a full step.
+        optimizer = UNCLIPPED.replace({"eps": 1e-3})
+        discriminator = {"weight": 0.05, "width": 8, "layers": 2, "start_step": 1, "learning_rate": 1e-3}
+        weights = {"squared_error_weight": 1.0, "single_frame_share": 0.3}
+        vae = vae_task(objective, optimizer=optimizer, discriminator=discriminator, **weights)
+        vae.shard(distribution)
+        batches = mixed_batches(objective, rank=distribution.data_rank, ranks=distribution.data_ranks)
+        return vae_trainer(vae, batches, steps=3, micro_batches=2, optimizer=optimizer, distribution=distribution)
+    model = tiny_transformer()
+    if "adapter" in objective:
+        add_lora(model, LoraSettings(rank=3, alpha=12.0, dropout=0.2 if "dropout" in objective else 0.0), seed=0)
+        task: Any = VelocityTask(model)
+    else:
+        add_lora(model, LoraSettings(rank=3), seed=0, has_critic=objective == "dmd")
+        given, _ = micro_batch(model, 1_000)
+        empty = EmptyPrompt(given["prompt_embeds_BLC"][0], given["pooled_prompt_embeds_BV"][0])
+        kind = {"distill": _Distill, "dmd": _DMD}[objective]
+        task = kind(model, _few_step_settings(), empty_prompt=empty, encoders=_no_encoders)
+    optimizer = OPTIMIZER.replace({"learning_rate": 1e-2, "eps": 1e-3, "max_grad_norm": 1.0})
+    return numbered_trainer(task, distribution, optimizer=optimizer, micro_batches=4, trained_only=True)
+
+
+def _trained(objective: str, case: Case | None) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    """Return the figures of three steps, and the trained weights of all roles."""
+    trainer = _trainer(objective, case)
+    figures = [dict(trainer.do_step().figures) for _ in range(3)]
+    trained = {name: weight for learner in trainer.learners.values() for name, weight in learner.weights.items()}
+    return figures, whole_weights(trainer, trained)
+
+
+@pytest.mark.parametrize(
+    ("objective", "case", "tolerance"),
+    [
+        ("hunyuan", Case("ddp", 2), 1e-4),
+        ("dc_ae", Case("ddp", 2), 1e-4),
+        ("adapter with dropout", ZERO3, 1e-3),
+        ("adapter", ULYSSES, 1e-3),
+        ("dmd", ZERO3, 1e-3),
+        pytest.param("adapter with dropout", Case("zero2", 2), 1e-3, marks=pytest.mark.slow),
+        pytest.param("distill", ZERO3, 1e-3, marks=pytest.mark.slow),
+        *(pytest.param("dmd", case, 1e-3, marks=pytest.mark.slow) for case in (ULYSSES, RING, Case("ddp", 2))),
+    ],
+    ids=str,
+)
+def test_ranks_train_every_objective_as_one_process(pool: Pool, objective: str, case: Case, tolerance: float) -> None:
+    figures, weights = _trained(objective, None)
+    if objective == "dmd":
+        assert ["loss" in each for each in figures] == [True, False, True]
+    for our_figures, ours in (answers := pool(case.ranks).run(_trained, objective, case)):
+        assert our_figures == answers[0][0]
+        for found, expected in zip(our_figures, figures, strict=True):
+            assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
+        _assert_near(ours, weights, tolerance)
+
+
+def _in_a_mode(case: Case, backend: str | None, checkpoints: bool, offload: bool) -> tuple[list[float], int, int]:
+    """Return the losses, the bytes copied to the host, and the number of compiled graphs."""
+    model, graphs = tiny_transformer(), counters["stats"]
+    graphs.clear()
+    # The number of compiled versions of a function is limited, and this process has seen many models.
+    torch._dynamo.reset()
+    if backend is not None:
+        compile_blocks(model, warn=pytest.fail, backend=backend)
+    trainer = numbered_trainer(VelocityTask(model), case.open(), micro_batches=case.micro_batches)
+    copies: list[int] = []
+    held = HostActivations(on_copy=lambda copy: copies.append(copy.nbytes)) if offload else None
+    with set_grad_checkpoint(model, others=(OUTPUT_LAYER,), activations=held) if checkpoints else nullcontext():
+        losses = [trainer.do_step().figures["loss"] for _ in range(3)]
+    return losses, sum(copies), graphs["unique_graphs"]
+
+
+@pytest.mark.parametrize(
+    ("case", "backend", "checkpoints", "offload"),
+    [
+        (ZERO3, None, True, True),
+        (TENSOR, None, True, True),
+        # Each way with ranks that divide weights and with others. Blocks of hybrid communicate, and are not compiled.
+        *(
+            pytest.param(*row, marks=pytest.mark.slow)
+            for row in (
+                (Case("ddp", 2), "aot_eager", True, True),
+                (Case("zero2", 2), "aot_eager", False, False),
+                (ZERO3, "aot_eager", True, True),
+                (GROUPS, None, True, True),
+                (RING, None, True, True),
+                (TENSOR_AND_ULYSSES, None, True, True),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_checkpoints_offload_and_compiling_change_no_loss(
+    pool: Pool, expected: Any, case: Case, backend: str | None, checkpoints: bool, offload: bool
+) -> None:
+    for losses, copied, graphs in pool(case.ranks).run(_in_a_mode, case, backend, checkpoints, offload):
+        assert losses == pytest.approx(expected(case.micro_batches).losses[:3], rel=0, abs=1e-5)
+        assert (copied > 0) == offload
+        assert backend is None or graphs >= 2
+
+
+def _with_states_on_the_host(case: Case) -> tuple[list[dict[str, float]], set[str]]:
+    task = VelocityTask(tiny_transformer())
+    trainer = numbered_trainer(task, case.open(offload_states=True), micro_batches=case.micro_batches)
+    figures = [dict(trainer.do_step().figures) for _ in range(3)]
+    return figures, {local(weight).device.type for weight in task.module.parameters()}
+
+
+@_cases([ZERO3], [Case("zero1", 2), TENSOR_AND_ULYSSES])
+def test_states_on_the_host_change_no_loss(pool: Pool, expected: Any, case: Case) -> None:
+    alone = expected(case.micro_batches)
+    for figures, devices in pool(case.ranks).run(_with_states_on_the_host, case):
+        assert [each["loss"] for each in figures] == pytest.approx(alone.losses[:3], rel=0, abs=1e-5)
+        assert [each["grad_norm"] for each in figures] == pytest.approx(alone.norms[:3], rel=1e-4)
+        assert devices == {"cpu"}
+
+
+def _in_half_precision(case: Case) -> tuple[list[float], set[torch.dtype]]:
+    options = {"micro_batches": case.micro_batches, "compute": Compute.BF16}
+    trainer = numbered_trainer(VelocityTask(tiny_transformer()), case.open(torch.bfloat16), **options)
+    losses = [trainer.do_step().figures["loss"] for _ in range(STEPS)]
+    weights = list(trainer.task.module.parameters())
+    return losses, {tensor.dtype for tensor in (*weights, *(weight.grad for weight in weights))}
+
+
+@_cases([ZERO3], [Case("ddp", 2), Case("zero2", 4), TENSOR_AND_RING])
+def test_half_precision_is_for_computing_alone(pool: Pool, expected: Any, case: Case) -> None:
+    exact = expected(case.micro_batches).losses
+    for losses, kept in pool(case.ranks).run(_in_half_precision, case):
+        assert losses == pytest.approx(exact, rel=0.04)
+        assert losses != pytest.approx(exact, rel=0, abs=1e-6)
+        assert kept == {torch.float32}
+
+
+def _with_frozen_weights(case: Case | None, micro_batches: int) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
+    model = tiny_transformer()
+    for name, weight in model.named_parameters():
+        weight.requires_grad_("q_proj" in name or "query_norm" in name)
+    trainer = numbered_trainer(VelocityTask(model), _open(case), micro_batches=micro_batches)
+    return [dict(trainer.do_step().figures) for _ in range(3)], whole_weights(trainer)
+
+
+@_cases([TENSOR_AND_ULYSSES], [HYBRID[3], HYBRID[4]])
+def test_frozen_weights_keep_their_values(pool: Pool, case: Case) -> None:
+    figures, weights = _with_frozen_weights(None, case.micro_batches)
+    before = dict(tiny_transformer().named_parameters())
+    for our_figures, ours in pool(case.ranks).run(_with_frozen_weights, case, case.micro_batches):
+        for found, alone in zip(our_figures, figures, strict=True):
+            assert found == pytest.approx(alone, rel=1e-4, abs=1e-5)
+        for name, weight in weights.items():
+            assert_close(ours[name], weight, tolerance=1e-4)
+            assert torch.equal(ours[name], before[name]) != ("q_proj" in name or "query_norm" in name)
+
+
+def _backward(case: Case, spoil: bool) -> tuple[dict[str, float], float, list[bool]]:
+    """Return shares of the whole that a rank holds between forward and backward, and between two micro-batches; the
+    norm of the gradient, which `spoil` makes infinite on the last rank, and what ranks that ask are answered.
+    """
     distribution, model = case.open(), tiny_transformer()
     whole = sum(weight.nbytes for weight in model.parameters())
     outside = whole - sum(weight.nbytes for block in _blocks(model) for weight in block.parameters())
     forward = shard(model, distribution)
     own_weights = list(model.parameters())
     given, target = micro_batch(model, distribution.data_rank)
-    with distribution.accumulating(last=False):
+    with distribution.accumulating(last=spoil):
         loss = (forward(given.pop("packed_latents_BND"), **given) - target).square().mean()
         weights = sum(local(weight).nbytes for weight in model.parameters())
         loss.backward()
-    gradients = {id(weight): local(weight.grad).nbytes for weight in own_weights if weight.grad is not None}
-    gradients |= {id(weight): local(weight.grad).nbytes for weight in model.parameters() if weight.grad is not None}
-    return {"weights": weights / whole, "gradients": sum(gradients.values()) / whole, "outside": outside / whole}
+    gradients = {id(weight): weight.grad for weight in (*own_weights, *model.parameters()) if weight.grad is not None}
+    held = sum(local(gradient).nbytes for gradient in gradients.values())
+    if spoil and distribution.rank == distribution.ranks - 1:
+        # No other rank has the same rows and features of this weight.
+        local(model.single_blocks[0].q_proj.weight.grad)[0, 0] = float("inf")
+    norm = distribution.clip_grad_norm(dict(model.named_parameters()), 1.0).item() if spoil else 0.0
+    shares = {"weights": weights / whole, "gradients": held / whole, "outside": outside / whole}
+    return shares, norm, [distribution.any(distribution.rank == 1), distribution.any(False)]
 
 
 @pytest.mark.parametrize(
     ("strategy", "weights", "gradients"), [("ddp", 1, 1), ("zero1", 1, 1), ("zero2", 1, 0.5), ("zero3", 0.5, 0.5)]
 )
 def test_what_is_held_within_an_update(pool: Pool, strategy: str, weights: float, gradients: float) -> None:
-    for held in pool(2).run(_held_within_an_update, Case(strategy, 2)):
-        # What is outside of blocks stays gathered until backward has come to the first layer.
-        expected = weights + (1 - weights) * held["outside"]
-        assert held["weights"] == pytest.approx(expected, rel=0.03)
+    for held, *_ in pool(2).run(_backward, Case(strategy, 2), False):
+        # Weights outside of blocks stay gathered until the backward pass has reached the first layer.
+        assert held["weights"] == pytest.approx(weights + (1 - weights) * held["outside"], rel=0.03)
         assert held["gradients"] == pytest.approx(gradients, rel=0.03)
 
 
+@_cases([TENSOR], [Case("zero1", 2), Case("zero3", 4), ULYSSES])
+def test_an_infinite_gradient_is_seen_by_all_ranks(pool: Pool, case: Case) -> None:
+    for _, norm, answers in pool(case.ranks).run(_backward, case, True):
+        assert norm == float("inf")
+        assert answers == [True, False]
+
+
 def _round_trip(case: Case, mlp_ratio: float) -> tuple[int, list[str]]:
-    """Return how many weights there are, and the names of those that do not come back as they were."""
+    """Return the number of weights, and the names of those that the parts of all ranks do not make up."""
     distribution, model = case.open(), tiny_transformer(mlp_ratio=mlp_ratio)
     expected = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     shard(model, distribution)
@@ -215,123 +535,22 @@ def test_parts_make_up_the_whole_bit_for_bit(pool: Pool, case: Case, mlp_ratio: 
         assert wrong == []
 
 
-def _in_a_mode(case: Case, backend: str | None, checkpoints: bool, offload: bool) -> tuple[list[float], int, int]:
-    """Return the losses, how many bytes were copied to the host, and how many graphs were compiled."""
-    model, graphs = tiny_transformer(), counters["stats"]
-    graphs.clear()
-    # Of one function so many versions are compiled and no more, and this process has met many models.
-    torch._dynamo.reset()
-    if backend is not None:
-        compile_blocks(model, warn=pytest.fail, backend=backend)
-    run = Run(case.open(), model, case.micro_batches)
-    copies: list[int] = []
-    held = HostActivations(on_copy=lambda copy: copies.append(copy.nbytes)) if offload else None
-    with ExitStack() as stack:
-        if checkpoints:
-            stack.enter_context(set_grad_checkpoint(model, others=(OUTPUT_LAYER,), activations=held))
-        run.step(3)
-    return run.losses, sum(copies), graphs["unique_graphs"]
+def _warned_of_layouts() -> list[str]:
+    """Return the warnings in the backward pass of a 1x1x1 convolution."""
+    distribution = Case("ddp", 2).open()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            forward = shard(torch.nn.Conv3d(8, 8, 1), distribution)
+            # From 16 clips on, oneDNN computes the gradient, with any number of threads, in a layout of its own.
+            clips = torch.ones(16, 8, 2, 4, 4).contiguous(memory_format=torch.channels_last_3d)
+            with distribution.accumulating(last=True):
+                forward(clips).square().sum().backward()
+    finally:
+        torch.set_warn_always(False)
+    return [str(each.message) for each in warned]
 
 
-@pytest.mark.parametrize(
-    ("case", "backend", "checkpoints", "offload"),
-    [
-        (Case("zero3", 2), None, True, True),
-        (TENSOR, None, True, True),
-        # Each way with ranks that divide weights and with others. Blocks of hybrid communicate, and are not compiled.
-        *(
-            pytest.param(*row, marks=pytest.mark.slow)
-            for row in (
-                (Case("ddp", 2), "aot_eager", True, True),
-                (Case("zero2", 2), "aot_eager", False, False),
-                (Case("zero3", 2), "aot_eager", True, True),
-                (GROUPS, None, True, True),
-                (RING, None, True, True),
-                (TENSOR_AND_ULYSSES, None, True, True),
-            )
-        ),
-    ],
-    ids=str,
-)
-def test_checkpoints_offload_and_compiling_change_no_loss(
-    pool: Pool, case: Case, backend: str | None, checkpoints: bool, offload: bool
-) -> None:
-    for losses, copied, graphs in pool(case.ranks).run(_in_a_mode, case, backend, checkpoints, offload):
-        assert losses == pytest.approx(_expected(case.micro_batches).losses[:3], rel=0, abs=1e-5)
-        assert (copied > 0) == offload
-        assert backend is None or graphs >= 2
-
-
-def _with_states_on_the_host(case: Case) -> tuple[list[float], list[float], set[str]]:
-    run = Run(case.open(offload_states=True), tiny_transformer(), case.micro_batches)
-    run.step(3)
-    devices = {local(weight).device.type for weight in run.model.parameters()}
-    return run.losses, run.norms, devices
-
-
-@_cases([Case("zero3", 2)], [Case("zero1", 2), TENSOR_AND_ULYSSES])
-def test_states_on_the_host_change_no_loss(pool: Pool, case: Case) -> None:
-    expected = _expected(case.micro_batches)
-    for losses, norms, devices in pool(case.ranks).run(_with_states_on_the_host, case):
-        assert losses == pytest.approx(expected.losses[:3], rel=0, abs=1e-5)
-        assert norms == pytest.approx(expected.norms[:3], rel=1e-4)
-        assert devices == {"cpu"}
-
-
-def _in_half_precision(case: Case) -> tuple[list[float], set[torch.dtype]]:
-    run = Run(case.open(torch.bfloat16), tiny_transformer(), case.micro_batches, Compute.BF16)
-    run.step(STEPS)
-    kept = [run.model.parameters(), (weight.grad for weight in run.model.parameters())]
-    return run.losses, {tensor.dtype for tensors in kept for tensor in tensors}
-
-
-@_cases([Case("zero3", 2)], [Case("ddp", 2), Case("zero2", 4), TENSOR_AND_RING])
-def test_half_precision_is_for_computing_alone(pool: Pool, case: Case) -> None:
-    expected = _expected(case.micro_batches).losses
-    for losses, kept in pool(case.ranks).run(_in_half_precision, case):
-        assert losses == pytest.approx(expected, rel=0.04)
-        assert losses != pytest.approx(expected, rel=0, abs=1e-6)
-        assert kept == {torch.float32}
-
-
-def _with_frozen_weights(case: Case, alone: bool) -> tuple[list[float], list[float], dict[str, Tensor]]:
-    model = tiny_transformer()
-    for name, weight in model.named_parameters():
-        weight.requires_grad_("q_proj" in name or "query_norm" in name)
-    run = Run(_alone() if alone else case.open(), model, case.micro_batches)
-    run.step(3)
-    return run.losses, run.norms, run.whole()
-
-
-@_cases([TENSOR_AND_ULYSSES], [HYBRID[3], HYBRID[4]])
-def test_frozen_weights_keep_their_values(pool: Pool, case: Case) -> None:
-    losses, norms, weights = _with_frozen_weights(case, True)
-    before = dict(tiny_transformer().named_parameters())
-    for our_losses, our_norms, our_weights in pool(case.ranks).run(_with_frozen_weights, case, False):
-        assert our_losses == pytest.approx(losses, rel=0, abs=1e-5)
-        assert our_norms == pytest.approx(norms, rel=1e-4)
-        for name, weight in weights.items():
-            is_trained = "q_proj" in name or "query_norm" in name
-            assert_close(our_weights[name], weight, tolerance=1e-4)
-            assert torch.equal(our_weights[name], before[name]) != is_trained
-
-
-def _not_finite(case: Case) -> tuple[float, bool, bool, float]:
-    """Spoil a gradient on the last rank, and return the norm, whether any rank and whether no rank says so, a mean."""
-    run = Run(case.open(), tiny_transformer(), case.micro_batches)
-    run.find_gradient()
-    distribution = run.distribution
-    if distribution.rank == distribution.ranks - 1:
-        # Of a weight that no other rank has the same rows and features of.
-        local(run.model.single_blocks[0].q_proj.weight.grad)[0, 0] = float("inf")
-    norm = distribution.clip_grad_norm(dict(run.model.named_parameters()), 1.0).item()
-    mean = distribution.mean({"rank": float(distribution.data_rank)})["rank"]
-    return norm, distribution.any(distribution.rank == 1), distribution.any(False), mean
-
-
-@_cases([TENSOR], [Case("zero1", 2), Case("zero3", 4), ULYSSES])
-def test_an_infinite_gradient_is_seen_by_all_ranks(pool: Pool, case: Case) -> None:
-    for norm, some, none, mean in pool(case.ranks).run(_not_finite, case):
-        assert norm == float("inf")
-        assert (some, none) == (True, False)
-        assert mean == (case.parallel.data_ranks(Strategy(case.strategy)) - 1) / 2
+def test_layouts_of_gradients_that_mean_nothing_are_not_warned_of(pool: Pool) -> None:
+    assert pool(2).run(_warned_of_layouts) == [[], []]

@@ -9,11 +9,13 @@ import pytest
 import tiny_frozen
 import tiny_training
 import torch
-from tiny_strategies import Case, open_trainer
-from toy_training import ToyTask, draw, toy_trainer
+from tiny_strategies import Case
+from toy_training import ToyTask, draw, new_trainer, toy_trainer
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import SampleRng
+from opensora_cli.engine.encode.datasets import open_batches
+from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.evaluate import HeldOutLoss, open_samples, open_validation
 from opensora_cli.media.read import read_video
@@ -78,7 +80,14 @@ def _watched(
     validation = open_validation(settings, distribution=distribution, reporter=reporter)
     assert samples is not None
     assert validation is not None
-    trainer = open_trainer(settings, distribution)
+    ranks = {"data_rank": distribution.data_rank, "data_ranks": distribution.data_ranks}
+    trainer = new_trainer(
+        build_task(settings, distribution=distribution, reporter=reporter),
+        open_batches(settings, reporter=reporter, **ranks),
+        optimizer=settings.optimizer,
+        distribution=distribution,
+        **settings.loop.model_dump(),
+    )
     losses, validated = [], []
     for _ in range(steps):
         losses.append(trainer.do_step().figures["loss"])

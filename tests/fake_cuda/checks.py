@@ -3,23 +3,22 @@
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import prod
 
 import torch
 from fake_cuda.clocks import Clock, Clocks
 from fake_cuda.log import (
     MAIN,
-    Advanced,
     Allocated,
-    Began,
     Collective,
     Copy,
-    Ended,
     Entry,
     Freed,
     Lent,
     Log,
     Operand,
     Operation,
+    Stage,
     Synchronized,
     Unlocked,
 )
@@ -96,11 +95,11 @@ def _between_advances(log: Log, stage: str) -> list[Entry]:
     start = stop = None
     for index, entry in enumerate(log.entries):
         match entry:
-            case Began() if entry.stage == stage:
+            case Stage(stage=name, what="began") if name == stage:
                 start = index
-            case Advanced() if entry.stage == stage:
+            case Stage(stage=name, what="advanced") if name == stage:
                 stop = index
-            case Ended() if entry.stage == stage and stop is not None:
+            case Stage(stage=name, what="ended") if name == stage and stop is not None:
                 found += log.entries[start:stop]
                 stop = None
     if not found:
@@ -200,10 +199,10 @@ def stage_peaks(log: Log, stages: Iterable[str]) -> dict[str, int]:
     wanted, running, live, peaks = set(stages), [], 0, dict[str, int]()
     for entry in log.entries:
         match entry:
-            case Began() if entry.stage in wanted:
+            case Stage(what="began") if entry.stage in wanted:
                 running.append(entry.stage)
                 peaks[entry.stage] = max(live, peaks.get(entry.stage, 0))
-            case Ended() if entry.stage in wanted:
+            case Stage(what="ended") if entry.stage in wanted:
                 running.remove(entry.stage)
             case Allocated() if entry.device.type == "cuda":
                 live += entry.num_bytes
@@ -219,8 +218,8 @@ def split_faults(log: Log) -> Iterator[str]:
     for entry in _collectives(log):
         if entry.name == "alltoall_base":
             for word, parts, operands in (("sends", entry.sent, entry.reads), ("gets", entry.received, entry.writes)):
-                if sum(parts) != _elements(operands[0]) or len(parts) != len(entry.group):
-                    yield f"{entry.where}: rank {log.rank} {word} {parts} of {_elements(operands[0])} elements"
+                if sum(parts) != prod(operands[0].shape) or len(parts) != len(entry.group):
+                    yield f"{entry.where}: rank {log.rank} {word} {parts} of {prod(operands[0].shape)} elements"
 
 
 def collective_faults(logs: Mapping[int, Log]) -> Iterator[str]:
@@ -274,18 +273,14 @@ def _unlike(ranks: Sequence[int], together: Sequence[Collective]) -> Iterator[st
 
 def _message_faults(logs: Mapping[int, Log]) -> Iterator[str]:
     """Find messages of one rank to another that are not expected there, or have another size."""
-    sent: dict[tuple[tuple[int, ...], int, int], list[Collective]] = {}
-    expected: dict[tuple[tuple[int, ...], int, int], list[Collective]] = {}
+    messages: dict[tuple[tuple[int, ...], int, int], dict[str, list[Collective]]] = {}
     for rank, log in logs.items():
         for entry in _collectives(log):
-            assert entry.name not in ("send", "recv") or entry.peer is not None
-            if entry.name == "send" and entry.peer in logs:
-                sent.setdefault((entry.group, rank, entry.peer), []).append(entry)
-            elif entry.name == "recv" and entry.peer in logs:
-                expected.setdefault((entry.group, entry.peer, rank), []).append(entry)
-    for key in sorted({*sent, *expected}):
-        _, source, target = key
-        goes, comes = sent.get(key, []), expected.get(key, [])
+            if entry.name in ("send", "recv") and entry.peer in logs:
+                ways = (rank, entry.peer) if entry.name == "send" else (entry.peer, rank)
+                messages.setdefault((entry.group, *ways), {"send": [], "recv": []})[entry.name].append(entry)
+    for (_, source, target), entries in sorted(messages.items()):
+        goes, comes = entries["send"], entries["recv"]
         if len(goes) != len(comes):
             yield f"rank {source} sends {len(goes)} messages to rank {target}, which expects {len(comes)}"
         for index, (one, other) in enumerate(zip(goes, comes, strict=False)):
@@ -315,13 +310,6 @@ def _operations(log: Log) -> Iterator[Operation]:
 
 def _collectives(log: Log) -> Iterator[Collective]:
     return (entry for entry in log.entries if isinstance(entry, Collective))
-
-
-def _elements(operand: Operand) -> int:
-    size = 1
-    for length in operand.shape:
-        size *= length
-    return size
 
 
 def _listed(things: Iterable[object]) -> str:

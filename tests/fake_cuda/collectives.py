@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from fake_cuda.log import Collective, Log, WorkWaited
+from fake_cuda.log import Awaited, Collective, Log
 from fake_cuda.storages import Storages
 from fake_cuda.streams import Queues
 from fake_cuda.values import give, value_of
@@ -74,8 +74,8 @@ class Collectives:
         is_on_device = any(tensor.device.type == "cuda" for tensor in tensors)
         queue = f"{self._queues.device}/nccl {ranks[0]}-{ranks[-1]}x{len(ranks)}" if is_on_device else "gloo"
         number = next(self._works)
-        entry = Collective(
-            *self._log.asking,
+        self._log.asked(
+            Collective,
             name.strip("_"),
             queue,
             tuple(map(self._storages.operand, reads)),
@@ -87,7 +87,6 @@ class Collectives:
             sent=tuple(sent),
             received=tuple(received),
         )
-        self._log.add(entry)
         work = LoggedWork(self._log, number, self._queues if is_on_device else None, tensors)
         boxed = Work.boxed(work)
         returns = len(func._schema.returns)
@@ -125,8 +124,8 @@ class LoggedWork(Work):
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         """Let the current stream wait, or the host for a collective of its own."""
-        queue = None if self._queues is None else self._queues.current.queue
-        self._log.add(WorkWaited(*self._log.asking, self._number, queue))
+        agent = self._log.thread if self._queues is None else self._queues.current.queue
+        self._log.asked(Awaited, self._number, agent)
         self._tensors.clear()
         _alive.discard(self)
         return True

@@ -1,6 +1,6 @@
 """A GPU that is not there, as `torch.cuda` shows it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from fake_cuda.log import Log
 from fake_cuda.storages import Storages
-from fake_cuda.streams import FakeStream, Queues
+from fake_cuda.streams import Queues
 from torch.backends import cuda
 
 GIB = 2**30
@@ -45,8 +45,7 @@ class FakeGenerator(torch.Generator):
 @contextmanager
 def fake_gpu(gpu: GPU, log: Log, storages: Storages, queues: Queues) -> Iterator[None]:
     """Let `torch.cuda` be that GPU inside the block."""
-    functions = _Functions(gpu, log, storages, queues)
-    shown = {name: getattr(functions, name) for name in vars(_Functions) if not name.startswith("_")}
+    shown = _functions(gpu, log, storages, queues)
     with ExitStack() as patches:
         for name, stand_in in {**shown, "Stream": queues.stream, "Event": queues.event}.items():
             patches.enter_context(mock.patch.object(torch.cuda, name, stand_in))
@@ -61,119 +60,72 @@ def _can(*given: Any, **options: Any) -> bool:
     return True
 
 
-class _Functions:
-    """Those of `torch.cuda`, by name."""
+def _functions(gpu: GPU, log: Log, storages: Storages, queues: Queues) -> dict[str, Callable[..., Any]]:
+    """Return those of `torch.cuda`, by name."""
+    state = SimpleNamespace(device=0, fraction=1.0)
+    major, minor = gpu.capability
+    properties = SimpleNamespace(
+        name=gpu.name, total_memory=gpu.memory_bytes, major=major, minor=minor, multi_processor_count=132
+    )
 
-    def __init__(self, gpu: GPU, log: Log, storages: Storages, queues: Queues) -> None:
-        self._gpu, self._log, self._storages, self._queues = gpu, log, storages, queues
-        self._device = 0
-        self._fraction = 1.0
+    def live(device: Any = None) -> int:
+        return log.live_bytes.get(queues.device, 0)
 
-    def is_available(self) -> bool:
-        return True
+    def peak(device: Any = None) -> int:
+        return log.peak_bytes.get(queues.device, 0)
 
-    def is_initialized(self) -> bool:
-        return True
+    def reset_peak(device: Any = None) -> None:
+        log.peak_bytes[queues.device] = live()
 
-    def is_bf16_supported(self, including_emulation: bool = True) -> bool:
-        return True
-
-    def device_count(self) -> int:
-        return self._gpu.count
-
-    def current_device(self) -> int:
-        return self._device
-
-    def set_device(self, device: Any) -> None:
-        self._device = self._index(device)
+    def set_device(device: Any) -> None:
+        index = device if isinstance(device, int) else torch.device(device).index
+        state.device = state.device if index is None else index
 
     @contextmanager
-    def device(self, device: Any) -> Iterator[None]:
-        before, self._device = self._device, self._index(device)
+    def on_device(device: Any) -> Iterator[None]:
+        before = state.device
+        set_device(device)
         try:
             yield
         finally:
-            self._device = before
+            state.device = before
 
-    def get_device_name(self, device: Any = None) -> str:
-        return self._gpu.name
+    def set_fraction(fraction: float, device: Any = None) -> None:
+        state.fraction = fraction
 
-    def get_device_capability(self, device: Any = None) -> tuple[int, int]:
-        return self._gpu.capability
-
-    def get_device_properties(self, device: Any = None) -> SimpleNamespace:
-        major, minor = self._gpu.capability
-        return SimpleNamespace(
-            name=self._gpu.name,
-            total_memory=self._gpu.memory_bytes,
-            major=major,
-            minor=minor,
-            multi_processor_count=132,
-        )
-
-    def mem_get_info(self, device: Any = None) -> tuple[int, int]:
-        return self._gpu.memory_bytes - self._live(), self._gpu.memory_bytes
-
-    def memory_allocated(self, device: Any = None) -> int:
-        return self._live()
-
-    def memory_reserved(self, device: Any = None) -> int:
-        return self._live()
-
-    def max_memory_allocated(self, device: Any = None) -> int:
-        return self._log.peak_bytes.get(self._queues.device, 0)
-
-    def max_memory_reserved(self, device: Any = None) -> int:
-        return self.max_memory_allocated()
-
-    def reset_peak_memory_stats(self, device: Any = None) -> None:
-        self._log.peak_bytes[self._queues.device] = self._live()
-
-    def get_per_process_memory_fraction(self, device: Any = None) -> float:
-        return self._fraction
-
-    def set_per_process_memory_fraction(self, fraction: float, device: Any = None) -> None:
-        self._fraction = fraction
-
-    def manual_seed_all(self, seed: int) -> None:
-        return None
-
-    def empty_cache(self) -> None:
-        return None
-
-    def synchronize(self, device: Any = None) -> None:
-        self._queues.synchronize()
-
-    def current_stream(self, device: Any = None) -> FakeStream:
-        return self._queues.current
-
-    def default_stream(self, device: Any = None) -> FakeStream:
-        return self._queues.default
-
-    def set_stream(self, stream: FakeStream) -> None:
-        self._queues.use(stream)
-
-    @contextmanager
-    def stream(self, stream: FakeStream | None) -> Iterator[None]:
-        with self._queues.using(stream):
-            yield
-
-    def cudart(self) -> SimpleNamespace:
-        return SimpleNamespace(cudaHostRegister=self._register, cudaHostUnregister=self._unregister)
-
-    def _register(self, address: int, num_bytes: int, flags: int) -> int:
-        if self._storages.locked_bytes + num_bytes > self._gpu.pinnable_bytes:
+    def register(address: int, num_bytes: int, flags: int) -> int:
+        if storages.locked_bytes + num_bytes > gpu.pinnable_bytes:
             return 2  # cudaErrorMemoryAllocation
-        return 0 if self._storages.lock(address, num_bytes) else _ALREADY_REGISTERED
+        return 0 if storages.lock(address, num_bytes) else _ALREADY_REGISTERED
 
-    def _unregister(self, address: int) -> int:
-        return 0 if self._storages.unlock(address) else _NOT_REGISTERED
+    def unregister(address: int) -> int:
+        return 0 if storages.unlock(address) else _NOT_REGISTERED
 
-    def _live(self) -> int:
-        return self._log.live_bytes.get(self._queues.device, 0)
-
-    def _index(self, device: Any) -> int:
-        if isinstance(device, int):
-            return device
-        index = torch.device(device).index
-        return self._device if index is None else index
+    return {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "device_count": lambda: gpu.count,
+        "current_device": lambda: state.device,
+        "set_device": set_device,
+        "device": on_device,
+        "get_device_name": lambda device=None: gpu.name,
+        "get_device_capability": lambda device=None: gpu.capability,
+        "get_device_properties": lambda device=None: properties,
+        "mem_get_info": lambda device=None: (gpu.memory_bytes - live(), gpu.memory_bytes),
+        "memory_allocated": live,
+        "memory_reserved": live,
+        "max_memory_allocated": peak,
+        "max_memory_reserved": peak,
+        "reset_peak_memory_stats": reset_peak,
+        "get_per_process_memory_fraction": lambda device=None: state.fraction,
+        "set_per_process_memory_fraction": set_fraction,
+        "manual_seed_all": lambda seed: None,
+        "empty_cache": lambda: None,
+        "synchronize": lambda device=None: queues.synchronize(),
+        "current_stream": lambda device=None: queues.current,
+        "default_stream": lambda device=None: queues.default,
+        "set_stream": queues.use,
+        "stream": queues.using,
+        "cudart": lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister),
+    }

@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 from fake_cuda.collectives import World
 from fake_cuda.device import GPU
-from fake_cuda.log import Advanced, Began, Ended, Log, lines_of
-from fake_cuda.session import Rehearsal, rehearsal
+from fake_cuda.log import Log, Stage, lines_of
+from fake_cuda.session import rehearsal
 from torch.utils._python_dispatch import _disable_current_modes
 
 from opensora_cli.core.progress import SilentReporter, StageProgress
@@ -40,15 +40,11 @@ come from the host before the first step, one after the other.
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one rank did."""
+    """What one rank did, and what it had planned."""
 
-    rehearsal: Rehearsal
+    rank: int
+    log: Log
     chain: Chain
-
-    @property
-    def log(self) -> Log:
-        """All that it asked of its device."""
-        return self.rehearsal.log
 
     @property
     def device(self) -> torch.device:
@@ -60,7 +56,7 @@ class Turn:
         """The bytes that each stage is planned to take, less those of models that rank 0 alone has by then."""
         planned: dict[str, int] = {}
         for stage in self.chain.stages:
-            size = stage.total_bytes - sum(size for _, size in stage.kept if self.rehearsal.rank)
+            size = stage.total_bytes - sum(size for _, size in stage.kept if self.rank)
             # A run shows the stages of all segments as those of the first.
             name = stage.name.removeprefix(f"{SEGMENT} ")
             planned[name] = max(size, planned.get(name, 0))
@@ -82,16 +78,16 @@ class LoggedReporter(SilentReporter):
         self.lines.append(text)
 
     def advance(self, amount: int = 1) -> None:
-        self._log.add(Advanced(*self._log.asking, self._stages[-1]))
+        self._log.asked(Stage, self._stages[-1], "advanced")
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
         self._stages.append(name)
-        self._log.add(Began(*self._log.asking, name))
+        self._log.asked(Stage, name, "began")
         try:
             yield self
         finally:
-            self._log.add(Ended(*self._log.asking, self._stages.pop()))
+            self._log.asked(Stage, self._stages.pop(), "ended")
 
 
 def rehearse(
@@ -122,7 +118,7 @@ def rehearse(
             settings, ranks = stack.enter_context(joined_ranks(settings, turn.context, reporter))
             chain = generation_run.chain_of(settings, LoadedModels(ranks=ranks))
         _make(chain, ranks, reporter, decodes=decodes)
-        return Turn(turn, chain)
+        return Turn(rank, turn.log, chain)
 
 
 def _planned(settings: GenerateSettings, **options: Any) -> Chain:

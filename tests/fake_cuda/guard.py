@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import torch
+from fake_cuda.streams import Queues
 
 _SOURCE = """
 #include <Python.h>
@@ -125,22 +125,6 @@ def why_no_backward() -> str | None:
     return None if torch.version.cuda is None else "autograd of a torch for CUDA asks the driver for streams"
 
 
-class Streams(Protocol):
-    """What autograd asks of a device: streams and events, by number."""
-
-    def autograd_current(self) -> int:
-        """Return the current stream."""
-
-    def autograd_use(self, stream: int) -> None:
-        """Make it the current one."""
-
-    def autograd_record(self, stream: int) -> int:
-        """Return a new event, after what is queued on a stream."""
-
-    def autograd_wait(self, event: int, stream: int) -> None:
-        """Let what is queued on a stream from now on wait for an event."""
-
-
 class _Callbacks(ctypes.Structure):
     _fields_ = (
         ("current", ctypes.CFUNCTYPE(ctypes.c_int64)),
@@ -151,10 +135,10 @@ class _Callbacks(ctypes.Structure):
 
 
 @contextmanager
-def accelerator(streams: Streams) -> Iterator[None]:
+def accelerator(queues: Queues) -> Iterator[None]:
     """Let autograd take `cuda` for an accelerator inside the block, and go back on the calling thread."""
     kinds = [kind for _, kind in _Callbacks._fields_]
-    functions = (streams.autograd_current, streams.autograd_use, streams.autograd_record, streams.autograd_wait)
+    functions = (queues.autograd_current, queues.autograd_use, queues.autograd_record, queues.autograd_wait)
     callbacks = _Callbacks(*(kind(function) for kind, function in zip(kinds, functions, strict=True)))
     library = _library()
     library.appear(ctypes.byref(callbacks))

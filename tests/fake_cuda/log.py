@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 
@@ -86,27 +87,19 @@ class Collective(Operation):
 
 
 @dataclass(frozen=True, slots=True)
-class WorkWaited(Entry):
-    """A stream waits for a collective; the host too, where that is one of the host."""
+class Marked(Entry):
+    """A name for all that a thread or queue was asked before, such as an event or the end of a task."""
 
-    work: int
-    queue: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class EventRecorded(Entry):
-    """An event stands for all that was queued before."""
-
-    event: int
-    queue: str
+    mark: object
+    agent: str
 
 
 @dataclass(frozen=True, slots=True)
-class EventWaited(Entry):
-    """What is queued from now on waits for an event."""
+class Awaited(Entry):
+    """What a thread or queue is asked from now on waits for a mark."""
 
-    event: int
-    queue: str
+    mark: object
+    agent: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,30 +108,9 @@ class Synchronized(Entry):
 
     what: str
     """`event`, `stream`, `device`, or the operation that needs a number of the device."""
-    event: int | None
+    mark: object
+    """That of an event, or None."""
     queues: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ThreadStarted(Entry):
-    """A thread of the host is given a task."""
-
-    task: int
-    other: str
-
-
-@dataclass(frozen=True, slots=True)
-class TaskDone(Entry):
-    """A thread has done its task."""
-
-    task: int
-
-
-@dataclass(frozen=True, slots=True)
-class TaskAwaited(Entry):
-    """A thread waits for a task of another."""
-
-    task: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,24 +148,11 @@ class Unlocked(Entry):
 
 
 @dataclass(frozen=True, slots=True)
-class Began(Entry):
-    """A stage of the run."""
+class Stage(Entry):
+    """A stage of the run began, did one unit of its work, or ended."""
 
     stage: str
-
-
-@dataclass(frozen=True, slots=True)
-class Advanced(Entry):
-    """One unit of work of a stage is done."""
-
-    stage: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ended(Entry):
-    """The end of a stage."""
-
-    stage: str
+    what: Literal["began", "advanced", "ended"]
 
 
 @dataclass(slots=True)
@@ -208,6 +167,10 @@ class Log:
     peak_bytes: dict[torch.device, int] = field(default_factory=dict)
     """Of each device, since `reset_peak` at the latest; those of the whole run are in the entries."""
 
+    def asked(self, kind: type[Entry], *fields: Any, **named: Any) -> None:
+        """Add what the current thread and line of the engine ask."""
+        self.add(kind(self.thread, where(), *fields, **named))
+
     def add(self, entry: Entry) -> None:
         """Add an entry, and count memory."""
         self.entries.append(entry)
@@ -216,11 +179,6 @@ class Log:
             live = self.live_bytes.get(entry.device, 0) + change
             self.live_bytes[entry.device] = live
             self.peak_bytes[entry.device] = max(live, self.peak_bytes.get(entry.device, 0))
-
-    @property
-    def asking(self) -> tuple[str, str]:
-        """The thread and the line of the engine that ask now: what an `Entry` begins with."""
-        return self.thread, where()
 
     @contextmanager
     def on_thread(self, name: str) -> Iterator[None]:

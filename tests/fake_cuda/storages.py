@@ -58,7 +58,7 @@ class Storages:
         known = _Known(self._count, size, device, weakref.ref(storage, forget), is_pinned=pinned)
         self._known[key] = known
         self._count += 1
-        self._log.add(Allocated(*self._log.asking, known.number, device, size, queue))
+        self._log.asked(Allocated, known.number, device, size, queue)
         return known
 
     def resized(self, storage: torch.UntypedStorage, *, queue: str) -> None:
@@ -67,15 +67,15 @@ class Storages:
         if known is None:
             return
         if known.num_bytes:
-            self._log.add(Freed(*self._log.asking, known.number, known.device, known.num_bytes))
+            self._log.asked(Freed, known.number, known.device, known.num_bytes)
         known.number, known.num_bytes = self._count, -(-storage.nbytes() // _BLOCK) * _BLOCK
         self._count += 1
         if known.num_bytes:
-            self._log.add(Allocated(*self._log.asking, known.number, known.device, known.num_bytes, queue))
+            self._log.asked(Allocated, known.number, known.device, known.num_bytes, queue)
 
     def lend(self, tensor: Tensor, queue: str) -> None:
         """Log what `record_stream` asks for."""
-        self._log.add(Lent(*self._log.asking, self.see(tensor).number, queue))
+        self._log.asked(Lent, self.see(tensor).number, queue)
 
     def operand(self, tensor: Tensor, *, queue: str | None = None) -> Operand:
         """Return a tensor as it is logged."""
@@ -112,7 +112,7 @@ class Storages:
             return False
         for known in self._known.values():
             if known.address is not None and address < known.address + known.num_bytes and known.address < stop:
-                self._log.add(Unlocked(*self._log.asking, known.number))
+                self._log.asked(Unlocked, known.number)
         return True
 
     @property

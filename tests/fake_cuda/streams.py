@@ -7,7 +7,7 @@ from itertools import count
 from typing import Any, TypeVar
 
 import torch
-from fake_cuda.log import EventRecorded, EventWaited, Log, Synchronized, TaskAwaited, TaskDone, ThreadStarted
+from fake_cuda.log import Awaited, Log, Marked, Synchronized
 
 T = TypeVar("T")
 
@@ -69,7 +69,7 @@ class Queues:
 
     def synchronize(self) -> None:
         """Wait for all that is queued."""
-        self.log.add(Synchronized(*self.log.asking, "device", None, tuple(each.queue for each in self.all)))
+        self.log.asked(Synchronized, "device", None, tuple(each.queue for each in self.all))
 
 
 class FakeStream:
@@ -100,8 +100,7 @@ class FakeStream:
 
     def synchronize(self) -> None:
         """Wait, on the host."""
-        log = self.queues.log
-        log.add(Synchronized(*log.asking, "stream", None, (self.queue,)))
+        self.queues.log.asked(Synchronized, "stream", None, (self.queue,))
 
     def query(self) -> bool:
         """Return whether all is done: it may be."""
@@ -122,27 +121,24 @@ class FakeEvent:
     queues: Queues
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> None:
-        self._number, self._timed = next(self.queues.events), enable_timing
+        self._mark, self._timed = ("event", next(self.queues.events)), enable_timing
         self._is_recorded = False
 
     def record(self, stream: FakeStream | None = None) -> None:
         """Stand for what is queued."""
-        log = self.queues.log
         self._is_recorded = True
-        log.add(EventRecorded(*log.asking, self._number, (stream or self.queues.current).queue))
+        self.queues.log.asked(Marked, self._mark, (stream or self.queues.current).queue)
 
     def wait(self, stream: FakeStream | None = None) -> None:
         """Let a stream wait."""
-        log = self.queues.log
         # One that was never recorded is waited for by nobody.
         if self._is_recorded:
-            log.add(EventWaited(*log.asking, self._number, (stream or self.queues.current).queue))
+            self.queues.log.asked(Awaited, self._mark, (stream or self.queues.current).queue)
 
     def synchronize(self) -> None:
         """Wait, on the host."""
-        log = self.queues.log
         if self._is_recorded:
-            log.add(Synchronized(*log.asking, "event", self._number, ()))
+            self.queues.log.asked(Synchronized, "event", self._mark, ())
 
     def query(self) -> bool:
         """Return whether all is done: it may be."""
@@ -165,23 +161,24 @@ class InlineExecutor:
     def submit(self, task: Callable[..., T], *arguments: Any) -> "Future[T]":
         """Run a task, and return what it gives to who asks for it."""
         log, number = self._queues.log, next(self._queues.tasks)
-        log.add(ThreadStarted(*log.asking, number, self._name))
-        done: Future[T] = _LoggedFuture(log, number)
+        log.asked(Marked, ("handed over", number), log.thread)
+        done: Future[T] = _LoggedFuture(log, ("done", number))
         with log.on_thread(self._name):
+            log.asked(Awaited, ("handed over", number), self._name)
             try:
                 done.set_result(task(*arguments))
             except BaseException as error:
                 done.set_exception(error)
-            log.add(TaskDone(*log.asking, number))
+            log.asked(Marked, ("done", number), self._name)
         return done
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Wait for the tasks that were begun."""
         log = self._queues.log
         if wait:
-            number = next(self._queues.tasks)
-            log.add(TaskDone(self._name, "", number))
-            log.add(TaskAwaited(*log.asking, number))
+            done = ("done", next(self._queues.tasks))
+            log.add(Marked(self._name, "", done, self._name))
+            log.asked(Awaited, done, log.thread)
 
     def __enter__(self) -> "InlineExecutor":
         return self
@@ -191,10 +188,10 @@ class InlineExecutor:
 
 
 class _LoggedFuture(Future[T]):
-    def __init__(self, log: Log, task: int) -> None:
+    def __init__(self, log: Log, mark: object) -> None:
         super().__init__()
-        self._log, self._task = log, task
+        self._log, self._mark = log, mark
 
     def result(self, timeout: float | None = None) -> T:
-        self._log.add(TaskAwaited(*self._log.asking, self._task))
+        self._log.asked(Awaited, self._mark, self._log.thread)
         return super().result(timeout)

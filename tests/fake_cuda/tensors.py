@@ -152,17 +152,17 @@ class LoggedTensors(FakeTensorMode):
         if not (reads or writes):
             return
         devices = {operand.device for operand in (*reads, *writes)}
-        asking, name = self._log.asking, func._opname
+        name = func._opname
         if name in _COPIES and len(devices) > 1:
             blocks = not (kwargs.get("non_blocking") or (name != "_to_copy" and len(args) > 2 and args[2]))
-            self._log.add(Copy(*asking, name, queue, reads, writes, blocks))
+            self._log.asked(Copy, name, queue, reads, writes, blocks)
         else:
-            self._log.add(Operation(*asking, name, queue, reads, writes))
+            self._log.asked(Operation, name, queue, reads, writes)
 
     def _wait_for(self, func: Any, given: list[Tensor]) -> None:
         if any(tensor.device.type == "cuda" for tensor in given):
             queue = self._queues.current.queue
-            self._log.add(Synchronized(*self._log.asking, func._opname, None, (queue,)))
+            self._log.asked(Synchronized, func._opname, None, (queue,))
 
 
 class DeviceFunctions(TorchFunctionMode):

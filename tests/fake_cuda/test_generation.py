@@ -8,7 +8,7 @@ from fake_cuda.checks import collective_faults, faults, memory_faults
 from fake_cuda.collectives import World
 from fake_cuda.device import GIB, GPU
 from fake_cuda.generation import MAY_WAIT, rehearse
-from fake_cuda.log import Began, Collective, Copy, Log, lines_of
+from fake_cuda.log import Collective, Copy, Log, Stage, lines_of
 from fake_cuda.weights import full_size_settings
 
 from opensora_cli.engine.components.architectures import on_meta
@@ -126,7 +126,7 @@ def test_t5_comes_layer_by_layer_where_it_has_no_room(tmp_path):
 
 def sampling_stages(log):
     """Return those of a run and of its draft or first picture."""
-    stages = {entry.stage for entry in log.entries if isinstance(entry, Began)}
+    stages = {entry.stage for entry in log.entries if isinstance(entry, Stage)}
     return sorted(stage for stage in stages if stage.endswith("denoise"))
 
 

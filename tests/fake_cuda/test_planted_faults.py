@@ -179,12 +179,10 @@ FAULTS = {
     "memory that is not planned": ("one GPU", kept_too_long, "memory", "are planned"),
 }
 """Of each the scene, what is planted on the last rank, the check that finds it, and what it says."""
-FAST = "a tensor of the host among those of the GPU"
 
 
-@pytest.mark.parametrize(
-    "name", [FAST, *(pytest.param(each, marks=pytest.mark.slow) for each in FAULTS if each != FAST)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found_by_its_check_alone(scene, name):
     of, plant, check, says = FAULTS[name]
     own = scene(of)

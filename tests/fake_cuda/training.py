@@ -19,7 +19,7 @@ from fake_cuda.device import GPU
 from fake_cuda.generation import LoggedReporter
 from fake_cuda.guard import accelerator
 from fake_cuda.log import Log, lines_of
-from fake_cuda.session import Rehearsal, rehearsal
+from fake_cuda.session import rehearsal
 from fake_cuda.tensors import moved
 from sparse_weights import save_sparse
 from torch import nn
@@ -46,20 +46,11 @@ MAY_WAIT = lines_of(Trainer.do_step)
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one rank did."""
+    """What one rank did, and with which settings."""
 
-    rehearsal: Rehearsal
+    log: Log
+    device: torch.device
     settings: TrainSettings
-
-    @property
-    def log(self) -> Log:
-        """All that it asked of its device."""
-        return self.rehearsal.log
-
-    @property
-    def device(self) -> torch.device:
-        """Of this rank."""
-        return self.rehearsal.device
 
 
 def recipe(name: str, **changes: object) -> TrainSettings:
@@ -111,7 +102,7 @@ def rehearse(
             trainer.step = find_objective(settings).measured_steps(settings)[-1]
             trainer.do_step()
             reporter.advance()
-        return Turn(turn, settings)
+        return Turn(turn.log, turn.device, settings)
 
 
 class _Rehearsed(FakeDistribution):

@@ -2,29 +2,16 @@
 
 import pytest
 import torch
+from small_autoencoders import SMALL_DC_AE, SMALL_FLUX_AE
 from torch.nn import functional
 
-from opensora_cli.models.vae.config import DCAEConfig, FluxAEConfig
+from opensora_cli.models.vae.config import DCAEConfig
 from opensora_cli.models.vae.dc_ae import DCAE
 from opensora_cli.models.vae.flux_ae import FluxAE
 from opensora_cli.models.vae.tiles import Tiling
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-SMALL = {
-    "dc_ae": lambda: DCAE(
-        DCAEConfig(
-            latent_channels=8,
-            block_types=("res", "efficientvit", "efficientvit"),
-            width_list=(32, 32, 64),
-            encoder_depth_list=(1, 1, 1),
-            decoder_depth_list=(1, 1, 1),
-            temporal=(True, True, False),
-            spatial_tile_size=32,
-            temporal_tile_size=16,
-        )
-    ),
-    "flux_ae": lambda: FluxAE(FluxAEConfig(ch=32, ch_mult=(1, 2, 2), num_res_blocks=1, tile_size=32)),
-}
+SMALL = {"dc_ae": lambda: DCAE(SMALL_DC_AE), "flux_ae": lambda: FluxAE(SMALL_FLUX_AE)}
 
 
 def random_clip(*shape):

@@ -11,7 +11,6 @@ from hostile.circumstances import circumstance
 from hostile.command_lines import command_line
 from hostile.damaged import damaged_file
 from hostile.inputs import Inputs, make_inputs
-from hostile.kills import Kills
 from hostile.sandbox import Sandbox
 from hostile.trial import Case, Trials
 
@@ -27,7 +26,7 @@ def main(kind: str, *numbers: str) -> None:
     with Sandbox() as sandbox, tempfile.TemporaryDirectory() as folder:
         inputs = make_inputs(sandbox, Path(folder, "made"))
         trials = Trials(sandbox)
-        calls = Calls(Kills(sandbox, inputs)) if kind == "calls" else None
+        calls = Calls(sandbox, inputs) if kind == "calls" else None
         for words in numbers:
             first, _, last = words.partition("-")
             for number in range(int(first), int(last or first) + 1):

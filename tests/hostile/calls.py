@@ -3,90 +3,25 @@
 Every call counts that changes a file of the command: see `failing_calls.c` for what is seen.
 """
 
+import os
 import random
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
 from hostile import judge
+from hostile.endings import ENDED, Commands, Ended
 from hostile.failing_calls import BREAKAGES, NO_COMPILER, Breakage
-from hostile.inputs import Base
+from hostile.inputs import Base, Inputs
 from hostile.judge import Fault
-from hostile.kills import (
-    ENDED,
-    SHORT,
-    Commands,
-    Ended,
-    Kills,
-    age,
-    faults_of_next,
-    files_of,
-    generate_on,
-    named,
-    run_again,
-    run_again_unless_done,
-)
-from hostile.sandbox import Folder, NotPossibleError, Outcome, empty
+from hostile.sandbox import Folder, NotPossibleError, Outcome, Sandbox, empty
 
 _LOG = "calls.log"
 _RUN_LOG = "/log.jsonl"
 """Log of a training, at the end of its path."""
-
-_LAST = "--save-last-frame"
-_TINY = ("generate", "raining sea", "--config", "generate.yaml", *SHORT)
-_MADE = ("made.mp4", "made.mp4.json")
-_PROMPTS = ("generate", "--config", "generate.yaml", "--prompts", "prompts.csv", "--out", "videos", *SHORT)
-_OVER = ("--seed", "7", "--overwrite")
-
-
-def _generated(about: str, *words: str, replaces: tuple[str, ...] = ()) -> Base:
-    reads = ("generate.yaml", "tiny", *replaces)
-    return Base(f"generate {about}", (*_TINY, *words), reads, tuple(f"work/{name}" for name in replaces))
-
-
-def _again_without_sidecar(folder: Folder, base: Base) -> Commands:
-    """Return the same command; it may replace a video that is there, which by itself never counts as made before."""
-    return [(*base.argv, "--overwrite") if (folder.work / "out.mp4").exists() else base.argv]
-
-
-CALLED: tuple[Ended, ...] = (
-    *ENDED,
-    Ended(_generated("over", "--out", "made.mp4", *_OVER, replaces=_MADE), run_again, files_of("made.mp4")),
-    Ended(
-        _generated("over itself", "--out", "made.mp4", "--overwrite", replaces=_MADE), run_again, files_of("made.mp4")
-    ),
-    Ended(_generated("with its last frame", "--out", "out.mp4", _LAST), generate_on, files_of("out.*[4g]")),
-    Ended(
-        _generated("over, with its last frame", "--out", "made.mp4", _LAST, *_OVER, replaces=_MADE),
-        run_again,
-        files_of("made.*[4g]"),
-    ),
-    Ended(
-        _generated("without sidecars", "--out", "out.mp4", _LAST, "--no-metadata"),
-        _again_without_sidecar,
-        files_of("out.*[4g]"),
-    ),
-    Ended(_generated("pictures", "--out", "frames.png"), run_again, files_of("frames/*.png")),
-    Ended(
-        _generated("over pictures", "--out", "many.png", *_OVER, replaces=("many", "many.json")),
-        run_again,
-        files_of("many/*.png"),
-    ),
-    Ended(_generated("with previews", "--out", "out.webp", "--preview-every", "1"), run_again, files_of("out.*[pf]")),
-    Ended(Base("generate many", _PROMPTS, ("generate.yaml", "tiny", "prompts.csv")), run_again, files_of("*/*.mp4")),
-    Ended(named("generate from picture", *SHORT), run_again, files_of("*.webp")),
-    Ended(named("generate from latents"), run_again, files_of("out.mp4")),
-    Ended(named("cache filled"), run_again, files_of("*.csv")),
-    *(
-        Ended(named(name), run_again_unless_done, files_of(pattern))
-        for name, pattern in (("convert to torch", "out"), ("convert run", "out.*"), ("profile training", "memory.png"))
-    ),
-)
-"""Commands whose calls fail."""
-
-
+_AGE_S = 600.0
 _TEMPORARY = re.compile(r"\.osora-[\w-]+\.tmp")
 _UNFINISHED = re.compile(r".*?((\.osora-|\.saving-)[^/]*|/\.lock$)")
 _HASH, _NUMBER = re.compile(r"[0-9a-f]{8,}"), re.compile(r"[0-9]+")
@@ -96,20 +31,23 @@ _HASH, _NUMBER = re.compile(r"[0-9a-f]{8,}"), re.compile(r"[0-9]+")
 class Calls:
     """Breaks calls of commands, which a number chooses. Raises NotPossibleError where there is no compiler."""
 
-    kills: Kills
+    sandbox: Sandbox
+    inputs: Inputs
+    _whole: dict[str, Mapping[str, bytes]] = field(default_factory=dict)
+    """Results of commands of which no call breaks."""
     _logs: dict[str, list[str]] = field(default_factory=dict)
     _folders: dict[str, Folder] = field(default_factory=dict)
     _next: dict[tuple[object, ...], list[Fault]] = field(default_factory=dict)
     """Faults of the next run, by what it found: many calls that break leave the same."""
 
     def __post_init__(self) -> None:
-        if not self.kills.sandbox.fails_calls:
+        if not self.sandbox.fails_calls:
             raise NotPossibleError(NO_COMPILER)
 
     def faults(self, number: int) -> tuple[str, list[Fault]]:
         """Return which call was broken how, and what is wrong with what the command or the next run left."""
         rng = random.Random(number)
-        ended = rng.choice(CALLED)
+        ended = rng.choice(ENDED)
         return self.faults_of(ended, rng.choice(BREAKAGES), rng.choice(self.numbers(ended)))
 
     def numbers(self, ended: Ended) -> list[int]:
@@ -130,7 +68,7 @@ class Calls:
 
     def faults_of(self, ended: Ended, breakage: Breakage, call: int) -> tuple[str, list[Fault]]:
         """Break one call of a command, and return what `faults` returns."""
-        whole = self.kills.results_of(ended)
+        whole = self._results_of(ended)
         folder = self._folder(ended)
         before, old = judge.tree(folder), ended.results(folder.work)
         outcome, log = self._run(ended, folder, breakage, call)
@@ -150,7 +88,7 @@ class Calls:
         found = [fault for fault in found if not (fault.kind == judge.LEFT and fault.text.startswith("tmp/"))]
         found += _lost(old, ended.results(folder.work), whole)
         commands = _clean_up(ended.base, after) if outcome.code == 0 else ended.go_on(folder, ended.base)
-        age(folder)
+        _age(folder)
         excuse = outcome.stderr if outcome.code == 0 else ""
         state = (ended.base.name, excuse, *commands, _state(folder))
         if state not in self._next:
@@ -165,30 +103,46 @@ class Calls:
         """Return what is wrong with commands that go on after one of which a call broke, and with all results."""
         found = []
         for argv in commands:
-            resumed = self.kills.run(argv, folder)
+            resumed = self._osora(argv, folder)
             if resumed.code != 0:
                 found.append(Fault(judge.ALARMS, f"osora {' '.join(argv)}: {resumed}\n{resumed.stderr[-2000:]}"))
         for log in folder.work.rglob(_RUN_LOG.strip("/")):
             if reason := judge.broken(log):
                 found.append(Fault(judge.HALF, f"{log}: {reason}"))
-        results, whole = _without_excused(excuse, ended.results(folder.work), self.kills.results_of(ended))
-        return found + faults_of_next(judge.tree(folder), results, whole)
+        results, whole = _without_excused(excuse, ended.results(folder.work), self._results_of(ended))
+        return found + _faults_of_results(judge.tree(folder), results, whole)
+
+    def _results_of(self, ended: Ended) -> Mapping[str, bytes]:
+        """Return the results of a command of which no call breaks, from which the warm process learns."""
+        if ended.base.name not in self._whole:
+            with self.sandbox.folder() as folder:
+                self.inputs.put(ended.base, folder)
+                outcome = self._osora(ended.base.argv, folder, learn=True)
+                assert outcome.code == 0, f"osora {' '.join(ended.base.argv)}: {outcome}\n{outcome.stderr}"
+                self._whole[ended.base.name] = dict(ended.results(folder.work))
+        return self._whole[ended.base.name]
+
+    def _osora(
+        self, argv: Sequence[str], folder: Folder, *, learn: bool = False, calls: Sequence[object] = ()
+    ) -> Outcome:
+        self.sandbox.give_away(folder)
+        return self.sandbox.run(argv, folder, learn=learn, calls=calls, grace_s=60.0, limit_s=300.0)
 
     def _folder(self, ended: Ended) -> Folder:
         """Return the folder of a command, with what it reads."""
         if ended.base.name not in self._folders:
-            self.kills.results_of(ended)  # the next runs make other calls where they know what this one learns
-            self._folders[ended.base.name] = self.kills.sandbox.new_folder()
+            self._results_of(ended)  # the next runs make other calls where they know what this one learns
+            self._folders[ended.base.name] = self.sandbox.new_folder()
         folder = self._folders[ended.base.name]
         empty(folder)
-        self.kills.inputs.put(ended.base, folder)
+        self.inputs.put(ended.base, folder)
         return folder
 
     def _run(self, ended: Ended, folder: Folder, breakage: Breakage, call: int) -> tuple[Outcome, list[str]]:
         path = folder.root / _LOG
         path.touch()
         calls = (str(folder.root), str(path), breakage, call)
-        outcome = self.kills.run(ended.base.argv, folder, calls=calls)
+        outcome = self._osora(ended.base.argv, folder, calls=calls)
         log = path.read_text(errors="replace").replace(f"{folder.root}/", "").splitlines()
         path.unlink()
         return outcome, log
@@ -253,3 +207,24 @@ def _lost(old: Mapping[str, bytes], now: Mapping[str, bytes], whole: Mapping[str
         for name, content in old.items()
         if now.get(name) not in (content, whole.get(name))
     ]
+
+
+def _age(folder: Folder) -> None:
+    """Let time pass for what is left under temporary names."""
+    for path in folder.root.rglob("*"):
+        if re.search(r"\.osora-.*\.tmp", str(path)):
+            status = path.lstat()
+            os.utime(path, (status.st_atime - _AGE_S, status.st_mtime - _AGE_S), follow_symlinks=False)
+
+
+def _faults_of_results(after: judge.Tree, results: Mapping[str, bytes], whole: Mapping[str, bytes]) -> list[Fault]:
+    """Return what is wrong with what the next run leaves: left-overs, or results unlike the `whole` ones."""
+    found = [Fault(judge.LEFT, path) for path in after if judge.is_unfinished(path) or path.startswith("tmp/")]
+    for name in sorted(results.keys() | whole.keys()):
+        if name not in results:
+            found.append(Fault(judge.LOST, f"{name} is not there"))
+        elif name not in whole:
+            found.append(Fault(judge.LEFT, f"{name}, which an uninterrupted run does not make"))
+        elif results[name] != whole[name]:
+            found.append(Fault(judge.LOST, f"{name} has other bytes than of an uninterrupted run"))
+    return found

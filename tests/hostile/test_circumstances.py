@@ -1,10 +1,9 @@
 """Valid commands in closed folders, as other users, with little of everything: refused in one line, or done."""
 
 import pytest
-from hostile.batches import batches
 from hostile.circumstances import circumstance
 from hostile.inputs import BASES, Inputs
-from hostile.trial import Case, Trials
+from hostile.trial import Case, Trials, batches
 
 pytestmark = pytest.mark.slow
 

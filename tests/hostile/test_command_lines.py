@@ -1,10 +1,9 @@
 """Hostile command lines of every command: refused in one line, or done."""
 
 import pytest
-from hostile.batches import batches
 from hostile.command_lines import command_line
 from hostile.inputs import BASES, Inputs
-from hostile.trial import Case, Trials
+from hostile.trial import Case, Trials, batches
 
 pytestmark = pytest.mark.slow
 

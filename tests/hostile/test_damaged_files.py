@@ -1,10 +1,9 @@
 """Damaged files of every format, read by the commands that take them: refused in one line, or read."""
 
 import pytest
-from hostile.batches import batches
 from hostile.damaged import damaged_file
 from hostile.inputs import Inputs
-from hostile.trial import Trials
+from hostile.trial import Trials, batches
 
 pytestmark = pytest.mark.slow
 

@@ -1,5 +1,6 @@
 """One hostile case after the other: run, judged and counted."""
 
+import os
 import shlex
 import signal
 from collections import Counter
@@ -12,6 +13,7 @@ from hostile.judge import Fault
 from hostile.sandbox import TIME_LIMIT_S, Folder, Outcome, Sandbox, Signal
 
 TRIED = "tried"
+_TIMES = int(os.environ.get("HOSTILE_TIMES", "1"))
 _LONGEST_REPORT = 6000
 
 
@@ -100,3 +102,14 @@ class Trials:
 def summary(counts: Mapping[str, int]) -> str:
     """Return the line of all counts, under `TRIED` and the kinds of faults."""
     return ", ".join([f"hostile: {counts[TRIED]} cases tried", *(f"{kind} {counts[kind]}" for kind in judge.KINDS)])
+
+
+def batches(count: int, *, size: int = 25) -> pytest.MarkDecorator:
+    """Try the cases from 0 to `count`, or HOSTILE_TIMES as many, in batches.
+
+    Cases of one batch run in one test, so that setting up and reporting a test takes no time of them.
+    """
+    count *= _TIMES
+    of_each = [range(start, min(start + size, count)) for start in range(0, count, size)]
+    ids = [f"{numbers[0]}-{numbers[-1]}" for numbers in of_each]
+    return pytest.mark.parametrize("numbers", of_each, ids=ids)

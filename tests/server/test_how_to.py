@@ -68,6 +68,7 @@ def test_each_line_of_curl_is_answered(guarded, tmp_path):
     assert (tmp_path / "sea.mp4").read_bytes()[4:8] == b"ftyp"
 
 
+@pytest.mark.slow
 def test_a_page_behind_nginx_is_served(guarded):
     assert "examples/serve/nginx.conf" in PAGE
     config = (EXAMPLES / "nginx.conf").read_text().partition("\n")[2]
@@ -106,7 +107,7 @@ def test_the_unit_of_systemd_is_valid(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_sigterm_ends_the_server_in_time(tmp_path):
-    with Served(tmp_path / "serve", state_s=1000) as served:
+    with Served(tmp_path / "serve", save_every=1000) as served:
         video_id = served.make(settings={"steps": 300})
         served.until(video_id, lambda video: video["stage"].get("stage") == "denoise" and video["stage"]["done"] > 2)
         served.process.send_signal(signal.SIGTERM)

@@ -56,6 +56,7 @@ def test_a_reference_is_uploaded_and_its_name_is_not_used(served):
     assert not any("upload" in name for name in names)
 
 
+@pytest.mark.slow
 def test_a_remix_keeps_its_reference_when_the_first_video_is_deleted(served):
     body, kind = form(prompt="a boat", settings=json.dumps(SMALL), input_reference=picture(200, 100))
     first = served.call("POST", "/v1/videos", body, content_type=kind)["id"]
@@ -126,6 +127,7 @@ def test_a_failed_video_names_no_folder_of_the_server(served):
     assert "reference 1" in served.call("GET", f"/v1/videos/{failing}")["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_video_whose_settings_another_version_wrote_fails_with_its_reason(served):
     running = served.make(settings={"steps": 200})
     served.until(running, is_running)

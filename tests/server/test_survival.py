@@ -111,7 +111,7 @@ def test_jumps_of_the_clock_change_nothing(tmp_path):
     (tmp_path / "sitecustomize.py").write_text(
         f"import time\ntrue = time.time\ntime.time = lambda: true() + float(open({str(jump)!r}).read() or 0)\n"
     )
-    with Served(tmp_path / "serve", state_s=1, PYTHONPATH=str(tmp_path)) as served:
+    with Served(tmp_path / "serve", save_every=1, PYTHONPATH=str(tmp_path)) as served:
         ids = []
         for seconds in ("0", "-1e8", "1e9", "-1e6"):
             running = served.make(settings={"steps": 40, "num_frames": 5})
@@ -140,7 +140,7 @@ def small_disk(tmp_path):
 
 @pytest.mark.slow
 def test_a_full_disk_fails_the_job_with_its_reason_and_the_others_go_on(small_disk):
-    with Served(small_disk / "serve", state_s=1000) as served:
+    with Served(small_disk / "serve", save_every=1000) as served:
         done = served.make()
         assert served.finished(done)["status"] == "completed"
         failing = served.make(settings={"steps": 100, "num_frames": 5})

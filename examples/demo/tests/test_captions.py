@@ -21,23 +21,16 @@ def test_every_word_is_known():
     assert len(mentioned) > 0.9 * len(known)
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        "raining, sea",
-        "a sea in the rain at night with a red boat moving left",
+def test_promised_prompts_are_of_known_words():
+    prompts = (
         "storm, dusk, ship, automobile",
         "red boats sail quickly to the right",
-        "비, 바다",
-        "비가 오는 바다",
         "밤에 비 오는 바다에서 빨간 배가 왼쪽으로 움직인다",
         "ein rotes boot fährt bei nacht auf dem meer",
         "un pájaro azul vuela hacia la derecha en el bosque",
         "une voiture verte roule vite vers la gauche dans la ville sous la pluie",
-    ],
-)
-def test_promised_prompts_are_of_known_words(prompt):
-    assert words_of(prompt) <= set(known_words())
+    )
+    assert set.union(*map(words_of, prompts)) <= set(known_words())
 
 
 def test_promised_prompts_are_mentioned():
@@ -63,12 +56,6 @@ def test_many_phrasings_and_word_orders():
         assert any(caption.startswith(start) for caption in captions), start
     assert any("," in caption for caption in captions)
     assert any(caption.split(",")[0].endswith(("desert", "dunes")) for caption in captions)
-
-
-def test_rain_is_always_mentioned():
-    rng = np.random.default_rng(7)
-    captions = [caption_scene(changed(weather=Weather.RAIN), rng) for _ in range(100)]
-    assert all("rain" in caption or "storm" in caption for caption in captions)
 
 
 ATTRIBUTES = {

@@ -13,7 +13,6 @@ from demo_world.captions import known_words
 from demo_world.scenes import Colour, Direction, Place, Scene, Shape, Speed, Thing, Time, Weather
 from demo_world.settings import TextEncoderSettings, TextRecipe
 from demo_world.text_encoders import (
-    QUESTIONS,
     Reading,
     TextTask,
     answers,
@@ -48,9 +47,6 @@ class TestAnswers:
 
     def test_of_an_empty_place(self):
         assert answers(dataclasses.replace(SCENE, thing=None)) == [2, 2, 1, 4, 4, 2, 2]
-
-    def test_are_among_the_choices(self):
-        assert list(QUESTIONS.values()) == [4, 3, 3, 5, 5, 3, 3]
 
 
 class TestTokenizer:

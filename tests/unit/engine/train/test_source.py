@@ -40,6 +40,7 @@ def test_a_resumed_run_is_bitwise_identical_and_held_out_clips_are_validated_on(
     assert len(events(tmp_path / "whole", "validation")) == 3
 
 
+@pytest.mark.slow
 def test_a_cache_has_the_same_losses(tmp_path: Path) -> None:
     frozen = tiny_frozen.save_frozen_parts(tmp_path / "frozen")
     for name, cache in (("fresh", None), ("cached", str(tmp_path / "cache"))):

@@ -112,7 +112,7 @@ class TestOpening:
         batches = [opened._read(index) for index in range(opened._count)]
         again = [self.open(settings)._read(index) for index in range(3)]
         paths = [path for batch in batches for path in batch.paths]
-        assert len(set(paths)) == len(paths) == 6
+        assert len(set(paths)) == len(paths) == 3
         assert all(torch.equal(one.pixels_BTHWC, other.pixels_BTHWC) for one, other in zip(batches, again, strict=True))
         assert paths == [path for batch in again for path in batch.paths]
         assert batches[0].pixels_BTHWC.shape == (2, 5, 20, 52, 3)

@@ -1,19 +1,24 @@
-"""Every attention backend on a GPU against `math` in float64: the whole, its gradients, and parts with theirs."""
+"""Attention backends on a GPU against `math` in float64: the whole, its gradients, and parts with theirs."""
+
+from contextlib import nullcontext
 
 import pytest
 import torch
 from attention_parts import gradients, merged
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from opensora_cli.core.attention_kinds import ATTENTION_KINDS
 from opensora_cli.engine.components.attention import AttentionUse, choose_attention, why_unusable
 from opensora_cli.models.attention import BACKENDS
-from opensora_cli.models.attention.torch_kernels import math
+from opensora_cli.models.attention import sdpa as kernels
+from opensora_cli.models.attention.torch_kernels import MATH_PARTS, math, part_kernel
 from opensora_cli.settings.enums import AttentionChoice
 
 LENGTH, CUTS = 333, (200, 132, 1)
 """None fills a tile of the kernels."""
-TOLERANCES = {torch.bfloat16: 0.03, torch.float16: 0.004}
+TOLERANCES = {torch.bfloat16: 0.03, torch.float16: 0.004, torch.float32: 0.004}
+HALF = (torch.bfloat16, torch.float16)
 
 
 def _needed(name: str, dtype: torch.dtype, head_dim: int, **needs: bool) -> None:
@@ -31,7 +36,7 @@ def _drawn(dtype: torch.dtype, head_dim: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", sorted(set(ATTENTION_KINDS) - {"math"}))
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_the_whole_and_its_gradients(name: str, dtype: torch.dtype, head_dim: int) -> None:
     _needed(name, dtype, head_dim, gradients=True)
@@ -48,22 +53,41 @@ def test_the_whole_and_its_gradients(name: str, dtype: torch.dtype, head_dim: in
         assert (found.double() - other).abs().max() < 2 * tolerance
 
 
-@pytest.mark.parametrize("name", sorted(name for name, kind in ATTENTION_KINDS.items() if kind.in_parts))
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
-def test_parts_make_the_whole_and_its_gradients(name: str, dtype: torch.dtype) -> None:
-    _needed(name, dtype, 128, in_parts=True)
-    q, k, v, gradient = _drawn(dtype, 128)
+@pytest.mark.parametrize(
+    ("name", "dtype", "only"),
+    [
+        *((name, dtype, None) for name, kind in sorted(ATTENTION_KINDS.items()) if kind.in_parts for dtype in HALF),
+        *(("sdpa", dtype, SDPBackend.EFFICIENT_ATTENTION) for dtype in (torch.bfloat16, torch.float32)),
+        ("math", torch.float32, None),
+    ],
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_parts_make_the_whole_and_its_gradients(
+    name: str, dtype: torch.dtype, only: SDPBackend | None, head_dim: int
+) -> None:
+    """With `only`, torch may use one of its kernels."""
+    _needed(name, dtype, head_dim, in_parts=True)
+    q, k, v, gradient = _drawn(dtype, head_dim)
     k, v = k.contiguous(), v.contiguous()
     exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
     expected = math(*exact)
-    kernel = BACKENDS[name].part_kernel
-    assert kernel is not None
-    of_parts = kernel(q, k, v)
-    out, lse = merged(of_parts, q, k, v, CUTS)
+    kernel_of = BACKENDS[name].part_kernel
+    assert kernel_of is not None
+    with sdpa_kernel(only) if only is not None else nullcontext():
+        kernel = kernel_of(q, k, v)
+    assert only is None or kernel is kernels._EFFICIENT
+    out, lse = merged(kernel, q, k, v, CUTS)
     assert (out.double() - expected).abs().max() < TOLERANCES[dtype]
-    grads = gradients(of_parts, gradient, q, k, v, out.to(dtype), lse, CUTS)
+    grads = gradients(kernel, gradient, q, k, v, out.to(dtype), lse, CUTS)
     for found, other in zip(grads, torch.autograd.grad(expected, exact, gradient.double()), strict=True):
         assert (found.double() - other).abs().max() < 2 * TOLERANCES[dtype]
+
+
+def test_torchs_kernel_of_parts_depends_on_dtype_and_width() -> None:
+    assert part_kernel(*_drawn(torch.bfloat16, 128)[:3]) is kernels._FLASH
+    assert part_kernel(*_drawn(torch.float32, 128)[:3]) is kernels._EFFICIENT
+    assert part_kernel(*_drawn(torch.bfloat16, 12)[:3]) is MATH_PARTS
+    assert part_kernel(*_drawn(torch.float64, 128)[:3]) is MATH_PARTS
 
 
 @pytest.mark.parametrize("gradients", [False, True])

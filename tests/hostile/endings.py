@@ -1,23 +1,16 @@
-"""Commands that can be ended: what goes on after them, and what the next run must make of it."""
+"""Commands that can be ended: what goes on after them, and which of their results are always the same."""
 
 import os
-import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from hostile import judge
-from hostile.inputs import BASES, Base, Inputs
-from hostile.judge import Fault
-from hostile.sandbox import Folder, Outcome, Sandbox
+from hostile.inputs import BASES, Base
+from hostile.sandbox import Folder
 from safetensors.torch import load_file
 
 Commands = Sequence[tuple[str, ...]]
-
-OTHER_BYTES = judge.LOST
-_GRACE_S = 60.0
-_AGE_S = 600.0
 
 
 @dataclass(frozen=True)
@@ -89,6 +82,23 @@ _STEPS = ("loop.steps=2", "checkpoints.every=1", "checkpoints.keep=1", "precisio
 _EVERY_STEP = tuple(word for setting in _STEPS for word in ("--set", setting))
 _WEIGHTS = "run/**/*.safetensors"
 
+_LAST = "--save-last-frame"
+_TINY = ("generate", "raining sea", "--config", "generate.yaml", *SHORT)
+_MADE = ("made.mp4", "made.mp4.json")
+_PROMPTS = ("generate", "--config", "generate.yaml", "--prompts", "prompts.csv", "--out", "videos", *SHORT)
+_OVER = ("--seed", "7", "--overwrite")
+
+
+def _generated(about: str, *words: str, replaces: tuple[str, ...] = ()) -> Base:
+    reads = ("generate.yaml", "tiny", *replaces)
+    return Base(f"generate {about}", (*_TINY, *words), reads, tuple(f"work/{name}" for name in replaces))
+
+
+def _again_without_sidecar(folder: Folder, base: Base) -> Commands:
+    """Return the same command; it may replace a video that is there, which by itself never counts as made before."""
+    return [(*base.argv, "--overwrite") if (folder.work / "out.mp4").exists() else base.argv]
+
+
 ENDED: tuple[Ended, ...] = (
     Ended(named("generate", *SHORT), generate_on, files_of("out.mp4")),
     Ended(named("generate gif", *SHORT), run_again, files_of("*.gif")),
@@ -120,63 +130,35 @@ ENDED: tuple[Ended, ...] = (
         run_again_unless_done,
         files_of("**/*_reconstructed.*[4g]"),
     ),
+    Ended(_generated("over", "--out", "made.mp4", *_OVER, replaces=_MADE), run_again, files_of("made.mp4")),
+    Ended(
+        _generated("over itself", "--out", "made.mp4", "--overwrite", replaces=_MADE), run_again, files_of("made.mp4")
+    ),
+    Ended(_generated("with its last frame", "--out", "out.mp4", _LAST), generate_on, files_of("out.*[4g]")),
+    Ended(
+        _generated("over, with its last frame", "--out", "made.mp4", _LAST, *_OVER, replaces=_MADE),
+        run_again,
+        files_of("made.*[4g]"),
+    ),
+    Ended(
+        _generated("without sidecars", "--out", "out.mp4", _LAST, "--no-metadata"),
+        _again_without_sidecar,
+        files_of("out.*[4g]"),
+    ),
+    Ended(_generated("pictures", "--out", "frames.png"), run_again, files_of("frames/*.png")),
+    Ended(
+        _generated("over pictures", "--out", "many.png", *_OVER, replaces=("many", "many.json")),
+        run_again,
+        files_of("many/*.png"),
+    ),
+    Ended(_generated("with previews", "--out", "out.webp", "--preview-every", "1"), run_again, files_of("out.*[pf]")),
+    Ended(Base("generate many", _PROMPTS, ("generate.yaml", "tiny", "prompts.csv")), run_again, files_of("*/*.mp4")),
+    Ended(named("generate from picture", *SHORT), run_again, files_of("*.webp")),
+    Ended(named("generate from latents"), run_again, files_of("out.mp4")),
+    Ended(named("cache filled"), run_again, files_of("*.csv")),
+    *(
+        Ended(named(name), run_again_unless_done, files_of(pattern))
+        for name, pattern in (("convert to torch", "out"), ("convert run", "out.*"), ("profile training", "memory.png"))
+    ),
 )
-
-
-@dataclass
-class Kills:
-    """Runs commands that can be ended, and keeps the results of those that nothing ends."""
-
-    sandbox: Sandbox
-    inputs: Inputs
-    _whole: dict[str, Mapping[str, bytes]] = field(default_factory=dict)
-
-    def results_of(self, ended: Ended) -> Mapping[str, bytes]:
-        """Return the results of a command that nothing ends, from which the warm process learns."""
-        if ended.base.name not in self._whole:
-            with self.sandbox.folder() as folder:
-                self.inputs.put(ended.base, folder)
-                outcome = self.run(ended.base.argv, folder, learn=True)
-                assert outcome.code == 0, f"osora {' '.join(ended.base.argv)}: {outcome}\n{outcome.stderr}"
-                self._whole[ended.base.name] = dict(ended.results(folder.work))
-        return self._whole[ended.base.name]
-
-    def run(
-        self,
-        argv: Sequence[str],
-        folder: Folder,
-        *,
-        learn: bool = False,
-        calls: Sequence[object] = (),
-    ) -> Outcome:
-        """Run a command, as `Sandbox.run` does."""
-        self.sandbox.give_away(folder)
-        return self.sandbox.run(
-            argv,
-            folder,
-            learn=learn,
-            calls=calls,
-            grace_s=_GRACE_S,
-            limit_s=300.0,
-        )
-
-
-def age(folder: Folder) -> None:
-    """Let time pass for what is left under temporary names."""
-    for path in folder.root.rglob("*"):
-        if re.search(r"\.osora-.*\.tmp", str(path)):
-            status = path.lstat()
-            os.utime(path, (status.st_atime - _AGE_S, status.st_mtime - _AGE_S), follow_symlinks=False)
-
-
-def faults_of_next(after: judge.Tree, results: Mapping[str, bytes], whole: Mapping[str, bytes]) -> list[Fault]:
-    """Return what is wrong with what the next run leaves: left-overs, or results unlike the `whole` ones."""
-    found = [Fault(judge.LEFT, path) for path in after if judge.is_unfinished(path) or path.startswith("tmp/")]
-    for name in sorted(results.keys() | whole.keys()):
-        if name not in results:
-            found.append(Fault(judge.LOST, f"{name} is not there"))
-        elif name not in whole:
-            found.append(Fault(judge.LEFT, f"{name}, which an uninterrupted run does not make"))
-        elif results[name] != whole[name]:
-            found.append(Fault(OTHER_BYTES, f"{name} has other bytes than of an uninterrupted run"))
-    return found
+"""Commands that are ended, or of which a call fails."""
