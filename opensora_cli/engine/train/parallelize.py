@@ -20,7 +20,6 @@ from torch.distributed.fsdp import (
 
 from opensora_cli.core.device import is_accelerator
 from opensora_cli.engine.components.compiled import compile_blocks
-from opensora_cli.engine.train.activations import ActivationPlan
 from opensora_cli.engine.train.distribution import WEIGHT_AXES, Distribution, WeightLayout, moved
 from opensora_cli.memory.checkpointing import HostActivations, set_grad_checkpoint
 from opensora_cli.models.linears import Split
