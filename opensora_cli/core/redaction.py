@@ -83,7 +83,7 @@ class Redactor:
 
     def text(self, text: str) -> str:
         """Return `text` without secrets and identifying names."""
-        text = _ASSIGNED.sub(self._assigned, text)
+        text = _ASSIGNED.sub(lambda match: f"{match[1]}={_variable(match[1], match[2])}", text)
         text = _SERIALS.sub(_HIDDEN, without_credentials(_TOKENS.sub(_HIDDEN, text)))
         for folder in self._folders:
             text = re.sub(rf"(?<![\w/]){re.escape(folder)}(?:/(?:{_PART}/?)*|(?!\w))", "<path>", text)
@@ -92,29 +92,24 @@ class Redactor:
             text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", shown, text)
         return text
 
-    def document(self, value: object) -> object:
-        """Return a JSON value with every text redacted."""
+    def document(self, value: object, name: str = "") -> object:
+        """Return a JSON value with every text redacted; `name` is its key, which may be that of a variable."""
         if isinstance(value, str):
-            return self.text(value)
+            return self.text(_variable(name, value))
         if isinstance(value, Mapping):
-            return {key: self.variable(key, item) for key, item in value.items()}
+            return {key: self.document(item, key) for key, item in value.items()}
         if isinstance(value, list | tuple):
             return [self.document(item) for item in value]
         return value
-
-    def variable(self, name: str, value: object) -> object:
-        """Return the value of a variable or key, hidden if its name suggests a secret or a host."""
-        if isinstance(value, str) and name.isupper():
-            return _HIDDEN if _HOST_NAME.search(name) else self.text(shown_value(name, value))
-        return self.document(value)
-
-    def _assigned(self, match: re.Match[str]) -> str:
-        name, value = match[1], match[2]
-        if not name.isupper():
-            return match[0]
-        return f"{name}={_HIDDEN if _HOST_NAME.search(name) else shown_value(name, value)}"
 
     @staticmethod
     def _path(match: re.Match[str]) -> str:
         root = match[0].split("/")[1]
         return match[0] if root in _SYSTEM_ROOTS else "<path>"
+
+
+def _variable(name: str, value: str) -> str:
+    """Return the value of a variable, hidden if its name suggests a secret or a host; other names change nothing."""
+    if not name.isupper():
+        return value
+    return _HIDDEN if _HOST_NAME.search(name) else shown_value(name, value)
