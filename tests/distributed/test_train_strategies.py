@@ -332,8 +332,8 @@ def _trained(objective: str, case: Case | None) -> tuple[list[dict[str, float]],
         ("hunyuan", Case("ddp", 2), 1e-4),
         ("dc_ae", Case("ddp", 2), 1e-4),
         ("adapter with dropout", ZERO3, 1e-3),
-        ("adapter", ULYSSES, 1e-3),
         ("dmd", ZERO3, 1e-3),
+        pytest.param("adapter", ULYSSES, 1e-3, marks=pytest.mark.slow),
         pytest.param("adapter with dropout", Case("zero2", 2), 1e-3, marks=pytest.mark.slow),
         pytest.param("distill", ZERO3, 1e-3, marks=pytest.mark.slow),
         *(pytest.param("dmd", case, 1e-3, marks=pytest.mark.slow) for case in (ULYSSES, RING, Case("ddp", 2))),
@@ -474,7 +474,12 @@ def _backward(case: Case, spoil: bool) -> tuple[dict[str, float], float, list[bo
 
 
 @pytest.mark.parametrize(
-    ("strategy", "weights", "gradients"), [("ddp", 1, 1), ("zero1", 1, 1), ("zero2", 1, 0.5), ("zero3", 0.5, 0.5)]
+    ("strategy", "weights", "gradients"),
+    [
+        *(pytest.param(strategy, 1, 1, marks=pytest.mark.slow) for strategy in ("ddp", "zero1")),
+        ("zero2", 1, 0.5),
+        ("zero3", 0.5, 0.5),
+    ],
 )
 def test_what_is_held_within_an_update(pool: Pool, strategy: str, weights: float, gradients: float) -> None:
     for held, *_ in pool(2).run(_backward, Case(strategy, 2), False):
