@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from attention_libraries import fake_flash2, fake_flash3, fake_flash4, fake_xformers
+from attention_libraries import fake_flash2, fake_flash3
 from shared_tokens import Attended, attended, attention_bytes, mesh_of, random_qkv
 
 from opensora_cli.core.exceptions import RequestError
@@ -59,15 +59,12 @@ def _attended(ring: int, num_heads: int, tokens: tuple[int, ...], dtype: torch.d
 
 def _by_library(name: str, ring: int, ulysses: int) -> Attended:
     with pytest.MonkeyPatch.context() as monkeypatch:
-        fakes = {"flash2": fake_flash2, "flash3": fake_flash3, "flash4": fake_flash4, "xformers": fake_xformers}
-        fakes[name](monkeypatch)
+        {"flash2": fake_flash2, "flash3": fake_flash3}[name](monkeypatch)
         return attended(ring, ulysses, 3, UNEVEN[: ring * ulysses], BF16, backend=name)
 
 
-@pytest.mark.parametrize(
-    ("name", "ring", "ulysses"), [("flash2", 2, 2), ("flash3", 2, 1), ("flash4", 2, 1), ("xformers", 2, 1)]
-)
-def test_every_backend_computes_between_ranks(pool: Pool, name: str, ring: int, ulysses: int) -> None:
+@pytest.mark.parametrize(("name", "ring", "ulysses"), [("flash2", 1, 2), ("flash3", 2, 2)])
+def test_backends_of_libraries_compute_between_ranks(pool: Pool, name: str, ring: int, ulysses: int) -> None:
     for found in pool(ring * ulysses).run(_by_library, name, ring, ulysses):
         assert max(found.errors) < 4e-2
         assert found.dtypes == {BF16}
