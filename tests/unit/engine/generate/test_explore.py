@@ -101,6 +101,7 @@ def test_named_files_and_pictures_made_first(world, tmp_path):
     assert continued(result.explored[0].state).videos[0].path == tmp_path / "out" / "boat_000.mp4"
 
 
+@pytest.mark.slow
 def test_a_sheet_that_cannot_be_written_loses_no_seed(world, tmp_path):
     (tmp_path / "out" / SHEET).mkdir(parents=True)
     reporter = RecordingReporter()

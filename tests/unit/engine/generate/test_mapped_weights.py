@@ -86,6 +86,7 @@ class TestOfTheFilesDtype:
         # The layers of modulation are read before the first step alone.
         assert stage(made).mapped_bytes == sum(weight.nbytes for weight in weights) - modulation
 
+    @pytest.mark.slow
     def test_there_is_nothing_to_offload(self, large, monkeypatch, reporter):
         small = Hardware(torch.device("cpu"), "a small machine", torch.bfloat16, 10_000, GIB)
         monkeypatch.setattr(planning, "pick_hardware", lambda device, dtype: small)

@@ -176,6 +176,7 @@ def test_latents_of_another_number_of_segments_are_refused(world, tmp_path):
     assert [each.steps for each in read_saved(chain, sample, ALONE)] == [None, 1]
 
 
+@pytest.mark.slow
 def test_a_result_elsewhere_finds_its_finished_segments(world, tmp_path, whole):
     stopped(demo_settings(world, tmp_path / "a", **EXTENDED), STEPS + 1)
     state, out = tmp_path / "a" / STATE, tmp_path / "b" / "clip.mp4"

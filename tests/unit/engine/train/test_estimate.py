@@ -111,6 +111,7 @@ def test_text_encoders_without_a_folder_are_the_released_ones(tmp_path: Path) ->
     assert frozen == pytest.approx(2 * (expected + autoencoder / 4), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_over_the_limit_is_out_of_memory(tmp_path: Path) -> None:
     settings = settings_of("vae", tmp_path, {})
     peak = measure_training(settings).peak_bytes

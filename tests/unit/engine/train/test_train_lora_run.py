@@ -133,6 +133,7 @@ def test_checkpoints_hold_the_adapter_alone(trained):
     assert all(".lora_A." in name or ".lora_B." in name for name in held)
 
 
+@pytest.mark.slow
 def test_streamed_stopped_and_resumed_it_is_the_adapter_of_a_resident_run(trained, tmp_path):
     streamed = {"memory__checkpointing": "true", "memory__offload": "blocks"}
     train(settings_of(tmp_path / "run", loop__steps="1", **streamed))
