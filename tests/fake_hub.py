@@ -41,8 +41,6 @@ class FakeHub:
     repos: dict[str, FakeRepo] = field(default_factory=dict)
     breaks: dict[str, list[int]] = field(default_factory=dict)
     """File names to the bytes after which its next transfers break off."""
-    statuses: dict[str, list[int]] = field(default_factory=dict)
-    """File names to the status codes that its next transfers get."""
     sent_instead: dict[str, bytes] = field(default_factory=dict)
     """File names to other content than the listing promises."""
     knows_ranges: bool = True
@@ -173,8 +171,6 @@ class _Handler(BaseHTTPRequestHandler):
         return self._give_file(file, content, {**headers, "ETag": f'"{_git_hash(content)}"'})
 
     def _give_file(self, name: str, content: bytes, headers: dict[str, str]) -> None:
-        if self.command == "GET" and self.hub.statuses.get(name):
-            return self._refuse(self.hub.statuses[name].pop(0), "")
         content = self.hub.sent_instead.get(name, content)
         asked = re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
         start = int(asked[1]) if asked and self.hub.knows_ranges else 0

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention import BACKENDS
 from opensora_cli.models.attention.torch_kernels import sdpa
 from opensora_cli.parallel.exchanges import open_stages
@@ -109,21 +108,3 @@ def prompt_exchanges() -> Iterator[None]:
 
     with patch.object(dist, "all_to_all_single", exchange):
         yield
-
-
-def attention_bytes(ring: int, ulysses: int, num_heads: int, tokens: int) -> tuple[int, int, int]:
-    """Return the bytes of this rank's share of q, and the most that a forward and a backward pass hold beside q, k, v.
-
-    The backward pass counts with what the forward pass has kept for it, and the result.
-    """
-    mesh = mesh_of(ring=ring, ulysses=ulysses)
-    lengths = SequenceLengths.of_mesh(mesh)
-    lengths.of_ranks = (tokens,) * mesh.shape.size
-    given = [tensor.requires_grad_() for tensor in random_qkv(num_heads, tokens, dtype=torch.float32)[:3]]
-    attention = sequence_attention(sdpa, mesh, lengths)
-    with prompt_exchanges(), TensorBytes() as counted:
-        out = attention(*given)
-        forward = counted.peak_bytes
-        counted.reset_peak()
-        out.backward(torch.ones_like(out))
-    return given[0].nbytes, forward, counted.peak_bytes

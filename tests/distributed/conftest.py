@@ -188,7 +188,9 @@ def _print_to_files(_: Connection, folder: Path, environment: dict[str, str], *n
 def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor import debug
 
+    clear_cache = getattr(debug, "_clear_sharding_prop_cache", lambda: None)
     torch.set_num_threads(1)
     gc.freeze()  # so that collecting what a run leaves is quick
     modules: dict[str, ModuleType] = {}
@@ -215,7 +217,9 @@ def _serve(pipe: Connection) -> None:
         except BaseException:
             answer = False, traceback.format_exc()
         dist.destroy_process_group()
-        gc.collect()  # models that were divided are part of cycles, and hold their groups
+        # Both hold groups: torch's cache of how operators divide tensors, and cycles with models that were divided.
+        clear_cache()
+        gc.collect()
         is_worn = _polling_threads() > _MOST_POLLING
         try:
             pipe.send((*answer, is_worn))

@@ -22,7 +22,6 @@ from opensora_cli.engine.bench_comm.report import BenchReport
 from opensora_cli.engine.bench_comm.run import affordable_bytes, bench_comm
 from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.collectives import all_gather, reduce_scatter, reduce_scatter_single
 from opensora_cli.parallel.exchanges import TwoStages
 from opensora_cli.parallel.mesh import stage_groups
 from opensora_cli.settings.enums import Collective, Scaling
@@ -107,49 +106,6 @@ def _bench_with_a_fault() -> tuple[int, str, str]:
 def test_every_rank_fails_with_exit_code_4_where_one_has_a_wrong_element(pool: Pool) -> None:
     expected = (4, "1 element arrived wrong in broadcast", "wrong data")
     assert pool(2).run(_bench_with_a_fault) == [expected, expected]
-
-
-# Bytes on the wire.
-
-
-UNEVEN, EVEN = (13, 5), (12, 4)
-
-
-def _counts_of_other_collectives() -> dict[str, int]:
-    group, ranks = dist.group.WORLD, dist.get_world_size()
-    counts = {}
-    own = torch.ones(6)
-    for name, call in {
-        "pieces": lambda: dist.all_gather([torch.empty(6) for _ in range(ranks)], own),
-        # Gloo of torch 2.10 has it for one tensor alone.
-        "to all": lambda: (
-            dist.all_to_all_single(torch.empty(ranks, 2), torch.ones(ranks, 2))
-            if torch.__version__ < "2.11"
-            else dist.all_to_all(list(torch.empty(ranks, 2)), list(torch.ones(ranks, 2)))
-        ),
-        "uneven": lambda: all_gather(own[: 6 - dist.get_rank()], group, dim=0, sizes=[6 - r for r in range(ranks)]),
-        "scatter": lambda: reduce_scatter(torch.ones(ranks, 5), group, dim=0),
-        "raw scatter": lambda: reduce_scatter_single(torch.empty(1), torch.ones(ranks)),
-        "barrier": dist.barrier,
-    }.items():
-        with counted_bytes() as sent:
-            call()
-        counts[name] = sent.num_bytes
-    return counts
-
-
-@both
-def test_counting_knows_all_collectives(pool: Pool, ranks: int) -> None:
-    others = ranks - 1
-    for counts in pool(ranks).run(_counts_of_other_collectives):
-        assert counts == {
-            "pieces": 24 * others,
-            "to all": 8 * others,
-            "uneven": 24 * others,
-            "scatter": 20 * others,
-            "raw scatter": 4 * others,
-            "barrier": 0,
-        }
 
 
 def _small_demo(*_: object, **__: object) -> GenerateSettings:

@@ -161,53 +161,6 @@ def _two_linears() -> None:
         _equal(part.grad, gradient)
 
 
-def _twice() -> None:
-    """The gradient of a gradient passes through the backward's collectives."""
-    group, rank, ranks = _group()
-    sizes = shares(2 * ranks + 1, ranks)
-    whole = _random(2 * ranks + 1, 4, seed=5)
-
-    def second(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
-        leaf = x.clone().requires_grad_()
-        (first,) = torch.autograd.grad((function(leaf) ** 3).sum(), leaf, create_graph=True)
-        return torch.autograd.grad((first**2).sum(), leaf)[0]
-
-    for dim, scatter in ((0, 1), (0, -1)):
-        exchanged = second(
-            _cut(whole, dim, sizes, rank), lambda x, s=scatter: all_to_all(x, group, s, 0, gather_sizes=sizes)
-        )
-        _equal(exchanged, _cut(second(whole, lambda x: x), dim, sizes, rank))
-
-
-def _subset() -> int:
-    """Ranks 1 and 3 of four."""
-    group = dist.new_group([1, 3])
-    if dist.get_rank() not in (1, 3):
-        return 0
-    rank, whole, sizes = dist.get_rank(group), _random(3, 4, seed=7), (2, 1)
-    share = _cut(whole, 0, sizes, rank)
-    _equal(all_gather(share, group, dim=0, sizes=sizes), whole)
-    _equal(all_to_all(share, group, 1, 0, gather_sizes=sizes), whole[:, 2 * rank : 2 * rank + 2])
-    _equal(reduce_scatter(whole, group, dim=0, sizes=sizes), 2 * share)
-    _equal(split_forward_gather_backward(whole, 0, group, sizes=sizes), share)
-    _equal(gather_forward_split_backward(share, 0, group, sizes=sizes), whole)
-    _equal(all_reduce_sum(whole, group), 2 * whole)
-    return dist.get_world_size(group)
-
-
-def _kept() -> tuple[int, bool]:
-    """Return how many tensors were saved for the backward, and whether a share keeps the whole alive."""
-    group, _, ranks = _group()
-    saved = []
-    x = _random(2 * ranks, 2 * ranks, seed=8).requires_grad_()
-    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda packed: packed):
-        share = split_forward_gather_backward(x, 0, group)
-        all_to_all(gather_forward_split_backward(share, 0, group), group, 1, 0)
-        reduce_scatter(all_gather(share, group, dim=0), group, dim=1)
-        copy_to_group(all_reduce_sum(x, group), group)
-    return len(saved), share.untyped_storage().nbytes() == share.nbytes
-
-
 def _refusals() -> list[str]:
     group, _, ranks = _group()
     x = torch.zeros(2 * ranks + 1, 2)
@@ -245,18 +198,6 @@ def test_each_of_the_pair_is_the_backward_of_the_other(
 
 def test_parallel_linears_are_one_linear(pool: Callable[[int], Any]) -> None:
     pool(4).run(_two_linears)
-
-
-def test_second_gradients_are_exact(pool: Callable[[int], Any]) -> None:
-    pool(4).run(_twice)
-
-
-def test_a_group_of_some_ranks_leaves_the_others_alone(pool: Callable[[int], Any]) -> None:
-    assert pool(4).run(_subset) == [0, 2, 0, 2]
-
-
-def test_nothing_needless_is_kept(pool: Callable[[int], Any]) -> None:
-    assert pool(2).run(_kept) == [(0, True)] * 2
 
 
 def test_wrong_sizes_are_refused_before_anything_is_sent(pool: Callable[[int], Any]) -> None:

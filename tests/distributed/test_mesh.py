@@ -89,8 +89,3 @@ def test_shapes() -> None:
     assert MeshShape(replicate=2, ring=3, tensor=2).size == 12
     with pytest.raises(ValueError, match="at least one rank"):
         MeshShape(ring=0)
-
-
-def test_without_groups() -> None:
-    assert get_data_parallel_group() is get_data_parallel_group(get_mixed_dp_pg=True) is None
-    assert get_sequence_parallel_group() is get_tensor_parallel_group() is None

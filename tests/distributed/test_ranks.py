@@ -1,11 +1,15 @@
-"""Work that the ranks of a generation share, beside the transformer's: branches of guidance, and tiles."""
+"""What ranks send each other, and work that they share beside the transformer's: branches of guidance, and tiles."""
+
+import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from small_autoencoders import SMALL_DC_AE, SMALL_HUNYUAN
 
-from opensora_cli.core.rank_messages import broadcast_tensors
+import opensora_cli
+from opensora_cli.core.rank_messages import all_gather_json, broadcast_json, broadcast_tensors
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.launch.rank import agreed
 from opensora_cli.models.vae.dc_ae import DCAE
@@ -90,3 +94,33 @@ def test_tiles_are_shared(pool, model, config):
         assert outline is None
         assert first + second == alone >= 4
         assert abs(first - second) <= 1
+
+
+VALUES = [None, 0.1, "\ud83d snow ❄", ["a", 1, None, {"b": [True]}]]
+
+
+def _told(values):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    pair = dist.new_group([ranks - 2, ranks - 1])
+    from_first = [broadcast_json(value if rank == 0 else "not this") for value in values]
+    gathered = all_gather_json("x" * rank)
+    in_pair = (broadcast_json(rank, pair), all_gather_json([rank], pair)) if rank >= ranks - 2 else None
+    dist.barrier()
+    return from_first, gathered, in_pair
+
+
+def test_all_ranks_of_a_group_hear_its_first_rank_and_each_other(pool):
+    for rank, (from_first, gathered, in_pair) in enumerate(pool(4).run(_told, VALUES)):
+        assert from_first == VALUES
+        assert gathered == ["", "x", "xx", "xxx"]
+        assert in_pair == ((2, [[2], [3]]) if rank >= 2 else None)
+
+
+def test_nothing_of_ours_sends_objects_as_pickles():
+    package = Path(opensora_cli.__file__).parent
+    found = [
+        path
+        for path in package.rglob("*.py")
+        if re.search(r"\b(all_gather|gather|broadcast|scatter|send|recv)_object(_list)?\(", path.read_text("utf-8"))
+    ]
+    assert found == []

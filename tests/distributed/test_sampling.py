@@ -11,7 +11,6 @@ from adapter_styles import fused_factors, write_styles
 from closeness import assert_close
 from mapped_memory import NO_FILE, mapped_files
 from shared_models import plan_without_estimate
-from shared_tokens import prompt_exchanges
 from storage_sizes import storage_bytes
 from tiny_adapters import write_lora
 from tiny_transformer import inputs
@@ -26,9 +25,7 @@ from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate import models as loading
 from opensora_cli.engine.generate.denoise import sample_latents
-from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.ranks import ALONE, Ranks
-from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention.torch_kernels import sdpa
 from opensora_cli.models.linears import LowRankLinear
 from opensora_cli.settings.load import load_preset
@@ -40,7 +37,6 @@ def plan_of(
     mode="t2v",
     degrees=None,
     *,
-    make_plan=plan_without_estimate,
     frames=17,
     transformer="transformer.safetensors",
     **changes,
@@ -63,7 +59,7 @@ def plan_of(
             **changes,
         }
     )
-    return make_plan(settings)
+    return plan_without_estimate(settings)
 
 
 def on_this_rank(plan):
@@ -164,28 +160,6 @@ def test_ranks_sample_what_one_process_samples(pool, mode, degrees, step_bytes):
     noise = (len(answers) - 1) * expected.nbytes
     # Before the first step rank 0 sends the noise, and a short description of it.
     assert 0 <= sum(sent for _, sent in answers) - step_bytes - noise < 1000 * len(answers)
-
-
-def held(plan):
-    """Return the bytes beside the weights that sampling takes on this rank."""
-    ranks, transformer = on_this_rank(plan)
-    embeds = PromptEmbeds(
-        torch.zeros(2, plan.settings.text.t5_max_length, plan.settings.model.context_in_dim),
-        torch.zeros(2, plan.settings.model.vec_in_dim),
-    )
-    with torch.inference_mode(), prompt_exchanges(), TensorBytes() as counter:
-        counter.add([embeds.prompt_embeds_2LC, embeds.pooled_prompt_embeds_2V])
-        sample_latents(plan, ranks.share_tokens(transformer), embeds, None, seed=3, ranks=ranks)
-    return counter.peak_bytes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("degrees", [{"ulysses": 2}, {"ring": 2}], ids=str)
-def test_memory_of_a_rank_is_predicted(pool, degrees):
-    plan = plan_of("t2v", degrees, frames=65, make_plan=make_plan)
-    stage = next(stage for stage in plan.stages if stage.name == "denoise")
-    for peak in pool(2).run(held, plan):
-        assert stage.data_bytes + stage.activation_bytes == pytest.approx(peak, rel=0.05)
 
 
 def mapped(plan):

@@ -1,7 +1,6 @@
 """The script that draws the pictures of README and pages."""
 
 import importlib.util
-import json
 from pathlib import Path
 from types import ModuleType
 
@@ -31,29 +30,6 @@ def test_the_script_draws_every_picture_that_the_pages_show(script: ModuleType) 
     texts = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert [path.name for path in pictures if f"/{path.name}" not in texts] == []
     assert [path.name for path in pictures if path.suffix != ".gif" and path.stat().st_size > MOST_BYTES] == []
-
-
-def test_quality_is_drawn_against_evaluations(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trials = [
-        {
-            "mode": mode,
-            "model_evaluations": evaluations,
-            "accuracy": {"mean": 0.9 + evaluations / 1000},
-            "detail_of_renders": 0.5,
-            "broken": [1, 4],
-            "videos": 50,
-        }
-        for mode, evaluations in (("exact", 50), ("fast", 22), ("turbo", 4))
-    ]
-    log = tmp_path / "modes.json"
-    log.write_text(json.dumps({"prompts": trials}), encoding="utf-8")
-    monkeypatch.setattr(script, "MODES_LOG", log)
-    monkeypatch.setattr(script, "FOLDER", tmp_path)
-    drawn = script.plot("demo_modes").read_text(encoding="utf-8")
-    for text in ("turbo", "90.4 %", "50 %", "4 %", "broken videos"):
-        assert f">{text}<" in drawn
 
 
 def test_pages_may_not_describe_a_video_differently(script: ModuleType, tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """Training on GPUs that are not there: what every rank asks of its device in a step is logged, and checked."""
 
+from dataclasses import dataclass, field
+
 import pytest
 from fake_cuda.checks import collective_faults, faults, memory_faults
 from fake_cuda.collectives import World
@@ -30,108 +32,74 @@ def wrong(turns):
     return [*found, *collective_faults({rank: turn.log for rank, turn in turns.items()})]
 
 
-def memory_is_as_planned(turn, rank=0):
-    """Whether a rank takes what is planned, to a tenth."""
-    planned = estimate_training(turn.settings, rank=rank).device_peak_bytes
-    return list(memory_faults(turn.log, {STEP: planned})) == []
+@dataclass(frozen=True)
+class Row:
+    """A step: its recipe, what differs from that, the number of ranks, and those that take a turn (None: all)."""
+
+    recipe: str
+    changes: dict = field(default_factory=dict)
+    size: int = 1
+    turns: tuple[int, ...] | None = None
+    plans_memory: bool = True
 
 
-def waits(turn):
-    """Return how often the main thread waits for the device, by the module that does."""
-    log, counts = turn.log, {}
-    for entry in log.entries:
-        if isinstance(entry, Synchronized) and entry.thread == MAIN:
-            module = entry.where.split(":")[0]
-            counts[module] = counts.get(module, 0) + 1
-    return counts
+def clips(frames, batch_size):
+    return {"data__buckets": {"256px": {frames: [1.0, batch_size]}}}
+
+
+def divided(strategy, gpus, **changes):
+    return Row("stage1", {**CACHED, "strategy": strategy, "parallel__gpus": gpus, **changes}, gpus)
+
+
+MANY = {"memory__fp8_storage": True, "model__depth": 2, "model__depth_single_blocks": 4}
+PINNED, MAPPED = {"memory__host_weights": "pinned"}, {"memory__host_weights": "mapped"}
+OFFLOAD = {"memory__checkpointing": "offload"}
+ULYSSES, RING = {"parallel__ulysses_degree": 2}, {"parallel__ring_degree": 2}
+TENSOR = {"parallel__tensor_parallel_degree": 2}
+ROWS = {
+    "an adapter beside streamed blocks": Row("stage1_lora_16gib", LORA, plans_memory=False),
+    # of the 11B model in 16 GiB
+    "an adapter, pinned": Row("stage1_lora_16gib", {**clips(33, 3), **PINNED}),
+    "an adapter, mapped, in 8 bits": Row("stage1_lora_16gib", {**clips(129, 1), **MAPPED, **MANY}),
+    "an adapter, offloaded": Row(
+        "stage1_lora_16gib", {**clips(129, 1), **PINNED, **FEW, "memory__checkpointing": "offload"}
+    ),
+    # every rank of a strategy
+    "ddp": divided("ddp", 2, memory__checkpointing="selective"),
+    "zero2": divided("zero2", 2, loop__micro_batches=4),
+    "zero3": divided("zero3", 4, loop__micro_batches=8),
+    "ring and Ulysses": divided("hybrid", 4, **RING, **ULYSSES),
+    "tensor parallel and Ulysses": divided("hybrid", 4, **TENSOR, **ULYSSES),
+    "tensor parallel and ring": divided("hybrid", 8, **TENSOR, **RING),
+    # a rank with the largest micro-batch of its recipe
+    **{name: Row(name, {**FEW, "parallel__gpus": 8}, 8, (5,)) for name in ("image", "stage1_i2v", "high_compression")},
+    "stage2 with all of its blocks": Row("stage2", {}, 8, (3,)),
+    # the last phase of an autoencoder
+    **{name: Row(name, {"init": None, "parallel__gpus": 2}, 2, (0,)) for name in ("vae_hunyuan", "vae_dc_ae_disc")},
+    "8 machines": Row("stage2", {**CACHED, "parallel__nnodes": 8}, 64, (0, 63)),
+    "128 machines": Row("stage2", {**CACHED, "parallel__nnodes": 128}, 1024, (777,)),
+}
 
 
 @pytest.mark.slow
-def test_a_step_of_an_adapter_beside_streamed_blocks(tmp_path):
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_ranks_ask_for_what_they_may_and_take_the_memory_that_is_planned(tmp_path, row):
+    settings = recipe(row.recipe, **row.changes)
+    settings = with_weights(tmp_path, settings) if settings.lora.is_on else settings
+    world = World(row.size)
+    turns = {rank: rehearse(settings, world, rank) for rank in row.turns or range(row.size)}
+    assert wrong(turns) == []
+    first_and_last = {0, row.size - 1} & turns.keys() or turns.keys()
+    for rank in first_and_last if row.plans_memory else ():
+        planned = estimate_training(turns[rank].settings, rank=rank).device_peak_bytes
+        assert list(memory_faults(turns[rank].log, {STEP: planned})) == []
+
+
+@pytest.mark.slow
+def test_the_host_waits_for_one_loss_and_the_norm_of_the_gradient(tmp_path):
     turn = rehearse(with_weights(tmp_path, recipe("stage1_lora_16gib", **LORA)))
-    assert wrong({0: turn}) == []
-    # One loss, and the norm of the gradient.
-    assert waits(turn)["engine/train/trainer.py"] == 2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("frames", "changes"),
-    [
-        (33, {"memory__host_weights": "pinned"}),
-        (
-            129,
-            {
-                "memory__host_weights": "mapped",
-                "memory__fp8_storage": True,
-                "model__depth": 2,
-                "model__depth_single_blocks": 4,
-            },
-        ),
-        (129, {"memory__host_weights": "pinned", "memory__checkpointing": "offload", **FEW}),
-    ],
-)
-def test_an_adapter_of_the_11b_model_in_16_gib(tmp_path, frames, changes):
-    clips = {33: 3, 129: 1}[frames]
-    settings = recipe("stage1_lora_16gib", data__buckets={"256px": {frames: [1.0, clips]}}, **changes)
-    turn = rehearse(with_weights(tmp_path, settings))
-    assert wrong({0: turn}) == []
-    assert memory_is_as_planned(turn)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("gpus", "strategy", "changes"),
-    [
-        (2, "ddp", {"memory__checkpointing": "selective"}),
-        (2, "zero2", {"loop__micro_batches": 4}),
-        (4, "zero3", {"loop__micro_batches": 8}),
-        (4, "hybrid", {"parallel__ring_degree": 2, "parallel__ulysses_degree": 2}),
-        (4, "hybrid", {"parallel__tensor_parallel_degree": 2, "parallel__ulysses_degree": 2}),
-        (8, "hybrid", {"parallel__tensor_parallel_degree": 2, "parallel__ring_degree": 2}),
-    ],
-)
-def test_every_rank_of_a_strategy(gpus, strategy, changes):
-    settings = recipe("stage1", strategy=strategy, parallel__gpus=gpus, **CACHED, **changes)
-    world = World(gpus)
-    turns = {rank: rehearse(settings, world, rank) for rank in range(gpus)}
-    assert wrong(turns) == []
-    assert memory_is_as_planned(turns[0])
-    assert memory_is_as_planned(turns[gpus - 1], gpus - 1)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["image", "stage1_i2v", "high_compression"])
-def test_a_rank_of_a_recipe_with_its_largest_micro_batch(name):
-    changes = {} if name.startswith("stage2") else {"parallel__gpus": 8}
-    turn = rehearse(recipe(name, **FEW, **changes), World(8), 5)
-    assert wrong({5: turn}) == []
-    assert memory_is_as_planned(turn, 5)
-
-
-@pytest.mark.slow
-def test_a_rank_of_a_recipe_with_all_of_its_blocks():
-    turn = rehearse(recipe("stage2"), World(8), 3)
-    assert wrong({3: turn}) == []
-    assert memory_is_as_planned(turn, 3)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["vae_hunyuan", "vae_dc_ae_disc"])
-def test_an_autoencoder_in_the_last_phase_of_its_recipe(name):
-    turn = rehearse(recipe(name, init=None, parallel__gpus=2), World(2))
-    assert wrong({0: turn}) == []
-    assert memory_is_as_planned(turn)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("nodes", "ranks"), [(8, (0, 63)), (128, (777,))])
-def test_ranks_of_many_machines(nodes, ranks):
-    settings = recipe("stage2", **CACHED, parallel__nnodes=nodes)
-    world = World(8 * nodes)
-    turns = {rank: rehearse(settings, world, rank) for rank in ranks}
-    assert wrong(turns) == []
-    assert memory_is_as_planned(turns[ranks[-1]], ranks[-1])
+    waits = [each for each in turn.log.entries if isinstance(each, Synchronized) and each.thread == MAIN]
+    assert sum(each.where.startswith("engine/train/trainer.py") for each in waits) == 2
 
 
 def _float_loss(*arguments, plain=mmdit.get_batch_loss):

@@ -1,6 +1,5 @@
-"""The transformer's training step on a CUDA device: the same draws as on a CPU, the same loss from a cache."""
+"""The transformer's training step on a CUDA device: the same draws and the same loss as on a CPU."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,16 +8,8 @@ import tiny_training
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.core.conditions import ReferenceLengths, condition_mode
 from opensora_cli.data.batches import ClipBatch, ClipRequest, SampleRng
 from opensora_cli.engine.components.architectures import new_autoencoder
-from opensora_cli.engine.encode.clips import (
-    CachedClip,
-    FreshClip,
-    encode_for_cache,
-    encoded_parts,
-    part_name,
-)
 from opensora_cli.engine.encode.encoders import Encoders
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
 from opensora_cli.models.mmdit.config import MMDiTConfig
@@ -84,28 +75,3 @@ def test_every_device_draws_the_same() -> None:
         for device in ("cpu", "cuda")
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-
-
-def test_a_cache_gives_the_loss_of_fresh_clips_bit_for_bit() -> None:
-    frozen, batch = encoders("cuda", torch.bfloat16), clips()
-    running, lengths = task(frozen, "cuda"), ReferenceLengths(video=1, easy=1)
-    parts = {
-        part_name(part): part
-        for name in SETTINGS.train_mmdit.mode_weights.by_mode()
-        for part in encoded_parts(condition_mode(name), causal=True, temporal_compression=2, lengths=lengths)
-    }
-    assert batch.pixels_BTHWC is not None
-    cached = tuple(
-        CachedClip(
-            encode_for_cache(
-                FreshClip(frozen, pixels, request, SETTINGS.train_mmdit),
-                parts,
-            )
-        )
-        for pixels, request in zip(batch.pixels_BTHWC, batch.requests, strict=True)
-    )
-    stored = replace(batch, pixels_BTHWC=None, cached=cached)
-    for number in range(3):
-        with torch.autocast("cuda", dtype=torch.bfloat16):
-            fresh, again = (running.loss(each, SampleRng.of(0, number))[0] for each in (batch, stored))
-        assert torch.equal(fresh, again)

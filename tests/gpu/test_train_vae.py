@@ -1,15 +1,11 @@
 """Autoencoders in training on a CUDA device: the loss and the gradients of a CPU, and steps that lower it."""
 
 import pytest
-import tiny_frozen
-import tiny_training
 import torch
-from safetensors.torch import load_file
 from tiny_autoencoders import NUM_FRAMES, clip_batch, mixed_batches, vae_task, vae_trainer
 
 from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.run import train
 
 DISCRIMINATOR = {"weight": 0.05, "width": 8, "layers": 2}
 
@@ -49,17 +45,3 @@ def test_it_learns(kind):
     losses = [each["loss"] for each in figures[:25]]
     assert sum(losses[-6:]) < 0.8 * sum(losses[:6])
     assert ["adversary_loss" in each for each in figures].count(True) == 5
-
-
-def test_a_decoder_is_trained_alone(tmp_path):
-    first = tiny_frozen.save_frozen_parts(tmp_path / "frozen") / "vae.safetensors"
-    changes = {
-        "init": str(first),
-        "train_vae": {"decoder_only": True, "export_half": True},
-        "device": "cuda",
-        "loop.steps": 2,
-    }
-    train(tiny_training.vae_settings(tmp_path / "run").replace(changes))
-    made, given = load_file(tmp_path / "run" / "vae.safetensors"), load_file(first)
-    changed = {name.partition(".")[0] for name, value in made.items() if not torch.equal(value, given[name].half())}
-    assert changed == {"decoder", "post_quant_conv"}

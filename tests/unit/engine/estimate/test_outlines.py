@@ -142,6 +142,7 @@ def operations(changes, monkeypatch):
     return count
 
 
+@pytest.mark.slow
 def test_a_plan_costs_no_more_for_more_blocks_steps_and_ranks(monkeypatch):
     few = operations({}, monkeypatch)
     assert 0 < few < 3000

@@ -87,6 +87,7 @@ def test_more_seeds_and_more_steps_begin_what_is_missing(world, tmp_path):
     assert (fewer.model_evaluations, [seed.steps for seed in fewer.explored]) == (0, [2, 2])
 
 
+@pytest.mark.slow
 def test_a_sheet_that_cannot_be_written_loses_no_seed(world, tmp_path):
     (tmp_path / "out" / SHEET).mkdir(parents=True)
     reporter = RecordingReporter()

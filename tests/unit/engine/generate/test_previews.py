@@ -106,6 +106,7 @@ def test_a_preview_that_fails_is_a_warning_once(world, tmp_path, monkeypatch, ow
     assert result.videos[0].path.is_file()
 
 
+@pytest.mark.slow
 def test_a_cache_that_cannot_be_written_is_a_warning(world, tmp_path, cache):
     cache.parent.parent.write_text("a file")
     reporter = RecordingReporter()

@@ -75,6 +75,7 @@ def test_ranks_share_weights_and_wait_for_gradients(tmp_path: Path) -> None:
     assert waiting.parts_s[COLLECTIVES] > 10 * sharded.get(COLLECTIVES, 0.0)
 
 
+@pytest.mark.slow
 def test_frozen_blocks_that_wait_on_the_host_come_twice(tmp_path: Path) -> None:
     given = {"lora__rank": 4, "init": "first.safetensors", "model__depth": 3, "memory__checkpointing": True}
     resident = parts_of(settings_of(tmp_path, **given))
@@ -101,6 +102,7 @@ def test_states_on_the_host_wait_for_the_link(tmp_path: Path) -> None:
     assert "updating weights on the CPU" in found.left_out
 
 
+@pytest.mark.slow
 def test_weights_in_8_bits_are_dequantized_in_each_forward_pass(tmp_path: Path) -> None:
     given = {"lora__rank": 4, "init": "first.safetensors", "model__depth": 3}
     plain, stored = (parts_of(settings_of(tmp_path, **given, memory__fp8_storage=on)) for on in (False, True))

@@ -125,6 +125,7 @@ def test_alpha_of_a_checkpoint_is_that_of_the_settings(trained, tmp_path):
         open_adapter(checkpoint)
 
 
+@pytest.mark.slow
 def test_streamed_stopped_and_resumed_it_is_the_adapter_of_a_resident_run(trained, tmp_path):
     streamed = {"memory__checkpointing": "true", "memory__offload": "blocks"}
     train(settings_of(tmp_path / "run", loop__steps="1", **streamed))

@@ -128,6 +128,7 @@ def test_the_critic_learns_to_denoise_the_clips_of_the_adapter(task, evaluations
     assert learned_by(task, loss) == {CRITIC}
 
 
+@pytest.mark.slow
 def test_blocks_that_are_computed_again_have_the_adapter_of_their_loss(task):
     task.begin_step(0)
 
@@ -166,6 +167,7 @@ def test_an_interrupted_run_ends_the_same(tmp_path):
     assert all(torch.equal(found[name], whole[name]) for name in whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("image", "modes", "branches"), [(2.0, {}, 3), (1.0, {}, 2), (2.0, {"t2v"}, 2)])
 def test_the_predicted_evaluations_are_those_of_a_task(tmp_path, image, modes, branches):
     weights = {f"train_mmdit__mode_weights__{name}": 0 for name in CONDITION_MODES if modes and name not in modes}
