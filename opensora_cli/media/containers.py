@@ -126,8 +126,8 @@ def probe_video(path: Path) -> MediaFacts:
             raise MediaError(f"{path} holds no video frame that can be read")
         if stored < track.frames:
             raise MediaError(f"{path} is cut off: it has {stored} of {track.frames} frames")
-        shown = next(_numbered([first], track, threads=1))
-        height, width, _ = shown.to_rgb().shape
+        size = _size(first, track.sample_aspect_ratio or Fraction(1))
+        height, width = size[::-1] if _quarter_turns(first) % 2 else size
         return MediaFacts(
             num_frames=len(times), height=height, width=width, fps=_mean_rate(track), is_uneven=_is_uneven(times)
         )
@@ -239,11 +239,8 @@ def _numbered(decoded: Iterable[av.VideoFrame], track: av.VideoStream, *, thread
     reformatter = VideoReformatter()  # It keeps the tables of a conversion, which take seconds for HDR.
     for index, frame in enumerate(decoded):
         duration = float(frame.duration * frame.time_base) if frame.duration and frame.time_base else 1 / rate
-        yield StoredFrame(
-            index / rate if frame.pts is None else frame.time,
-            duration,
-            partial(_rgb, reformatter, frame, aspect, threads),
-        )
+        start = index / rate if frame.pts is None else frame.time
+        yield StoredFrame(start, duration, partial(_rgb, reformatter, frame, aspect, threads))
 
 
 def _frames_after_seeking(
@@ -284,15 +281,14 @@ def _place_before(container: InputContainer, track: av.VideoStream, path: Path, 
 
 def _rgb(reformatter: VideoReformatter, frame: av.VideoFrame, aspect: Fraction, threads: int | None) -> torch.Tensor:
     """Return a frame upright, with square pixels, and in the colors of sRGB; `aspect` is that of its pixels."""
-    # The shorter side is stretched, so that no detail is lost.
-    wider, higher = max(aspect, Fraction(1)), max(1 / aspect, Fraction(1))
+    height, width = _size(frame, aspect)
     is_hdr = frame.color_trc in _HDR_TRANSFERS
     # Players assume BT.709 for a large frame that names no color space, and BT.601 for a small one.
     is_untagged_hd = frame.colorspace == _UNSPECIFIED_COLORS and (frame.width >= 1280 or frame.height > 576)
     rgb = reformatter.reformat(
         frame,
-        width=round(frame.width * wider),
-        height=round(frame.height * higher),
+        width=width,
+        height=height,
         format="rgb24",
         src_colorspace=Colorspace.ITU709 if is_untagged_hd else None,
         dst_color_trc=ColorTrc.IEC61966_2_1 if is_hdr else None,
@@ -300,5 +296,14 @@ def _rgb(reformatter: VideoReformatter, frame: av.VideoFrame, aspect: Fraction, 
         interpolation=EXACT_COLORS,
         threads=threads,
     ).to_ndarray()
-    # Phones store upright videos in quarter turns.
-    return torch.from_numpy(np.ascontiguousarray(np.rot90(rgb, round(frame.rotation / 90))))
+    return torch.from_numpy(np.ascontiguousarray(np.rot90(rgb, _quarter_turns(frame))))
+
+
+def _size(frame: av.VideoFrame, aspect: Fraction) -> tuple[int, int]:
+    """Return the height and width with square pixels. The shorter side is stretched, so that no detail is lost."""
+    return round(frame.height * max(1 / aspect, Fraction(1))), round(frame.width * max(aspect, Fraction(1)))
+
+
+def _quarter_turns(frame: av.VideoFrame) -> int:
+    """Return the turns to the left that make a frame upright, as phones store it."""
+    return round(frame.rotation / 90)

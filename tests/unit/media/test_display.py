@@ -129,7 +129,10 @@ class TestColors:
 
     @pytest.mark.parametrize(
         ("transfer", "levels"),
-        [("smpte2084", (0.36358, 0.58069, 0.75183)), ("arib-std-b67", (0.33936, 0.74991, 1.0))],
+        [
+            ("smpte2084", (0.36358, 0.58069, 0.75183)),
+            pytest.param("arib-std-b67", (0.33936, 0.74991, 1.0), marks=pytest.mark.slow),
+        ],
     )
     def test_hdr_keeps_white_and_order(self, tmp_path: Path, transfer: str, levels: Sequence[float]) -> None:
         """Levels of the formulas of ITU-R BT.2100 for gray of 20 and 203 cd/m², and a highlight."""
