@@ -91,7 +91,7 @@ def _make_pictures(chain: Chain, samples: Sequence[Sample], models: LoadedModels
         return
     from opensora_cli.media.read import read_picture
 
-    keeps = chain.settings.picture.save and events.keeps_results
+    keeps = chain.settings.picture.save
     files = picture_files(chain, [sample.files for sample in samples])
     made_before = models.ranks.same([keeps and picture.made_before for picture in files])
     missing = [Sample(alone(plan), plan, each) for each, is_made in zip(files, made_before, strict=True) if not is_made]

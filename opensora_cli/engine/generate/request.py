@@ -140,13 +140,8 @@ def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
         from opensora_cli.engine.generate.refinement import require_refinement
 
         require_refinement(settings, SilentReporter())
-    if (picture := picture_settings(settings)) is not None:
-        try:
-            require_weights_of(picture)
-        except CheckpointError as error:
-            hint = f"{error.hint}; --set picture.first=false makes no picture first"
-            raise CheckpointError(error.message, hint=hint) from error
-    require_weights_of(settings)
+    for part in filter(None, (picture_settings(settings), settings)):
+        require_weights_of(part)
 
 
 def refined_with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
@@ -172,7 +167,7 @@ def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSetting
     else:
         from opensora_cli.media.read import is_picture, read_video
 
-        for path in references:
+        for path in references:  # A broken file suggests no mode.
             if not is_picture(path):
                 read_video(path, num_frames=1)
         mode = suggested_mode([is_picture(path) for path in references])
