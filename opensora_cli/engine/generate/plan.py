@@ -42,7 +42,7 @@ from opensora_cli.engine.estimate.offload import (
 from opensora_cli.engine.estimate.transformer import GenerationSizes
 from opensora_cli.engine.estimate.verdict import HostMemory
 from opensora_cli.engine.estimate.weights import streamed_bytes
-from opensora_cli.engine.generate.request import PICTURE_MODE, size_of_picture, start_step
+from opensora_cli.engine.generate.request import PICTURE_MODE, size_of_picture
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape
 from opensora_cli.sampling.denoise import last_times
 from opensora_cli.sampling.guidance import (
@@ -461,8 +461,9 @@ def _guidance(settings: GenerateSettings) -> Guidance:
 
 
 def _start(settings: GenerateSettings, timesteps: tuple[float, ...]) -> int:
-    """Return the step at which a video starts from its draft."""
-    start, stop = start_step(timesteps, settings.draft.strength), settings.sampling.stop_at
+    """Return the step at which a video starts from its draft: neither the first nor the last."""
+    strength, stop = settings.draft.strength, settings.sampling.stop_at
+    start = min(range(1, len(timesteps) - 1), key=lambda step: abs(timesteps[step] - strength))
     if stop is not None and stop <= start:
         raise RequestError(
             f"sampling.stop_at={stop} is over where the video starts from its draft, after step {start}",

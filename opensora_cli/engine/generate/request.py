@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
@@ -246,11 +246,6 @@ def draft_settings(settings: GenerateSettings, *, height: int, width: int) -> Ge
             hint="use a smaller --draft-res, or a larger --res",
         )
     return settings.replace({**_VIDEO_ONLY, "video.height": rows, "video.width": columns})
-
-
-def start_step(timesteps: Sequence[float], strength: float) -> int:
-    """Return the step whose time is nearest to `strength`, but neither the first nor the last."""
-    return min(range(1, len(timesteps) - 1), key=lambda step: abs(timesteps[step] - strength))
 
 
 def picture_settings(settings: GenerateSettings) -> GenerateSettings | None:
