@@ -177,4 +177,4 @@ def _make_segments(
             given = references_to(plans[-1], video.last_frames(chain.settings.overlap))
         if models.ranks.count > 1:
             models.release()  # as in `_make_pictures`
-    return video.clip()
+    return video
