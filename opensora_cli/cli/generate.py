@@ -94,19 +94,16 @@ def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:
 def _make_rows(
     request: GenerateRequest, call: Call, table: Path, *, context: RankContext | None, dry_run: bool
 ) -> Document | None:
-    from opensora_cli.engine.generate.prompts import Shard, read_prompts
+    from opensora_cli.engine.generate.prompts import read_prompts, rows_of_shard
 
-    part = call.value("--shard", str)
-    shard = Shard() if part is None else Shard.of(part)
-    rows = read_prompts(table)
+    rows, shard = read_prompts(table), call.value("--shard", str)
+    rows = rows if shard is None else rows_of_shard(rows, shard)
     with call.loading():
         from opensora_cli.engine.generate.batch import generate_rows, plan_rows
 
     if dry_run:
-        return plan_rows(request, rows, shard=shard, reporter=call.reporter)
-    return generate_rows(
-        request, rows, shard=shard, reporter=call.reporter, context=context, rank_arguments=call.words[1:]
-    )
+        return plan_rows(request, rows, reporter=call.reporter)
+    return generate_rows(request, rows, reporter=call.reporter, context=context, rank_arguments=call.words[1:])
 
 
 def _preset_defaults() -> Mapping[str, str]:

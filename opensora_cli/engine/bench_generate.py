@@ -40,6 +40,7 @@ _NOTHING_KEPT: Mapping[str, object] = {
     "output.save_state_every": None,
     "output.preview_every": None,
     "output.save_latents": False,
+    "picture.save": False,
 }
 _WARM_UP_STEPS = 2
 _Made = tuple[HeldVideo | None, dict[str, float], list[float]]
@@ -314,7 +315,7 @@ def likeness(video: HeldVideo, exact: HeldVideo, *, on_frame: Callable[[], None]
 
 def _make(chain: Chain, *, models: LoadedModels, references: Sequence[Reference], reporter: Reporter) -> _Made:
     """Make a video; return it on rank 0, the seconds of its stages, and the peak memory of each rank in GiB."""
-    events, device = Events(reporter, keeps_results=False), chain.video.hardware.device
+    events, device = Events(reporter), chain.video.hardware.device
     chain = chain.change(models.planned, only=VIDEO)
     sample = Sample(chain, chain.video, sample_files(chain.settings, 0), references)
     with computing(chain.video, reporter):

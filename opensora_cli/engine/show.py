@@ -68,14 +68,29 @@ def show_recorded(path: Path) -> Shown | None:
     """
     with reading(path):
         path.stat()
+    kind, document = "sidecar", dict[str, Any]()
     if _is_media(path):
-        return _of_media(path)
-    if path.suffix == _WEIGHTS_ENDING:
-        metadata = read_header(path)
-        return None if metadata is None else _of_latents(path, metadata)
-    if path.suffix == ".json":
-        return _of_document(path, read_json_object(path, hint="osora show reads sidecars and settings"))
-    return None
+        kind, sidecar = "result", sidecar_path(path)
+        if sidecar.is_file():
+            document = read_json_object(sidecar, hint="it is not a sidecar")
+        elif tags := read_tags(path):
+            document = {**tags, "seed": int(tags["seed"])} if tags.get("seed", "").isdecimal() else dict(tags)
+        else:
+            raise FileProblem(f"{path} records nothing, and has no sidecar {sidecar.name} beside it")
+    elif path.suffix == _WEIGHTS_ENDING and (metadata := read_header(path)) is not None:
+        kind = "state" if STEPS_KEY in metadata else "latents"
+        try:
+            settings = parse_object(metadata.get("settings", "").encode("utf-8", "surrogatepass"))
+        except ValueError as error:
+            raise FileProblem(f"{path} does not record the settings that made it") from error
+        document = {**metadata, "settings": settings}
+    elif path.suffix == ".json":
+        document = read_json_object(path, hint="osora show reads sidecars and settings")
+        if not isinstance(document.get("settings"), dict):
+            kind, document = "settings", {"settings": document}
+    else:
+        return None
+    return _shown(path, kind, document)
 
 
 def continued(path: Path, given: dict[str, Given]) -> Path | None:
@@ -109,36 +124,9 @@ def _is_media(path: Path) -> bool:
     return any(path.glob("frame_*.png")) if path.is_dir() else path.suffix.lower() in _MEDIA_ENDINGS
 
 
-def _of_latents(path: Path, metadata: Mapping[str, str]) -> Shown:
-    try:
-        settings = parse_object(metadata.get("settings", "").encode("utf-8", "surrogatepass"))
-    except ValueError as error:
-        raise FileProblem(f"{path} does not record the settings that made it") from error
-    recorded = {key: value for key, value in metadata.items() if key != "settings"}
-    return _shown(path, "state" if STEPS_KEY in metadata else "latents", {**recorded, "settings": settings})
-
-
-def _of_media(path: Path) -> Shown:
-    sidecar = sidecar_path(path)
-    if sidecar.is_file():
-        return _of_document(path, read_json_object(sidecar, hint="it is not a sidecar"), kind="result")
-    tags: dict[str, Any] = read_tags(path)
-    if not tags:
-        raise FileProblem(f"{path} records nothing, and has no sidecar {sidecar.name} beside it")
-    if str(tags.get("seed", "")).isdecimal():
-        tags["seed"] = int(tags["seed"])
-    return _shown(path, "result", tags)
-
-
-def _of_document(path: Path, document: Mapping[str, Any], *, kind: str = "sidecar") -> Shown:
-    if isinstance(document.get("settings"), dict):
-        return _shown(path, kind, document)
-    return _shown(path, "settings", {"settings": document})
-
-
 def _shown(path: Path, kind: str, document: Mapping[str, Any]) -> Shown:
     """Return the facts of a document, whose prompt and seed may be in its settings only."""
-    settings = document.get("settings") or {}
+    settings = found if isinstance(found := document.get("settings"), dict) else {}
     sampling = settings.get("sampling")
     seed = document.get("seed", sampling.get("seed") if isinstance(sampling, dict) else None)
     own = ("prompt", "negative_prompt", "seed", "timings_s", "settings")

@@ -14,11 +14,10 @@ import numpy as np
 import torch
 from av.container import InputContainer
 from av.stream import Disposition
-from av.video.reformatter import Colorspace, Interpolation
+from av.video.reformatter import ColorPrimaries, Colorspace, ColorTrc, Interpolation, VideoReformatter
 
 from opensora_cli.core.exceptions import MediaError
 from opensora_cli.core.reading import lack_of_machine
-from opensora_cli.media import hdr
 
 ONLY_VIDEOS = {
     "format_whitelist": "mov,mp4,matroska,webm,avi,mpegts,mpeg,mpegvideo,flv,ogg,asf,ivf,mxf,h264,hevc,m4v,obu,av1"
@@ -44,6 +43,8 @@ _WIDEST_PIXEL = Fraction(8)
 """Largest width of a pixel divided by its height, or height by width; known formats have at most 2.2."""
 _UNSPECIFIED_COLORS = 2
 """Code of an unknown color space (ITU-T H.273)."""
+_HDR_TRANSFERS = (ColorTrc.SMPTE2084, ColorTrc.ARIB_STD_B67)
+"""Transfer functions of high dynamic range, PQ and HLG, which become that of sRGB."""
 _FALLBACK_FPS = 24.0
 _MOST_DRIFT = 0.25
 """Largest error of the mean rate at the wanted frame, in frames."""
@@ -125,8 +126,8 @@ def probe_video(path: Path) -> MediaFacts:
             raise MediaError(f"{path} holds no video frame that can be read")
         if stored < track.frames:
             raise MediaError(f"{path} is cut off: it has {stored} of {track.frames} frames")
-        shown = next(_numbered([first], track, threads=1))
-        height, width, _ = shown.to_rgb().shape
+        size = _size(first, track.sample_aspect_ratio or Fraction(1))
+        height, width = size[::-1] if _quarter_turns(first) % 2 else size
         return MediaFacts(
             num_frames=len(times), height=height, width=width, fps=_mean_rate(track), is_uneven=_is_uneven(times)
         )
@@ -235,11 +236,11 @@ def _mean_rate(track: av.VideoStream) -> float:
 def _numbered(decoded: Iterable[av.VideoFrame], track: av.VideoStream, *, threads: int | None) -> Iterator[StoredFrame]:
     """Yield decoded frames, with the time that they have if the file names none. `threads` convert the colors."""
     rate, aspect = _mean_rate(track), track.sample_aspect_ratio or Fraction(1)
+    reformatter = VideoReformatter()  # It keeps the tables of a conversion, which take seconds for HDR.
     for index, frame in enumerate(decoded):
         duration = float(frame.duration * frame.time_base) if frame.duration and frame.time_base else 1 / rate
-        yield StoredFrame(
-            index / rate if frame.pts is None else frame.time, duration, partial(_rgb, frame, aspect, threads)
-        )
+        start = index / rate if frame.pts is None else frame.time
+        yield StoredFrame(start, duration, partial(_rgb, reformatter, frame, aspect, threads))
 
 
 def _frames_after_seeking(
@@ -278,22 +279,31 @@ def _place_before(container: InputContainer, track: av.VideoStream, path: Path, 
     return None if frame >= len(times) else (times[frame - 1] + times[frame]) / 2
 
 
-def _rgb(frame: av.VideoFrame, aspect: Fraction, threads: int | None) -> torch.Tensor:
+def _rgb(reformatter: VideoReformatter, frame: av.VideoFrame, aspect: Fraction, threads: int | None) -> torch.Tensor:
     """Return a frame upright, with square pixels, and in the colors of sRGB; `aspect` is that of its pixels."""
-    # The shorter side is stretched, so that no detail is lost.
-    wider, higher = max(aspect, Fraction(1)), max(1 / aspect, Fraction(1))
-    is_hdr = frame.color_trc in (hdr.PQ, hdr.HLG)
+    height, width = _size(frame, aspect)
+    is_hdr = frame.color_trc in _HDR_TRANSFERS
     # Players assume BT.709 for a large frame that names no color space, and BT.601 for a small one.
     is_untagged_hd = frame.colorspace == _UNSPECIFIED_COLORS and (frame.width >= 1280 or frame.height > 576)
-    rgb = frame.reformat(
-        width=round(frame.width * wider),
-        height=round(frame.height * higher),
-        format="rgb48le" if is_hdr else "rgb24",
+    rgb = reformatter.reformat(
+        frame,
+        width=width,
+        height=height,
+        format="rgb24",
         src_colorspace=Colorspace.ITU709 if is_untagged_hd else None,
+        dst_color_trc=ColorTrc.IEC61966_2_1 if is_hdr else None,
+        dst_color_primaries=ColorPrimaries.BT709 if is_hdr else None,
         interpolation=EXACT_COLORS,
         threads=threads,
     ).to_ndarray()
-    if is_hdr:
-        rgb = hdr.to_sdr(rgb.astype(np.uint16, copy=False), transfer=frame.color_trc)
-    # Phones store upright videos in quarter turns.
-    return torch.from_numpy(np.ascontiguousarray(np.rot90(rgb, round(frame.rotation / 90))))
+    return torch.from_numpy(np.ascontiguousarray(np.rot90(rgb, _quarter_turns(frame))))
+
+
+def _size(frame: av.VideoFrame, aspect: Fraction) -> tuple[int, int]:
+    """Return the height and width with square pixels. The shorter side is stretched, so that no detail is lost."""
+    return round(frame.height * max(1 / aspect, Fraction(1))), round(frame.width * max(aspect, Fraction(1)))
+
+
+def _quarter_turns(frame: av.VideoFrame) -> int:
+    """Return the turns to the left that make a frame upright, as phones store it."""
+    return round(frame.rotation / 90)

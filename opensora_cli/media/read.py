@@ -100,10 +100,6 @@ def read_video(
         MediaError: The file is missing, empty, broken, a still picture, without a picture track, or shorter than
             `num_frames`.
     """
-    if num_frames is not None and num_frames < 1:
-        raise ValueError(f"num_frames={num_frames} must be at least 1")
-    if fps is not None and not fps > 0:
-        raise ValueError(f"fps={fps} must be over 0")
     file = readable_file(path)
     num_pictures = pictures.num_pictures(file)
     if num_pictures == 1:

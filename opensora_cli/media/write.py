@@ -79,8 +79,6 @@ def write_media(
     Raises:
         OutputError: A file cannot be written or must not be replaced, or H.264 cannot have this size.
     """
-    if not fps > 0:
-        raise ValueError(f"fps={fps} must be over 0")
     last_HWC: list[torch.Tensor] = []
 
     def watched() -> Iterator[torch.Tensor]:
@@ -120,7 +118,6 @@ class _PiecesError(Exception):
 def _frames(pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Yield copies of the frames (H, W, 3) of pieces, so that a kept frame does not keep its piece."""
     making = iter(pieces)
-    size: torch.Size | None = None
     while True:
         try:
             piece_THWC = next(making, None)
@@ -128,15 +125,8 @@ def _frames(pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
             raise _PiecesError(error) from error
         if piece_THWC is None:
             break
-        if piece_THWC.dtype != torch.uint8 or piece_THWC.ndim != 4 or piece_THWC.shape[-1] != 3 or not len(piece_THWC):
-            raise ValueError(f"frames must be uint8 (T, H, W, 3), not {piece_THWC.dtype} {tuple(piece_THWC.shape)}")
-        size = size or piece_THWC.shape[1:]
-        if piece_THWC.shape[1:] != size:
-            raise ValueError(f"frames must have one size, not {tuple(size)} and {tuple(piece_THWC.shape[1:])}")
         yield from map(torch.clone, piece_THWC.cpu().contiguous())
         del piece_THWC
-    if size is None:
-        raise ValueError("there are no frames")
 
 
 def _refuse(target: Path, kind: MediaFormat, start: Sequence[torch.Tensor]) -> None:

@@ -27,7 +27,7 @@ _TEMPORARY = re.compile(r"^\.osora-|\.(tmp|part|partial|incomplete|lock)$|^tmp\w
 _UNFINISHED = re.compile(r"\.osora-|\.saving-|\.part$|\.lock$")
 # The last is of the program that matplotlib asks for fonts, which keeps one where the system's is out of date.
 _CACHES = ("home/.cache/matplotlib/", "home/.config/matplotlib/", "home/.cache/fontconfig/")
-_OWN_CACHES = ("home/.cache/osora/prompts/", "home/.cache/osora/previews/")
+_OWN_CACHES = ("home/.cache/osora/prompts/",)
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _LONGEST_LINE = 2100
 _SHOWN = 2000

@@ -26,7 +26,7 @@ from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.pipeline import computing
-from opensora_cli.engine.generate.prompts import Row, Shard
+from opensora_cli.engine.generate.prompts import Row
 from opensora_cli.engine.generate.ranks import device_for_rows, joined_for_rows, require_devices, start_ranks, watched
 from opensora_cli.engine.generate.request import request_of_rank, resolve
 from opensora_cli.engine.generate.run import generate, plan_here
@@ -169,12 +169,11 @@ def generate_rows(
     request: GenerateRequest,
     rows: Sequence[Row],
     *,
-    shard: Shard,
     reporter: Reporter,
     context: RankContext | None = None,
     rank_arguments: Sequence[str] = (),
 ) -> BatchResult | None:
-    """Make and save the videos of every row of this shard, with models that stay loaded.
+    """Make and save the videos of every row, with models that stay loaded.
 
     A row with results of the same request is kept, and a row that fails stops no other. Processes that
     work on the same rows make each row once. Several devices make different rows, in ranks that this process starts.
@@ -186,7 +185,6 @@ def generate_rows(
     Returns None if ranks were started; rank 0 prints the result.
     """
     _refuse_one_file(request)
-    rows = shard.rows(rows)
     with LoadedModels(stay=True) as models:
         if context is None:
             own = _OwnRows(request, rows, models, reporter)
@@ -201,7 +199,7 @@ def generate_rows(
             if not own.outputs and len({error.message for _, error in own.errors}) == 1:
                 raise own.errors[0][1]  # What is wrong with every row is wrong with the request.
         else:
-            own_rows = shard.part(context.rank, context.world_size).rows(rows)
+            own_rows = rows[context.rank :: context.world_size]
             with joined_for_rows(context) as group:
                 own = _OwnRows(request_of_rank(request, context), own_rows, models, reporter)
                 own.device = device_for_rows(own.valid[0][1], context) if own.valid else None
@@ -219,14 +217,14 @@ def generate_rows(
     )
 
 
-def plan_rows(request: GenerateRequest, rows: Sequence[Row], *, shard: Shard, reporter: Reporter) -> BatchPlan:
+def plan_rows(request: GenerateRequest, rows: Sequence[Row], *, reporter: Reporter) -> BatchPlan:
     """Return a plan for each group of rows that differ only in prompts, seed, references and name."""
     _refuse_one_file(request)
-    chosen, shown = shard.rows(rows), _RowReporter(reporter)
+    shown = _RowReporter(reporter)
     failed: list[FailedRow] = []
     plans: dict[str, PlanDocument] = {}
     counts: Counter[str] = Counter()
-    for row in chosen:
+    for row in rows:
         shown.row = row.number
         try:
             settings = _row_settings(row, request, shown)
@@ -237,7 +235,7 @@ def plan_rows(request: GenerateRequest, rows: Sequence[Row], *, shard: Shard, re
         except OsoraError as error:
             failed.append(FailedRow.of(row, error))
     shapes = tuple(PlannedShape(rows=counts[shape], plan=plan) for shape, plan in plans.items())
-    return BatchPlan(rows=len(chosen), failed=tuple(failed), shapes=shapes)
+    return BatchPlan(rows=len(rows), failed=tuple(failed), shapes=shapes)
 
 
 class _OwnRows:
@@ -313,7 +311,7 @@ class _OwnRows:
                 require_fit(chain)
                 with computing(plan, reporter):
                     for each in chain.by_role.values():
-                        text_embeds(each, self._models, Events(reporter, keeps_results=False))
+                        text_embeds(each, self._models, Events(reporter))
             # These settings have the number of threads of a CPU, on which embeddings depend.
             return row, chain.settings
         return None

@@ -1,6 +1,7 @@
 """Decoding: decode the latents of a sample, and write each piece of the video as soon as it is decoded."""
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -21,7 +22,7 @@ from opensora_cli.engine.generate.chain import Chain
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import SampleFiles, is_begun, read_made
-from opensora_cli.engine.generate.plan import PICTURE, Plan
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.references import LOW_PSNR_DB, GivenFramesPSNR
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.sidecar import FirstPicture, first_picture, sidecar_document
@@ -66,20 +67,21 @@ class Figures:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Clip:
+class Clip(ABC):
     """Decoded sample, or a segment of one, whose frames are produced once, piece by piece."""
 
-    chain: Chain
-    """Jobs of the request."""
-    files: SampleFiles
-    latents: tuple[torch.Tensor, ...]
-    """latents_CTHW of each segment, on the CPU."""
-    pieces: Callable[[], Generator[torch.Tensor]]
-    """Function that yields the frames (t, H, W, 3), uint8 on the CPU. Can be called once."""
-    figures: Callable[[], Figures]
-    """Function that returns the figures of the sample, after the last piece."""
-    events: Events
+    def __init__(self, chain: Chain, files: SampleFiles, events: Events) -> None:
+        self.chain, self.files, self.events = chain, files, events
+        self.latents: tuple[torch.Tensor, ...] = ()
+        """latents_CTHW of each segment, on the CPU."""
+
+    @abstractmethod
+    def pieces(self) -> Generator[torch.Tensor]:
+        """Yield the frames (t, H, W, 3), uint8 on the CPU. Can be called once."""
+
+    @abstractmethod
+    def figures(self) -> Figures:
+        """Return the figures of the sample, after the last piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,44 +103,36 @@ def hold(clip: Clip) -> HeldVideo:
     return HeldVideo(clip.chain, clip.files, clip.latents, frames_THWC, clip.figures())
 
 
-def _decoded(sample: Sample, plan: Plan, autoencoder: Autoencoder, events: Events) -> Clip:
-    """Return a sample that is decoded while its pieces are read. `plan` may have a stronger offload than the sample."""
-    denoised = sample.denoised
-    assert denoised is not None
-    psnr = GivenFramesPSNR(sample.references, num_frames=plan.settings.video.num_frames)
-    decode_s_before = events.timings_s.setdefault(DECODE, 0.0)
+class _DecodedSample(Clip):
+    """Sample that is decoded while its pieces are read. `plan` may have a stronger offload than that of the sample."""
 
-    def pieces() -> Generator[torch.Tensor]:
-        left = plan.num_frames
+    def __init__(self, sample: Sample, plan: Plan, autoencoder: Autoencoder, events: Events) -> None:
+        super().__init__(sample.chain.change(lambda each: plan if each is sample.plan else each), sample.files, events)
+        assert sample.denoised is not None
+        self.latents, self._denoise_s = (sample.denoised.latents_CTHW,), sample.denoised.denoise_s
+        self._plan, self._autoencoder = plan, autoencoder
+        self._psnr = GivenFramesPSNR(sample.references, num_frames=plan.settings.video.num_frames)
+        self._decode_s_before = events.timings_s.setdefault(DECODE, 0.0)
+
+    def pieces(self) -> Generator[torch.Tensor]:
+        plan, left = self._plan, self._plan.num_frames
         tiles = count_decoder_tiles(plan.latent_shape, plan.settings.vae)
-        with events.stage(DECODE, total=tiles, unit="tiles") as progress:
-            decoded = decode_latents(plan, autoencoder, denoised.latents_CTHW, on_tile=progress.advance)
+        with self.events.stage(DECODE, total=tiles, unit="tiles") as progress:
+            decoded = decode_latents(plan, self._autoencoder, self.latents[0], on_tile=progress.advance)
             with closing(decoded):
                 for piece_THWC in decoded:
-                    psnr.add(piece_THWC)
+                    self._psnr.add(piece_THWC)
                     if left > 0:  # A seamless loop drops its last frame.
                         yield piece_THWC[:left]
                     left -= len(piece_THWC)
                     # Free the piece while the next one is decoded.
                     del piece_THWC
 
-    def figures() -> Figures:
-        decode_s = events.timings_s[DECODE] - decode_s_before
-        return Figures(
-            {**events.timings_s, DENOISE: denoised.denoise_s, DECODE: decode_s},
-            peak_memory_gib(plan.hardware.device),
-            psnr.db,
-            events.linear_products,
-        )
-
-    return Clip(
-        chain=sample.chain.change(lambda each: plan if each is sample.plan else each),
-        files=sample.files,
-        latents=(denoised.latents_CTHW,),
-        pieces=pieces,
-        figures=figures,
-        events=events,
-    )
+    def figures(self) -> Figures:
+        timings_s = self.events.timings_s
+        own = {DENOISE: self._denoise_s, DECODE: timings_s[DECODE] - self._decode_s_before}
+        peaks = peak_memory_gib(self._plan.hardware.device)
+        return Figures({**timings_s, **own}, peaks, self._psnr.db, self.events.linear_products)
 
 
 def decode_latents(
@@ -201,7 +195,7 @@ def decode_samples(
 
             def decode(plan: Plan, sample: Sample = sample) -> V:
                 with models.autoencoder(plan, events) as autoencoder:
-                    return finish(_decoded(sample, plan, autoencoder, events))
+                    return finish(_DecodedSample(sample, plan, autoencoder, events))
 
             # The next sample starts with the offload that was enough for this one.
             result, plan = retried(decode, plan, DECODE, models, events)
@@ -265,7 +259,7 @@ def save(clip: Clip) -> GeneratedVideo:
         where = f"stopped after step {stop} of {plan.num_steps}"
         events.reporter.note(f"{where}: continue with {sample.command(sample.latents, is_begun=True)}")
     psnr_db = clip.figures().given_frames_psnr_db
-    report_given_frames(psnr_db, sample.seed, events.reporter, made_first=chain.find(PICTURE) is not None)
+    report_given_frames(psnr_db, sample.seed, events.reporter)
     events.note_saved(sample.media)
     return GeneratedVideo.of(chain, sample, psnr_db)
 
@@ -304,13 +298,12 @@ def write_video(
     )
 
 
-def report_given_frames(psnr_db: float | None, seed: int, reporter: Reporter, *, made_first: bool) -> None:
+def report_given_frames(psnr_db: float | None, seed: int, reporter: Reporter) -> None:
     """Report the PSNR of given frames, with a warning if a user's frames came back badly."""
     if psnr_db is None:
         return
-    given = "the picture made first" if made_first else "given frames"
-    came = f"{given} came back at {psnr_db:.1f} dB PSNR (seed {seed})"
-    if not made_first and psnr_db < LOW_PSNR_DB:
+    came = f"given frames came back at {psnr_db:.1f} dB PSNR (seed {seed})"
+    if psnr_db < LOW_PSNR_DB:
         reporter.warn(
             f"{came}, below {LOW_PSNR_DB:.0f} dB: the reference is far from what the model makes, and the video shows "
             "something else; a reference like the model's own videos comes back better"

@@ -24,10 +24,8 @@ from opensora_cli.engine.generate.outputs import (
     SampleFiles,
     check_outputs,
     note_earlier_work,
-    sample_files,
 )
 from opensora_cli.engine.generate.predicted import predict_known_time
-from opensora_cli.engine.generate.previews import known_map
 from opensora_cli.engine.generate.ranks import hardware_of_ranks, planned_hardware
 from opensora_cli.engine.generate.references import references_of
 from opensora_cli.engine.generate.refinement import note_plan
@@ -229,16 +227,10 @@ def plan_generation(
         files = choose_outputs(chain)
     except OutputError as error:
         reporter.note(f"{error.message}; {error.hint}")
-    for index, sample in enumerate(files):
-        if sample.number > 1 and not (sample.made_before or plan.settings.output.overwrite):
-            taken = sample_files(chain.settings, index).media
-            reporter.note(f"another request has the name {taken}: the result would be {sample.media.name}")
     note_earlier_work(files, reporter)
     references_of(plan, reporter)
     warn_about_prompts(plan, reporter)
     note_exceptions(plan, reporter)
-    if settings.output.makes_previews and plan.weights.complete:
-        known_map(plan, reporter)
     return PlanDocument.of(chain, files, predicted=predict_known_time(chain, on))
 
 

@@ -32,9 +32,7 @@ class Hooks:
 class Events:
     """Report stages and their times, and list the saved files of a run that ends early.
 
-    Args:
-        keeps_results: whether the videos are results of the run that are kept in files.
-        role: role of the job, a prefix of the names of its stages; None for the video.
+    The `role` of a job is a prefix of the names of its stages; None for the video.
     """
 
     def __init__(
@@ -42,12 +40,10 @@ class Events:
         reporter: Reporter,
         *,
         hooks: Hooks | None = None,
-        keeps_results: bool = True,
         role: str | None = None,
     ) -> None:
         self.reporter = reporter
         self.hooks = hooks or Hooks()
-        self.keeps_results = keeps_results
         self.timings_s: dict[str, float] = {}
         """Seconds of each stage."""
         self.linear_products: LinearProductsReport | None = None
@@ -86,7 +82,7 @@ class Events:
     @contextmanager
     def of_job(self, role: str) -> Iterator["Events"]:
         """Yield the events of another job of the chain, such as a picture. Its results are not listed."""
-        events = Events(self.reporter, hooks=self.hooks, keeps_results=False, role=role)
+        events = Events(self.reporter, hooks=self.hooks, role=role)
         try:
             yield events
         finally:
@@ -103,8 +99,7 @@ class Events:
 
     def complete(self, sample: SampleFiles, *, keeps_latents: bool) -> None:
         """Record a finished result, and remove the latents that were saved for it unless a run can continue them."""
-        if self.keeps_results:
-            self._finished.append(sample.media)
+        self._finished.append(sample.media)
         if not keeps_latents:
             if sample.latents is not None:
                 remove_latents(sample.latents)

@@ -5,6 +5,8 @@ causal autoencoder holds one frame, the last ones hold four each. Latents themse
 23.9 dB PSNR instead of 25.8.
 """
 
+from collections.abc import Generator
+
 import torch
 
 from opensora_cli.core.device import peak_memory_gib
@@ -20,21 +22,22 @@ from opensora_cli.media.resize import fit_frames, to_uint8
 _LUMA = torch.tensor([0.299, 0.587, 0.114]).double()
 
 
-class ExtendedVideo:
-    """Video that is joined from its segments."""
+class ExtendedVideo(Clip):
+    """Video that is joined from its segments.
+
+    Args:
+        kept_THWC: frames of the clip that the video continues, from `continued_clip`.
+    """
 
     def __init__(self, chain: Chain, files: SampleFiles, events: Events, kept_THWC: torch.Tensor | None = None) -> None:
-        """`kept_THWC` are the frames of the clip that the video continues, from `continued_clip`."""
-        self._chain, self._files, self._events = chain, files, events
-        self.latents: tuple[torch.Tensor, ...] = ()
-        """latents_CTHW of each segment, on the CPU."""
+        super().__init__(chain, files, events)
         self._own_THWC: list[torch.Tensor] = [] if kept_THWC is None else [kept_THWC]
         self._figures: list[Figures] = []
         self._segments: list[dict[str, object]] = []
 
     def add(self, segment: HeldVideo, *, seed: int) -> None:
         """Append a segment, without the frames that it was given; `seed` is that of its noise."""
-        frames_THWC, figures, settings = segment.frames_THWC, segment.figures, self._chain.settings
+        frames_THWC, figures, settings = segment.frames_THWC, segment.figures, self.chain.settings
         shift = 0.0
         if self._own_THWC:
             overlap = settings.overlap if self._segments else settings.given_frames
@@ -64,26 +67,18 @@ class ExtendedVideo:
             last_THWC = torch.cat([own_THWC, last_THWC])
         return last_THWC[-overlap:]
 
-    def clip(self) -> Clip:
-        """Return the whole video. Its PSNR is that of the frames that the first segment was given."""
+    def pieces(self) -> Generator[torch.Tensor]:
+        yield from self._own_THWC
 
-        def figures() -> Figures:
-            own = {stage: sum(each.timings_s[stage] for each in self._figures) for stage in (DENOISE, DECODE)}
-            return Figures(
-                {**self._events.timings_s, **own},
-                peak_memory_gib(self._chain.video.hardware.device),
-                self._figures[0].given_frames_psnr_db,
-                self._events.linear_products,
-                tuple(self._segments),
-            )
-
-        return Clip(
-            chain=self._chain,
-            files=self._files,
-            latents=self.latents,
-            pieces=lambda: (frames_THWC for frames_THWC in self._own_THWC),
-            figures=figures,
-            events=self._events,
+    def figures(self) -> Figures:
+        """Return the figures. The PSNR is that of the frames that the first segment was given."""
+        own = {stage: sum(each.timings_s[stage] for each in self._figures) for stage in (DENOISE, DECODE)}
+        return Figures(
+            {**self.events.timings_s, **own},
+            peak_memory_gib(self.chain.video.hardware.device),
+            self._figures[0].given_frames_psnr_db,
+            self.events.linear_products,
+            tuple(self._segments),
         )
 
 

@@ -91,7 +91,7 @@ def _make_pictures(chain: Chain, samples: Sequence[Sample], models: LoadedModels
         return
     from opensora_cli.media.read import read_picture
 
-    keeps = chain.settings.picture.save and events.keeps_results
+    keeps = chain.settings.picture.save
     files = picture_files(chain, [sample.files for sample in samples])
     made_before = models.ranks.same([keeps and picture.made_before for picture in files])
     missing = [Sample(alone(plan), plan, each) for each, is_made in zip(files, made_before, strict=True) if not is_made]
@@ -177,4 +177,4 @@ def _make_segments(
             given = references_to(plans[-1], video.last_frames(chain.settings.overlap))
         if models.ranks.count > 1:
             models.release()  # as in `_make_pictures`
-    return video.clip()
+    return video

@@ -44,7 +44,7 @@ from opensora_cli.engine.estimate.offload import (
 )
 from opensora_cli.engine.estimate.verdict import HostMemory
 from opensora_cli.engine.estimate.weights import FileWeights, can_be_cast_later, file_weights, streamed_bytes
-from opensora_cli.engine.generate.request import PICTURE_MODE, size_of_picture, start_step
+from opensora_cli.engine.generate.request import PICTURE_MODE, size_of_picture
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape
 from opensora_cli.sampling.denoise import last_times
 from opensora_cli.sampling.guidance import (
@@ -243,34 +243,26 @@ class Plan:
     @property
     def offloadable(self) -> Offloadable:
         """Parts of the job that can take less memory of the device."""
-        settings, dtype, ranks = self.settings, self.hardware.dtype, self.mesh.size
+        settings, dtype, ranks, files = self.settings, self.hardware.dtype, self.mesh.size, self.files
         host_bytes = read_private_memory().free_bytes if self.hardware.is_here else self.hardware.host_bytes
-        transformer_bytes = self.parameters[Component.TRANSFORMER] * dtype.itemsize
         # Each of several ranks would make a copy of its own; they share the mapped file.
-        has_room = ranks == 1 and 1.25 * transformer_bytes < (host_bytes or 0)
-        run = Offloadable(
-            num_blocks=settings.model.depth + settings.model.depth_single_blocks,
-            host_weights=HostWeights.PINNED if has_room and self.files is None else HostWeights.MAPPED,
+        has_room = ranks == 1 and 1.25 * self.parameters[Component.TRANSFORMER] * dtype.itemsize < (host_bytes or 0)
+        in_8_bits = settings.memory.fp8_storage or settings.precision.linear is not LinearProducts.EXACT
+        can_stream = files is None or (not in_8_bits and can_be_cast_later(files[Component.TRANSFORMER], dtype))
+        # Compiled blocks compute all tokens at once.
+        tokens = self.video_tokens + settings.text.t5_max_length if settings.compile else 0
+        return Offloadable(
+            num_blocks=settings.model.depth + settings.model.depth_single_blocks if can_stream else 0,
+            host_weights=HostWeights.PINNED if has_room and files is None else HostWeights.MAPPED,
+            text=files is None or can_be_cast_later(files[Component.T5], dtype, is_text=True),
+            # Ranks that share the layers of T5 compute a part of each layer; ranks that stream them compute all.
+            text_first=files is not None and ranks == 1,
             frames=decodes_in_chunks(settings.vae),
+            from_page_cache=files is not None,
             linear=settings.precision.linear,
-            # Compiled blocks compute all tokens at once.
-            chunk_tokens=max(CHUNK_TOKENS, self.video_tokens + settings.text.t5_max_length)
-            if settings.compile
-            else CHUNK_TOKENS,
+            chunk_tokens=max(CHUNK_TOKENS, tokens),
             modulation_first=computes_modulation_first(settings),
             host_is_device=self.hardware.device.type == "cpu",
-        )
-        if self.files is None:
-            return run
-        casts_blocks = can_be_cast_later(self.files[Component.TRANSFORMER], dtype)
-        in_8_bits = settings.memory.fp8_storage or settings.precision.linear is not LinearProducts.EXACT
-        return replace(
-            run,
-            num_blocks=run.num_blocks if casts_blocks and not in_8_bits else 0,
-            text=can_be_cast_later(self.files[Component.T5], dtype, is_text=True),
-            # Ranks that share the layers of T5 compute a part of each layer; ranks that stream them compute all.
-            text_first=ranks == 1,
-            from_page_cache=True,
         )
 
     def with_offload(self, offload: OffloadPlan) -> "Plan":
@@ -434,8 +426,9 @@ def _guidance(settings: GenerateSettings) -> Guidance:
 
 
 def _start(settings: GenerateSettings, timesteps: tuple[float, ...]) -> int:
-    """Return the step at which a video starts from its draft."""
-    start, stop = start_step(timesteps, settings.draft.strength), settings.sampling.stop_at
+    """Return the step at which a video starts from its draft: neither the first nor the last."""
+    strength, stop = settings.draft.strength, settings.sampling.stop_at
+    start = min(range(1, len(timesteps) - 1), key=lambda step: abs(timesteps[step] - strength))
     if stop is not None and stop <= start:
         raise RequestError(
             f"sampling.stop_at={stop} is over where the video starts from its draft, after step {start}",

@@ -1,9 +1,8 @@
 """Previews of a video while it is denoised: a linear map from latents to colors, without the autoencoder.
 
-The map of the demo is part of osora. The map of another autoencoder is fitted at first use and cached.
+The map of the demo is part of osora. The map of another autoencoder is fitted at its first use in a process.
 """
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -15,9 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from torch.nn.functional import interpolate
 
 from opensora_cli.core.choices import MediaFormat
-from opensora_cli.core.exceptions import FileProblem, HardwareError, OsoraError, OutputError
-from opensora_cli.core.files import user_cache, write_json_atomic
-from opensora_cli.core.progress import Reporter
+from opensora_cli.core.exceptions import FileProblem, HardwareError, OsoraError
 from opensora_cli.core.reading import read_json_object
 from opensora_cli.engine.components.weights import Component, packaged_demo, stamp_of
 from opensora_cli.engine.estimate.offload import DECODE
@@ -36,6 +33,9 @@ _POSITIONS_PER_CHANNEL = 16
 _BLOCKS_A_SIDE = 6
 _GIF_SIDE = 256
 """Longest side of a preview in pixels, unless there are more latents."""
+
+_fitted: dict[object, "PreviewMap"] = {}
+"""Maps that this process has fitted, by the weights and settings of the autoencoder."""
 
 Color = tuple[FiniteFloat, FiniteFloat, FiniteFloat]
 
@@ -128,31 +128,11 @@ def demo_map_file() -> Path:
     return packaged_demo() / "vae.preview.json"
 
 
-def _map_file(plan: Plan) -> Path | None:
-    """Return the file for the map of a plan's autoencoder; None if the user has no cache."""
-    weights, settings = plan.weights.path(Component.VAE), plan.settings.vae
-    if weights.parent == packaged_demo():
-        return demo_map_file()
-    folder = user_cache("previews")
-    made_of = repr((stamp_of(weights), settings.kind.value, settings.model_dump(mode="json"), _BLOCKS_A_SIDE))
-    return folder and folder / f"{hashlib.sha256(made_of.encode()).hexdigest()[:32]}.json"
-
-
-def known_map(plan: Plan, reporter: Reporter) -> PreviewMap | None:
-    """Return the map of a plan's autoencoder; None, with a note, if it must be fitted first."""
-    file = _map_file(plan)
-    found = None if file is None else read_map(file)
-    if found is not None and len(found.weights) == plan.latent_shape[0]:
-        return found
-    kept = "" if file is None else f", and kept in {file.parent}"
-    reporter.note(f"previews: the colors of this autoencoder's latents are not known yet: they are fitted first{kept}")
-    return None
-
-
 def preview_map(plan: Plan, models: LoadedModels, events: Events) -> PreviewMap | None:
-    """Return the map of a plan's autoencoder, fitted and cached if necessary; None, with a warning, without memory."""
-    if (known := known_map(plan, events.reporter)) is not None:
-        return known
+    """Return the map of a plan's autoencoder, fitted if necessary; None, with a warning, without memory."""
+    weights = plan.weights.path(Component.VAE)
+    if weights.parent == packaged_demo():
+        return read_map(demo_map_file())
 
     def fit(plan: Plan) -> PreviewMap:
         with models.autoencoder(plan, events) as autoencoder:
@@ -160,16 +140,13 @@ def preview_map(plan: Plan, models: LoadedModels, events: Events) -> PreviewMap 
             with events.stage("preview", total=count, unit="clips") as progress:
                 return fit_preview_map(autoencoder, clips, on_clip=progress.advance)
 
+    key = stamp_of(weights), plan.settings.vae.model_dump_json()
     try:
-        fitted, _ = retried(fit, plan, DECODE, models, events)
-        if (file := _map_file(plan)) is not None:
-            write_json_atomic(file, fitted.to_json())
+        if key not in _fitted:
+            _fitted[key], _ = retried(fit, plan, DECODE, models, events)
     except HardwareError as error:
         events.reporter.warn(f"there will be no previews: {error.message}")
-        return None
-    except OutputError as error:
-        events.reporter.warn(f"the colors of previews are not cached: {error.message}")
-    return fitted
+    return _fitted.get(key)
 
 
 class Previews:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -48,32 +48,6 @@ class Row:
         return str(self.given["prompt"].value) if "prompt" in self.given else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """One of several equal parts of the rows: every `count`-th, from number `index` on."""
-
-    index: int = 1
-    count: int = 1
-
-    @classmethod
-    def of(cls, text: str) -> "Shard":
-        """Return the part that a text like `2/8` names. Raises RequestError for any other text."""
-        index, _, count = text.partition("/")
-        if not (index.isascii() and index.isdigit() and count.isascii() and count.isdigit()):
-            raise RequestError(f"--shard {text} must be two numbers, as in --shard 2/8")
-        if not 1 <= int(index) <= int(count):
-            raise RequestError(f"--shard {text} must count from 1/{count} to {count}/{count}")
-        return cls(int(index), int(count))
-
-    def part(self, index: int, count: int) -> "Shard":
-        """Return one of `count` equal parts of this part; `index` counts from 0."""
-        return Shard(self.index + index * self.count, self.count * count)
-
-    def rows(self, rows: Iterable[Row]) -> list[Row]:
-        """Return the rows of this part."""
-        return [row for row in rows if (row.number - self.index) % self.count == 0]
-
-
 def read_prompts(path: Path) -> list[Row]:
     """Read all rows of a `.txt` file (a prompt a line), or a `.csv`, `.jsonl` or `.parquet` table.
 
@@ -104,6 +78,16 @@ def read_prompts(path: Path) -> list[Row]:
     if columns and "prompt" not in columns:
         raise FileProblem(f"{path} has no column prompt; it has {plain(', '.join(columns))}")
     return rows
+
+
+def rows_of_shard(rows: list[Row], shard: str) -> list[Row]:
+    """Return the rows of a part such as `2/8`: every 8th, from the second on. Raises RequestError for other texts."""
+    index, _, count = shard.partition("/")
+    if not (index.isascii() and index.isdigit() and count.isascii() and count.isdigit()):
+        raise RequestError(f"--shard {shard} must be two numbers, as in --shard 2/8")
+    if not 1 <= int(index) <= int(count):
+        raise RequestError(f"--shard {shard} must count from 1/{count} to {count}/{count}")
+    return rows[int(index) - 1 :: int(count)]
 
 
 def _lines(path: Path, kind: str) -> Iterator[dict[str, object] | str]:

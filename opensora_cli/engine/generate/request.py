@@ -2,7 +2,7 @@
 
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from operator import attrgetter
@@ -140,13 +140,8 @@ def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
         from opensora_cli.engine.generate.refinement import require_refinement
 
         require_refinement(settings, SilentReporter())
-    if (picture := picture_settings(settings)) is not None:
-        try:
-            require_weights_of(picture)
-        except CheckpointError as error:
-            hint = f"{error.hint}; --set picture.first=false makes no picture first"
-            raise CheckpointError(error.message, hint=hint) from error
-    require_weights_of(settings)
+    for part in filter(None, (picture_settings(settings), settings)):
+        require_weights_of(part)
 
 
 def refined_with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
@@ -172,7 +167,7 @@ def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSetting
     else:
         from opensora_cli.media.read import is_picture, read_video
 
-        for path in references:
+        for path in references:  # A broken file suggests no mode.
             if not is_picture(path):
                 read_video(path, num_frames=1)
         mode = suggested_mode([is_picture(path) for path in references])
@@ -251,11 +246,6 @@ def draft_settings(settings: GenerateSettings, *, height: int, width: int) -> Ge
             hint="use a smaller --draft-res, or a larger --res",
         )
     return settings.replace({**_VIDEO_ONLY, "video.height": rows, "video.width": columns})
-
-
-def start_step(timesteps: Sequence[float], strength: float) -> int:
-    """Return the step whose time is nearest to `strength`, but neither the first nor the last."""
-    return min(range(1, len(timesteps) - 1), key=lambda step: abs(timesteps[step] - strength))
 
 
 def picture_settings(settings: GenerateSettings) -> GenerateSettings | None:

@@ -1,7 +1,6 @@
 """Videos from Python: the same bits as from the command line, and what is in memory, on disk and in a notebook."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from opensora_cli import Pipeline, Video, generate
 from opensora_cli.api import video as api_video
 from opensora_cli.cli import app
 from opensora_cli.core.exceptions import OutputError, RequestError
-from opensora_cli.core.threads import VARIABLES
 from opensora_cli.engine.generate import run as engine
 from opensora_cli.media.read import read_video
 
@@ -222,71 +220,3 @@ def test_importing_the_package_imports_no_torch() -> None:
     code = "import sys, opensora_cli; print('torch' in sys.modules, hasattr(opensora_cli, 'nothing'))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "False"]
-
-
-PROGRAM = """
-import numpy as np
-from numpy.typing import NDArray
-from opensora_cli import Pipeline, generate
-
-with Pipeline("demo", threads=1, progress=lambda p: print(p.stage, p.done, p.total)) as pipe:
-    video = pipe("raining, sea", seed=7, num_frames=17)
-    frames: NDArray[np.uint8] = video.frames
-    seconds: float = video.report.timings_s["denoise"]
-    path: str = video.save("sea.mp4", overwrite=True).name
-generate("sea", num_frame=5)
-generate("sea", seed=[7])
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_a_program_is_checked_by_mypy(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "mypy", "--strict", "--cache-dir", str(tmp_path / "cache"), "program.py"]
-    environment = {"MYPYPATH": str(REPOSITORY), "PATH": ""}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    errors = [line for line in done.stdout.splitlines() if ": error:" in line]
-    assert [line.split(":")[1] for line in errors] == ["11", "12"]
-    assert 'Unexpected keyword argument "num_frame"' in errors[0]
-
-
-FORKING = """
-import faulthandler, multiprocessing, os
-import tiny_training
-from opensora_cli import Pipeline
-from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.train.run import train
-
-def make():
-    with Pipeline("demo", threads=2, steps=2, num_frames=5, height=64, width=64) as pipe:
-        pipe("sea")
-
-def learn():
-    train(tiny_training.vae_settings("run").replace({"threads": 2}))
-
-def in_child(work):
-    faulthandler.dump_traceback_later(60, exit=True)
-    try:
-        work()
-    except RequestError as error:
-        print(error.message, flush=True)
-
-make()
-for work in (make, learn):
-    child = multiprocessing.get_context("fork").Process(target=in_child, args=(work,))
-    child.start()
-    child.join()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot fork")
-def test_a_forked_process_is_refused_in_place_of_waiting_for_ever(tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    environment["PYTHONPATH"] = str(REPOSITORY / "tests")
-    done = subprocess.run(
-        [sys.executable, "-c", FORKING], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    refusal = "this process was forked from one that has computed, and cannot compute with 2 threads"
-    assert done.stdout.splitlines() == [refusal] * 2, done.stderr

@@ -14,7 +14,7 @@ from opensora_cli.engine.generate.chain import make_chain
 from opensora_cli.engine.generate.dry_run import PlanDocument
 from opensora_cli.engine.generate.plan import DRAFT as DRAFT_ROLE
 from opensora_cli.engine.generate.plan import make_plan
-from opensora_cli.engine.generate.request import draft_settings, start_step, with_mode
+from opensora_cli.engine.generate.request import draft_settings, with_mode
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.sampling.schedule import noise_latents
 from opensora_cli.settings.load import load_preset
@@ -58,11 +58,6 @@ def test_a_draft_that_is_not_smaller_is_refused(world, tmp_path):
         RequestError, match=r"draft.resolution=64px makes 64x64, which is not smaller than the video's 64"
     ):
         make_chain(with_mode(demo_settings(world, tmp_path, draft__resolution="64px"), RecordingReporter()))
-
-
-@pytest.mark.parametrize(("strength", "step"), [(0.99, 1), (0.8, 1), (0.74, 2), (0.5, 3), (0.01, 3)])
-def test_the_video_starts_at_the_nearest_step_that_is_neither_the_first_nor_the_last(strength, step):
-    assert start_step((1.0, 0.9, 0.7, 0.4, 0.0), strength) == step
 
 
 def test_the_start_is_the_draft_mixed_with_the_noise_of_the_seed(world, tmp_path):

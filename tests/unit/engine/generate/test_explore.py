@@ -23,8 +23,7 @@ EXPLORED = {
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def small_fit(monkeypatch):
     monkeypatch.setattr(previews, "_LEAST_CLIPS", 1)
     monkeypatch.setattr(previews, "_LEAST_SIZE", 32)
 

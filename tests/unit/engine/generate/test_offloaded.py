@@ -104,24 +104,12 @@ def test_chunks_change_no_more_than_rounding(plan, resident, offload, reporter):
     assert (chunked_frames.int() - frames.int()).abs().max() <= 1
 
 
-def test_weights_in_8_bits_change_little(plan, resident, reporter):
+@pytest.mark.parametrize("in_8_bits", [{"fp8_storage": True}, {"linear": LinearProducts.INT8}], ids=str)
+def test_8_bits_change_little_and_are_the_same_streamed(plan, resident, reporter, in_8_bits):
     latents, _ = resident
-    coarse, _ = latents_and_frames(with_offload(plan, fp8_storage=True), reporter)
-    streamed, _ = latents_and_frames(
-        with_offload(plan, fp8_storage=True, mode=OffloadMode.BLOCKS, resident_blocks=1), reporter
-    )
-    assert not torch.equal(coarse, latents)
-    assert (coarse - latents).norm() < 0.05 * latents.norm()
-    assert torch.equal(streamed, coarse)
-
-
-def test_products_in_8_bits_change_little_and_are_the_same_streamed(plan, resident, reporter):
-    latents, _ = resident
-    in_8_bits = {"linear": LinearProducts.INT8}
     coarse, _ = latents_and_frames(with_offload(plan, **in_8_bits), reporter)
-    streamed, _ = latents_and_frames(
-        with_offload(plan, **in_8_bits, mode=OffloadMode.BLOCKS, resident_blocks=1), reporter
-    )
+    streams = {"mode": OffloadMode.BLOCKS, "resident_blocks": 1}
+    streamed, _ = latents_and_frames(with_offload(plan, **in_8_bits, **streams), reporter)
     assert not torch.equal(coarse, latents)
     assert (coarse - latents).norm() < 0.05 * latents.norm()
     assert torch.equal(streamed, coarse)

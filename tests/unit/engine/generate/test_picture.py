@@ -94,9 +94,8 @@ def test_missing_weights_of_the_picture_are_named(world, tmp_path, reporter):
     assert caught.value.hint == download
     overrides = {"prompt": "sea", "picture.first": True, "runtime.weights": str(tmp_path), "model.name": "open-sora-v2"}
     request = GenerateRequest(overrides={key: Given(value, "the test") for key, value in overrides.items()})
-    with pytest.raises(CheckpointError, match="of the flux1-dev model are missing") as caught:
+    with pytest.raises(CheckpointError, match="of the flux1-dev model are missing"):
         refuse_early(resolve(request, reporter=reporter), dry_run=False)
-    assert caught.value.hint.endswith("; --set picture.first=false makes no picture first")
 
 
 @pytest.mark.usefixtures("without_estimates")
@@ -111,9 +110,6 @@ class TestMade:
         text, picture = ["load", "text"], ["picture text", "picture load", "picture denoise", "picture load"]
         decoded, video = ["picture decode"] * 2, ["load", "encode", "encode", "load"]
         assert reporter.stages == [*text, *picture, *decoded, *video, *["denoise", "decode", "save"] * 2]
-        # Random weights bring it back badly, which is no fault of a reference that nobody gave.
-        assert [line for line in reporter.warnings if "came back" in line] == []
-        assert len([line for line in reporter.notes if line.startswith("the picture made first came back at")]) == 2
         size = {"video__height": "16", "video__width": "64"}
         alone = generate(flux_settings(world, tmp_path / "alone", sampling__num_samples="2", **size))
         for seed, video, made in zip((42, 43), result.videos, alone.videos, strict=True):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from opensora_cli.core.exceptions import FileProblem, RequestError
-from opensora_cli.engine.generate.prompts import Row, Shard, read_prompts
+from opensora_cli.engine.generate.prompts import Row, read_prompts, rows_of_shard
 from opensora_cli.settings.explain import Given
 
 TABLE = [
@@ -114,13 +114,11 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path, name, text, error, mess
 
 def test_shards_divide_the_rows():
     rows = [Row(number) for number in range(1, 8)]
-    parts = [[row.number for row in Shard.of(f"{index}/3").rows(rows)] for index in (1, 2, 3)]
-    divided = [[row.number for row in Shard.of("2/3").part(index, 2).rows(rows)] for index in (0, 1)]
-    assert sorted([*divided[0], *divided[1]]) == parts[1]
+    parts = [[row.number for row in rows_of_shard(rows, f"{index}/3")] for index in (1, 2, 3)]
     assert parts == [[1, 4, 7], [2, 5], [3, 6]]
     for wrong in ("3", "0/3", "4/3", "a/b", "1/", "-1/2"):
         with pytest.raises(RequestError, match="--shard"):
-            Shard.of(wrong)
+            rows_of_shard(rows, wrong)
 
 
 def test_settings_are_named_by_their_keys(tmp_path):

@@ -19,7 +19,7 @@ from opensora_cli.engine.generate import text
 from opensora_cli.engine.generate.chain import make_chain
 from opensora_cli.engine.generate.decode import HeldVideo
 from opensora_cli.engine.generate.dry_run import PlanDocument
-from opensora_cli.engine.generate.extend import ExtendedVideo, follow
+from opensora_cli.engine.generate.extend import follow
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.plan import SEGMENT
@@ -75,25 +75,10 @@ def test_the_brightness_goes_on_at_a_seam(seed, offset):
     assert abs(shift + offset) <= max(0.0, float(abs(luma(new)[0] - luma(kept)[-1]) - steps[:8].max())) + 0.1
 
 
-def test_nothing_is_shifted_where_nothing_differs():
-    kept, new = clips(1, 9, 8)
-    new[0] = kept[-1]
-    followed, shift = follow(kept, kept, new)
-    assert (shift, torch.equal(followed, new)) == (0.0, True)
-
-
 def test_black_and_white_frames_stay_in_range():
     black, white = torch.zeros(3, 4, 4, 3, dtype=torch.uint8), torch.full((3, 4, 4, 3), 255, dtype=torch.uint8)
     followed, shift = follow(black, white, white)
     assert (shift, followed[0].max().item(), followed[-1].max().item()) == (-255.0, 0, 170)
-
-
-def test_the_next_segment_is_given_the_last_frames():
-    frames_THWC = torch.arange(20, dtype=torch.uint8)[:, None, None, None]
-    extended = ExtendedVideo(None, None, None, kept_THWC=frames_THWC[:17])
-    assert extended.last_frames(9).flatten().tolist() == [*range(8, 17)]
-    extended._own_THWC.append(frames_THWC[17:])  # fewer than the overlap
-    assert extended.last_frames(9).flatten().tolist() == [*range(11, 20)]
 
 
 @pytest.fixture(scope="module")

@@ -88,17 +88,6 @@ def test_a_text_has_the_same_bits_beside_every_other(plan, reporter):
     assert torch.equal(found[2][0], found[2][1])
 
 
-def test_the_negative_prompt_is_encoded_once_ever(plan, reporter, monkeypatch):
-    texts, encode = [], generate_models.T5Encoder.encode
-    monkeypatch.setattr(
-        generate_models.T5Encoder, "encode", lambda self, each: texts.extend(each) or encode(self, each)
-    )
-    for prompt in ("sea", "rain", "sea"):
-        settings = plan.settings.replace({"prompt": prompt, "prompt_suffix.add_fps": False})
-        encoded(replace(plan, settings=settings), reporter)
-    assert texts == ["sea", "", "rain"]
-
-
 def test_names_tell_apart_what_has_other_bits(plan, world, tmp_path, monkeypatch):
     def name(plan=plan, text="sea", threads=1, **options):
         monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
