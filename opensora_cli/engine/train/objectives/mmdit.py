@@ -160,13 +160,9 @@ class MMDiTTask(Task):
         )
 
     def tokens(self, batch: ClipBatch) -> int:
-        if batch.pixels_BTHWC is not None:
-            count, num_frames, *size = batch.pixels_BTHWC.shape[:4]
-            frames, (height, width) = self._grid.latent_frames(num_frames), self._grid.latent_size(*size)
-        else:
-            clips = self._encoded(batch)
-            count, (frames, height, width) = len(clips), clips[0].latents().shape[1:]
-        return int(count * frames * height * width // self._config.patch_size**2)
+        one, patch = batch.requests[0], self._config.patch_size
+        height, width = self._grid.latent_size(one.height, one.width)
+        return len(batch.requests) * self._grid.latent_frames(one.num_frames) * height * width // patch**2
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write the adapter, or the transformer in half precision with the scale of its latents in the metadata.

@@ -89,13 +89,9 @@ class VAETask(Task):
 
     def tokens(self, batch: ClipBatch) -> int:
         """Return the number of positions in the latents of the batch."""
-        assert batch.pixels_BTHWC is not None
-        count, frames, height, width, _ = batch.pixels_BTHWC.shape
-        if self._settings.crop_size:
-            height, width = (min(side, self._settings.crop_size) for side in (height, width))
-        grid = self.module.grid
-        rows, columns = grid.latent_size(height, width)
-        return count * grid.latent_frames(frames) * rows * columns
+        one, grid, crop = batch.requests[0], self.module.grid, self._settings.crop_size
+        rows, columns = grid.latent_size(*(min(side, crop or side) for side in (one.height, one.width)))
+        return len(batch.requests) * grid.latent_frames(one.num_frames) * rows * columns
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write `vae.safetensors`, in half precision if the settings ask for it."""
