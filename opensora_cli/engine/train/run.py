@@ -27,7 +27,7 @@ from opensora_cli.engine.train.early import Given, Resume, refuse_early
 from opensora_cli.engine.train.evaluate import HeldOutLoss, SampleVideos, open_samples, open_validation
 from opensora_cli.engine.train.frozen_weights import streamed_weights
 from opensora_cli.engine.train.metrics import Metrics
-from opensora_cli.engine.train.objectives.base import TokenWeights
+from opensora_cli.engine.train.objectives import TokenWeights
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
 from opensora_cli.engine.train.rank_memory import refuse_lack_of_memory
 from opensora_cli.engine.train.state import as_recorded, read_running_states, restore, whole_weights

@@ -30,7 +30,7 @@ from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, load_enco
 from opensora_cli.engine.train.activations import BatchShape
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.lora import save_lora
-from opensora_cli.engine.train.objectives.base import Objective, TokenWeights
+from opensora_cli.engine.train.objectives import Objective, TokenWeights
 from opensora_cli.engine.train.stand_ins import random_frozen_parts, stand_in_encoders, zero_empty_prompt
 from opensora_cli.engine.train.trainer import Role, Task
 from opensora_cli.engine.train.transformer import build_transformer, empty_transformer, with_adapter

@@ -18,7 +18,7 @@ from opensora_cli.engine.encode.clip_cache import ClipCache
 from opensora_cli.engine.train.activations import BatchShape
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import find_first_weights
-from opensora_cli.engine.train.objectives.base import Objective, TokenWeights
+from opensora_cli.engine.train.objectives import Objective, TokenWeights
 from opensora_cli.engine.train.objectives.vae_terms import (
     PerceptualDistance,
     adaptive_weight,

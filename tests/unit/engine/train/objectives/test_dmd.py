@@ -16,7 +16,7 @@ from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.estimate import estimate_training, measure_training
 from opensora_cli.engine.train.lora import CRITIC
-from opensora_cli.engine.train.objectives.base import find_objective
+from opensora_cli.engine.train.objectives import find_objective
 from opensora_cli.engine.train.objectives.distill import teacher_guidance
 from opensora_cli.engine.train.objectives.dmd import DMDTask
 from opensora_cli.engine.train.run import train
