@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from opensora_cli.core.dtypes import torch_dtype
 from opensora_cli.data.batches import ClipBatch
-from opensora_cli.engine.encode.clips import CachedClip
+from opensora_cli.engine.encode.clips import LATENTS, POOLED_PROMPT_EMBEDS, PROMPT_EMBEDS, CachedClip
 from opensora_cli.engine.encode.encoders import EmptyPrompt
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids
 from opensora_cli.sampling.schedule import flow_shift_for
@@ -27,9 +27,9 @@ class _Tensors:
     def of(cls, batch: ClipBatch) -> "_Tensors":
         clips: tuple[CachedClip, ...] = batch.cached or ()
         return cls(
-            torch.stack([clip.latents() for clip in clips]),
-            torch.stack([clip.prompt_embeds() for clip in clips]),
-            torch.stack([clip.pooled_prompt_embeds() for clip in clips]),
+            torch.stack([clip[LATENTS] for clip in clips]),
+            torch.stack([clip[PROMPT_EMBEDS] for clip in clips]),
+            torch.stack([clip[POOLED_PROMPT_EMBEDS] for clip in clips]),
         )
 
 

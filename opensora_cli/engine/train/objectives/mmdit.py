@@ -25,7 +25,17 @@ from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.autoencoders import scale_metadata
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.engine.encode.clip_cache import ClipCache
-from opensora_cli.engine.encode.clips import EncodedClip, FreshClip, condition_clip, fitting_modes, pick_mode
+from opensora_cli.engine.encode.clips import (
+    LATENTS,
+    POOLED_PROMPT_EMBEDS,
+    PROMPT_EMBEDS,
+    EncodedClip,
+    FreshClip,
+    condition_clip,
+    fitting_modes,
+    part_name,
+    pick_mode,
+)
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, load_encoders
 from opensora_cli.engine.train.activations import BatchShape
 from opensora_cli.engine.train.distribution import Distribution
@@ -127,7 +137,7 @@ class MMDiTTask(Task):
         patch = self._config.patch_size
         clips = self._encoded(batch)
         # Stack before copying because many small copies to a GPU take longer than one.
-        latents_BCTHW = self._placed(torch.stack([clip.latents() for clip in clips]))
+        latents_BCTHW = self._placed(torch.stack([clip[LATENTS] for clip in clips]))
         noise_BCTHW = self._noise(latents_BCTHW.shape, states)
         count, _, frames, height, width = latents_BCTHW.shape
         modes = [pick_mode(self._fitting_modes(num_latent_frames=frames), rng.numpy) for rng in states]
@@ -205,7 +215,7 @@ class MMDiTTask(Task):
         return condition_clip(
             latents_CTHW,
             mode,
-            lambda part: self._placed(clip.part(part)),
+            lambda part: self._placed(clip[part_name(part)]),
             causal=self._grid.is_causal,
             temporal_compression=self._grid.time_compression_ratio,
             lengths=self._lengths,
@@ -216,8 +226,8 @@ class MMDiTTask(Task):
         drop_clip = rng.numpy.random() < self._settings.clip_dropout
         empty = self._empty_prompt
         return (
-            self._placed(empty.prompt_embeds_LC if drop_t5 else clip.prompt_embeds()),
-            self._placed(empty.pooled_prompt_embeds_V if drop_clip else clip.pooled_prompt_embeds()),
+            self._placed(empty.prompt_embeds_LC if drop_t5 else clip[PROMPT_EMBEDS]),
+            self._placed(empty.pooled_prompt_embeds_V if drop_clip else clip[POOLED_PROMPT_EMBEDS]),
         )
 
     def _placed(self, tensor: Tensor) -> Tensor:
