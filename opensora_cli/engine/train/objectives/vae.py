@@ -88,7 +88,6 @@ class VAETask(Task):
             yield "adversary", hinge_loss(real, fake), means
 
     def tokens(self, batch: ClipBatch) -> int:
-        """Return the number of positions in the latents of the batch."""
         one, grid, crop = batch.requests[0], self.module.grid, self._settings.crop_size
         rows, columns = grid.latent_size(*(min(side, crop or side) for side in (one.height, one.width)))
         return len(batch.requests) * grid.latent_frames(one.num_frames) * rows * columns
@@ -199,12 +198,10 @@ class VAEObjective(Objective):
         return task
 
     def stand_in(self, settings: TrainSettings) -> tuple[VAETask, list[nn.Module]]:
-        """Return the task without the perceptual term, which needs files."""
         without_files = settings.replace({"train_vae.perceptual_files": (), "train_vae.perceptual_weight": 0.0})
         return vae_task(without_files, device=torch.device("cpu"), reporter=SilentReporter()), []
 
     def outline(self, settings: TrainSettings) -> Autoencoder:
-        """Return the autoencoder on the meta device."""
         autoencoder = autoencoder_on_meta(settings.vae)
         if settings.train_vae.decoder_only:
             freeze_encoder(autoencoder)
