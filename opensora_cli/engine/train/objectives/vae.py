@@ -29,7 +29,6 @@ from opensora_cli.engine.train.objectives.vae_terms import (
     kl_divergence,
     load_perceptual_distance,
     psnr,
-    reconstruction_error,
     with_gradient,
 )
 from opensora_cli.engine.train.trainer import MODEL, Losses, Role, Task
@@ -99,16 +98,15 @@ class VAETask(Task):
 
     def _reconstruct(self, pixels: Tensor, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Return the loss, its figures and the detached reconstructions of clips."""
-        opposed = self._is_opposed and torch.is_grad_enabled()
         made, mean, logvar = self.forward(pixels, generator=rng.torch)
-        loss, figures = self._pixel_loss(made.float(), pixels, opposed=opposed)
+        loss, figures = self._pixel_loss(made.float(), pixels)
         if logvar is not None:
             kl = kl_divergence(mean.float(), logvar.float())
             loss = loss + self._settings.kl_weight * kl
             figures["kl"] = kl.detach()
         return loss, figures, made.detach()
 
-    def _pixel_loss(self, made: Tensor, pixels: Tensor, *, opposed: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    def _pixel_loss(self, made: Tensor, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of the decoded pixels. Its gradient by the pixels is computed immediately, term by term."""
         if not torch.is_grad_enabled():
             return self._reconstruction_loss(made, pixels)
@@ -116,7 +114,7 @@ class VAETask(Task):
         leaf = made.detach().requires_grad_()
         value, figures = self._reconstruction_loss(leaf, pixels)
         (gradient,) = torch.autograd.grad(value, leaf)
-        if opposed and self.adversary is not None:
+        if self._is_opposed and self.adversary is not None:
             # Differentiated only by the clips, so that the discriminator gets no gradient, and DDP starts no exchange.
             generator_loss = -self.adversary.module(leaf).float().mean()
             (against,) = torch.autograd.grad(generator_loss, leaf)
@@ -130,7 +128,8 @@ class VAETask(Task):
 
     def _reconstruction_loss(self, made: Tensor, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         settings = self._settings
-        loss, squared = reconstruction_error(made, pixels, squared_weight=settings.squared_error_weight)
+        squared = nn.functional.mse_loss(made, pixels)
+        loss = nn.functional.l1_loss(made, pixels) + settings.squared_error_weight * squared
         figures = {"psnr": psnr(squared.detach())}
         if settings.gradient_weight:
             loss = loss + settings.gradient_weight * gradient_error(made, pixels)
