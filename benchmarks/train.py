@@ -32,7 +32,14 @@ from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.device import torch_dtype
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch
-from opensora_cli.engine.encode.clips import CachedClip, FreshClip, encode_for_cache
+from opensora_cli.engine.encode.clips import (
+    LATENTS,
+    POOLED_PROMPT_EMBEDS,
+    PROMPT_EMBEDS,
+    CachedClip,
+    FreshClip,
+    encode_for_cache,
+)
 from opensora_cli.engine.encode.datasets import open_batches
 from opensora_cli.engine.encode.encoders import EmptyPrompt, load_encoders
 from opensora_cli.engine.train.activations import largest_batch_shape
@@ -160,11 +167,11 @@ class PlainLoop:
     def step(self) -> float:
         """Do one step and return its loss."""
         clips, device, patch = self._clips[self._steps % len(self._clips)], self._device, 4
-        latents = torch.stack([clip.latents() for clip in clips]).to(device).float()
+        latents = torch.stack([clip[LATENTS] for clip in clips]).to(device).float()
         count, _, frames, height, width = latents.shape
-        prompt = torch.stack([clip.prompt_embeds() for clip in clips]).to(device).float()
+        prompt = torch.stack([clip[PROMPT_EMBEDS] for clip in clips]).to(device).float()
         prompt = torch.where(self._drop(count)[:, None, None], self._empty_LC, prompt)
-        pooled = torch.stack([clip.pooled_prompt_embeds() for clip in clips]).to(device).float()
+        pooled = torch.stack([clip[POOLED_PROMPT_EMBEDS] for clip in clips]).to(device).float()
         pooled = torch.where(self._drop(count)[:, None], self._empty_V, pooled)
         data, noise = pack_latents(latents, patch), pack_latents(torch.randn_like(latents), patch)
         shift = flow_shift_for(tokens_per_frame=height * width // 4, num_latent_frames=frames)

@@ -9,7 +9,7 @@ import torch
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch, ClipRequest
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.objectives.base import find_objective
+from opensora_cli.engine.train.objectives import find_objective
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 

@@ -1,5 +1,6 @@
 """Read clips in worker processes: an endless, resumable stream of one rank's micro-batches."""
 
+import errno
 import gc
 import io
 import os
@@ -259,6 +260,8 @@ class BatchStream:
             with blocked_in_children(), _garbage_kept():
                 reading = iter(loader)
         except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
             raise _no_shared_memory(error) from error
         # Torch and the exit handler must send SIGKILL to workers that do not stop: the workers ignore SIGTERM.
         for worker in getattr(reading, "_workers", ()):

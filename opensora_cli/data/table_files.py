@@ -61,7 +61,12 @@ def read_columns(path: Path, wanted: Sequence[str], *, optional: Sequence[str] =
     kind = check_table_name(path)
     with _reading(path):
         header = next(_rows_of(path, kind))
-        names = _present(path, header, wanted, optional)
+        if missing := [name for name in wanted if name not in header]:
+            raise FileProblem(
+                f"{path} has no column {' and no '.join(missing)}; it has {plain(', '.join(header)) or 'none'}",
+                hint="osora data scan FOLDER makes a table that has them all",
+            )
+        names = [*wanted, *(name for name in optional if name in header)]
         rows = _rows_of(path, kind, names)
         header = next(rows)
         places = {name: header.index(name) for name in names}
@@ -235,16 +240,6 @@ def _parquet_rows(path: Path) -> int:
             f"{path} claims {metadata.num_rows:,} rows and {unpacked:,} bytes in a file of {size:,} bytes"
         )
     return int(metadata.num_rows)
-
-
-def _present(path: Path, header: Sequence[str], wanted: Sequence[str], optional: Sequence[str]) -> list[str]:
-    missing = [name for name in wanted if name not in header]
-    if missing:
-        raise FileProblem(
-            f"{path} has no column {' and no '.join(missing)}; it has {plain(', '.join(header)) or 'none'}",
-            hint="osora data scan FOLDER makes a table that has them all",
-        )
-    return [*wanted, *(name for name in optional if name in header)]
 
 
 @contextmanager

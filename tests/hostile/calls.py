@@ -189,7 +189,7 @@ def _without_excused(
     """
     if "there are no more previews" in stderr:
         excused = {name for name in whole if ".preview." in name}
-    elif "the next save tries again" in stderr:
+    elif " is not saved: " in stderr:
         last = max(name.split("/")[1] for name in whole)
         excused = {name for name in results.keys() | whole.keys() if name.split("/")[1] != last}
     else:

@@ -97,7 +97,7 @@ def check_data(settings: TrainSettings, *, reporter: Reporter) -> DataReport:
         BadRow(row=int(table.rows[index]), path=table.paths[index], reason="there is no such file")
         for index in np.flatnonzero(~is_there).tolist()
     ]
-    usable = replace(source, table=table.only(np.flatnonzero(is_there)))
+    usable = source if is_there.all() else replace(source, table=table.only(np.flatnonzero(is_there)))
     plan, of_update = (
         usable.plan_epoch(0),
         settings.loop.micro_batches or settings.parallel.data_ranks(settings.strategy),

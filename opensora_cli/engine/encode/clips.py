@@ -6,9 +6,8 @@ too. Otherwise they are cut out of the latents of the clip, as in the training o
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from torch import Tensor
@@ -33,12 +32,13 @@ LATENTS = "latents"
 PROMPT_EMBEDS = "prompt_embeds"
 POOLED_PROMPT_EMBEDS = "pooled_prompt_embeds"
 ALWAYS_CACHED = (LATENTS, PROMPT_EMBEDS, POOLED_PROMPT_EMBEDS)
-"""Tensors of every cached clip. References of condition modes are extra."""
+"""Tensors of every cached clip. Parts, which are references of condition modes, are extra."""
+_HEAD, _TAIL = "head", "tail"
 
 
 @dataclass(frozen=True, slots=True)
 class FreshClip:
-    """Clip that is encoded on access, with the interface of `CachedClip`."""
+    """Clip whose tensors are encoded on access, with the names of a cached clip."""
 
     encoders: Encoders
     pixels_THWC: Tensor
@@ -46,51 +46,29 @@ class FreshClip:
     request: ClipRequest
     settings: MMDiTTrainSettings
 
-    @property
-    def caption(self) -> str:
-        """Caption for the text encoders."""
+    def __getitem__(self, name: str) -> Tensor:
+        """Return latents (C,T,H,W) of the whole clip or of a part, T5 embeddings (L,C) or the CLIP embedding (V)."""
+        if name == LATENTS:
+            return self.encoders.latents(self.pixels_THWC)
+        if name not in ALWAYS_CACHED:
+            frames = int(name[len(_HEAD) :])
+            return self.encoders.latents(
+                self.pixels_THWC[:frames] if name.startswith(_HEAD) else self.pixels_THWC[-frames:]
+            )
         asked = self.request
-        return training_caption(asked.caption, fps=asked.fps, motion_score=asked.motion_score, settings=self.settings)
-
-    def latents(self) -> Tensor:
-        return self.encoders.latents(self.pixels_THWC)
-
-    def part(self, part: ReferencePart) -> Tensor:
-        return self.encoders.latents(cut_part(self.pixels_THWC, part))
-
-    def prompt_embeds(self) -> Tensor:
-        return self.encoders.prompt_embeds(self.caption)
-
-    def pooled_prompt_embeds(self) -> Tensor:
-        return self.encoders.pooled_prompt_embeds(self.caption)
+        caption = training_caption(
+            asked.caption, fps=asked.fps, motion_score=asked.motion_score, settings=self.settings
+        )
+        encode = self.encoders.prompt_embeds if name == PROMPT_EMBEDS else self.encoders.pooled_prompt_embeds
+        return encode(caption)
 
 
-@dataclass(frozen=True, slots=True)
-class CachedClip:
-    """Encoded clip from a cache. Raises FileProblem for a part that the cache lacks."""
+class CachedClip(dict[str, Tensor]):
+    """Tensors of a clip from a cache, by name."""
 
-    tensors: Mapping[str, Tensor]
-
-    def latents(self) -> Tensor:
-        """Return the latents of the whole clip (C,T,H,W)."""
-        return self._tensor(LATENTS)
-
-    def part(self, part: ReferencePart) -> Tensor:
-        """Return the latents (C,T,H,W) of some frames of the clip, encoded on their own."""
-        return self._tensor(part_name(part))
-
-    def prompt_embeds(self) -> Tensor:
-        """Return the T5 embeddings of its caption, (L,C)."""
-        return self._tensor(PROMPT_EMBEDS)
-
-    def pooled_prompt_embeds(self) -> Tensor:
-        """Return the CLIP embedding of its caption, (V)."""
-        return self._tensor(POOLED_PROMPT_EMBEDS)
-
-    def _tensor(self, name: str) -> Tensor:
-        if name not in self.tensors:
-            raise FileProblem(f"the cache lacks {name} of a clip", hint="run `osora data cache` again")
-        return self.tensors[name]
+    def __missing__(self, name: str) -> Tensor:
+        """Raise FileProblem."""
+        raise FileProblem(f"the cache lacks {name} of a clip", hint="run `osora data cache` again")
 
 
 EncodedClip = FreshClip | CachedClip
@@ -98,20 +76,12 @@ EncodedClip = FreshClip | CachedClip
 
 def part_name(part: ReferencePart) -> str:
     """Return the name of some frames of a clip, such as `head33` or `tail1`."""
-    return f"{'tail' if part.from_end else 'head'}{part.num_frames}"
+    return f"{_TAIL if part.from_end else _HEAD}{part.num_frames}"
 
 
-def encode_for_cache(
-    clip: FreshClip, parts: Mapping[str, ReferencePart], *, known: Collection[str] = ()
-) -> dict[str, Tensor]:
+def encode_for_cache(clip: FreshClip, parts: Iterable[str], *, known: Collection[str] = ()) -> dict[str, Tensor]:
     """Return the tensors of a clip for a cache, on the host, without the `known` ones."""
-    encode: dict[str, Callable[[], Tensor]] = {
-        LATENTS: clip.latents,
-        PROMPT_EMBEDS: clip.prompt_embeds,
-        POOLED_PROMPT_EMBEDS: clip.pooled_prompt_embeds,
-        **{name: partial(clip.part, part) for name, part in parts.items()},
-    }
-    return {name: tensor().cpu().contiguous() for name, tensor in encode.items() if name not in known}
+    return {name: clip[name].cpu().contiguous() for name in (*ALWAYS_CACHED, *parts) if name not in known}
 
 
 def training_caption(caption: str, *, fps: float, motion_score: float | None, settings: MMDiTTrainSettings) -> str:

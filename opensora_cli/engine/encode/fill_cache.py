@@ -9,7 +9,6 @@ import torch
 
 from opensora_cli.checkpoint.formats.peft import require_peft
 from opensora_cli.checkpoint.readable import sha256_of
-from opensora_cli.core.conditions import ReferencePart
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, CheckpointError, MediaError
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
@@ -203,19 +202,14 @@ def _files(path: Path) -> list[Path]:
     return sorted(file for file in path.iterdir() if file.is_file() and file.suffix in _ENCODER_FILES)
 
 
-def _parts(settings: TrainSettings, num_frames: int) -> dict[str, ReferencePart]:
+def _parts(settings: TrainSettings, num_frames: int) -> list[str]:
     """Return the references that the condition modes of a run need of a clip, by name."""
-    grid, lengths = settings.vae.grid, settings.train_mmdit.lengths
-    modes = fitting_modes(
-        settings.train_mmdit.mode_weights.by_mode(),
-        num_latent_frames=grid.latent_frames(num_frames),
-        causal=grid.is_causal,
-        lengths=lengths,
-    )
-    return {
-        part_name(part): part
-        for mode in modes
-        for part in encoded_parts(
-            mode, causal=grid.is_causal, temporal_compression=grid.time_compression_ratio, lengths=lengths
-        )
-    }
+    causal, lengths = settings.vae.grid.is_causal, settings.train_mmdit.lengths
+    weights, frames = settings.train_mmdit.mode_weights.by_mode(), settings.vae.grid.latent_frames(num_frames)
+    compression = settings.vae.grid.time_compression_ratio
+    names = [
+        part_name(part)
+        for mode in fitting_modes(weights, num_latent_frames=frames, causal=causal, lengths=lengths)
+        for part in encoded_parts(mode, causal=causal, temporal_compression=compression, lengths=lengths)
+    ]
+    return list(dict.fromkeys(names))

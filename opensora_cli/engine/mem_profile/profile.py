@@ -21,7 +21,7 @@ from opensora_cli.engine.train.activations import largest_batch_shape
 from opensora_cli.engine.train.early import warn_of_missing_inputs
 from opensora_cli.engine.train.estimate import STEP, TrainingMemory, estimate_training, measure_training
 from opensora_cli.engine.train.fake_ranks import BUFFERS
-from opensora_cli.engine.train.objectives.base import find_objective
+from opensora_cli.engine.train.objectives import find_objective
 from opensora_cli.engine.train.plan import judge, settings_on
 from opensora_cli.engine.train.rank_memory import RankMemory
 from opensora_cli.media.plots import new_figure, write_figure

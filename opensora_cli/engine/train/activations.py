@@ -9,7 +9,7 @@ from opensora_cli.core.formatting import format_bytes
 from opensora_cli.data.batches import ClipBatch, ClipRequest
 from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.engine.encode.datasets import pixel_multiple
-from opensora_cli.engine.train.objectives.base import find_objective
+from opensora_cli.engine.train.objectives import find_objective
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.sampling.sizes import training_sizes
 from opensora_cli.settings.train import TrainSettings

@@ -13,7 +13,7 @@ from opensora_cli.engine.encode.datasets import open_table
 from opensora_cli.engine.encode.fill_cache import fill_cache, require_same_settings
 from opensora_cli.engine.train.activations import plan_activations
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.objectives.base import TokenWeights, find_objective
+from opensora_cli.engine.train.objectives import TokenWeights, find_objective
 from opensora_cli.engine.train.parallelize import parallelize
 from opensora_cli.engine.train.trainer import Task
 from opensora_cli.engine.train.transformer import fill_parts

@@ -95,10 +95,9 @@ def set_aside_newer(output: Path, folder: Path, *, reporter: Reporter) -> None:
     folders = all_epoch_folders(output)
     newer = folders[: folders.index(folder)] if folder in folders else folders
     for each in newer:
-        aside = each.with_name(f"{_ASIDE}{each.name}")
-        numbered = (each.with_name(f"{_ASIDE}{number}-{each.name}") for number in count(2))
+        prefixes = chain([_ASIDE], (f"{_ASIDE}{number}-" for number in count(2)))
         try:
-            aside = next(path for path in chain([aside], numbered) if not path.exists())
+            aside = next(path for prefix in prefixes if not (path := each.with_name(prefix + each.name)).exists())
             each.rename(aside)
         except OSError as error:
             raise OutputError(f"cannot rename {each}: {error.strerror or error}") from error

@@ -13,7 +13,7 @@ from opensora_cli.settings.train import TrainSettings
 
 if TYPE_CHECKING:
     from opensora_cli.data.batches import ClipSource
-    from opensora_cli.engine.train.objectives.base import TokenWeights
+    from opensora_cli.engine.train.objectives import TokenWeights
 
 LOG_FILE = "log.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"

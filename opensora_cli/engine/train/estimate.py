@@ -30,7 +30,7 @@ from opensora_cli.engine.train.frozen_weights import (
     streamed_weights,
     waiting_weights,
 )
-from opensora_cli.engine.train.objectives.base import find_objective
+from opensora_cli.engine.train.objectives import find_objective
 from opensora_cli.engine.train.optimizer import kept_tensors
 from opensora_cli.engine.train.parallelize import checkpoint_blocks
 from opensora_cli.engine.train.stand_ins import largest_batches

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -39,16 +38,6 @@ from opensora_cli.settings.train_loop import ValidationSettings
 
 _SAMPLES = "number of samples"
 _HOST = torch.device("cpu")
-
-
-class Event(Protocol):
-    """Evaluation of the weights that is due at some steps."""
-
-    def is_due(self, step: int) -> bool:
-        """Return whether it is due after `step` steps."""
-
-    def run(self, step: int, trainer: Trainer) -> Mapping[str, float]:
-        """Evaluate, and return figures for the log. All ranks must call this."""
 
 
 @contextmanager

@@ -5,11 +5,11 @@ import math
 import shutil
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, BinaryIO
 
-import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from opensora_cli.core.device import is_gpu, peak_memory_gib, profiler_range
@@ -45,7 +45,11 @@ class Metrics:
     def __init__(
         self, settings: TrainSettings, *, distribution: Distribution, output: Path, reporter: Reporter
     ) -> None:
-        self.clock = _open_clock(settings, distribution.device)
+        watching = settings.watching
+        if watching.nvtx and not is_gpu(distribution.device):
+            raise HardwareError("watching.nvtx=true needs a GPU, and this runs on a CPU", hint="drop it")
+        profiled = nullcontext if watching.profile_steps is None else record_function
+        self.clock = Clock(mark=profiler_range if watching.nvtx else profiled)
         self._writes = distribution.is_main
         self._every = settings.loop.log_every
         self._device = distribution.device
@@ -53,10 +57,9 @@ class Metrics:
         self._output = output
         self._reporter = reporter
         self._log = JsonLog(output / LOG_FILE, reporter=reporter)
-        has_events = settings.watching.tensorboard and self._writes
-        self._open_events = require_tensorboard() if has_events else None
+        self._open_events = require_tensorboard() if watching.tensorboard and self._writes else None
         self._events: SummaryWriter | None = None
-        self._profile_steps = settings.watching.profile_steps if self._writes else None
+        self._profile_steps = watching.profile_steps if self._writes else None
         self._profile: profile | None = None
         self._window: list[StepReport] = []
         """Steps of the unfinished line."""
@@ -171,14 +174,6 @@ class Metrics:
         with atomic_path(path) as temporary:
             running.export_chrome_trace(str(temporary))
         self._reporter.note(f"profile: {path}")
-
-
-def _open_clock(settings: TrainSettings, device: torch.device) -> Clock:
-    if settings.watching.nvtx:
-        if not is_gpu(device):
-            raise HardwareError("watching.nvtx=true needs a GPU, and this runs on a CPU", hint="drop it")
-        return Clock(mark=profiler_range)
-    return Clock() if settings.watching.profile_steps is None else Clock(mark=record_function)
 
 
 _CONSOLE = (

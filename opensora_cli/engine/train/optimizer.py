@@ -168,13 +168,14 @@ class Learner:
     ) -> None:
         self.weights = weights
         self.optimizers: list[torch.optim.Optimizer] = build_optimizers(weights, settings)
+        self._groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         self._settings, self._steps = settings, steps
         self._distribution = distribution
 
     @property
     def learning_rate(self) -> float:
         """Learning rate of the last update in the first group of weights."""
-        return float(self.optimizers[0].param_groups[0]["lr"])
+        return float(self._groups[0]["lr"])
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter, torch.optim.Optimizer]]:
         """Yield the name, weight and optimizer of each trained parameter, in the order of the module."""
@@ -195,9 +196,8 @@ class Learner:
     def set_rates(self, step: int) -> None:
         """Set the learning rates for the update after `step` updates."""
         factor = rate_factor(self._settings, step, steps=self._steps)
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = factor * group[_FULL_RATE]
+        for group in self._groups:
+            group["lr"] = factor * group[_FULL_RATE]
 
     def update(self) -> None:
         """Update the weights."""

@@ -44,7 +44,7 @@ from opensora_cli.engine.train.activations import largest_batch_shape, plan_acti
 from opensora_cli.engine.train.build import count_parameters
 from opensora_cli.engine.train.distribution import Distribution, mesh_shape, training_exchange
 from opensora_cli.engine.train.frozen_weights import plan_frozen_weights
-from opensora_cli.engine.train.objectives.base import find_objective
+from opensora_cli.engine.train.objectives import find_objective
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.settings.enums import HostWeights

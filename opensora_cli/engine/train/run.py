@@ -24,10 +24,10 @@ from opensora_cli.engine.train.build import build_task, open_clips_cache, refuse
 from opensora_cli.engine.train.checkpoints import CheckpointWriter, choose_checkpoint, prepare_output
 from opensora_cli.engine.train.distribution import Distribution, joined_ranks, start_ranks, training_device
 from opensora_cli.engine.train.early import Given, Resume, refuse_early
-from opensora_cli.engine.train.evaluate import Event, open_samples, open_validation
+from opensora_cli.engine.train.evaluate import HeldOutLoss, SampleVideos, open_samples, open_validation
 from opensora_cli.engine.train.frozen_weights import streamed_weights
 from opensora_cli.engine.train.metrics import Metrics
-from opensora_cli.engine.train.objectives.base import TokenWeights
+from opensora_cli.engine.train.objectives import TokenWeights
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
 from opensora_cli.engine.train.rank_memory import refuse_lack_of_memory
 from opensora_cli.engine.train.state import as_recorded, read_running_states, restore, whole_weights
@@ -36,6 +36,7 @@ from opensora_cli.engine.train.transformer import plan_attention
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import Compute
 
+_Event = HeldOutLoss | SampleVideos
 _SMALLER = "use smaller batches or sizes, or memory.checkpointing=full; --dry-run prints the memory of a rank"
 
 
@@ -169,7 +170,7 @@ class _Run:
             self._attention = plan_attention(self._settings, device=device)
             # Open these first: encoders are freed before the model is loaded, and broken tables are found early.
             held_out, output = self._given.held_out, self._output
-            events: dict[str, Event | None] = {
+            events: dict[str, _Event | None] = {
                 "validation": open_validation(
                     self._settings, distribution=distribution, reporter=reporter, source=held_out
                 ),
@@ -267,7 +268,7 @@ class _Run:
             )
 
     def _do_steps(
-        self, trainer: Trainer, events: Mapping[str, Event | None], is_interrupted: Callable[[], bool]
+        self, trainer: Trainer, events: Mapping[str, _Event | None], is_interrupted: Callable[[], bool]
     ) -> None:
         steps, every = self._settings.loop.steps, self._settings.checkpoints.every
         with self._reporter.stage("train", total=steps, unit="steps") as progress:
@@ -300,7 +301,7 @@ class _Run:
                 f"step {trainer.step} of {steps} is saved in {self._output}: continue with --resume"
             )
 
-    def _hold(self, name: str, event: Event, trainer: Trainer) -> None:
+    def _hold(self, name: str, event: _Event, trainer: Trainer) -> None:
         """Validate, or make samples."""
         with self._metrics.clock.part(name):
             figures = event.run(trainer.step, trainer)

@@ -1,15 +1,16 @@
 """Stand-ins for files and clips, to measure or estimate a training step: random frozen parts, and black clips."""
 
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.core.conditions import ReferencePart
 from opensora_cli.data.batches import SampledBatches, SampleRng
 from opensora_cli.engine.components.architectures import new_autoencoder, vae_tiling
 from opensora_cli.engine.components.weights import packaged_demo
+from opensora_cli.engine.encode.clips import LATENTS, POOLED_PROMPT_EMBEDS, PROMPT_EMBEDS
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, frozen_dtype
 from opensora_cli.engine.encode.inputs import find_frozen_parts
 from opensora_cli.engine.launch.rank import device_type
@@ -84,21 +85,12 @@ class _CachedBlackClip:
     settings: TrainSettings
     shape: BatchShape
 
-    def latents(self) -> Tensor:
-        return self._latents(self.shape.num_frames)
-
-    def part(self, part: ReferencePart) -> Tensor:
-        return self._latents(part.num_frames)
-
-    def prompt_embeds(self) -> Tensor:
-        return _prompt_embeds(self.settings)
-
-    def pooled_prompt_embeds(self) -> Tensor:
-        return _pooled_prompt_embeds(self.settings)
-
-    def _latents(self, num_frames: int) -> Tensor:
+    def __getitem__(self, name: str) -> Tensor:
+        if name in (PROMPT_EMBEDS, POOLED_PROMPT_EMBEDS):
+            return _prompt_embeds(self.settings) if name == PROMPT_EMBEDS else _pooled_prompt_embeds(self.settings)
         grid, dtype = self.settings.vae.grid, _frozen_dtype(self.settings)
         size = grid.latent_size(self.shape.height, self.shape.width)
+        num_frames = self.shape.num_frames if name == LATENTS else int(re.sub(r"\D", "", name))
         return torch.zeros(grid.latent_channels, grid.latent_frames(num_frames), *size, dtype=dtype)
 
 

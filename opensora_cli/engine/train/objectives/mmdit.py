@@ -24,12 +24,22 @@ from opensora_cli.data.batches import ClipBatch, SampleRng
 from opensora_cli.engine.components.architectures import mmdit_config, scale_metadata
 from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.encode.clip_cache import ClipCache
-from opensora_cli.engine.encode.clips import EncodedClip, FreshClip, condition_clip, fitting_modes, pick_mode
+from opensora_cli.engine.encode.clips import (
+    LATENTS,
+    POOLED_PROMPT_EMBEDS,
+    PROMPT_EMBEDS,
+    EncodedClip,
+    FreshClip,
+    condition_clip,
+    fitting_modes,
+    part_name,
+    pick_mode,
+)
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, load_encoders
 from opensora_cli.engine.train.activations import BatchShape
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.lora import save_lora
-from opensora_cli.engine.train.objectives.base import Objective, TokenWeights
+from opensora_cli.engine.train.objectives import Objective, TokenWeights
 from opensora_cli.engine.train.stand_ins import random_frozen_parts, stand_in_encoders, zero_empty_prompt
 from opensora_cli.engine.train.trainer import Role, Task
 from opensora_cli.engine.train.transformer import build_transformer, empty_transformer, with_adapter
@@ -126,7 +136,7 @@ class MMDiTTask(Task):
         patch = self._config.patch_size
         clips = self._encoded(batch)
         # Stack before copying because many small copies to a GPU take longer than one.
-        latents_BCTHW = self._placed(torch.stack([clip.latents() for clip in clips]))
+        latents_BCTHW = self._placed(torch.stack([clip[LATENTS] for clip in clips]))
         noise_BCTHW = self._noise(latents_BCTHW.shape, states)
         count, _, frames, height, width = latents_BCTHW.shape
         modes = [pick_mode(self._fitting_modes(num_latent_frames=frames), rng.numpy) for rng in states]
@@ -159,13 +169,9 @@ class MMDiTTask(Task):
         )
 
     def tokens(self, batch: ClipBatch) -> int:
-        if batch.pixels_BTHWC is not None:
-            count, num_frames, *size = batch.pixels_BTHWC.shape[:4]
-            frames, (height, width) = self._grid.latent_frames(num_frames), self._grid.latent_size(*size)
-        else:
-            clips = self._encoded(batch)
-            count, (frames, height, width) = len(clips), clips[0].latents().shape[1:]
-        return int(count * frames * height * width // self._config.patch_size**2)
+        one, patch = batch.requests[0], self._config.patch_size
+        height, width = self._grid.latent_size(one.height, one.width)
+        return len(batch.requests) * self._grid.latent_frames(one.num_frames) * height * width // patch**2
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write the adapter, or the transformer in half precision with the scale of its latents in the metadata.
@@ -208,7 +214,7 @@ class MMDiTTask(Task):
         return condition_clip(
             latents_CTHW,
             mode,
-            lambda part: self._placed(clip.part(part)),
+            lambda part: self._placed(clip[part_name(part)]),
             causal=self._grid.is_causal,
             temporal_compression=self._grid.time_compression_ratio,
             lengths=self._lengths,
@@ -219,8 +225,8 @@ class MMDiTTask(Task):
         drop_clip = rng.numpy.random() < self._settings.clip_dropout
         empty = self._empty_prompt
         return (
-            self._placed(empty.prompt_embeds_LC if drop_t5 else clip.prompt_embeds()),
-            self._placed(empty.pooled_prompt_embeds_V if drop_clip else clip.pooled_prompt_embeds()),
+            self._placed(empty.prompt_embeds_LC if drop_t5 else clip[PROMPT_EMBEDS]),
+            self._placed(empty.pooled_prompt_embeds_V if drop_clip else clip[POOLED_PROMPT_EMBEDS]),
         )
 
     def _placed(self, tensor: Tensor) -> Tensor:

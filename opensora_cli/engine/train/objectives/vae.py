@@ -18,7 +18,7 @@ from opensora_cli.engine.encode.clip_cache import ClipCache
 from opensora_cli.engine.train.activations import BatchShape
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import find_first_weights
-from opensora_cli.engine.train.objectives.base import Objective, TokenWeights
+from opensora_cli.engine.train.objectives import Objective, TokenWeights
 from opensora_cli.engine.train.objectives.vae_terms import (
     PerceptualDistance,
     adaptive_weight,
@@ -29,7 +29,6 @@ from opensora_cli.engine.train.objectives.vae_terms import (
     kl_divergence,
     load_perceptual_distance,
     psnr,
-    reconstruction_error,
     with_gradient,
 )
 from opensora_cli.engine.train.trainer import MODEL, Losses, Role, Task
@@ -88,14 +87,9 @@ class VAETask(Task):
             yield "adversary", hinge_loss(real, fake), means
 
     def tokens(self, batch: ClipBatch) -> int:
-        """Return the number of positions in the latents of the batch."""
-        assert batch.pixels_BTHWC is not None
-        count, frames, height, width, _ = batch.pixels_BTHWC.shape
-        if self._settings.crop_size:
-            height, width = (min(side, self._settings.crop_size) for side in (height, width))
-        grid = self.module.grid
-        rows, columns = grid.latent_size(height, width)
-        return count * grid.latent_frames(frames) * rows * columns
+        one, grid, crop = batch.requests[0], self.module.grid, self._settings.crop_size
+        rows, columns = grid.latent_size(*(min(side, crop or side) for side in (one.height, one.width)))
+        return len(batch.requests) * grid.latent_frames(one.num_frames) * rows * columns
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
         """Write `vae.safetensors`, in half precision if the settings ask for it."""
@@ -104,16 +98,15 @@ class VAETask(Task):
 
     def _reconstruct(self, pixels: Tensor, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor], Tensor]:
         """Return the loss, its figures and the detached reconstructions of clips."""
-        opposed = self._is_opposed and torch.is_grad_enabled()
         made, mean, logvar = self.forward(pixels, generator=rng.torch)
-        loss, figures = self._pixel_loss(made.float(), pixels, opposed=opposed)
+        loss, figures = self._pixel_loss(made.float(), pixels)
         if logvar is not None:
             kl = kl_divergence(mean.float(), logvar.float())
             loss = loss + self._settings.kl_weight * kl
             figures["kl"] = kl.detach()
         return loss, figures, made.detach()
 
-    def _pixel_loss(self, made: Tensor, pixels: Tensor, *, opposed: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    def _pixel_loss(self, made: Tensor, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the loss of the decoded pixels. Its gradient by the pixels is computed immediately, term by term."""
         if not torch.is_grad_enabled():
             return self._reconstruction_loss(made, pixels)
@@ -121,7 +114,7 @@ class VAETask(Task):
         leaf = made.detach().requires_grad_()
         value, figures = self._reconstruction_loss(leaf, pixels)
         (gradient,) = torch.autograd.grad(value, leaf)
-        if opposed and self.adversary is not None:
+        if self._is_opposed and self.adversary is not None:
             # Differentiated only by the clips, so that the discriminator gets no gradient, and DDP starts no exchange.
             generator_loss = -self.adversary.module(leaf).float().mean()
             (against,) = torch.autograd.grad(generator_loss, leaf)
@@ -135,7 +128,8 @@ class VAETask(Task):
 
     def _reconstruction_loss(self, made: Tensor, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         settings = self._settings
-        loss, squared = reconstruction_error(made, pixels, squared_weight=settings.squared_error_weight)
+        squared = nn.functional.mse_loss(made, pixels)
+        loss = nn.functional.l1_loss(made, pixels) + settings.squared_error_weight * squared
         figures = {"psnr": psnr(squared.detach())}
         if settings.gradient_weight:
             loss = loss + settings.gradient_weight * gradient_error(made, pixels)
@@ -203,12 +197,10 @@ class VAEObjective(Objective):
         return task
 
     def stand_in(self, settings: TrainSettings) -> tuple[VAETask, list[nn.Module]]:
-        """Return the task without the perceptual term, which needs files."""
         without_files = settings.replace({"train_vae.perceptual_files": (), "train_vae.perceptual_weight": 0.0})
         return vae_task(without_files, device=torch.device("cpu"), reporter=SilentReporter()), []
 
     def outline(self, settings: TrainSettings) -> Autoencoder:
-        """Return the autoencoder on the meta device."""
         autoencoder = autoencoder_on_meta(settings.vae)
         if settings.train_vae.decoder_only:
             freeze_encoder(autoencoder)

@@ -38,12 +38,6 @@ _MAX_WIDTH_FACTOR = 8
 _CHANNELS_PER_GROUP = 8
 
 
-def reconstruction_error(decoded: Tensor, pixels: Tensor, *, squared_weight: float) -> tuple[Tensor, Tensor]:
-    """Return the mean absolute error plus `squared_weight` times the squared error, and the squared error alone."""
-    squared = nn.functional.mse_loss(decoded, pixels)
-    return nn.functional.l1_loss(decoded, pixels) + squared_weight * squared, squared
-
-
 def gradient_error(decoded_BCTHW: Tensor, pixels_BCTHW: Tensor) -> Tensor:
     """Return the mean absolute error of differences between adjacent pixels, horizontal plus vertical.
 

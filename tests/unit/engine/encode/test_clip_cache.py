@@ -73,12 +73,12 @@ def test_clips_from_several_files_are_bitwise_identical(folder):
     for number in range(5):
         assert cache.names(other(number)) == set(encoded(number))
         clip, wanted = cache.clip(other(number)), encoded(number)
-        assert clip.tensors.keys() == wanted.keys()
+        assert clip.keys() == wanted.keys()
         for name, tensor in wanted.items():
-            assert clip.tensors[name].dtype == tensor.dtype
-            assert torch.equal(clip.tensors[name], tensor)
+            assert clip[name].dtype == tensor.dtype
+            assert torch.equal(clip[name], tensor)
     # With open files it can still be sent to other processes.
-    assert torch.equal(pickle.loads(pickle.dumps(cache)).clip(other(0)).latents(), encoded(0)["latents"])
+    assert torch.equal(pickle.loads(pickle.dumps(cache)).clip(other(0))["latents"], encoded(0)["latents"])
     empty = cache.empty_prompt()
     assert torch.equal(empty.prompt_embeds_LC, EMPTY.prompt_embeds_LC)
     assert torch.equal(empty.pooled_prompt_embeds_V, EMPTY.pooled_prompt_embeds_V)
@@ -100,7 +100,7 @@ def test_a_clip_of_a_replaced_file_replaces_the_first(folder):
 
     def held(file):
         cache = ClipCache(folder)
-        tensors = cache.clip(REQUEST).tensors
+        tensors = cache.clip(REQUEST)
         assert all(torch.equal(tensor, encoded(file[1])[name]) for name, tensor in tensors.items())
         assert cache.names(REQUEST) == cache.names(REQUEST, file=file) == tensors.keys()
         assert not cache.names(REQUEST, file=second if file == first else first)

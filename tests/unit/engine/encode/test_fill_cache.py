@@ -103,7 +103,7 @@ def test_clips_are_encoded_once_and_more_are_added(weights, tmp_path):
 def test_a_clip_has_latents_text_and_the_references_of_the_trained_modes(filled):
     cache = prepared(filled)
     [request, *_] = all_requests(filled)
-    shapes = {name: tuple(tensor.shape) for name, tensor in cache.clip(request).tensors.items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in cache.clip(request).items()}
     assert shapes == {
         "latents": (4, 4, 6, 12),
         "head1": (4, 1, 6, 12),
@@ -202,7 +202,7 @@ def test_a_clip_whose_file_was_replaced_is_encoded_again(weights, tmp_path):
     settings = settings_of(weights, tmp_path / "cache", **changes)
     before = prepared(settings)
     requests = {Path(request.path).name: request for request in all_requests(settings)}
-    held = {name: before.clip(request).tensors for name, request in requests.items()}
+    held = {name: before.clip(request) for name, request in requests.items()}
     path, noise = tmp_path / "clip_1.mp4", torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (13, 64, 64, 3), dtype=torch.uint8, generator=noise)
     write_media([pixels], path, fps=tiny_clips.FPS, format="mp4")
@@ -212,7 +212,7 @@ def test_a_clip_whose_file_was_replaced_is_encoded_again(weights, tmp_path):
     assert (report.clips, report.encoded) == (3, 1)
     cache = ClipCache(tmp_path / "cache")
     for name, request in requests.items():
-        now = cache.clip(request).tensors
+        now = cache.clip(request)
         changed = {each for each, tensor in held[name].items() if not torch.equal(tensor, now[each])}
         assert now.keys() == held[name].keys()
         assert changed == (
@@ -268,8 +268,8 @@ def test_another_mode_adds_only_its_references(weights, filled_once, tmp_path, m
     assert cache_clips(few).encoded == cache_clips(all_modes).encoded == 0
     clip = prepared(few).clip(request)
     at_once = ClipCache(filled_once).clip(request)
-    assert clip.tensors.keys() == at_once.tensors.keys()
-    assert all(torch.equal(tensor, at_once.tensors[name]) for name, tensor in clip.tensors.items())
+    assert clip.keys() == at_once.keys()
+    assert all(torch.equal(tensor, at_once[name]) for name, tensor in clip.items())
 
 
 def test_training_reads_no_frozen_weights(filled, tmp_path, monkeypatch):

@@ -8,7 +8,7 @@ import tiny_training
 from tiny_training import buckets
 
 from opensora_cli.engine.train.estimate import estimate_training, measure_training
-from opensora_cli.engine.train.objectives.base import find_objective
+from opensora_cli.engine.train.objectives import find_objective
 from opensora_cli.settings.train import TrainSettings
 
 ADAMW = {"optimizer.name": "adamw"}

@@ -142,15 +142,6 @@ class TestLines:
         assert [line["step"] for line in read(path)] == [1, 2, 3, 4]
         assert len(shown.warnings) == 2
 
-    def test_a_log_that_cannot_be_opened_does_not_end_a_run(self, tmp_path):
-        shown = Listener()
-        lines = metrics(tmp_path, reporter=shown, every=1)
-        (tmp_path / "log.jsonl").mkdir()
-        for step in (1, 2):
-            lines.on_step(report(step))
-        lines.close()
-        assert shown.warnings == [f"cannot write {tmp_path / 'log.jsonl'}: Is a directory: training continues"]
-
     def test_a_pipe_is_not_cut_but_refused(self, tmp_path):
         os.mkfifo(tmp_path / "log.jsonl")
         with pytest.raises(FileProblem, match=r"log\.jsonl is not a file: it is a pipe"):

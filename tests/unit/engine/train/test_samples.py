@@ -149,41 +149,6 @@ def test_a_video_that_cannot_be_written_is_left_out_and_the_others_are_those_of_
     assert all((tmp_path / path).read_bytes() == (watched / path).read_bytes() for path in videos)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param({"memory.checkpointing": "offload"}, marks=pytest.mark.slow),
-        pytest.param({"model.cond_embed": False, "train_mmdit.mode_weights": {"t2v": 1.0}}, marks=pytest.mark.slow),
-        pytest.param(
-            {
-                "train_mmdit.cache": "cache",
-                "validation.every": 1,
-                "validation.batches": 2,
-                "validation.table": tiny_training.HELD_OUT,
-            },
-            marks=pytest.mark.slow,
-        ),
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_samples_change_no_run(
-    tmp_path: Path, frozen: Path, changes: dict[str, object], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    modes = changes.pop("train_mmdit.mode_weights", None)
-    if modes:
-        none = dict.fromkeys(tiny_training.mmdit_settings(tmp_path).train_mmdit.mode_weights.model_dump(), 0.0)
-        changes = {**changes, "train_mmdit.mode_weights": {**none, **modes}}
-    short = {"loop.steps": 1, "samples.every": 1, "samples.prompts": PROMPTS[:1]}
-    watched = run(tmp_path / "watched", frozen, **{**SAMPLES, **changes, **short})
-    changes = {key: value for key, value in changes.items() if not key.startswith("validation")}
-    assert losses(watched) == losses(run(tmp_path / "plain", frozen, **{**changes, "loop.steps": 1}))
-    assert probe(watched / "samples" / "step1" / f"{BOAT}.mp4").num_frames == 5
-    assert (watched / "transformer.safetensors").read_bytes() == (
-        tmp_path / "plain" / "transformer.safetensors"
-    ).read_bytes()
-
-
 @pytest.mark.slow
 def test_a_sample_is_the_video_that_generate_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     frames: list[torch.Tensor] = []

@@ -15,7 +15,7 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.few_steps import METADATA_KEY, asked_sampling
 from opensora_cli.engine.train.early import Resume
-from opensora_cli.engine.train.objectives.base import find_objective
+from opensora_cli.engine.train.objectives import find_objective
 from opensora_cli.engine.train.objectives.distill import DistillTask, teacher_guidance
 from opensora_cli.engine.train.run import train
 from opensora_cli.sampling.guidance import Branch, guidance_scales

@@ -6,20 +6,16 @@ from typing import NamedTuple
 import pytest
 import torch
 from closeness import assert_close
-from safetensors.torch import load_file
 from tiny_distillation import batch, new_task, random_task, settings_of
-from tiny_training import StopAfter
 from torch import Tensor
 
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.data.batches import SampleRng
-from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.estimate import estimate_training, measure_training
 from opensora_cli.engine.train.lora import CRITIC
-from opensora_cli.engine.train.objectives.base import find_objective
+from opensora_cli.engine.train.objectives import find_objective
 from opensora_cli.engine.train.objectives.distill import teacher_guidance
 from opensora_cli.engine.train.objectives.dmd import DMDTask
-from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.trainer import MODEL
 from opensora_cli.memory.checkpointing import set_grad_checkpoint
 from opensora_cli.sampling.guidance import Branch, guidance_scales
@@ -154,20 +150,6 @@ def test_only_the_critic_learns_between_steps_of_the_adapter(task, evaluations):
     assert not any(each.has_gradient for each in evaluations if each.part == "teacher")
 
 
-@pytest.mark.slow
-def test_an_interrupted_run_ends_the_same(tmp_path):
-    train(dmd_settings(tmp_path / "whole"))
-    parts = dmd_settings(tmp_path / "parts")
-    with pytest.raises(KeyboardInterrupt):
-        train(parts, reporter=StopAfter(2))
-    train(parts, resume=Resume())
-    whole, found = (load_file(tmp_path / name / "lora" / "adapter_model.safetensors") for name in ("whole", "parts"))
-    assert found.keys() == whole.keys()
-    assert not any("critic" in name for name in whole)
-    assert all(torch.equal(found[name], whole[name]) for name in whole)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("image", "modes", "branches"), [(2.0, {}, 3), (1.0, {}, 2), (2.0, {"t2v"}, 2)])
 def test_the_predicted_evaluations_are_those_of_a_task(tmp_path, image, modes, branches):
     weights = {f"train_mmdit__mode_weights__{name}": 0 for name in CONDITION_MODES if modes and name not in modes}

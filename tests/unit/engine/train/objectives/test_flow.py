@@ -14,12 +14,6 @@ def pair():
     return torch.randn(2, 3, 4, generator=generator), torch.randn(2, 3, 4, generator=generator)
 
 
-def test_ends():
-    data, noise = pair()
-    assert_close(noisy_latents(data, noise, torch.zeros(2), sigma_min=SIGMA), data + SIGMA * noise)
-    assert torch.equal(noisy_latents(data, noise, torch.ones(2), sigma_min=SIGMA), noise)
-
-
 def test_the_target_is_the_derivative_by_time():
     data, noise = (value.double() for value in pair())
     t = torch.tensor([0.3, 0.8], dtype=torch.float64, requires_grad=True)

@@ -386,7 +386,7 @@ class TestCached:
         )
         original, running = batch(pixels(2)), task(frozen)
         stored = cached(original, frozen, settings())
-        assert {tensor.dtype for one in stored.cached for tensor in one.tensors.values()} == {torch.bfloat16}
+        assert {tensor.dtype for one in stored.cached for tensor in one.values()} == {torch.bfloat16}
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
             losses = [running.loss(each, rng(0))[0] for each in (original, stored)]
         assert torch.equal(*losses)
