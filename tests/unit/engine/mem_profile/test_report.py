@@ -4,7 +4,7 @@ from pathlib import Path
 import torch
 
 from opensora_cli.engine.estimate.verdict import HostMemory
-from opensora_cli.engine.mem_profile.chart import profile_figure
+from opensora_cli.engine.mem_profile.files import profile_figure
 from opensora_cli.engine.mem_profile.report import (
     AttentionCost,
     LargestBatch,
