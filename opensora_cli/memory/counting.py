@@ -118,8 +118,8 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # called for every fake tensor, many times
             return args[0].device
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            # A wrapper such as DTensor: its operations on the inner tensors also arrive here.
+        if any(map(_is_wrapper, types)):
+            # Its operations on the inner tensors also arrive here.
             return NotImplemented
         if torch.is_inference_mode_enabled() and _is_composite(func):
             # Outside of inference mode, autograd decomposes such operations first. Their parts also make tensors.
@@ -313,16 +313,23 @@ def _following_sizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterato
 def _tensors(tree: object) -> Iterator[Tensor]:
     """Yield the plain tensors of nested containers, including tensors inside wrappers such as DTensor."""
     if isinstance(tree, Tensor):
-        if type(tree) is not Tensor and is_traceable_wrapper_subclass(tree):
+        if _is_wrapper(type(tree)) and is_traceable_wrapper_subclass(tree):
             names, _ = tree.__tensor_flatten__()
             yield from _tensors([getattr(tree, name) for name in names])
         elif tree.layout is torch.strided:
             yield tree
     elif isinstance(tree, (list, tuple)):
         for part in tree:
-            yield from _tensors(part)
+            if isinstance(part, (Tensor, list, tuple, dict)):
+                yield from _tensors(part)
     elif isinstance(tree, dict):
         yield from _tensors(list(tree.values()))
+
+
+@cache
+def _is_wrapper(kind: type) -> bool:
+    """Return whether tensors of a class wrap others, such as DTensor."""
+    return hasattr(kind, "__tensor_flatten__")
 
 
 @cache

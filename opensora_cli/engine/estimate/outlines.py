@@ -4,7 +4,7 @@ Torch's own fake tensors know every operation, but take a second to load and a t
 Outlines have fast rules for the operations that models use most: only the sizes of the results are computed.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache, partial, reduce
 from itertools import zip_longest
 from math import ceil
@@ -71,31 +71,47 @@ class OutlineMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         options = kwargs or {}
         if func is _DEVICE:
             return args[0].device
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            # A wrapper such as DTensor: its operations on the inner tensors also arrive here.
+        if any(map(_is_wrapper, types)):
+            # Its operations on the inner tensors also arrive here.
             return NotImplemented
-        tensors, device = list(_tensors(args)), options.get("device")
-        if tensors and "device" not in options and not any(tensor.is_meta for tensor in tensors):
+        has_reals, on_host, has_outlines = False, True, False
+        for tensor in _tensors(args):
+            if type(tensor) is HostOutline:
+                has_outlines = True
+            elif tensor.is_meta:
+                # A host tensor beside a GPU tensor is a number.
+                has_outlines, on_host = True, False
+            else:
+                has_reals = True
+        if has_reals and not has_outlines and "device" not in options:
             # Such as the ranks of a device mesh, whose values torch reads.
             return func(*args, **options)
         if "out" in options or _is_in_place(func):
             return options.get("out", args[0]) if func._schema.returns else None
         if func is _READ_NUMBER:
             return _ONE.get(args[0].dtype, 1.0)
-        # A host tensor beside a GPU tensor is a number.
-        on_host = all(map(_is_on_host, tensors)) if device is None else device.type == "cpu"
+        if (device := options.get("device")) is not None:
+            on_host = device.type == "cpu"
         # The rules read outlines, which refuse operations outside of the mode.
         with torch._C._DisableTorchDispatch():
             result = _outlined(func, args, options)
             return _placed(result) if on_host else result
 
 
-def _tensors(args: tuple[Any, ...]) -> Iterator[Tensor]:
+def _tensors(args: tuple[Any, ...]) -> list[Tensor]:
+    found = []
     for arg in args:
         if isinstance(arg, Tensor):
-            yield arg
+            found.append(arg)
         elif isinstance(arg, (list, tuple)):
-            yield from (part for part in arg if isinstance(part, Tensor))
+            found += [part for part in arg if isinstance(part, Tensor)]
+    return found
+
+
+@cache
+def _is_wrapper(kind: type) -> bool:
+    """Return whether tensors of a class wrap others, such as DTensor."""
+    return hasattr(kind, "__tensor_flatten__")
 
 
 def _is_on_host(tensor: Tensor) -> bool:
