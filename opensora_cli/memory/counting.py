@@ -54,7 +54,15 @@ class _Counted:
     """Weak reference whose callback counts the release of the storage."""
 
 
-class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
+    """Mode that torch enters without importing its compiler, which takes a second."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # skipping would import dynamo
+
+
+class TensorBytes(DispatchMode):
     """Counter of the storages of tensors that are made inside its context, and of added tensors.
 
     A storage with any number of views counts once, from the operation that makes it until its last tensor is freed,
@@ -89,10 +97,6 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         self._peak_since_mark = 0
         self._entered: list[ExitStack] = []
         self._counts_fake = False
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # skipping would import dynamo, which takes a second
 
     def __enter__(self) -> Self:
         """Count from now on."""

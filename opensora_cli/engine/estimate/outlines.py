@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from opensora_cli.memory.counting import DispatchMode
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -53,16 +54,12 @@ class HostOutline(Tensor):
         return f"HostOutline({tuple(self.shape)}, {self.dtype})"
 
 
-class OutlineMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
+class OutlineMode(DispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
     """Mode whose operations make outlines on the requested device: the host, or a GPU as the meta device.
 
     A number read from an outline is 1. Operations on real tensors alone are computed. Operations without a rule here
     are torch's own on the meta device.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it, torch would first import it, for a second
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
