@@ -54,7 +54,15 @@ class _Counted:
     """Weak reference whose callback counts the release of the storage."""
 
 
-class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
+class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
+    """Mode that torch enters without importing its compiler, which takes a second."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # skipping would import dynamo
+
+
+class TensorBytes(DispatchMode):
     """Counter of the storages of tensors that are made inside its context, and of added tensors.
 
     A storage with any number of views counts once, from the operation that makes it until its last tensor is freed,
@@ -88,10 +96,6 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         self._entered: list[ExitStack] = []
         self._counts_fake = False
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # skipping would import dynamo, which takes a second
-
     def __enter__(self) -> Self:
         """Count from now on."""
         stack = ExitStack()
@@ -116,8 +120,8 @@ class TensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # called for every fake tensor, many times
             return args[0].device
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            # A wrapper such as DTensor: its operations on the inner tensors also arrive here.
+        if any(map(_is_wrapper, types)):
+            # Its operations on the inner tensors also arrive here.
             return NotImplemented
         if torch.is_inference_mode_enabled() and _is_composite(func):
             # Outside of inference mode, autograd decomposes such operations first. Their parts also make tensors.
@@ -304,16 +308,23 @@ def _following_sizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterato
 def _tensors(tree: object) -> Iterator[Tensor]:
     """Yield the plain tensors of nested containers, including tensors inside wrappers such as DTensor."""
     if isinstance(tree, Tensor):
-        if type(tree) is not Tensor and is_traceable_wrapper_subclass(tree):
+        if _is_wrapper(type(tree)) and is_traceable_wrapper_subclass(tree):
             names, _ = tree.__tensor_flatten__()
             yield from _tensors([getattr(tree, name) for name in names])
         elif tree.layout is torch.strided:
             yield tree
     elif isinstance(tree, (list, tuple)):
         for part in tree:
-            yield from _tensors(part)
+            if isinstance(part, (Tensor, list, tuple, dict)):
+                yield from _tensors(part)
     elif isinstance(tree, dict):
         yield from _tensors(list(tree.values()))
+
+
+@cache
+def _is_wrapper(kind: type) -> bool:
+    """Return whether tensors of a class wrap others, such as DTensor."""
+    return hasattr(kind, "__tensor_flatten__")
 
 
 @cache

@@ -4,7 +4,7 @@ Torch's own fake tensors know every operation, but take a second to load and a t
 Outlines have fast rules for the operations that models use most: only the sizes of the results are computed.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache, partial, reduce
 from itertools import zip_longest
 from math import ceil
@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from opensora_cli.memory.counting import DispatchMode
 
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -53,16 +54,12 @@ class HostOutline(Tensor):
         return f"HostOutline({tuple(self.shape)}, {self.dtype})"
 
 
-class OutlineMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
+class OutlineMode(DispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
     """Mode whose operations make outlines on the requested device: the host, or a GPU as the meta device.
 
     A number read from an outline is 1. Operations on real tensors alone are computed. Operations without a rule here
     are torch's own on the meta device.
     """
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it, torch would first import it, for a second
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -71,31 +68,47 @@ class OutlineMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         options = kwargs or {}
         if func is _DEVICE:
             return args[0].device
-        if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            # A wrapper such as DTensor: its operations on the inner tensors also arrive here.
+        if any(map(_is_wrapper, types)):
+            # Its operations on the inner tensors also arrive here.
             return NotImplemented
-        tensors, device = list(_tensors(args)), options.get("device")
-        if tensors and "device" not in options and not any(tensor.is_meta for tensor in tensors):
+        has_reals, on_host, has_outlines = False, True, False
+        for tensor in _tensors(args):
+            if type(tensor) is HostOutline:
+                has_outlines = True
+            elif tensor.is_meta:
+                # A host tensor beside a GPU tensor is a number.
+                has_outlines, on_host = True, False
+            else:
+                has_reals = True
+        if has_reals and not has_outlines and "device" not in options:
             # Such as the ranks of a device mesh, whose values torch reads.
             return func(*args, **options)
         if "out" in options or _is_in_place(func):
             return options.get("out", args[0]) if func._schema.returns else None
         if func is _READ_NUMBER:
             return _ONE.get(args[0].dtype, 1.0)
-        # A host tensor beside a GPU tensor is a number.
-        on_host = all(map(_is_on_host, tensors)) if device is None else device.type == "cpu"
+        if (device := options.get("device")) is not None:
+            on_host = device.type == "cpu"
         # The rules read outlines, which refuse operations outside of the mode.
         with torch._C._DisableTorchDispatch():
             result = _outlined(func, args, options)
             return _placed(result) if on_host else result
 
 
-def _tensors(args: tuple[Any, ...]) -> Iterator[Tensor]:
+def _tensors(args: tuple[Any, ...]) -> list[Tensor]:
+    found = []
     for arg in args:
         if isinstance(arg, Tensor):
-            yield arg
+            found.append(arg)
         elif isinstance(arg, (list, tuple)):
-            yield from (part for part in arg if isinstance(part, Tensor))
+            found += [part for part in arg if isinstance(part, Tensor)]
+    return found
+
+
+@cache
+def _is_wrapper(kind: type) -> bool:
+    """Return whether tensors of a class wrap others, such as DTensor."""
+    return hasattr(kind, "__tensor_flatten__")
 
 
 def _is_on_host(tensor: Tensor) -> bool:

@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
+
+from opensora_cli.memory.counting import DispatchMode
 
 _aten = torch.ops.aten
 
@@ -45,7 +46,7 @@ class Work:
         return Work(*(times * each for each in astuple(self)))
 
 
-class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
+class WorkCounter(DispatchMode):
     """Counter of the work on the device inside its block, which must be inside `fake_device` for a GPU.
 
     A kernel reads its operands and writes its results once; caches are ignored.
@@ -66,10 +67,6 @@ class WorkCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
             return result
 
         module.forward = forward
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it, torch would first import it, for a second
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

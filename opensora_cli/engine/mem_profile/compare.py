@@ -11,11 +11,11 @@ from opensora_cli.core.attention_kinds import ATTENTION_KINDS
 from opensora_cli.core.device import release_memory, timed
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.attention import AttentionUse, why_unusable
-from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory, unless_out_of_memory
+from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory
 from opensora_cli.engine.estimate.generation import computes_modulation_first
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE, OffloadPlan
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.engine.mem_profile.measured_stages import OUT_OF_MEMORY, measure_stage, why_not_measured
+from opensora_cli.engine.mem_profile.measured_stages import OUT_OF_MEMORY, try_stage, why_not_measured
 from opensora_cli.engine.mem_profile.report import AttentionCost, Technique, mib
 from opensora_cli.engine.train.estimate import STEP, estimate_training, measure_training
 from opensora_cli.memory.monitor import peak_bytes
@@ -36,6 +36,8 @@ _CHECKPOINTING, _ACTIVATION_OFFLOAD = "gradient checkpointing", "activation offl
 _MIXED_PRECISION = "mixed precision (bf16 autocast)"
 
 Rows = Iterator[Technique]
+Cost = tuple[int, float]
+"""Bytes without offloaded activations, and seconds."""
 
 
 def compare_training(settings: TrainSettings, hardware: Hardware, *, reporter: Reporter) -> tuple[Technique, ...]:
@@ -66,12 +68,11 @@ def _training_rows(plain: TrainSettings, hardware: Hardware) -> Rows:
         return
     step, held = _training_cost(plain)
     if plain.trains_transformer:
-        (checkpointed_step, checkpointed_held), (_, offloaded_held) = (
-            _training_cost(plain.replace({"memory.checkpointing": how})) for how in ("full", "offload")
-        )
+        checkpointed_step, checkpointed_held = _training_cost(plain.replace({"memory.checkpointing": "full"}))
+        _, offloaded_held = _training_cost(plain.replace({"memory.checkpointing": "offload"}))
+        of = f"{_HELD} with checkpointing, outside the host buffer"
         yield Technique.compared(_CHECKPOINTING, before=step, after=checkpointed_step, of=_STEP)
         yield Technique.compared(_CHECKPOINTING, before=held, after=checkpointed_held, of=_HELD)
-        of = f"{_HELD} with checkpointing, outside the host buffer"
         yield Technique.compared(_ACTIVATION_OFFLOAD, before=checkpointed_held, after=offloaded_held, of=of)
     else:
         for name in (_CHECKPOINTING, _ACTIVATION_OFFLOAD):
@@ -80,12 +81,8 @@ def _training_rows(plain: TrainSettings, hardware: Hardware) -> Rows:
     yield Technique.compared(_MIXED_PRECISION, before=step, after=mixed_step, of=_STEP)
 
 
-_Cost = tuple[int, float]
-"""Bytes without offloaded activations, and seconds of a step."""
-
-
-def _training_cost(settings: TrainSettings) -> tuple[_Cost, _Cost]:
-    """Return the cost of a step, with its peak and with the bytes held for backward, without weights and states."""
+def _training_cost(settings: TrainSettings) -> tuple[Cost, Cost]:
+    """Return the cost of a step, by its peak and by the bytes held for backward, without weights and states."""
     memory = measure_training(settings, runs=_REPEATS)
     seconds = memory.times[STEP].mean_s
     return (memory.device_peak_bytes, seconds), (memory.held_for_backward, seconds)
@@ -107,7 +104,7 @@ def _generation_rows(plan: Plan) -> Rows:
         "decoding 4 frames at a time": (DECODE, {"chunk_frames": 4}),
     }
     sizes = {stage.name: stage.total_bytes + stage.mapped_bytes for stage in plan.with_offload(plan.offload).stages}
-    costs: dict[str, tuple[int, float] | None] = {}
+    costs: dict[str, Cost | None] = {}
     for name, (stage, change) in changes.items():
         if name == "block streaming" and plan.hardware.device.type == "cpu":
             yield Technique(name=name, reason=_HOST_IS_DEVICE)
@@ -128,10 +125,9 @@ def _generation_rows(plan: Plan) -> Rows:
                 yield Technique.compared(name, before=before, after=after, of=f"the stage {stage}")
 
 
-def _stage_cost(plan: Plan, stage: str) -> tuple[int, float] | None:
+def _stage_cost(plan: Plan, stage: str) -> Cost | None:
     """Return peak bytes and seconds of a stage; None means that memory was not enough."""
-    measured = unless_out_of_memory(lambda: measure_stage(plan, stage, runs=1))
-    release_memory(plan.hardware.device)
+    measured = try_stage(plan, stage, runs=1)
     return None if measured is None else (measured.peak_bytes, measured.times[stage].mean_s)
 
 

@@ -104,17 +104,16 @@ def profile_generation(
             # Random weights are not mapped from a file.
             weight_bytes = stage.weight_bytes + stage.mapped_bytes
             if stage.name == DENOISE and plan.files is not None:
-                own, mapped = plan.files[Component.TRANSFORMER].modulation.held()
-                weight_bytes += mapped + (own if plan.offload.mode is OffloadMode.BLOCKS else 0)
+                # Nor does modulation wait in its file until the first step.
+                waiting = plan.files[Component.TRANSFORMER].modulation
+                weight_bytes += waiting.mapped + (waiting.cast if plan.offload.mode is OffloadMode.BLOCKS else 0)
             others = stage.data_bytes + stage.activation_bytes
             reason = why_not_measured(weight_bytes + others, plan.hardware, weights=_streamed_bytes(plan, stage.name))
             if plan.mesh.size > 1:
                 reason = f"this is one of {plan.mesh.size} ranks, and the others do not run"
-            result = None
-            if reason is None:
-                result = unless_out_of_memory(partial(measure_stage, plan, stage.name, runs=runs))
-                release_memory(plan.hardware.device)
-                reason = OUT_OF_MEMORY if result is None else None
+            result = None if reason is not None else try_stage(plan, stage.name, runs=runs)
+            if reason is None and result is None:
+                reason = OUT_OF_MEMORY
             profile = StageProfile(
                 name=stage.name,
                 parts=(
@@ -152,6 +151,13 @@ def _streamed_bytes(plan: Plan, name: str) -> int:
     if plan.offload.mode is OffloadMode.BLOCKS:
         streamed[DENOISE] = Component.TRANSFORMER
     return plan.parameters[streamed[name]] * plan.hardware.dtype.itemsize if name in streamed else 0
+
+
+def try_stage(plan: Plan, name: str, *, runs: int) -> Measured | None:
+    """Return the result of `measure_stage`; None means that memory was not enough."""
+    result = unless_out_of_memory(partial(measure_stage, plan, name, runs=runs))
+    release_memory(plan.hardware.device)
+    return result
 
 
 def measure_stage(plan: Plan, name: str, *, runs: int = 0) -> Measured:

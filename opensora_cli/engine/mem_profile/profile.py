@@ -12,11 +12,10 @@ from opensora_cli.engine.generate.plan import VIDEO
 from opensora_cli.engine.generate.predicted import predict_known_time
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.mem_profile.batch import training_batch
-from opensora_cli.engine.mem_profile.chart import profile_figure
 from opensora_cli.engine.mem_profile.compare import attention_costs, compare_generation, compare_training
+from opensora_cli.engine.mem_profile.files import profile_figure, recorded_history, write_snapshot
 from opensora_cli.engine.mem_profile.measured_stages import profile_generation, why_not_measured
 from opensora_cli.engine.mem_profile.report import MemProfile, Part, StageProfile, Timeline, module_shares
-from opensora_cli.engine.mem_profile.snapshot import recorded_history, write_snapshot
 from opensora_cli.engine.train.activations import largest_batch_shape
 from opensora_cli.engine.train.early import warn_of_missing_inputs
 from opensora_cli.engine.train.estimate import STEP, TrainingMemory, estimate_training, measure_training

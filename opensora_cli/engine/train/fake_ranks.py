@@ -8,11 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.train.distribution import Distribution, distribution_of
-from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.memory.counting import DispatchMode, TensorBytes
 from opensora_cli.parallel.mesh import use_mesh
 from opensora_cli.settings.train import TrainSettings
 
@@ -87,16 +86,12 @@ class FakeDistribution(Distribution):
             weight.grad = self.buckets[weight].copy_(weight.grad)
 
 
-class ExchangeOwners(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses is untyped
+class ExchangeOwners(DispatchMode):
     """Dispatch mode that assigns FSDP2's communication buffers to owners of a counter. Enter it inside the counter."""
 
     def __init__(self, counter: TensorBytes) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._counter = counter
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # to skip it, torch would first import it, for a second
 
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -91,25 +91,32 @@ class TrainPlan(Document):
 
     def lines(self) -> list[str]:
         """Return the plan as lines of text."""
-        settings, parallel = self.settings, self.settings.parallel
-        start = ""
+        settings, validation, samples = self.settings, self.settings.validation, self.settings.samples
+        prompts = first_few(samples.prompts)
+        clips = f"{validation.batches} batches of {validation.table or 'held-out clips'}"
+        count = settings.loop.micro_batches or settings.parallel.data_ranks(settings.strategy)
+        steps = f"{self.steps}, {count} micro-batch{'' if count == 1 else 'es'} each"
         if self.resume_from is not None:
-            start = f", resumed from {checkpoints_to_try(self.output, self.resume_from)[0]}"
+            steps += f", resumed from {checkpoints_to_try(self.output, self.resume_from)[0]}"
+        rows: list[tuple[str, object]] = [
+            ("target", self.target),
+            ("parameters", f"{self.parameters:,}"),
+            ("steps", steps),
+            ("devices", self.ranks > 1 and settings.parallel.describe(settings.strategy)),
+            ("exchange", self.exchange),
+            ("threads", self.threads.line()),
+            ("output", f"{self.output}: {', '.join(self.exports)}"),
+            *(("memory", line) for line in self.memory_lines),
+            ("attention", self.attention and self.attention.line()),
+            ("cache", settings.clip_cache),
+            ("validation", validation.every and f"every {validation.every} steps, on up to {clips}"),
+            ("samples", settings.trains_transformer and samples.every and f"every {samples.every} steps: {prompts}"),
+            *(("weights", path) for path in self.weights.values()),
+            *(("missing", name) for name in self.missing_weights),
+        ]
         return [
             *([self.verdict] if self.verdict else []),
-            f"target      {self.target}",
-            f"parameters  {self.parameters:,}",
-            f"steps       {self.steps}, {_examples(settings)} each{start}",
-            *([f"devices     {parallel.describe(settings.strategy)}"] if self.ranks > 1 else []),
-            *([f"exchange    {self.exchange}"] if self.exchange else []),
-            f"threads     {self.threads.line()}",
-            f"output      {self.output}: {', '.join(self.exports)}",
-            *(f"memory      {line}" for line in self.memory_lines),
-            *([f"attention   {self.attention.line()}"] if self.attention else []),
-            *([f"cache       {settings.clip_cache}"] if settings.clip_cache else []),
-            *_watching_lines(settings),
-            *(f"weights     {path}" for path in self.weights.values()),
-            *(f"missing     {name}" for name in self.missing_weights),
+            *(f"{name:12}{text}" for name, text in rows if text),
             *(["", *self.memory.lines()] if self.memory else []),
             *([f"host        {self.host.line()}"] if self.host and self.host.pinned_bytes else []),
             *(self.predicted.lines() if self.predicted is not None else []),
@@ -255,19 +262,3 @@ def _attention(settings: TrainSettings, machine: PlannedMachine | None) -> Atten
     # Each of several ranks checks its own device.
     device = torch.device(type_of_ranks(settings.device) if machine is None else GPU)
     return plan_attention(settings, device=device, tries_device=False)
-
-
-def _watching_lines(settings: TrainSettings) -> list[str]:
-    validation, samples = settings.validation, settings.samples
-    lines = []
-    if validation.every is not None:
-        clips = validation.table or "held-out clips"
-        lines.append(f"validation  every {validation.every} steps, on up to {validation.batches} batches of {clips}")
-    if samples.every is not None and settings.trains_transformer:
-        lines.append(f"samples     every {samples.every} steps: {first_few(samples.prompts)}")
-    return lines
-
-
-def _examples(settings: TrainSettings) -> str:
-    count = settings.loop.micro_batches or settings.parallel.data_ranks(settings.strategy)
-    return f"{count} micro-batch{'' if count == 1 else 'es'}"

@@ -49,20 +49,22 @@ def random_text_encoders(settings: TrainSettings) -> tuple[nn.Module, nn.Module]
 
 def zero_empty_prompt(settings: TrainSettings) -> EmptyPrompt:
     """Return zeros as the embeddings of the empty prompt."""
-    return EmptyPrompt(_prompt_embeds(settings), _pooled_prompt_embeds(settings))
+    embeds = torch.zeros(settings.text.t5_max_length, settings.model.context_in_dim)
+    return EmptyPrompt(embeds, torch.zeros(settings.model.vec_in_dim))
 
 
 def stand_in_encoders(settings: TrainSettings, vae: Autoencoder) -> Encoders:
-    """Return encoders of clips by an autoencoder, and of captions as zeros."""
+    """Return encoders of clips by an autoencoder, and of captions as zeros.
 
-    # The values of embeddings do not affect memory, and computing them needs little compared with a step.
-    def t5(captions: list[str]) -> Tensor:
-        return torch.stack([_prompt_embeds(settings)] * len(captions))
-
-    def clip(captions: list[str]) -> Tensor:
-        return torch.stack([_pooled_prompt_embeds(settings)] * len(captions))
-
-    return Encoders(vae, t5=t5, clip=clip, dtype=_frozen_dtype(settings), tiling=vae_tiling(settings.vae))
+    The values of embeddings do not affect memory, and computing them needs little compared with a step.
+    """
+    return Encoders(
+        vae,
+        t5=lambda captions: torch.stack([zero_empty_prompt(settings).prompt_embeds_LC] * len(captions)),
+        clip=lambda captions: torch.stack([zero_empty_prompt(settings).pooled_prompt_embeds_V] * len(captions)),
+        dtype=_frozen_dtype(settings),
+        tiling=vae_tiling(settings.vae),
+    )
 
 
 def largest_batches(settings: TrainSettings) -> SampledBatches:
@@ -87,7 +89,8 @@ class _CachedBlackClip:
 
     def __getitem__(self, name: str) -> Tensor:
         if name in (PROMPT_EMBEDS, POOLED_PROMPT_EMBEDS):
-            return _prompt_embeds(self.settings) if name == PROMPT_EMBEDS else _pooled_prompt_embeds(self.settings)
+            empty = zero_empty_prompt(self.settings)
+            return empty.prompt_embeds_LC if name == PROMPT_EMBEDS else empty.pooled_prompt_embeds_V
         grid, dtype = self.settings.vae.grid, _frozen_dtype(self.settings)
         size = grid.latent_size(self.shape.height, self.shape.width)
         num_frames = self.shape.num_frames if name == LATENTS else int(re.sub(r"\D", "", name))
@@ -96,11 +99,3 @@ class _CachedBlackClip:
 
 def _frozen_dtype(settings: TrainSettings) -> torch.dtype:
     return frozen_dtype(settings.train_mmdit, torch.device(device_type(settings.device_name)))
-
-
-def _prompt_embeds(settings: TrainSettings) -> Tensor:
-    return torch.zeros(settings.text.t5_max_length, settings.model.context_in_dim)
-
-
-def _pooled_prompt_embeds(settings: TrainSettings) -> Tensor:
-    return torch.zeros(settings.model.vec_in_dim)

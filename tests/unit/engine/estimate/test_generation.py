@@ -300,16 +300,6 @@ def test_many_tiles_and_chunks_follow_from_a_few(changes, device_type, monkeypat
         assert beside_weights(few[name]) == pytest.approx(beside_weights(whole[name]), rel=0.01), name
 
 
-@SLOW
-def test_of_chunks_only_one_is_computed_at_a_time():
-    plan = plan_of(VARIANTS["higher, longer"])
-    whole, few = (estimated(plan, OffloadPlan(chunk_tokens=tokens))["denoise"] for tokens in (None, 16))
-    assert few.activation_bytes < 0.8 * whole.activation_bytes
-    # A CPU computes some frames at a time where nobody says how many.
-    whole, few = (estimated(plan, OffloadPlan(chunk_frames=frames), "cuda")["decode"] for frames in (None, 1))
-    assert few.activation_bytes < 0.7 * whole.activation_bytes
-
-
 @pytest.mark.parametrize(
     ("resident", "in_8_bits", "linear"),
     [

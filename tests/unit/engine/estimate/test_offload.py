@@ -64,12 +64,6 @@ def test_least_that_fits(budget, expected):
     assert all(stage.total_bytes <= 0.95 * budget for stage in estimate(choose(budget)))
 
 
-def test_decoding_in_chunks():
-    chosen = choose(26)
-    assert (chosen.chunk_frames, chosen.store_on_host) == (4, True)
-    assert (choose(10).chunk_frames, choose(10).store_on_host) == (1, True)
-
-
 def test_where_nothing_fits_the_least_is_taken():
     chosen = choose(5)
     assert chosen == OffloadPlan(
@@ -142,13 +136,6 @@ def test_what_decodes_whole_tiles_decodes_no_chunks():
     plan = choose_offload(MemorySettings(), whole, estimate, budget=25)
     assert plan.chunk_frames is None
     assert stronger_offload(plan, "decode", whole) is None
-
-
-def test_stronger_keeps_the_rest():
-    plan = OffloadPlan(fp8_storage=True, stream_text=True)
-    assert stronger_offload(plan, "denoise", ALL) == replace(
-        plan, mode=OffloadMode.BLOCKS, resident_blocks=5, chunk_tokens=2048
-    )
 
 
 def test_lines_name_what_is_given_up():

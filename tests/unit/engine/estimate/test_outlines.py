@@ -18,6 +18,7 @@ from opensora_cli.engine.estimate.outlines import HostOutline, OutlineMode
 from opensora_cli.engine.estimate.weights import _released
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.models.mmdit.layers import tanh_gelu
 from opensora_cli.models.text.clip import ClipTextModel
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import T5Model
@@ -150,6 +151,12 @@ def test_a_plan_costs_no_more_for_more_blocks_steps_and_ranks(monkeypatch):
     # Each time is one number on the device.
     assert few <= operations(more, monkeypatch) < few + 100
     assert operations({"parallel.gpus": 2}, monkeypatch) < 1.3 * few
+
+
+def test_outlines_are_not_computed_piece_by_piece():
+    with fake_device("cpu"), TensorBytes() as counter:
+        tanh_gelu(torch.empty(1, 4096, 1024))
+    assert len(counter.changes) < 20
 
 
 class Recording(TorchDispatchMode):

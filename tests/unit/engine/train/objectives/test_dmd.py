@@ -160,6 +160,7 @@ def test_the_predicted_evaluations_are_those_of_a_task(tmp_path, image, modes, b
     assert find_objective(settings).evaluations(settings) == 0.5 + 1 + (branches + 1 + 1) / 2
 
 
+@pytest.mark.slow
 def test_the_memory_of_both_adapters_is_estimated(tmp_path):
     few = {"model__depth": 1, "model__depth_single_blocks": 2}
     settings = dmd_settings(tmp_path, train_distill__image_guidance_scale=2.0, **few)

@@ -7,7 +7,7 @@ from torch import nn
 from torch.cuda import _memory_viz
 
 from opensora_cli.core.exceptions import OutputError
-from opensora_cli.engine.mem_profile.snapshot import counted_history, write_snapshot
+from opensora_cli.engine.mem_profile.files import counted_history, write_snapshot
 from opensora_cli.memory.counting import TensorBytes
 
 
