@@ -53,7 +53,7 @@ class GenerateSettings(Section):
     applies = GENERATE
 
     prompt: Words = Field("", description="Description of the video.")
-    prompts_at: sections.PromptsAt = Field((), description="With extend: prompts from a time on, as in 2s=snow.")
+    prompts_at: sections.PromptsAt = Field((), description="With --extend: prompt from a time on, as in 2s=snow.")
     negative_prompt: Words = Field("", description="Description of things that the video should not show.")
     from_latents: str | None = Field(None, description="Finished latents to decode, as --from does.")
     resume: str | None = Field(None, description="Saved latents of a stopped run to continue, as --from does.")
