@@ -82,8 +82,6 @@ def test_a_request_without_a_prompt_gets_one_and_names_no_file() -> None:
         ({"sampling.num_samples": 2}, "sampling.num_samples=2"),
         ({"sampling.stop_at": 3}, "sampling.stop_at=3"),
         ({"from_latents": "a.safetensors"}, "from_latents=a.safetensors"),
-        ({"resume": "a.safetensors"}, "resume=a.safetensors"),
-        ({"output.explore": True, "sampling.stop_at": 3}, "sampling.stop_at=3"),
     ],
 )
 def test_one_whole_video_is_compared(change: dict[str, object], problem: str) -> None:
