@@ -118,11 +118,7 @@ def test_export_goes_through_eval(profile: str, form: str, run) -> None:
     Path("lines.sh").write_text(out, encoding="utf-8")
     script = f"set -eu; {form.format(command)}; env"
     done = subprocess.run(
-        ["bash", "-c", script],
-        env={"PATH": os.environ["PATH"]},
-        capture_output=True,
-        text=True,
-        check=True,
+        ["bash", "-c", script], env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True
     )
     variables = dict(line.split("=", 1) for line in done.stdout.splitlines())
     assert variables["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"

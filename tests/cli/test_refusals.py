@@ -98,11 +98,7 @@ EARLY = [
     (2, ["train", "--config", "vae_hunyuan", "--device", "cpu", "--set", "device=cuda"], "contradicts --device"),
     (2, ["train", "--config", "vae_hunyuan", "--resume", "--overwrite"], "give one of them"),
     (2, ["train", "--config", "vae_hunyuan", "--allow-older"], "--allow-older has no effect without --resume"),
-    (
-        2,
-        ["train", "--config", "vae_dc_ae", "--resume-from", "a", "--allow-older"],
-        "has no effect with --resume-from",
-    ),
+    (2, ["train", "--config", "vae_dc_ae", "--resume-from", "a", "--allow-older"], "has no effect with --resume-from"),
     (2, ["train", "--config", "vae_hunyuan", "--check-data", "--dry-run"], "--dry-run has no effect with --check-data"),
     (2, ["train", "--config", "vae_hunyuan", "--on", "2x4090"], "--on has no effect without --dry-run"),
     (2, ["train", "--new", "clips", "--allow-older"], "--allow-older has no effect with --new"),

@@ -79,11 +79,7 @@ def test_what_makes_no_sense_is_refused(given: str, code: int, says: str) -> Non
 
 @pytest.mark.parametrize(
     ("given", "meant"),
-    [
-        ("H10O", "H100"),
-        ("4060 Ti", "4060Ti-16GB"),
-        ("RTX 6000", "RTX-6000-Ada or RTX-PRO-6000-Blackwell"),
-    ],
+    [("H10O", "H100"), ("4060 Ti", "4060Ti-16GB"), ("RTX 6000", "RTX-6000-Ada or RTX-PRO-6000-Blackwell")],
 )
 def test_the_nearest_name_is_named(given: str, meant: str) -> None:
     with pytest.raises(OsoraError) as raised:
