@@ -144,7 +144,7 @@ def test_the_adapter_comes_nearer_to_its_teacher(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lora__rank": "none"}, "target=distill trains an adapter beside its teacher"),
+        ({"lora__rank": "none"}, "target=distill needs lora.rank: set it"),
         ({"train_mmdit__masked_loss": True}, "train_mmdit.masked_loss=true has no effect"),
         ({"train_distill__steps": 0}, "train_distill.steps=0 must be at least 1"),
         (
