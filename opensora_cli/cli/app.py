@@ -45,11 +45,7 @@ _COMMANDS: dict[str, tuple[str, str | None, str]] = {
     "vae": ("vae:COMMAND", _TRAINING, "Reconstruct pictures and videos with an autoencoder, and measure its latents."),
     "env-check": ("env_check:COMMAND", _MACHINES, "Check this machine and its environment variables."),
     "mem-profile": ("mem_profile:COMMAND", _MACHINES, "Show where the memory of a generation or a training goes."),
-    "bench-generate": (
-        "bench_generate:COMMAND",
-        _MACHINES,
-        "Time a video by stage, and compare settings.",
-    ),
+    "bench-generate": ("bench_generate:COMMAND", _MACHINES, "Time a video by stage, and compare settings."),
     "bench-comm": ("bench_comm:COMMAND", _MACHINES, "Measure how fast devices communicate."),
     "convert-ckpt": ("ckpt:CONVERT", None, "Convert weights, as osora ckpt convert does."),
 }

@@ -162,8 +162,8 @@ _VERIFY_ROWS = {
 _DIFF_ROWS = {
     "A": Option("first"),
     "B": Option("second"),
-    "--rtol": Option("rtol", help="Relative tolerance, of B. Dtypes may differ.", metavar="X", default="0"),
-    "--atol": Option("atol", help="Absolute tolerance. Dtypes may differ.", metavar="X", default="0"),
+    "--rtol": Option("rtol", help="Relative tolerance, of B. Dtypes may differ.", default="0"),
+    "--atol": Option("atol", help="Absolute tolerance. Dtypes may differ.", default="0"),
     **_SELECT,
     **_ONLY,
 }
@@ -172,11 +172,11 @@ _MERGE_ROWS = {
     "ADAPTER": Option("adapter", help="PEFT folder, or a diffusers, ComfyUI or kohya file."),
     "OUT": Option("target"),
     "--unmerge": Option("unmerge", help="Remove the adapter from BASE again."),
-    "--scale": Option("scale", help="Factor of the adapter.", metavar="X"),
+    "--scale": Option("scale", help="Factor of the adapter."),
     **_WRITTEN,
 }
 _DOWNLOAD_ROWS = {
-    "PRESET": Option("preset", kind=str),
+    "PRESET": Option("preset"),
     "--to": Option("to", help="Folder for the files; osora generate looks in ckpts.", metavar="DIR"),
     "--overwrite": Option("overwrite"),
     "--dry-run": Option(kind=bool, help="Print files, sizes and licenses, and download nothing."),

@@ -11,7 +11,6 @@ from types import NoneType
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
-from pydantic import BeforeValidator
 from typer.core import TyperCommand
 
 from opensora_cli.cli.call import VERBOSE, Call
@@ -37,7 +36,7 @@ _PRINTED = {
 }
 """Options of printing, which every command has."""
 ON = Option(kind=str, metavar="NxGPU|SIZE|FILE", help="With --dry-run: plan for other GPUs, as in 8xH100 or 12GiB.")
-DEVICES = Option("parallel.devices", MACHINE, kind=str, metavar="LIST")
+DEVICES = Option("parallel.devices", MACHINE, metavar="LIST", kind=str)
 
 
 def completed_settings(*kinds: str) -> Callable[[str], list[str]]:
@@ -101,14 +100,14 @@ class Command(TyperCommand):
         parameters: list[Any] = self.params
         for parameter, (label, row) in zip(parameters, self.rows.items(), strict=True):
             field = self.fields[label]
-            about, kind = row.help or field.description, _kind(row, field)
+            about, choices = row.help or field.description, _choices(row, field)
             own = None if field is None or field.is_required() else field.default
             default = row.default or defaults.get(label) or shown_default(own)
             if unset := _UNSET.fullmatch(about):
                 about, default = unset[1], default or unset[2]
-            if parameter.metavar == "NAME" and _is_enum(kind):
-                about += f" One of {', '.join(kind)}."
-            if get_origin(kind) is list and label.startswith("-"):
+            if parameter.metavar == "NAME" and choices:
+                about += f" One of {', '.join(choices)}."
+            if get_origin(_kind(row, field)) is list and label.startswith("-"):
                 about += " Repeatable."
             parameter.help = about + (f" Default: {default}." if default else "")
             parameter.hidden = not (everything or row.is_common)
@@ -184,8 +183,9 @@ def _name(label: str) -> str:
 
 
 def _parameter(label: str, row: Option, field: Any) -> inspect.Parameter:
-    kind: Any = _kind(row, field)
-    extra: dict[str, Any] = {"metavar": row.metavar or _metavar(kind), "autocompletion": row.complete}
+    kind, choices = _kind(row, field), _choices(row, field)
+    complete = row.complete or (lambda incomplete: [each for each in choices if each.startswith(incomplete)])
+    extra: dict[str, Any] = {"metavar": row.metavar or _metavar(row, field), "autocompletion": complete}
     if row.panel:
         extra["rich_help_panel"] = row.panel
     if not label.startswith("-"):
@@ -212,35 +212,33 @@ def _field(row: Option, schema: Any) -> Any:
     return schema.model_fields[name]
 
 
-def _kind(row: Option, field: Any) -> Any:
-    """Return the type of a value on the command line; text where pydantic reads more than one type."""
+def _type(row: Option, field: Any) -> Any:
+    """Return the type of a value; text if there are several."""
     if row.kind is not None or field is None:
         return row.kind or str
     kinds = [kind for kind in alternatives(field.annotation) if kind is not NoneType]
-    kind: Any = kinds[0] if len(kinds) == 1 else str
-    read_by = [*field.metadata, *getattr(kind, "__metadata__", ())]
-    if get_origin(kind) is Annotated:
-        kind = get_args(kind)[0]
-    if get_origin(kind) is tuple:
-        [part, *_] = get_args(kind)
-        return list[part if _is_enum(part) else str]  # type: ignore[misc]  # a type that only Typer sees
-    is_plain = kind in (bool, int, float) or _is_enum(kind)
-    return kind if is_plain and not any(isinstance(each, BeforeValidator) for each in read_by) else str
+    kind = kinds[0] if len(kinds) == 1 else str
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
-def _is_enum(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, Enum)
+def _kind(row: Option, field: Any) -> Any:
+    """Return the type of a value on the command line. Numbers and choices are text, which pydantic reads."""
+    kind = _type(row, field)
+    if field is None:
+        return kind
+    return list[str] if get_origin(kind) is tuple else bool if kind is bool else str
 
 
-def _metavar(kind: Any) -> str | None:
-    if kind is bool:
-        return ""
-    if kind is int:
-        return "N"
-    if not _is_enum(kind):
-        return None
-    choices = "|".join(str(each.value) for each in kind)
-    return choices if len(choices) <= _WIDEST_CHOICES else "NAME"
+def _choices(row: Option, field: Any) -> list[str]:
+    kind = _type(row, field)
+    return [str(each.value) for each in kind] if isinstance(kind, type) and issubclass(kind, Enum) else []
+
+
+def _metavar(row: Option, field: Any) -> str | None:
+    choices, kind = "|".join(_choices(row, field)), _type(row, field)
+    if choices:
+        return choices if len(choices) <= _WIDEST_CHOICES else "NAME"
+    return "" if kind is bool else "N" if kind is int else "X" if kind is float else None
 
 
 def shown_default(value: object) -> str:

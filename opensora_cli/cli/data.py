@@ -96,7 +96,7 @@ _PREVIEW_ROWS = {
     "--out": Option("sheet", help="Picture to write: .png, .jpg or .webp.", metavar="FILE", short="-o"),
     "--config": config_row("Recipe of osora train whose buckets to show.", "train"),
     "--count": Option("count"),
-    "--seed": Option("seed", kind=int),
+    "--seed": Option("seed"),
     "--overwrite": Option("overwrite"),
 }
 _CACHE_ROWS = {

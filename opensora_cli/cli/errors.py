@@ -19,11 +19,6 @@ from opensora_cli.settings.flags import FLAGS, option_of
 # Typer vendors Click and exposes only this subclass of the error for a command line that does not parse.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
-_PLAIN_RULES = {
-    "Input should be a valid integer, unable to parse string as an integer": "it must be a whole number",
-    "Input should be a valid number, unable to parse string as a number": "it must be a number",
-}
-"""Rules in the words of Typer, and in plain ones."""
 _RENAMED = {"offload_model": "--offload", "is_causal_vae": "--set", "ckpt_path": "--weights"}
 """Options of the reference implementation's scripts that the tables of `settings.reference` do not name."""
 _REPLACED = {
@@ -57,9 +52,6 @@ def run(command: Callable[[], object]) -> int:
                 return _report_failure(error, context)
             if code == INTERRUPTED:  # by Typer, while a command line is parsed or help is printed
                 return _report(InterruptError("interrupted"))
-            if code == OsoraError.exit_code:  # by Typer, for a shell without completion
-                hint = "run it from bash, zsh, fish or PowerShell"
-                return _report(HardwareError("no shell was found that can complete commands", hint=hint))
             return code if isinstance(code, int) else 0
     except OsoraError as error:  # of the link to the launcher
         return _report(error)
@@ -118,10 +110,7 @@ def _usage_error(error: Exception) -> RequestError:
         hint = f"put a text that begins with - after --, at the end, or {hint}"
     if not hasattr(error, "possibilities"):
         describe: Callable[[], str] = getattr(error, "format_message", error.__str__)
-        message = describe().replace("Value error, ", "")
-        for words, rule in _PLAIN_RULES.items():
-            message = message.replace(words, rule)
-        return RequestError(message, hint=hint)
+        return RequestError(describe(), hint=hint)
     if option in _REPLACED:
         return RequestError(f"no such option: {option}. Use {_REPLACED[option]}", hint=hint)
     known = {name for each in getattr(getattr(context, "command", None), "params", ()) for name in each.opts}

@@ -127,10 +127,10 @@ _OWN_ROWS = {
     "--dry-run": Option(kind=bool, help="Print the plan and whether it fits.", is_common=True),
     "--on": ON,
     "--prompts": Option("", PROMPT, "Make each row of a .txt, .csv, .jsonl or .parquet.", "FILE", Path, is_common=True),
-    "--shard": Option("", PROMPT, "Make every N-th row of --prompts, from number I on.", "I/N", str),
+    "--shard": Option("", PROMPT, "Make every N-th row of --prompts, from number I on.", "I/N"),
     "--continue": Option("", REFERENCE, "Continue a video at its size and rate.", "FILE", Path, is_common=True),
-    "--explore": Option("", SAMPLING, "Start K seeds and write a sheet of previews; --from finishes one.", "K", int),
-    "--explore-steps": Option(panel=SAMPLING, kind=int, metavar="N", help="Steps of each seed of --explore."),
+    "--explore": Option("", SAMPLING, "Start K seeds and write a sheet of previews; --from finishes one.", "K"),
+    "--explore-steps": Option("", SAMPLING, "Steps of each seed of --explore.", "N"),
 }
 _ALL_ROWS = {**_OWN_ROWS, **{option_of(name): row for name, row in FLAGS.items() if row.key != "from_latents"}}
 ROWS = {

@@ -109,10 +109,7 @@ def _wrapped(line: str, width: int) -> list[str]:
     indent = " " * min(label.end(), width // 2)
     # The spaces of the label are no places to break.
     text = textwrap.wrap(
-        line[label.end() :],
-        max(1, width - label.end()),
-        break_long_words=False,
-        break_on_hyphens=False,
+        line[label.end() :], max(1, width - label.end()), break_long_words=False, break_on_hyphens=False
     )
     return [label.group() + text[0], *(indent + part for part in text[1:])]
 

@@ -41,13 +41,13 @@ def serve(settings: ServeSettings, call: Call) -> None:
 _ROWS = {
     "--model": Option("model", metavar="NAME"),
     "--host": Option("host", metavar="ADDRESS"),
-    "--port": Option("port", kind=int),
+    "--port": Option("port"),
     "--folder": Option("folder", metavar="FOLDER"),
     "--token-file": Option("token_file", metavar="FILE"),
-    "--max-queue": Option("max_queue", kind=int),
-    "--save-every": Option("save_every", kind=float, metavar="SECONDS"),
-    "--groups": Option("groups", kind=int),
-    "--gpus": Option(kind=int, help="GPUs that share each video. [default: 1]", metavar="N"),
+    "--max-queue": Option("max_queue"),
+    "--save-every": Option("save_every", metavar="SECONDS"),
+    "--groups": Option("groups"),
+    "--gpus": Option(help="GPUs that share each video.", metavar="N", default="1"),
     "--set": set_row("Any setting of all videos, such as memory.offload=blocks."),
 }
 COMMAND = make_command(serve, _ROWS)

@@ -56,11 +56,11 @@ def _settings(schema: type[EncodeSettingsT], given: Layer, call: Call) -> Encode
 
 
 _MODEL_ROWS = {
-    "--config": config_row("Preset, file of settings, or settings.json of a training run.", "vae", "train")._replace(
-        default="demo"
-    ),
+    "--config": config_row(
+        "Preset (hunyuan, dc_ae, flux_ae), file, or settings.json of a training run.", "vae", "train"
+    )._replace(default="demo"),
     "--set": set_row("Set any setting, as in vae.temporal_tiling=true."),
-    "--clip-frames": Option("clip.num_frames", kind=int),
+    "--clip-frames": Option("clip.num_frames"),
     "--weights": Option("runtime.weights", MACHINE, metavar="DIR"),
     **device_rows("runtime."),
     "--dtype": Option("runtime.dtype", MACHINE),

@@ -222,7 +222,7 @@ class TrainParallelSettings(ExchangeSettings):
 class PlacementSettings(Section):
     """Weights, device and precision of any model."""
 
-    weights: str | None = Field(None, description="Folder with the weights. None: OSORA_WEIGHTS, ./ckpts or Hub cache.")
+    weights: str | None = Field(None, description="Weights folder. None: OSORA_WEIGHTS, ./ckpts or Hugging Face cache.")
     device: DeviceName = Field("auto", description=device_names.HELP)
     dtype: DType = Field(DType.AUTO, description="auto means bfloat16 on GPUs and float32 on a CPU.")
     threads: Threads | None = Field(None, description="CPU threads. None: OMP_NUM_THREADS, or by work and cores.")

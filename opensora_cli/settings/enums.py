@@ -16,50 +16,22 @@ class VAEKind(StrEnum):
         return self is not VAEKind.FLUX_AE
 
 
-class ReferenceRate(StrEnum):
-    """Frames of a reference video with another rate: the stored ones, or those visible at the video's times."""
+ReferenceRate = StrEnum("ReferenceRate", ["KEEP", "MATCH"])
+"""Frames of a reference video with another rate: the stored ones, or those visible at the video's times."""
 
-    KEEP = "keep"
-    MATCH = "match"
+DType = StrEnum("DType", ["AUTO", "FLOAT32", "BFLOAT16", "FLOAT16"])
+"""Floating point type of models. `auto` means bfloat16 on GPUs and float32 on a CPU."""
 
+AttentionChoice = StrEnum(
+    "AttentionChoice", ["AUTO", "SDPA", "CUDNN", "FLASH2", "FLASH3", "FLASH4", "XFORMERS", "MATH", "BF16_PRODUCTS"]
+)
+"""Attention backend of the transformer (see `core.attention_kinds`). `auto` means the first one that works."""
 
-class DType(StrEnum):
-    """Floating point type of models. `auto` means bfloat16 on GPUs and float32 on a CPU."""
+OffloadMode = StrEnum("OffloadMode", ["AUTO", "NONE", "MODEL", "BLOCKS"])
+"""Weights that wait in host memory until they are needed. `auto` means the fastest mode that fits in memory."""
 
-    AUTO = "auto"
-    FLOAT32 = "float32"
-    BFLOAT16 = "bfloat16"
-    FLOAT16 = "float16"
-
-
-class AttentionChoice(StrEnum):
-    """Attention backend of the transformer (see `core.attention_kinds`). `auto` means the first one that works."""
-
-    AUTO = "auto"
-    SDPA = "sdpa"
-    CUDNN = "cudnn"
-    FLASH2 = "flash2"
-    FLASH3 = "flash3"
-    FLASH4 = "flash4"
-    XFORMERS = "xformers"
-    MATH = "math"
-    BF16_PRODUCTS = "bf16_products"
-
-
-class OffloadMode(StrEnum):
-    """Weights that wait in host memory until they are needed. `auto` means the fastest mode that fits in memory."""
-
-    AUTO = "auto"
-    NONE = "none"
-    MODEL = "model"
-    BLOCKS = "blocks"
-
-
-class NameFrom(StrEnum):
-    """Name of results in a folder: `raining-sea_seed42`, or `raining, sea-0` as VBench expects."""
-
-    SEED = "seed"
-    PROMPT = "prompt"
+NameFrom = StrEnum("NameFrom", ["SEED", "PROMPT"])
+"""Name of results in a folder: `raining-sea_seed42`, or `raining, sea-0` as VBench expects."""
 
 
 class HostWeights(StrEnum):
@@ -69,11 +41,8 @@ class HostWeights(StrEnum):
     MAPPED = "mapped"
 
 
-class AllToAll(StrEnum):
-    """All-to-all algorithm of Ulysses attention: between all ranks, or inside machines and then between them."""
-
-    DIRECT = "direct"
-    HIERARCHICAL = "hierarchical"
+AllToAll = StrEnum("AllToAll", ["DIRECT", "HIERARCHICAL"])
+"""All-to-all algorithm of Ulysses attention: between all ranks, or inside machines and then between them."""
 
 
 class Compression(StrEnum):
@@ -94,35 +63,18 @@ class Compression(StrEnum):
         return f"elements off by at most {errors[self]}" if self in errors else None
 
 
-class EnvProfile(StrEnum):
-    """Kind of machine for recommended settings."""
+EnvProfile = StrEnum("EnvProfile", ["LOCAL", "CLOUD", "CLUSTER"])
+"""Kind of machine for recommended settings."""
 
-    LOCAL = "local"
-    CLOUD = "cloud"
-    CLUSTER = "cluster"
+Collective = StrEnum(
+    "Collective",
+    "ALL_REDUCE ALL_GATHER REDUCE_SCATTER ALL_TO_ALL HIERARCHICAL ALL_TO_ALL_BF16 ALL_TO_ALL_FP8 BROADCAST SEND_RECV",
+)
+"""Collective that `osora bench-comm` measures.
 
+`hierarchical` is an all-to-all in two stages, inside and between machines. The compressed all-to-alls send fp32
+elements as bf16, or in 8 bits with a scale for each row.
+"""
 
-class Collective(StrEnum):
-    """Collective that `osora bench-comm` measures.
-
-    `hierarchical` is an all-to-all in two stages, inside and between machines. The compressed all-to-alls send fp32
-    elements as bf16, or in 8 bits with a scale for each row. The last two are the functions
-    `gather_forward_split_backward` and `split_forward_gather_backward`, forward and backward.
-    """
-
-    ALL_REDUCE = "all_reduce"
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_TO_ALL = "all_to_all"
-    HIERARCHICAL = "hierarchical"
-    ALL_TO_ALL_BF16 = "all_to_all_bf16"
-    ALL_TO_ALL_FP8 = "all_to_all_fp8"
-    BROADCAST = "broadcast"
-    SEND_RECV = "send_recv"
-
-
-class Scaling(StrEnum):
-    """Scaling test of `osora bench-comm`: the total work (strong), or the work of each rank (weak) is constant."""
-
-    STRONG = "strong"
-    WEAK = "weak"
+Scaling = StrEnum("Scaling", ["STRONG", "WEAK"])
+"""Scaling test of `osora bench-comm`: the total work (strong), or the work of each rank (weak) is constant."""

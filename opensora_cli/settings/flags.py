@@ -55,7 +55,7 @@ class Flags(TypedDict, total=False):
     """
 
     negative_prompt: Annotated[_Text, Option("negative_prompt", PROMPT, metavar="TEXT")]
-    motion_score: Annotated[_Int, Option("prompt_suffix.motion_score", PROMPT, metavar="N", kind=str)]
+    motion_score: Annotated[_Int, Option("prompt_suffix.motion_score", PROMPT, metavar="N")]
     refine: Annotated[_Bool, Option("refine.prompt", PROMPT)]
     prompt_at: Annotated[str | Sequence[str] | None, Option("prompts_at", PROMPT, metavar="Ts=PROMPT")]
     res: Annotated[_Text, Option("video.resolution", VIDEO, metavar="SIZE", is_common=True)]
@@ -79,11 +79,11 @@ class Flags(TypedDict, total=False):
     ]
     turbo: Annotated[_Bool, Option("sampling.turbo", SAMPLING, is_common=True)]
     solver: Annotated[_Text, Option("sampling.solver", SAMPLING)]
-    guidance_scale: Annotated[_Float, Option("sampling.guidance_scale", SAMPLING, metavar="X")]
-    image_guidance_scale: Annotated[_Float, Option("sampling.image_guidance_scale", SAMPLING, metavar="X")]
+    guidance_scale: Annotated[_Float, Option("sampling.guidance_scale", SAMPLING)]
+    image_guidance_scale: Annotated[_Float, Option("sampling.image_guidance_scale", SAMPLING)]
     lora: Annotated[_Files | None, Option("loras", SAMPLING, metavar="FILE[:SCALE]")]
     draft_res: Annotated[_Text, Option("draft.resolution", SAMPLING, metavar="SIZE")]
-    draft_strength: Annotated[_Float, Option("draft.strength", SAMPLING, metavar="X")]
+    draft_strength: Annotated[_Float, Option("draft.strength", SAMPLING)]
     stop_at: Annotated[_Int, Option("sampling.stop_at", SAMPLING)]
     weights: Annotated[_File | None, Option("runtime.weights", MACHINE, metavar="DIR")]
     device: Annotated[_Text, Option("runtime.device", MACHINE, metavar="DEVICE")]

@@ -53,7 +53,7 @@ class GenerateSettings(Section):
     applies = GENERATE
 
     prompt: Words = Field("", description="Description of the video.")
-    prompts_at: sections.PromptsAt = Field((), description="With extend: prompts from a time on, as in 2s=snow.")
+    prompts_at: sections.PromptsAt = Field((), description="With --extend: prompt from a time on, as in 2s=snow.")
     negative_prompt: Words = Field("", description="Description of things that the video should not show.")
     from_latents: str | None = Field(None, description="Finished latents to decode, as --from does.")
     resume: str | None = Field(None, description="Saved latents of a stopped run to continue, as --from does.")
@@ -133,8 +133,13 @@ class GenerateSettings(Section):
 
     def rules(self) -> Iterator[str]:
         yield from pair_problems(self, needs=_NEEDS, conflicts=_CONFLICTS)
-        for rule in _RULES:
-            yield from rule(self)
+        yield from _request_problems(self)
+        yield from _size_problems(self)
+        yield from _length_problems(self)
+        yield from _sampling_problems(self)
+        yield from _condition_problems(self)
+        yield from _time_problems(self)
+        yield from _parallel_problems(self)
         yield from components.channel_problems(self.model, self.vae.grid)
         yield from attention_problems(
             self.runtime.attention,
@@ -144,13 +149,10 @@ class GenerateSettings(Section):
         )
 
 
-def _prompt_problems(settings: GenerateSettings) -> Iterator[str]:
+def _request_problems(settings: GenerateSettings) -> Iterator[str]:
+    model, vae, video, chosen = settings.model, settings.vae, settings.video, settings.runtime.model_choice
     if not settings.prompt.strip() and not settings.from_latents:
         yield 'prompt is empty: describe the video, as in osora generate "raining, sea"; results are named after it'
-
-
-def _model_problems(settings: GenerateSettings) -> Iterator[str]:
-    model, vae, video, chosen = settings.model, settings.vae, settings.video, settings.runtime.model_choice
     if not vae.kind.makes_videos and video.num_frames > 1 and video.max_frames > 1:
         yield (
             f"vae.kind={vae.kind} makes pictures, and video.num_frames={video.num_frames}: "
@@ -289,15 +291,3 @@ def _parallel_problems(settings: GenerateSettings) -> Iterator[str]:
         fitting = [str(degree) for degree in range(1, heads + 1) if heads % degree == 0]
         yield f"parallel.tensor_parallel_degree={tensor} must divide model.num_heads={heads}: use {either(fitting)}"
     yield from parallel.head_problems(heads)
-
-
-_RULES = (
-    _prompt_problems,
-    _model_problems,
-    _size_problems,
-    _length_problems,
-    _sampling_problems,
-    _condition_problems,
-    _time_problems,
-    _parallel_problems,
-)

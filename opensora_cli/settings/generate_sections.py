@@ -145,8 +145,7 @@ class ConditionSettings(Section):
     """References, and the frames of the video that they give."""
 
     mode: Annotated[str, one_of(lambda: CONDITION_MODES)] | None = Field(
-        None,
-        description=f"Condition mode: {', '.join(CONDITION_MODES)}. None: by the references.",
+        None, description=f"Condition mode: {', '.join(CONDITION_MODES)}. None: by the references."
     )
     # File names may have commas.
     references: Annotated[tuple[str, ...], SplitAt(";")] = Field((), description="Pictures or videos to start from.")

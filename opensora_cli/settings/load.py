@@ -210,7 +210,6 @@ def generate_request(
         assignments: Settings by key; see `collect_overrides`.
         saved: Sidecar of an earlier run, or its settings.
         config: Preset by name, YAML file, or `.py` file of the reference implementation.
-        environment: Variables, of which those of osora are settings.
         on: Machine that a dry run plans for.
 
     Raises:

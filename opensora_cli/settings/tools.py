@@ -129,7 +129,7 @@ def profiled_settings(
     assignments: Sequence[str],
     device: str | None,
     environment: Mapping[str, str],
-    gpus: int | None = None,
+    gpus: int | str | None = None,
     on: PlannedMachine | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> GenerateRequest | TrainSettings:

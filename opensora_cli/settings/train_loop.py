@@ -36,18 +36,11 @@ class CheckpointSettings(Section):
     keep_best: bool = Field(True, description="Also keep the checkpoint with the lowest validation or training loss.")
 
 
-class OptimizerName(StrEnum):
-    """Optimizer."""
+OptimizerName = StrEnum("OptimizerName", ["ADAMW", "MUON"])
+"""Optimizer."""
 
-    ADAMW = "adamw"
-    MUON = "muon"
-
-
-class ScheduleName(StrEnum):
-    """Decay of the learning rate: linear over the last steps, or half a cosine from the end of the warm-up."""
-
-    LINEAR = "linear"
-    COSINE = "cosine"
+ScheduleName = StrEnum("ScheduleName", ["LINEAR", "COSINE"])
+"""Decay of the learning rate: linear over the last steps, or half a cosine from the end of the warm-up."""
 
 
 class OptimizerSettings(Section):
@@ -74,11 +67,8 @@ class OptimizerSettings(Section):
                 yield f"optimizer.{name}={rate} must be at most optimizer.learning_rate={self.learning_rate}"
 
 
-class Compute(StrEnum):
-    """Floating point type of layers. Weights, gradients and moments are in fp32."""
-
-    FP32 = "fp32"
-    BF16 = "bf16"
+Compute = StrEnum("Compute", ["FP32", "BF16"])
+"""Floating point type of layers. Weights, gradients and moments are in fp32."""
 
 
 class PrecisionSettings(Tf32Settings):
@@ -87,23 +77,14 @@ class PrecisionSettings(Tf32Settings):
     compute: Compute = Field(Compute.BF16, description="Floating point type of layers: fp32 or bf16.")
 
 
-class Checkpointing(StrEnum):
-    """Activation checkpointing of the transformer's blocks (Chen et al. 2016).
+Checkpointing = StrEnum("Checkpointing", ["NONE", "FULL", "SELECTIVE", "OFFLOAD"])
+"""Activation checkpointing of the transformer's blocks (Chen et al. 2016).
 
-    `full` keeps the inputs of blocks, `selective` the results of attention too, and `offload` the inputs on the host.
-    """
+`full` keeps the inputs of blocks, `selective` the results of attention too, and `offload` the inputs on the host.
+"""
 
-    NONE = "none"
-    FULL = "full"
-    SELECTIVE = "selective"
-    OFFLOAD = "offload"
-
-
-class WeightOffload(StrEnum):
-    """Frozen weights beside an adapter that wait on the host. Blocks are copied for forward and again for backward."""
-
-    NONE = "none"
-    BLOCKS = "blocks"
+WeightOffload = StrEnum("WeightOffload", ["NONE", "BLOCKS"])
+"""Frozen weights beside an adapter that wait on the host. Blocks are copied for forward and again for backward."""
 
 
 class TrainMemorySettings(Section):
@@ -123,20 +104,12 @@ class TrainMemorySettings(Section):
         return {"true": Checkpointing.FULL, "false": Checkpointing.NONE}.get(str(value).lower(), value)
 
 
-class LoraTarget(StrEnum):
-    """Linear layers of transformer blocks, by the ends of their names.
+LoraTarget = StrEnum("LoraTarget", ["Q_PROJ", "K_PROJ", "V_PROJ", "PROJ", "MLP", "V_MLP", "LINEAR2"])
+"""Linear layers of transformer blocks, by the ends of their names.
 
-    `proj` follows the attention of a double-stream block. Single-stream blocks have `v_mlp` (values and MLP) and
-    `linear2` (after both).
-    """
-
-    Q_PROJ = "q_proj"
-    K_PROJ = "k_proj"
-    V_PROJ = "v_proj"
-    PROJ = "proj"
-    MLP = "mlp"
-    V_MLP = "v_mlp"
-    LINEAR2 = "linear2"
+`proj` follows the attention of a double-stream block. Single-stream blocks have `v_mlp` (values and MLP) and
+`linear2` (after both).
+"""
 
 
 class LoraSettings(Section):

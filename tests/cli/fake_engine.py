@@ -44,22 +44,12 @@ class FakeEngine:
     while_running: Callable[[Reporter], None] = field(default=lambda reporter: None)
 
     def generate(
-        self,
-        settings: GenerateSettings,
-        *,
-        reporter: Reporter,
-        context: RankContext | None,
-        rank_flags: Sequence[str],
+        self, settings: GenerateSettings, *, reporter: Reporter, context: RankContext | None, rank_flags: Sequence[str]
     ) -> FakeResult:
         return self._run(settings, reporter)
 
     def plan_generation(
-        self,
-        settings: GenerateSettings,
-        *,
-        reporter: Reporter,
-        on: PlannedMachine | None,
-        context: RankContext | None,
+        self, settings: GenerateSettings, *, reporter: Reporter, on: PlannedMachine | None, context: RankContext | None
     ) -> FakeResult:
         self.planned = True
         return self._run(settings, reporter)

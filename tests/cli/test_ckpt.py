@@ -30,13 +30,6 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("file").touch()
 
 
-def run(*args: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    code = main(["ckpt", *args])
-    captured = capsys.readouterr()
-    assert "Traceback" not in captured.err
-    return code, captured.out, captured.err
-
-
 @pytest.mark.usefixtures("every_stage_takes_time")
 @pytest.mark.parametrize("command", [["ckpt", "convert"], ["convert-ckpt"]], ids=" ".join)
 def test_both_names_of_convert(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -55,50 +48,50 @@ def test_both_names_of_convert(command: list[str], capsys: pytest.CaptureFixture
     assert re.fullmatch(r"write: 16 bytes, [\d.]+ s", lines[5])
 
 
-def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run("convert", "good.safetensors", "new", "--dry-run", capsys=capsys)
+def test_dry_run(run) -> None:
+    code, out, _ = run("ckpt", "convert", "good.safetensors", "new", "--dry-run")
     assert (code, out.splitlines()[1]) == (0, "target  new (safetensors-shards)")
     assert not Path("new").exists()
-    assert run("convert", "good.safetensors", "file", "--format", "torch", "--dry-run", capsys=capsys)[0] == 3
+    assert run("ckpt", "convert", "good.safetensors", "file", "--format", "torch", "--dry-run")[0] == 3
 
 
-def test_inspect(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run("inspect", "good.safetensors", capsys=capsys)
+def test_inspect(run) -> None:
+    code, out, err = run("ckpt", "inspect", "good.safetensors")
     assert (code, err) == (0, "")
     summary = out.splitlines()
     assert summary[0] == "format      safetensors, 1 file, 32 bytes"
     assert "tensors     2: a.bias, a.weight" in summary
-    assert run("inspect", "good.safetensors", "--all", capsys=capsys)[1].splitlines() == [
+    assert run("ckpt", "inspect", "good.safetensors", "--all")[1].splitlines() == [
         *summary,
         "",
         "a.bias    float32  [2]     8 bytes",
         "a.weight  float32  [2, 3]  24 bytes",
     ]
-    code, out, _ = run("inspect", "good.safetensors", "--json", "--only", "*.bias", capsys=capsys)
+    code, out, _ = run("ckpt", "inspect", "good.safetensors", "--json", "--only", "*.bias")
     assert [tensor["name"] for tensor in json.loads(out)["tensors"]] == ["a.bias"]
 
 
-def test_verify(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("verify", "good.safetensors", "--quiet", capsys=capsys)[0] == 0
-    code, out, err = run("verify", "good.safetensors", "--sha256", HEX, "--preset", "flux1-dev", "-q", capsys=capsys)
+def test_verify(run) -> None:
+    assert run("ckpt", "verify", "good.safetensors", "--quiet")[0] == 0
+    code, out, err = run("ckpt", "verify", "good.safetensors", "--sha256", HEX, "--preset", "flux1-dev", "-q")
     assert (code, err) == (3, "error: good.safetensors has 3 problems\n")
     assert [line.split()[0] for line in out.splitlines()] == ["problem"] * 3
     Path("truncated.safetensors").write_bytes(Path("good.safetensors").read_bytes()[:-3])
-    code, out, _ = run("verify", "truncated.safetensors", "--json", "-q", capsys=capsys)
+    code, out, _ = run("ckpt", "verify", "truncated.safetensors", "--json", "-q")
     assert (code, json.loads(out)["sound"]) == (3, False)
 
 
-def test_diff(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("convert", "good.safetensors", "half.pt", "--dtype", "fp16", "-q", capsys=capsys)[0] == 0
-    code, out, err = run("diff", "good.safetensors", "half.pt", "-q", capsys=capsys)
+def test_diff(run) -> None:
+    assert run("ckpt", "convert", "good.safetensors", "half.pt", "--dtype", "fp16", "-q")[0] == 0
+    code, out, err = run("ckpt", "diff", "good.safetensors", "half.pt", "-q")
     assert (code, err) == (3, "error: good.safetensors and half.pt differ\n")
     assert out.startswith("dtype   2 tensors are float32 and float16\n")
-    code, out, err = run("diff", "good.safetensors", "half.pt", "--atol", "0.01", "--json", "-q", capsys=capsys)
+    code, out, err = run("ckpt", "diff", "good.safetensors", "half.pt", "--atol", "0.01", "--json", "-q")
     assert (code, err) == (0, "")
     assert json.loads(out)["equal"]
 
 
-def test_merge_lora_and_back(capsys: pytest.CaptureFixture[str]) -> None:
+def test_merge_lora_and_back(run) -> None:
     Path("adapter").mkdir()
     config = {"peft_type": "LORA", "r": 1, "lora_alpha": 2}
     Path("adapter", "adapter_config.json").write_text(json.dumps(config))
@@ -106,20 +99,18 @@ def test_merge_lora_and_back(capsys: pytest.CaptureFixture[str]) -> None:
     tensors = {f"base_model.model.a.lora_{name}.weight": factor for name, factor in factors.items()}
     save_file(tensors, "adapter/adapter_model.safetensors")
 
-    code, out, err = run("merge-lora", "good.safetensors", "adapter", "new.safetensors", "-q", capsys=capsys)
+    code, out, err = run("ckpt", "merge-lora", "good.safetensors", "adapter", "new.safetensors", "-q")
     assert (code, out, err) == (0, "new.safetensors\n", "")
     assert load_file("new.safetensors")["a.weight"].tolist() == [[6, 1, -4], [4, 4, 4]]
     undo = ("merge-lora", "new.safetensors", "adapter", "back.pt", "--unmerge", "--json", "-q")
-    code, out, _ = run(*undo, capsys=capsys)
+    code, out, _ = run("ckpt", *undo)
     document = json.loads(out)
     assert (code, document["schema"], document["changed"]) == (0, "osora.ckpt.merge-lora/2", 1)
-    assert run("diff", "good.safetensors", "back.pt", "-q", capsys=capsys)[0] == 0
+    assert run("ckpt", "diff", "good.safetensors", "back.pt", "-q")[0] == 0
 
 
 @pytest.mark.parametrize("target", ["new.safetensors", "new"])
-def test_ctrl_c_leaves_nothing(
-    target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_leaves_nothing(target: str, monkeypatch: pytest.MonkeyPatch, run) -> None:
     Path("old").mkdir()
     before = sorted(os.listdir())
     write_all = lazy.write_all
@@ -129,7 +120,7 @@ def test_ctrl_c_leaves_nothing(
         signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(lazy, "write_all", interrupted)
-    code, out, err = run("convert", "good.safetensors", target, "-q", capsys=capsys)
+    code, out, err = run("ckpt", "convert", "good.safetensors", target, "-q")
     assert (code, out, err) == (130, "", "error: interrupted\n")
     assert sorted(os.listdir()) == before
 
@@ -143,11 +134,11 @@ def hub() -> Iterator[FakeHub]:
         yield server
 
 
-def test_download(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_download(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, run) -> None:
     connect(hub, monkeypatch)
-    code, out, _ = run("download", "open-sora-v2", "--dry-run", "--json", capsys=capsys)
+    code, out, _ = run("ckpt", "download", "open-sora-v2", "--dry-run", "--json")
     assert (code, json.loads(out)["schema"], hub.transfers) == (0, "osora.ckpt.download/2", [])
-    code, out, err = run("download", "open-sora-v2", capsys=capsys)
+    code, out, err = run("ckpt", "download", "open-sora-v2")
     assert code == 0
     assert "hpcai-tech/Open-Sora-v2: licence apache-2.0" in err
     assert Path("ckpts/Open_Sora_v2.safetensors").read_bytes() == b"weights"
@@ -155,7 +146,7 @@ def test_download(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 @pytest.mark.slow
-def test_train_convert_generate(capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_convert_generate(capsys: pytest.CaptureFixture[str], run) -> None:
     """With the demo's own sizes: what a training leaves becomes what generating reads, and no option tells it how."""
     demo = ROOT / "opensora_cli" / "assets" / "demo"
     sizes = load_preset("demo", prompt="any").model_dump(mode="json", include={"model", "vae"})
@@ -172,7 +163,7 @@ def test_train_convert_generate(capsys: pytest.CaptureFixture[str]) -> None:
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
     assert main(["train", "--config", "recipe.yaml", "--quiet"]) == 0
     target = Path("weights", "transformer.safetensors")
-    assert run("convert", "run", str(target), "--select", "ema", capsys=capsys)[0] == 0
+    assert run("ckpt", "convert", "run", str(target), "--select", "ema")[0] == 0
 
     shortest = ["--steps", "1", "--num-frames", "1", "--out", "a.png"]
     assert main(["generate", "raining, sea", "--model", "demo", "--weights", "weights", *shortest, "-v"]) == 0

@@ -62,14 +62,11 @@ def test_verify_and_diff(large: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "form"), [("bf16", "dcp"), ("fp8_e4m3", "safetensors-shards"), ("fp8_e5m2", "torch")]
+    ("dtype", "form", "name"), [("bf16", "dcp", "bfloat16"), ("fp8_e4m3", "safetensors-shards", "float8_e4m3fn")]
 )
-def test_convert(dtype: str, form: str, large: Path, tmp_path: Path) -> None:
+def test_convert(dtype: str, form: str, name: str, large: Path, tmp_path: Path) -> None:
     run("convert", str(large), str(tmp_path / "small"), "--dtype", dtype, "--format", form)
-    dtypes = json.loads(run("inspect", str(tmp_path / "small"), "--json"))["dtypes"]
-    name = {"bf16": "bfloat16", "fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}[dtype]
-    assert dtypes[name]["tensors"] == TENSORS
-    assert "sound    all numbers are finite" in run("verify", str(tmp_path / "small"))
+    assert json.loads(run("inspect", str(tmp_path / "small"), "--json"))["dtypes"][name]["tensors"] == TENSORS
 
 
 def test_merge_lora(large: Path, tmp_path: Path) -> None:

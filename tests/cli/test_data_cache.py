@@ -35,13 +35,7 @@ def test_the_demos_recipe(capsys):
     out, err = capsys.readouterr()
     document = json.loads(out)
     folder = str(Path("runs/demo_lora_cache"))
-    assert document == {
-        "schema": "osora.data-cache/1",
-        "folder": folder,
-        "clips": 8,
-        "encoded": 8,
-        "failed": [],
-    }
+    assert document == {"schema": "osora.data-cache/1", "folder": folder, "clips": 8, "encoded": 8, "failed": []}
     assert "encode" in err
     assert run("--config", "demo_lora", *FEW, "--quiet") == 0
     out, err = capsys.readouterr()

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from opensora_cli.cli.app import main
 from opensora_cli.core import device_facts
 from opensora_cli.core.device_facts import DriverFacts
 from opensora_cli.core.redaction import is_relevant
@@ -33,16 +32,9 @@ def _a_quiet_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "list_presets", lambda kind: ["demo"])
 
 
-def run(*args: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    code = main(["env-check", *args])
-    captured = capsys.readouterr()
-    assert "Traceback" not in captured.err
-    return code, captured.out, captured.err
-
-
 @pytest.mark.slow
-def test_every_check_runs_on_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run("--timeout", "120", "--quiet", capsys=capsys)
+def test_every_check_runs_on_this_machine(run) -> None:
+    code, out, err = run("env-check", "--timeout", "120", "--quiet")
     assert (code, err) == (0, "")
     checks = [line.split()[0] for line in out.partition("\n\n")[0].splitlines() if line[0] != " "]
     assert "all-reduce  ok       gloo over 2 processes: 4 MiB in " in out
@@ -54,12 +46,10 @@ def test_every_check_runs_on_this_machine(capsys: pytest.CaptureFixture[str]) ->
     assert "\npreset  video" in out
 
 
-def test_json_has_findings_presets_and_variables_without_secrets(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_json_has_findings_presets_and_variables_without_secrets(monkeypatch: pytest.MonkeyPatch, run) -> None:
     monkeypatch.setenv("HF_TOKEN", SECRETS["HF_TOKEN"])
     monkeypatch.setenv("NCCL_TREE_THRESHOLD", "0")
-    code, out, err = run("--no-all-reduce", "--json", "-q", capsys=capsys)
+    code, out, err = run("env-check", "--no-all-reduce", "--json", "-q")
     document = json.loads(out)
     assert (code, err) == (0, "")  # a warning stops nothing
     assert (document["schema"], document["fine"]) == ("osora.env-check/1", True)
@@ -70,9 +60,9 @@ def test_json_has_findings_presets_and_variables_without_secrets(
     assert (finding["severity"], finding["variable"]) == ("warning", "NCCL_TREE_THRESHOLD")
 
 
-def test_a_problem_exits_with_4(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_problem_exits_with_4(monkeypatch: pytest.MonkeyPatch, run) -> None:
     monkeypatch.setenv("OSORA_SAMPLING__SEDE", "1")
-    code, out, err = run("--no-all-reduce", "--quiet", capsys=capsys)
+    code, out, err = run("env-check", "--no-all-reduce", "--quiet")
     assert code == 4
     assert "environment problem  OSORA_SAMPLING__SEDE is not a setting" in out
     assert err.startswith("error: 1 problem stops a run")
@@ -83,10 +73,10 @@ def test_a_problem_exits_with_4(capsys: pytest.CaptureFixture[str], monkeypatch:
     [("TORCH_DISTRIBUTED_DEBUG", "1"), pytest.param("TORCH_LOGS", "nonsense", marks=pytest.mark.slow)],
 )
 def test_a_variable_that_torch_refuses_is_a_problem_and_hides_no_other_check(
-    name: str, value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, run
 ) -> None:
     monkeypatch.setenv(name, value)
-    code, out, _ = run("--no-all-reduce", "--json", "--quiet", capsys=capsys)
+    code, out, _ = run("env-check", "--no-all-reduce", "--json", "--quiet")
     assert code == 4
     findings = json.loads(out)["findings"]
     [finding] = [finding for finding in findings if finding["variable"] == name]
@@ -96,7 +86,7 @@ def test_a_variable_that_torch_refuses_is_a_problem_and_hides_no_other_check(
     assert name not in os.environ
 
 
-def test_a_dockerfile_with_faults(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dockerfile_with_faults(run) -> None:
     Path("Dockerfile").write_text(
         "FROM python:3.12\n"
         "ENV PYTORCH_CUDA_ALLOC_CONF=expandable_segments:true \\\n"
@@ -104,7 +94,7 @@ def test_a_dockerfile_with_faults(capsys: pytest.CaptureFixture[str]) -> None:
         "ENV OMP_NUM_THREADS 0\n",
         encoding="utf-8",
     )
-    code, out, _ = run("Dockerfile", "--no-all-reduce", "--json", "-q", capsys=capsys)
+    code, out, _ = run("env-check", "Dockerfile", "--no-all-reduce", "--json", "-q")
     assert code == 4
     found = [finding for finding in json.loads(out)["findings"] if finding["file"]]
     assert [(finding["line"], finding["severity"], finding["variable"]) for finding in found] == [
@@ -117,14 +107,14 @@ def test_a_dockerfile_with_faults(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("profile", "form"), [("local", 'eval "$({})"'), ("cloud", "eval $({})"), ("cluster", 'eval "$({})"')]
 )
-def test_export_goes_through_eval(profile: str, form: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, err = run("--profile", profile, "--json", capsys=capsys)
+def test_export_goes_through_eval(profile: str, form: str, run) -> None:
+    code, out, err = run("env-check", "--profile", profile, "--json")
     assert (code, err) == (0, "")
     document = json.loads(out)
     assert document["schema"] == "osora.env-profile/1"
     assert all(item["why"] for item in document["variables"])
     command = f"cat {shlex.quote(str(Path('lines.sh').absolute()))}"
-    code, out, _ = run("--profile", profile, "--export", capsys=capsys)
+    code, out, _ = run("env-check", "--profile", profile, "--export")
     Path("lines.sh").write_text(out, encoding="utf-8")
     script = f"set -eu; {form.format(command)}; env"
     done = subprocess.run(
@@ -136,9 +126,7 @@ def test_export_goes_through_eval(profile: str, form: str, capsys: pytest.Captur
 
 
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=["lines", "json"])
-def test_a_bug_report_hides_secrets(
-    form: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_bug_report_hides_secrets(form: list[str], monkeypatch: pytest.MonkeyPatch, run) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("HOME", "/home/lovelace")
@@ -146,7 +134,7 @@ def test_a_bug_report_hides_secrets(
     monkeypatch.setattr("socket.gethostname", lambda: "analytical")
     Path("lovelace.sh").write_text("export NCCL_TIMEOUT=5\n", encoding="utf-8")
     path = str(Path("lovelace.sh").absolute())
-    code, out, _ = run(path, "--no-all-reduce", "--bug-report", "-q", *form, capsys=capsys)
+    code, out, _ = run("env-check", path, "--no-all-reduce", "--bug-report", "-q", *form)
     assert code == 0
     for secret in ("esame", "lovelace", "analytical", str(Path.cwd())):
         assert secret.lower() not in out.lower()
@@ -154,9 +142,7 @@ def test_a_bug_report_hides_secrets(
     assert "NCCL_TIMEOUT is read by nothing" in out
 
 
-def test_a_check_that_breaks_hides_no_other(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_check_that_breaks_hides_no_other(monkeypatch: pytest.MonkeyPatch, run) -> None:
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("NVML: driver/library version mismatch")
 
@@ -165,7 +151,7 @@ def test_a_check_that_breaks_hides_no_other(
             is_reader = name.startswith("read_") or name in ("unmet_requirements", "pick_hardware")
             if is_reader and name != "read_torch":
                 monkeypatch.setattr(module, name, broken)
-    code, out, _ = run("--no-all-reduce", "-q", capsys=capsys)
+    code, out, _ = run("env-check", "--no-all-reduce", "-q")
     assert code == 0
     broken_checks = {line.split()[0] for line in out.splitlines() if "could not be checked: NVML: driver/lib" in line}
     # Variables are compared with the libraries and GPUs of a build of torch for CUDA, and with nothing of one for CPUs.
@@ -177,16 +163,14 @@ def test_a_check_that_breaks_hides_no_other(
         assert "environment ok       nothing wrong with 0 variables that matter here" in out.splitlines()
 
 
-def test_a_cpu_build_beside_a_gpu_is_a_problem(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cpu_build_beside_a_gpu_is_a_problem(monkeypatch: pytest.MonkeyPatch, run) -> None:
     monkeypatch.setattr("torch.version.cuda", None)
     smi = Path("nvidia-smi")
     smi.write_text(f"#!{sys.executable}\nprint('580.95.05, NVIDIA H100 80GB HBM3')\n", encoding="utf-8")
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", str(Path.cwd()), prepend=os.pathsep)
     assert device_facts.read_driver() == DriverFacts(version="580.95.05", gpus=("NVIDIA H100 80GB HBM3",))
-    code, out, _ = run("--no-all-reduce", "-q", capsys=capsys)
+    code, out, _ = run("env-check", "--no-all-reduce", "-q")
     assert code == 4
     assert "is a build for the CPU, and here is NVIDIA H100 80GB HBM3" in out
     smi.write_text(f"#!{sys.executable}\nraise SystemExit('Driver/library version mismatch')\n", encoding="utf-8")

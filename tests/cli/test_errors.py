@@ -12,13 +12,7 @@ from cli.fake_engine import FakeEngine
 from opensora_cli.cli import errors
 from opensora_cli.cli.app import main
 from opensora_cli.cli.call import importing
-from opensora_cli.core.exceptions import (
-    CheckpointError,
-    HardwareError,
-    MediaError,
-    OsoraError,
-    OutputError,
-)
+from opensora_cli.core.exceptions import CheckpointError, HardwareError, MediaError, OsoraError, OutputError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.settings.generate import GenerateSettings
 
@@ -155,9 +149,7 @@ def test_an_import_holds_back_ctrl_c() -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "code", "message"),
     [
-        ("OSORA_RANK_CHANNEL", "nonsense", 2, "OSORA_RANK_CHANNEL=nonsense is not the end of a link"),
         ("OSORA_RANK_CHANNEL", "999", 2, "OSORA_RANK_CHANNEL=999 is not the end of a link"),
-        ("OSORA_RANK_LOG", ".", 3, "cannot write the rank's log .: Is a directory"),
         ("OSORA_RANK_LOG", "no/log", 3, "cannot write the rank's log no/log: No such file or directory"),
     ],
 )

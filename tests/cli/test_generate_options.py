@@ -57,8 +57,7 @@ def test_a_preset_is_chosen_by_name(engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt",
-    ["a 'quoted' \"sea\"", "line\nbreak", "海と雨 🌧️", "word " * 1000, "50% {braces} [brackets] $HOME ;", "-"],
+    "prompt", ["a 'quoted' \"sea\"", "line\nbreak", "海と雨 🌧️", "word " * 1000, "50% {braces} [brackets] $HOME ;", "-"]
 )
 def test_any_prompt_arrives_as_it_is(engine: FakeEngine, prompt: str) -> None:
     assert settings_of(engine, prompt).prompt == prompt

@@ -50,12 +50,7 @@ def frames(folder: str) -> np.ndarray:
             {"_000": 5, "_001": 5},
         ),
         (["--extend", "1", "--num-frames", "9", "--steps", "2", *ONE_LATENT_FRAME], [], "Ulysses 2", {"": 13}),
-        (
-            ["--width", "144", "--height", "144", "--draft-res", "128px", "--steps", "3"],
-            [],
-            "Ulysses 2",
-            {"": 5},
-        ),
+        (["--width", "144", "--height", "144", "--draft-res", "128px", "--steps", "3"], [], "Ulysses 2", {"": 5}),
     ],
     ids=["tiles", "picture first", "extended", "draft"],
 )

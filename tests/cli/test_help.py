@@ -8,9 +8,7 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
-import shellingham
 
-import opensora_cli
 from opensora_cli.cli.app import _wait_without_spinning, load_commands, main
 from opensora_cli.cli.command import completed_settings
 from opensora_cli.cli.group import unwrapped
@@ -87,21 +85,6 @@ def test_help_lists_the_commands(args: list[str], osora) -> None:
     assert "generate" in out
     assert ("--install-completion" in out) is bool(args)
     assert len(re.findall(r"^ *osora \w+", out, re.MULTILINE)) == 3  # examples
-
-
-def test_completion_for_a_shell_that_is_not_known_is_no_bug(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_shell() -> None:
-        raise shellingham.ShellDetectionFailure
-
-    monkeypatch.setattr(shellingham, "detect_shell", no_shell)
-    assert main(["--show-completion"]) == 4
-    assert "error: no shell was found" in capsys.readouterr().err
-
-
-def test_version(osora) -> None:
-    assert osora("--version").out == f"osora {opensora_cli.__version__}\n"
 
 
 def test_completion_offers_recipes_and_files_of_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,13 +59,7 @@ def run(place: Path, redirection: str, *args: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(
-    "redirection",
-    [
-        pytest.param("2>/dev/full", marks=needs_full),
-        "2>&- <&-",
-    ],
-)
+@pytest.mark.parametrize("redirection", [pytest.param("2>/dev/full", marks=needs_full), "2>&- <&-"])
 def test_a_log_that_is_lost_ends_no_run(tmp_path: Path, redirection: str) -> None:
     place = tmp_path / "result"
     code, out, _ = run(place, redirection)

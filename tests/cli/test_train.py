@@ -66,17 +66,6 @@ def _no_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "estimate_rank", lambda settings, *, reporter: tiny_training.rank_memory())
 
 
-@pytest.mark.usefixtures("_no_estimates")
-def test_dry_run_shows_what_is_held_for_backward(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    chosen = (f"output={tmp_path}", "memory.checkpointing=offload")
-    demo = ["train", "--config", "demo_lora", "--dry-run", *(word for each in chosen for word in ("--set", each))]
-    assert main(demo) == 0
-    words = "checkpoints in 2 double_blocks and 8 single_blocks, their inputs on the host ("
-    out = capsys.readouterr().out
-    assert f"\nmemory      {words}" in out
-    assert "\nattention   bf16_products (as set)\n" in out
-
-
 def test_check_data_of_an_empty_table_loads_no_model(tmp_path: Path, osora) -> None:
     table = tmp_path / "clips.csv"
     table.write_text("path,text,num_frames,height,width,aspect_ratio,resolution,fps\n")

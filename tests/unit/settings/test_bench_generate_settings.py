@@ -7,24 +7,14 @@ from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import all_keys
 from opensora_cli.settings.load import GenerateRequest, load_preset
-from opensora_cli.settings.tools import (
-    STANDARD,
-    benched_request,
-    read_tries,
-    refuse_unfit,
-    tried_settings,
-)
+from opensora_cli.settings.tools import STANDARD, benched_request, read_tries, refuse_unfit, tried_settings
 
 
 def test_a_try_is_a_name_or_settings_whose_values_may_be_lists() -> None:
     typed = "sampling.solver=ab2, sampling.timesteps=1,0.9,0.5,0,sampling.num_inference_steps=3"
     assert read_tries(["ab2-15", typed]) == {
         "ab2-15": STANDARD["ab2-15"],
-        typed: {
-            "sampling.solver": "ab2",
-            "sampling.timesteps": "1,0.9,0.5,0",
-            "sampling.num_inference_steps": "3",
-        },
+        typed: {"sampling.solver": "ab2", "sampling.timesteps": "1,0.9,0.5,0", "sampling.num_inference_steps": "3"},
     }
 
 
@@ -82,8 +72,6 @@ def test_a_request_without_a_prompt_gets_one_and_names_no_file() -> None:
         ({"sampling.num_samples": 2}, "sampling.num_samples=2"),
         ({"sampling.stop_at": 3}, "sampling.stop_at=3"),
         ({"from_latents": "a.safetensors"}, "from_latents=a.safetensors"),
-        ({"resume": "a.safetensors"}, "resume=a.safetensors"),
-        ({"output.explore": True, "sampling.stop_at": 3}, "sampling.stop_at=3"),
     ],
 )
 def test_one_whole_video_is_compared(change: dict[str, object], problem: str) -> None:

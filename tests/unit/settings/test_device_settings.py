@@ -12,12 +12,7 @@ from opensora_cli.settings.load import load_preset
 
 @pytest.mark.parametrize(
     ("given", "ranks", "world"),
-    [
-        ({}, 1, 1),
-        ({"gpus": "8"}, 8, 8),
-        ({"devices": "0,2"}, 2, 2),
-        ({"gpus": 4, "nnodes": 2}, 4, 8),
-    ],
+    [({}, 1, 1), ({"gpus": "8"}, 8, 8), ({"devices": "0,2"}, 2, 2), ({"gpus": 4, "nnodes": 2}, 4, 8)],
 )
 def test_ranks(given, ranks, world):
     settings = ParallelSettings.model_validate(given)

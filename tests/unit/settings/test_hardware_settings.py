@@ -16,7 +16,6 @@ from opensora_cli.settings.hardware import find_gpu, read_machine
         ("8xH100", "H100", 8, 8, 1),
         ("64xh200", "H200", 64, 8, 8),
         ("2x4090", "4090", 2, 2, 1),
-        ("1xA100-40GB", "A100-40GB", 1, 1, 1),
         ("RTX 4060 Ti 16GB", "4060Ti-16GB", None, None, None),
         ("2xNVIDIA GeForce RTX 5070 Ti", "5070Ti", 2, 2, 1),
         ("rtx pro 6000 blackwell", "RTX-PRO-6000-Blackwell", None, None, None),
@@ -64,7 +63,6 @@ def test_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         ("8x", 2, "--on 8x must be NAME, NxNAME, SIZE or a YAML file"),
         ("0.5GiB", 2, "memory=536870912 must be over reserved=1073741824 (from --on 0.5GiB)"),
         ("1..2GB", 2, "memory='1..2GB' is not a size such as 4GB or 4096MiB (from --on 1..2GB)"),
-        ("xH100", 2, "--on xH100 must be NAME, NxNAME, SIZE or a YAML file"),
         ("", 2, "must be NAME, NxNAME, SIZE or a YAML file"),
         ("-1xH100", 2, "hardware '-1xH100' is not one of"),
         ("missing.yaml", 3, "missing.yaml"),
@@ -79,11 +77,7 @@ def test_what_makes_no_sense_is_refused(given: str, code: int, says: str) -> Non
 
 @pytest.mark.parametrize(
     ("given", "meant"),
-    [
-        ("H10O", "H100"),
-        ("4060 Ti", "4060Ti-16GB"),
-        ("RTX 6000", "RTX-6000-Ada or RTX-PRO-6000-Blackwell"),
-    ],
+    [("H10O", "H100"), ("4060 Ti", "4060Ti-16GB"), ("RTX 6000", "RTX-6000-Ada or RTX-PRO-6000-Blackwell")],
 )
 def test_the_nearest_name_is_named(given: str, meant: str) -> None:
     with pytest.raises(OsoraError) as raised:
@@ -95,7 +89,6 @@ def test_the_nearest_name_is_named(given: str, meant: str) -> None:
     ("change", "says"),
     [
         ("memory: -3", "memory='-3' is not a size such as 4GB"),
-        ("reserved: 99GiB", "must be over reserved="),
         ("bf16_tflops: 0", "bf16_tflops=0 must be at least 1e-06"),
         ("memory_rate: {attainable_gb_per_s: 2000}", "attainable_gb_per_s=2000 must be at most peak_gb_per_s=1008"),
         ("gpu_memory: 24GiB", "gpu_memory (from rig.yaml) is not a setting"),

@@ -92,11 +92,7 @@ def test_config_that_describes_a_video_is_refused_beside_a_sidecar(tmp_path: Pat
         ("", {"fast": True}, (Solver.AB2, 15, 50, 0.15)),
         ("", {"fast": True, "num_inference_steps": 20, "step_cache": 0}, (Solver.AB2, 20, 50, 0)),
         ("", {"fast": True, "solver": "heun", "mean_guidance_of": 30}, (Solver.HEUN, 15, 30, 0)),
-        (
-            "",
-            {"fast": True, "text_oscillation": "false", "image_oscillation": "false"},
-            (Solver.AB2, 15, None, 0.15),
-        ),
+        ("", {"fast": True, "text_oscillation": "false", "image_oscillation": "false"}, (Solver.AB2, 15, None, 0.15)),
         ("", {"fast": "false"}, (Solver.EULER, 50, None, 0)),
         # It wins over what is below its own source alone.
         ("sampling:\n  num_inference_steps: 40\n  fast: true\n", {}, (Solver.AB2, 40, 50, 0.15)),

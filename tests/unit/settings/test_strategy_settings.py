@@ -38,7 +38,6 @@ def _problems(strategy: str, parallel: dict[str, int], **changes: object) -> lis
 @pytest.mark.parametrize(
     ("strategy", "given", "axes"),
     [
-        ("ddp", {}, (1, 1, 1, 1, 1)),
         ("zero3", {}, (1, 1, 1, 1, 1)),
         ("ddp", {"gpus": "8"}, (8, 1, 1, 1, 1)),
         ("ddp", {"gpus": 8, "dp_replicate_degree": 8}, (8, 1, 1, 1, 1)),

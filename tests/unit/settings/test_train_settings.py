@@ -9,7 +9,7 @@ from pydantic import ValidationError
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.files import list_presets, preset_path, settings_path
+from opensora_cli.settings.files import list_presets, preset_path
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 RECIPES = list_presets("train")
@@ -97,12 +97,6 @@ class TestFrom:
             load(None, saved=path)
 
 
-def test_an_adapter_is_no_larger_than_what_it_is_beside() -> None:
-    assert load("demo_lora", lora__rank="256").lora.rank == 256
-    with pytest.raises(RequestError, match=r"lora\.rank=257 must be at most model\.hidden_size=256"):
-        load("demo_lora", lora__rank="257")
-
-
 def test_single_modes_can_be_weighed() -> None:
     settings = load("demo_lora", train_mmdit__mode_weights__t2v="0", train_mmdit__mode_weights__i2v_loop="7")
     by_mode = settings.train_mmdit.mode_weights.by_mode()
@@ -110,16 +104,6 @@ def test_single_modes_can_be_weighed() -> None:
     assert by_mode["i2v_loop"] == 7.0
     with pytest.raises(RequestError, match=r"train_mmdit\.mode_weights are all 0"):
         load("demo_lora", **{f"train_mmdit__mode_weights__{mode}": "0" for mode in CONDITION_MODES})
-
-
-class TestFindRecipe:
-    def test_a_file_goes_first_and_a_folder_is_no_file(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(tmp_path)
-        Path("vae_hunyuan").mkdir()
-        assert settings_path(Path("vae_hunyuan"), "train") == preset_path("vae_hunyuan", "train")
-        Path("vae_hunyuan").rmdir()
-        Path("vae_hunyuan").write_text("target: vae")
-        assert settings_path(Path("vae_hunyuan"), "train") == Path("vae_hunyuan")
 
 
 @pytest.mark.parametrize(
@@ -156,6 +140,7 @@ class TestFindRecipe:
         ("vae_hunyuan", "train_vae.perceptual_files=a.pth; train_vae.perceptual_weight=0", "no effect with"),
         ("vae_hunyuan", "train_vae.decoder_only=true; train_vae.kl_weight=0.1; init=demo", "decoder_only=true: use 0"),
         ("vae_hunyuan", "train_vae.crop_size=30", "train_vae.crop_size=30 must be a multiple of 8, the side"),
+        ("demo_lora", "lora.rank=257", "lora.rank=257 must be at most model.hidden_size=256"),
         ("vae_dc_ae", "train_vae.discriminator.width=8", "discriminator.width=8 (from --set) has no effect"),
     ],
     ids=str,

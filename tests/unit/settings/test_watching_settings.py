@@ -25,10 +25,7 @@ SIZE = {"samples.num_frames": 13, "samples.height": 32, "samples.width": 32}
         ({**TABLE, "validation.every": 2, "validation.table": "clips.csv"}, "must be another table than data.table"),
         ({**TABLE, **SHOWN, "samples.num_frames": 13}, "give samples.num_frames, samples.height and samples.width"),
         ({**SHOWN, **SIZE, "samples.num_frames": 15}, "samples.num_frames=15 does not suit vae.kind: use 13"),
-        (
-            {**SHOWN, **SIZE, "samples.height": 36},
-            "height=36 must be a multiple of 8: use 40",
-        ),
+        ({**SHOWN, **SIZE, "samples.height": 36}, "height=36 must be a multiple of 8: use 40"),
     ],
 )
 def test_refused(changes: dict[str, object], message: str) -> None:

@@ -59,8 +59,6 @@ def test_its_shape_is_the_nearest_to_the_videos(changes, size, note):
 
 
 def test_what_cannot_be_its_size_is_refused():
-    with pytest.raises(RequestError, match=r"video.resolution='large' is not a resolution"):
-        picture_settings(load_preset("t2i2v_256px", prompt="sea").replace({"picture.resolution": "large"}))
     with pytest.raises(RequestError, match=r"the picture: model.in_channels=32 must be"):
         picture_settings(load_preset("t2i2v_256px", prompt="sea").replace({"picture.model.in_channels": 32}))
 

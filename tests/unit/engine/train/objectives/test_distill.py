@@ -120,7 +120,7 @@ def test_the_file_states_its_sampling_and_an_interrupted_run_ends_the_same(tmp_p
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lora__rank": "none"}, "target=distill trains an adapter beside its teacher"),
+        ({"lora__rank": "none"}, "target=distill needs lora.rank: set it"),
         ({"train_mmdit__masked_loss": True}, "train_mmdit.masked_loss=true has no effect"),
         ({"train_distill__steps": 0}, "train_distill.steps=0 must be at least 1"),
         (
