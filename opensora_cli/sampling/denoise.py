@@ -146,9 +146,7 @@ def last_times(
     begun_at: int,
     steps_done: int,
 ) -> dict[Branch | Phase, float]:
-    """Return the times of `past` after the steps from `begun_at` to `steps_done`: first of branches, in their order,
-    then of phases, in the order of their first steps.
-    """
+    """Return the times of `past` after the steps from `begun_at` to `steps_done`: of branches, then of phases."""
     branches: dict[Branch, float] = {}
     phases: dict[Branch | Phase, float] = {}
     for step in range(begun_at, steps_done):

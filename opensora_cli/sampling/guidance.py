@@ -125,10 +125,7 @@ def _scales_at(
     last: float,
     num_latent_frames: int,
 ) -> GuidanceScales:
-    """Return the scales of the step at `t`. `oscillating` returns the value of an oscillating scale at this step.
-
-    `last` is the image scale of the last frame if it grows along the clip.
-    """
+    """Return the scales of the step at `t`; `last` is the image scale of the last frame if it grows along the clip."""
     lowest, highest = guidance.interval
     if not lowest <= min(t, 1.0) <= highest:  # rounded, the first time may be over 1
         return UNGUIDED

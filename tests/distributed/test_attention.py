@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from attention_libraries import fake_flash2, fake_flash3, fake_flash4, fake_xformers
+from attention_libraries import fake_flash2, fake_flash3
 from shared_tokens import attention_bytes, attention_errors, mesh_of, random_qkv
 
 from opensora_cli.core.exceptions import RequestError
@@ -67,15 +67,12 @@ def test_precision_is_that_of_fp32_sums(
 def _library_errors(name: str, ring: int, ulysses: int) -> tuple[list[float], list[torch.dtype]]:
     tokens = (6, 2, 1, 4)[: ring * ulysses]
     with pytest.MonkeyPatch.context() as monkeypatch:
-        fakes = {"flash2": fake_flash2, "flash3": fake_flash3, "flash4": fake_flash4, "xformers": fake_xformers}
-        fakes.get(name, id)(monkeypatch)
+        {"flash2": fake_flash2, "flash3": fake_flash3}[name](monkeypatch)
         return attention_errors(ring, ulysses, 3, tokens, torch.bfloat16, 1.0, backend=name)
 
 
-@pytest.mark.parametrize(
-    ("name", "ring", "ulysses"), [("flash2", 2, 2), ("flash3", 2, 1), ("flash4", 2, 1), ("xformers", 2, 1)]
-)
-def test_every_backend_computes_between_ranks(pool: Pool, name: str, ring: int, ulysses: int) -> None:
+@pytest.mark.parametrize(("name", "ring", "ulysses"), [("flash2", 1, 2), ("flash3", 2, 2)])
+def test_backends_of_libraries_compute_between_ranks(pool: Pool, name: str, ring: int, ulysses: int) -> None:
     for errors, dtypes in pool(ring * ulysses).run(_library_errors, name, ring, ulysses):
         assert max(errors) < 6e-2
         assert dtypes == [torch.bfloat16] * 4

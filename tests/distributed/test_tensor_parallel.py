@@ -8,13 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from closeness import relative_error
-from shared_models import Scheme, divided
+from shared_models import Scheme, divided, shard_transformer
 from storage_sizes import storage_bytes
 from tiny_transformer import inputs, transformer
 from torch import nn
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.components.parallelize import shard_transformer
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.eight_bit import store_in_fp8
 from opensora_cli.memory.streaming import stream_blocks

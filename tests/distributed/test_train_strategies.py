@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from closeness import assert_close
+from shared_models import shard_transformer
 from tiny_strategies import (
     MAX_NORM,
     Case,
@@ -21,7 +22,6 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from opensora_cli.engine.components.compiled import compile_blocks
-from opensora_cli.engine.components.parallelize import shard_transformer
 from opensora_cli.engine.train.distribution import Distribution, local, mesh_shape
 from opensora_cli.memory.checkpointing import HostActivations, set_grad_checkpoint
 from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER

@@ -159,11 +159,7 @@ class GuidedVelocity:
 
 
 def are_batched(tokens: int, device: torch.device) -> bool:
-    """Return whether branches of `tokens` tokens each, text included, are one batch on a device.
-
-    The number of branches of a step does not count, so a resumed run rounds as the whole run does, and no step needs
-    more memory than a step with all branches.
-    """
+    """Return whether branches of so many tokens are one batch; for all steps, so that a resumed run rounds alike."""
     return len(Branch) * tokens <= _FEW_TOKENS.get(device.type, _FEW_TOKENS_ELSEWHERE)
 
 

@@ -86,10 +86,7 @@ class MMDiT(nn.Module):
 
     @torch.no_grad()
     def initialize_weight(self, name: str, out: Tensor, *, generator: torch.Generator | None = None) -> None:
-        """Initialize one parameter by filling `out`; the parameter itself may be on the meta device.
-
-        One after the other, in the order of `named_parameters`, they are those of `reset_parameters`.
-        """
+        """Initialize one parameter, as `reset_parameters` does in the order of `named_parameters`, by filling `out`."""
         path, _, kind = name.rpartition(".")
         parent = self.get_submodule(path.rpartition(".")[0])
         if kind == "scale":

@@ -29,10 +29,7 @@ class FusedRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x / sqrt(mean(x²) + eps) · weight over the last dimension.
-
-        In half precision it has the dtype of the weight, otherwise the wider one of both.
-        """
+        """Return x / sqrt(mean(x²) + eps) · weight, in half precision in its dtype, else in the wider one."""
         # Of one dtype torch's kernel takes them as they are, and sums in fp32 inside.
         wide = torch.promote_types(x.dtype, self.weight.dtype)
         normed = functional.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), eps=self.eps)

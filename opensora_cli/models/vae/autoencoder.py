@@ -54,10 +54,7 @@ class Autoencoder(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None) -> Reconstruction:
-        """Encode and decode without tiling, for training.
-
-        `generator`, on any device, samples the posterior. None takes its mean.
-        """
+        """Encode and decode without tiling, for training. `generator` samples the posterior; None takes its mean."""
 
     @abstractmethod
     def encode(
@@ -70,10 +67,7 @@ class Autoencoder(nn.Module, ABC):
         """
 
     def encode_tile(self, pixels_BCTHW: Tensor) -> Tensor:
-        """Return the encoder's output for a tile, (B,C,T,H,W).
-
-        C is the number of latent channels or, with a posterior, twice that: means, then log variances.
-        """
+        """Return the encoder's output for a tile: latents, or the means and then the log variances of a posterior."""
         encoded_BCTHW: Tensor = self.encoder(pixels_BCTHW)
         return encoded_BCTHW
 
@@ -99,10 +93,7 @@ class Autoencoder(nn.Module, ABC):
         chunk_frames: int | None = None,
         store: torch.device | None = None,
     ) -> Iterator[Tensor]:
-        """Yield the result of `decode` in pieces along time, one for each temporal tile.
-
-        Arguments and errors are those of `decode`. Errors precede any computation.
-        """
+        """Yield the result of `decode` in pieces, one for each temporal tile. Errors precede any computation."""
         self.check_latents(latents_BCTHW)
         options: dict[str, Any] = {"canvas": canvas}
         if chunk_frames is not None:

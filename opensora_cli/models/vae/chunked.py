@@ -27,10 +27,7 @@ _LEAST_VALUES = 2**17
 
 
 class StoredClip:
-    """Clip between two layers on `store`: chunks (B,C,t,H,W) in order of time, and statistics for group norms.
-
-    The chunks are taken as they are computed.
-    """
+    """Clip between two layers: chunks (B,C,t,H,W) in order of time on `store`, and statistics for group norms."""
 
     def __init__(self, chunks: Iterable[Tensor], *, store: torch.device) -> None:
         self._chunks: deque[Tensor] = deque()

@@ -40,10 +40,7 @@ class CausalConv3d(nn.Module):
         return self.convolve(self.pad(hidden_BCTHW))
 
     def pad(self, hidden_BCTHW: Tensor, carried: CarriedFrames | None = None, *, silu: bool = False) -> Tensor:
-        """Return the clip with its edges, for `convolve`; see `replicate_pad`.
-
-        A stride in time must divide all chunks but the last.
-        """
+        """Return the clip with its edges; see `replicate_pad`. A stride in time must divide all chunks but the last."""
         return replicate_pad(fast_layout(hidden_BCTHW), self._padding, carried=carried, silu=silu)
 
     def convolve(self, padded_BCTHW: Tensor) -> Tensor:
