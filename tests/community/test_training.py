@@ -8,7 +8,6 @@ from closeness import assert_close
 from tiny_autoencoders import VAES
 from torch import nn
 
-from opensora_cli.checkpoint.sharding import model_sharding
 from opensora_cli.community.training import (
     LinearWarmupLR,
     create_colossalai_plugin,
@@ -96,15 +95,6 @@ class TestEma:
         assert ema_model[0].weight.tolist() == [[1.5, 1.5], [1.5, 1.5]]
         assert ema_model[1].running_mean.tolist() == [5, 5]
         assert ema_model[2].weight.tolist() == [[1, 1], [1, 1]]
-
-    def test_a_flat_average_moves_as_a_whole_one(self):
-        model = nn.Linear(3, 5)
-        flat, whole = copy.deepcopy(model), copy.deepcopy(model)
-        model_sharding(flat)
-        nn.init.ones_(model.weight)
-        for ema_model in (flat, whole):
-            update_ema(ema_model, model, decay=0.9)
-        assert_close(flat.weight.view(5, 3), whole.weight)
 
 
 def test_the_loss_has_their_names_and_refuses_a_mask_of_another_rank():

@@ -108,31 +108,6 @@ class TestNumbersAndBytes:
                 assert sum(copied[:1]) <= figures.host_bytes < sum(copied[:1]) + streamed * 4096
         check_as_before(model)
 
-    def test_a_block_has_its_parameters_on_the_cpu_while_others_compute(self, model):
-        wanted = [weight.data_ptr() for weight in model.double_blocks[0].parameters()]
-        seen = []
-
-        def watch(_block, _inputs):
-            seen.append([weight.data_ptr() for weight in model.double_blocks[0].parameters()])
-
-        hook = model.double_blocks[1].register_forward_pre_hook(watch)
-        with stream_blocks(stacks(model), device="cpu", resident=2, source="mapped"):
-            velocity(model)
-        hook.remove()
-        assert seen == [wanted]
-
-    @pytest.mark.parametrize("source", SOURCES)
-    def test_no_bytes_stay_allocated_afterwards(self, model, source):
-        with TensorBytes() as counted:
-            with stream_blocks(stacks(model), device="cpu", resident=4, source=source) as figures:
-                velocity(model)
-                assert counted.live_bytes >= figures.device_bytes
-            gc.collect()
-            left = counted.live_bytes
-        # The pinned copy is where the weights are now.
-        pages = (BLOCKS - 2) * 4096
-        assert left == 0 if source == "mapped" else figures.host_bytes <= left <= figures.host_bytes + pages
-
     def test_device_bytes_of_the_released_model(self):
         double, single = 680, 283
         sizes = [double] * 19 + [single] * 38

@@ -105,20 +105,6 @@ def test_cudnn_in_parts_has_the_shapes_of_torchs_schema():
     assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
 
 
-def test_cudnn_alone_is_allowed(monkeypatch):
-    asked = []
-
-    def attend(*tensors):
-        cuda = torch.backends.cuda
-        states = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
-        asked.append((*states, cuda.cudnn_sdp_enabled()))
-        return tensors[2]
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
-    BACKENDS["cudnn"](*draw(5, 5, 5))
-    assert asked == [(False, False, False, True)]
-
-
 def test_every_backend_has_a_row_and_a_choice():
     assert set(BACKENDS) == set(ATTENTION_KINDS) == set(AttentionChoice) - {"auto"}
     for name, kind in ATTENTION_KINDS.items():

@@ -15,7 +15,6 @@ from opensora_cli.models.vae.dc_ae import (
     ClipConv3d,
     relu_attention,
 )
-from opensora_cli.models.vae.tiles import Tiling
 
 
 def small_vae(**changes):
@@ -82,15 +81,6 @@ def test_a_decoded_clip_has_the_shape_that_the_grid_promises(num_frames):
 
 
 # --- tiles ---------------------------------------------------------------------------------------------------------
-
-
-def test_pieces_come_as_they_are_finished():
-    vae = small_vae().requires_grad_(False)
-    latents = random_clip(1, 8, 10, 2, 2)
-    pieces = list(vae.decode_pieces(latents, tiling=Tiling(temporal=True)))
-    # The last of 10 latent frames is left to the third tile.
-    assert [piece.shape[2] for piece in pieces] == [12, 12, 16]
-    assert torch.equal(torch.cat(pieces, dim=2), vae.decode(latents, tiling=Tiling(temporal=True)))
 
 
 @pytest.mark.slow

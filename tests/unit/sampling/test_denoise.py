@@ -168,9 +168,3 @@ def test_ab2_follows_a_velocity_that_is_linear_in_time_exactly_branch_by_branch(
     assert {len(branches_needed(each)) for each in scales} == {1, 2}
     result = denoise(velocity, noise, timesteps=timesteps, scales=scales, solver=Solver.AB2)
     assert_close(result, torch.full_like(noise, expected))
-
-
-@pytest.mark.parametrize(("times", "count"), [((1.0,), 0), ((1.0, 0.0), 2)])
-def test_a_run_needs_a_step_and_scales_for_each(times, count):
-    with pytest.raises(ValueError, match=f"{len(times)} times, {count} scales"):
-        denoise(_random(0), lambda *given: {}, timesteps=times, scales=(UNGUIDED,) * count, solver=Solver.EULER)

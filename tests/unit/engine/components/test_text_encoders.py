@@ -130,13 +130,6 @@ class TestT5:
         ids = encoder._input_ids(["a night boat on the sea"])
         assert ids.tolist() == [[WORDS.index(word) for word in ("a", "night", "boat", "</s>")]]
 
-    def test_truncated_counts_special_tokens(self, t5_words, capfd):
-        encoder = t5(t5_words, max_length=4)
-        assert not encoder.truncated("a night boat")
-        assert encoder.truncated("a night boat on")
-        assert encoder.truncated("sea " * 5000)
-        assert capfd.readouterr() == ("", "")
-
     @pytest.mark.parametrize(
         ("text", "unknown"),
         [
@@ -158,15 +151,6 @@ class TestT5:
 
     def test_unknown_words_of_pieces(self, t5_pieces):
         assert t5(t5_pieces).unknown_words("a boat left the desert 海") == ["海"]
-
-    def test_dtype_and_no_gradient(self, t5_words):
-        encoder = t5(t5_words, dtype=torch.bfloat16)
-        states = encoder.encode(["sea"])
-        assert states.dtype == torch.bfloat16
-        assert not any(parameter.requires_grad for parameter in encoder.model.parameters())
-        # Not an inference tensor: a model that is trained on it must be able to keep it for its backward pass.
-        assert not states.is_inference()
-        assert not encoder.model.training
 
 
 class TestClip:
@@ -195,13 +179,6 @@ class TestClip:
         assert encoder.encode(["sea"]).shape == (1, 16)
         assert not encoder.truncated("sea sea sea sea")
         assert encoder.truncated("sea sea sea sea sea")
-
-    def test_truncation_and_unknown_words(self, clip):
-        encoder = clip_encoder(clip, max_length=5)
-        assert not encoder.truncated("a night boat")
-        assert encoder.truncated("a night boat on")
-        assert encoder.unknown_words("a night zebra") == ["zebra"]
-        assert encoder.encode(["a night boat on the sea"]).shape == (1, 16)
 
     def test_length_over_the_models_positions(self, clip):
         with pytest.raises(RequestError, match=r"clip_max_length=13 is over the 12 positions"):
