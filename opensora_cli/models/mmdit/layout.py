@@ -1,12 +1,10 @@
 """The layouts of published MMDiT weights, and what turns one into another.
 
-Two choices vary between files. q, k and v are *fused* (`qkv`; `linear1` holds q, k, v and the MLP input) or *split*
-(`q_proj`, `k_proj`, `v_proj`; `v_mlp` in single-stream blocks). Rotary pairs are *interleaved*, dims (2j, 2j+1) as in
-Flux, or *half-split*, dims (j, D/2+j) as in Open-Sora v2. Our model is split and half-split. Turning interleaved into
-half-split puts the even rows of each head of q and k first, then the odd ones; the function stays the same.
+q, k and v are *fused* (`qkv`; `linear1` holds q, k, v and the MLP input) or *split* (`q_proj`, `k_proj`, `v_proj`;
+`v_mlp` in single-stream blocks). Rotary pairs are *interleaved*, dims (2j, 2j+1) as in Flux, or *half-split*, dims
+(j, D/2+j) as in Open-Sora v2, with the even rows of each head of q and k first. Our model is split and half-split.
 
-A plan defines, by names and shapes alone, which rows of a file become which tensor. Loading runs it over tensors,
-conversion over tensors that have not been read.
+A plan defines, by names and shapes alone, which rows of a file become which tensor.
 """
 
 import re

@@ -75,7 +75,7 @@ class T5Encoder(_FolderEncoder[T5Model]):
     @property
     def blocks(self) -> nn.ModuleList:
         """The layers, in the order in which they run: all of the weights but the table of tokens and a norm."""
-        return self.model.encoder.block
+        return self.model.layers
 
 
 class ClipEncoder(_FolderEncoder[ClipTextModel]):

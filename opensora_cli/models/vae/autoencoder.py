@@ -118,16 +118,14 @@ class Autoencoder(nn.Module, ABC):
     ) -> Tensor:
         """Decode scaled latents to pixels of the size that `grid` returns, in about [-1, 1] and not clamped.
 
+        Raises RequestError if the shape cannot be decoded, or the autoencoder does not decode in chunks.
+
         Args:
             tiling: axes that are cut. Tiling changes the result.
-            canvas: device of the joined pixels. The default is the device of the latents, which otherwise holds only
-                the pixels of one tile or chunk.
+            canvas: device of the joined pixels. None means the device of the latents.
             chunk_frames: frames that each layer computes at a time, without gradients. None means all. Results match
                 up to rounding.
             store: device of frames between two layers with `chunk_frames`. None means the device of the latents.
-
-        Raises:
-            RequestError: The shape cannot be decoded, or the autoencoder does not decode in chunks.
         """
         return joined_in_time(
             self.decode_pieces(latents_BCTHW, tiling=tiling, canvas=canvas, chunk_frames=chunk_frames, store=store)
