@@ -5,12 +5,10 @@ import torch
 from fake_hub import FakeRepo, connect, serving
 from huggingface_hub import constants
 from safetensors.torch import save_file
-from tiny_weights import bit_equal, held
+from tiny_weights import bit_equal
 from torch import nn
 
-from opensora_cli.checkpoint.writing import write_checkpoint
 from opensora_cli.community.checkpoint import load_checkpoint
-from opensora_cli.core.choices import Format
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
 
@@ -26,15 +24,6 @@ def weights():
 
 def equal(loaded, weights):
     return bit_equal(loaded.state_dict(), weights)
-
-
-@pytest.mark.parametrize("format", [Format.TORCH, Format.DCP])
-def test_a_format_is_recognized_and_loaded(tmp_path, weights, format):
-    write_checkpoint(held(weights), tmp_path / "a", format=format, shard_bytes=30)
-    assert equal(load_checkpoint(model(1), tmp_path / "a"), weights)
-    with torch.device("meta"):
-        empty = model(1)
-    assert equal(load_checkpoint(empty, str(tmp_path / "a")), weights)
 
 
 def test_weights_are_overwritten_where_they_are(tmp_path, weights):

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ class Autoencoder(nn.Module, ABC):
     """Decoder of one tile. It takes the `canvas` of `decode`, and `chunk_frames` and `store` if it has chunks."""
     decodes_in_chunks: ClassVar[bool] = False
     """Whether `decode` takes `chunk_frames`."""
+    last_layer_path: ClassVar[str]
 
     @property
     def grid(self) -> LatentGrid:
@@ -48,9 +49,9 @@ class Autoencoder(nn.Module, ABC):
         return self.config.grid
 
     @property
-    @abstractmethod
     def last_layer(self) -> nn.Conv2d | nn.Conv3d:
         """Last convolution of the decoder, where adaptive loss weights are measured. A 2D batch is all frames."""
+        return cast(nn.Conv3d, self.get_submodule(self.last_layer_path))
 
     @abstractmethod
     def forward(self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None) -> Reconstruction:

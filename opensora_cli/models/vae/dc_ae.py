@@ -298,9 +298,7 @@ class DCAE(Autoencoder):
     """
 
     config: DCAEConfig
-
-    encoder: Encoder
-    decoder: Decoder
+    last_layer_path = "decoder.project_out.op_list.2.conv"
 
     def __init__(self, config: DCAEConfig) -> None:
         super().__init__()
@@ -308,11 +306,6 @@ class DCAE(Autoencoder):
         self._scale = 1.0 if config.scaling_factor is None else config.scaling_factor
         self.encoder = Encoder(config)
         self.decoder = Decoder(config)
-
-    @property
-    def last_layer(self) -> nn.Conv3d:
-        """Last convolution of the decoder."""
-        return cast(ConvLayer, self.decoder.project_out.op_list[-1]).conv
 
     def encode(
         self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None, tiling: Tiling = NO_TILING

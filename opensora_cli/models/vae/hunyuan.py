@@ -129,6 +129,7 @@ class HunyuanVAE(PosteriorAutoencoder):
     encoder: Encoder
     decoder: Decoder
     decodes_in_chunks = True
+    last_layer_path = "decoder.conv_out.conv"
 
     def __init__(self, config: HunyuanVAEConfig) -> None:
         super().__init__()
@@ -137,11 +138,6 @@ class HunyuanVAE(PosteriorAutoencoder):
         self.decoder = Decoder(config)
         self.quant_conv = nn.Conv3d(2 * config.latent_channels, 2 * config.latent_channels, 1)
         self.post_quant_conv = nn.Conv3d(config.latent_channels, config.latent_channels, 1)
-
-    @property
-    def last_layer(self) -> nn.Conv3d:
-        """Last convolution of the decoder."""
-        return self.decoder.conv_out.conv
 
     def encode_tile(self, pixels_BCTHW: Tensor) -> Tensor:
         """Return the moments of a tile."""

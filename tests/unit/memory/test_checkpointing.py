@@ -121,11 +121,3 @@ class TestErrors:
         assert "forward" in vars(model.single_blocks[2])
         done.remove()
         assert "forward" not in vars(model.single_blocks[2])
-
-    def test_a_replaced_forward_is_refused(self):
-        model = transformer()
-        model.single_blocks[0].forward = print
-        with pytest.raises(ValueError, match=r"single_blocks\.0 is wrapped already"):
-            set_grad_checkpoint(model)
-        assert vars(model.single_blocks[0])["forward"] is print
-        assert "forward" not in vars(model.double_blocks[0])

@@ -108,17 +108,6 @@ class TestNumbersAndBytes:
                 assert sum(copied[:1]) <= figures.host_bytes < sum(copied[:1]) + streamed * 4096
         check_as_before(model)
 
-    def test_device_bytes_of_the_released_model(self):
-        double, single = 680, 283
-        sizes = [double] * 19 + [single] * 38
-        assert streaming_bytes(sizes, resident=1) == double
-        assert streaming_bytes(sizes, resident=2) == 2 * double
-        # Blocks 14 and 42 stay.
-        assert streaming_bytes(sizes, resident=4) == 2 * double + double + single
-        assert streaming_bytes(sizes, resident=57) == sum(sizes)
-        assert streaming_bytes(sizes, resident=100) == sum(sizes)
-        assert streaming_bytes([], resident=2) == 0
-
 
 class TestOrder:
     @pytest.mark.parametrize(("resident", "source"), [(1, "mapped"), (2, "pinned"), (3, "mapped"), (4, "pinned")])
@@ -369,19 +358,3 @@ class TestHostMemory:
         largest = max(weight.nbytes for weight in weights)
         assert figures.host_bytes == 2 * (-(-largest // 4096) * 4096)
         check_as_before(model, hooks)
-
-    def test_mapped_weights_go_through_small_buffers_in_pieces(self, model, expected, monkeypatch):
-        monkeypatch.setattr(host_weights, "STAGING_BYTES", 1000)
-        pieces = []
-        copy_piece = host_weights._MappedWeights._copy_piece
-
-        def count(self, piece, target):
-            pieces.append(piece.nbytes)
-            copy_piece(self, piece, target)
-
-        monkeypatch.setattr(host_weights._MappedWeights, "_copy_piece", count)
-        with stream_blocks(stacks(model), device="cpu", resident=2, source="mapped") as figures:
-            assert torch.equal(velocity(model), expected[0])
-        assert figures.host_bytes == 2 * 4096
-        assert max(pieces) <= 1000
-        assert len(pieces) > 500

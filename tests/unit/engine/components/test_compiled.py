@@ -82,13 +82,6 @@ def test_a_failed_compiler_leaves_blocks_uncompiled_with_one_warning_for_each_ki
     assert "\n" not in warnings[0]
 
 
-def test_errors_of_the_block_itself_are_raised():
-    model = transformer()
-    compile_blocks(model, warn=lambda text: None, backend="eager")
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        model.double_blocks[0](torch.zeros(1, 2, 3), torch.zeros(1, 2, 3), torch.zeros(1, 3), (torch.zeros(1),) * 2)
-
-
 @pytest.mark.slow
 def test_compiled_code_computes_the_same():
     plain = transformer()

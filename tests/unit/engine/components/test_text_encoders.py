@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, RequestError
 from opensora_cli.engine.components.text_encoders import load_clip, load_t5
 from opensora_cli.models.text import tokenizer as folders
-from opensora_cli.models.text.files import CLIP_VOCABULARIES, T5_VOCABULARIES, missing_files
+from opensora_cli.models.text.files import T5_VOCABULARIES, missing_files
 
 SENTENCES = ["a night boat on the sea", "rain over the forest at night", "snow in the desert", "a blue ball moves left"]
 T5_SIZES = {"d_model": 16, "d_kv": 4, "d_ff": 32, "num_layers": 2, "num_heads": 4, "feed_forward_proj": "gated-gelu"}
@@ -149,9 +149,6 @@ class TestT5:
         ids = t5(t5_pieces, max_length=40)._input_ids([text])[0].tolist()
         assert ids == expected + [0] * (40 - len(expected))
 
-    def test_unknown_words_of_pieces(self, t5_pieces):
-        assert t5(t5_pieces).unknown_words("a boat left the desert 海") == ["海"]
-
 
 class TestClip:
     def test_equals_transformers(self, clip):
@@ -200,16 +197,6 @@ class TestIncompleteFolders:
         assert f"{tmp_path / 'none'} does not exist" in caught.value.message
         for name in ("config.json", "model.safetensors", "spiece.model or tokenizer.json"):
             assert str(tmp_path / "none" / name) in caught.value.message
-
-    def test_missing_files_without_loading(self, tmp_path, clip):
-        assert missing_files(clip, vocabularies=CLIP_VOCABULARIES) == []
-        assert missing_files(clip, vocabularies=T5_VOCABULARIES) == []
-        (tmp_path / "config.json").touch()
-        (tmp_path / "vocab.json").touch()
-        assert missing_files(tmp_path, vocabularies=CLIP_VOCABULARIES) == [
-            str(tmp_path / "model.safetensors"),
-            str(tmp_path / "tokenizer.json or vocab.json + merges.txt"),
-        ]
 
     @pytest.mark.parametrize("content", ["[" * 100_000, "{", "[]", '{"weight_map": {"a": 1}}', '{"weight_map": 1}'])
     def test_an_index_that_is_none(self, t5_words, copied, content):

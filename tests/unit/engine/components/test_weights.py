@@ -50,11 +50,6 @@ def test_the_working_directory_is_searched_without_a_named_folder(world, tmp_pat
     assert not find_weights(released_settings(world, tmp_path, runtime__weights=str(tmp_path / "elsewhere"))).paths
 
 
-def test_hugging_face_cache(world, tmp_path):
-    snapshot = put_into_hub("hpcai-tech/Open-Sora-v2", world.released, tmp_path)
-    assert find_weights(without_folder(world, tmp_path)).path(Component.VAE) == snapshot / "hunyuan_vae.safetensors"
-
-
 def test_components_from_several_places(world, tmp_path):
     shutil.copytree(world.released, "ckpts", ignore=shutil.ignore_patterns("google", "hunyuan*"))
     put_into_hub("hpcai-tech/Open-Sora-v2", world.released, tmp_path)
