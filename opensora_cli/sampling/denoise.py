@@ -34,8 +34,7 @@ class VelocityFn(Protocol):
 
 
 class Past(NamedTuple):
-    """State for later steps: the latest velocity of a branch, or the latents of the last evaluation in a phase of a
-    step cache."""
+    """State for later steps: the latest velocity of a branch, or the latents that a phase of a cache evaluated last."""
 
     t: float
     value_BND: torch.Tensor
@@ -59,10 +58,6 @@ OnStep = Callable[[Step], None]
 """Callback after each step."""
 
 
-def _ignore(step: Step) -> None:
-    pass
-
-
 def euler_step(latents_BND: torch.Tensor, velocity_BND: torch.Tensor, *, t: float, t_next: float) -> torch.Tensor:
     """Return the latents at `t_next`: latents + (t_next - t)·velocity, in the dtype of the latents.
 
@@ -82,7 +77,7 @@ def denoise(
     cache: Sequence[CachedStep] | None = None,
     past: Mapping[Branch | Phase, Past] = NO_PAST,
     stop_at: int | None = None,
-    on_step: OnStep = _ignore,
+    on_step: OnStep = lambda step: None,
 ) -> torch.Tensor:
     """Return the packed latents at the last of `timesteps`, which decrease.
 

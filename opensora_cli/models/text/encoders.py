@@ -61,11 +61,8 @@ class T5Encoder(_FolderEncoder[T5Model]):
     def reader(cls, path: str | Path, *, max_length: int) -> PromptReader:
         """Return how the encoder in a folder reads prompts, without its weights.
 
-        The folder has config.json, weights, and spiece.model or tokenizer.json; nothing is asked of a network.
-
-        Raises:
-            CheckpointError: files are missing (all are named) or broken, or contradict each other.
-            HardwareError: the vocabulary needs a library that is not installed.
+        The folder has config.json, weights, and spiece.model or tokenizer.json; nothing is asked of a network. Raises
+        CheckpointError if files are missing (all are named) or broken, or contradict each other.
         """
         folder = Path(path)
         require_files(folder, vocabularies=T5_VOCABULARIES)
