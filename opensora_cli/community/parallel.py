@@ -130,8 +130,7 @@ class Scheduled:
 class CommunicationScheduler:
     """Queue of collectives. All ranks schedule the same ones in the same order, and may wait for them in any order.
 
-    `comm_type` is `all_to_all`, which divides dimension 1 and joins dimension 2, or `gather_split`, which joins the
-    last dimension. The group None means all ranks.
+    `all_to_all` divides dimension 1 and joins dimension 2, and `gather_split` joins the last dimension.
     """
 
     def __init__(self, *, monitor: BandwidthMonitor | None = None) -> None:

@@ -162,7 +162,7 @@ class Level(nn.Module):
         self,
         in_channels: int,
         out_channels: int,
-        resampling: type[Downsample] | type[Upsample],
+        resampling: type[Downsample | Upsample],
         *,
         num_layers: int,
         num_groups: int,
