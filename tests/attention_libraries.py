@@ -54,13 +54,6 @@ _FUNC4 = (
 )
 FLASH4 = {
     "flash_attn_func": _FUNC4,
-    "_flash_attn_bwd": "q, k, v, out, dout, lse, softmax_scale=None, causal=False, softcap=0.0, "
-    "window_size_left=None, window_size_right=None, m_block_size=64, n_block_size=128, num_threads=256, "
-    "pack_gqa=False, num_stages_Q=2, num_stages_dO=2, SdP_swapAB=False, dKV_swapAB=False, dQ_swapAB=False, "
-    "AtomLayoutMSdP=2, AtomLayoutNdKV=2, AtomLayoutMdQ=2, V_in_regs=False, cu_seqlens_q=None, cu_seqlens_k=None, "
-    "seqused_q=None, seqused_k=None, max_seqlen_q=None, max_seqlen_k=None, deterministic=False, dq=None, dk=None, "
-    "dv=None, score_mod=None, score_mod_bwd=None, mask_mod=None, aux_tensors=None, aux_scalars=None, "
-    "block_sparse_tensors=None, dlse=None, learnable_sink=None",
 }
 # xformers 0.0.35, xformers/ops/fmha/__init__.py
 XFORMERS = "query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None"
@@ -172,13 +165,8 @@ def fake_flash4(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Library:
     def attend(given: dict[str, Any]) -> Any:
         return library.forward(given["q"], given["k"], given["v"], given["softmax_scale"])
 
-    def backward(given: dict[str, Any]) -> Any:
-        kept = (given[name] for name in ("dout", "q", "k", "v", "out", "lse", "softmax_scale"))
-        return library.backward(*kept)
-
-    _, cute, interface = _modules(monkeypatch, "flash_attn", "flash_attn.cute", "flash_attn.cute.interface")
+    _, cute = _modules(monkeypatch, "flash_attn", "flash_attn.cute")
     cute.flash_attn_func = library.function("flash_attn_func", attend)  # type: ignore[attr-defined]
-    interface._flash_attn_bwd = library.function("_flash_attn_bwd", backward)  # type: ignore[attr-defined]
     return library
 
 

@@ -3,12 +3,13 @@
 from dataclasses import dataclass
 from unittest.mock import patch
 
+import torch.distributed as dist
 from shared_tokens import mesh_of
 from small_stages import small_stages
 
-from opensora_cli.engine.components.parallelize import shard_transformer
+from opensora_cli.engine.components.parallelize import shard_block
 from opensora_cli.engine.generate import plan as planning
-from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
+from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, repeated_blocks
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
@@ -38,6 +39,13 @@ def plan_without_estimate(settings: GenerateSettings) -> planning.Plan:
     """Return the plan for what fits, without what its stages need, which takes seconds to find."""
     with patch("opensora_cli.engine.generate.plan.estimate_generation", small_stages):
         return planning.make_plan(settings)
+
+
+def shard_transformer(transformer: MMDiT, group: dist.ProcessGroup) -> None:
+    """Keep this rank's share of the blocks of a transformer."""
+    for stack in repeated_blocks(transformer.config):
+        for block in transformer.get_submodule(stack.module_path).children():
+            shard_block(block, stack, group)
 
 
 def divided(model: MMDiT, mesh: ParallelMesh) -> SequenceParallel:

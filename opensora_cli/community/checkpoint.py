@@ -67,8 +67,8 @@ _T = TypeVar("_T")
 class CheckpointIO:
     """Reader and background writer of checkpoint folders. All ranks call it, and the first rank writes.
 
-    `save` copies everything and returns. The next `save`, `wait` and leaving a `with` block wait for the writing to
-    end, and raise its error on all ranks. A program that ends without them waits too, and prints the error.
+    `save` copies everything and returns. The next `save`, `load`, `wait` or the end of a `with` block waits for the
+    writing to end, and raises its error on all ranks. The end of the program waits too, and prints the error.
     """
 
     def __init__(self, n_write_entries: int = 32) -> None:
@@ -108,8 +108,7 @@ class CheckpointIO:
         """Save the given objects, and return the folder, named after the updates.
 
         `ema` may be sharded by `model_sharding`. `master` are fp32 weights. With `lora`, only the adapter of a PEFT
-        model is saved. Raises OutputError if this or the last save cannot be written, if a state cannot be read again
-        safely, or if the folder holds foreign files.
+        model is saved. Raises OutputError if this or the last save cannot be written, or a state cannot be read again.
         """
         _refuse(booster, include_master_weights and master is None)
         self.wait()
@@ -177,8 +176,7 @@ class CheckpointIO:
     ) -> tuple[int, int]:
         """Restore the given objects in place, and return epoch and step. A PEFT model gets the saved adapter.
 
-        Raises CheckpointError if the folder is incomplete, lacks a state, or does not fit, and RequestError if it lacks
-        the weights.
+        Raises CheckpointError or RequestError if the folder is incomplete or does not fit.
         """
         _refuse(booster, include_master_weights)
         self.wait()
@@ -228,8 +226,7 @@ def _refuse_to_replace(folder: Path) -> None:
     foreign = sorted(path.name for path in folder.iterdir() if path.name not in _REPLACED) if folder.is_dir() else []
     if foreign:
         raise OutputError(
-            f"{folder} holds more than a checkpoint, which would be lost: {first_few(foreign)}",
-            hint="move it, or save to another folder",
+            f"{folder} holds more than a checkpoint: {first_few(foreign)}", hint="move it, or save to another folder"
         )
 
 
@@ -240,7 +237,6 @@ def _gathered(state: _T) -> _T:
 
 
 def _averages(ema: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
-    """Return the averaged weights, gathered on the first rank where `model_sharding` has sharded them."""
     if all(tuple(weight.shape) == tuple(shapes.get(name, weight.shape)) for name, weight in ema.named_parameters()):
         return _gathered(ema.state_dict())
     state = ema.state_dict() if rank_and_count()[0] == 0 else {}
@@ -253,10 +249,8 @@ def _serialized(name: str, state: object) -> bytes:
     try:
         return torch_bytes(state, name=name)
     except Exception as error:
-        raise OutputError(
-            f"{name} cannot be saved: {' '.join(str(error).split())[:300]}",
-            hint="keep tensors, numbers, text, and lists and dictionaries of them in the state",
-        ) from error
+        hint = "keep tensors, numbers, text, and lists and dictionaries of them in the state"
+        raise OutputError(f"{name} cannot be saved: {' '.join(str(error).split())[:300]}", hint=hint) from error
 
 
 def _load_state(target: Stateful, path: Path) -> None:
@@ -284,22 +278,16 @@ def load_checkpoint(
 ) -> nn.Module:
     """Load weights of any format from a file, a folder or the Hugging Face Hub, and return the model.
 
-    Existing weights of the model are overwritten in place: they keep their dtype and device, and an optimizer's
-    references stay valid. Weights on the meta device get the checkpoint's dtype, 8-bit ones torch's default.
+    Existing weights are overwritten in place. Weights on the meta device get the checkpoint's dtype, 8-bit ones
+    torch's default. Raises CheckpointError or RequestError if there is nothing to load, or it does not fit.
 
     Args:
-        model: the module to fill.
-        path: a file or folder; if there is none with that name, `owner/repository` or `owner/repository/file` on the
-            Hub.
+        path: a file or folder; if there is none, `owner/repository` or `owner/repository/file` on the Hub.
         cache_dir: folder for files of the Hub; None means the usual cache.
         device_map: device for weights on the meta device.
         cai_model_name: the part of a ColossalAI checkpoint that is loaded: `model`, or a file or folder in it.
         strict: refuse missing and unexpected keys; otherwise they cause a warning. Shapes must fit in any case.
         rename_keys: old to new parts of names, replaced before names are compared.
-
-    Raises:
-        CheckpointError: there is nothing to load, a file is broken, or keys or shapes don't fit the model.
-        RequestError: `rename_keys` matches nothing, or gives two tensors one name.
     """
     found = Path(path) if Path(path).exists() else Path(load_from_hf_hub(str(path), cache_dir=cache_dir))
     if cai_model_name != MODEL_FOLDER:
@@ -313,10 +301,9 @@ def load_checkpoint(
 
 
 def load_from_hf_hub(repo_path: str, cache_dir: str | Path | None = None) -> str:
-    """Return the path of `owner/repository/file` in the Hub's cache, fetched if missing.
+    """Return the path of `owner/repository/file` in the Hub's cache, fetched if missing. Raises CheckpointError.
 
-    Without a file it is the folder of the repository's safetensors files, without its subfolders. `cache_dir` None is
-    the usual cache. Raises CheckpointError if something is missing or not accessible, or there is no connection.
+    Without a file it is the folder of the repository's safetensors files, without its subfolders.
     """
     owner, _, rest = repo_path.partition("/")
     repository, _, file = rest.partition("/")

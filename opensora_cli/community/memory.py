@@ -45,10 +45,7 @@ class ActivationManager(HostActivations):
         return torch.empty(self.total_size, dtype=self._dtype, pin_memory=has_gpu()) if self.enable else None
 
     def offload(self, x: Tensor) -> Tensor | None:
-        """Move the data of `x` to the buffer, in place, and return `x`. `onload` moves it back.
-
-        Raises RuntimeError if the buffer is full or has another dtype.
-        """
+        """Move the data of `x` to the buffer, in place, and return `x`. Raises RuntimeError if it does not fit."""
         if not self.enable or x in self._ignored:
             return None
         start, stop = self.avail_offset, self.avail_offset + x.numel()
@@ -94,10 +91,7 @@ class ActivationManager(HostActivations):
 
 
 class DynamicActivationManager(ActivationManager):
-    """Manager that offloads only while more than a share of the device's memory is in use.
-
-    The share `threshold` is 0 to 1: 0 offloads everything, 1 nothing. Other values raise ValueError.
-    """
+    """Manager that offloads only while more than `threshold`, a share 0 to 1, of the device's memory is in use."""
 
     def __init__(self, threshold: float = 0.8) -> None:
         super().__init__()
@@ -170,9 +164,7 @@ def set_grad_checkpoint(model: nn.Module, use_fp32_attention: bool = False, gc_s
 def auto_grad_checkpoint(module: nn.Module | Sequence[nn.Module], *args: Any, **kwargs: Any) -> Any:
     """Call a module, or modules one after the other, with the checkpoints that `set_grad_checkpoint` has set.
 
-    In a sequence, the results of a block replace the first arguments of the next one; other arguments stay. So
-    `auto_grad_checkpoint(model.double_blocks, latents, text, vector, rotary)` runs the whole stack. Every block gets
-    `kwargs`.
+    In a sequence, the results of a block replace the first arguments of the next one; other arguments stay.
     """
     blocks = list(module) if isinstance(module, nn.ModuleList | nn.Sequential | Sequence) else [module]
     is_on = bool(blocks) and getattr(blocks[0], "grad_checkpointing", False)
@@ -208,10 +200,7 @@ def _attention_in_fp32(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v
 def memory_offloading_inference(
     model: nn.Module, input_data: Any, *, device: torch.device | str | None = None, resident: int = 2
 ) -> Any:
-    """Return `model(input_data)` on the CPU, computed on the GPU with the weights of few blocks at a time.
-
-    Blocks are the modules in `ModuleList`s and `Sequential`s. The model is on the CPU afterwards.
-    """
+    """Return `model(input_data)` on the CPU, computed on the GPU with the weights of few blocks; see `stream_model`."""
     chosen = current_device() if device is None else torch.device(device)
     with stream_model(model, device=chosen, resident=resident):
         output = model(tree_map_only(Tensor, lambda tensor: tensor.to(chosen), input_data))
@@ -219,10 +208,7 @@ def memory_offloading_inference(
 
 
 def adaptive_batch_size(model: nn.Module, input_shape: Sequence[int], max_memory_gb: float = 40) -> int:
-    """Return the largest batch, 1 to 1024, of inputs (b, *input_shape) that the model evaluates in 0.8 of the memory.
-
-    Gradients are disabled, and a GB is 2**30 bytes. The result is 1 even if not even one input fits.
-    """
+    """Return the largest batch, 1 to 1024, of inputs (b, *input_shape) that fits in 0.8 of the memory."""
     from opensora_cli.engine.mem_profile.batch import largest_batch
 
     weight = next(model.parameters())

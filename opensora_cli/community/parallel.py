@@ -130,8 +130,7 @@ class Scheduled:
 class CommunicationScheduler:
     """Queue of collectives. All ranks schedule the same ones in the same order, and may wait for them in any order.
 
-    `comm_type` is `all_to_all`, which divides dimension 1 and joins dimension 2, or `gather_split`, which joins the
-    last dimension. The group None means all ranks.
+    `all_to_all` divides dimension 1 and joins dimension 2, and `gather_split` joins the last dimension.
     """
 
     def __init__(self, *, monitor: BandwidthMonitor | None = None) -> None:
@@ -162,10 +161,9 @@ def _run(comm_type: str, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class RobustCommunication:
-    """All-to-all that all ranks of a group retry together, each time on a new group of the same ranks.
+    """All-to-all that all ranks of a group retry together, each time on a new group: gloo stays closed after a timeout.
 
-    With gloo, a pair of ranks stays closed after a timeout, and NCCL ends the process, so that a failed group is never
-    used again. The ranks compare notes through the store; all must arrive within `timeout_s`.
+    The ranks compare notes through the store; all must arrive within `timeout_s`.
     """
 
     def __init__(self, max_retries: int = 3, *, timeout_s: float = 600.0) -> None:

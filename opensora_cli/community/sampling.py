@@ -39,12 +39,8 @@ def collect_references_batch(
 ) -> list[list[Tensor] | None]:
     """Return each sample's encoded references (C,T,H,W), or None, for `prepare_inference_condition`.
 
-    Args:
-        reference_paths: files of each sample, separated by `;`; an empty text means none.
-        cond_type: the condition mode.
-        image_size: (height, width) of the video in pixels.
-        is_causal: whether the autoencoder encodes the first frame alone.
-        lengths: latent frames given by the video modes.
+    `reference_paths` are the files of each sample, separated by `;`. `image_size` is (height, width) in pixels.
+    `lengths` are the latent frames that video modes give.
     """
     mode, (height, width) = condition_mode(cond_type), image_size
     batch: list[list[Tensor] | None] = []
@@ -79,11 +75,9 @@ def process_and_save(
 ) -> list[str]:
     """Save each clip of `x` (B,C,T,H,W), -1 to 1, with its prompt beside it, and return the names without endings.
 
-    Args:
-        batch: lists `text`, and optionally `name` and `index`. `start_index` is added to the indices.
-        cfg: `save_dir`, `dataset.data_path`, and by `get`: `save_prefix`, `fps_save`, `prompt_as_path`.
-        epoch: number of these samples among several of each prompt, from 0.
-        saving: False only returns the names. `generate_sampling_option` is ignored.
+    `batch` has lists `text`, and optionally `name` and `index`, to which `start_index` is added. `cfg` has `save_dir`,
+    `dataset.data_path`, and by `get`: `save_prefix`, `fps_save`, `prompt_as_path`. `epoch` numbers the samples of a
+    prompt, from 0. Without `saving`, only names are returned.
     """
     prefix, by_prompt = cfg.get("save_prefix", ""), cfg.get("prompt_as_path", False)
     names, table = batch.get("name", [None] * len(x)), Path(cfg.dataset.data_path).stem
@@ -110,10 +104,7 @@ def get_save_path_name(
     prompt_as_path: bool = False,
     prompt: str | None = None,
 ) -> str:
-    """Return the path of a result without its ending, from its prompt, its name, or its table's name and number.
-
-    Characters that a file name cannot have are replaced in prompts. In names they raise RequestError.
-    """
+    """Return the path of a result without its ending, from its prompt, its name, or its table's name and number."""
     if prompt_as_path:
         file = f"{prompt_part(prompt or '')}-{num_sample_pos or 0}"
     else:
@@ -151,10 +142,7 @@ def get_image_size(resolution: str, ar_ratio: str, training: bool = True) -> tup
 
 
 def read_from_path(path: str | Path, image_size: tuple[int, int], transform_name: str = "center") -> Tensor:
-    """Return a picture or a video (C,T,height,width), -1 to 1, resized to cover the size and cut to it.
-
-    `transform_name` `center` and `resize_crop` mean the same.
-    """
+    """Return a picture or a video (C,T,height,width), -1 to 1, resized to cover the size and cut to it."""
     if transform_name not in ("center", "resize_crop"):
         raise RequestError(f"transform_name={transform_name!r} must be center or resize_crop")
     frames = read_picture(path)[None] if is_picture(path) else read_video(path).frames_THWC

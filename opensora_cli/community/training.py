@@ -38,10 +38,7 @@ class Coordinator:
 
 
 def setup_device() -> tuple[torch.device, Coordinator]:
-    """Join the ranks that torchrun or Slurm has started, and return this rank's device. One process has no groups.
-
-    Without a GPU the ranks use gloo on the CPU. Errors are those of `rank_device` and `init_with_retry`.
-    """
+    """Join the ranks that torchrun or Slurm has started, and return this rank's device. One process has no groups."""
     kind, context = device_type("auto"), find_context(os.environ)
     device = torch.device(kind) if context is None else rank_device(context, kind)
     use_device(device)
@@ -76,20 +73,15 @@ def prepare_visual_condition_uncausal(
     *,
     rng: np.random.Generator | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Encode clips, and the given frames of a condition mode that is sampled for each clip.
+    """Encode clips (B,C,T,H,W) in [-1, 1], and the given frames of a condition mode that is sampled for each clip.
 
-    Returns the latents (B,C,T,H,W), and the mask and reference latents (B,1+C,T,H,W) for `packing.pack_latents`.
+    Returns the latents (B,C,T,H,W), and the mask and reference latents (B,1+C,T,H,W) for `packing.pack_latents`. Raises
+    RequestError if a mode is unknown, or the autoencoder cannot encode the clips.
 
     Args:
-        x: frames (B,C,T,H,W) in [-1, 1].
         condition_config: weight of each condition mode by name. Modes that would give a whole clip are not used.
-        model_ae: the autoencoder.
-        pad: without a causal autoencoder, repeat a given picture until it fills a latent frame. Other frames of the
-            clip are dropped for it.
+        pad: without a causal autoencoder, repeat a given picture until it fills a latent frame, in place of others.
         rng: random number generator; None means one that torch's generator seeds.
-
-    Raises:
-        RequestError: a mode is unknown, or the autoencoder cannot encode the clips.
     """
     rng = rng or np.random.default_rng(int(torch.randint(2**31, ())))
     causal, ratio = model_ae.grid.is_causal, model_ae.grid.time_compression_ratio
@@ -113,10 +105,7 @@ def prepare_visual_condition_uncausal(
 
 
 def _hold_pictures(clip_TX: Tensor, mode: ConditionMode, *, extra: int) -> Tensor:
-    """Return a clip of the same length in which the given pictures of `mode` are repeated for `extra` more frames.
-
-    Frames are dropped at the other end, or at the tail if both ends are given.
-    """
+    """Return a clip of the same length in which the given pictures of `mode` are repeated for `extra` more frames."""
     room = extra * (mode.at_head + mode.at_tail)
     kept_TX = clip_TX[: len(clip_TX) - room] if mode.at_head else clip_TX[room:]
     head, tail = [kept_TX[:1]] * (extra * mode.at_head), [kept_TX[-1:]] * (extra * mode.at_tail)
@@ -165,10 +154,9 @@ def set_eps(optimizer: torch.optim.Optimizer, eps: float | None = None) -> None:
 
 
 def create_optimizer(model: nn.Module, optimizer_config: Mapping[str, Any]) -> torch.optim.Optimizer:
-    """Return AdamW for the trained weights of `model`.
+    """Return AdamW for the trained weights of `model`, with the keywords of `HybridAdam` in `optimizer_config`.
 
-    The keys of `optimizer_config` are `cls` (`AdamW` or `HybridAdam`, which mean the same) and the keywords of
-    `HybridAdam`. Raises RequestError for another class.
+    Its `cls` is `AdamW` or `HybridAdam`, which mean the same. Raises RequestError for another class.
     """
     config = {"cls": "HybridAdam", **optimizer_config}
     if (kind := config.pop("cls")) not in ("AdamW", "HybridAdam"):

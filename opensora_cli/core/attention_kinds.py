@@ -74,6 +74,7 @@ ATTENTION_KINDS = {
     ),
     "flash4": AttentionKind(
         description="FlashAttention 4, for Hopper and Blackwell GPUs",
+        in_parts=False,
         half_only=True,
         needs_gpu=True,
         library=Library("flash_attn.cute", "flash-attn-4", "pip install --pre flash-attn-4"),

@@ -1,10 +1,7 @@
 """Activation checkpointing (Chen et al. 2016): blocks are recomputed in backward instead of saving their activations.
 
-The inputs of checkpoints, or any saved tensors, can be in host memory between forward and backward.
-
-Blocks are wrapped from outside: the model's code and the names of its parameters stay unchanged. torch's own
-non-reentrant checkpointing repeats dropout and autocast, so that gradients are bitwise identical to plain training. It
-works inside DDP and FSDP2, in any order of wrapping.
+Blocks are wrapped from outside, inside DDP and FSDP2 too: the model's code and the names of its parameters stay.
+Gradients are bitwise identical to plain training. The inputs of checkpoints can be in host memory until backward.
 """
 
 import weakref
@@ -104,10 +101,8 @@ class GradCheckpoint:
     def replace(self, module: nn.Module, name: str, value: object) -> None:
         """Set an attribute of a module until `remove`."""
         attributes = vars(module)
-        before = attributes.get(name)
-        self._undo.append(
-            partial(attributes.pop, name) if name not in attributes else partial(attributes.update, {name: before})
-        )
+        restore = partial(attributes.update, {name: attributes[name]}) if name in attributes else None
+        self._undo.append(restore or partial(attributes.pop, name))
         attributes[name] = value
 
     def __enter__(self) -> Self:

@@ -1,12 +1,9 @@
 """Linear layers with weights in 8 bits: dequantized at each access, or multiplied in 8 bits on a GPU. For inference.
 
-Storage takes half the memory of bf16. Each row (output feature) has its own scale, so that a row of large numbers does
-not affect others. The scale of float8_e4m3fn is a power of two: its mantissa has three bits, so that the product is
-exact in bfloat16. The root mean square error of normally distributed weights is 2.6 %.
-
-Products also round the inputs at each call, with a scale for each token from its largest number (Dettmers et al. 2022,
-LLM.int8(), without the exceptions for outliers). Sums are in int32 or fp32, and both scales are applied to them. int8
-is symmetric about zero.
+Each row (output feature) has its own scale. That of float8_e4m3fn is a power of two, so that the product is exact in
+bfloat16; the root mean square error of normally distributed weights is 2.6 %. Products also round the inputs at each
+call, with a scale for each token from its largest number (Dettmers et al. 2022, LLM.int8(), without the exceptions for
+outliers). Sums are in int32 or fp32, and both scales are applied to them.
 """
 
 import weakref

@@ -25,10 +25,7 @@ from opensora_cli.memory.counting import TensorBytes
 
 
 def peak_bytes(run: Callable[[], object], *, device: torch.device, limit: int | None = None) -> int:
-    """Return the peak of memory that `run` adds: of the allocator on CUDA, and of counted tensors on a CPU.
-
-    Raises MemoryError if more than `limit` bytes are counted on a CPU.
-    """
+    """Return the peak that `run` adds: of CUDA's allocator, or of tensors, whose `limit` raises MemoryError."""
     if has_peaks(device):
         before = allocated_bytes(device)
         start_peak_memory(device)

@@ -71,8 +71,7 @@ def stream_blocks(
     Raises:
         ValueError: `resident` is not positive, or weights are on the meta device.
         HardwareError: Memory cannot be page-locked.
-        RuntimeError: (from a call of the model) Gradients are recorded for streamed weights, or, with `trains`, through
-            blocks without a checkpoint.
+        RuntimeError: (from a call of the model) Gradients are recorded for streamed weights or without checkpoints.
     """
     device = torch.device(device)
     modules = list(dict.fromkeys(block for stack in stacks for block in stack))

@@ -43,10 +43,7 @@ class PartialLinear(Protocol):
 
 
 def features_of(linear: nn.Module) -> Callable[[Tensor, slice], Tensor]:
-    """Return a function that computes some output features of a linear layer, or of a module with its interface.
-
-    A weight that is stored in 8 bits is dequantized once.
-    """
+    """Return a function that computes some output features of a linear layer, or of a module with its interface."""
     inner = linear.linear if isinstance(getattr(linear, "linear", None), nn.Module) else linear
     base = inner.base if isinstance(inner, LowRankLinear) else inner
     if isinstance(base, PartialLinear):

@@ -18,7 +18,8 @@ def prepare_inference_condition(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return conditioning_mask (B,1,T,H,W), 1 = given, and reference_latents (B,C,T,H,W), zero where nothing is given.
 
-    The name and the order of the first four parameters are those that the Open-Sora community knows.
+    The name and the order of the first four parameters are those that the Open-Sora community knows. Raises
+    RequestError if a reference or frames are missing, and ValueError if references do not fit the batch.
 
     Args:
         z: latents_BCTHW; only the shape, device and dtype count.
@@ -27,10 +28,6 @@ def prepare_inference_condition(
             takes the first frames of the first, the tail the last frames of the last; one reference serves both.
         causal: whether the autoencoder encodes the first frame on its own.
         lengths: latent frames given by the video modes.
-
-    Raises:
-        RequestError: The mode is unknown, a sample has no reference, or a reference or the clip has too few frames.
-        ValueError: The number of references is not that of samples, or their channels, height or width differ.
     """
     num_latent_frames = z.shape[2]
     name = mask_cond if isinstance(mask_cond, str) else mask_cond.name

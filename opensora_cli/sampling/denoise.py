@@ -34,8 +34,7 @@ class VelocityFn(Protocol):
 
 
 class Past(NamedTuple):
-    """State for later steps: the latest velocity of a branch, or the latents of the last evaluation in a phase of a
-    step cache."""
+    """State for later steps: the latest velocity of a branch, or the latents that a phase of a cache evaluated last."""
 
     t: float
     value_BND: torch.Tensor
@@ -59,10 +58,6 @@ OnStep = Callable[[Step], None]
 """Callback after each step."""
 
 
-def _ignore(step: Step) -> None:
-    pass
-
-
 def euler_step(latents_BND: torch.Tensor, velocity_BND: torch.Tensor, *, t: float, t_next: float) -> torch.Tensor:
     """Return the latents at `t_next`: latents + (t_next - t)·velocity, in the dtype of the latents.
 
@@ -82,7 +77,7 @@ def denoise(
     cache: Sequence[CachedStep] | None = None,
     past: Mapping[Branch | Phase, Past] = NO_PAST,
     stop_at: int | None = None,
-    on_step: OnStep = _ignore,
+    on_step: OnStep = lambda step: None,
 ) -> torch.Tensor:
     """Return the packed latents at the last of `timesteps`, which decrease.
 
@@ -146,9 +141,7 @@ def last_times(
     begun_at: int,
     steps_done: int,
 ) -> dict[Branch | Phase, float]:
-    """Return the times of `past` after the steps from `begun_at` to `steps_done`: first of branches, in their order,
-    then of phases, in the order of their first steps.
-    """
+    """Return the times of `past` after the steps from `begun_at` to `steps_done`: of branches, then of phases."""
     branches: dict[Branch, float] = {}
     phases: dict[Branch | Phase, float] = {}
     for step in range(begun_at, steps_done):

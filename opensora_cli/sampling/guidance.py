@@ -8,10 +8,10 @@ after Brooks et al., "InstructPix2Pix" (arXiv 2211.09800, equation 3). The scale
 at every odd step, or the mean of both values. A branch that cancels out of the sum is not computed.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache, partial
+from functools import cache
 
 import torch
 
@@ -100,49 +100,32 @@ def guidance_scales(
     # The last frame's scale falls to 1 over the run. Along the clip, scales grow from 1 to the last frame's scale.
     falling = _even(guidance.image_guidance_scale, 1.0, len(timesteps))
 
-    def oscillating(step: int) -> Callable[[float], float]:
+    def oscillating(scale: float, step: int) -> float:
         if guidance.mean_of is None:
-            return partial(oscillating_scale, step=step)
-        return partial(mean_scale, step=step, num_steps=len(timesteps) - 1, mean_of=guidance.mean_of)
+            return oscillating_scale(scale, step)
+        return mean_scale(scale, step, num_steps=len(timesteps) - 1, mean_of=guidance.mean_of)
 
-    return tuple(
-        _scales_at(t, guidance, oscillating(step), mode=mode, last=last, num_latent_frames=num_latent_frames)
-        for step, (t, last) in enumerate(zip(timesteps[:-1], falling, strict=False))
-    )
+    def scales_of(step: int, t: float, last: float) -> GuidanceScales:
+        lowest, highest = guidance.interval
+        if not lowest <= min(t, 1.0) <= highest:  # rounded, the first time may be over 1
+            return UNGUIDED
+        text, image = guidance.guidance_scale, guidance.image_guidance_scale
+        if guidance.text_oscillation:
+            text = oscillating(text, step)
+        if not mode.needs_reference:
+            return GuidanceScales(text, (1.0,))
+        if guidance.image_oscillation:
+            image, last = oscillating(image, step), oscillating(last, step)
+        if guidance.temporal_image_scaling and mode.gives_pictures and image > 1.0:
+            return GuidanceScales(text, _even(1.0, last, num_latent_frames))
+        return GuidanceScales(text, (image,))
+
+    return tuple(scales_of(step, t, last) for step, (t, last) in enumerate(zip(timesteps[:-1], falling, strict=False)))
 
 
 def _even(first: float, last: float, count: int) -> tuple[float, ...]:
     # In fp32 like the reference; one by one, which outlines of tensors allow, too.
     return tuple(float(each) for each in torch.linspace(first, last, count, device="cpu"))
-
-
-def _scales_at(
-    t: float,
-    guidance: Guidance,
-    oscillating: Callable[[float], float],
-    *,
-    mode: ConditionMode,
-    last: float,
-    num_latent_frames: int,
-) -> GuidanceScales:
-    """Return the scales of the step at `t`. `oscillating` returns the value of an oscillating scale at this step.
-
-    `last` is the image scale of the last frame if it grows along the clip.
-    """
-    lowest, highest = guidance.interval
-    if not lowest <= min(t, 1.0) <= highest:  # rounded, the first time may be over 1
-        return UNGUIDED
-    text = guidance.guidance_scale
-    if guidance.text_oscillation:
-        text = oscillating(text)
-    if not mode.needs_reference:
-        return GuidanceScales(text, (1.0,))
-    image = guidance.image_guidance_scale
-    if guidance.image_oscillation:
-        image, last = oscillating(image), oscillating(last)
-    if guidance.temporal_image_scaling and mode.gives_pictures and image > 1.0:
-        return GuidanceScales(text, _even(1.0, last, num_latent_frames))
-    return GuidanceScales(text, (image,))
 
 
 def _telescope(scales: GuidanceScales) -> list[tuple[Branch, tuple[float, ...]]]:

@@ -49,10 +49,7 @@ def pack_conditioning(
 def position_ids(
     batch_size: int, num_latent_frames: int, rows: int, columns: int, *, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """Return position_ids_BN3, the (frame, row, column) of every token, in fp32, in the order of `pack_latents`.
-
-    `rows` and `columns` count tokens.
-    """
+    """Return position_ids_BN3, the (frame, row, column) of every token in the order of `pack_latents`, in fp32."""
     axes = [torch.arange(size, dtype=torch.float32, device=device) for size in (num_latent_frames, rows, columns)]
     grid = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1)
     return grid.reshape(1, -1, 3).expand(batch_size, -1, -1)

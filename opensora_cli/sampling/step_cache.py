@@ -1,10 +1,9 @@
 """Step cache: reuses block outputs of the transformer in steps whose latents have hardly changed.
 
-Block outputs change slowly from step to step. If the latents are nearly those of an earlier evaluation, its outputs are
-added again (after Liu et al., "Timestep Embedding Tells: It's Time to Cache for Video Diffusion Model", arXiv
-2411.19108). The relative change of the latents is known beforehand. On the straight path between data and noise of unit
-variance, from time u to t, it is |t - u|·√2/√((1-t)² + t²) of their norm, within a fifth of measurements on the demo.
-So a plan knows the skipped evaluations, several ranks agree on them, and a paused run can continue.
+If the latents are nearly those of an earlier evaluation, its outputs are added again (after Liu et al., "Timestep
+Embedding Tells: It's Time to Cache for Video Diffusion Model", arXiv 2411.19108). The change is known beforehand: on
+the straight path between data and noise of unit variance, from time u to t, it is |t - u|·√2/√((1-t)² + t²) of the norm
+of the latents. So a plan knows the skipped evaluations, several ranks agree on them, and a paused run can continue.
 """
 
 import math

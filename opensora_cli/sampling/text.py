@@ -10,10 +10,7 @@ _ENDS_WITH_FPS = re.compile(r"\d+ FPS\.$")
 
 
 def add_fps_info_to_text(text: Sequence[str], fps: int = 16) -> list[str]:
-    """Return each prompt as a sentence followed by " {fps} FPS.", unless it already ends with a frame rate.
-
-    Surrounding whitespace is dropped.
-    """
+    """Return each prompt as a sentence followed by " {fps} FPS.", unless it already ends with a frame rate."""
     sentences = (prompt.strip() for prompt in text)
     sentences = (sentence if sentence.endswith(".") else f"{sentence}." for sentence in sentences)
     return [sentence if _ENDS_WITH_FPS.search(sentence) else f"{sentence} {fps} FPS." for sentence in sentences]

@@ -17,7 +17,6 @@ from opensora_cli.community.sampling import (
     add_motion_score_to_text,
     collect_references_batch,
     get_save_path_name,
-    prepare_inference_condition,
     process_and_save,
     read_from_path,
     refine_prompts,
@@ -37,14 +36,6 @@ class Config(dict):
 
 def config(folder: Path, **others: object) -> Config:
     return Config(save_dir=str(folder), dataset=SimpleNamespace(data_path="tables/assets.csv"), **others)
-
-
-def test_conditions_have_one_channel_of_mask():
-    z, given = torch.randn(2, 4, 3, 2, 2), torch.randn(4, 1, 2, 2)
-    masks, masked_z = prepare_inference_condition(z=z, mask_cond="i2v_head", ref_list=[[given]] * 2, causal=True)
-    assert (masks.shape, masked_z.shape) == ((2, 1, 3, 2, 2), z.shape)
-    assert torch.equal(masked_z[1, :, 0], given[:, 0])
-    assert not prepare_inference_condition(z=z, mask_cond="t2v")[0].any()
 
 
 def test_references_are_encoded_for_each_sample(tmp_path: Path):

@@ -8,7 +8,6 @@ from closeness import assert_close
 from tiny_autoencoders import VAES
 from torch import nn
 
-from opensora_cli.checkpoint.sharding import model_sharding
 from opensora_cli.community.training import (
     LinearWarmupLR,
     create_colossalai_plugin,
@@ -97,15 +96,6 @@ class TestEma:
         assert ema_model[1].running_mean.tolist() == [5, 5]
         assert ema_model[2].weight.tolist() == [[1, 1], [1, 1]]
 
-    def test_a_flat_average_moves_as_a_whole_one(self):
-        model = nn.Linear(3, 5)
-        flat, whole = copy.deepcopy(model), copy.deepcopy(model)
-        model_sharding(flat)
-        nn.init.ones_(model.weight)
-        for ema_model in (flat, whole):
-            update_ema(ema_model, model, decay=0.9)
-        assert_close(flat.weight.view(5, 3), whole.weight)
-
 
 def test_the_loss_has_their_names_and_refuses_a_mask_of_another_rank():
     model_pred, v_t = torch.ones(1, 4, 2), torch.zeros(1, 4, 2)
@@ -178,12 +168,6 @@ def sgd(rate: float) -> torch.optim.Optimizer:
 
 
 class TestSchedulers:
-    def test_linear_warmup_agrees_with_the_schedule(self):
-        optimizer = sgd(0.5)
-        expected = factors(6, warmup_steps=3, initial_learning_rate=0.2)
-        seen = rates(LinearWarmupLR(optimizer, 0.1, 3), 6)
-        assert seen == pytest.approx([0.5 * factor for factor in expected[:6]])
-
     def test_created_by_its_options(self):
         assert create_lr_scheduler(sgd(0.5), 10) is None
         warmup = create_lr_scheduler(sgd(0.5), 10, 2, 4)

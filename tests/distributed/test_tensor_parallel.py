@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_models import Scheme
+from shared_models import Scheme, shard_transformer
 from storage_sizes import storage_bytes
 from tiny_transformer import linears_of_blocks, transformer
 from torch import nn
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.components.parallelize import shard_transformer
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 

@@ -46,10 +46,7 @@ _SET_VALUES = frozenset(
 
 @contextmanager
 def on_meta() -> Iterator[None]:
-    """Create new modules on the meta device inside the block, and skip the initialization of their weights.
-
-    Torch runs the initialization on the meta device too, and this takes longer than the rest of a constructor.
-    """
+    """Create new modules on the meta device inside the block, and skip the slow initialization of their weights."""
     with torch.device("meta"), _NoValues():
         yield
 
@@ -92,11 +89,7 @@ def one_block_of_each(config: MMDiTConfig) -> MMDiT:
 
 
 def count_parameters(settings: GenerateSettings, weights: WeightFiles) -> dict[Component, int]:
-    """Return the number of parameters of every component; no weight is read.
-
-    A missing text encoder counts as the released one. Raises CheckpointError if the configuration of a text encoder is
-    broken.
-    """
+    """Return the number of parameters of every component; a missing text encoder counts as the released one."""
     return {
         Component.TRANSFORMER: _count_transformer(settings.model),
         Component.VAE: _count_vae(settings.vae),
@@ -144,10 +137,7 @@ def load_autoencoder(
     dtype: torch.dtype,
     advance: Callable[[int], None] | None = None,
 ) -> Autoencoder:
-    """Return the chosen autoencoder for inference, with the weights of a file in `dtype`.
-
-    `advance` is called with the bytes of each tensor.
-    """
+    """Return the chosen autoencoder for inference, in `dtype`. `advance` is called with the bytes of each tensor."""
     autoencoder = autoencoder_on_meta(settings)
     load_into_module(autoencoder, path, device=device, dtype=dtype, advance=advance)
     lay_out_kernels(autoencoder, device)

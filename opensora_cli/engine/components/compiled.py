@@ -95,7 +95,10 @@ def _compiled_class(plain: type[nn.Module], backend: Backend) -> type[nn.Module]
 
     def attention(self: nn.Module) -> AttentionFn:
         own: AttentionFn = vars(self)["attention"]
-        if not torch.compiler.is_compiling() or torch.is_grad_enabled() or _is_traceable(own):
+        # The compiler can trace only torch's own backends.
+        kind = ATTENTION_KINDS.get(own.name) if isinstance(own, AttentionBackend) else None
+        is_traceable = kind is not None and kind.library is None
+        if not torch.compiler.is_compiling() or torch.is_grad_enabled() or is_traceable:
             return own
         return operator
 
@@ -109,12 +112,6 @@ def _compiled_class(plain: type[nn.Module], backend: Backend) -> type[nn.Module]
 def _in_chunks(block: nn.Module, tokens_BND: Tensor) -> bool:
     size = block.chunk_tokens
     return isinstance(size, int) and size < tokens_BND.shape[1] and not torch.is_grad_enabled()
-
-
-def _is_traceable(attention: AttentionFn) -> bool:
-    """Return whether the compiler can trace an attention: only torch's own backends."""
-    kind = ATTENTION_KINDS.get(attention.name) if isinstance(attention, AttentionBackend) else None
-    return kind is not None and kind.library is None
 
 
 @cache

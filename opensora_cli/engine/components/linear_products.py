@@ -44,13 +44,9 @@ class LinearProductsReport(Document):
     def of(cls, kind: LinearProducts, errors: "Sequence[ProductError]") -> Self:
         """Return the report for the errors of all replaced layers, at least one."""
         worst = max(errors, key=lambda error: error.relative_error)
-        return cls(
-            kind=kind,
-            layers=len(errors),
-            relative_error=sqrt(sum(error.relative_error**2 for error in errors) / len(errors)),
-            largest_relative_error=worst.relative_error,
-            largest_at=worst.path,
-        )
+        mean = sqrt(sum(error.relative_error**2 for error in errors) / len(errors))
+        largest, path = worst.relative_error, worst.path
+        return cls(kind=kind, layers=len(errors), relative_error=mean, largest_relative_error=largest, largest_at=path)
 
     def line(self) -> str:
         """Return the report as a line of text."""

@@ -280,10 +280,7 @@ def _is_rotated(span: Span) -> bool:
 def add_loras(
     transformer: MMDiT, loras: Sequence[Lora], *, dtype: torch.dtype, group: dist.ProcessGroup | None = None
 ) -> None:
-    """Add all adapters beside the transformer's layers, in place, on the device of the layers.
-
-    The transformer computes in `dtype`. Its blocks may be sharded (by `shard_transformer`, over `group`), or in 8 bits.
-    """
+    """Add all adapters beside the transformer's layers, which may be sharded over `group` or in 8 bits, in place."""
     sharded = {
         f"{stack.module_path}.{index}.{linear.path}": linear
         for stack in repeated_blocks(transformer.config)

@@ -12,9 +12,8 @@ from torch import nn
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.models.linears import ShardedLinear
-from opensora_cli.models.mmdit.blocks import RepeatedBlocks, repeated_blocks
+from opensora_cli.models.mmdit.blocks import RepeatedBlocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.encoders import T5Encoder
 from opensora_cli.models.text.t5 import keep_heads, t5_linears
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape, Parts, WireFormat, shares, span
@@ -188,18 +187,8 @@ def describe_exchange(parallel: ExchangeSettings, plan: ExchangePlan, mesh: Mesh
     return ", ".join(words)
 
 
-def shard_transformer(transformer: MMDiT, group: dist.ProcessGroup) -> None:
-    """Keep this rank's share of the blocks of a transformer, before they are in 8 bits or streamed.
-
-    Raises RequestError for more ranks than heads.
-    """
-    for stack in repeated_blocks(transformer.config):
-        for block in transformer.get_submodule(stack.module_path).children():
-            shard_block(block, stack, group)
-
-
 def shard_block(block: nn.Module, stack: RepeatedBlocks, group: dist.ProcessGroup) -> None:
-    """Keep this rank's share of one block of a stack; see `shard_transformer`."""
+    """Keep this rank's share of one block, before it is in 8 bits or streamed. Raises RequestError without a head."""
     from opensora_cli.parallel.tensor import shard_linears
 
     shard_linears(block, stack.linears, group, used_by_all_heads=stack.used_by_all_heads)

@@ -54,10 +54,7 @@ def load_t5(
 
 
 def load_clip(folder: Path, *, max_length: int, device: torch.device, dtype: torch.dtype) -> ClipEncoder:
-    """Return the text tower of the CLIP in a folder; it pads or cuts every text to `max_length` tokens.
-
-    Errors are those of `ClipEncoder.reader`, and CheckpointError as in `load_t5`.
-    """
+    """Return the text tower of the CLIP in a folder, with the errors of `ClipEncoder.reader`; see `load_t5`."""
     tokenizer = ClipEncoder.reader(folder, max_length=max_length).tokenizer
     with on_meta():
         model = ClipTextModel(ClipSizes.of(folder))
@@ -81,10 +78,7 @@ def streamed_layers(
 
 
 def cast_later(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether layers are cast at use, or once ranks share them, and not while they are loaded: on a CPU.
-
-    With float16 some weights stay float32, so each weight is cast while it is loaded.
-    """
+    """Return whether layers are cast at use: on a CPU, but not to float16, where some weights stay float32."""
     return device.type == "cpu" and dtype is not torch.float16
 
 
@@ -102,10 +96,7 @@ def stored_t5_dtype(folder: Path) -> torch.dtype | None:
 
 @lru_cache(maxsize=16)
 def text_tensors(folder: Path, stamp: Stamp) -> tuple[PlannedTensor, ...]:
-    """Return the tensors in the folder of a text encoder, whose stamp is `stamp`.
-
-    Raises CheckpointError if its weights are missing or broken.
-    """
+    """Return the tensors in the folder of a text encoder with this stamp. Raises CheckpointError for broken weights."""
     return plan_tensors(_weights(folder), dtype=torch.float32)
 
 

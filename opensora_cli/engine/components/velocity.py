@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -29,14 +28,6 @@ class PromptEmbeds:
     """Output of T5."""
     pooled_prompt_embeds_2V: torch.Tensor
     """Output of CLIP."""
-
-
-class _Inputs(NamedTuple):
-    """Inputs of the transformer for some branches, equal at every step."""
-
-    prompt_embeds_BLC: torch.Tensor
-    pooled_prompt_embeds_BV: torch.Tensor
-    conditioning_BNK: torch.Tensor | None
 
 
 class GuidedVelocity:
@@ -72,7 +63,7 @@ class GuidedVelocity:
         self._modulation: Mapping[nn.Module, torch.Tensor] = {}
         self._text: dict[tuple[Branch, ...], torch.Tensor] = {}
         self._rotary: Rotary | None = None
-        self._inputs: dict[tuple[Branch, ...], _Inputs] = {}
+        self._inputs: dict[tuple[Branch, ...], dict[str, torch.Tensor | None]] = {}
         self._residuals: dict[tuple[Phase, tuple[Branch, ...]], BlockResidual] = {}
 
     def __call__(
@@ -92,7 +83,6 @@ class GuidedVelocity:
         for group in groups:
             if group not in self._inputs:
                 self._inputs[group] = self._inputs_of(group)
-            prompt_embeds_BLC, pooled_BV, conditioning_BNK = self._inputs[group]
             device, count = packed_latents_BND.device, len(group)
             guidance = self.embedded_guidance
             kept: dict[str, BlockResidual | KnownInputs] = {}
@@ -107,10 +97,8 @@ class GuidedVelocity:
                 position_ids_BN3=self.position_ids_1N3,
                 # `torch.tensor` would copy from the host, and wait for the GPU.
                 timesteps_B=torch.full((count,), t, device=device),
-                prompt_embeds_BLC=prompt_embeds_BLC,
-                pooled_prompt_embeds_BV=pooled_BV,
-                conditioning_BNK=conditioning_BNK,
                 embedded_guidance_B=None if guidance is None else torch.full((count,), guidance, device=device),
+                **self._inputs[group],
                 **kept,
             )
             if cached is None or not cached.is_reused:
@@ -140,30 +128,31 @@ class GuidedVelocity:
             # Ranks share the tokens, and each embeds its part.
             return KnownInputs(modulation)
         if branches not in self._text:
-            self._text[branches] = model.text_tokens(self._inputs[branches].prompt_embeds_BLC)
+            prompt_embeds_BLC = self._inputs[branches]["prompt_embeds_BLC"]
+            assert prompt_embeds_BLC is not None
+            self._text[branches] = model.text_tokens(prompt_embeds_BLC)
         text_BLD = self._text[branches]
         if self._rotary is None:
             self._rotary = model.rotary_table(self.position_ids_1N3, text_length=text_BLD.shape[1])
         return KnownInputs(modulation, text_BLD, self._rotary)
 
-    def _inputs_of(self, branches: tuple[Branch, ...]) -> _Inputs:
+    def _inputs_of(self, branches: tuple[Branch, ...]) -> dict[str, torch.Tensor | None]:
+        """Return the inputs of the transformer that are equal at every step."""
         rows = [0 if branch.uses_prompt else 1 for branch in branches]
-        given = self.conditioning_BNK
-        return _Inputs(
-            _together([self.embeds.prompt_embeds_2LC[row : row + 1] for row in rows]),
-            _together([self.embeds.pooled_prompt_embeds_2V[row : row + 1] for row in rows]),
-            None
-            if given is None
-            else _together([given if branch.uses_conditioning else torch.zeros_like(given) for branch in branches]),
-        )
+        embeds, given = self.embeds, self.conditioning_BNK
+        inputs: dict[str, torch.Tensor | None] = {
+            "prompt_embeds_BLC": _together([embeds.prompt_embeds_2LC[row : row + 1] for row in rows]),
+            "pooled_prompt_embeds_BV": _together([embeds.pooled_prompt_embeds_2V[row : row + 1] for row in rows]),
+            "conditioning_BNK": None,
+        }
+        if given is not None:
+            parts = [given if branch.uses_conditioning else torch.zeros_like(given) for branch in branches]
+            inputs["conditioning_BNK"] = _together(parts)
+        return inputs
 
 
 def are_batched(tokens: int, device: torch.device) -> bool:
-    """Return whether branches of `tokens` tokens each, text included, are one batch on a device.
-
-    The number of branches of a step does not count, so a resumed run rounds as the whole run does, and no step needs
-    more memory than a step with all branches.
-    """
+    """Return whether branches of so many tokens are one batch; for all steps, so that a resumed run rounds alike."""
     return len(Branch) * tokens <= _FEW_TOKENS.get(device.type, _FEW_TOKENS_ELSEWHERE)
 
 

@@ -63,10 +63,7 @@ class WeightFiles:
         return self.paths[component]
 
     def require(self, components: Iterable[Component] = tuple(Component)) -> None:
-        """Raise CheckpointError if weights of `components` are missing.
-
-        The message names all missing files and the searched places, the hint how to get them.
-        """
+        """Raise CheckpointError that names all missing files of `components`, and how to get them."""
         names = [name for component in components for name in self.missing.get(component, ())]
         if not names:
             return

@@ -239,7 +239,7 @@ def _text(plan: Plan, stack: ExitStack) -> tuple[dict[str, nn.Module], Run]:
         t5 = T5Model(T5Sizes.of(plan.weights.paths.get(Component.T5))).to(dtype).eval()
         clip = ClipTextModel(ClipSizes.of(plan.weights.paths.get(Component.CLIP))).to(dtype).eval()
     if plan.offload.stream_text:
-        layers = fill_randomly(t5.encoder.block, torch.device("cpu"))
+        layers = fill_randomly(t5.layers, torch.device("cpu"))
         fill_randomly(t5, device)
         stack.enter_context(stream_blocks([layers], device=device, resident=STREAMED_LAYERS, source="mapped"))
     models = {"t5": fill_randomly(t5, device), "clip": fill_randomly(clip, device)}

@@ -96,33 +96,17 @@ flash3 = _backend("flash3", _flash3, PartKernel(_flash3_part, _flash3_gradients)
 """FlashAttention 3 (Shah et al. 2024), built from a repository whose functions changed without releases."""
 
 
-def _flash4_part(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _flash4(q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, /) -> Tensor:
     from flash_attn.cute import flash_attn_func
 
-    out_BNHD, lse_BHN = flash_attn_func(
-        *transposed(q, k, v),
-        softmax_scale=q.shape[-1] ** -0.5,
+    out_BNHD: Tensor = flash_attn_func(
+        *transposed(q_BHND, k_BHMD, v_BHMD),
+        softmax_scale=q_BHND.shape[-1] ** -0.5,
         causal=False,
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        return_lse=True,
-    )
-    return out_BNHD.transpose(1, 2), lse_BHN
+    )[0]
+    return out_BNHD.transpose(1, 2)
 
 
-def _flash4_gradients(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, ...]:
-    from flash_attn.cute.interface import _flash_attn_bwd
-
-    grads = _flash_attn_bwd(
-        *transposed(q, k, v, out, gradient),
-        lse.contiguous(),
-        softmax_scale=q.shape[-1] ** -0.5,
-        causal=False,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-    )
-    return transposed(*grads)
-
-
-flash4 = _backend("flash4", lambda q, k, v, /: _flash4_part(q, k, v)[0], PartKernel(_flash4_part, _flash4_gradients))
+flash4 = _backend("flash4", _flash4)
 """FlashAttention 4 of the package flash-attn-4. It compiles a kernel at the first call with each head size."""

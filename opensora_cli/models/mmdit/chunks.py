@@ -36,10 +36,7 @@ def over_tokens(compute: Callable[..., Tensor], *wholes_BN: Tensor, size: int | 
 
 
 def joined(pieces: Iterable[tuple[Tensor, ...]], *, length: int, dim: int) -> tuple[Tensor, ...]:
-    """Join several sequences of `length` tokens each; `pieces` has the next span of each of them, span after span.
-
-    Where no gradient is recorded, each piece is written in place before the next is computed.
-    """
+    """Join several sequences of `length` tokens each, in place without gradients; `pieces` has their spans in order."""
     if torch.is_grad_enabled():
         columns = zip(*pieces, strict=True)
         return tuple(parts[0] if len(parts) == 1 else torch.cat(parts, dim) for parts in columns)

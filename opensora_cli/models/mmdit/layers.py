@@ -137,10 +137,7 @@ def split_heads(x_BNW: Tensor, head_dim: int) -> Tensor:
 
 
 def rotated_heads(x_BNW: Tensor, norm: HeadNorm, rotary: Rotary) -> Tensor:
-    """Split queries or keys into heads, normalize and rotate them: (B, N, H·D) -> (B, H, N, D) in the same dtype.
-
-    Both are computed in fp32.
-    """
+    """Split queries or keys into heads, normalize and rotate them in fp32: (B, N, H·D) -> (B, H, N, D)."""
     if torch.is_grad_enabled():
         return rotate(norm(split_heads(x_BNW, norm.scale.shape[0])), *rotary).to(x_BNW.dtype)
     return _rotated_heads(x_BNW, norm.scale.float(), rotary)

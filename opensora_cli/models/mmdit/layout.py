@@ -1,18 +1,15 @@
 """The layouts of published MMDiT weights, and what turns one into another.
 
-Two choices vary between files. q, k and v are *fused* (`qkv`; `linear1` holds q, k, v and the MLP input) or *split*
-(`q_proj`, `k_proj`, `v_proj`; `v_mlp` in single-stream blocks). Rotary pairs are *interleaved*, dims (2j, 2j+1) as in
-Flux, or *half-split*, dims (j, D/2+j) as in Open-Sora v2. Our model is split and half-split. Turning interleaved into
-half-split puts the even rows of each head of q and k first, then the odd ones; the function stays the same.
+q, k and v are *fused* (`qkv`; `linear1` holds q, k, v and the MLP input) or *split* (`q_proj`, `k_proj`, `v_proj`;
+`v_mlp` in single-stream blocks). Rotary pairs are *interleaved*, dims (2j, 2j+1) as in Flux, or *half-split*, dims
+(j, D/2+j) as in Open-Sora v2, with the even rows of each head of q and k first. Our model is split and half-split.
 
-A plan defines, by names and shapes alone, which rows of a file become which tensor. Loading runs it over tensors,
-conversion over tensors that have not been read.
+A plan defines, by names and shapes alone, which rows of a file become which tensor.
 """
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Self
 
 from torch import Tensor
@@ -62,15 +59,13 @@ class HeadSizes:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Rows `start` to `stop` of the file's tensor `key`, as a part of a new tensor. `stop` None means the end.
-
-    `reordered`: the rows of every head change from one rotary layout to the other.
-    """
+    """Rows `start` to `stop` of the file's tensor `key`, as a part of a new tensor. `stop` None means the end."""
 
     key: str
     start: int = 0
     stop: int | None = None
     reordered: bool = False
+    """Whether the rows of every head change from one rotary layout to the other."""
 
 
 Plan = dict[str, tuple[Piece, ...]]
@@ -154,19 +149,16 @@ def converter(config: MMDiTConfig, *, interleaved: bool | None = None) -> Conver
 
     `interleaved` is about the file's rotary pairs; None goes by the released models, see `find_rotary`.
     """
-    return partial(_convert, sizes=HeadSizes.of_config(config), interleaved=interleaved)
+    sizes = HeadSizes.of_config(config)
 
+    def convert(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        shapes = {key: tuple(tensors[key].shape) for key in tensors}
+        reorder = is_fused(tensors) if interleaved is None else interleaved
+        for name, (piece,) in plan_layout(shapes, sizes, qkv=QKV.SPLIT, reorder=reorder).items():
+            rows = tensors[piece.key] if piece.stop is None else tensors[piece.key][piece.start : piece.stop]
+            yield name, reorder_heads(rows, head_dim=sizes.head_dim, rotary=Rotary.HALF) if piece.reordered else rows
 
-def _convert(
-    tensors: Mapping[str, Tensor], *, sizes: HeadSizes, interleaved: bool | None
-) -> Iterator[tuple[str, Tensor]]:
-    shapes = {key: tuple(tensors[key].shape) for key in tensors}
-    reorder = is_fused(tensors) if interleaved is None else interleaved
-    for name, (piece,) in plan_layout(shapes, sizes, qkv=QKV.SPLIT, reorder=reorder).items():
-        tensor = tensors[piece.key]
-        if piece.stop is not None:
-            tensor = tensor[piece.start : piece.stop]
-        yield name, reorder_heads(tensor, head_dim=sizes.head_dim, rotary=Rotary.HALF) if piece.reordered else tensor
+    return convert
 
 
 def _split(key: str, shapes: Mapping[str, Shape], sizes: HeadSizes) -> Iterator[tuple[str, Piece]]:

@@ -86,10 +86,7 @@ class MMDiT(nn.Module):
 
     @torch.no_grad()
     def initialize_weight(self, name: str, out: Tensor, *, generator: torch.Generator | None = None) -> None:
-        """Initialize one parameter by filling `out`; the parameter itself may be on the meta device.
-
-        One after the other, in the order of `named_parameters`, they are those of `reset_parameters`.
-        """
+        """Initialize one parameter, as `reset_parameters` does in the order of `named_parameters`, by filling `out`."""
         path, _, kind = name.rpartition(".")
         parent = self.get_submodule(path.rpartition(".")[0])
         if kind == "scale":
@@ -130,8 +127,9 @@ class MMDiT(nn.Module):
     ) -> Tensor:
         """Return the velocity, shaped as `packed_latents_BND` and in its dtype.
 
-        The residual stream is kept in the dtype of the weights: under autocast with fp32 weights the sums over the
-        blocks stay in fp32, in a bf16 model all is bf16. Norms of q and k and the rotary embedding are always in fp32.
+        The residual stream is kept in the dtype of the weights, also under autocast; norms of q and k and the rotary
+        embedding are always in fp32. Raises ValueError if the model needs a missing condition or guidance, or does not
+        use a given one, or if there is no residual to reuse.
 
         Args:
             packed_latents_BND: N tokens of in_channels values.
@@ -142,12 +140,7 @@ class MMDiT(nn.Module):
             conditioning_BNK: packed conditioning mask and reference latents, in_channels + patch_size² wide.
             embedded_guidance_B: guidance scale.
             residual: storage for block outputs, or block outputs to reuse; of the same samples and branches.
-            known: precomputed embeddings of times, prompts, positions and guidance. None means that the model computes
-                them.
-
-        Raises:
-            ValueError: The condition or the guidance is missing though the model needs it, or given to a model that
-                does not use it; or there is no residual to reuse.
+            known: precomputed embeddings of times, prompts, positions and guidance; None computes them.
         """
         if (conditioning_BNK is None) != (self.cond_in is None):
             raise ValueError(

@@ -86,18 +86,14 @@ def linear_names(rows: Mapping[str, int], hidden_size: int) -> dict[str, Named]:
     names = {path: Named((Span(path, 0, 0, count),), Rotary.HALF) for path, count in rows.items()}
     fused: dict[str, list[Span]] = {}
     for path, count in rows.items():
-        for name, span in _fused(path, count, hidden_size):
-            fused.setdefault(name, []).append(span)
+        owner, _, part = path.rpartition(".")
+        stack = "double" if owner.endswith("_attn") else "single"
+        if _IN_BLOCK.match(path) and part in SPLIT[stack]:
+            span = Span(path, 0, SPLIT[stack].index(part) * hidden_size, count)
+            fused.setdefault(f"{owner}.{FUSED[stack]}", []).append(span)
         for name, *spans in _of_diffusers(path, count, hidden_size):
             names[name] = Named(tuple(spans), Rotary.INTERLEAVED)
     return names | {name: Named(tuple(spans), Rotary.INTERLEAVED, is_fused=True) for name, spans in fused.items()}
-
-
-def _fused(path: str, count: int, hidden_size: int) -> Iterator[tuple[str, Span]]:
-    owner, _, part = path.rpartition(".")
-    stack = "double" if owner.endswith("_attn") else "single"
-    if _IN_BLOCK.match(path) and part in SPLIT[stack]:
-        yield f"{owner}.{FUSED[stack]}", Span(path, 0, SPLIT[stack].index(part) * hidden_size, count)
 
 
 def _of_diffusers(path: str, count: int, hidden_size: int) -> Iterator[tuple[str, Span] | tuple[str, Span, Span]]:

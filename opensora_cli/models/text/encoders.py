@@ -61,21 +61,17 @@ class T5Encoder(_FolderEncoder[T5Model]):
     def reader(cls, path: str | Path, *, max_length: int) -> PromptReader:
         """Return how the encoder in a folder reads prompts, without its weights.
 
-        The folder has config.json, weights, and spiece.model or tokenizer.json; nothing is asked of a network.
-
-        Raises:
-            CheckpointError: files are missing (all are named) or broken, or contradict each other.
-            HardwareError: the vocabulary needs a library that is not installed.
+        The folder has config.json, weights, and spiece.model or tokenizer.json; nothing is asked of a network. Raises
+        CheckpointError if files are missing (all are named) or broken, or contradict each other.
         """
-        folder = Path(path)
-        require_files(folder, vocabularies=T5_VOCABULARIES)
-        tokenizer = load_tokenizer(folder, vocab_size=T5Sizes.of(folder).vocab_size)
+        require_files(Path(path), vocabularies=T5_VOCABULARIES)
+        tokenizer = load_tokenizer(Path(path), vocab_size=T5Sizes.of(Path(path)).vocab_size)
         return PromptReader(tokenizer=tokenizer, max_length=max_length)
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The layers, in the order in which they run: all of the weights but the table of tokens and a norm."""
-        return self.model.encoder.block
+        """Layers in the order in which they run."""
+        return self.model.layers
 
 
 class ClipEncoder(_FolderEncoder[ClipTextModel]):

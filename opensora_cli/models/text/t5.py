@@ -29,10 +29,7 @@ class FusedRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x / sqrt(mean(x²) + eps) · weight over the last dimension.
-
-        In half precision it has the dtype of the weight, otherwise the wider one of both.
-        """
+        """Return x / sqrt(mean(x²) + eps) · weight, in half precision in its dtype, else in the wider one."""
         # Of one dtype torch's kernel takes them as they are, and sums in fp32 inside.
         wide = torch.promote_types(x.dtype, self.weight.dtype)
         normed = functional.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), eps=self.eps)
@@ -46,26 +43,23 @@ class T5Model(nn.Module):
         super().__init__()
         self.sizes = sizes
         self.shared = nn.Embedding(sizes.vocab_size, sizes.d_model)
-        self.encoder = _Encoder(sizes)
+        # Dictionaries, here and in the layers, because the published keys are nested.
+        layers = nn.ModuleList(_Layer(sizes, has_biases=index == 0) for index in range(sizes.num_layers))
+        norm = FusedRMSNorm(sizes.d_model, eps=sizes.eps)
+        self.encoder = nn.ModuleDict({"block": layers, "final_layer_norm": norm})
 
     def forward(self, ids_BL: Tensor) -> Tensor:
         """Return the last hidden state, (B, L, C), of token ids."""
-        states: Tensor = self.encoder(self.shared(ids_BL))
+        states_BLC, biases_1HLL = self.shared(ids_BL), None
+        for layer in self.layers:
+            states_BLC, biases_1HLL = layer(states_BLC, biases_1HLL)
+        states: Tensor = self.encoder["final_layer_norm"](states_BLC)
         return states
 
-
-class _Encoder(nn.Module):
-    def __init__(self, sizes: T5Sizes) -> None:
-        super().__init__()
-        self.block = nn.ModuleList(_Layer(sizes, has_biases=index == 0) for index in range(sizes.num_layers))
-        self.final_layer_norm = FusedRMSNorm(sizes.d_model, eps=sizes.eps)
-
-    def forward(self, states_BLC: Tensor) -> Tensor:
-        biases_1HLL: Tensor | None = None
-        for layer in self.block:
-            states_BLC, biases_1HLL = layer(states_BLC, biases_1HLL)
-        normed: Tensor = self.final_layer_norm(states_BLC)
-        return normed
+    @property
+    def layers(self) -> nn.ModuleList:
+        """Layers in the order in which they run."""
+        return cast(nn.ModuleList, self.encoder["block"])
 
 
 class _Layer(nn.Module):
@@ -73,27 +67,23 @@ class _Layer(nn.Module):
 
     def __init__(self, sizes: T5Sizes, *, has_biases: bool) -> None:
         super().__init__()
-        self.layer = nn.ModuleList([_AttentionPart(sizes, has_biases=has_biases), _MLPPart(sizes)])
+        parts = {"SelfAttention": _Attention(sizes, has_biases=has_biases), "DenseReluDense": _MLP(sizes)}
+        norms = [FusedRMSNorm(sizes.d_model, eps=sizes.eps) for _ in parts]
+        self.layer = nn.ModuleList(
+            nn.ModuleDict({name: part, "layer_norm": norm})
+            for (name, part), norm in zip(parts.items(), norms, strict=True)
+        )
 
     def forward(self, states_BLC: Tensor, biases_1HLL: Tensor | None) -> tuple[Tensor, Tensor]:
-        attention, mlp = self.layer
-        states_BLC, biases = attention(states_BLC, biases_1HLL)
+        first, second = (cast(nn.ModuleDict, part) for part in self.layer)
+        attention = cast(_Attention, first["SelfAttention"])
+        if biases_1HLL is None:
+            biases_1HLL = attention.position_biases(states_BLC.shape[1])
+        states_BLC = states_BLC + attention(first["layer_norm"](states_BLC), biases_1HLL)
         if states_BLC.dtype is torch.float16:
             largest = torch.finfo(torch.float16).max
             states_BLC = states_BLC.clamp(-largest, largest)
-        return mlp(states_BLC), biases
-
-
-class _AttentionPart(nn.Module):
-    def __init__(self, sizes: T5Sizes, *, has_biases: bool) -> None:
-        super().__init__()
-        self.SelfAttention = _Attention(sizes, has_biases=has_biases)
-        self.layer_norm = FusedRMSNorm(sizes.d_model, eps=sizes.eps)
-
-    def forward(self, states_BLC: Tensor, biases_1HLL: Tensor | None) -> tuple[Tensor, Tensor]:
-        if biases_1HLL is None:
-            biases_1HLL = self.SelfAttention.position_biases(states_BLC.shape[1])
-        return states_BLC + self.SelfAttention(self.layer_norm(states_BLC), biases_1HLL), biases_1HLL
+        return states_BLC + second["DenseReluDense"](second["layer_norm"](states_BLC)), biases_1HLL
 
 
 class _Attention(nn.Module):
@@ -126,17 +116,6 @@ class _Attention(nn.Module):
         q, k, v = (part(states_BLC).unflatten(-1, (-1, self.d_kv)).transpose(1, 2) for part in (self.q, self.k, self.v))
         attended_BHLD = functional.scaled_dot_product_attention(q, k, v, attn_mask=biases_1HLL, scale=1.0)
         out: Tensor = self.o(attended_BHLD.transpose(1, 2).flatten(2))
-        return out
-
-
-class _MLPPart(nn.Module):
-    def __init__(self, sizes: T5Sizes) -> None:
-        super().__init__()
-        self.DenseReluDense = _MLP(sizes)
-        self.layer_norm = FusedRMSNorm(sizes.d_model, eps=sizes.eps)
-
-    def forward(self, states_BLC: Tensor) -> Tensor:
-        out: Tensor = states_BLC + self.DenseReluDense(self.layer_norm(states_BLC))
         return out
 
 

@@ -1,7 +1,6 @@
 """Tokenizers in the folders of text encoders: read completely, offline, and without noise."""
 
 import importlib
-import importlib.util
 import json
 import logging
 import warnings
@@ -14,7 +13,7 @@ from typing import Any, Self
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Vocabulary
 
-from opensora_cli.core.exceptions import CheckpointError, HardwareError
+from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.reading import is_lack_of_memory
 
 _NAMES = frozenset({"bos_token", "eos_token", "pad_token", "unk_token"})
@@ -99,11 +98,8 @@ class Tokenizer:
 def load_tokenizer(folder: Path, *, vocab_size: int) -> Tokenizer:
     """Return the tokenizer in `folder` of a model whose embedding table has `vocab_size` rows.
 
-    Files are read again only if they have changed.
-
-    Raises:
-        CheckpointError: a broken vocabulary, one without words, or one that is larger than the model's table.
-        HardwareError: sentencepiece or protobuf is needed and not installed.
+    Files are read again only if they have changed. Raises CheckpointError for a vocabulary that is broken, has no
+    words, or is larger than the model's table.
     """
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     states = tuple((file.name, (state := file.stat()).st_mtime_ns, state.st_size) for file in files if file.is_file())
@@ -128,7 +124,7 @@ def _tokenizer_of_transformers(folder: Path) -> Tokenizer:
     from transformers import AutoTokenizer
 
     if not (folder / "tokenizer.json").is_file() and (folder / "spiece.model").is_file():
-        _require_sentencepiece(folder / "spiece.model")
+        _require_vocabulary(folder / "spiece.model")
     with quiet(), _blamed(folder):
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     if tokenizer.pad_token_id is None:
@@ -141,15 +137,8 @@ def _tokenizer_of_transformers(folder: Path) -> Tokenizer:
     return Tokenizer(vocabulary, pad=tokenizer.pad_token, unknown=unknown, special=tokenizer.all_special_tokens)
 
 
-def _require_sentencepiece(vocabulary: Path) -> None:
-    """Refuse a missing library or an unreadable vocabulary, for which transformers would blame another library."""
-    for module, package in (("sentencepiece", "sentencepiece"), ("google.protobuf", "protobuf")):
-        try:
-            found = importlib.util.find_spec(module) is not None
-        except ModuleNotFoundError:  # of the parent package
-            found = False
-        if not found:
-            raise HardwareError(f"{vocabulary} needs {package}", hint=f"pip install {package}")
+def _require_vocabulary(vocabulary: Path) -> None:
+    """Refuse an unreadable vocabulary, for which transformers would blame a missing library."""
     sentencepiece: Any = importlib.import_module("sentencepiece")  # untyped
     try:
         sentencepiece.SentencePieceProcessor(model_file=str(vocabulary))

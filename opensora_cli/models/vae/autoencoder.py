@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ class Autoencoder(nn.Module, ABC):
     """Decoder of one tile. It takes the `canvas` of `decode`, and `chunk_frames` and `store` if it has chunks."""
     decodes_in_chunks: ClassVar[bool] = False
     """Whether `decode` takes `chunk_frames`."""
+    last_layer_path: ClassVar[str]
 
     @property
     def grid(self) -> LatentGrid:
@@ -48,16 +49,13 @@ class Autoencoder(nn.Module, ABC):
         return self.config.grid
 
     @property
-    @abstractmethod
     def last_layer(self) -> nn.Conv2d | nn.Conv3d:
         """Last convolution of the decoder, where adaptive loss weights are measured. A 2D batch is all frames."""
+        return cast(nn.Conv3d, self.get_submodule(self.last_layer_path))
 
     @abstractmethod
     def forward(self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None) -> Reconstruction:
-        """Encode and decode without tiling, for training.
-
-        `generator`, on any device, samples the posterior. None takes its mean.
-        """
+        """Encode and decode without tiling, for training. `generator` samples the posterior; None takes its mean."""
 
     @abstractmethod
     def encode(
@@ -70,10 +68,7 @@ class Autoencoder(nn.Module, ABC):
         """
 
     def encode_tile(self, pixels_BCTHW: Tensor) -> Tensor:
-        """Return the encoder's output for a tile, (B,C,T,H,W).
-
-        C is the number of latent channels or, with a posterior, twice that: means, then log variances.
-        """
+        """Return the encoder's output for a tile: latents, or the means and then the log variances of a posterior."""
         encoded_BCTHW: Tensor = self.encoder(pixels_BCTHW)
         return encoded_BCTHW
 
@@ -99,10 +94,7 @@ class Autoencoder(nn.Module, ABC):
         chunk_frames: int | None = None,
         store: torch.device | None = None,
     ) -> Iterator[Tensor]:
-        """Yield the result of `decode` in pieces along time, one for each temporal tile.
-
-        Arguments and errors are those of `decode`. Errors precede any computation.
-        """
+        """Yield the result of `decode` in pieces, one for each temporal tile. Errors precede any computation."""
         self.check_latents(latents_BCTHW)
         options: dict[str, Any] = {"canvas": canvas}
         if chunk_frames is not None:
@@ -127,16 +119,14 @@ class Autoencoder(nn.Module, ABC):
     ) -> Tensor:
         """Decode scaled latents to pixels of the size that `grid` returns, in about [-1, 1] and not clamped.
 
+        Raises RequestError if the shape cannot be decoded, or the autoencoder does not decode in chunks.
+
         Args:
             tiling: axes that are cut. Tiling changes the result.
-            canvas: device of the joined pixels. The default is the device of the latents, which otherwise holds only
-                the pixels of one tile or chunk.
+            canvas: device of the joined pixels. None means the device of the latents.
             chunk_frames: frames that each layer computes at a time, without gradients. None means all. Results match
                 up to rounding.
             store: device of frames between two layers with `chunk_frames`. None means the device of the latents.
-
-        Raises:
-            RequestError: The shape cannot be decoded, or the autoencoder does not decode in chunks.
         """
         return joined_in_time(
             self.decode_pieces(latents_BCTHW, tiling=tiling, canvas=canvas, chunk_frames=chunk_frames, store=store)

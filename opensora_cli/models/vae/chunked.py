@@ -27,10 +27,7 @@ _LEAST_VALUES = 2**17
 
 
 class StoredClip:
-    """Clip between two layers on `store`: chunks (B,C,t,H,W) in order of time, and statistics for group norms.
-
-    The chunks are taken as they are computed.
-    """
+    """Clip between two layers: chunks (B,C,t,H,W) in order of time on `store`, and statistics for group norms."""
 
     def __init__(self, chunks: Iterable[Tensor], *, store: torch.device) -> None:
         self._chunks: deque[Tensor] = deque()
@@ -182,11 +179,11 @@ def run_stage(
     return chunks
 
 
-def convolve(chunks: Iterable[Tensor], conv: CausalConv3d, *, silu: bool = False) -> Iterator[Tensor]:
-    """Yield the results of a convolution for the chunks of a clip; with `silu`, after SiLU in place."""
+def convolve(chunks: Iterable[Tensor], conv: CausalConv3d) -> Iterator[Tensor]:
+    """Yield the results of a convolution for the chunks of a clip."""
     carried = CarriedFrames()
     # Unlike a loop, map keeps no reference to a chunk while its result is used.
-    for padded_BCTHW in map(lambda chunk_BCTHW: conv.pad(chunk_BCTHW, carried, silu=silu), chunks):
+    for padded_BCTHW in map(lambda chunk_BCTHW: conv.pad(chunk_BCTHW, carried), chunks):
         out_BCTHW = conv.convolve(padded_BCTHW)
         del padded_BCTHW
         yield out_BCTHW
@@ -196,7 +193,7 @@ def convolve(chunks: Iterable[Tensor], conv: CausalConv3d, *, silu: bool = False
 def _norm_silu_conv(
     chunks: Iterable[Tensor], normalize: Callable[[Tensor], Tensor], conv: CausalConv3d
 ) -> Iterator[Tensor]:
-    return convolve(map(normalize, chunks), conv, silu=True)
+    return convolve(map(lambda chunk_BCTHW: functional.silu(normalize(chunk_BCTHW), inplace=True), chunks), conv)
 
 
 def _resnet(clip: StoredClip, block: ResnetBlock, *, store: torch.device) -> Iterator[Tensor]:

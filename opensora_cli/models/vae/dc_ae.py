@@ -106,20 +106,6 @@ class Residual(nn.Module):
         return out_BCTHW + (hidden_BCTHW if self.shortcut is None else self.shortcut(hidden_BCTHW))
 
 
-class ConvPair(nn.Module):
-    """Convolution, SiLU, convolution without bias, norm."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv1 = ConvLayer(channels, channels)
-        self.conv2 = ConvLayer(channels, channels, bias=False, norm=True)
-
-    def forward(self, hidden_BCTHW: Tensor) -> Tensor:
-        """Return the same shape."""
-        out_BCTHW: Tensor = self.conv2(functional.silu(self.conv1(hidden_BCTHW)))
-        return out_BCTHW
-
-
 class LinearAttention(nn.Module):
     """Attention with ReLU instead of softmax over all positions of the clip, in linear time, with two scales.
 
@@ -312,9 +298,7 @@ class DCAE(Autoencoder):
     """
 
     config: DCAEConfig
-
-    encoder: Encoder
-    decoder: Decoder
+    last_layer_path = "decoder.project_out.op_list.2.conv"
 
     def __init__(self, config: DCAEConfig) -> None:
         super().__init__()
@@ -322,11 +306,6 @@ class DCAE(Autoencoder):
         self._scale = 1.0 if config.scaling_factor is None else config.scaling_factor
         self.encoder = Encoder(config)
         self.decoder = Decoder(config)
-
-    @property
-    def last_layer(self) -> nn.Conv3d:
-        """Last convolution of the decoder."""
-        return cast(ConvLayer, self.decoder.project_out.op_list[-1]).conv
 
     def encode(
         self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None, tiling: Tiling = NO_TILING
@@ -354,13 +333,15 @@ def _layers(stages: Iterable[nn.Module]) -> Iterator[nn.Module]:
 
 
 def _blocks(kind: BlockType, width: int, depth: int) -> list[nn.Module]:
-    """Return the blocks of a stage."""
-    if kind == "res":
-        return [Residual(ConvPair(width)) for _ in range(depth)]
-    return [_efficient_vit(width) for _ in range(depth)]
+    """Return the blocks of a stage: pairs of convolutions, or linear attention and then gated convolutions."""
+    return [(_conv_pair if kind == "res" else _efficient_vit)(width) for _ in range(depth)]
+
+
+def _conv_pair(width: int) -> nn.Module:
+    first, second = ConvLayer(width, width), ConvLayer(width, width, bias=False, norm=True)
+    return Residual(nn.Sequential(OrderedDict(conv1=first, silu=nn.SiLU(), conv2=second)))
 
 
 def _efficient_vit(width: int) -> nn.Module:
-    """Return linear attention, then gated convolutions, each beside the identity."""
-    parts = {"context_module": LinearAttention(width), "local_module": GatedConv(width)}
-    return nn.Sequential(OrderedDict((name, Residual(part)) for name, part in parts.items()))
+    attention, convolutions = Residual(LinearAttention(width)), Residual(GatedConv(width))
+    return nn.Sequential(OrderedDict(context_module=attention, local_module=convolutions))

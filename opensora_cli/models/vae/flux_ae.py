@@ -125,20 +125,13 @@ class FluxAE(PosteriorAutoencoder):
     """
 
     config: FluxAEConfig
-
-    encoder: Encoder
-    decoder: Decoder
+    last_layer_path = "decoder.conv_out"
 
     def __init__(self, config: FluxAEConfig) -> None:
         super().__init__()
         self.config = config
         self.encoder = Encoder(config)
         self.decoder = Decoder(config)
-
-    @property
-    def last_layer(self) -> nn.Conv2d:
-        """Last convolution of the decoder."""
-        return self.decoder.conv_out
 
     def encode_tile(self, pixels_BCTHW: Tensor) -> Tensor:
         """Return the moments of a clip, frame by frame."""

@@ -71,7 +71,7 @@ class Encoder(_Coder):
         super().__init__()
         widths = config.block_out_channels
         self.conv_in = CausalConv3d(COLORS, widths[0])
-        self.down_blocks = _levels(widths, Downsample, config.layers_per_block, config)
+        self.down_blocks = _levels(config, widths, Downsample, num_layers=config.layers_per_block)
         self.mid_block = MidBlock(widths[-1], num_groups=config.norm_num_groups)
         self.conv_norm_out = GroupNorm(config.norm_num_groups, widths[-1], eps=NORM_EPS)
         self.conv_out = CausalConv3d(widths[-1], 2 * config.latent_channels)
@@ -90,7 +90,7 @@ class Decoder(_Coder):
         widths = config.block_out_channels[::-1]
         self.conv_in = CausalConv3d(config.latent_channels, widths[0])
         self.mid_block = MidBlock(widths[0], num_groups=config.norm_num_groups)
-        self.up_blocks = _levels(widths, Upsample, config.layers_per_block + 1, config)
+        self.up_blocks = _levels(config, widths, Upsample, num_layers=config.layers_per_block + 1)
         self.conv_norm_out = GroupNorm(config.norm_num_groups, widths[-1], eps=NORM_EPS)
         self.conv_out = CausalConv3d(widths[-1], COLORS)
         self.largest = widths[-1], config.spatial_compression_ratio
@@ -101,10 +101,7 @@ class Decoder(_Coder):
 
 
 def _levels(
-    widths: tuple[int, ...],
-    resampling: type[Downsample] | type[Upsample],
-    num_layers: int,
-    config: HunyuanVAEConfig,
+    config: HunyuanVAEConfig, widths: tuple[int, ...], resampling: type[Downsample | Upsample], *, num_layers: int
 ) -> nn.ModuleList:
     groups = config.norm_num_groups
     return nn.ModuleList(
@@ -129,6 +126,7 @@ class HunyuanVAE(PosteriorAutoencoder):
     encoder: Encoder
     decoder: Decoder
     decodes_in_chunks = True
+    last_layer_path = "decoder.conv_out.conv"
 
     def __init__(self, config: HunyuanVAEConfig) -> None:
         super().__init__()
@@ -137,11 +135,6 @@ class HunyuanVAE(PosteriorAutoencoder):
         self.decoder = Decoder(config)
         self.quant_conv = nn.Conv3d(2 * config.latent_channels, 2 * config.latent_channels, 1)
         self.post_quant_conv = nn.Conv3d(config.latent_channels, config.latent_channels, 1)
-
-    @property
-    def last_layer(self) -> nn.Conv3d:
-        """Last convolution of the decoder."""
-        return self.decoder.conv_out.conv
 
     def encode_tile(self, pixels_BCTHW: Tensor) -> Tensor:
         """Return the moments of a tile."""

@@ -20,10 +20,7 @@ def fast_layout(hidden_BCTHW: Tensor) -> Tensor:
 
 
 def lay_out_kernels(module: nn.Module, device: torch.device) -> None:
-    """Change the memory layout of a module's kernels on `device` to the layout of their input clips.
-
-    Otherwise a CPU changes it at every call, which takes a third of the time for a small tile.
-    """
+    """Change the memory layout of kernels on a CPU to that of their input clips, or each call would."""
     if device.type == "cpu":
         for conv in module.modules():
             if isinstance(conv, nn.Conv3d):
@@ -40,10 +37,7 @@ def runs_in_onednn(clip_BCTHW: Tensor, weight: Tensor) -> bool:
 
 
 def onednn_conv3d(clip_BCTHW: Tensor, weight: Tensor, bias: Tensor | None, stride: Sequence[int] = (1, 1, 1)) -> Tensor:
-    """Convolve without padding.
-
-    For a small clip `torch.nn.functional.conv3d` would copy every neighborhood, in up to twelve times the time.
-    """
+    """Convolve without padding; torch's own function would copy every neighborhood of a small clip."""
     out: Tensor = torch.mkldnn_convolution(clip_BCTHW, weight, bias, (0, 0, 0), stride, (1, 1, 1), 1)
     return out
 
@@ -70,7 +64,12 @@ def convolved(clip_BCTHW: Tensor, convolve: Callable[[Tensor], Tensor]) -> Tenso
 
     On CPUs with AMX, oneDNN 3.12 writes outside its memory in the gradient of a kernel for a few large frames.
     """
-    if not (clip_BCTHW.device.type == "cpu" and _is_trained_in_bf16() and torch.cpu._is_amx_tile_supported()):
+    is_trained_in_bf16 = (
+        torch.is_grad_enabled()
+        and torch.is_autocast_enabled("cpu")
+        and torch.get_autocast_dtype("cpu") is torch.bfloat16
+    )
+    if not (clip_BCTHW.device.type == "cpu" and is_trained_in_bf16 and torch.cpu._is_amx_tile_supported()):
         return convolve(clip_BCTHW)
     frames, height, width = clip_BCTHW.shape[2:]
     if frames > _MOST_FRAMES_AT_RISK or height * width < _FEWEST_PIXELS_AT_RISK:
@@ -82,11 +81,6 @@ def convolved(clip_BCTHW: Tensor, convolve: Callable[[Tensor], Tensor]) -> Tenso
 # The crash was seen with up to 9 frames, including padding, and from 90 x 90 pixels.
 _MOST_FRAMES_AT_RISK = 12
 _FEWEST_PIXELS_AT_RISK = 8_000
-
-
-def _is_trained_in_bf16() -> bool:
-    is_autocast = torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is torch.bfloat16
-    return torch.is_grad_enabled() and is_autocast
 
 
 class CarriedFrames:
@@ -103,10 +97,7 @@ class CarriedFrames:
         return self._padded_BCTHW is None
 
     def exchange(self, padded_BCTHW: Tensor, num_frames: int) -> None:
-        """Replace the first `num_frames` frames, which are padding, with the last frames of the previous chunk.
-
-        The last frames of this chunk are kept for the next one.
-        """
+        """Replace the first frames, the padding, with the last of the previous chunk, and keep those of this one."""
         if self._padded_BCTHW is not None:
             padded_BCTHW[:, :, :num_frames] = self._padded_BCTHW
         # Copy because a view would keep the whole chunk.
@@ -114,52 +105,19 @@ class CarriedFrames:
 
 
 def replicate_pad(
-    hidden_BCTHW: Tensor,
-    padding: tuple[int, int, int, int, int, int],
-    *,
-    carried: CarriedFrames | None = None,
-    silu: bool = False,
+    hidden_BCTHW: Tensor, padding: tuple[int, int, int, int, int, int], *, carried: CarriedFrames | None = None
 ) -> Tensor:
     """Pad a clip by repeating its edges; `padding` is that of `torch.nn.functional.pad`, last axis first.
 
     With `carried`, the clip is a chunk, and the previous chunk, if there is one, provides the frames before it.
-    With `silu`, SiLU is applied first, perhaps in place: nothing else may use the clip, and no gradient may need it.
     """
     if not any(padding):
-        return functional.silu(hidden_BCTHW, inplace=True) if silu else hidden_BCTHW
+        return hidden_BCTHW
     # Autocast on a CPU would run this plain copy in fp32 and cast forth and back.
     with without_autocast(hidden_BCTHW.device):
-        padded_BCTHW = _copied_with_edges(hidden_BCTHW, padding, silu=silu)
+        padded_BCTHW = functional.pad(hidden_BCTHW, padding, mode="replicate")
     if carried is not None:
         carried.exchange(padded_BCTHW, padding[4])
-    return padded_BCTHW
-
-
-def _copied_with_edges(hidden_BCTHW: Tensor, padding: tuple[int, int, int, int, int, int], *, silu: bool) -> Tensor:
-    is_recorded = torch.is_grad_enabled() and hidden_BCTHW.requires_grad
-    channels_last = hidden_BCTHW.is_contiguous(memory_format=torch.channels_last_3d)
-    if type(hidden_BCTHW) is not Tensor or hidden_BCTHW.device.type != "cpu" or is_recorded or not channels_last:
-        if silu:
-            functional.silu(hidden_BCTHW, inplace=True)
-        return functional.pad(hidden_BCTHW, padding, mode="replicate")
-    # Plain copies of rows take half the time of the kernel, which looks up the source of each value.
-    sides = list(zip(padding[::2], padding[1::2], strict=True))[::-1]
-    shape = (size + sum(side) for size, side in zip(hidden_BCTHW.shape[2:], sides, strict=True))
-    padded_BCTHW = _empty((*hidden_BCTHW.shape[:2], *shape), like=hidden_BCTHW)
-    inner_BCTHW = padded_BCTHW
-    for axis, (before, _) in enumerate(sides, start=2):
-        inner_BCTHW = inner_BCTHW.narrow(axis, before, hidden_BCTHW.shape[axis])
-    if silu:
-        torch.ops.aten.silu.out(hidden_BCTHW, out=inner_BCTHW)
-    else:
-        inner_BCTHW.copy_(hidden_BCTHW)
-    # Go from the last axis to the first: each step copies edges that earlier steps have filled.
-    for axis, (before, after) in reversed(list(enumerate(sides, start=2))):
-        end = before + hidden_BCTHW.shape[axis]
-        if before:
-            padded_BCTHW.narrow(axis, 0, before).copy_(padded_BCTHW.narrow(axis, before, 1))
-        if after:
-            padded_BCTHW.narrow(axis, end, after).copy_(padded_BCTHW.narrow(axis, end - 1, 1))
     return padded_BCTHW
 
 
@@ -204,14 +162,11 @@ def _phase_kernels(weight: Tensor, factors: tuple[int, int, int]) -> Tensor:
     kernels = [weight]
     for axis, factor in enumerate(factors, start=2):
         if factor == 2:
-            kernels = [folded for kernel in kernels for folded in _fold_taps(kernel, axis)]
+            # Three taps become two, for the odd positions before each low-resolution value, and for the even ones.
+            taps = [kernel.chunk(3, dim=axis) for kernel in kernels]
+            pairs = [((first + middle, last), (first, middle + last)) for first, middle, last in taps]
+            kernels = [torch.cat(each, dim=axis) for pair in pairs for each in pair]
     return torch.cat(kernels)
-
-
-def _fold_taps(kernel: Tensor, axis: int) -> tuple[Tensor, Tensor]:
-    """Fold three taps to two, for the odd positions before each low-resolution value, and for the even positions."""
-    first, middle, last = kernel.chunk(3, dim=axis)
-    return torch.cat((first + middle, last), dim=axis), torch.cat((first, middle + last), dim=axis)
 
 
 class _InterleavePhases(torch.autograd.Function):

@@ -75,10 +75,7 @@ def _run_temporal_tiles(
 
 
 def blend(before: Tensor, after: Tensor, *, length: int, dim: int) -> Tensor:
-    """Fade from the last positions of `before` into the first of `after` along `dim`: position i weighs i / length.
-
-    The result has the shape of `after`. Fewer than `length` positions are blended where one of both is shorter.
-    """
+    """Fade from the last `length` positions of `before` into the first of `after` along `dim`, or from fewer."""
     length = min(length, before.shape[dim], after.shape[dim])
     if length == 0:
         return after

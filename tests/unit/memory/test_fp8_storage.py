@@ -8,7 +8,6 @@ from torch import nn
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.memory.eight_bit import store_in_fp8
 from opensora_cli.memory.host_weights import slot_bytes
-from opensora_cli.memory.streaming import stream_blocks
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -48,13 +47,6 @@ class TestNumbers:
         with pytest.raises(CheckpointError, match="not finite"):
             stored(weight)
 
-    def test_a_layer_computes_with_its_product(self):
-        layer = nn.Linear(48, 32)
-        wrapped = nn.Sequential(layer)
-        store_in_fp8(wrapped)
-        x = draw(5, 48, scale=1)
-        assert torch.equal(wrapped(x), nn.functional.linear(x, wrapped[0].weight, layer.bias))
-
 
 class TestModel:
     def blocks(self, model):
@@ -86,16 +78,3 @@ class TestModel:
             store_in_fp8(block)
         other.load_state_dict(state)
         assert torch.equal(other(**inputs(other)), near)
-
-    @pytest.mark.parametrize(("resident", "source"), [(1, "pinned"), (3, "mapped"), (9, "pinned")])
-    def test_streamed_equals_resident_in_8_bits(self, resident, source):
-        model = transformer().requires_grad_(False).eval()
-        for block in self.blocks(model):
-            store_in_fp8(block)
-        expected = [model(**inputs(model, seed=seed)) for seed in range(3)]
-        stacks = [model.double_blocks, model.single_blocks]
-        with stream_blocks(stacks, device="cpu", resident=resident, source=source) as figures:
-            for seed in range(3):
-                assert torch.equal(model(**inputs(model, seed=seed)), expected[seed])
-        assert torch.equal(model(**inputs(model)), expected[0])
-        assert resident > 2 or figures.device_bytes == resident * max(map(slot_bytes, self.blocks(model)))

@@ -15,7 +15,6 @@ from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.train_loop import LoraSettings
 
 DOUBLE, SINGLE = 2, 3
-BLOCKS = DOUBLE + SINGLE
 
 
 def with_adapter(dtype: torch.dtype = torch.float32, *, fp8: bool = False) -> MMDiT:

@@ -108,42 +108,6 @@ class TestNumbersAndBytes:
                 assert sum(copied[:1]) <= figures.host_bytes < sum(copied[:1]) + streamed * 4096
         check_as_before(model)
 
-    def test_a_block_has_its_parameters_on_the_cpu_while_others_compute(self, model):
-        wanted = [weight.data_ptr() for weight in model.double_blocks[0].parameters()]
-        seen = []
-
-        def watch(_block, _inputs):
-            seen.append([weight.data_ptr() for weight in model.double_blocks[0].parameters()])
-
-        hook = model.double_blocks[1].register_forward_pre_hook(watch)
-        with stream_blocks(stacks(model), device="cpu", resident=2, source="mapped"):
-            velocity(model)
-        hook.remove()
-        assert seen == [wanted]
-
-    @pytest.mark.parametrize("source", SOURCES)
-    def test_no_bytes_stay_allocated_afterwards(self, model, source):
-        with TensorBytes() as counted:
-            with stream_blocks(stacks(model), device="cpu", resident=4, source=source) as figures:
-                velocity(model)
-                assert counted.live_bytes >= figures.device_bytes
-            gc.collect()
-            left = counted.live_bytes
-        # The pinned copy is where the weights are now.
-        pages = (BLOCKS - 2) * 4096
-        assert left == 0 if source == "mapped" else figures.host_bytes <= left <= figures.host_bytes + pages
-
-    def test_device_bytes_of_the_released_model(self):
-        double, single = 680, 283
-        sizes = [double] * 19 + [single] * 38
-        assert streaming_bytes(sizes, resident=1) == double
-        assert streaming_bytes(sizes, resident=2) == 2 * double
-        # Blocks 14 and 42 stay.
-        assert streaming_bytes(sizes, resident=4) == 2 * double + double + single
-        assert streaming_bytes(sizes, resident=57) == sum(sizes)
-        assert streaming_bytes(sizes, resident=100) == sum(sizes)
-        assert streaming_bytes([], resident=2) == 0
-
 
 class TestOrder:
     @pytest.mark.parametrize(("resident", "source"), [(1, "mapped"), (2, "pinned"), (3, "mapped"), (4, "pinned")])
@@ -394,19 +358,3 @@ class TestHostMemory:
         largest = max(weight.nbytes for weight in weights)
         assert figures.host_bytes == 2 * (-(-largest // 4096) * 4096)
         check_as_before(model, hooks)
-
-    def test_mapped_weights_go_through_small_buffers_in_pieces(self, model, expected, monkeypatch):
-        monkeypatch.setattr(host_weights, "STAGING_BYTES", 1000)
-        pieces = []
-        copy_piece = host_weights._MappedWeights._copy_piece
-
-        def count(self, piece, target):
-            pieces.append(piece.nbytes)
-            copy_piece(self, piece, target)
-
-        monkeypatch.setattr(host_weights._MappedWeights, "_copy_piece", count)
-        with stream_blocks(stacks(model), device="cpu", resident=2, source="mapped") as figures:
-            assert torch.equal(velocity(model), expected[0])
-        assert figures.host_bytes == 2 * 4096
-        assert max(pieces) <= 1000
-        assert len(pieces) > 500

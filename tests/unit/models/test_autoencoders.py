@@ -81,16 +81,3 @@ def test_every_weight_is_trained_alike_in_fp32_and_under_bf16_autocast(kind, num
         assert mixed[name].isfinite().all(), name
     flat_full, flat_mixed = (torch.cat([grad.flatten() for grad in grads.values()]) for grads in (full, mixed))
     assert functional.cosine_similarity(flat_full, flat_mixed, dim=0) > 0.95
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("hunyuan", "decoder.conv_out.conv"),
-        ("dc_ae", "decoder.project_out.op_list.2.conv"),
-        ("flux_ae", "decoder.conv_out"),
-    ],
-)
-def test_the_last_layer_is_where_pixels_come_from(kind, name):
-    vae = small_vae(kind)
-    assert vae.last_layer is vae.get_submodule(name)

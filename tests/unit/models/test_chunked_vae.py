@@ -1,6 +1,5 @@
 """Decoding some frames at a time: the same pixels, in memory that does not grow with the clip."""
 
-from functools import cache
 from unittest import mock
 
 import pytest
@@ -9,7 +8,6 @@ from closeness import assert_close
 from small_autoencoders import SMALL_HUNYUAN
 from torch import nn
 
-from opensora_cli.engine.estimate.fake_tensors import fake_device
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.vae import chunked
 from opensora_cli.models.vae.chunked import StoredClip
@@ -124,34 +122,3 @@ def test_a_piece_comes_before_the_next_is_computed():
     assert not calls
     next(pieces)
     assert len(calls) == 1
-
-
-@cache
-def peak_bytes(shape, **arguments):
-    """The most bytes on the computing device while latents of (T, H, W) are decoded; no memory is needed for it."""
-    # Fake tensors of two devices: one computes, the other, which is not counted, is store and canvas.
-    with fake_device("cpu"):
-        vae = HunyuanVAE(SMALL_HUNYUAN)
-        latents = torch.empty(1, SMALL_HUNYUAN.latent_channels, *shape)
-        with TensorBytes(device_type="cpu") as counter:
-            pixels = vae.decode(latents, **arguments)
-    assert pixels.device == arguments.get("canvas", CPU)
-    return counter.peak_bytes
-
-
-@pytest.mark.slow
-def test_with_a_store_only_some_frames_are_on_the_device():
-    arguments = {"chunk_frames": 2, "store": ELSEWHERE, "canvas": ELSEWHERE}
-    short, long = (peak_bytes((frames, 8, 8), **arguments) for frames in (3, 6))
-    # Latents, keys and values, at the lowest resolution, are all that a longer clip adds.
-    assert long < 1.2 * short
-    assert long < peak_bytes((6, 8, 8)) / 5
-
-
-@pytest.mark.slow
-def test_with_a_canvas_one_tile_is_on_the_device():
-    one_tile = peak_bytes((2, 4, 4), canvas=ELSEWHERE)
-    # Of nine tiles, the scaled latents alone come on top.
-    nine_tiles = peak_bytes((2, 9, 9), tiling=Tiling(spatial=True), canvas=ELSEWHERE)
-    assert nine_tiles <= one_tile + 4 * 2 * 9 * 9 * 4
-    assert peak_bytes((2, 9, 9), tiling=Tiling(spatial=True)) > 1.2 * nine_tiles

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from closeness import assert_close
-from small_autoencoders import SMALL_DC_AE
 from torch.nn import functional
 
 from opensora_cli.engine.estimate.fake_tensors import fake_device, fake_module
@@ -15,12 +14,6 @@ from opensora_cli.models.vae.dc_ae import (
     ClipConv3d,
     relu_attention,
 )
-from opensora_cli.models.vae.tiles import Tiling
-
-
-def small_vae(**changes):
-    torch.manual_seed(0)
-    return DCAE(DCAEConfig.model_validate(SMALL_DC_AE.model_dump() | changes))
 
 
 def random_clip(*shape, seed=1, dtype=torch.float32):
@@ -67,30 +60,6 @@ def poison_free_memory() -> None:
     """Leave NaN in it, so that what is read by mistake is not zero by chance."""
     poison = [torch.full((size,), torch.nan) for size in (100, 1000, 10_000, 100_000)]
     del poison
-
-
-# --- the model -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("num_frames", [1, 4, 8, 20])
-def test_a_decoded_clip_has_the_shape_that_the_grid_promises(num_frames):
-    vae = small_vae().requires_grad_(False)
-    pixels = random_clip(2, 3, num_frames, 8, 12)
-    latents = vae.encode(pixels)
-    assert latents.shape == (2, 8, vae.grid.latent_frames(num_frames), *vae.grid.latent_size(8, 12))
-    assert vae.decode(latents).shape == (2, 3, vae.grid.num_frames(latents.shape[2]), 8, 12)
-
-
-# --- tiles ---------------------------------------------------------------------------------------------------------
-
-
-def test_pieces_come_as_they_are_finished():
-    vae = small_vae().requires_grad_(False)
-    latents = random_clip(1, 8, 10, 2, 2)
-    pieces = list(vae.decode_pieces(latents, tiling=Tiling(temporal=True)))
-    # The last of 10 latent frames is left to the third tile.
-    assert [piece.shape[2] for piece in pieces] == [12, 12, 16]
-    assert torch.equal(torch.cat(pieces, dim=2), vae.decode(latents, tiling=Tiling(temporal=True)))
 
 
 @pytest.mark.slow

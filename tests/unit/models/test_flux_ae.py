@@ -41,14 +41,3 @@ def test_temporal_tiling_changes_nothing_and_gives_frames_one_by_one(vae):
     pieces = list(vae.decode_pieces(latents, tiling=tiling))
     assert [piece.shape[2] for piece in pieces] == [1, 1, 1]
     assert_close(torch.cat(pieces, dim=2), vae.decode(latents))
-
-
-def test_spatial_tiles_give_pictures_of_the_same_size(vae):
-    tiling = Tiling(spatial=True)
-    pixels = random_clip(1, 3, 2, 16, 28)
-    latents = vae.encode(pixels, tiling=tiling)
-    assert latents.shape == (1, 4, 2, 4, 7)
-    assert vae.decode(latents, tiling=tiling).shape == pixels.shape
-    assert_close(vae.encode(pixels[..., :16], tiling=tiling), vae.encode(pixels[..., :16]))
-    # Nothing is blended where the second tile does not reach.
-    assert_close(latents[..., :3], vae.encode(pixels[..., :16])[..., :3])

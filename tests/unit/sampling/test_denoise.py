@@ -8,10 +8,9 @@ from closeness import assert_close
 
 from opensora_cli.core.choices import Solver
 from opensora_cli.core.conditions import condition_mode
-from opensora_cli.sampling.denoise import Past, denoise, euler_step, last_times
+from opensora_cli.sampling.denoise import denoise, euler_step, last_times
 from opensora_cli.sampling.guidance import (
     NO_GUIDANCE,
-    UNGUIDED,
     Branch,
     Guidance,
     branches_needed,
@@ -139,17 +138,6 @@ def test_a_run_goes_on_from_any_step_to_the_same_latents(done, solver, caches):
     assert seen == [*range(done + 1, 15)]
 
 
-def test_what_is_looked_back_at_changes_the_next_step():
-    noise, options = _random(0), {"timesteps": _timesteps(4), "scales": (UNGUIDED,) * 4, "solver": Solver.AB2}
-
-    def velocity(latents, t, branches):
-        return dict.fromkeys(branches, t * latents)
-
-    past = {Branch.COND: Past(1.0, torch.zeros_like(noise))}
-    begun = denoise(velocity, noise, steps_done=2, past=past, stop_at=3, **options)
-    assert not torch.equal(begun, denoise(velocity, noise, steps_done=2, stop_at=3, **options))
-
-
 def test_ab2_follows_a_velocity_that_is_linear_in_time_exactly_branch_by_branch():
     """Also where a branch is evaluated at every second step alone; the first step of each is Euler's."""
     factors = {Branch.UNCOND: 1.0, Branch.COND: 2.0}
@@ -168,9 +156,3 @@ def test_ab2_follows_a_velocity_that_is_linear_in_time_exactly_branch_by_branch(
     assert {len(branches_needed(each)) for each in scales} == {1, 2}
     result = denoise(velocity, noise, timesteps=timesteps, scales=scales, solver=Solver.AB2)
     assert_close(result, torch.full_like(noise, expected))
-
-
-@pytest.mark.parametrize(("times", "count"), [((1.0,), 0), ((1.0, 0.0), 2)])
-def test_a_run_needs_a_step_and_scales_for_each(times, count):
-    with pytest.raises(ValueError, match=f"{len(times)} times, {count} scales"):
-        denoise(_random(0), lambda *given: {}, timesteps=times, scales=(UNGUIDED,) * count, solver=Solver.EULER)

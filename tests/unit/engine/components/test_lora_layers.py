@@ -104,14 +104,6 @@ def test_split_names_are_of_the_half_split_layout_unless_the_file_says_otherwise
     assert torch.equal(interleaved[0].b.read(), b[order])
 
 
-def test_a_peft_folder_may_be_of_a_fused_model(tmp_path, flux, factors_of_flux, styles):
-    config = {"r": RANK, "lora_alpha": ALPHA}
-    folder = write_adapter(tmp_path / "peft", dotted(factors_of_flux, prefix="base_model.model.", alpha=None), **config)
-    first, second = (read(merge(held(SPLIT), fitted(path, SPLIT))) for path in (folder, styles["kohya"]))
-    for name, weight in first.items():
-        assert_close(weight, second[name])
-
-
 def test_what_is_not_found_keeps_its_name(tmp_path):
     pair = draw(2, HIDDEN), draw(HIDDEN, 2)
     # Neither is taken apart: blocks_0 has no layer img_attn_q, and there is no block 7.

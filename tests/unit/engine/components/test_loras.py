@@ -32,8 +32,6 @@ from opensora_cli.engine.generate.dry_run import PlanDocument
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.plan import Plan, make_plan
 from opensora_cli.engine.generate.sidecar import sample_settings
-from opensora_cli.engine.mem_profile.measured_stages import random_transformer
-from opensora_cli.memory.host_weights import slot_bytes, streaming_bytes
 from opensora_cli.models.linears import LowRankLinear
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.registry import DEMO
@@ -160,15 +158,6 @@ class TestAddLoras:
             expected = transformer(**given)
         assert_close(found, expected)
 
-    @pytest.mark.slow
-    def test_in_bfloat16_the_error_is_that_of_merged_weights(self, style, base, tmp_path):
-        exact = velocity(plan_of(str(style)))
-        folder = merged(base, tmp_path, (style, 1.0))
-        beside = velocity(plan_of(str(style), **{"runtime.dtype": "bfloat16"}))
-        inside = velocity(plan_of(**{"runtime.dtype": "bfloat16", "runtime.weights": str(folder)}))
-        assert (beside - exact).norm() < 1.2 * (inside - exact).norm()
-        assert (inside - exact).norm() < 0.05 * exact.norm()
-
     @needs_maps
     def test_the_weights_stay_mapped_from_their_file(self, everything, tmp_path):
         # In the dtype that the demo's file has, no copy is made.
@@ -241,10 +230,6 @@ class TestOpenLoras:
         of_run, of_folder = plan_of(str(tmp_path / "run"), str(tmp_path / "run" / "lora")).loras
         assert of_run.sha256 == of_folder.sha256
 
-    def test_latents_that_are_only_decoded_need_none(self, tmp_path):
-        settings = settings_of(str(tmp_path / "gone"), **{"from_latents": "some.latents.safetensors"})
-        assert make_plan(settings).loras == ()
-
     def test_the_plan_lists_them(self, style, everything):
         plan = plan_of(f"{style}:0.8", str(everything))
         first, second = PlanDocument.of(alone(plan)).to_json()["jobs"][0]["loras"]
@@ -304,31 +289,3 @@ class TestMemory:
         assert stage.weight_bytes == pytest.approx(storage_bytes(transformer.parameters()), rel=0.01)
         alone = estimated(plan_of(**{"memory.offload": "none"}), offload)["denoise"]
         assert stage.weight_bytes > 1.03 * alone.weight_bytes
-
-    def test_streamed_blocks_bring_their_adapters(self, style, everything):
-        offload = OffloadPlan(mode=OffloadMode.BLOCKS, resident_blocks=3, fp8_storage=True)
-        plan = plan_of(str(style), str(everything), offload=offload)
-        transformer = models.load_transformer(plan)
-        blocks = [*transformer.double_blocks, *transformer.single_blocks]
-        rest = storage_bytes(transformer.parameters()) - sum(storage_bytes(block.parameters()) for block in blocks)
-        held = streaming_bytes([slot_bytes(block) for block in blocks], resident=3)
-        assert estimated(plan, offload)["denoise"].weight_bytes == rest + held
-
-    def test_profiling_has_adapters(self, everything):
-        plan = plan_of(str(everything))
-        profiled, real = random_transformer(plan), models.load_transformer(plan)
-        assert storage_bytes(profiled.parameters()) == storage_bytes(real.parameters())
-        assert {name for name, _ in profiled.named_parameters()} == {name for name, _ in real.named_parameters()}
-
-    def test_each_of_two_ranks_has_half_of_what_is_divided(self, style):
-        one, two = (
-            plan_of(str(style), **({"parallel.gpus": 2, "parallel.tensor_parallel_degree": 2} if ranks == 2 else {}))
-            for ranks in (1, 2)
-        )
-        bare_one, bare_two = (make_plan(plan.settings.replace({"loras": ()})) for plan in (one, two))
-        added = [
-            next(stage.weight_bytes for stage in plan.stages if stage.name == "denoise")
-            - next(stage.weight_bytes for stage in bare.stages if stage.name == "denoise")
-            for plan, bare in ((one, bare_one), (two, bare_two))
-        ]
-        assert 0.4 * added[0] < added[1] < 0.8 * added[0]

@@ -3,7 +3,7 @@
 import pytest
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.components.parallelize import choose_mesh, describe_mesh
+from opensora_cli.engine.components.parallelize import choose_mesh
 from opensora_cli.parallel.shares import MeshShape
 from opensora_cli.settings.load import load_preset
 
@@ -52,7 +52,3 @@ def test_nobody_is_left_without_work():
         mesh(gpus=8, ulysses_degree=2, ring_degree=1)
     with pytest.raises(RequestError, match="cannot share 80 tokens"):
         mesh("demo", tokens=80, gpus=81)
-
-
-def test_description():
-    assert describe_mesh(MeshShape(ring=2, ulysses=4)) == "Ulysses 4 x ring attention 2"

@@ -11,13 +11,11 @@ from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.engine.components.velocity import (
     GuidedVelocity,
     PromptEmbeds,
-    are_batched,
     modulation_comes_first,
     modulation_values,
 )
 from opensora_cli.models.mmdit.blocks import modulation_layers
 from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.models.mmdit.model import BlockResidual
 from opensora_cli.sampling.guidance import Branch
 from opensora_cli.sampling.step_cache import CachedStep
 from opensora_cli.settings.load import load_preset
@@ -105,20 +103,6 @@ def test_a_step_that_reuses_block_outputs_computes_no_block(few_tokens: int, mon
         assert_close(again[branch], exact[branch])
         assert not torch.allclose(later[branch], exact[branch], rtol=0.01)
     assert_close(other_phase[Branch.COND], exact[Branch.COND])
-
-
-def test_nothing_is_reused_before_it_is_computed() -> None:
-    model = transformer()
-    given = inputs(model, batch=1)
-    with pytest.raises(ValueError, match=r"residual\.is_reused is set"):
-        model(**given, residual=BlockResidual(is_reused=True))
-
-
-def test_size_and_device_decide() -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
-    assert are_batched(112, cpu)  # the demo's
-    assert not are_batched(8832, cpu)  # of 256px and 129 frames
-    assert not are_batched(8832, cuda)
 
 
 @pytest.mark.parametrize("few_tokens", [1024, 0])

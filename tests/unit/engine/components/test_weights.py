@@ -11,7 +11,7 @@ from tiny_world import dc_ae_settings, demo_settings, released_settings
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.components import weights
 from opensora_cli.engine.components.weights import Component, choose_model, find_weights
-from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, OPEN_SORA_V2
+from opensora_cli.models.registry import AUTO, DEMO, OPEN_SORA_V2
 
 
 @pytest.fixture(autouse=True)
@@ -48,11 +48,6 @@ def test_the_working_directory_is_searched_without_a_named_folder(world, tmp_pat
     shutil.copytree(world.released, "ckpts")
     assert find_weights(without_folder(world, tmp_path)).complete
     assert not find_weights(released_settings(world, tmp_path, runtime__weights=str(tmp_path / "elsewhere"))).paths
-
-
-def test_hugging_face_cache(world, tmp_path):
-    snapshot = put_into_hub("hpcai-tech/Open-Sora-v2", world.released, tmp_path)
-    assert find_weights(without_folder(world, tmp_path)).path(Component.VAE) == snapshot / "hunyuan_vae.safetensors"
 
 
 def test_components_from_several_places(world, tmp_path):
@@ -102,26 +97,12 @@ def test_text_encoders_of_one_released_model_serve_the_other(world, tmp_path):
     assert find_weights(settings).complete
 
 
-def test_only_what_is_needed_is_required(world, tmp_path):
-    (tmp_path / "w").mkdir()
-    shutil.copy(world.released / "hunyuan_vae.safetensors", tmp_path / "w")
-    found = find_weights(released_settings(world, tmp_path, runtime__weights=str(tmp_path / "w")))
-    found.require([Component.VAE])
-    with pytest.raises(CheckpointError):
-        found.require([Component.VAE, Component.CLIP])
-
-
 def test_demo_is_in_the_package(world, tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "packaged_demo", lambda: world.demo)
     # OSORA_WEIGHTS is usually set for the released model.
     for folder in (None, str(world.released)):
         found = find_weights(demo_settings(world, tmp_path, runtime__weights=folder))
         assert found.path(Component.TRANSFORMER) == world.demo / "transformer.safetensors"
-
-
-def test_demo_in_a_named_folder_wins(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "packaged_demo", lambda: tmp_path / "nowhere")
-    assert find_weights(demo_settings(world, tmp_path)).path(Component.CLIP) == world.demo / "clip"
 
 
 def test_missing_demo_says_how_to_get_it(world, tmp_path, monkeypatch):
@@ -155,8 +136,3 @@ def test_auto_without_some_weights_names_them(world, tmp_path, monkeypatch):
     shutil.copytree(world.released, tmp_path / "w", ignore=shutil.ignore_patterns("openai"))
     reason = f"weights (clip) of open-sora-v2 are missing in {tmp_path / 'w'}"
     assert choose_model(AUTO, weights=str(tmp_path / "w")) == (DEMO, reason)
-
-
-@pytest.mark.parametrize("choice", ARCHITECTURES)
-def test_a_named_model_is_used(choice):
-    assert choose_model(choice) == (choice, "as asked")
