@@ -43,7 +43,7 @@ class BenchCommSettings(Section):
     collectives: tuple[Collective, ...] = Field(
         default=tuple(Collective), min_length=1, description="Collectives to measure."
     )
-    scaling: Scaling | None = Field(default=None, description="Also time sampling and training at 1, 2, 4 .. ranks.")
+    scaling: Scaling | None = Field(default=None, description="Also time sampling at 1, 2, 4 .. ranks.")
     plot: PlotFile | None = Field(default=None, description="Chart file: .png, .svg or .pdf.")
     overwrite: bool = Field(default=False, description="Replace an existing file.")
 

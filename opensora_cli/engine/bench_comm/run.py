@@ -117,13 +117,14 @@ def bench_comm(
     tables = []
     if settings.scaling is not None:
         with reporter.stage("scaling"):
-            tables = measure_scaling(
+            table = measure_scaling(
                 settings.scaling,
                 group=group,
                 device=device,
                 steps=min(settings.iters, _SCALING_STEPS),
                 is_gloo=header.is_gloo,
             )
+            tables.append(table)
     rows = tuple(row for of_one in found.values() for row in of_one)
     report = BenchReport(
         header=header,

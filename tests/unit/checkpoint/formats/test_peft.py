@@ -5,7 +5,7 @@ import os
 import pytest
 from tiny_adapters import factors, write_adapter
 
-from opensora_cli.checkpoint.formats.lora_file import open_adapter
+from opensora_cli.checkpoint.lora import open_adapter
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
 
