@@ -121,7 +121,7 @@ def test_export_goes_through_eval(profile: str, form: str, capsys: pytest.Captur
     code, out, err = run("--profile", profile, "--json", capsys=capsys)
     assert (code, err) == (0, "")
     document = json.loads(out)
-    assert document["schema"] == "osora.env-profile/1"
+    assert document["schema"] == "osora.env-profile/2"
     assert all(item["why"] for item in document["variables"])
     command = f"cat {shlex.quote(str(Path('lines.sh').absolute()))}"
     code, out, _ = run("--profile", profile, "--export", capsys=capsys)
