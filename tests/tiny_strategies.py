@@ -9,7 +9,7 @@ from torch import Tensor
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import SampledBatches
-from opensora_cli.engine.bench_comm.counting import counted_bytes
+from opensora_cli.engine.bench_comm.measure import counted_bytes
 from opensora_cli.engine.encode.loading import open_batches
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.distribution import Distribution, local, mesh_shape

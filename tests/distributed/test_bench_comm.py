@@ -16,7 +16,7 @@ from torch import Tensor
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.bench_comm import run as bench
 from opensora_cli.engine.bench_comm import scaling as scaling_steps
-from opensora_cli.engine.bench_comm.counting import counted_bytes
+from opensora_cli.engine.bench_comm.measure import counted_bytes
 from opensora_cli.engine.bench_comm.operations import BUILDERS, Place, bus_factor
 from opensora_cli.engine.bench_comm.report import BenchReport
 from opensora_cli.engine.bench_comm.run import affordable_bytes, bench_comm

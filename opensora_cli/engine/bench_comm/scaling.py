@@ -9,8 +9,7 @@ import torch.distributed as dist
 from opensora_cli.core.attention import AttentionFn
 from opensora_cli.core.device import timed
 from opensora_cli.core.documents import Document
-from opensora_cli.engine.bench_comm.counting import counted_bytes
-from opensora_cli.engine.bench_comm.timing import meet
+from opensora_cli.engine.bench_comm.measure import counted_bytes, meet
 from opensora_cli.engine.components.configs import mmdit_config
 from opensora_cli.models.attention.sdpa import sdpa
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
