@@ -14,9 +14,10 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from gpu_bench import Bench, Row
@@ -26,56 +27,34 @@ from opensora_cli.core.device import release_memory
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.engine.components.hardware import versions
 
-SCHEMA = "osora.bench.gpu/1"
+SCHEMA = "osora.bench.gpu/2"
 _MOST_TRACE = 2000
 
 
-class Part(NamedTuple):
-    """Part that `--part` can name."""
-
-    what: str
-    measure: Callable[[Bench], Iterator[Row]]
-    least_s: float
-    """Remaining seconds that the part needs to begin: its expected time on an H100, which was not measured."""
-
-
-PARTS = {
-    "rates": Part("products of matrices and copies, by themselves", rates, 15),
-    "256px": Part("an evaluation of 256px, plain and ours", lambda bench: evaluation(bench, "256px"), 25),
-    "attention": Part("each attention that is there, at the lengths of 256px and 768px", attention, 20),
-    "settings": Part("an evaluation of 256px with compilation, 8 bits and the like", settings, 60),
-    "768px": Part("an evaluation of 768px, plain and ours", lambda bench: evaluation(bench, "768px"), 90),
-    "decoding": Part("decoding 256px and 768px", decoding, 40),
-    "streaming": Part("blocks that come from the host's memory, beside those that stay", streaming, 70),
-    "training": Part("a training step of blocks of the released width", training, 30),
+PARTS: Mapping[str, tuple[Callable[[Bench], Iterator[Row]], float]] = {
+    "rates": (rates, 15),
+    "256px": (partial(evaluation, preset="256px"), 25),
+    "attention": (attention, 20),
+    "settings": (settings, 60),
+    "768px": (partial(evaluation, preset="768px"), 90),
+    "decoding": (decoding, 40),
+    "streaming": (streaming, 70),
+    "training": (training, 30),
 }
-
-
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Return the options of the command line."""
-    parts = "\n".join(f"  {name:<12} {part.what}" for name, part in PARTS.items())
-    parser = argparse.ArgumentParser(
-        description=f"{__doc__}\nparts:\n{parts}", formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all parts; what would take longer is skipped")
-    parser.add_argument("--part", action="append", choices=list(PARTS), help="may be repeated; default: all")
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
-    parser.add_argument("--tiny", action="store_true", help="tiny models, to try the script itself")
-    parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="where the figures go; default: gpu.json")
-    return parser.parse_args(arguments)
+"""Parts by name, each with the remaining seconds that it needs to begin: its expected time on an H100."""
 
 
 def run_part(name: str, bench: Bench, record: dict[str, Any], write: Callable[[], None]) -> None:
     """Put the rows of a part, or its error, into its record, and call `write` after each row."""
-    part, found = PARTS[name], list[Row]()
-    record |= {"part": name, "what": part.what, "status": "running", "rows": found}
-    if bench.left_s() < part.least_s:
-        left = f"{max(0.0, bench.left_s()):.0f} s were left, and it is to have {part.least_s:g}"
+    (measure, least_s), found = PARTS[name], list[Row]()
+    record |= {"part": name, "status": "running", "rows": found}
+    if bench.left_s() < least_s:
+        left = f"{max(0.0, bench.left_s()):.0f} s were left, and it is to have {least_s:g}"
         record |= {"status": "skipped", "reason": left}
         return
     start = time.perf_counter()
     try:
-        for row in part.measure(bench):
+        for row in measure(bench):
             found.append(row)
             write()
             print(f"{name:<12} {json.dumps(row)}", flush=True)
@@ -91,7 +70,13 @@ def run_part(name: str, bench: Bench, record: dict[str, Any], write: Callable[[]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts, and write the file after each. Return 1 if a part failed."""
-    options = parse(arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=9.0, help="for all parts; what would take longer is skipped")
+    parser.add_argument("--part", action="append", choices=list(PARTS), help="may be repeated; default: all")
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to try the script itself")
+    parser.add_argument("--out", type=Path, default=Path("gpu.json"), help="where the figures go; default: gpu.json")
+    options = parser.parse_args(arguments)
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         print("there is no CUDA device: --device cpu --tiny tries the script", file=sys.stderr)

@@ -10,7 +10,7 @@ This is about storage. Published files keep the scale of `x.weight` under one of
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 import torch
@@ -38,7 +38,7 @@ def dequantize(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[st
         dtype: dtype of the dequantized tensors; the product is rounded to it once.
 
     Raises:
-        CheckpointError: a tensor has two scales, or a scale whose shape or dtype fits none of the variants.
+        CheckpointError: a scale has a shape or dtype that fits none of the variants.
     """
     scales = _scales(entries)
     result: dict[str, LazyTensor] = {}
@@ -46,8 +46,6 @@ def dequantize(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[st
         if name not in scales:
             result[name] = entry
             continue
-        if len(scales[name]) > 1:
-            raise CheckpointError(f"{name} has more than one scale: {', '.join(scales[name])}")
         scale = entries[scales[name][0]] if scales[name] else None
         result[name] = _dequantized(name, entry, scale, dtype)
     return result
@@ -56,7 +54,8 @@ def dequantize(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[st
 def without_scales(entries: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
     """Return the weights of a model, without the scales and flags of 8-bit tensors."""
     scales = _scales(entries)
-    left_out = {name for found in scales.values() for name in found} | _companions(scales)
+    left_out = {name for found in scales.values() for name in found}
+    left_out |= {f"{name.rpartition('.')[0]}.{kind}".removeprefix(".") for name in scales for kind in _COMPANIONS}
     return {
         name: entry
         for name, entry in entries.items()
@@ -165,19 +164,13 @@ def _widened(values: Tensor) -> Tensor:
 
 def _scales(entries: Mapping[str, LazyTensor]) -> dict[str, list[str]]:
     """Return the 8-bit tensors, each with the candidates for its scale, rarely more than one."""
-    quantized = (name for name, entry in entries.items() if entry.dtype in FP8_DTYPES and not _is_marker(name))
-    return {name: _find_scales(name, entries) for name in quantized}
-
-
-def _find_scales(name: str, entries: Mapping[str, LazyTensor]) -> list[str]:
-    module, _, kind = name.rpartition(".")
-    candidates = [f"{name}{_SCALE}", f"{name}_scale_inv", f"{module}.scale_{kind}" if module else f"scale_{kind}"]
-    return [candidate for candidate in candidates if candidate in entries]
-
-
-def _companions(quantized: Iterable[str]) -> set[str]:
-    modules = {name.rpartition(".")[0] for name in quantized}
-    return {f"{module}.{kind}" if module else kind for module in modules for kind in _COMPANIONS}
+    found = {}
+    for name, entry in entries.items():
+        if entry.dtype in FP8_DTYPES and not _is_marker(name):
+            module, _, kind = name.rpartition(".")
+            candidates = (f"{name}{_SCALE}", f"{name}_scale_inv", f"{module}.scale_{kind}".removeprefix("."))
+            found[name] = [candidate for candidate in candidates if candidate in entries]
+    return found
 
 
 def _is_marker(name: str) -> bool:

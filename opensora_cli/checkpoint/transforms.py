@@ -31,23 +31,19 @@ def rename(entries: Mapping[str, LazyTensor], rules: Sequence[str]) -> dict[str,
     """
     for rule in rules:
         substitute = _substitution(rule)
-        renamed: dict[str, LazyTensor] = {}
+        changed = {name: substitute(name) for name in entries}
+        if all(new is None for new in changed.values()):
+            raise RequestError(f"rename={rule!r} matches no tensor{_such_as(entries)}")
         sources: dict[str, str] = {}
-        found = False
-        for name, entry in entries.items():
-            new_name = substitute(name)
-            found = found or new_name is not None
-            new_name = name if new_name is None else new_name
+        for name, new in changed.items():
+            new_name = name if new is None else new
             if not new_name:
                 raise RequestError(f"rename={rule!r} leaves nothing of the name {plain(name)}")
             if new_name in sources:
                 both = f"{plain(sources[new_name])} and {plain(name)}"
                 raise RequestError(f"rename={rule!r} gives {both} the same name: {plain(new_name)}")
             sources[new_name] = name
-            renamed[new_name] = entry
-        if not found:
-            raise RequestError(f"rename={rule!r} matches no tensor{_such_as(entries)}")
-        entries = renamed
+        entries = {new_name: entries[name] for new_name, name in sources.items()}
     return dict(entries)
 
 

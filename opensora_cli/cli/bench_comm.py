@@ -55,7 +55,7 @@ def bench_comm(settings: BenchCommSettings, call: Call) -> None:
 
 _ROWS = {
     "--collective": Option("collectives", "", f"One of {', '.join(Collective)}.", "NAME", default="all"),
-    "--scaling": Option("scaling", help="Also time steps of sampling and training at 1, 2, 4 .. ranks."),
+    "--scaling": Option("scaling", help="Also time steps of sampling at 1, 2, 4 .. ranks."),
     "--gpus": Option("parallel.gpus", MACHINE, "GPUs, or processes on a CPU.", default="all GPUs, or 2 processes"),
     "--devices": DEVICES,
     "--device": Option("device", MACHINE, "auto means GPUs if there are any.", "DEVICE"),

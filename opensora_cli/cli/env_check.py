@@ -33,7 +33,7 @@ def env_check(settings: EnvCheckSettings, call: Call) -> None:
         if export and not call.as_json:
             print_lines(PROFILES[profile].export_lines())
         else:
-            call.show(PROFILES[profile].compare(os.environ))
+            call.show(PROFILES[profile])
         return
     if export:
         raise RequestError("--export needs a profile", hint=f"add --profile {' or '.join(EnvProfile)}")

@@ -111,7 +111,7 @@ def test_export_goes_through_eval(profile: str, form: str, run) -> None:
     code, out, err = run("env-check", "--profile", profile, "--json")
     assert (code, err) == (0, "")
     document = json.loads(out)
-    assert document["schema"] == "osora.env-profile/1"
+    assert document["schema"] == "osora.env-profile/2"
     assert all(item["why"] for item in document["variables"])
     command = f"cat {shlex.quote(str(Path('lines.sh').absolute()))}"
     code, out, _ = run("env-check", "--profile", profile, "--export")

@@ -16,12 +16,10 @@ from torch import Tensor
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.bench_comm import run as bench
 from opensora_cli.engine.bench_comm import scaling as scaling_steps
-from opensora_cli.engine.bench_comm.counting import counted_bytes
+from opensora_cli.engine.bench_comm.measure import counted_bytes
 from opensora_cli.engine.bench_comm.operations import BUILDERS, Place, bus_factor
 from opensora_cli.engine.bench_comm.report import BenchReport
 from opensora_cli.engine.bench_comm.run import affordable_bytes, bench_comm
-from opensora_cli.engine.components.architectures import mmdit_config
-from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.exchanges import TwoStages
 from opensora_cli.parallel.mesh import stage_groups
 from opensora_cli.settings.enums import Collective, Scaling
@@ -162,19 +160,12 @@ def test_the_whole_benchmark(pool: Pool, tmp_path: Path) -> None:
     assert report.header.environment == {"GLOO_SOCKET_IFNAME": "lo"}
     assert plot.read_bytes().startswith(b"\x89PNG")
 
-    assert [table.step for table in report.scaling] == ["denoising step", "training step"]
-    for table in report.scaling:
-        assert [(row.ranks, row.efficiency) for row in table.rows] == [(1, None), (2, None)]
-        assert table.rows[0].sent_bytes == 0
-        assert table.rows[0].step_s > 0
-    sampled, trained = (table.rows[1].sent_bytes for table in report.scaling)
+    [table] = report.scaling
+    assert [(row.ranks, row.efficiency) for row in table.rows] == [(1, None), (2, None)]
+    assert table.rows[0].sent_bytes == 0
+    assert table.rows[0].step_s > 0
     # Tokens for heads around each attention, and the gathered velocity, of both branches of guidance.
-    assert sampled == 393_216
-    config = mmdit_config(_small_demo().model)
-    with torch.device("meta"):
-        weights = sum(weight.numel() for weight in MMDiT(config).parameters())
-    # The gradients, in one all-reduce.
-    assert trained == 2 * 4 * weights
+    assert table.rows[1].sent_bytes == 393_216
 
 
 def _short_of_memory(min_bytes: int) -> tuple[list[int], tuple[str, ...]]:

@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 from opensora_cli.cli.app import main
 from opensora_cli.core.conditions import reference_parts
-from opensora_cli.engine.bench_comm.counting import counted_bytes
+from opensora_cli.engine.bench_comm.measure import counted_bytes
 from opensora_cli.engine.components.architectures import transformer_on_meta
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.velocity import PromptEmbeds

@@ -31,7 +31,7 @@ from torch._dynamo.utils import counters
 
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.data.batches import SampleRng
-from opensora_cli.engine.bench_comm.counting import counted_bytes
+from opensora_cli.engine.bench_comm.measure import counted_bytes
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders
 from opensora_cli.engine.train.checkpoints import CheckpointWriter

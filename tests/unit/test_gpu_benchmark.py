@@ -25,7 +25,7 @@ def figures(tmp_path: Path, *arguments: str) -> dict:
     out = tmp_path / "gpu.json"
     gpu.main([*CPU, "--out", str(out), *arguments])
     document = json.loads(out.read_text())
-    assert document["schema"] == "osora.bench.gpu/1"
+    assert document["schema"] == "osora.bench.gpu/2"
     return {part["part"]: part for part in document["parts"]}
 
 
@@ -53,7 +53,7 @@ def test_a_part_that_fails_leaves_its_rows_and_the_next_one_runs(
         assert json.loads((tmp_path / "gpu.json").read_text())["parts"][0]["rows"] == [{"what": "before"}]
         yield {"what": "after"}
 
-    monkeypatch.setattr(gpu, "PARTS", {"a": gpu.Part("a", failing, 0), "b": gpu.Part("b", working, 0)})
+    monkeypatch.setattr(gpu, "PARTS", {"a": (failing, 0), "b": (working, 0)})
     assert gpu.main([*CPU, "--out", str(tmp_path / "gpu.json")]) == 1
     first, second = json.loads((tmp_path / "gpu.json").read_text())["parts"]
     assert (first["status"], first["reason"]) == ("failed", "RuntimeError: the kernel is wrong")

@@ -13,12 +13,11 @@ from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.files import require_writable
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
-from opensora_cli.engine.bench_comm.counting import counted_bytes
 from opensora_cli.engine.bench_comm.links import Verdict, expected_bandwidth, judge
+from opensora_cli.engine.bench_comm.measure import counted_bytes, measure
 from opensora_cli.engine.bench_comm.operations import BUFFERS, BUILDERS, Operation, Place, bus_factor
 from opensora_cli.engine.bench_comm.report import TABLE_HEAD, BenchReport, Row
 from opensora_cli.engine.bench_comm.scaling import measure_scaling
-from opensora_cli.engine.bench_comm.timing import measure
 from opensora_cli.engine.bench_comm.topology import Header, gather_header
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
 from opensora_cli.engine.launch.rank import WatchedReporter, device_type, joined
@@ -117,13 +116,14 @@ def bench_comm(
     tables = []
     if settings.scaling is not None:
         with reporter.stage("scaling"):
-            tables = measure_scaling(
+            table = measure_scaling(
                 settings.scaling,
                 group=group,
                 device=device,
                 steps=min(settings.iters, _SCALING_STEPS),
                 is_gloo=header.is_gloo,
             )
+            tables.append(table)
     rows = tuple(row for of_one in found.values() for row in of_one)
     report = BenchReport(
         header=header,

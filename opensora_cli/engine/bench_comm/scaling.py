@@ -1,17 +1,15 @@
-"""Step times of sampling and training at 1, 2, 4 .. ranks, on the demo's transformer with random weights."""
+"""Step times of sampling at 1, 2, 4 .. ranks, on the demo's transformer with random weights."""
 
 from collections.abc import Callable
 from statistics import median
 
 import torch
 import torch.distributed as dist
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from opensora_cli.core.attention import AttentionFn
 from opensora_cli.core.device import timed
 from opensora_cli.core.documents import Document
-from opensora_cli.engine.bench_comm.counting import counted_bytes
-from opensora_cli.engine.bench_comm.timing import meet
+from opensora_cli.engine.bench_comm.measure import counted_bytes, meet
 from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.models.attention.torch_kernels import sdpa
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
@@ -19,7 +17,7 @@ from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.mesh import new_group
 from opensora_cli.parallel.ring import RingAttention
 from opensora_cli.parallel.sequence import SequenceParallel
-from opensora_cli.parallel.shares import SequenceLengths, shares
+from opensora_cli.parallel.shares import SequenceLengths
 from opensora_cli.parallel.ulysses import UlyssesAttention
 from opensora_cli.sampling.denoise import euler_step
 from opensora_cli.sampling.packing import position_ids
@@ -29,7 +27,6 @@ from opensora_cli.settings.load import load_preset
 _LATENT_FRAMES = 5
 _SIDE = 4
 """Tokens along a side of the demo's frames."""
-_LEAST_BATCH = 8
 
 
 class ScalingRow(Document):
@@ -48,7 +45,6 @@ class ScalingTable(Document):
     """Step times of one kind of step."""
 
     step: str
-    """`denoising step` or `training step`."""
     scaling: Scaling
     rows: tuple[ScalingRow, ...]
 
@@ -65,35 +61,31 @@ class ScalingTable(Document):
 
 def measure_scaling(
     scaling: Scaling, *, group: dist.ProcessGroup, device: torch.device, steps: int, is_gloo: bool
-) -> list[ScalingTable]:
-    """Time a step of sampling and one of training at 1, 2, 4 .. ranks of a group. All its ranks call this.
+) -> ScalingTable:
+    """Time a step of sampling at 1, 2, 4 .. ranks of a group. All its ranks call this.
 
     Strong scaling divides the same work, weak scaling gives each rank the same work. One step warms up before `steps`.
     """
-    counts = [*(2**power for power in range(group.size().bit_length()) if 2**power < group.size()), group.size()]
-    tables = []
-    for name, make in (("denoising step", denoising_step), ("training step", training_step)):
-        rows: list[ScalingRow] = []
-        for ranks in counts:
-            part = new_group([dist.get_global_rank(group, rank) for rank in range(ranks)])
-            measured = [0.0, 0.0]
-            if dist.get_rank(group) < ranks:
-                step = make(part, device, is_weak=scaling is Scaling.WEAK, most_ranks=group.size())
-                with counted_bytes() as sent:
-                    step()
-                measured = [_median_s(step, part, device, steps), float(sent.num_bytes)]
-            # The other ranks wait here, and do not disturb.
-            gathered = [torch.zeros(2, dtype=torch.float64, device=device) for _ in range(group.size())]
-            dist.all_gather(gathered, torch.tensor(measured, dtype=torch.float64, device=device), group=group)
-            if dist.get_rank(group) < ranks:
-                dist.destroy_process_group(part)
-            seconds, sent_bytes = zip(*(each.tolist() for each in gathered), strict=True)
-            step_s = max(seconds)
-            ideal_s = (rows[0].step_s if rows else step_s) / (ranks if scaling is Scaling.STRONG else 1)
-            efficiency = None if is_gloo else ideal_s / step_s
-            rows.append(ScalingRow(ranks=ranks, step_s=step_s, sent_bytes=int(sum(sent_bytes)), efficiency=efficiency))
-        tables.append(ScalingTable(step=name, scaling=scaling, rows=tuple(rows)))
-    return tables
+    rows: list[ScalingRow] = []
+    for ranks in [*(2**power for power in range(group.size().bit_length()) if 2**power < group.size()), group.size()]:
+        part = new_group([dist.get_global_rank(group, rank) for rank in range(ranks)])
+        measured = [0.0, 0.0]
+        if dist.get_rank(group) < ranks:
+            step = denoising_step(part, device, is_weak=scaling is Scaling.WEAK)
+            with counted_bytes() as sent:
+                step()
+            measured = [_median_s(step, part, device, steps), float(sent.num_bytes)]
+        # The other ranks wait here, and do not disturb.
+        gathered = [torch.zeros(2, dtype=torch.float64, device=device) for _ in range(group.size())]
+        dist.all_gather(gathered, torch.tensor(measured, dtype=torch.float64, device=device), group=group)
+        if dist.get_rank(group) < ranks:
+            dist.destroy_process_group(part)
+        seconds, sent_bytes = zip(*(each.tolist() for each in gathered), strict=True)
+        step_s = max(seconds)
+        ideal_s = (rows[0].step_s if rows else step_s) / (ranks if scaling is Scaling.STRONG else 1)
+        efficiency = None if is_gloo else ideal_s / step_s
+        rows.append(ScalingRow(ranks=ranks, step_s=step_s, sent_bytes=int(sum(sent_bytes)), efficiency=efficiency))
+    return ScalingTable(step="denoising step", scaling=scaling, rows=tuple(rows))
 
 
 def _median_s(step: Callable[[], object], group: dist.ProcessGroup, device: torch.device, steps: int) -> float:
@@ -104,9 +96,7 @@ def _median_s(step: Callable[[], object], group: dist.ProcessGroup, device: torc
     return median(seconds)
 
 
-def denoising_step(
-    group: dist.ProcessGroup, device: torch.device, *, is_weak: bool, most_ranks: int
-) -> Callable[[], object]:
+def denoising_step(group: dist.ProcessGroup, device: torch.device, *, is_weak: bool) -> Callable[[], object]:
     """Return a step of sampling: two branches of guidance and an Euler step, with tokens divided between the ranks.
 
     Up to the number of heads, ranks use Ulysses attention, else a ring. Weak scaling makes the video longer.
@@ -117,7 +107,7 @@ def denoising_step(
     attention: AttentionFn = sdpa
     if ranks > 1:
         attention = (RingAttention if ring > 1 else UlyssesAttention)(sdpa, group, lengths)
-    transformer, latents, others = _inputs(1, _LATENT_FRAMES * (ranks if is_weak else 1), device, attention)
+    transformer, latents, others = _inputs(_LATENT_FRAMES * (ranks if is_weak else 1), device, attention)
     model = SequenceParallel(
         transformer, group, lengths, sequence_inputs=SEQUENCE_INPUTS, text_sequence_inputs=TEXT_SEQUENCE_INPUTS
     )
@@ -130,36 +120,8 @@ def denoising_step(
     return step
 
 
-def training_step(
-    group: dist.ProcessGroup, device: torch.device, *, is_weak: bool, most_ranks: int
-) -> Callable[[], object]:
-    """Return a step of training: samples divided between the ranks, gradients summed, one update.
-
-    The batch has a sample for each of the `most_ranks`. Weak scaling gives each rank a whole batch.
-    """
-    batch = max(_LEAST_BATCH, most_ranks)
-    if not is_weak:
-        batch = shares(batch, group.size())[dist.get_rank(group)]
-    model, latents, others = _inputs(batch, _LATENT_FRAMES, device)
-    optimizer = torch.optim.AdamW(model.requires_grad_().parameters(), lr=1e-5)
-    target = torch.zeros_like(latents)
-
-    def step() -> None:
-        loss = torch.nn.functional.mse_loss(model(latents, **others).float(), target.float())
-        optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
-        flat = parameters_to_vector(gradients)
-        if group.size() > 1:
-            dist.all_reduce(flat, group=group)
-        vector_to_parameters(flat / group.size(), gradients)
-        optimizer.step()
-
-    return step
-
-
 def _inputs(
-    batch: int, frames: int, device: torch.device, attention: AttentionFn = sdpa
+    frames: int, device: torch.device, attention: AttentionFn
 ) -> tuple[MMDiT, torch.Tensor, dict[str, torch.Tensor]]:
     """Return the demo's transformer, packed_latents_BND and its other arguments, the same on all ranks."""
     settings = load_preset("demo", prompt="any")
@@ -167,12 +129,12 @@ def _inputs(
     with torch.device(device):
         model = MMDiT(config, attention=attention)
         others = {
-            "prompt_embeds_BLC": torch.zeros(batch, settings.text.t5_max_length, config.context_in_dim),
-            "pooled_prompt_embeds_BV": torch.zeros(batch, config.vec_in_dim),
-            "conditioning_BNK": torch.zeros(batch, tokens, config.conditioning_channels),
-            "timesteps_B": torch.full((batch,), 0.5),
+            "prompt_embeds_BLC": torch.zeros(1, settings.text.t5_max_length, config.context_in_dim),
+            "pooled_prompt_embeds_BV": torch.zeros(1, config.vec_in_dim),
+            "conditioning_BNK": torch.zeros(1, tokens, config.conditioning_channels),
+            "timesteps_B": torch.full((1,), 0.5),
             "position_ids_BN3": position_ids(1, frames, _SIDE, _SIDE, device=device),
         }
     model.reset_parameters(generator=torch.Generator(device).manual_seed(0))
-    latents = torch.randn(batch, tokens, config.in_channels, generator=torch.Generator().manual_seed(1))
+    latents = torch.randn(1, tokens, config.in_channels, generator=torch.Generator().manual_seed(1))
     return model, latents.to(device), others

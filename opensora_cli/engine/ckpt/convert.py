@@ -12,10 +12,9 @@ from pydantic import Field
 
 import opensora_cli
 from opensora_cli.checkpoint.contents import Checkpoint
-from opensora_cli.checkpoint.formats.lora_file import open_adapter
 from opensora_cli.checkpoint.fp8 import FP8_DTYPES, dequantize, quantize, separated, without_scales
 from opensora_cli.checkpoint.lazy import LazyTensor
-from opensora_cli.checkpoint.lora import merge
+from opensora_cli.checkpoint.lora import merge, open_adapter
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.readable import listing_sha256, sha256_of
 from opensora_cli.checkpoint.targets import check_target

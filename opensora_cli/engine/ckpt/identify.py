@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from opensora_cli.checkpoint.formats.lora_file import describe_adapter
 from opensora_cli.checkpoint.load import Shape, differences
+from opensora_cli.checkpoint.lora import describe_adapter
 from opensora_cli.core.choices import QKV
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import plain

@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from pydantic import Field
 
-from opensora_cli.checkpoint.formats.lora_file import open_adapter
 from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.lazy import LazyTensor
+from opensora_cli.checkpoint.lora import open_adapter
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.transforms import only
 from opensora_cli.core.choices import Format, Selection

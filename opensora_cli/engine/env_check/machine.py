@@ -206,8 +206,6 @@ def check_libraries(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Fin
             why="several GPUs cannot exchange data",
             fix="use a torch for Linux; on Windows, run in WSL 2",
         )
-    else:
-        yield note("no NCCL, which only several GPUs need")
 
 
 def shadowing_libraries(environment: Mapping[str, str], *, own: Path) -> tuple[str, ...]:

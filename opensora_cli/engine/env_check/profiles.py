@@ -5,7 +5,7 @@ What torch, NCCL and torchrun do by themselves is not among them.
 
 import shlex
 from collections.abc import Mapping
-from typing import ClassVar, Self
+from typing import ClassVar
 
 from opensora_cli.core.documents import Document
 from opensora_cli.settings.enums import EnvProfile
@@ -17,14 +17,12 @@ class Recommendation(Document):
     name: str
     value: str
     why: str
-    is_set: bool = False
-    """Whether the variable has this value already."""
 
 
 class Profile(Document):
-    """Recommended variables for a kind of machine, in the schema `osora.env-profile/1`."""
+    """Recommended variables for a kind of machine, in the schema `osora.env-profile/2`."""
 
-    SCHEMA: ClassVar[str | None] = "osora.env-profile/1"
+    SCHEMA: ClassVar[str | None] = "osora.env-profile/2"
 
     profile: EnvProfile
     title: str
@@ -33,10 +31,10 @@ class Profile(Document):
     """Advice that is no variable."""
 
     def lines(self) -> list[str]:
-        """Return the lines for people, with marks at variables that are set."""
+        """Return the lines for people."""
         lines = [self.title]
         for item in self.variables:
-            lines += [f"  {item.name}={item.value}{' (is set)' if item.is_set else ''}", f"      {item.why}"]
+            lines += [f"  {item.name}={item.value}", f"      {item.why}"]
         return [*lines, *(f"  {note}" for note in self.notes)]
 
     def export_lines(self) -> list[str]:
@@ -45,13 +43,6 @@ class Profile(Document):
         Each ends in a semicolon and has no comment, so that `eval $(...)` works without quotes too.
         """
         return [f"export {item.name}={shlex.quote(item.value)};" for item in self.variables]
-
-    def compare(self, environment: Mapping[str, str]) -> Self:
-        """Return the profile with marks at the variables that `environment` sets."""
-        marked = [
-            item.model_copy(update={"is_set": environment.get(item.name) == item.value}) for item in self.variables
-        ]
-        return self.model_copy(update={"variables": tuple(marked)})
 
 
 _EXPANDABLE = Recommendation(

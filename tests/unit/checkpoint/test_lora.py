@@ -8,9 +8,8 @@ from closeness import assert_close
 from tiny_adapters import draw, factors, write_adapter
 from tiny_weights import held, read
 
-from opensora_cli.checkpoint.formats.lora_file import open_adapter
 from opensora_cli.checkpoint.lazy import LazyTensor
-from opensora_cli.checkpoint.lora import Adapter, LowRank, merge
+from opensora_cli.checkpoint.lora import Adapter, LowRank, merge, open_adapter
 from opensora_cli.core.exceptions import CheckpointError
 
 

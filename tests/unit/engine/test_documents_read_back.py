@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tiny_adapters import CONFIG, factors, write_adapter
 from tiny_source import Colors
 
-from opensora_cli.checkpoint.formats.lora_file import open_adapter
+from opensora_cli.checkpoint.lora import open_adapter
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.shared_folder import recorded_hashes
 from opensora_cli.core.exceptions import FileProblem, RequestError

@@ -7,10 +7,10 @@ import pytest
 
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.bench_comm.links import Expectation, Judgement, Verdict
+from opensora_cli.engine.bench_comm.measure import Times
 from opensora_cli.engine.bench_comm.report import BenchReport, Row
 from opensora_cli.engine.bench_comm.run import doubling_sizes
 from opensora_cli.engine.bench_comm.scaling import ScalingRow, ScalingTable
-from opensora_cli.engine.bench_comm.timing import Times
 from opensora_cli.engine.bench_comm.topology import Header, HostLinks
 from opensora_cli.settings.enums import Collective, Scaling
 

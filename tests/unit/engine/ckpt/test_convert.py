@@ -71,21 +71,6 @@ def test_a_plan_writes_nothing(source: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [source]
 
 
-def test_the_result_lists_what_was_written(source: Path, tmp_path: Path) -> None:
-    reporter = RecordingReporter()
-    result = convert(settings(source, tmp_path / "target", shard_size="60"), reporter=reporter)
-    assert result.lines() == [str(tmp_path / "target")]
-    document = result.to_json()
-    assert document["schema"] == "osora.ckpt.convert/2"
-    assert document["parameters"] == 49
-    assert sorted(document["files"]) == sorted(map(str, (tmp_path / "target").iterdir()))
-    nbytes = document["bytes"]
-    shards = sum(path.stat().st_size for path in (tmp_path / "target").glob("*.safetensors"))
-    assert reporter.totals == {"hash": source.stat().st_size, "write": nbytes, "hash shards": shards}
-    assert reporter.advanced == reporter.totals
-    assert f"target  {tmp_path / 'target'} (safetensors-shards)" in reporter.notes
-
-
 def test_what_is_read_is_never_written(source: Path, tmp_path: Path) -> None:
     shards = converted(source, tmp_path / "shards")
     (tmp_path / "link.safetensors").symlink_to(source)

@@ -160,22 +160,6 @@ def test_an_interrupted_download_continues(
     assert files_in(tmp_path) == WANTED
 
 
-def test_two_downloads_into_one_folder_leave_one_whole_and_one_refused(hub: FakeHub, tmp_path: Path) -> None:
-    refused = []
-
-    class Meanwhile(SilentReporter):
-        def advance(self, amount: int = 1) -> None:
-            if not refused:
-                with pytest.raises(OutputError, match=r"another run downloads into .*: process \d+ on ") as caught:
-                    download(settings(tmp_path))
-                refused.append(caught.value.hint)
-
-    download(settings(tmp_path), reporter=Meanwhile())
-    assert refused == ["wait until it ends, or give another folder with --to"]
-    assert files_in(tmp_path) == WANTED
-    assert (tmp_path / BIG).read_bytes() == CONTENT
-
-
 def test_a_partial_file_of_another_version_is_not_continued(hub: FakeHub, tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         download(settings(tmp_path), reporter=Stopping(after=150_000))
@@ -327,19 +311,3 @@ def test_offline_nothing_is_requested(hub: FakeHub, tmp_path: Path, monkeypatch:
         download(settings(tmp_path))
     assert "osora ckpt verify" in str(caught.value.hint)
     assert hub.requests == []
-
-
-def test_a_file_in_place_of_the_folder_and_a_small_disk_are_refused(
-    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match=r"cannot write .*file"):
-        download(settings(tmp_path / "file"))
-    monkeypatch.setattr("shutil.disk_usage", lambda path: type("Usage", (), {"total": 10**9, "free": 300_000})())
-    hub.transfers.clear()
-    with pytest.raises(OutputError, match=r"needs 400\.\d kB, and its disk has 300\.0 kB free"):
-        download(settings(tmp_path))
-    assert hub.transfers == []
-    with pytest.raises(OutputError, match="needs"):
-        download(settings(tmp_path / "new"))
-    assert not (tmp_path / "new").exists()

@@ -14,8 +14,7 @@ from tiny_transformer import transformer
 from tiny_weights import held, read
 from torch import Tensor
 
-from opensora_cli.checkpoint.formats.lora_file import open_adapter
-from opensora_cli.checkpoint.lora import merge
+from opensora_cli.checkpoint.lora import merge, open_adapter
 from opensora_cli.core.choices import QKV, Rotary
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.ckpt.layout import change_layout

@@ -4,7 +4,6 @@ import sys
 
 import pytest
 
-from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.core.redaction import is_relevant
 from opensora_cli.engine.env_check import variables as rules
 from opensora_cli.engine.env_check.profiles import PROFILES
@@ -92,17 +91,12 @@ def test_an_assertion_of_torch_is_shown_as_the_form_that_it_wants(monkeypatch):
     [
         {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
         {"PYTORCH_NO_CUDA_MEMORY_CACHING": "0", "NCCL_P2P_DISABLE": "0", "NCCL_IB_DISABLE": "0"},
-        {"NCCL_SOCKET_IFNAME": "eth"},
         {"NCCL_SOCKET_IFNAME": "=eth0,eth1"},
-        {"NCCL_SOCKET_IFNAME": "^docker,lo"},
         {"NCCL_SOCKET_IFNAME": "^=eth0,lo,docker0"},
         {"GLOO_SOCKET_IFNAME": "eth0"},
-        {"OMP_NUM_THREADS": "64"},
         {"OMP_NUM_THREADS": "8,2"},
         {"CUDA_VISIBLE_DEVICES": "3,1"},
-        {"CUDA_VISIBLE_DEVICES": "GPU-1234,GPU-5678"},
         {"OSORA_WEIGHTS": "/weights", "OSORA_SAMPLING__SEED": "1", "OSORA_LOOP__STEPS": "10"},
-        {"PATH": "/bin", "HOME": "/home/ada"},
     ],
     ids=str,
 )  # fmt: skip
@@ -161,40 +155,3 @@ export HF_HUB_OFFLINE \\
         (6, "TRANSFORMERS_CACHE"),
         (7, "CUDA_MEMORY_FRACTION"),
     ]
-
-
-def test_findings_have_file_line_and_order(lint, tmp_path):
-    findings = lint(
-        "Dockerfile.gpu",
-        "FROM nvidia/cuda\n"
-        "ENV PYTORCH_CUDA_ALLOC_CONF=backend=native\n"
-        "ENV PYTORCH_ALLOC_CONF expandable_segments:True\n"
-        "ENV NCCL_TREE_THRESHOLD=0 CUDA_MEMORY_FRACTION=$SHARE\n"
-        "RUN pip install .\n"
-        "ENV OSORA_VIDEO__RESOLUTON=$SIZE CUDA_VISIBLE_DEVICES=$CARDS\n",
-    )
-    assert [(finding.line, finding.variable, finding.severity) for finding in findings] == [
-        (2, "PYTORCH_CUDA_ALLOC_CONF", Severity.WARNING),
-        (2, "PYTORCH_CUDA_ALLOC_CONF", Severity.PROBLEM),
-        (4, "CUDA_MEMORY_FRACTION", Severity.WARNING),
-        (4, "NCCL_TREE_THRESHOLD", Severity.WARNING),
-        (6, "OSORA_VIDEO__RESOLUTON", Severity.PROBLEM),
-    ]
-    assert {finding.file for finding in findings} == {str(tmp_path / "Dockerfile.gpu")}
-    assert findings[0].lines()[0].startswith(f"file        warning  {tmp_path / 'Dockerfile.gpu'}:2: ")
-
-
-def test_missing_binary_and_large_files_are_refused(tmp_path):
-    binary = tmp_path / "binary"
-    binary.write_bytes(b"\xff\xfe\x00")
-    large = tmp_path / "large"
-    with large.open("wb") as file:
-        file.truncate(2**21)
-    for path, message in (
-        (tmp_path / "gone", "does not exist"),
-        (tmp_path, "it is a folder"),
-        (binary, "not text"),
-        (large, "more than 1,048,576 bytes"),
-    ):
-        with pytest.raises(FileProblem, match=message):
-            lint_file(path)

@@ -10,10 +10,9 @@ from closeness import assert_close
 from pydantic import ValidationError
 from tiny_transformer import inputs, loss_of, transformer
 
-from opensora_cli.checkpoint.formats.lora_file import open_adapter
 from opensora_cli.checkpoint.formats.peft import require_peft
 from opensora_cli.checkpoint.lazy import LazyTensor
-from opensora_cli.checkpoint.lora import merge
+from opensora_cli.checkpoint.lora import merge, open_adapter
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.train.lora import add_lora, save_lora
 from opensora_cli.memory.checkpointing import HostActivations, set_grad_checkpoint

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_transformer import inputs
 from tiny_weights import converted
 
-from opensora_cli.checkpoint.formats.lora_file import open_adapter
+from opensora_cli.checkpoint.lora import open_adapter
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.ckpt.convert import merge_lora

@@ -9,7 +9,7 @@ from adapter_styles import STYLES, dotted, kohya
 from safetensors.torch import save_file
 from tiny_adapters import draw, factors, write_adapter
 
-from opensora_cli.checkpoint.formats.lora_file import open_adapter, style_of
+from opensora_cli.checkpoint.lora import open_adapter, style_of
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
 PAIR = {"block.proj": (draw(2, 5), draw(6, 2, seed=1))}
