@@ -89,21 +89,13 @@ class ExchangeSettings(DeviceSettings):
                 "use parallel.ulysses_degree over 1, or drop it"
                 for name, value in given.items()
             ]
-        problems: list[str] = []
-        if self.all_to_all is not AllToAll.HIERARCHICAL:
-            return problems
-        if not 1 < self.inner_ranks(ulysses=ulysses, tensor=tensor) < ulysses:
-            fast = self.fast_link_ranks or self.ranks_per_node
-            problems.append(
-                f"parallel.all_to_all=hierarchical cannot divide parallel.ulysses_degree={ulysses} into equal parts of "
-                f"{fast} devices: use direct, or another parallel.fast_link_ranks"
-            )
-        if "ulysses_chunks" in given:
-            both = (
-                f"parallel.ulysses_chunks={given['ulysses_chunks']} does not go with parallel.all_to_all=hierarchical"
-            )
-            problems.append(f"{both}: use one of them")
-        return problems
+        is_split = 1 < self.inner_ranks(ulysses=ulysses, tensor=tensor) < ulysses
+        if self.all_to_all is AllToAll.DIRECT or is_split:
+            return []
+        return [
+            f"parallel.all_to_all=hierarchical cannot divide parallel.ulysses_degree={ulysses} into equal parts of "
+            f"{self.fast_link_ranks or self.ranks_per_node} devices: use direct, or another parallel.fast_link_ranks"
+        ]
 
     def head_problems(self, num_heads: int) -> Iterator[str]:
         """Yield a line if more devices exchange heads than the model has for them."""

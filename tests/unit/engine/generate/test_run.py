@@ -104,11 +104,6 @@ def test_pictures_alone(world, tmp_path, reporter):
     again = resolve(GenerateRequest(saved=saved, overrides=overrides), reporter=reporter)
     [video] = generate(again).videos
     assert video.path.read_bytes() == result.videos[1].path.read_bytes()
-    # What is an input of the model changes the picture, and what is none does not.
-    louder = again.replace({"sampling.embedded_guidance": 9, "output.path": str(tmp_path / "louder.png")})
-    assert generate(louder).videos[0].path.read_bytes() != video.path.read_bytes()
-    other = again.replace({"sampling.guidance_scale": 9, "negative_prompt": "sea"})
-    assert generate(other).videos[0].made_before
 
 
 def test_stages_and_their_progress(world, tmp_path, reporter):
