@@ -63,11 +63,10 @@ def refuse_to_replace(path: Path, *, format: Format, overwrite: bool) -> None:
 
 def _refuse_source(target: Path, source: Path) -> None:
     here, there = Path(os.path.realpath(target)), Path(os.path.realpath(source))
-    is_same = os.path.exists(target) and os.path.samefile(target, source)
-    if is_same or here == there or there in here.parents or here in there.parents:
-        raise RequestError(
-            f"{target} is {source}, which is read, or one of them holds the other", hint="write to another name"
-        )
+    if here == there or (os.path.exists(target) and os.path.samefile(target, source)):
+        raise RequestError(f"{target} is also the source", hint="write to another name")
+    if there in here.parents or here in there.parents:
+        raise RequestError(f"{target} and the source {source} overlap", hint="write to another folder")
 
 
 def _foreign(folder: Path, format: Format) -> list[Path]:

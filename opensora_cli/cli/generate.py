@@ -96,8 +96,9 @@ def _make_rows(
 ) -> Document | None:
     from opensora_cli.engine.generate.prompts import read_prompts, rows_of_shard
 
-    rows, shard = read_prompts(table), call.value("--shard", str)
-    rows = rows if shard is None else rows_of_shard(rows, shard)
+    shard = call.value("--shard", str)
+    own = rows_of_shard("1/1" if shard is None else shard)
+    rows = read_prompts(table)[own]
     with call.loading():
         from opensora_cli.engine.generate.batch import generate_rows, plan_rows
 

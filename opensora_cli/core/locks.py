@@ -89,8 +89,9 @@ def locked_file(path: Path) -> Iterator[bool]:
     try:
         lock = _open_locked(path)
     except OSError as error:
-        reason = error.strerror or error
-        raise OutputError(f"cannot write the lock file {path}: {reason}", hint=hint_for(error)) from error
+        hint = hint_for(error)  # None if the fault does not lie with the lock file itself
+        what = f"in {path.parent}" if hint is None else f"the lock file {path}"
+        raise OutputError(f"cannot write {what}: {error.strerror or error}", hint=hint) from error
     try:
         yield lock is not None
     finally:

@@ -118,7 +118,7 @@ EARLY = [
     (3, ["train", "--config", "vae_hunyuan", "--resume"], "has no checkpoint to resume from"),
     (3, ["train", "--config", "vae_hunyuan", "--resume-from", "gone"], "gone is no folder of a checkpoint"),
     (3, ["train", "--config", "vae_hunyuan", "--set", "output=run"], "run holds an earlier run: log.jsonl"),
-    (2, ["ckpt", "convert", "there.pt", "there.pt"], "there.pt is what is read"),
+    (2, ["ckpt", "convert", "there.pt", "there.pt"], "there.pt is also the source"),
     (2, ["ckpt", "verify", "there.pt", "--sha256", "12"], "must be 64 hexadecimal digits"),
     (2, ["ckpt", "diff", "there.pt", "there.pt", "--rtol", "-1"], "must be at least 0 (from --rtol)"),
     (2, ["ckpt", "download", "open-sora"], "did you mean open-sora-v2?"),

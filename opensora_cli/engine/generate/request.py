@@ -19,8 +19,10 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.few_steps import asked_sampling, described, require_turbo
 from opensora_cli.engine.components.weights import choose_model, require_weights_of
+from opensora_cli.engine.generate.outputs import num_samples, read_made, sample_files
 from opensora_cli.engine.generate.sample import LATENTS_ENDING, open_latents
 from opensora_cli.media.files import readable_file
+from opensora_cli.media.results import refuse_existing
 from opensora_cli.models.registry import AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.sampling.sizes import image_size, nearest_training_size, num_pixels, ratio_value
 from opensora_cli.settings.explain import Given, explain
@@ -127,7 +129,7 @@ def _with_saved_latents(request: GenerateRequest) -> tuple[GenerateRequest, Path
 
 
 def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
-    """Refuse missing files that can be detected without torch."""
+    """Refuse missing and conflicting files that can be detected without torch."""
     for reference in settings.condition.references:
         readable_file(reference)
     for lora in settings.loras if settings.from_latents is None else ():
@@ -142,6 +144,13 @@ def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
         require_refinement(settings, SilentReporter())
     for part in filter(None, (picture_settings(settings), settings)):
         require_weights_of(part)
+    if settings.output.named_format is None or settings.output.overwrite:
+        return
+    for sample in (sample_files(settings, index) for index in range(num_samples(settings))):
+        made = read_made(sample)
+        # The same request may have made the result before.
+        if (made.get("seed"), made.get("prompt")) != (sample.seed, settings.prompt):
+            refuse_existing(sample.media, sample.sidecar)
 
 
 def refined_with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:

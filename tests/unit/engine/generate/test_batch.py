@@ -57,7 +57,7 @@ def rows_of(tmp_path):
 
 
 def run(request, rows, reporter, *, shard="1/1"):
-    return generate_rows(request, rows_of_shard(rows, shard), reporter=reporter)
+    return generate_rows(request, rows[rows_of_shard(shard)], reporter=reporter)
 
 
 def test_rows_are_made_as_alone_and_bad_ones_are_reported(world, tmp_path, asked, rows_of, reporter, monkeypatch):
@@ -120,7 +120,7 @@ def test_many_rows_are_planned_once_for_each_shape(tmp_path, asked, reporter, mo
     planned = []
     plan = batch.plan_generation
     monkeypatch.setattr(batch, "plan_generation", lambda *a, **k: planned.append(a) or plan(*a, **k))
-    result = plan_rows(asked(), rows_of_shard(read_prompts(path), "2/4"), reporter=reporter)
+    result = plan_rows(asked(), read_prompts(path)[rows_of_shard("2/4")], reporter=reporter)
     assert len(planned) == 1  # odd seeds alone
     assert [(shape.rows, shape.plan.jobs[0].num_frames) for shape in result.shapes] == [(100, 17)]
     assert result.lines()[-1] == "rows      100 of 1 shape, and 0 that would be refused"

@@ -114,11 +114,11 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path, name, text, error, mess
 
 def test_shards_divide_the_rows():
     rows = [Row(number) for number in range(1, 8)]
-    parts = [[row.number for row in rows_of_shard(rows, f"{index}/3")] for index in (1, 2, 3)]
+    parts = [[row.number for row in rows[rows_of_shard(f"{index}/3")]] for index in (1, 2, 3)]
     assert parts == [[1, 4, 7], [2, 5], [3, 6]]
     for wrong in ("3", "0/3", "4/3", "a/b", "1/", "-1/2"):
         with pytest.raises(RequestError, match="--shard"):
-            rows_of_shard(rows, wrong)
+            rows_of_shard(wrong)
 
 
 def test_settings_are_named_by_their_keys(tmp_path):
