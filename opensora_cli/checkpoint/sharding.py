@@ -63,16 +63,11 @@ def model_gathering(
         elif pieces is not None:
             pieces = [piece]
         if pieces is not None:
-            pinned_state_dict[name].copy_(remove_padding(torch.cat(pieces), shape).view(tuple(shape)))
+            pinned_state_dict[name].copy_(torch.cat(pieces)[: prod(shape)].view(tuple(shape)))
     if rank == 0:
         for name, buffer in model.named_buffers():
             if name in pinned_state_dict:
                 pinned_state_dict[name].copy_(buffer)
-
-
-def remove_padding(tensor: Tensor, original_shape: Sequence[int]) -> Tensor:
-    """Return a flat tensor without padding: as many elements as `original_shape` has."""
-    return tensor[: prod(original_shape)]
 
 
 def rank_and_count(group: dist.ProcessGroup | None = None) -> tuple[int, int]:

@@ -195,7 +195,7 @@ def write_torch(
     with zipfile.ZipFile(path, "a") as archive:  # it writes the directory again
         for name, checksum in checksums.items():
             archive.getinfo(name).CRC = checksum
-        archive.writestr(_METADATA, described)
+        archive.writestr(zipfile.ZipInfo(_METADATA), described)  # without the time: equal weights make equal files
 
 
 def save(value: object, file: BinaryIO) -> None:

@@ -38,10 +38,6 @@ class InspectedTensor(Document):
     shape: tuple[int, ...]
     bytes: int
 
-    def cells(self) -> list[str]:
-        """Return its row of the table for people."""
-        return [plain(self.name), self.dtype, str(list(self.shape)), format_bytes(self.bytes)]
-
 
 class Inspection(Document):
     """Content of a checkpoint."""
@@ -73,7 +69,11 @@ class Inspection(Document):
         """Return the content for people: a summary, and the tensors in a table if they are asked for."""
         if not self.lists_tensors:
             return self.summary()
-        return [*self.summary(), "", *aligned_rows([tensor.cells() for tensor in self.tensors])]
+        rows = [
+            (plain(tensor.name), tensor.dtype, str(list(tensor.shape)), format_bytes(tensor.bytes))
+            for tensor in self.tensors
+        ]
+        return [*self.summary(), "", *aligned_rows(rows)]
 
     def summary(self) -> list[str]:
         """Return a line for each fact about the checkpoint as a whole."""
