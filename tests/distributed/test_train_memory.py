@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import tiny_training
 import torch
+from tiny_strategies import Case
 
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.train.distribution import distribution_of
 from opensora_cli.engine.train.estimate import measure_training
 from opensora_cli.engine.train.rank_memory import RankMemory, estimate_rank
 from opensora_cli.settings.train import TrainSettings
-
-Pool = Callable[[int], Any]
 
 VARIANTS: dict[str, dict[str, object]] = {
     "plain": {},
@@ -26,37 +25,30 @@ VARIANTS: dict[str, dict[str, object]] = {
     # Its file is not read: the weights are random.
     "lora": {"lora.rank": 4, "init": "any.safetensors"},
 }
-HYBRID = {"strategy": "hybrid"}
-TENSOR, ULYSSES, RING = ({f"parallel.{kind}_degree": 2} for kind in ("tensor_parallel", "ulysses", "ring"))
+TENSOR, ULYSSES, RING = ((f"{kind}_degree", 2) for kind in ("tensor_parallel", "ulysses", "ring"))
 # Every strategy and every number of ranks once, and every variant with data-parallel ranks and with ranks that share
 # clips.
-CASES: list[tuple[int, dict[str, object], str]] = [
-    (2, {"strategy": "ddp"}, "plain"),
-    (4, {"strategy": "ddp"}, "checkpointed"),
-    (2, {"strategy": "ddp"}, "lora"),
-    (2, {"strategy": "zero1"}, "states offloaded"),
-    (4, {"strategy": "zero1"}, "two micro-batches"),
-    (2, {"strategy": "zero2"}, "fp32 without average"),
-    (4, {"strategy": "zero2"}, "activations offloaded"),
-    (2, {"strategy": "zero3"}, "lora"),
-    (4, {"strategy": "zero3"}, "plain"),
-    (4, {"strategy": "zero3", "parallel.dp_shard_degree": 2}, "states offloaded"),
-    (2, {**HYBRID, **TENSOR}, "fp32 without average"),
-    (4, {**HYBRID, **TENSOR}, "checkpointed"),
-    (2, {**HYBRID, **ULYSSES}, "two micro-batches"),
-    (4, {**HYBRID, **ULYSSES}, "lora"),
-    (2, {**HYBRID, **RING}, "activations offloaded"),
-    (4, {**HYBRID, **RING}, "states offloaded"),
-    (4, {**HYBRID, **TENSOR, **ULYSSES}, "plain"),
-    (4, {**HYBRID, **ULYSSES, **RING}, "checkpointed"),
+CASES = [
+    (Case("ddp", 2), "plain"),
+    (Case("ddp", 4), "checkpointed"),
+    (Case("ddp", 2), "lora"),
+    (Case("zero1", 2), "states offloaded"),
+    (Case("zero1", 4), "two micro-batches"),
+    (Case("zero2", 2), "fp32 without average"),
+    (Case("zero2", 4), "activations offloaded"),
+    (Case("zero3", 2), "lora"),
+    (Case("zero3", 4), "plain"),
+    (Case("zero3", 4, (("dp_shard_degree", 2),)), "states offloaded"),
+    (Case("hybrid", 2, (TENSOR,)), "fp32 without average"),
+    (Case("hybrid", 4, (TENSOR,)), "checkpointed"),
+    (Case("hybrid", 2, (ULYSSES,)), "two micro-batches"),
+    (Case("hybrid", 4, (ULYSSES,)), "lora"),
+    (Case("hybrid", 2, (RING,)), "activations offloaded"),
+    (Case("hybrid", 4, (RING,)), "states offloaded"),
+    (Case("hybrid", 4, (TENSOR, ULYSSES)), "plain"),
+    (Case("hybrid", 4, (ULYSSES, RING)), "checkpointed"),
 ]
 _MOST = [name for name in RankMemory.model_fields if name not in ("peak_bytes", "device_peak_bytes", "mapped_bytes")]
-
-
-def settings_of(folder: Path, ranks: int, strategy: dict[str, object], variant: str) -> TrainSettings:
-    sizes = {"model.hidden_size": 64, "model.num_heads": 4, "model.depth": 2, "model.depth_single_blocks": 3}
-    changes = {"optimizer.name": "adamw", "parallel.gpus": ranks, **sizes, **strategy, **VARIANTS[variant]}
-    return tiny_training.mmdit_settings(folder).replace(changes)
 
 
 def measured(settings: TrainSettings) -> RankMemory:
@@ -65,13 +57,20 @@ def measured(settings: TrainSettings) -> RankMemory:
     return RankMemory.of(measure_training(settings, distribution=distribution), settings)
 
 
-def check(pool: Pool, settings: TrainSettings) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "variant"), CASES, ids=str)
+def test_every_strategy_and_stage(case: Case, variant: str, tmp_path: Path, pool: Callable[[int], Any]) -> None:
+    sizes = {"model.hidden_size": 64, "model.num_heads": 4, "model.depth": 2, "model.depth_single_blocks": 3}
+    ranks = {"strategy": case.strategy, "parallel.gpus": case.ranks}
+    ranks |= {f"parallel.{name}": degree for name, degree in case.degrees}
+    changes = {"optimizer.name": "adamw", **sizes, **ranks, **VARIANTS[variant]}
+    settings = tiny_training.mmdit_settings(tmp_path).replace(changes)
     if settings.strategy.shards and torch.__version__ < "2.11":
         with pytest.raises(HardwareError, match="not estimated with torch"):
             estimate_rank(settings)
         return
     estimate = estimate_rank(settings)
-    real, *others = pool(settings.parallel.world_size).run(measured, settings)
+    real, *others = pool(case.ranks).run(measured, settings)
     assert estimate.peak_bytes == pytest.approx(real.peak_bytes, rel=0.1), (estimate, real)
     assert estimate.device_peak_bytes == pytest.approx(real.device_peak_bytes, rel=0.1), (estimate, real)
     for name in _MOST:
@@ -80,11 +79,3 @@ def check(pool: Pool, settings: TrainSettings) -> None:
         assert getattr(estimate, name) == pytest.approx(getattr(real, name), rel=0.1, abs=margin), (name, real)
     # No other rank needs more.
     assert max(each.device_peak_bytes for each in others) < 1.1 * estimate.device_peak_bytes
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "strategy", "variant"), CASES, ids=str)
-def test_every_strategy_and_stage(
-    ranks: int, strategy: dict[str, object], variant: str, tmp_path: Path, pool: Pool
-) -> None:
-    check(pool, settings_of(tmp_path, ranks, strategy, variant))

@@ -1,6 +1,7 @@
 """Small valid files of every format, made once, and the command lines that read each of them."""
 
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,94 +35,87 @@ class Base:
     """About how long it takes on an idle core."""
 
 
-_TINY = ("generate", "raining sea", "--config", "generate.yaml")
+def _base(name: str, words: str, reads: str = "", replaces: str = "", code: int = 0, seconds: float = 1.0) -> Base:
+    return Base(name, _words(words), tuple(reads.split()), tuple(replaces.split()), code, seconds)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(shlex.split(text))
+
+
+_TINY = "generate 'raining sea' --config generate.yaml"
 _WEIGHTS = ("weights.safetensors", "weights.pt", "shards", "torch-shards", "colossal", "dcp")
 _CLIPS = ("clips", "clips.csv")
+_KINDS = ("torch", "safetensors-shards", "torch-shards", "dcp", "colossalai")
 
 BASES: tuple[Base, ...] = (
-    Base("generate", (*_TINY, "--out", "out.mp4"), ("generate.yaml", "tiny")),
-    Base("generate picture", (*_TINY, "--num-frames", "1", "--out", "out.png"), ("generate.yaml", "tiny")),
-    Base("generate gif", (*_TINY, "--out", "out.gif", "--num-samples", "2"), ("generate.yaml", "tiny")),
-    Base("generate plan", (*_TINY, "--dry-run", "--json"), ("generate.yaml", "tiny")),
-    Base(
-        "generate from picture",
-        (*_TINY, "--ref", "picture.png", "--out", "out.webp"),
-        ("generate.yaml", "tiny", "picture.png"),
-    ),
-    Base("generate from video", (*_TINY, "--ref", "video.mp4", "--json"), ("generate.yaml", "tiny", "video.mp4")),
-    Base("generate with adapter", (*_TINY, "--lora", "adapter:0.5"), ("generate.yaml", "tiny", "adapter")),
-    Base(
-        "generate with a LoRA file",
-        (*_TINY, "--lora", "style.safetensors"),
-        ("generate.yaml", "tiny", "style.safetensors"),
-    ),
-    Base(
-        "generate again",
-        ("generate", "--from", "made.mp4.json", "--weights", "tiny", "--out", "out.mp4"),
-        ("tiny", "made.mp4.json"),
-    ),
-    Base(
+    _base("generate", f"{_TINY} --out out.mp4", "generate.yaml tiny"),
+    _base("generate picture", f"{_TINY} --num-frames 1 --out out.png", "generate.yaml tiny"),
+    _base("generate gif", f"{_TINY} --out out.gif --num-samples 2", "generate.yaml tiny"),
+    _base("generate plan", f"{_TINY} --dry-run --json", "generate.yaml tiny"),
+    _base("generate from picture", f"{_TINY} --ref picture.png --out out.webp", "generate.yaml tiny picture.png"),
+    _base("generate from video", f"{_TINY} --ref video.mp4 --json", "generate.yaml tiny video.mp4"),
+    _base("generate with adapter", f"{_TINY} --lora adapter:0.5", "generate.yaml tiny adapter"),
+    _base("generate with a LoRA file", f"{_TINY} --lora style.safetensors", "generate.yaml tiny style.safetensors"),
+    _base("generate again", "generate --from made.mp4.json --weights tiny --out out.mp4", "tiny made.mp4.json"),
+    _base(
         "generate from latents",
-        ("generate", "--from-latents", "made.latents.safetensors", "--weights", "tiny", "--out", "out.mp4"),
-        ("tiny", "made.latents.safetensors"),
+        "generate --from-latents made.latents.safetensors --weights tiny --out out.mp4",
+        "tiny made.latents.safetensors",
     ),
-    Base("train vae", ("train", "--config", "vae.yaml"), ("vae.yaml", *_CLIPS)),
-    Base("train vae", ("train", "--config", "vae.yaml", "--json"), ("vae.yaml", *_CLIPS)),
-    Base("train mmdit", ("train", "--config", "mmdit.yaml"), ("mmdit.yaml", "frozen", *_CLIPS)),
-    Base("train plan", ("train", "--config", "vae.yaml", "--dry-run"), ("vae.yaml", *_CLIPS), seconds=2.0),
-    Base("train resumed", ("train", "--config", "vae.yaml", "--resume"), ("vae.yaml", "run", *_CLIPS), ("work/run",)),
-    Base("train again", ("train", "--config", "vae.yaml", "--overwrite"), ("vae.yaml", "run", *_CLIPS), ("work/run",)),
-    Base("train from", ("train", "--from", "run/settings.json", "--set", "output=other"), ("run", *_CLIPS)),
-    Base("train on clips", ("train", "--config", "clips.yaml"), ("clips.yaml", "frozen", *_CLIPS)),
-    Base("train check", ("train", "--config", "clips.yaml", "--check-data"), ("clips.yaml", "frozen", *_CLIPS)),
-    Base("train new", ("train", "--new", "clips"), ("clips",)),
-    Base("train list", ("train", "--list")),
-    *(Base(f"inspect {path}", ("ckpt", "inspect", path, "--all"), (path,)) for path in _WEIGHTS),
-    *(Base(f"verify {path}", ("ckpt", "verify", path), (path,)) for path in _WEIGHTS),
-    *(Base(f"convert {path}", ("ckpt", "convert", path, "out.safetensors"), (path,)) for path in _WEIGHTS),
+    _base("train vae", "train --config vae.yaml", "vae.yaml clips clips.csv"),
+    _base("train vae", "train --config vae.yaml --json", "vae.yaml clips clips.csv"),
+    _base("train mmdit", "train --config mmdit.yaml", "mmdit.yaml frozen clips clips.csv"),
+    _base("train plan", "train --config vae.yaml --dry-run", "vae.yaml clips clips.csv", seconds=2.0),
+    _base("train resumed", "train --config vae.yaml --resume", "vae.yaml run clips clips.csv", "work/run"),
+    _base("train again", "train --config vae.yaml --overwrite", "vae.yaml run clips clips.csv", "work/run"),
+    _base("train from", "train --from run/settings.json --set output=other", "run clips clips.csv"),
+    _base("train on clips", "train --config clips.yaml", "clips.yaml frozen clips clips.csv"),
+    _base("train check", "train --config clips.yaml --check-data", "clips.yaml frozen clips clips.csv"),
+    _base("train new", "train --new clips", "clips"),
+    _base("train list", "train --list"),
+    *(_base(f"inspect {path}", f"ckpt inspect {path} --all", path) for path in _WEIGHTS),
+    *(_base(f"verify {path}", f"ckpt verify {path}", path) for path in _WEIGHTS),
+    *(_base(f"convert {path}", f"ckpt convert {path} out.safetensors", path) for path in _WEIGHTS),
     *(
-        Base(f"convert to {kind}", ("ckpt", "convert", "weights.safetensors", "out", "--format", kind), _WEIGHTS[:1])
-        for kind in ("torch", "safetensors-shards", "torch-shards", "dcp", "colossalai")
+        _base(f"convert to {kind}", f"ckpt convert weights.safetensors out --format {kind}", "weights.safetensors")
+        for kind in _KINDS
     ),
-    Base("convert run", ("ckpt", "convert", "run", "out.safetensors", "--select", "ema"), ("run",)),
-    Base("inspect run", ("ckpt", "inspect", "run", "--json"), ("run",)),
-    Base("diff", ("ckpt", "diff", "weights.safetensors", "weights.pt"), ("weights.safetensors", "weights.pt")),
-    Base("merge", ("ckpt", "merge-lora", "base.safetensors", "adapter", "out.pt"), ("base.safetensors", "adapter")),
-    Base("download plan", ("ckpt", "download", "open-sora-v2"), code=3),
-    Base("scan", ("data", "scan", "clips", "--out", "table.csv"), ("clips",)),
-    Base("scan deep", ("data", "scan", "clips", "--out", "table.parquet", "--deep", "--json"), ("clips",)),
-    Base("scan again", ("data", "scan", "clips", "--overwrite"), _CLIPS, ("work/clips.csv",)),
-    Base("shard", ("data", "shard", "clips.csv", "--parts", "2"), _CLIPS),
-    Base("preview", ("data", "preview", "clips.csv", "--out", "sheet.png"), _CLIPS),
-    Base("cache", ("data", "cache", "--config", "clips.yaml", "--out", "cache"), ("clips.yaml", "frozen", *_CLIPS)),
-    Base(
+    _base("convert run", "ckpt convert run out.safetensors --select ema", "run"),
+    _base("inspect run", "ckpt inspect run --json", "run"),
+    _base("diff", "ckpt diff weights.safetensors weights.pt", "weights.safetensors weights.pt"),
+    _base("merge", "ckpt merge-lora base.safetensors adapter out.pt", "base.safetensors adapter"),
+    _base("download plan", "ckpt download open-sora-v2", code=3),
+    _base("scan", "data scan clips --out table.csv", "clips"),
+    _base("scan deep", "data scan clips --out table.parquet --deep --json", "clips"),
+    _base("scan again", "data scan clips --overwrite", "clips clips.csv", "work/clips.csv"),
+    _base("shard", "data shard clips.csv --parts 2", "clips clips.csv"),
+    _base("preview", "data preview clips.csv --out sheet.png", "clips clips.csv"),
+    _base("cache", "data cache --config clips.yaml --out cache", "clips.yaml frozen clips clips.csv"),
+    _base(
         "cache filled",
-        ("data", "cache", "--config", "clips.yaml", "--out", "filled"),
-        ("clips.yaml", "frozen", "filled", *_CLIPS),
-        ("work/filled",),
+        "data cache --config clips.yaml --out filled",
+        "clips.yaml frozen filled clips clips.csv",
+        "work/filled",
     ),
-    Base(
+    _base(
         "train on cache",
-        ("train", "--config", "clips.yaml", "--set", "train_mmdit.cache=filled"),
-        ("clips.yaml", "frozen", "filled", *_CLIPS),
+        "train --config clips.yaml --set train_mmdit.cache=filled",
+        "clips.yaml frozen filled clips clips.csv",
     ),
-    Base("reconstruct", ("vae", "reconstruct", "video.mp4", "picture.png"), ("video.mp4", "picture.png")),
-    Base(
-        "reconstruct with run",
-        ("vae", "reconstruct", "picture.png", "--config", "run/settings.json"),
-        ("run", "picture.png"),
-    ),
-    Base("stats", ("vae", "stats", "clips", "picture.png", "--json"), ("clips", "picture.png")),
-    Base("profile", ("mem-profile", "--config", "generate.yaml", "--runs", "0"), ("generate.yaml",), seconds=2.0),
-    Base(
+    _base("reconstruct", "vae reconstruct video.mp4 picture.png", "video.mp4 picture.png"),
+    _base("reconstruct with run", "vae reconstruct picture.png --config run/settings.json", "run picture.png"),
+    _base("stats", "vae stats clips picture.png --json", "clips picture.png"),
+    _base("profile", "mem-profile --config generate.yaml --runs 0", "generate.yaml", seconds=2.0),
+    _base(
         "profile training",
-        ("mem-profile", "--config", "vae.yaml", "--runs", "1", "--plot", "memory.png", "--json"),
-        ("vae.yaml", *_CLIPS),
+        "mem-profile --config vae.yaml --runs 1 --plot memory.png --json",
+        "vae.yaml clips clips.csv",
         seconds=3.0,
     ),
-    Base("environment", ("env-check", "Dockerfile", "train.sh", "--no-all-reduce"), ("Dockerfile", "train.sh")),
-    Base("variables", ("env-check", "--profile", "local", "--export")),
-    Base("reference", ("generate", "a boat", "--config", "reference.py", "--dry-run"), ("reference.py",), seconds=3.0),
+    _base("environment", "env-check Dockerfile train.sh --no-all-reduce", "Dockerfile train.sh"),
+    _base("variables", "env-check --profile local --export"),
+    _base("reference", "generate 'a boat' --config reference.py --dry-run", "reference.py", seconds=3.0),
 )
 
 
@@ -156,11 +150,11 @@ def make_inputs(sandbox: Sandbox, folder: Path) -> Inputs:
     _add(sandbox, inputs, ("clips",), ("data", "scan", "clips"))
     table = inputs.folder / "clips.csv"
     table.write_text(re.sub("^/.*/clips/", "clips/", table.read_text(), flags=re.MULTILINE))
-    made = (*_TINY, "--out", "made.mp4")
+    made = _words(f"{_TINY} --out made.mp4")
     _add(sandbox, inputs, ("generate.yaml", "tiny"), made)
     _add(sandbox, inputs, ("generate.yaml", "tiny"), made, code=3, patch="hostile.breaking:refuse_media")
     _add(sandbox, inputs, ("vae.yaml", *_CLIPS), ("train", "--config", "vae.yaml", "--set", "loop.steps=2"))
-    _add(sandbox, inputs, ("generate.yaml", "tiny"), (*_TINY, "--out", "many.png"))
+    _add(sandbox, inputs, ("generate.yaml", "tiny"), _words(f"{_TINY} --out many.png"))
     for kind, name in (("safetensors-shards", "shards"), ("torch-shards", "torch-shards")):
         arguments = ("ckpt", "convert", "weights.safetensors", name, "--format", kind, "--shard-size", "8KB")
         _add(sandbox, inputs, ("weights.safetensors",), arguments)
