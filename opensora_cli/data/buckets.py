@@ -156,15 +156,10 @@ def _fitting_lengths(
 
 def _nearest_shapes(heights: NDArray[np.int64], widths: NDArray[np.int64], resolution: Resolution) -> NDArray[np.int64]:
     """Return the index of the size nearest in height / width, the first one for equal distances."""
-    shapes = heights / widths
-    nearest = np.zeros(len(shapes), dtype=np.int64)
-    least = np.full(len(shapes), np.inf)
-    for index, ratio in enumerate(resolution.sizes):
-        width, _, height = ratio.partition(":")
-        distance: NDArray[np.floating[Any]] = np.abs(shapes - 1 / (float(width) / float(height)))
-        nearer = distance < least
-        nearest[nearer], least[nearer] = index, distance[nearer]
-    return nearest
+    ratios = (ratio.partition(":") for ratio in resolution.sizes)
+    shapes_S = np.array([1 / (float(width) / float(height)) for width, _, height in ratios])
+    nearest_N: NDArray[np.int64] = np.abs((heights / widths)[:, None] - shapes_S).argmin(axis=1)
+    return nearest_N
 
 
 def map_target_fps(fps: float, max_fps: float) -> tuple[float, int]:

@@ -98,11 +98,6 @@ def test_substitutes_are_of_the_bucket_and_not_of_the_batch_where_there_are_othe
             assert batch.substitutes == batch.samples
 
 
-def test_nothing_fits() -> None:
-    plan = EpochPlan(np.full(5, -1, dtype=np.int32), np.array([2, 3]), rng=np.random.default_rng(0))
-    assert len(plan) == 0
-
-
 def test_starts_cover_all_places_and_depend_on_seed_number_and_place(source: TableSource) -> None:
     long = int(np.flatnonzero(source.table.samples.num_frames == 9)[0])
     five = next(index for index in range(len(source.buckets)) if source.buckets[index].num_frames == 5)

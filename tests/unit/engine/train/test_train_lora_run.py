@@ -237,12 +237,3 @@ def test_an_adapter_of_another_form_is_not_continued(trained, tmp_path, changes,
         plan_training(settings_of(tmp_path, lora__init=str(trained / "lora"), **changes))
     assert words in raised.value.message
     assert (raised.value.exit_code, raised.value.hint) == (2, hint)
-
-
-def test_files_that_are_no_adapter_are_not_continued(trained, tmp_path):
-    for init, words in (
-        (tmp_path / "none", "none is no folder with an adapter"),
-        (DEMO / "transformer.safetensors", "it is no adapter"),
-    ):
-        with pytest.raises(CheckpointError, match=words):
-            plan_training(settings_of(tmp_path / "run", lora__init=str(init)))
