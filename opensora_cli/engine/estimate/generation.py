@@ -59,18 +59,7 @@ def estimate_generation(plan: "Plan", offload: OffloadPlan) -> tuple[StageMemory
     decode = StageMemory(DECODE, weights[Component.VAE], decoding.data, decoding.activations, vae_mapped)
     if plan.decodes_only:
         return (decode,)
-    text = plan.settings.text
-    stages = [
-        text_memory(
-            weights,
-            (text.t5_max_length, text.clip_max_length),
-            (plan.weights.paths.get(Component.T5), plan.weights.paths.get(Component.CLIP)),
-            dtype,
-            streamed=offload.stream_text,
-            ranks=plan.mesh.size,
-            files=files,
-        )
-    ]
+    stages = [text_memory(plan, streamed=offload.stream_text)]
     frames = reference_frames(plan)
     encoded = (*frames, plan.settings.video.num_frames) if plan.start else frames
     if encoded:

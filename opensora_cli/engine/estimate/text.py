@@ -1,10 +1,9 @@
 """Memory and work of the text encoders: weights by arithmetic, and activations counted on outlines of few layers."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
 from math import prod
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,7 +12,6 @@ from opensora_cli.engine.components.text_encoders import STREAMED_LAYERS
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.fake_tensors import Need, fake_device, fake_module
 from opensora_cli.engine.estimate.offload import TEXT, StageMemory
-from opensora_cli.engine.estimate.weights import FileWeights
 from opensora_cli.engine.estimate.work import Work
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.host_weights import aligned, streaming_bytes
@@ -21,30 +19,25 @@ from opensora_cli.models.text.clip import ClipTextModel
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import T5Model, t5_linears
 
+if TYPE_CHECKING:
+    from opensora_cli.engine.generate.plan import Plan
+
 _TEXTS = 2
 """The prompt and the negative prompt."""
 
 
-def text_memory(
-    weights: Mapping[Component, int],
-    lengths: tuple[int, int],
-    folders: tuple[Path | None, ...],
-    dtype: torch.dtype,
-    *,
-    streamed: bool,
-    ranks: int,
-    files: Mapping[Component, FileWeights] | None = None,
-) -> StageMemory:
-    """Return the memory of the stage that encodes the prompts.
+def text_memory(plan: "Plan", *, streamed: bool) -> StageMemory:
+    """Return the memory of the stage that encodes the prompts. Encoders without a folder have the released sizes.
 
-    Weights are in bytes. Lengths in tokens and folders are those of T5 and CLIP; the folder None means released sizes.
-    With `streamed` T5's layers move to the device one by one; otherwise `ranks` share them, if there are enough heads.
-    `files` are the mapped files on a CPU.
+    With `streamed` T5's layers move to the device one by one; otherwise ranks share them, if there are enough heads.
     """
-    t5_sizes, clip_sizes = T5Sizes.of(folders[0]), ClipSizes.of(folders[1])
+    text, dtype, files, ranks = plan.settings.text, plan.hardware.dtype, plan.files, plan.mesh.size
+    t5_sizes = T5Sizes.of(plan.weights.paths.get(Component.T5))
+    clip_sizes = ClipSizes.of(plan.weights.paths.get(Component.CLIP))
     slots, whole, share = _t5_layers(t5_sizes, dtype.itemsize, ranks)
     held = streaming_bytes(slots, resident=STREAMED_LAYERS) if streamed else share
-    own_bytes, mapped_bytes = weights[Component.T5] + weights[Component.CLIP] - whole + held, 0
+    parameters = plan.parameters[Component.T5] + plan.parameters[Component.CLIP]
+    own_bytes, mapped_bytes = parameters * dtype.itemsize - whole + held, 0
     if files is not None:
         t5, clip = files[Component.T5], files[Component.CLIP].total
         # Layers that ranks share are copies.
@@ -52,9 +45,9 @@ def text_memory(
         copies = held if streamed or ranks > 1 else 0
         parts = t5.outside.held(), clip.held(), layers, (copies, 0)
         own_bytes, mapped_bytes = (sum(column) for column in zip(*parts, strict=True))
-    t5_need = _need(t5_sizes, lengths[0], dtype)
+    t5_need = _need(t5_sizes, text.t5_max_length, dtype)
     # A longer length is refused when the encoder is loaded.
-    clip_need = _need(clip_sizes, min(lengths[1], clip_sizes.max_length), dtype)
+    clip_need = _need(clip_sizes, min(text.clip_max_length, clip_sizes.max_length), dtype)
     # Texts are encoded one by one, each by T5 and then by CLIP, and their embeddings are joined at the end. Earlier
     # results stay while the next text is encoded.
     one = t5_need.data + clip_need.data

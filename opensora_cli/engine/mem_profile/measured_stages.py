@@ -214,7 +214,9 @@ def random_transformer(plan: Plan) -> MMDiT:
 
 
 def fill_randomly(module: ModuleT, device: torch.device) -> ModuleT:
-    """Replace meta tensors by random weights on `device`, in place, that keep outputs finite."""
+    """Replace meta tensors by frozen random weights on `device`, in place, that keep outputs finite."""
+    # An autoencoder that trains decodes all frames at once.
+    module.requires_grad_(False)
     replace_weights(module, lambda old: _filled(torch.empty_like(old, device=device)) if old.is_meta else old)
     return module
 

@@ -285,7 +285,6 @@ MANY_TILES: dict[str, object] = {
 @pytest.mark.parametrize(
     ("changes", "device_type"),
     [
-        ({}, "cpu"),
         ({}, "cuda"),
         ({"video.num_frames": 61, "video.max_frames": 61, "video.height": 64}, "cpu"),
     ],

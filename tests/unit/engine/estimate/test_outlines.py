@@ -91,7 +91,6 @@ def test_an_outline_is_that_of_what_the_operation_gives(operation):
 T5S = [
     {"d_model": 64, "d_ff": 32, "num_heads": 2, "num_layers": 2, "feed_forward_proj": "gated-gelu"},
     {"d_model": 128, "d_ff": 256, "d_kv": 32, "num_heads": 4, "num_layers": 1, "feed_forward_proj": "gated-gelu"},
-    {"d_model": 32, "num_layers": 3},
 ]
 CLIPS = [{"num_hidden_layers": 3}, {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 1}]
 

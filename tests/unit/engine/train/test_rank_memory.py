@@ -41,10 +41,3 @@ def test_a_run_that_does_not_fit_does_not_begin(tmp_path: Path, monkeypatch: pyt
     # Two ranks share the memory of a machine.
     with pytest.raises(HardwareError):
         refuse_lack_of_memory(settings.replace({"parallel.gpus": 2}), rank=1, reporter=SilentReporter())
-
-
-@pytest.mark.slow
-def test_a_real_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free(monkeypatch, 10**4)
-    with pytest.raises(HardwareError, match=r"^a step needs"):
-        refuse_lack_of_memory(tiny_training.vae_settings(tmp_path / "run"), rank=0, reporter=SilentReporter())
