@@ -19,13 +19,10 @@ from opensora_cli.core.device import (
     current_stream,
     has_streams,
     in_stream,
-    lock_pages,
     new_stream,
     sleeping_event,
     synchronize,
-    unlock_pages,
 )
-from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.limits import read_private_memory
 from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
 
@@ -41,29 +38,6 @@ def page_aligned(nbytes: int) -> Tensor:
         memory = torch.empty(-(-nbytes // page) * page + page, dtype=torch.uint8)
         start = -memory.data_ptr() % page
         return memory[start : start + nbytes]
-
-
-class PageLock:
-    """Lock on the pages of memory from `page_aligned` until `release`. The memory must live as long.
-
-    `device` is the GPU that copies. Raises HardwareError if the system refuses the lock.
-    """
-
-    def __init__(self, memory: Tensor, device: torch.device) -> None:
-        self._memory: Tensor | None = memory
-        self._device = device
-        if not lock_pages(memory, device):
-            self._memory = None
-            raise HardwareError(
-                f"{memory.nbytes} bytes of memory cannot be page-locked",
-                hint="raise the limit of locked memory (ulimit -l), or do without: --set memory.host_weights=mapped",
-            )
-
-    def release(self) -> None:
-        """Unlock the pages after the device is done with them. A second call has no effect."""
-        if self._memory is not None:
-            memory, self._memory = self._memory, None
-            unlock_pages(memory, self._device)
 
 
 class SideStream:

@@ -12,8 +12,9 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.core.device import is_gpu
-from opensora_cli.memory.host_memory import PageLock, SideStream, page_aligned
+from opensora_cli.core.device import is_gpu, lock_pages, unlock_pages
+from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.memory.host_memory import SideStream, page_aligned
 
 HostSource = Literal["pinned", "mapped"]
 """Source of the copies. pinned: one page-locked copy of the weights; mapped: the original weights, as in a file."""
@@ -159,14 +160,19 @@ class _LockedMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._locks: list[PageLock] = []
+        self._locked: list[Tensor] = []
         self.nbytes = 0
 
     def allocate(self, nbytes: int) -> Tensor:
         """Return (nbytes,) uint8 that begins at a page."""
         memory = page_aligned(nbytes)
         if is_gpu(self._device) and nbytes:
-            self._locks.append(PageLock(memory, self._device))
+            if not lock_pages(memory, self._device):
+                raise HardwareError(
+                    f"{nbytes} bytes of memory cannot be page-locked",
+                    hint="raise the limit of locked memory (ulimit -l), or use --set memory.host_weights=mapped",
+                )
+            self._locked.append(memory)
         self.nbytes += -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         return memory
 
@@ -174,8 +180,8 @@ class _LockedMemory:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        while self._locks:
-            self._locks.pop().release()
+        while self._locked:
+            unlock_pages(self._locked.pop(), self._device)
 
 
 class _PinnedWeights:

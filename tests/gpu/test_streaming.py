@@ -10,7 +10,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from opensora_cli.memory import host_weights
 from opensora_cli.memory.eight_bit import store_in_fp8
-from opensora_cli.memory.host_memory import PageLock
 from opensora_cli.memory.host_weights import slot_bytes, streaming_bytes
 from opensora_cli.memory.streaming import stream_blocks
 
@@ -91,16 +90,18 @@ def locked(monkeypatch):
     """The tensors whose pages are locked; torch's `is_pinned` knows of its own allocator's memory alone."""
     tensors = []
 
-    class Watched(PageLock):
-        def __init__(self, memory, device):
-            super().__init__(memory, device)
-            tensors.append(memory)
+    lock_pages, unlock_pages = host_weights.lock_pages, host_weights.unlock_pages
 
-        def release(self):
-            tensors[:] = [each for each in tensors if each is not self._memory]
-            super().release()
+    def lock(memory, device):
+        tensors.append(memory)
+        return lock_pages(memory, device)
 
-    monkeypatch.setattr(host_weights, "PageLock", Watched)
+    def unlock(memory, device):
+        tensors[:] = [each for each in tensors if each is not memory]
+        unlock_pages(memory, device)
+
+    monkeypatch.setattr(host_weights, "lock_pages", lock)
+    monkeypatch.setattr(host_weights, "unlock_pages", unlock)
     return tensors
 
 

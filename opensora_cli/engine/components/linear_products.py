@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import lru_cache
 from math import sqrt
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 import torch
 from torch import nn
@@ -12,13 +12,11 @@ from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.device import capability, device_name, has_gpu, is_gpu
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError, RequestError
+from opensora_cli.memory.eight_bit import ProductError, output_and_rounded_product, use_products
 from opensora_cli.models.linears import LowRankLinear
 from opensora_cli.models.mmdit.blocks import RepeatedBlocks, repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.parallel.shares import shares
-
-if TYPE_CHECKING:
-    from opensora_cli.memory.eight_bit import ProductError
 
 _NEEDED = {LinearProducts.INT8: (8, 0), LinearProducts.FP8: (8, 9)}
 """Lowest compute capability."""
@@ -41,7 +39,7 @@ class LinearProductsReport(Document):
     largest_at: str
 
     @classmethod
-    def of(cls, kind: LinearProducts, errors: "Sequence[ProductError]") -> Self:
+    def of(cls, kind: LinearProducts, errors: Sequence[ProductError]) -> Self:
         """Return the report for the errors of all replaced layers, at least one."""
         worst = max(errors, key=lambda error: error.relative_error)
         mean = sqrt(sum(error.relative_error**2 for error in errors) / len(errors))
@@ -89,10 +87,8 @@ def require_products(
         raise HardwareError(f"precision.linear={kind} does not work here: {problem}", hint=_USE_EXACT)
 
 
-def use_in_block(block: nn.Module, stack: RepeatedBlocks, kind: LinearProducts) -> "list[ProductError]":
+def use_in_block(block: nn.Module, stack: RepeatedBlocks, kind: LinearProducts) -> list[ProductError]:
     """Replace the linear layers of one block, sharded or with adapters or not, and return the error of each product."""
-    from opensora_cli.memory.eight_bit import use_products
-
     return use_products(block, [_path_of_weight(block, linear.path) for linear in stack.linears], kind)
 
 
@@ -130,8 +126,6 @@ def _require_sizes(kind: LinearProducts, config: MMDiTConfig, tensor: int) -> No
 @lru_cache(maxsize=8)
 def _why_unusable(kind: LinearProducts, device: torch.device, dtype: torch.dtype) -> str | None:
     """Return the reason why a small product on the device is wrong, or None."""
-    from opensora_cli.memory.eight_bit import output_and_rounded_product, use_products
-
     # The random numbers of the run stay as they are.
     with torch.inference_mode(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)

@@ -28,14 +28,16 @@ from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.layout import (
     ROTATED,
     HeadSizes,
+    Named,
     Shape,
+    Span,
     find_rotary,
+    linear_names,
     plan_layout,
     planned_shapes,
     reorder_heads,
 )
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.models.mmdit.names import Named, Span, linear_names
 from opensora_cli.settings.components import LoraFile, ModelSettings
 
 _IN_BLOCK = re.compile(r"(?P<stack>\w+_blocks)\.(?P<index>\d+)\.(?P<linear>.+)")

@@ -4,7 +4,6 @@ from collections import Counter
 from contextlib import AbstractContextManager
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,13 +11,11 @@ from opensora_cli.checkpoint.load import PlannedTensor, load_into_module, plan_t
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.components.architectures import on_meta
 from opensora_cli.engine.components.weights import Stamp, stamp_of
+from opensora_cli.memory.streaming import StreamingFigures, stream_blocks
 from opensora_cli.models.text.clip import ClipTextModel, clip_weights
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import KEPT_IN_FP32, LAYERS, T5Model, t5_weights
-
-if TYPE_CHECKING:
-    from opensora_cli.memory.streaming import StreamingFigures
 
 STREAMED_LAYERS = 2
 """Layers on the device at a time: one computes while the next one is copied."""
@@ -64,10 +61,8 @@ def load_clip(folder: Path, *, max_length: int, device: torch.device, dtype: tor
 
 def streamed_layers(
     t5: T5Encoder, *, device: torch.device, dtype: torch.dtype
-) -> "AbstractContextManager[StreamingFigures]":
+) -> AbstractContextManager[StreamingFigures]:
     """Return a context that copies the layers of `load_t5` to the device, each for one pass."""
-    from opensora_cli.memory.streaming import stream_blocks
-
     return stream_blocks(
         [t5.blocks],
         device=device,

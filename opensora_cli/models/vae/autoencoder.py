@@ -1,9 +1,9 @@
 """Base classes of the autoencoders: pixels to scaled latents, and back."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -53,11 +53,11 @@ class Autoencoder(nn.Module, ABC):
         """Last convolution of the decoder, where adaptive loss weights are measured. A 2D batch is all frames."""
         return cast(nn.Conv3d, self.get_submodule(self.last_layer_path))
 
-    @abstractmethod
     def forward(self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None) -> Reconstruction:
         """Encode and decode without tiling, for training. `generator` samples the posterior; None takes its mean."""
+        latents_BCTHW = self.encode(pixels_BCTHW)
+        return Reconstruction(self.decode(latents_BCTHW), latents_BCTHW, None)
 
-    @abstractmethod
     def encode(
         self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None, tiling: Tiling = NO_TILING
     ) -> Tensor:
@@ -66,13 +66,14 @@ class Autoencoder(nn.Module, ABC):
         `generator`, on the pixels' device, samples the posterior, if there is one. None takes its mode. Tiling changes
         the result. Raises RequestError if the shape cannot be encoded.
         """
+        return self.scale_latents(self.encode_tiles(pixels_BCTHW, tiling=tiling))
 
     def encode_tile(self, pixels_BCTHW: Tensor) -> Tensor:
         """Return the encoder's output for a tile: latents, or the means and then the log variances of a posterior."""
         encoded_BCTHW: Tensor = self.encoder(pixels_BCTHW)
         return encoded_BCTHW
 
-    def decode_tile(self, latents_BCTHW: Tensor, **options: object) -> Tensor:
+    def decode_tile(self, latents_BCTHW: Tensor, options: Mapping[str, object]) -> Tensor:
         """Return the pixels of a tile of unscaled latents; `options` are those of the decoder."""
         pixels_BCTHW: Tensor = self.decoder(latents_BCTHW, **options)
         return pixels_BCTHW
@@ -96,13 +97,13 @@ class Autoencoder(nn.Module, ABC):
     ) -> Iterator[Tensor]:
         """Yield the result of `decode` in pieces, one for each temporal tile. Errors precede any computation."""
         self.check_latents(latents_BCTHW)
-        options: dict[str, Any] = {"canvas": canvas}
+        options: dict[str, object] = {"canvas": canvas}
         if chunk_frames is not None:
             if not self.decodes_in_chunks:
                 raise RequestError(f"{type(self).__name__} decodes all frames of a tile at once: drop chunk_frames")
             options |= {"chunk_frames": chunk_frames, "store": store}
         return tiled_pieces(
-            partial(self.decode_tile, **options),
+            partial(self.decode_tile, options=options),
             self.unscale_latents(latents_BCTHW),
             grid=self.config.tile_grids()[1],
             tiling=tiling,

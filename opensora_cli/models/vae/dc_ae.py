@@ -11,10 +11,9 @@ from einops import rearrange, reduce
 from torch import Tensor, nn
 from torch.nn import functional
 
-from opensora_cli.models.vae.autoencoder import COLORS, Autoencoder, Reconstruction
+from opensora_cli.models.vae.autoencoder import COLORS, Autoencoder
 from opensora_cli.models.vae.config import HEAD_DIM, BlockType, DCAEConfig
 from opensora_cli.models.vae.resample import convolved, fast_layout, without_autocast
-from opensora_cli.models.vae.tiles import NO_TILING, Tiling
 
 _NORM_EPS = 1e-5
 _ATTENTION_EPS = 1e-15
@@ -306,17 +305,6 @@ class DCAE(Autoencoder):
         self._scale = 1.0 if config.scaling_factor is None else config.scaling_factor
         self.encoder = Encoder(config)
         self.decoder = Decoder(config)
-
-    def encode(
-        self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None, tiling: Tiling = NO_TILING
-    ) -> Tensor:
-        """Encode a clip or a picture to scaled latents; `generator` is ignored. See `Autoencoder.encode`."""
-        return self.scale_latents(self.encode_tiles(pixels_BCTHW, tiling=tiling))
-
-    def forward(self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None) -> Reconstruction:
-        """Encode and decode; `generator` is ignored. See `Autoencoder.forward`."""
-        latents_BCTHW = self.encode(pixels_BCTHW)
-        return Reconstruction(self.decode(latents_BCTHW), latents_BCTHW, None)
 
     def scale_latents(self, encoded_BCTHW: Tensor) -> Tensor:
         """Return encoded / scaling_factor."""

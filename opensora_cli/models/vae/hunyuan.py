@@ -1,6 +1,6 @@
 """Hunyuan causal video autoencoder."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 
 import torch
@@ -141,6 +141,6 @@ class HunyuanVAE(PosteriorAutoencoder):
         moments_BCTHW: Tensor = self.quant_conv(self.encoder(pixels_BCTHW))
         return moments_BCTHW
 
-    def decode_tile(self, latents_BCTHW: Tensor, **options: object) -> Tensor:
+    def decode_tile(self, latents_BCTHW: Tensor, options: Mapping[str, object]) -> Tensor:
         """Return the pixels of a tile of unscaled latents; `options` are those of the decoder."""
-        return super().decode_tile(self.post_quant_conv(latents_BCTHW), **options)
+        return super().decode_tile(self.post_quant_conv(latents_BCTHW), options)

@@ -17,21 +17,17 @@ NO_TILING = Tiling()
 
 @dataclass(frozen=True, slots=True)
 class TileAxis:
-    """Cut of an axis in positions of the input, and its blending in positions of the output.
-
-    Args:
-        size: input positions of a tile.
-        stride: input positions from one tile's start to the next.
-        blend: output positions at the beginning of a tile that are blended with the previous tile.
-        kept: output positions that are kept of each tile except the last.
-        shortest: input positions of the shortest last tile in time. The previous tile has those of a shorter one.
-    """
+    """Cut of an axis in positions of the input, and its blending in positions of the output."""
 
     size: int
     stride: int
+    """Input positions from one tile's start to the next."""
     blend: int
+    """Output positions at the beginning of a tile that are blended with the previous tile."""
     kept: int
+    """Output positions that are kept of each tile except the last."""
     shortest: int = 1
+    """Input positions of the shortest last tile in time. The previous tile has those of a shorter one."""
 
     def starts_in_time(self, num_frames: int) -> range:
         """Return the first position of each temporal tile."""
