@@ -20,9 +20,8 @@ from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.files import read_tags
 from opensora_cli.media.read import read_picture, read_video
-from opensora_cli.server.requests import read_request
 from opensora_cli.settings.explain import Given
-from opensora_cli.settings.load import GenerateRequest, read_sidecar
+from opensora_cli.settings.load import GenerateRequest, generate_request, read_sidecar
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
@@ -263,9 +262,9 @@ def test_a_request_that_no_model_allows_is_refused_before_torch_chooses_one(monk
 
     monkeypatch.setattr(requests, "choose_model", choose_model)
     typed = {"prompt": Given("sea", "PROMPT")}
-    wrong = read_request(overrides={**typed, "runtime.device": Given("gpu", "--device")}, environment={})
+    wrong = generate_request({**typed, "runtime.device": Given("gpu", "--device")}, environment={})
     with pytest.raises(RequestError, match=r"runtime\.device=gpu must be .* \(from --device\)"):
         requests.resolve(wrong, reporter=RecordingReporter())
-    large = read_request(overrides={**typed, "video.resolution": Given("768px", "--res")}, environment={})
+    large = generate_request({**typed, "video.resolution": Given("768px", "--res")}, environment={})
     with pytest.raises(AssertionError, match="torch was asked"):
         requests.resolve(large, reporter=RecordingReporter())

@@ -115,7 +115,7 @@ class TestOpening:
         assert len(set(paths)) == len(paths) == 3
         assert all(torch.equal(one.pixels_BTHWC, other.pixels_BTHWC) for one, other in zip(batches, again, strict=True))
         assert paths == [path for batch in again for path in batch.paths]
-        assert batches[0].pixels_BTHWC.shape == (2, 5, 20, 52, 3)
+        assert batches[0].pixels_BTHWC.shape == (1, 5, 20, 52, 3)
 
     def test_a_table_that_is_too_small_is_refused(self, tmp_path):
         table = tmp_path / "held_out.csv"
