@@ -52,10 +52,21 @@ def bench_generate(given: Layer, call: Call) -> None:
     call.show(report, context=context)
 
 
-_SHARED = (
-    *("--config", "--set", "--from", "--res", "--num-frames", "--ref", "--steps", "--seed", "--model", "--weights"),
-    *("--device", "--gpus", "--devices"),
-)
+_SHARED = [
+    "--config",
+    "--set",
+    "--from",
+    "--res",
+    "--num-frames",
+    "--ref",
+    "--steps",
+    "--seed",
+    "--model",
+    "--weights",
+    "--device",
+    "--gpus",
+    "--devices",
+]
 _ROWS = {
     "PROMPT": Option("prompt", help="Description of the video."),
     "--try": Option(
@@ -66,7 +77,9 @@ _ROWS = {
         "euler-15. `exact` times that run alone.",
         default="the standard set",
     ),
-    "--repeats": Option("", _COMPARED, "Timed runs of each setting, for mean and deviation.", "N", int, default="1"),
+    "--repeats": Option(
+        panel=_COMPARED, help="Timed runs of each setting, for mean and deviation.", metavar="N", kind=int, default="1"
+    ),
     **{label: generate.ROWS[label]._replace(is_common=False) for label in _SHARED},
 }
 COMMAND = make_command(bench_generate, _ROWS, settings=GenerateSettings, on_ranks=True)

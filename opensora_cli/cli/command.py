@@ -224,9 +224,9 @@ def _type(row: Option, field: Any) -> Any:
 def _kind(row: Option, field: Any) -> Any:
     """Return the type of a value on the command line. Numbers and choices are text, which pydantic reads."""
     kind = _type(row, field)
-    if field is None:
+    if field is None or kind is bool:
         return kind
-    return list[str] if get_origin(kind) is tuple else bool if kind is bool else str
+    return list[str] if get_origin(kind) is tuple else str
 
 
 def _choices(row: Option, field: Any) -> list[str]:
@@ -238,7 +238,7 @@ def _metavar(row: Option, field: Any) -> str | None:
     choices, kind = "|".join(_choices(row, field)), _type(row, field)
     if choices:
         return choices if len(choices) <= _WIDEST_CHOICES else "NAME"
-    return "" if kind is bool else "N" if kind is int else "X" if kind is float else None
+    return {bool: "", int: "N", float: "X"}.get(kind)
 
 
 def shown_default(value: object) -> str:

@@ -18,8 +18,18 @@ from opensora_cli.core.reading import lack_of_machine
 from opensora_cli.media.containers import StoredFrame, VideoSource
 
 _BROKEN = (
-    *(OSError, SyntaxError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError),
-    *(EOFError, struct.error, zlib.error, Image.DecompressionBombError),
+    OSError,
+    SyntaxError,
+    ValueError,
+    TypeError,
+    LookupError,
+    ArithmeticError,
+    AttributeError,
+    RuntimeError,
+    EOFError,
+    struct.error,
+    zlib.error,
+    Image.DecompressionBombError,
 )
 """Errors of Pillow for broken files; caught only where nothing but Pillow runs."""
 

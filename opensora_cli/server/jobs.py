@@ -152,10 +152,11 @@ class JobStore:
 
     def take(self) -> Job | None:
         """Mark the next queued job as in progress, and return it; None if no job is queued."""
-        for job_id in self.ids(Status.QUEUED)[:1]:
-            started_at = self.get(job_id).started_at or int(time.time())
-            return self._change(job_id, status=Status.IN_PROGRESS, started_at=started_at)
-        return None
+        queued = self.ids(Status.QUEUED)
+        if not queued:
+            return None
+        started_at = self.get(queued[0]).started_at or int(time.time())
+        return self._change(queued[0], status=Status.IN_PROGRESS, started_at=started_at)
 
     def finish(self, job_id: str, status: Status, *, error: Mapping[str, Any] | None = None) -> Job:
         """Record the end of a job."""
@@ -168,7 +169,9 @@ class JobStore:
     def requeue(self, job_id: str, *, has_died: bool = False) -> None:
         """Put an unfinished job back at the head of the queue; `has_died` means that its worker died."""
         job = self.get(job_id)
-        place = min([job.place, *(self.get(first).place - 1.0 for first in self.ids(Status.QUEUED)[:1])])
+        place, queued = job.place, self.ids(Status.QUEUED)
+        if queued:
+            place = min(place, self.get(queued[0]).place - 1.0)
         self._change(job_id, status=Status.QUEUED, deaths=job.deaths + has_died, place=place)
 
     def place_in_queue(self, job: Job) -> int:

@@ -92,8 +92,12 @@ def parse_yaml_text(text: str) -> object:
     waiting, count = [value], 0
     while waiting:
         each = waiting.pop()
-        waiting += each.values() if isinstance(each, dict) else each if isinstance(each, list) else ()
-        if (count := count + 1) > _MAX_VALUES:
+        count += 1
+        if isinstance(each, dict):
+            waiting += each.values()
+        elif isinstance(each, list):
+            waiting += each
+        if count > _MAX_VALUES:
             raise yaml.YAMLError(f"it means more than {_MAX_VALUES:,} values")
     return value
 
@@ -169,7 +173,8 @@ def _data(node: ast.expr, names: Mapping[str, Any]) -> Any:
             return {ast.literal_eval(key): _data(value, names) for key, value in zip(keys, values, strict=True) if key}
         case ast.Name(id=name):
             # Only short values, so that a short file cannot describe a large one.
-            return value if isinstance(value := names.get(name, CODE), str | int | float | None) else CODE
+            value = names.get(name, CODE)
+            return value if isinstance(value, str | int | float | None) else CODE
     try:
         return ast.literal_eval(node)
     except (ValueError, TypeError, MemoryError, RecursionError):

@@ -43,7 +43,7 @@ _CONFLICTS = (
     Pair("picture.first", "condition.references", "drop --t2i2v or --ref"),
     Pair("parallel.devices", "runtime.device!=auto", "drop one of them"),
     Pair("parallel.ulysses_chunks>1", "parallel.all_to_all=hierarchical", "use one of them"),
-    Pair("compile", "parallel.tensor_parallel_degree>1", "use parallel.ulysses_degree: its layers talk to no device"),
+    Pair("compile", "parallel.tensor_parallel_degree>1", "use parallel.ulysses_degree, or compile=false"),
 )
 """Settings that do not go together."""
 

@@ -85,8 +85,11 @@ def collect_overrides(
     schema: type[Section], flags: Layer, assignments: Iterable[str] | Mapping[str, object]
 ) -> dict[str, Given]:
     """Return named flags and assignments, from `--set` or by key, as one layer. The last assignment of a key wins."""
-    overrides, source = dict(flags), "set" if isinstance(assignments, Mapping) else "--set"
-    pairs = assignments.items() if isinstance(assignments, Mapping) else map(_assignment, assignments)
+    overrides = dict(flags)
+    if isinstance(assignments, Mapping):
+        source, pairs = "set", [*assignments.items()]
+    else:
+        source, pairs = "--set", [_assignment(text) for text in assignments]
     for key, value in pairs:
         check_key(schema, key, source=source)
         flag = flags.get(key)

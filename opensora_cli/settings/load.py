@@ -14,7 +14,6 @@ import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import accumulate
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -66,8 +65,14 @@ DESCRIPTION = frozenset(_KEYS.split())
 TYPED = frozenset({"refine.prompt", "refine.motion_score"})
 """Settings that only the command line can set beside such a file, whose prompt is rewritten already."""
 _SAMPLED_WITH = (
-    *("files.transformer", "files.t5", "files.clip", "files.turbo"),
-    *("picture.files.transformer", "picture.files.vae", "picture.files.hub_repo", "loras"),
+    "files.transformer",
+    "files.t5",
+    "files.clip",
+    "files.turbo",
+    "picture.files.transformer",
+    "picture.files.vae",
+    "picture.files.hub_repo",
+    "loras",
 )
 """Files that decoding does not read. A file of latents records them."""
 _FILES = ("runtime.weights", "files.vae", "files.hub_repo", *_SAMPLED_WITH)
@@ -75,7 +80,7 @@ _FILES = ("runtime.weights", "files.vae", "files.hub_repo", *_SAMPLED_WITH)
 
 def is_description(key: str) -> bool:
     """Return whether a file of an earlier run may bring a setting."""
-    return not DESCRIPTION.isdisjoint(accumulate(key.split("."), "{}.{}".format))
+    return any(key == known or key.startswith(f"{known}.") for known in DESCRIPTION)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,14 +174,15 @@ class GenerateRequest:
         """Model that the settings name, or AUTO. A wrong name means the demo, whose validation reports the name."""
         # A plan for another machine does not look for weights here.
         usual = AUTO if self.on is None else OPEN_SORA_V2
-        choices = (self.text("runtime.model_choice"), self.text("model.name"))
-        choice = next((choice for choice in choices if choice not in (None, AUTO)), None)
-        return usual if choice is None else choice if choice in ARCHITECTURES else DEMO
+        for choice in (self.text("runtime.model_choice"), self.text("model.name")):
+            if choice not in (None, AUTO):
+                return choice if choice in ARCHITECTURES else DEMO
+        return usual
 
     def _with_saved(self, saved: SavedSettings) -> dict[str, Given]:
         """Return the settings below the command line, with those of an earlier run."""
         if saved.is_own:
-            return saved.layer
+            return dict(saved.layer)
         if key := next(filter(is_description, self.config), None):
             raise RequestError(
                 f"--config {self.config[key].source} cannot go with {saved.source}, whose description of the video is "

@@ -288,7 +288,8 @@ class _OwnRows:
                     for each in waiting:
                         make(*each)
                     beat("rows")
-                    time.sleep(_LOOK_S if in_use else 0)
+                    if in_use:
+                        time.sleep(_LOOK_S)
             except KeyboardInterrupt as interrupt:
                 finished = f"{len(self.outputs)} of {self._count} rows are finished: the same command continues"
                 raise KeyboardInterrupt(finished) from interrupt

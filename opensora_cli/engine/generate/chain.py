@@ -28,6 +28,7 @@ from opensora_cli.engine.generate.plan import (
 )
 from opensora_cli.engine.generate.request import draft_settings, picture_settings
 from opensora_cli.settings.enums import DType, HostWeights, OffloadMode
+from opensora_cli.settings.explain import either
 from opensora_cli.settings.generate import GenerateSettings
 
 _CONTINUATION: Mapping[str, object] = {
@@ -160,6 +161,9 @@ class Chain:
         offload = plan.offload.lines()
         if plan.offload.modulation_on_host and plan.offload.mode is not OffloadMode.BLOCKS and plan.files is None:
             offload.insert(0, "modulation on the host, computed before the first step")
+        extended = (
+            f"{segments} segments of {video.num_frames} frames, the last {settings.overlap} of each given to the next"
+        )
         found = {
             "model": f"{settings.model.name} on {hardware.device} ({hardware.device_name}), {hardware.dtype_name}",
             "picture": size if frames == 1 else None,
@@ -170,10 +174,7 @@ class Chain:
             "draft": draft and f"{draft.summary}, from which it starts after step {plan.start}",
             "sampling": f"{plan.mode.name}, {plan.num_steps} steps by {settings.sampling.solver}, {reused}"
             f"{self.model_evaluations * self.num_samples} model evaluations",
-            "extend": f"{segments} segments of {video.num_frames} frames, the last {settings.overlap} of each "
-            f"given to the next: {frames} frames"
-            if segments > 1
-            else None,
+            "extend": f"{extended}: {frames} frames" if segments > 1 else None,
             "memory": ", ".join(f"{stage.name} {gib_or_less(stage.total_bytes)}" for stage in self.stages),
             "devices": f"{plan.mesh.size}, {describe_mesh(plan.mesh)}" if plan.mesh.size > 1 else None,
             "exchange": plan.planned_exchange and plan.planned_exchange.line(),
@@ -258,17 +259,20 @@ def note_exceptions(plan: Plan, reporter: Reporter) -> None:
     """Note a picture of another shape, and offload settings that have no effect on a CPU, which maps weights."""
     if plan.size_note is not None:
         reporter.note(plan.size_note)
-    memory = plan.settings.memory
-    has_blocks, host = plan.decodes_only or plan.offloadable.num_blocks > 0, memory.host_weights
-    asked = {
-        "offload=blocks": not has_blocks and memory.offload is OffloadMode.BLOCKS,
-        f"resident_blocks={memory.resident_blocks}": not has_blocks and memory.resident_blocks is not None,
-        f"host_weights={host}": host is HostWeights.PINNED or not (has_blocks or host is None),
-    }
-    named = ", ".join(f"memory.{text}" for text, is_asked in asked.items() if is_asked)
-    if named and plan.files is not None:
+    if plan.files is None:
+        return
+    memory, ignored = plan.settings.memory, []
+    can_stream = plan.decodes_only or plan.offloadable.num_blocks > 0
+    if memory.offload is OffloadMode.BLOCKS and not can_stream:
+        ignored.append("memory.offload=blocks")
+    if memory.resident_blocks is not None and not can_stream:
+        ignored.append(f"memory.resident_blocks={memory.resident_blocks}")
+    if memory.host_weights is HostWeights.PINNED or (memory.host_weights is not None and not can_stream):
+        ignored.append(f"memory.host_weights={memory.host_weights}")
+    if ignored:
         reporter.note(
-            f"memory: {named} has no effect on a CPU, which computes with weights where they are mapped from their file"
+            f"memory: {', '.join(ignored)} has no effect on a CPU, which computes with weights where they are mapped "
+            "from their file"
         )
 
 
@@ -302,7 +306,7 @@ def _what_would_fit(plan: Plan) -> str:
             fitting.append(f"{flag} ({gib_or_less(smaller.peak_bytes)})")
     if not fitting:
         return "use a device with more memory, or --model demo"
-    return f"{' or '.join(filter(None, (', '.join(fitting[:-1]), fitting[-1])))} would fit"
+    return f"{either(fitting)} would fit"
 
 
 def _smaller_requests(plan: Plan) -> Iterator[tuple[str, dict[str, object]]]:

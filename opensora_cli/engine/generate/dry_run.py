@@ -20,11 +20,7 @@ from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.estimate.predicted_time import PredictedTime
 from opensora_cli.engine.estimate.verdict import HostMemory
 from opensora_cli.engine.generate.chain import Chain, make_chain, note_exceptions, require_fit
-from opensora_cli.engine.generate.outputs import (
-    SampleFiles,
-    check_outputs,
-    note_earlier_work,
-)
+from opensora_cli.engine.generate.outputs import SampleFiles, check_outputs, note_earlier_work
 from opensora_cli.engine.generate.predicted import predict_known_time
 from opensora_cli.engine.generate.ranks import hardware_of_ranks, planned_hardware
 from opensora_cli.engine.generate.references import references_of
@@ -194,7 +190,8 @@ class PlanDocument(Document):
         """Return the plan as lines of text."""
         plan = self.chain.video
         found = [self.verdict, *(f"{name:<10}{text}" for name, text in self.chain.facts().items())]
-        found += [] if self.predicted is None else self.predicted.lines()
+        if self.predicted is not None:
+            found += self.predicted.lines()
         found += [f"weights   {component}: {path}" for component, path in plan.weight_paths.items()]
         found += [f"lora      {lora.line()}" for lora in plan.loras]
         missing = dict.fromkeys(name for each in self.jobs for name in each.missing_weights)

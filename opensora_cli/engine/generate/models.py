@@ -254,7 +254,7 @@ def _loading(plan: Plan, component: Component, events: Events) -> Iterator[Calla
 
 def _model_key(plan: Plan, name: str) -> object:
     """Return the files and the settings on which a model depends."""
-    files = tuple((path := plan.weights.path(part), stamp_of(path)) for part in _PARTS[name])
+    paths = [plan.weights.path(part) for part in _PARTS[name]]
     settings, offload = plan.settings, plan.offload
     made_of: object
     if name == TEXT_ENCODERS:
@@ -265,10 +265,16 @@ def _model_key(plan: Plan, name: str) -> object:
         streams = offload.mode is OffloadMode.BLOCKS
         loras = tuple((lora.path, lora.scale, lora.sha256) for lora in plan.loras)
         made_of = (
-            *(settings.model, settings.compile, loras, plan.mesh.tensor),
-            *(offload.fp8_storage, offload.linear, offload.modulation_on_host),
+            settings.model,
+            settings.compile,
+            loras,
+            plan.mesh.tensor,
+            offload.fp8_storage,
+            offload.linear,
+            offload.modulation_on_host,
             streams and (offload.resident_blocks, offload.host_weights),
         )
+    files = [(path, stamp_of(path)) for path in paths]
     return files, plan.hardware.device, plan.hardware.dtype, made_of
 
 

@@ -72,7 +72,8 @@ def make(
     if len(chain.segments) > 1 or chain.settings.condition.continued is not None:
         for sample in samples:
             video = _make_segments(chain, sample, embeds, models, events)
-            videos += [finish(video)] if models.ranks.is_main else []
+            if models.ranks.is_main:
+                videos.append(finish(video))
         return tuple(videos)
     encode_shared_references(missing, models, events)
     left = [*samples]

@@ -236,8 +236,7 @@ class Plan:
             pinned = streamed_bytes(mmdit_config(self.settings.model), dtype, offload, tensor=self.mesh.tensor)
         if offload.store_on_host:
             on_device = self._estimate(replace(offload, store_on_host=False))
-            sizes = [{each.name: each.activation_bytes for each in stages} for stages in (on_device, self.stages)]
-            pinned = max(pinned, sizes[0][DECODE] - sizes[1][DECODE])
+            pinned = max(pinned, _decoding_bytes(on_device) - _decoding_bytes(self.stages))
         return HostMemory(pinned_bytes=ranks * pinned, page_cache_bytes=weights)
 
     @property
@@ -300,7 +299,7 @@ def make_plan(
     Neither weights nor enough memory are needed; `require_weights` and `require_fit` check them.
 
     Args:
-        settings: settings with a condition mode; see `references.with_mode`.
+        settings: settings with a condition mode; see `request.with_mode`.
         role: role of the job.
         hardware: device of one of several ranks; None means a rank's share of the device of `settings`.
         tries_device: whether this process may use the device, to check attention kernels.
@@ -398,6 +397,10 @@ def make_plan(
             hint="use a larger one, or more steps",
         )
     return plan.with_best_offload()
+
+
+def _decoding_bytes(stages: tuple[StageMemory, ...]) -> int:
+    return next(stage.activation_bytes for stage in stages if stage.name == DECODE)
 
 
 def _pixel_size(settings: GenerateSettings) -> tuple[int, int, str | None]:

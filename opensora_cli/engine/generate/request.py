@@ -146,7 +146,8 @@ def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
         require_weights_of(part)
     if settings.output.named_format is None or settings.output.overwrite:
         return
-    for sample in (sample_files(settings, index) for index in range(num_samples(settings))):
+    for index in range(num_samples(settings)):
+        sample = sample_files(settings, index)
         made = read_made(sample)
         # The same request may have made the result before.
         if (made.get("seed"), made.get("prompt")) != (sample.seed, settings.prompt):

@@ -166,11 +166,10 @@ def generate(
             models = stack.enter_context(LoadedModels(ranks=joined))
         models = models or stack.enter_context(LoadedModels(stay=num_samples(settings) > 1))
         ranks, is_main = models.ranks, models.ranks.is_main
-        chain = (
-            plan_here(settings, models, reporter=reporter, device=device)
-            if ranks.count == 1
-            else chain_of(settings, models)
-        )
+        if ranks.count == 1:
+            chain = plan_here(settings, models, reporter=reporter, device=device)
+        else:
+            chain = chain_of(settings, models)
         require_weights(chain, reporter)
         chosen = choose_outputs(chain, ranks=ranks)
         if all(sample.made_before for sample in chosen):

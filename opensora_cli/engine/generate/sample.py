@@ -111,11 +111,12 @@ def read_saved(chain: "Chain", files: "SampleFiles", ranks: "Ranks") -> tuple[De
             hint="continue without --stop-at, or stop later",
         )
     steps = chain.num_steps if saved_steps is None else saved_steps
-    is_begun = 0 < steps < chain.num_steps
     finished, begun_steps = divmod(steps, plan.num_steps)
-    past = chain.segments[finished].past_times(begun_steps) if is_begun else {}
     count = finished + bool(begun_steps)
-    read = open_latents(saved).read() if ranks.is_main and is_begun is not (saved_steps is None) else []
+    # A file that has all steps does not count them.
+    is_sound = saved_steps is None or 0 < saved_steps < chain.num_steps
+    past = chain.segments[finished].past_times(begun_steps) if is_sound and steps < chain.num_steps else {}
+    read = open_latents(saved).read() if is_sound and ranks.is_main else []
     tensors = [tensor.cpu() for tensor in ranks.same_tensors(read)]
     if any(tuple(each.shape) != plan.latent_shape for each in tensors):
         raise RequestError(

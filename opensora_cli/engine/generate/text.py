@@ -115,7 +115,6 @@ def warn_about_prompts(plan: Plan, reporter: Reporter) -> None:
     ]
     if truncating:
         reporter.warn(f"the prompt is too long and is cut: {', '.join(truncating)}")
-    vocabulary = read_vocabulary(t5_folder.parent)
     if not settings.text.known_words_warning:
         return
     # Without the suffixes, which the user did not type.
@@ -128,6 +127,7 @@ def warn_about_prompts(plan: Plan, reporter: Reporter) -> None:
     near = {word: nearest(word.lower(), alike[word], cutoff=0.75) for word in unknown[:_LISTED_WORDS]}
     words = ", ".join(f'"{word}"' + (f' (nearest: "{known}")' if known else "") for word, known in near.items())
     more = f" and {len(unknown) - _LISTED_WORDS} more words" if len(unknown) > _LISTED_WORDS else ""
+    vocabulary = read_vocabulary(t5_folder.parent)
     knows = "; ".join(f"{kind}: {', '.join(known)}" for kind, known in vocabulary.items())
     reporter.warn(
         f"the {settings.model.name} model does not know {words}{more}" + (f"; it knows {knows}" if knows else "")
