@@ -52,21 +52,11 @@ def bench_generate(given: Layer, call: Call) -> None:
     call.show(report, context=context)
 
 
-_SHARED = [
-    "--config",
-    "--set",
-    "--from",
-    "--res",
-    "--num-frames",
-    "--ref",
-    "--steps",
-    "--seed",
-    "--model",
-    "--weights",
-    "--device",
-    "--gpus",
-    "--devices",
-]
+_SHARED = (
+    *("--config", "--set", "--from", "--res", "--num-frames", "--ref", "--steps", "--seed", "--model", "--weights"),
+    *("--device", "--gpus", "--devices"),
+)
+
 _ROWS = {
     "PROMPT": Option("prompt", help="Description of the video."),
     "--try": Option(

@@ -17,58 +17,14 @@ from opensora_cli.media import containers, pictures
 from opensora_cli.media.containers import MediaFacts, StoredFrame
 from opensora_cli.media.files import readable_file
 
-_VIDEOS = frozenset(
-    [
-        ".mp4",
-        ".m4v",
-        ".mov",
-        ".qt",
-        ".3gp",
-        ".3g2",
-        ".mkv",
-        ".webm",
-        ".avi",
-        ".mpg",
-        ".mpeg",
-        ".mpe",
-        ".m2v",
-        ".ts",
-        ".mts",
-        ".m2ts",
-        ".vob",
-        ".flv",
-        ".f4v",
-        ".ogv",
-        ".wmv",
-        ".asf",
-        ".mxf",
-        ".gif",
-    ]
-)
-_PICTURES = frozenset(
-    [
-        ".png",
-        ".apng",
-        ".jpg",
-        ".jpeg",
-        ".jpe",
-        ".jfif",
-        ".webp",
-        ".avif",
-        ".bmp",
-        ".dib",
-        ".tif",
-        ".tiff",
-        ".jp2",
-        ".j2k",
-        ".ppm",
-        ".pgm",
-        ".pbm",
-        ".heic",
-        ".heif",
-        ".hif",
-    ]
-)
+_VIDEOS = {
+    *(".mp4", ".m4v", ".mov", ".qt", ".3gp", ".3g2", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".mpe", ".m2v", ".ts"),
+    *(".mts", ".m2ts", ".vob", ".flv", ".f4v", ".ogv", ".wmv", ".asf", ".mxf", ".gif"),
+}
+_PICTURES = {
+    *(".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif", ".bmp", ".dib", ".tif", ".tiff", ".jp2"),
+    *(".j2k", ".ppm", ".pgm", ".pbm", ".heic", ".heif", ".hif"),
+}
 """Endings of pictures. HEIC is not read: naming it tells its owner."""
 
 _MOST_RESAMPLED = 10_000_000
