@@ -124,7 +124,12 @@ _ROWS = {
     "--config": config_row(CONFIG_HELP, "train")._replace(is_common=True),
     "--set": set_row(SET_HELP)._replace(is_common=True),
     "--from": Option(kind=Path, metavar="FILE", help="settings.json of an earlier run, in place of --config."),
-    "--new": Option("", "", "Write DIR.yaml: --config (demo_lora) with buckets for DIR.", "DIR", str, is_common=True),
+    "--new": Option(
+        help="Write DIR.yaml: a recipe that extends --config (demo_lora), with buckets for the clips of DIR.",
+        metavar="DIR",
+        kind=str,
+        is_common=True,
+    ),
     "--list": Option(kind=bool, help="List the recipes of osora and exit.", is_common=True),
     "--resume": Option("", _CHECKPOINTS, "Continue from the newest checkpoint.", "", bool, is_common=True),
     "--resume-from": Option("", _CHECKPOINTS, "Continue from this checkpoint instead of the newest.", "FOLDER", Path),

@@ -32,13 +32,19 @@ _WITH_SCALE = re.compile(r"(?P<path>.+):(?P<scale>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\
 class Tf32Settings(Section):
     """Precision of float32 computation."""
 
-    tf32: bool | None = Field(None, description="Compute float32 in TF32 (10 bits of mantissa). None: torch decides.")
+    tf32: bool | None = Field(
+        None,
+        description="Compute float32 in TF32 (GPU from 8.0): faster, with 10 bits of mantissa. None: torch decides.",
+    )
 
 
 class GenerationPrecisionSettings(Tf32Settings):
     """Precision of generation, in addition to `runtime.dtype`."""
 
-    linear: LinearProducts = Field(LinearProducts.EXACT, description="Linear layers: exact, or int8 or fp8 (GPUs).")
+    linear: LinearProducts = Field(
+        LinearProducts.EXACT,
+        description="Precision of the linear layers in blocks: exact, or int8 (GPU from 8.0) or fp8 (from 8.9).",
+    )
 
 
 class ModelSettings(MMDiTConfig):

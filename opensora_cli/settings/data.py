@@ -58,8 +58,14 @@ RELEASED_BUCKETS: BucketTable = {
 class DataSettings(Section):
     """Clips, sorted into buckets of one size."""
 
-    table: FileName | None = Field(None, description="CSV or parquet table of clips. None: clips of a program.")
-    buckets: BucketTable = Field(RELEASED_BUCKETS, min_length=1, description=f"Buckets of clips, as in {_EXAMPLE}.")
+    table: FileName | None = Field(
+        None, description="CSV or parquet table of pictures and videos. None: clips come from a Python program."
+    )
+    buckets: BucketTable = Field(
+        RELEASED_BUCKETS,
+        min_length=1,
+        description=f"{{resolution: {{frames: [probability, batch size]}}}}, as in {_EXAMPLE}.",
+    )
     fps_max: float = Field(24.0, gt=0, le=1000, description="Largest frame rate. Faster videos lose frames.")
     fit: Fit = Field(Fit.CROP, description="How frames of another shape are fitted to their bucket.")
     workers: int = Field(2, ge=0, le=256, description="Processes that read clips. 0: the training process.")

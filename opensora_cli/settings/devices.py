@@ -77,8 +77,12 @@ class ExchangeSettings(DeviceSettings):
     ring_degree: Degree | None = Field(None, description="Devices in the ring of keys and values.")
     tensor_parallel_degree: Degree | None = Field(None, description="Devices that share each block's features.")
     all_to_all: AllToAll = Field(AllToAll.DIRECT, description="Exchange of tokens for heads in ulysses_degree.")
-    fast_link_ranks: int | None = Field(None, ge=2, le=65_536, description="Devices with fast links. None: a machine.")
-    compression: Compression = Field(Compression.NONE, description="Rounding of exchanges: bf16 by 1/256, fp8 by 1/16.")
+    fast_link_ranks: int | None = Field(
+        None, ge=2, le=65_536, description="Consecutive devices with fast links. None: a machine."
+    )
+    compression: Compression = Field(
+        Compression.NONE, description="Rounding of exchanged elements: bf16 by up to 1/256, fp8 by up to 1/16."
+    )
 
     def exchange_problems(self, *, ulysses: int, tensor: int) -> list[str]:
         """Return one line for each setting that has no effect, or cannot work, with these ranks along the axes."""
@@ -126,7 +130,9 @@ class ParallelSettings(ExchangeSettings):
 
     data_parallel_degree: Copies | None = Field(None, description="Groups that share the rows of --prompts. None: all.")
     cfg_parallel_degree: PositiveInt | None = Field(None, le=3, description="Devices that share CFG branches.")
-    ulysses_chunks: Degree = Field(1, description="Parts of an exchange of heads that overlap with attention.")
+    ulysses_chunks: Degree = Field(
+        1, description="Parts of an exchange of heads, which overlap with attention. 1: no overlap."
+    )
 
 
 class Strategy(StrEnum):
@@ -223,8 +229,12 @@ class PlacementSettings(Section):
 class RuntimeSettings(PlacementSettings):
     """Model, weights, device and precision of generation."""
 
-    model_choice: ModelChoice = Field(AUTO, description=f"Model: auto, {', '.join(ARCHITECTURES)}.")
-    attention: AttentionChoice = Field(AttentionChoice.AUTO, description="Attention backend. auto: the first working.")
+    model_choice: ModelChoice = Field(
+        AUTO, description=f"Model: auto (the best that can run here), {', '.join(ARCHITECTURES)}."
+    )
+    attention: AttentionChoice = Field(
+        AttentionChoice.AUTO, description="Attention backend; auto is the first that works."
+    )
     prompt_cache: bool = Field(True, description="Keep prompt embeddings in the user's cache folder.")
     prompt_cache_limit: ByteSize = Field(2 * 2**30, description="Largest size of the cache. A prompt takes 4 MiB.")
 
@@ -233,7 +243,9 @@ class MemorySettings(Section):
     """Memory use of generation. Only `fp8_storage` changes the result beyond rounding."""
 
     offload: OffloadMode = Field(OffloadMode.AUTO, description="Weights on the host: auto, none, model or blocks.")
-    resident_blocks: Blocks | None = Field(None, description="Offloaded blocks on the device. None: as many as fit.")
+    resident_blocks: Blocks | None = Field(
+        None, description="With offload=blocks: blocks on the device at a time. None: as many as fit."
+    )
     limit: ByteSize | None = Field(None, description="Most GPU memory to use, as in 24GiB. None: what is free.")
     host_weights: HostWeights | None = Field(None, description="Location of offloaded blocks. None: by memory.")
     fp8_storage: bool = Field(False, description="Store block weights in 8 bits, which changes the result.")

@@ -71,7 +71,9 @@ PromptsAt = Annotated[tuple[PromptAt, ...], SplitAt(";")]
 class PromptSuffixSettings(Section):
     """Additions to a prompt, as in the captions of the training data."""
 
-    motion_score: int | None = Field(4, ge=0, le=100, description="Amount of motion; none, or auto (asks a server).")
+    motion_score: int | None = Field(
+        4, ge=0, le=100, description="Amount of motion. none omits it; auto asks the server of --refine."
+    )
     add_fps: bool = Field(True, description="Add the frames per second.")
 
 
@@ -80,7 +82,9 @@ class RefineSettings(Section):
 
     prompt: bool = Field(False, description="Rewrite the prompt with the language model at OSORA_REFINE_URL.")
     motion_score: bool = Field(False, description="Choose prompt_suffix.motion_score, from 1 to 15.")
-    instructions: FileName | None = Field(None, description="Folder of t2v.txt, t2i.txt, i2v.txt, motion_score.txt.")
+    instructions: FileName | None = Field(
+        None, description="Folder of other instructions: t2v.txt, t2i.txt, i2v.txt, motion_score.txt."
+    )
     timeout_s: float = Field(60.0, gt=0, le=3600, description="Timeout of a try in seconds.")
     tries: int = Field(3, ge=1, le=20, description="Largest number of tries.")
     original: Words | None = Field(None, description="Prompt before it was rewritten, set by that run.")
@@ -126,7 +130,9 @@ class VideoSettings(Section):
     aspect_ratios: tuple[_AspectRatio, ...] = Field(_RATIOS, min_length=1, description="Aspect ratios of the model.")
     max_frames: _Frames = Field(129, description="Largest number of frames that the model supports.")
     extend: int = Field(0, ge=0, le=100, description="Segments after the first; each continues the one before.")
-    causal_lengths: bool = Field(False, description="Count latent frames as a causal autoencoder does.")
+    causal_lengths: bool = Field(
+        False, description="Count latent frames as a causal autoencoder does, and cut the video to num_frames."
+    )
 
     def rules(self) -> Iterator[str]:
         for name, other in (("height", "width"), ("width", "height")):
@@ -145,11 +151,13 @@ class ConditionSettings(Section):
     """References, and the frames of the video that they give."""
 
     mode: Annotated[str, one_of(lambda: CONDITION_MODES)] | None = Field(
-        None, description=f"Condition mode: {', '.join(CONDITION_MODES)}. None: by the references."
+        None, description=f"Frames that the references give: {', '.join(CONDITION_MODES)}. None: by the references."
     )
     # File names may have commas.
     references: Annotated[tuple[str, ...], SplitAt(";")] = Field((), description="Pictures or videos to start from.")
-    continued: int | None = Field(None, ge=0, le=10**6, description="Frames of the reference in the result; 0: all.")
+    continued: int | None = Field(
+        None, ge=0, le=10**6, description="Frames of the reference that begin the result, set by --continue. 0: all."
+    )
     fit: Fit = Field(Fit.CROP, description="How a reference of another shape is fitted to the video.")
     ref_fps: ReferenceRate = Field(
         ReferenceRate.KEEP, description="Frames of a reference of another rate: keep or match."
@@ -207,7 +215,9 @@ class SamplingSettings(Section):
     image_guidance_scale: _Guidance = Field(3.0, description="Weight of the reference; 1 disables guidance.")
     text_oscillation: bool = Field(True, description="Drop prompt guidance at odd steps from step 10 on.")
     image_oscillation: bool = Field(True, description="Drop reference guidance at odd steps from step 10 on.")
-    mean_guidance_of: _Steps | None = Field(None, description="Use the mean of guidance over so many steps. None: no.")
+    mean_guidance_of: _Steps | None = Field(
+        None, description="Use the mean of guidance that oscillates over this many steps. None: no mean."
+    )
     step_cache: float = Field(
         0.0,
         ge=0,
@@ -215,8 +225,12 @@ class SamplingSettings(Section):
         description="Reuse block outputs while the relative L2 change of the latents stays below this. 0: never.",
     )
     temporal_image_scaling: bool = Field(True, description="Increase reference guidance along i2v videos.")
-    guidance_interval: tuple[Share, Share] = Field((0.0, 1.0), description="Guided times, from 0 (video) to 1 (noise).")
-    flow_shift: float | None = Field(None, ge=0.001, le=1000, description="Shift of the timesteps. None: by size.")
+    guidance_interval: tuple[Share, Share] = Field(
+        (0.0, 1.0), description="Lowest and highest time of guided steps, from 0 (video) to 1 (noise)."
+    )
+    flow_shift: float | None = Field(
+        None, ge=0.001, le=1000, description="Shift of the timesteps. None: by the size of the video."
+    )
     seed: int = Field(42, ge=0, le=MAX_SEED, description="Seed of the noise. Sample i uses seed + i.")
     num_samples: int = Field(1, ge=1, le=10_000, description="Number of videos.")
     embedded_guidance: _Guidance = Field(4.0, description="Guidance input of a distilled model.")
@@ -250,14 +264,22 @@ class OutputSettings(Section):
     """Files of results."""
 
     path: FileName = Field("samples", description="Folder, or file to write.")
-    format: MediaFormat | None = Field(None, description="File format. None: by the name, else mp4, or png.")
-    name_from: NameFrom = Field(NameFrom.SEED, description="Names by seed (sea_seed42) or prompt (raining, sea-0).")
+    format: MediaFormat | None = Field(
+        None, description="File format. None: from the file name, else mp4, or png for a picture."
+    )
+    name_from: NameFrom = Field(
+        NameFrom.SEED, description="Names of results in a folder: by seed (sea_seed42) or prompt (raining, sea-0)."
+    )
     overwrite: bool = Field(False, description="Replace existing files.")
     metadata: bool = Field(True, description="Write prompt, seed and settings into and beside the file.")
     last_frame: bool = Field(False, description="Keep the last frame of a video as NAME.last.png.")
     save_latents: bool = Field(True, description="Save latents before decoding and when a run is stopped.")
-    save_state_every: Count | None = Field(None, description="Steps between saves of the latents. None: on Ctrl-C.")
-    preview_every: Count | None = Field(None, description="Steps between writes of NAME.preview.gif. None: never.")
+    save_state_every: Count | None = Field(
+        None, description="Steps between saves of the latents. None: only on Ctrl-C."
+    )
+    preview_every: Count | None = Field(
+        None, description="Steps between writes of the predicted video to NAME.preview.gif. None: never."
+    )
     explore: bool = Field(False, description="Stop all samples early and make a contact sheet of them.")
 
     @property

@@ -37,7 +37,9 @@ class TrainSettings(Section):
 
     applies = TRAIN
 
-    target: _Target = Field(description="Objective: mmdit, vae, or distill or dmd (few-step adapters).")
+    target: _Target = Field(
+        description="Objective: mmdit (the transformer), vae (the autoencoder), distill or dmd (a few-step adapter)."
+    )
     output: FileName = Field("runs/train", description="Folder of checkpoints, logs and exported weights.")
     init: FileName | None = Field(None, description="First weights, or demo. None means random weights.")
     weights: tuple[str, ...] = Field((), description="Folders with the frozen parts, or demo.")

@@ -59,7 +59,9 @@ class OptimizerSettings(Section):
     decay_steps: CountOrZero = Field(0, description="Last steps, over which a linear learning rate falls.")
     initial_learning_rate: Share = Field(0.0, description="Learning rate at the start of the warm-up.")
     final_learning_rate: Share = Field(0.0, description="Learning rate at the end of the decay.")
-    offload_states: bool = Field(False, description="Keep and update sharded weights and moments on the host.")
+    offload_states: bool = Field(
+        False, description="Keep and update sharded weights and moments on the host, which is slower."
+    )
 
     def rules(self) -> Iterator[str]:
         for name in ("initial_learning_rate", "final_learning_rate"):
@@ -90,7 +92,10 @@ WeightOffload = StrEnum("WeightOffload", ["NONE", "BLOCKS"])
 class TrainMemorySettings(Section):
     """Memory use of training. Only `fp8_storage` changes the trained weights."""
 
-    checkpointing: Checkpointing = Field(Checkpointing.NONE, description="Recompute blocks: full, selective, offload.")
+    checkpointing: Checkpointing = Field(
+        Checkpointing.NONE,
+        description="Recompute blocks in backward: full, selective (not attention), or offload (inputs on the host).",
+    )
     checkpoint_double_blocks: _Blocks | None = Field(None, description="First double blocks to recompute. None: all.")
     checkpoint_single_blocks: _Blocks | None = Field(None, description="First single blocks to recompute. None: all.")
     offload: WeightOffload = Field(WeightOffload.NONE, description="Frozen weights that are kept on the host.")
@@ -131,7 +136,9 @@ class WatchingSettings(Section):
     """Records beside log.jsonl, which every run has."""
 
     tensorboard: bool = Field(False, description="Write the folder tensorboard for `tensorboard --logdir`.")
-    profile_steps: tuple[Count, Count] | None = Field(None, description="First and last step of a profiler trace.")
+    profile_steps: tuple[Count, Count] | None = Field(
+        None, description="First and last step of a torch.profiler trace, as in 10,12."
+    )
     nvtx: bool = Field(False, description="Mark the parts of each step for Nsight Systems. Needs a GPU.")
     peak_tflops: float | None = Field(None, gt=0, le=10**9, description="Peak of a GPU in TFLOP/s, for the MFU.")
 

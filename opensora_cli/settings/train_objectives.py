@@ -56,12 +56,18 @@ class MMDiTTrainSettings(Section):
     add_fps: bool = Field(True, description="Add the frame rate of clips to captions.")
     add_motion_score: bool = Field(True, description="Add the motion score, if there is one, to captions.")
     embedded_guidance: float = Field(4.0, ge=0, le=100, description="Guidance input of a distilled model.")
-    masked_loss: bool = Field(False, description="Omit given first and last frames from the loss.")
+    masked_loss: bool = Field(
+        False, description="Omit given first and last frames from the loss, unless frames between them are given, too."
+    )
     sigma_min: float = Field(1e-5, ge=0, lt=1, description="Noise that remains at time 0.")
     attention: AttentionChoice = Field(AttentionChoice.AUTO, description="Attention backend. auto: by device.")
     frozen_dtype: DType = Field(DType.AUTO, description="Type of frozen parts. auto: bfloat16 on GPUs.")
     files: FrozenFileSettings = FrozenFileSettings()
-    cache: str | None = Field(None, description="Folder of encoded clips (osora data cache). None: encode random cuts.")
+    cache: str | None = Field(
+        None,
+        description="Folder of encoded clips, as osora data cache makes it. Missing clips are encoded before the first "
+        "step. None: encode random cuts.",
+    )
 
     @property
     def lengths(self) -> ReferenceLengths:
@@ -78,7 +84,9 @@ class DistillTrainSettings(Section):
     critic_learning_rate: float = Field(1e-3, gt=0, le=1, description="Peak learning rate of the critic (dmd).")
     guidance_scale: float = Field(7.5, ge=0, le=100, description="Weight of the prompt; 1 disables guidance.")
     image_guidance_scale: float = Field(3.0, ge=0, le=100, description="Weight of the reference; 1 disables guidance.")
-    mean_guidance_of: int | None = Field(50, ge=1, le=1000, description="Use the mean of guidance over so many steps.")
+    mean_guidance_of: int | None = Field(
+        50, ge=1, le=1000, description="Use the mean of guidance that oscillates over this many steps. None: no mean."
+    )
 
 
 class DiscriminatorSettings(Section):

@@ -60,7 +60,8 @@ def test_a_video_is_planned_for_what_is_named(osora) -> None:
 def test_what_does_not_fit_there_ends_with_4(osora) -> None:
     out, err = osora(*GENERATE, "--dry-run", "--on", "H100", "--memory-limit", "1", code=4)
     assert out.startswith("Does not fit: 0.0 of 0.0 GiB GPU memory, ")
-    assert "cuda (NVIDIA H100 80GB HBM3) memory.limit allows" in err
+    assert "memory.limit allows" in err
+    assert "on cuda (NVIDIA H100 80GB HBM3)" in err
 
 
 def test_a_training_is_planned_for_what_is_named(

@@ -281,12 +281,12 @@ def require_fit(chain: Chain) -> None:
     if chain.fits:
         return
     worst, plan = max(chain.stages, key=lambda stage: stage.total_bytes), chain.video
-    hardware, budget = plan.hardware, gib_or_less(plan.budget_bytes)
-    has = f"memory.limit allows {budget}" if plan.budget_bytes < hardware.free_bytes else f"has {budget} free"
+    device, budget = f"{plan.hardware.device} ({plan.hardware.device_name})", gib_or_less(plan.budget_bytes)
+    usable = f"{device} has {budget} free"
+    if plan.budget_bytes < plan.hardware.free_bytes:
+        usable = f"memory.limit allows {budget} on {device}"
     raise HardwareError(
-        f"the stage {worst.name} needs {gib_or_less(worst.total_bytes)}, and {hardware.device} "
-        f"({hardware.device_name}) {has}",
-        hint=_what_would_fit(plan),
+        f"the stage {worst.name} needs {gib_or_less(worst.total_bytes)}, and {usable}", hint=_what_would_fit(plan)
     )
 
 

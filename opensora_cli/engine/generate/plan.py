@@ -309,7 +309,7 @@ def make_plan(
     model, sampling, grid = settings.model, settings.sampling, settings.vae.grid
     blocks, resident = model.depth + model.depth_single_blocks, settings.memory.resident_blocks
     if resident is not None and resident > blocks:
-        raise RequestError(f"memory.resident_blocks={resident} must be at most the {blocks} of the model")
+        raise RequestError(f"memory.resident_blocks={resident} must be at most {blocks}, the blocks of the model")
     weights = find_weights(settings)
     samples = settings.from_latents is None
     if samples and Component.TRANSFORMER in weights.paths:
