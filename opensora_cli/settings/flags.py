@@ -58,7 +58,7 @@ class Flags(TypedDict, total=False):
     motion_score: Annotated[_Int, Option("prompt_suffix.motion_score", PROMPT, metavar="N")]
     refine: Annotated[_Bool, Option("refine.prompt", PROMPT)]
     prompt_at: Annotated[str | Sequence[str] | None, Option("prompts_at", PROMPT, metavar="Ts=PROMPT")]
-    res: Annotated[_Text, Option("video.resolution", VIDEO, metavar="SIZE", is_common=True)]
+    res: Annotated[_Text, Option("video.resolution", VIDEO, "Size, as in 768px.", "SIZE", is_common=True)]
     aspect_ratio: Annotated[_Text, Option("video.aspect_ratio", VIDEO, metavar="W:H", is_common=True)]
     width: Annotated[_Int, Option("video.width", VIDEO)]
     height: Annotated[_Int, Option("video.height", VIDEO)]
