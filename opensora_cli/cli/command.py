@@ -195,7 +195,9 @@ def _parameter(label: str, row: Option, field: Any) -> inspect.Parameter:
     else:
         info = typer.Option(label, *row.short.split(), show_default=False, **extra)
     is_required = field is not None and field.is_required()
-    default = inspect.Parameter.empty if is_required else False if kind is bool else None
+    default: Any = False if kind is bool else None
+    if is_required:
+        default = inspect.Parameter.empty
     annotation: Any = kind if is_required or kind is bool else kind | None
     return inspect.Parameter(
         _name(label), inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[annotation, info]

@@ -38,7 +38,9 @@ def unwrapped(text: str) -> str:
     about, heading, examples = inspect.cleandoc(text).partition(_EXAMPLES)
     paragraphs = [" ".join(paragraph.split()) for paragraph in about.split("\n\n") if paragraph.strip()]
     lines = [line.strip() for line in examples.splitlines() if line.strip()]
-    return "\n\n".join([*paragraphs, *(["\n".join([heading, *lines])] if heading else [])])
+    if heading:
+        paragraphs.append("\n".join([heading, *lines]))
+    return "\n\n".join(paragraphs)
 
 
 def hide_types(parameters: Iterable[Any]) -> None:

@@ -97,7 +97,7 @@ def _add_others(app: FastAPI, server: Server) -> None:
         report = await server.scheduler.plan(settings.model_dump(mode="json"))
         lines = [line for line in report["lines"] if line.split()[0] not in _LINES_WITH_PATHS]
         notes = [note for note in report["notes"] if not any(path.name in note for path in references)]
-        return {"plan": _without_paths(report["plan"]), "lines": lines, "notes": notes}
+        return {"plan": _public(report["plan"]), "lines": lines, "notes": notes}
 
     @app.get("/healthz")
     async def health() -> dict[str, str]:
@@ -137,10 +137,13 @@ def _add_others(app: FastAPI, server: Server) -> None:
     add_file("/login", "login.html")
 
 
-def _without_paths(document: Any) -> Any:
+def _public(document: Any) -> Any:
+    """Return a plan without the fields that name files of the server."""
     if isinstance(document, dict):
-        return {name: _without_paths(each) for name, each in document.items() if name not in _FIELDS_WITH_PATHS}
-    return [_without_paths(each) for each in document] if isinstance(document, list) else document
+        return {name: _public(each) for name, each in document.items() if name not in _FIELDS_WITH_PATHS}
+    if isinstance(document, list):
+        return [_public(each) for each in document]
+    return document
 
 
 def _figures(server: Server) -> bytes:

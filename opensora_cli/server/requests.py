@@ -232,5 +232,7 @@ def command_of(fields: Mapping[str, Any]) -> str:
         if name not in FLAGS and name != "config":
             words += ["--set", f"{name}={value}"]
         elif value is not False:
-            words += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
+            words.append(f"--{name.replace('_', '-')}")
+            if value is not True:
+                words.append(str(value))
     return shlex.join([*words, *["--ref", "FILE"] * fields["num_references"]])

@@ -286,15 +286,12 @@ class Scheduler:
         for folder in self._folder.glob("jobs/video_*"):
             if not _JOB_ID.fullmatch(folder.stem) or folder.is_symlink() or not folder.is_dir():
                 continue
+            is_unknown = not folder.suffix and folder.stem not in known
             if folder.suffix == _DELETED:
                 self._store.delete(folder.stem)
-            elif (
-                folder.suffix
-                or folder.stem in known
-                or not all(path.name.startswith("reference_") for path in folder.iterdir())
-            ):
-                continue
-            shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(folder, ignore_errors=True)
+            elif is_unknown and all(path.name.startswith("reference_") for path in folder.iterdir()):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _keep_reserve(self) -> None:
         """Keep room on the disk for the record that a job failed because the disk is full."""

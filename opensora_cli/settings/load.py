@@ -324,8 +324,10 @@ def flags_again(settings: GenerateSettings, *, decodes: bool) -> list[str]:
     """Return the flags that continuing saved latents of `settings` needs."""
     values = {key: attrgetter(key)(settings) for key in _FILES}
     needed = _files_needed(values, settings.loras, usual_settings(settings.model.name), decodes=decodes, given=())
-    device = settings.runtime.device
-    return [*needed.values(), *([] if device == "auto" else [f"--device {device}"])]
+    flags, device = [*needed.values()], settings.runtime.device
+    if device != "auto":
+        flags.append(f"--device {device}")
+    return flags
 
 
 def _files_needed(

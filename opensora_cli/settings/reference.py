@@ -301,8 +301,11 @@ class _Values(dict[str, Any]):
     def left(self) -> list[str]:
         """Return the names that remain. A section without a setting that is carried over is named as a whole."""
         used = {name.partition(".")[0] for name in self._all if name not in self}
-        remaining = (name if (top := name.partition(".")[0]) in used else top for name in self)
-        return list(dict.fromkeys((*self.dropped, *remaining)))
+        left = [*self.dropped]
+        for name in self:
+            section = name.partition(".")[0]
+            left.append(name if section in used else section)
+        return list(dict.fromkeys(left))
 
 
 def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

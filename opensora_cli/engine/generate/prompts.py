@@ -130,7 +130,7 @@ def _row(number: int, cells: Mapping[str, object], folder: Path) -> Row:
             name = str(value)
             continue
         if key == _REFERENCES:
-            files = value.split(";") if isinstance(value, str) else value if isinstance(value, list) else [value]
+            files = value if isinstance(value, list) else str(value).split(";")
             value = tuple(str(folder / str(file).strip()) for file in files if str(file).strip())
         given[key] = Given(value, f"column {column}")
     if "prompt" not in given or not str(given["prompt"].value).strip():

@@ -73,13 +73,12 @@ class ChatServer:
 
     def __init__(self, *, timeout_s: float, tries: int, reporter: Reporter) -> None:
         url, self._key, self._model = (os.environ.get(name, "").strip() for name in SERVER_VARIABLES)
+        hint = f"export {REFINE_URL}=http://localhost:8000/v1, {REFINE_KEY}=... if it wants a key"
+        if not url:
+            raise RequestError(f"{REFINE_URL} is not set: it names the server that is asked", hint=hint)
         if not _ADDRESS.fullmatch(url):
-            raise RequestError(
-                f"{REFINE_URL} must be an address of http:// or https://, without user, query or fragment"
-                if url
-                else f"{REFINE_URL} is not set: it names the server that is asked",
-                hint=f"export {REFINE_URL}=http://localhost:8000/v1, {REFINE_KEY}=... if it wants a key",
-            )
+            rule = "must be an address of http:// or https://, without user, query or fragment"
+            raise RequestError(f"{REFINE_URL} {rule}", hint=hint)
         if not (self._key.isascii() and self._key.isprintable()):
             raise RequestError(f"{REFINE_KEY} must have no characters that a header cannot have")
         self.url = url.rstrip("/")
@@ -213,8 +212,15 @@ def _kinds(settings: GenerateSettings) -> list[str]:
     """Return the kinds of questions that `refined` asks, in order."""
     if settings.from_latents is not None:
         return []
-    of_prompt = "i2v" if settings.condition.references else "t2i" if settings.video.num_frames == 1 else "t2v"
-    return [of_prompt] * settings.refine.prompt + [MOTION_SCORE] * settings.refine.motion_score
+    kinds = []
+    if settings.refine.prompt:
+        if settings.condition.references:
+            kinds.append("i2v")
+        else:
+            kinds.append("t2i" if settings.video.num_frames == 1 else "t2v")
+    if settings.refine.motion_score:
+        kinds.append(MOTION_SCORE)
+    return kinds
 
 
 def read_instructions(kind: str, folder: str | None) -> str:

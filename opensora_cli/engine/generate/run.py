@@ -112,10 +112,10 @@ class GenerateResult(Document):
 
     def lines(self) -> list[str]:
         """Return the path of every result, and the command that finishes each explored seed."""
-        return [
-            *(str(path) for path in (*(video.path for video in self.videos), self.sheet) if path is not None),
-            *(seed.line for seed in self.explored or ()),
-        ]
+        lines = [str(video.path) for video in self.videos]
+        if self.sheet is not None:
+            lines.append(str(self.sheet))
+        return [*lines, *(seed.line for seed in self.explored or ())]
 
     def lines_after_notes(self) -> list[str]:
         """Return the lines without the videos: notes have named each as saved, or as made before."""

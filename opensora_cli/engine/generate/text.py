@@ -108,11 +108,10 @@ def warn_about_prompts(plan: Plan, reporter: Reporter) -> None:
     settings, t5_folder = plan.settings, plan.weights.path(Component.T5)
     t5 = T5Encoder.reader(t5_folder, max_length=settings.text.t5_max_length)
     clip = ClipEncoder.reader(plan.weights.path(Component.CLIP), max_length=settings.text.clip_max_length)
-    truncating = [
-        f"{name} after {reader.max_length} tokens"
-        for name, reader in (("T5", t5), ("CLIP", clip))
-        if any(reader.truncated(text) for text in _texts_of(settings))
-    ]
+    texts, truncating = _texts_of(settings), list[str]()
+    for name, reader in (("T5", t5), ("CLIP", clip)):
+        if any(map(reader.truncated, texts)):
+            truncating.append(f"{name} after {reader.max_length} tokens")
     if truncating:
         reporter.warn(f"the prompt is too long and is cut: {', '.join(truncating)}")
     if not settings.text.known_words_warning:
@@ -123,9 +122,12 @@ def warn_about_prompts(plan: Plan, reporter: Reporter) -> None:
         return
     known_words = sorted(t5.tokenizer.words)
     # Words of other languages are rarely meant.
-    alike = {word: [other for other in known_words if other[:1] == word[:1].lower()] for word in unknown}
-    near = {word: nearest(word.lower(), alike[word], cutoff=0.75) for word in unknown[:_LISTED_WORDS]}
-    words = ", ".join(f'"{word}"' + (f' (nearest: "{known}")' if known else "") for word, known in near.items())
+    listed = []
+    for word in unknown[:_LISTED_WORDS]:
+        alike = [known for known in known_words if known[:1] == word[:1].lower()]
+        near = nearest(word.lower(), alike, cutoff=0.75)
+        listed.append(f'"{word}"' if near is None else f'"{word}" (nearest: "{near}")')
+    words = ", ".join(listed)
     more = f" and {len(unknown) - _LISTED_WORDS} more words" if len(unknown) > _LISTED_WORDS else ""
     vocabulary = read_vocabulary(t5_folder.parent)
     knows = "; ".join(f"{kind}: {', '.join(known)}" for kind, known in vocabulary.items())
@@ -150,13 +152,11 @@ def name_in_cache(plan: Plan, text: str, *, ranks: int = 1) -> str:
     """Return the name of a text in the cache: a hash of everything that decides the bits of its embeddings."""
     hardware, settings = plan.hardware, plan.settings
     on_cpu = hardware.device.type == "cpu"
+    folders = [plan.weights.path(part) for part in (Component.T5, Component.CLIP)]
     kernels = torch.backends.cpu.get_cpu_capability() if on_cpu else settings.precision.tf32
     made_of = {
         "text": text,
-        "files": [
-            [str(path.resolve()), stamp_of(path)]
-            for path in (plan.weights.path(part) for part in (Component.T5, Component.CLIP))
-        ],
+        "files": [[str(folder.resolve()), stamp_of(folder)] for folder in folders],
         "lengths": [settings.text.t5_max_length, settings.text.clip_max_length],
         "dtype": hardware.dtype_name,
         "device": [hardware.device_name, kernels],
@@ -178,6 +178,6 @@ def _cached_embeds(plan: Plan, models: LoadedModels, reporter: Reporter) -> Mapp
             if embeds is not None:
                 found[text] = embeds.to(device)
     cached = models.ranks.same([*found])
-    tensors = [each for embeds in found.values() for each in (embeds.prompt_embeds_1LC, embeds.pooled_prompt_embeds_1V)]
-    tensors = [*models.ranks.same_tensors(tensors)]
-    return {text: TextEmbeds(*tensors[2 * index : 2 * index + 2]) for index, text in enumerate(cached)}
+    prompts = models.ranks.same_tensors([embeds.prompt_embeds_1LC for embeds in found.values()])
+    pooled = models.ranks.same_tensors([embeds.pooled_prompt_embeds_1V for embeds in found.values()])
+    return {text: TextEmbeds(*tensors) for text, *tensors in zip(cached, prompts, pooled, strict=True)}
