@@ -22,7 +22,7 @@ from opensora_cli.engine.generate.chain import Chain
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import SampleFiles, is_begun, read_made
-from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.plan import PICTURE, Plan
 from opensora_cli.engine.generate.references import LOW_PSNR_DB, GivenFramesPSNR
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.generate.sidecar import FirstPicture, first_picture, sidecar_document
@@ -259,7 +259,7 @@ def save(clip: Clip) -> GeneratedVideo:
         where = f"stopped after step {stop} of {plan.num_steps}"
         events.reporter.note(f"{where}: continue with {sample.command(sample.latents, is_begun=True)}")
     psnr_db = clip.figures().given_frames_psnr_db
-    report_given_frames(psnr_db, sample.seed, events.reporter)
+    report_given_frames(psnr_db, sample.seed, events.reporter, made_first=chain.find(PICTURE) is not None)
     events.note_saved(sample.media)
     return GeneratedVideo.of(chain, sample, psnr_db)
 
@@ -298,12 +298,13 @@ def write_video(
     )
 
 
-def report_given_frames(psnr_db: float | None, seed: int, reporter: Reporter) -> None:
-    """Report the PSNR of given frames, with a warning if a user's frames came back badly."""
+def report_given_frames(psnr_db: float | None, seed: int, reporter: Reporter, *, made_first: bool) -> None:
+    """Report the PSNR of given frames, with a warning if a user's frames, not made first, came back badly."""
     if psnr_db is None:
         return
-    came = f"given frames came back at {psnr_db:.1f} dB PSNR (seed {seed})"
-    if psnr_db < LOW_PSNR_DB:
+    given = "the picture made first" if made_first else "given frames"
+    came = f"{given} came back at {psnr_db:.1f} dB PSNR (seed {seed})"
+    if psnr_db < LOW_PSNR_DB and not made_first:
         reporter.warn(
             f"{came}, below {LOW_PSNR_DB:.0f} dB: the reference is far from what the model makes, and the video shows "
             "something else; a reference like the model's own videos comes back better"

@@ -30,7 +30,7 @@ from opensora_cli.engine.generate.outputs import (
     sample_files,
 )
 from opensora_cli.engine.generate.pipeline import computing, make
-from opensora_cli.engine.generate.plan import VIDEO, attention_use, rank_hardware
+from opensora_cli.engine.generate.plan import PICTURE, VIDEO, attention_use, rank_hardware
 from opensora_cli.engine.generate.ranks import (
     Ranks,
     hardware_of_ranks,
@@ -326,5 +326,6 @@ def hold_from_request(
     sample = Sample(chain, chain.video, files, references, saved)
     with computing(chain.video, reporter):
         [video] = make(chain, [sample], models, Events(reporter), finish=hold)
-    report_given_frames(video.figures.given_frames_psnr_db, files.seed, reporter)
+    made_first = chain.find(PICTURE) is not None
+    report_given_frames(video.figures.given_frames_psnr_db, files.seed, reporter, made_first=made_first)
     return video, hashes
