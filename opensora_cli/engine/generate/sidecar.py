@@ -119,15 +119,16 @@ def _request_of_latents(settings: GenerateSettings, latents: str) -> str | None:
 
 
 def _hash(path: str) -> str:
-    return _sha256(path, stamp_of(Path(path)))
+    file = Path(path).absolute()
+    return _sha256(file, stamp_of(file))
 
 
 @lru_cache(maxsize=256)
-def _sha256(path: str, stamp: object) -> str:
+def _sha256(file: Path, stamp: object) -> str:
     """Return the hash of a file with this stamp, which a run needs each time that it looks for names."""
     try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError:
         return ""  # Reading the file reports the error.
 
