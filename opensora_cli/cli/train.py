@@ -131,14 +131,24 @@ _ROWS = {
         is_common=True,
     ),
     "--list": Option(kind=bool, help="List the recipes of osora and exit.", is_common=True),
-    "--resume": Option("", _CHECKPOINTS, "Continue from the newest checkpoint.", "", bool, is_common=True),
-    "--resume-from": Option("", _CHECKPOINTS, "Continue from this checkpoint instead of the newest.", "FOLDER", Path),
-    "--allow-older": Option("", _CHECKPOINTS, "With --resume: skip a newest checkpoint that is broken.", "", bool),
-    "--overwrite": Option("", _CHECKPOINTS, "Start again, and replace the earlier run.", "", bool, is_common=True),
-    "--check-data": Option("", _CHECKS, "Print buckets, batches and bad rows; do not train.", "", bool, is_common=True),
-    "--dry-run": Option("", _CHECKS, "Print the plan and the memory of a rank.", "", bool, is_common=True),
+    "--resume": Option(panel=_CHECKPOINTS, help="Continue from the newest checkpoint.", kind=bool, is_common=True),
+    "--resume-from": Option(
+        panel=_CHECKPOINTS, help="Continue from this checkpoint instead of the newest.", metavar="FOLDER", kind=Path
+    ),
+    "--allow-older": Option(
+        panel=_CHECKPOINTS, help="With --resume: skip a newest checkpoint that is broken.", kind=bool
+    ),
+    "--overwrite": Option(
+        panel=_CHECKPOINTS, help="Start again, and replace the earlier run.", kind=bool, is_common=True
+    ),
+    "--check-data": Option(
+        panel=_CHECKS, help="Print buckets, batches and bad rows; do not train.", kind=bool, is_common=True
+    ),
+    "--dry-run": Option(panel=_CHECKS, help="Print the plan and the memory of a rank.", kind=bool, is_common=True),
     "--on": ON._replace(panel=_CHECKS),
-    "--plot": Option("", _CHECKS, "Draw the curves of each RUN: .png, .svg or .pdf; train nothing.", "FILE", Path),
+    "--plot": Option(
+        panel=_CHECKS, help="Draw the curves of each RUN: .png, .svg or .pdf; train nothing.", metavar="FILE", kind=Path
+    ),
     **device_rows(),
     "--gpus": Option("parallel.gpus", MACHINE, "GPUs that share the work, or processes on a CPU.", "N", is_common=True),
     "--devices": DEVICES,
