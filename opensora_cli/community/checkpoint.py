@@ -258,7 +258,10 @@ def _load_state(target: Stateful, path: Path) -> None:
     if not path.exists() and path.with_suffix("").is_file():
         path = path.with_suffix("")
     state, _ = read_object(path)
-    target.load_state_dict(state)
+    try:
+        target.load_state_dict(state)
+    except Exception as error:
+        raise CheckpointError(f"{path} is broken or of another run: {' '.join(str(error).split())[:300]}") from error
 
 
 def _do_on_first_rank(do: Callable[[], object]) -> None:

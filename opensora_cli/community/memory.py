@@ -85,7 +85,7 @@ class ActivationManager(HostActivations):
         return super().offloading() if self.enable else nullcontext()
 
     def reset(self) -> None:
-        """Release the buffer. The data of offloaded tensors is lost."""
+        """Release all space in the buffer. The data of offloaded tensors is lost."""
         self._moved.clear()
         self.avail_offset = 0
 
