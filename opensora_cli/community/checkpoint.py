@@ -304,9 +304,10 @@ def load_checkpoint(
 
 
 def load_from_hf_hub(repo_path: str, cache_dir: str | Path | None = None) -> str:
-    """Return the path of `owner/repository/file` in the Hub's cache, fetched if missing. Raises CheckpointError.
+    """Return the path of `owner/repository/file` in the Hub's cache, fetched if missing.
 
-    Without a file it is the folder of the repository's safetensors files, without its subfolders.
+    Without a file it is the folder of the repository's safetensors files, without its subfolders. Raises
+    CheckpointError if a file is missing, or the Hub cannot be reached.
     """
     owner, _, rest = repo_path.partition("/")
     repository, _, file = rest.partition("/")

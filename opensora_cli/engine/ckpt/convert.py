@@ -225,7 +225,7 @@ def write_derived(
         if source.caveat:
             reporter.warn(source.caveat)
         if not format.has_metadata:
-            reporter.warn(f"{format} has no metadata: that of the weights is left out")
+            reporter.warn(f"{format} has no metadata: the metadata of the weights is dropped")
         sha256 = _hash_source(source, reporter=reporter) if settings.hashing else None
         noted = {
             **{key: text for key, text in metadata.items() if key != _SOURCE_SHA256},
