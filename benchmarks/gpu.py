@@ -49,8 +49,8 @@ def run_part(name: str, bench: Bench, record: dict[str, Any], write: Callable[[]
     (measure, least_s), found = PARTS[name], list[Row]()
     record |= {"part": name, "status": "running", "rows": found}
     if bench.left_s() < least_s:
-        left = f"{max(0.0, bench.left_s()):.0f} s were left, and it is to have {least_s:g}"
-        record |= {"status": "skipped", "reason": left}
+        reason = f"{max(0.0, bench.left_s()):.0f} s are left, and this part needs {least_s:g} s"
+        record |= {"status": "skipped", "reason": reason}
         return
     start = time.perf_counter()
     try:
@@ -71,7 +71,7 @@ def run_part(name: str, bench: Bench, record: dict[str, Any], write: Callable[[]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts, and write the file after each. Return 1 if a part failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=9.0, help="for all parts; what would take longer is skipped")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for all parts; parts that need longer are skipped")
     parser.add_argument("--part", action="append", choices=list(PARTS), help="may be repeated; default: all")
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try the script itself")

@@ -84,8 +84,14 @@ class Bench:
     def transformer(self, plan: Plan) -> MMDiT:
         """Return the transformer of a plan with random weights. A previous one of the same form is used again."""
         offload, settings = plan.offload, plan.settings
-        compiled = getattr(settings, "compile", False)
-        form = settings.model, settings.precision, settings.memory, offload.mode, offload.resident_blocks, compiled
+        form = (
+            settings.model,
+            settings.precision,
+            settings.memory,
+            offload.mode,
+            offload.resident_blocks,
+            settings.compile,
+        )
         if self._kept is not None and self._kept[0] == form:
             models.prepare(self._kept[1], plan)
             return self._kept[1]

@@ -41,7 +41,7 @@ _LEAST_S = 20.0
 """Remaining seconds that a setting needs to begin: compilation takes longest."""
 
 SETTINGS: Mapping[str, Mapping[str, object]] = {
-    "as it is": {},
+    "defaults": {},
     "attention math": {"runtime.attention": "math"},
     "compiled": {"compile": True},
     "fp8 products": {"precision.linear": "fp8"},

@@ -38,7 +38,7 @@ def dequantize(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[st
         dtype: dtype of the dequantized tensors; the product is rounded to it once.
 
     Raises:
-        CheckpointError: a scale has a shape or dtype that fits none of the variants.
+        CheckpointError: a tensor has two scales, or a scale whose shape or dtype fits none of the variants.
     """
     scales = _scales(entries)
     result: dict[str, LazyTensor] = {}
@@ -46,6 +46,8 @@ def dequantize(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[st
         if name not in scales:
             result[name] = entry
             continue
+        if len(scales[name]) > 1:
+            raise CheckpointError(f"{name} has more than one scale: {', '.join(scales[name])}")
         scale = entries[scales[name][0]] if scales[name] else None
         result[name] = _dequantized(name, entry, scale, dtype)
     return result

@@ -258,7 +258,10 @@ def _load_state(target: Stateful, path: Path) -> None:
     if not path.exists() and path.with_suffix("").is_file():
         path = path.with_suffix("")
     state, _ = read_object(path)
-    target.load_state_dict(state)
+    try:
+        target.load_state_dict(state)
+    except Exception as error:
+        raise CheckpointError(f"{path} is broken or of another run: {' '.join(str(error).split())[:300]}") from error
 
 
 def _do_on_first_rank(do: Callable[[], object]) -> None:
@@ -301,9 +304,10 @@ def load_checkpoint(
 
 
 def load_from_hf_hub(repo_path: str, cache_dir: str | Path | None = None) -> str:
-    """Return the path of `owner/repository/file` in the Hub's cache, fetched if missing. Raises CheckpointError.
+    """Return the path of `owner/repository/file` in the Hub's cache, fetched if missing.
 
-    Without a file it is the folder of the repository's safetensors files, without its subfolders.
+    Without a file it is the folder of the repository's safetensors files, without its subfolders. Raises
+    CheckpointError if a file is missing, or the Hub cannot be reached.
     """
     owner, _, rest = repo_path.partition("/")
     repository, _, file = rest.partition("/")

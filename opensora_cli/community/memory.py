@@ -85,7 +85,7 @@ class ActivationManager(HostActivations):
         return super().offloading() if self.enable else nullcontext()
 
     def reset(self) -> None:
-        """Release the buffer. The data of offloaded tensors is lost."""
+        """Release all space in the buffer. The data of offloaded tensors is lost."""
         self._moved.clear()
         self.avail_offset = 0
 
@@ -102,7 +102,7 @@ class DynamicActivationManager(ActivationManager):
         self._peak = 0
 
     def adaptive_offload(self, x: Tensor) -> None:
-        """Offload `x` if memory is short, on a CPU that of the host. The caller must call `onload(x)` in any case."""
+        """Offload `x` if memory of its device is short. The caller must call `onload(x)` in any case."""
         free, total = free_and_total_bytes(x.device)
         self._history.append(total - free)
         self._peak = max(self._peak, total - free)

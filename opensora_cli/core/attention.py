@@ -65,8 +65,3 @@ class AttentionBackend:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which parts are summed: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def transposed(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return views of (B, H, N, D) tensors as (B, N, H, D), or the reverse."""
-    return tuple(tensor.transpose(1, 2) for tensor in tensors)

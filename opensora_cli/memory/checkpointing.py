@@ -101,8 +101,10 @@ class GradCheckpoint:
     def replace(self, module: nn.Module, name: str, value: object) -> None:
         """Set an attribute of a module until `remove`."""
         attributes = vars(module)
-        restore = partial(attributes.update, {name: attributes[name]}) if name in attributes else None
-        self._undo.append(restore or partial(attributes.pop, name))
+        if name in attributes:
+            self._undo.append(partial(attributes.update, {name: attributes[name]}))
+        else:
+            self._undo.append(partial(attributes.pop, name))
         attributes[name] = value
 
     def __enter__(self) -> Self:

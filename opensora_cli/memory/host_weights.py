@@ -23,8 +23,6 @@ T = TypeVar("T")
 
 STAGING_BYTES = 32 * 2**20
 """Size of each of the two staging buffers for mapped weights: a copy takes much longer than its launch."""
-
-
 ALIGNMENT = 512
 """Alignment of weights in bytes. It is that of torch's CUDA tensors, so that the same kernels are chosen."""
 SLOTS = 2
@@ -100,12 +98,12 @@ class BlockWeights:
             for offset, size, dtype, weight in zip(self._offsets, self._sizes, self._dtypes, self._users, strict=True)
         ]
 
-    def lend(self, tensors: Sequence[Tensor]) -> None:
-        """Replace the block's parameters by `tensors`, in the order of `host`, until `take_back`."""
+    def swap_in(self, tensors: Sequence[Tensor]) -> None:
+        """Replace the block's parameters by `tensors`, in the order of `host`, until `swap_out`."""
         for users, tensor in zip(self._users.values(), tensors, strict=True):
             _give(nn.Parameter(tensor, requires_grad=False), users)
 
-    def take_back(self) -> None:
+    def swap_out(self) -> None:
         """Restore the block's own parameters."""
         for weight, users in self._users.items():
             _give(weight, users)

@@ -25,7 +25,10 @@ from opensora_cli.memory.counting import TensorBytes
 
 
 def peak_bytes(run: Callable[[], object], *, device: torch.device, limit: int | None = None) -> int:
-    """Return the peak that `run` adds: of CUDA's allocator, or of tensors, whose `limit` raises MemoryError."""
+    """Return the peak bytes that `run` adds: of the allocator on CUDA, else of counted tensors.
+
+    More than `limit` counted bytes raise MemoryError.
+    """
     if has_peaks(device):
         before = allocated_bytes(device)
         start_peak_memory(device)

@@ -149,7 +149,7 @@ class _Streamer:
         self._kept: dict[BlockWeights, list[Tensor]] = {}
         self._ring: list[BlockWeights] = []
         self._slots: list[_Slot] = []
-        self._lent: BlockWeights | None = None
+        self._on_device: BlockWeights | None = None
         self._hooks: list[RemovableHandle] = []
         self._modules: Sequence[nn.Module] = ()
 
@@ -183,7 +183,7 @@ class _Streamer:
             self._hooks.pop().remove()
         for module in self._modules:
             vars(module).pop(RECOMPUTING, None)
-        self._take_back()
+        self._swap_out()
         self._kept.clear()
         self._slots.clear()
 
@@ -194,36 +194,36 @@ class _Streamer:
             )
         if torch.is_grad_enabled() and self._trains and not is_checkpointed(module):
             raise RuntimeError("blocks that are streamed while gradients are recorded must be checkpointed")
-        self._lend(block)
+        self._swap_in(block)
 
     def _after(self, block: BlockWeights, _module: nn.Module, _inputs: object, _result: object) -> None:
-        if self._lent is not block:
+        if self._on_device is not block:
             return
-        self._take_back()
+        self._swap_out()
         if block not in self._kept:
             self._fetch_ahead(self._ring.index(block) + 1)
 
     @contextmanager
     def _recomputing(self, block: BlockWeights) -> Iterator[None]:
-        self._lend(block, backwards=True)
+        self._swap_in(block, backwards=True)
         try:
             yield
         finally:
             # By now, tensors that autograd has saved hold the memory, not the parameters.
-            self._take_back()
+            self._swap_out()
 
-    def _lend(self, block: BlockWeights, *, backwards: bool = False) -> None:
+    def _swap_in(self, block: BlockWeights, *, backwards: bool = False) -> None:
         # After an interruption, the forward hook of the previous block may not have run.
-        self._take_back()
+        self._swap_out()
         tensors = self._kept[block] if block in self._kept else self._arrived(block, backwards=backwards)
-        self._lent = block
+        self._on_device = block
         with torch.inference_mode(False):
-            block.lend(tensors)
+            block.swap_in(tensors)
 
-    def _take_back(self) -> None:
-        if self._lent is not None:
-            self._lent.take_back()
-            self._lent = None
+    def _swap_out(self) -> None:
+        if self._on_device is not None:
+            self._on_device.swap_out()
+            self._on_device = None
 
     def _arrived(self, block: BlockWeights, *, backwards: bool) -> list[Tensor]:
         """Return the weights of a streamed block on the device; start fetching them if that has not started."""

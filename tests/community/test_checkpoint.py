@@ -199,6 +199,8 @@ class TestErrors:
             io.load(None, folder, ema=model(1))
         with pytest.raises(CheckpointError, match=r"sampler\.pt does not exist"):
             io.load(None, folder, sampler=Sampler())
+        with pytest.raises(CheckpointError, match=r"optimizer\.pt is broken or of another run"):
+            io.load(None, folder, optimizer=torch.optim.SGD(nn.Linear(1, 1).parameters()))
         (folder / "sampler.pt").write_bytes(b"PK\x03\x04")
         with pytest.raises(CheckpointError, match=r"sampler\.pt is truncated"):
             io.load(None, folder, sampler=Sampler())

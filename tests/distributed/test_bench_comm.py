@@ -152,7 +152,7 @@ def test_the_whole_benchmark(pool: Pool, tmp_path: Path) -> None:
         assert all(row.wrong == 0 and row.repeats in (1, 2) for row in of_one)
         assert all(0 < row.min_s <= row.p50_s <= row.p99_s for row in of_one)
     assert {verdict.judgement.value for verdict in report.verdicts} == {"works"}
-    assert any(note.startswith("hierarchical is left out: 2 ranks") for note in report.notes)
+    assert any(note.startswith("hierarchical is skipped: 2 ranks") for note in report.notes)
     assert len(report.verdicts) == 8
     # All but the verdicts was shown while it was made: the header, then each row by itself.
     assert [len(lines) for lines in shown[1:]] == [1] * len(report.rows)

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_cli.core.device import has_streams, seconds_between, synchronize, timed, timing_event
+from opensora_cli.memory.counting import DispatchMode
 from opensora_cli.parallel.shares import shares
 
 _LIMIT_S = 10.0
@@ -113,7 +113,7 @@ def counted_bytes() -> Iterator[Traffic]:
         yield sent
 
 
-class _Counting(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Counting(DispatchMode):
     def __init__(self, sent: Traffic) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._sent = sent

@@ -245,7 +245,7 @@ def count_mismatches(values: torch.Tensor, *, scale: int, start: int = 0) -> int
 def count_mismatches_of_pieces(values: torch.Tensor, *, ranks: int, start: int | None = None) -> int:
     """Return how many elements are wrong where equal pieces come from all ranks in order; piece r has the scale r + 1.
 
-    `start` is the index of the first element of every piece; None: the place of the piece in the whole.
+    `start` is the index of the first element of every piece. None means its place in the whole.
     """
     pieces = values.view(ranks, -1)
     length = pieces.shape[1]

@@ -100,9 +100,9 @@ def bench_comm(
 ) -> BenchReport:
     """Measure what `settings` ask for; all 2 or more ranks of the group call this, and the first writes the chart.
 
-    The ranks of a machine, `ranks_per_machine`, are the inner stage of hierarchical exchanges; None: all are on one,
-    whose halves are taken for machines. The header shows variables of `environment`. `show` gets the header and each
-    row as soon as it is measured. Raises OutputError if the chart exists already, or cannot be written, and
+    The `ranks_per_machine` are the inner stage of hierarchical exchanges; None means that all ranks are on one machine,
+    whose halves then stand for two. The header shows variables of `environment`. `show` gets the header and each row as
+    soon as it is measured. Raises OutputError if the chart exists already, or cannot be written, and
     HardwareError if not even the smallest size fits into memory, or matplotlib is missing.
     """
     writes = settings.plot is not None and dist.get_rank(group) == 0
@@ -162,7 +162,7 @@ def doubling_sizes(smallest: int, largest: int) -> list[int]:
 def _measure_all(
     settings: BenchCommSettings, place: Place, reporter: Reporter, show: Show
 ) -> tuple[dict[Collective, list[Row]], list[str]]:
-    """Return the rows of each collective, and notes on sizes that were left out."""
+    """Return the rows of each collective, and notes on skipped sizes."""
     asked = settings.largest_bytes(on_gpu=is_accelerator(place.device))
     largest = min(asked, affordable_bytes(place))
     sizes = doubling_sizes(settings.min_bytes, largest)
@@ -225,7 +225,7 @@ def _place(
         inner = ranks // 2
         notes.append(f"hierarchical divides one machine as if it were two of {inner} ranks each")
     if inner == 1 or ranks % inner:
-        return Place(group, device), [f"hierarchical is left out: {ranks} ranks are not equal parts of several each"]
+        return Place(group, device), [f"hierarchical is skipped: {ranks} ranks are not equal parts of several each"]
     return Place(group, device, TwoStages(*stage_groups([dist.get_process_group_ranks(group)], inner=inner))), notes
 
 

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -149,19 +149,18 @@ def merge_lora(settings: MergeLoraSettings, *, reporter: Reporter | None = None)
     reporter.note(f"adapter {adapter.path}: {adapter.scales}, times --scale {settings.scale:g}")
     entries = merge(base.entries, adapter, scale=-settings.scale if settings.unmerge else settings.scale)
     return write_derived(
-        Merge,
+        partial(Merge, changed=len(adapter.updates)),
         settings,
         base,
         entries,
         base.metadata,
         reporter=reporter,
         more_sources=[adapter.path],
-        changed=len(adapter.updates),
     )
 
 
 def write_derived(
-    kind: type[DerivedT],
+    describe: Callable[..., DerivedT],
     settings: ConvertSettings | MergeLoraSettings,
     source: Checkpoint,
     entries: Mapping[str, LazyTensor],
@@ -170,11 +169,10 @@ def write_derived(
     reporter: Reporter,
     dry_run: bool = False,
     more_sources: Sequence[Path] = (),
-    **more: Any,
 ) -> DerivedT:
     """Write weights that are derived from `source`, whole or not at all, and return their document.
 
-    All is checked before hours of reading. With `dry_run` nothing is written. `more` are the fields that `kind` adds.
+    All is checked before hours of reading. With `dry_run` nothing is written. `describe` makes the document.
 
     Raises:
         RequestError: the target would replace a source, or the format supports neither the name or dtype of a tensor
@@ -196,7 +194,7 @@ def write_derived(
         )
     form = f"{source.form}, {source.selection} weights" if source.selection else source.form
     given = {key: " ".join(value) if isinstance(value, list) else value for key, value in settings.options.items()}
-    planned = kind(
+    planned = describe(
         source=source.path,
         source_format=source.format,
         selection=source.selection,
@@ -214,7 +212,6 @@ def write_derived(
             f"size    {len(entries)} tensors, {format_bytes(nbytes)}",
             *([f"changes {', '.join(f'{name} {value}' for name, value in given.items())}"] if given else []),
         ),
-        **more,
     )
     if dry_run:
         return planned
@@ -225,7 +222,7 @@ def write_derived(
         if source.caveat:
             reporter.warn(source.caveat)
         if not format.has_metadata:
-            reporter.warn(f"{format} has no metadata: that of the weights is left out")
+            reporter.warn(f"{format} has no metadata: the metadata of the weights is dropped")
         sha256 = _hash_source(source, reporter=reporter) if settings.hashing else None
         noted = {
             **{key: text for key, text in metadata.items() if key != _SOURCE_SHA256},

@@ -136,6 +136,8 @@ def _why_unavailable(name: str, use: AttentionUse) -> str | None:
         return f"{name} is not a backend"
     if kind.needs_gpu and not is_gpu(use.device):
         return f"{name} runs on CUDA devices only, and this is {use.device}"
+    if use.in_parts and not kind.in_parts:
+        return f"{name} does not work in a ring"
     if kind.library is not None and kind.library.version() is None:
         return f"{kind.library.distribution} is not installed"
     if kind.half_only and use.dtype not in (torch.float16, torch.bfloat16):

@@ -58,9 +58,9 @@ class Hardware:
 
 
 def pick_hardware(device: str, dtype: str) -> Hardware:
-    """Return the device and dtype that `runtime.device` and `runtime.dtype` mean here. Raises HardwareError without it.
+    """Return the device and dtype that `runtime.device` and `runtime.dtype` mean on this machine.
 
-    The dtype `auto` is bfloat16 on accelerators, float32 on a CPU.
+    The dtype `auto` is bfloat16 on accelerators, float32 on a CPU. Raises HardwareError if there is no such device.
     """
     chosen = pick_device(device)
     is_cpu = chosen.type == "cpu"

@@ -110,7 +110,7 @@ def plan_exchange(parallel: ExchangeSettings, mesh: MeshShape, *, num_heads: int
             f"{mesh.ulysses} of {num_heads // mesh.tensor}: use at most {most}"
         )
     if mesh.ulysses > 1 and parallel.compression is Compression.BF16 and itemsize <= 2:
-        problems.append("parallel.compression=bf16 has no effect on what is computed in 16 bits: use fp8 or none")
+        problems.append("parallel.compression=bf16 has no effect on a run in 16 bits: use fp8 or none")
     if problems:
         raise RequestError("\n".join(problems))
     return ExchangePlan(
@@ -188,7 +188,10 @@ def describe_exchange(parallel: ExchangeSettings, plan: ExchangePlan, mesh: Mesh
 
 
 def shard_block(block: nn.Module, stack: RepeatedBlocks, group: dist.ProcessGroup) -> None:
-    """Keep this rank's share of one block, before it is in 8 bits or streamed. Raises RequestError without a head."""
+    """Keep this rank's share of one block, before 8-bit storage and streaming.
+
+    Raises RequestError for more ranks than heads.
+    """
     from opensora_cli.parallel.tensor import shard_linears
 
     shard_linears(block, stack.linears, group, used_by_all_heads=stack.used_by_all_heads)

@@ -152,7 +152,7 @@ class GuidedVelocity:
 
 
 def are_batched(tokens: int, device: torch.device) -> bool:
-    """Return whether branches of so many tokens are one batch; for all steps, so that a resumed run rounds alike."""
+    """Return whether branches of `tokens` tokens each are one batch, at all steps: a resumed run rounds alike."""
     return len(Branch) * tokens <= _FEW_TOKENS.get(device.type, _FEW_TOKENS_ELSEWHERE)
 
 

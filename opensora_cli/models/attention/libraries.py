@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opensora_cli.core.attention import AttentionBackend, AttentionFn, ComparedKernel, PartKernel, transposed
+from opensora_cli.core.attention import AttentionBackend, AttentionFn, ComparedKernel, PartKernel
 
 
 def _backend(name: str, attend: AttentionFn, parts: PartKernel | None = None) -> AttentionBackend:
@@ -18,11 +18,16 @@ def _backend(name: str, attend: AttentionFn, parts: PartKernel | None = None) ->
     )
 
 
+def _transposed(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return views of (B, H, N, D) tensors as (B, N, H, D), or the reverse."""
+    return tuple(tensor.transpose(1, 2) for tensor in tensors)
+
+
 def _xformers(q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, /) -> Tensor:
     from xformers.ops import memory_efficient_attention
 
     scale = q_BHND.shape[-1] ** -0.5
-    out_BNHD: Tensor = memory_efficient_attention(*transposed(q_BHND, k_BHMD, v_BHMD), p=0.0, scale=scale)
+    out_BNHD: Tensor = memory_efficient_attention(*_transposed(q_BHND, k_BHMD, v_BHMD), p=0.0, scale=scale)
     return out_BNHD.transpose(1, 2)
 
 
@@ -34,7 +39,7 @@ def _flash2(q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, /) -> Tensor:
     from flash_attn import flash_attn_func
 
     out_BNHD: Tensor = flash_attn_func(
-        *transposed(q_BHND, k_BHMD, v_BHMD),
+        *_transposed(q_BHND, k_BHMD, v_BHMD),
         dropout_p=0.0,
         softmax_scale=q_BHND.shape[-1] ** -0.5,
         causal=False,
@@ -50,7 +55,7 @@ flash2 = _backend("flash2", _flash2)
 def _flash3(q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, /) -> Tensor:
     from flash_attn_interface import flash_attn_func
 
-    given = transposed(q_BHND, k_BHMD, v_BHMD)
+    given = _transposed(q_BHND, k_BHMD, v_BHMD)
     deterministic = torch.are_deterministic_algorithms_enabled()
     scale = q_BHND.shape[-1] ** -0.5
     found = flash_attn_func(*given, softmax_scale=scale, causal=False, deterministic=deterministic)
@@ -62,7 +67,7 @@ def _flash3(q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, /) -> Tensor:
 def _flash3_part(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     import flash_attn_interface
 
-    given, scale = transposed(q, k, v), q.shape[-1] ** -0.5
+    given, scale = _transposed(q, k, v), q.shape[-1] ** -0.5
     attend = flash_attn_interface.flash_attn_func
     if "return_attn_probs" in inspect.signature(attend).parameters:
         out_BNHD, lse_BHN = attend(*given, softmax_scale=scale, causal=False, return_attn_probs=True)
@@ -80,7 +85,7 @@ def _flash3_gradients(
 ) -> tuple[Tensor, ...]:
     from flash_attn_interface import _flash_attn_backward
 
-    given = transposed(gradient, q, k, v, out)
+    given = _transposed(gradient, q, k, v, out)
     grads = [torch.empty_like(tensor) for tensor in given[1:4]]
     # Sequences have equal lengths, so that neither starts nor lengths are needed.
     of_lengths = [None] * 6
@@ -89,7 +94,7 @@ def _flash3_gradients(
     _flash_attn_backward(
         *given, lse.contiguous(), *of_lengths, *grads, q.shape[-1] ** -0.5, False, deterministic=deterministic
     )
-    return transposed(*grads)
+    return _transposed(*grads)
 
 
 flash3 = _backend("flash3", _flash3, PartKernel(_flash3_part, _flash3_gradients))
@@ -100,7 +105,7 @@ def _flash4(q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, /) -> Tensor:
     from flash_attn.cute import flash_attn_func
 
     out_BNHD: Tensor = flash_attn_func(
-        *transposed(q_BHND, k_BHMD, v_BHMD),
+        *_transposed(q_BHND, k_BHMD, v_BHMD),
         softmax_scale=q_BHND.shape[-1] ** -0.5,
         causal=False,
         deterministic=torch.are_deterministic_algorithms_enabled(),

@@ -46,7 +46,7 @@ class _FolderEncoder(PromptReader, Generic[Model]):
 
     @torch.no_grad()
     def encode(self, texts: list[str]) -> Tensor:
-        """Return the output of the model, without an attention mask: T5 was trained to attend to the padding."""
+        """Return the output of the model, without a mask: T5 was trained to attend to padding, and CLIP is causal."""
         outputs: Tensor = self.model(self._input_ids(texts))
         return outputs
 

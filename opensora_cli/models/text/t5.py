@@ -29,7 +29,10 @@ class FusedRMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return x / sqrt(mean(x²) + eps) · weight, in half precision in its dtype, else in the wider one."""
+        """Return x / sqrt(mean(x²) + eps) · weight.
+
+        If the weight is in half precision, the result has its dtype, otherwise the wider one of both.
+        """
         # Of one dtype torch's kernel takes them as they are, and sums in fp32 inside.
         wide = torch.promote_types(x.dtype, self.weight.dtype)
         normed = functional.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), eps=self.eps)

@@ -3,6 +3,7 @@
 import importlib
 import json
 import logging
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,8 @@ _NAMES = frozenset({"bos_token", "eos_token", "pad_token", "unk_token"})
 _CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
 """Classes of transformers that follow tokenizer.json."""
 _OTHER_FILES = ("added_tokens.json", "special_tokens_map.json")
+_encoding = threading.Lock()
+"""Held while a vocabulary pads and truncates in one way: pipelines in several threads share the loaded tokenizers."""
 
 
 class Tokenizer:
@@ -79,16 +82,18 @@ class Tokenizer:
 
     def ids(self, text: str, *, with_special: bool = True) -> list[int]:
         """Return the ids of a text, without padding or truncation."""
-        self._vocabulary.no_truncation()
-        self._vocabulary.no_padding()
-        ids: list[int] = self._vocabulary.encode_batch([text], add_special_tokens=with_special)[0].ids
+        with _encoding:
+            self._vocabulary.no_truncation()
+            self._vocabulary.no_padding()
+            ids: list[int] = self._vocabulary.encode_batch([text], add_special_tokens=with_special)[0].ids
         return ids
 
     def padded_ids(self, texts: Sequence[str], length: int) -> list[list[int]]:
         """Return `length` ids for each text, special ones included."""
-        self._vocabulary.enable_truncation(length, direction=self._cut)
-        self._vocabulary.enable_padding(**self._padding | {"length": length})
-        return [each.ids for each in self._vocabulary.encode_batch([*texts])]
+        with _encoding:
+            self._vocabulary.enable_truncation(length, direction=self._cut)
+            self._vocabulary.enable_padding(**self._padding | {"length": length})
+            return [each.ids for each in self._vocabulary.encode_batch([*texts])]
 
     def can_spell(self, word: str) -> bool:
         """Return whether the vocabulary has tokens for a word."""

@@ -42,6 +42,7 @@ class Autoencoder(nn.Module, ABC):
     decodes_in_chunks: ClassVar[bool] = False
     """Whether `decode` takes `chunk_frames`."""
     last_layer_path: ClassVar[str]
+    """Path of `last_layer` in the module."""
 
     @property
     def grid(self) -> LatentGrid:

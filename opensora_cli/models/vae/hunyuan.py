@@ -21,7 +21,7 @@ class _Coder(nn.Module):
     conv_norm_out: GroupNorm
     conv_out: CausalConv3d
     largest: tuple[int, int]
-    """Channels between layers at the highest resolution, and its factor from the input's."""
+    """Channels between layers at the highest resolution, and its spatial factor relative to the input."""
 
     def forward(
         self,

@@ -151,7 +151,7 @@ class Upsample(nn.Module):
         self.conv = CausalConv3d(channels, channels)
 
     def forward(self, hidden_BCTHW: Tensor, carried: CarriedFrames | None = None) -> Tensor:
-        """Return the same channels, H and W times `space`; of T frames (T-1) times `time`, plus 1 in a first chunk."""
+        """Return 1 + (T-1)·`time` frames, or T·`time` for a later chunk, with H and W times `space`."""
         return conv_of_upsampled(hidden_BCTHW, self.conv.conv, time=self.time, space=self.space, carried=carried)
 
 

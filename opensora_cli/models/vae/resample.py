@@ -20,7 +20,7 @@ def fast_layout(hidden_BCTHW: Tensor) -> Tensor:
 
 
 def lay_out_kernels(module: nn.Module, device: torch.device) -> None:
-    """Change the memory layout of kernels on a CPU to that of their input clips, or each call would."""
+    """Change the memory layout of kernels on a CPU to that of their input clips, once instead of at each call."""
     if device.type == "cpu":
         for conv in module.modules():
             if isinstance(conv, nn.Conv3d):
@@ -170,9 +170,9 @@ def _phase_kernels(weight: Tensor, factors: tuple[int, int, int]) -> Tensor:
 
 
 class _InterleavePhases(torch.autograd.Function):
-    """Move phases from channels to positions: (B, phases*C, T', H', W') -> (B, C, T, H, W), without those outside.
+    """Move phases from channels to positions: (B, phases*C, T', H', W') -> (B, C, T, H, W).
 
-    Autograd of strided writes would copy the whole output once per phase.
+    Positions outside the clip are dropped. Autograd of strided writes would copy the whole output once per phase.
     """
 
     @staticmethod

@@ -14,7 +14,7 @@ from opensora_cli.models.vae.tiles import TileAxis, TileGrid, Tiling
 
 
 def run_tiled(run: Callable[[Tensor], Tensor], clip_BCTHW: Tensor, *, grid: TileGrid, tiling: Tiling) -> Tensor:
-    """Return `run(clip_BCTHW)` of an encoder or decoder with the cut `grid`, computed tile by tile along `tiling`."""
+    """Return `run(clip_BCTHW)`, computed tile by tile; `grid` cuts the axes in `tiling` that are longer than a tile."""
     return joined_in_time(tiled_pieces(run, clip_BCTHW, grid=grid, tiling=tiling))
 
 
@@ -75,7 +75,7 @@ def _run_temporal_tiles(
 
 
 def blend(before: Tensor, after: Tensor, *, length: int, dim: int) -> Tensor:
-    """Fade from the last `length` positions of `before` into the first of `after` along `dim`, or from fewer."""
+    """Fade from the end of `before` into the start of `after` along `dim`: position i of `length` weighs i / length."""
     length = min(length, before.shape[dim], after.shape[dim])
     if length == 0:
         return after

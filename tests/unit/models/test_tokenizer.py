@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import transformers
@@ -59,3 +60,12 @@ def test_files_are_read_again_only_after_a_change(tmp_path, monkeypatch):
     (tmp_path / "tokenizer_config.json").touch()
     load_tokenizer(tmp_path, vocab_size=10_000)
     assert len(read) == 2
+
+
+def test_threads_share_a_tokenizer():
+    tokenizer = load_tokenizer(packaged_demo() / "t5", vocab_size=10_000)
+    expected = tokenizer.ids("sea"), tokenizer.padded_ids(TEXTS, 32)
+    with ThreadPoolExecutor(2) as threads:
+        ids = threads.map(lambda _: tokenizer.ids("sea"), range(500))
+        padded = threads.map(lambda _: tokenizer.padded_ids(TEXTS, 32), range(500))
+        assert all(pair == expected for pair in zip(ids, padded, strict=True))

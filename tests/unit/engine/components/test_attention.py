@@ -92,6 +92,11 @@ def test_a_backend_with_other_results_is_refused(monkeypatch, scaled, error):
 
 
 @pytest.mark.usefixtures("on_cpu")
+def test_a_backend_without_a_kernel_for_parts_is_unusable_in_a_ring():
+    assert why_unusable("xformers", replace(CPU, in_parts=True)) == "xformers does not work in a ring"
+
+
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("needs", ["gradients", "in_parts", None])
 def test_only_what_a_run_needs_is_tried(monkeypatch, needs):
     """A build without a backward pass generates, and does not train."""
