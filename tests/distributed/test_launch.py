@@ -163,7 +163,7 @@ def test_an_error_of_all_ranks_is_reported_once(tmp_path, capfd):
 
 def test_out_of_memory(tmp_path, monkeypatch):
     counts = iter([3, 4])
-    monkeypatch.setattr("opensora_cli.engine.launch.failures.count_memory_kills", lambda: next(counts, 4))
+    monkeypatch.setattr("opensora_cli.engine.launch.process.count_memory_kills", lambda: next(counts, 4))
     failure = failing(tmp_path, "--rank", "1", "--act", "kill")
     assert failure.message.endswith("out of memory: the system killed it (SIGKILL)")
 
