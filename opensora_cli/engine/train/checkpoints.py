@@ -171,15 +171,16 @@ class CheckpointWriter:
         }
         share = Share(tensors=self._copy(trainer), files={}, running_states=running, group=self._group)
         trainer.losses.clear()
-
         step = trainer.step
 
         def write() -> None:
+            outcome = "is not saved"
             try:
                 write_share(share, temporary, target)
+                outcome = "is saved, and an old checkpoint is not removed"
                 on_all(self._group, lambda: remove_old(self._output, self._settings) if distribution.is_main else None)
             except OutputError as error:
-                self._reporter.warn(f"step {step} is not saved: {error.message}")
+                self._reporter.warn(f"step {step} {outcome}: {error.message}")
                 raise
 
         self._job.start(write)

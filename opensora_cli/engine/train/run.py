@@ -28,8 +28,7 @@ from opensora_cli.engine.train.evaluate import HeldOutLoss, SampleVideos, open_s
 from opensora_cli.engine.train.frozen_weights import streamed_weights
 from opensora_cli.engine.train.metrics import Metrics
 from opensora_cli.engine.train.objectives import TokenWeights
-from opensora_cli.engine.train.plan import TrainPlan, plan_training
-from opensora_cli.engine.train.rank_memory import refuse_lack_of_memory
+from opensora_cli.engine.train.plan import TrainPlan, plan_training, refuse_lack_of_memory
 from opensora_cli.engine.train.state import as_recorded, read_running_states, restore, whole_weights
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.transformer import plan_attention
