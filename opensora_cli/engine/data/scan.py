@@ -174,8 +174,10 @@ def read_caption(path: Path) -> str:
 
 def _as_text(text: str, path: Path) -> str:
     """Return `text`. Raises FileProblem for zero bytes and half characters of JSON, which no table can hold."""
-    if "\0" in text or not is_unicode(text):
-        raise FileProblem(f"{path} has {'a zero byte' if chr(0) in text else 'half a character'} in its text")
+    if "\0" in text:
+        raise FileProblem(f"{path} has a zero byte in its text")
+    if not is_unicode(text):
+        raise FileProblem(f"{path} has half a character in its text")
     return text
 
 

@@ -5,7 +5,6 @@ import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import chain, count
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
@@ -95,9 +94,11 @@ def set_aside_newer(output: Path, folder: Path, *, reporter: Reporter) -> None:
     folders = all_epoch_folders(output)
     newer = folders[: folders.index(folder)] if folder in folders else folders
     for each in newer:
-        prefixes = chain([_ASIDE], (f"{_ASIDE}{number}-" for number in count(2)))
+        aside, number = each.with_name(f"{_ASIDE}{each.name}"), 1
         try:
-            aside = next(path for prefix in prefixes if not (path := each.with_name(prefix + each.name)).exists())
+            while aside.exists():
+                number += 1
+                aside = each.with_name(f"{_ASIDE}{number}-{each.name}")
             each.rename(aside)
         except OSError as error:
             raise OutputError(f"cannot rename {each}: {error.strerror or error}") from error

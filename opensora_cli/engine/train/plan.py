@@ -294,15 +294,18 @@ class Judged(NamedTuple):
 
 def judge(settings: TrainSettings, memory: RankMemory, *, machine: PlannedMachine | None = None) -> Judged:
     """Return whether a rank fits on `machine`, or on this machine, and the time of a step."""
-    on_gpu, ranks = machine is not None or device_type(settings.device_name) != "cpu", settings.parallel.ranks_per_node
-    weights, free, gpu = plan_frozen_weights(settings), None, None
+    on_gpu = machine is not None or device_type(settings.device_name) != "cpu"
+    ranks, weights = settings.parallel.ranks_per_node, plan_frozen_weights(settings)
+    free, gpu = None, None
     if not on_gpu:
-        needed, free = memory.peak_bytes - memory.mapped_bytes, read_private_memory().free_bytes // ranks
+        needed = memory.peak_bytes - memory.mapped_bytes
+        free = read_private_memory().free_bytes // ranks
         host = HostMemory(pinned_bytes=0, page_cache_bytes=memory.mapped_bytes)
     else:
+        needed = memory.device_peak_bytes
+        offloaded = memory.peak_bytes - memory.device_peak_bytes
         waiting = 0 if weights is None else weights.host_bytes
         is_mapped = weights is not None and weights.host_weights is HostWeights.MAPPED
-        needed, offloaded = memory.device_peak_bytes, memory.peak_bytes - memory.device_peak_bytes
         host = HostMemory(
             pinned_bytes=ranks * (offloaded + (0 if is_mapped else waiting)),
             page_cache_bytes=memory.mapped_bytes + (waiting if is_mapped else 0),

@@ -262,7 +262,7 @@ class _Run:
             reporter.note(f"memory: {line}")
         if settings.precision.compute is Compute.BF16 and not multiplies_bf16(self._distribution.device):
             reporter.warn(
-                "this CPU has no products in bfloat16, and without them a step is many times slower than in float32: "
+                "this CPU has no native bfloat16 matmul: a step is many times slower than in float32: "
                 "use --set precision.compute=fp32"
             )
 
@@ -335,7 +335,7 @@ class _Run:
             trainer.task.export(weights, self._output)
         self._distribution.barrier()
         if problem is not None:
-            self._reporter.note(f"the weights of step {trainer.step} are exported to {self._output} all the same")
+            self._reporter.note(f"the weights of step {trainer.step} are exported to {self._output}")
             raise problem
 
 
