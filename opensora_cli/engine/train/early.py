@@ -69,7 +69,7 @@ def refuse_early(
     """
     given = given or Given()
     _check_given(settings, given)
-    check_output(settings, resume=resume, overwrite=overwrite)
+    _check_output(settings, resume=resume, overwrite=overwrite)
     require_first_weights(settings)
     inputs.require_tables(settings, has_source=given.source is not None)
     require_frozen_weights(settings)
@@ -101,7 +101,8 @@ def warn_of_missing_inputs(settings: TrainSettings, reporter: Reporter) -> None:
     warn_of_missing(lambda: require_frozen_weights(settings), reporter)
 
 
-def check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: bool) -> None:
+def _check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: bool) -> None:
+    """Raise RequestError or OutputError if the folder of a run and the flags for an earlier run contradict each other."""
     output = Path(settings.output)
     if resume is not None and overwrite:
         raise RequestError("--resume continues the run that --overwrite would remove: give one of them")
@@ -114,10 +115,10 @@ def check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: b
     others = [name for name in (LOG_FILE, *settings.exports) if (output / name).exists()]
     found = [*checkpoints, *others]
     if found and not overwrite:
-        go_on = "continue it with --resume, " if checkpoints else ""
+        resuming = "continue it with --resume, " if checkpoints else ""
         raise OutputError(
             f"{output} holds an earlier run: {', '.join(found)}",
-            hint=f"{go_on}replace it with --overwrite, or give another folder: --set output=FOLDER",
+            hint=f"{resuming}replace it with --overwrite, or give another folder: --set output=FOLDER",
         )
 
 
