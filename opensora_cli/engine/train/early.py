@@ -102,7 +102,7 @@ def warn_of_missing_inputs(settings: TrainSettings, reporter: Reporter) -> None:
 
 
 def _check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: bool) -> None:
-    """Raise RequestError or OutputError if the folder of a run and the flags for an earlier run contradict each other."""
+    """Raise an error if the run's folder and the flags for an earlier run contradict each other."""
     output = Path(settings.output)
     if resume is not None and overwrite:
         raise RequestError("--resume continues the run that --overwrite would remove: give one of them")
