@@ -193,7 +193,9 @@ def require_writable(path: Path, *, overwrite: bool) -> None:
         if os.path.lexists(path) and not overwrite:
             raise OutputError(f"{path} exists already", hint="use --overwrite to replace it, or another name")
         folder = nearest_existing(path.absolute().parent)
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
+    if not folder.is_dir():
+        raise OutputError(f"cannot write in {folder}: it is not a folder", hint=_ANOTHER_PLACE)
+    if not os.access(folder, os.W_OK):
         raise OutputError(f"cannot write in {folder}", hint=_ANOTHER_PLACE)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from opensora_cli.core.choices import LinearProducts
-from opensora_cli.core.latent_grid import LatentGrid
+from opensora_cli.core.conditions import LatentGrid
 from opensora_cli.core.section import FileName, Section, SplitAt, nested
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.registry import ARCHITECTURES, FLUX1_DEV, OPEN_SORA_V2, ModelName

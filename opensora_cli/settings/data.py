@@ -7,7 +7,7 @@ import yaml
 from pydantic import BeforeValidator, Field
 
 from opensora_cli.core.choices import Fit
-from opensora_cli.core.latent_grid import LatentGrid
+from opensora_cli.core.conditions import LatentGrid
 from opensora_cli.core.section import FileName, Section, Share, ending, matching, rule_error
 from opensora_cli.settings.files import parse_yaml_text
 

@@ -218,7 +218,7 @@ PLANNED = ["generate", "sea", "--res", "256px", "--dry-run", "--on"]
         (2, ["train", "--config", "vae_hunyuan", "--gpus", "2", "--set", "device=cuda:0"], "device=cuda:0 is one GPU"),
         (3, ["mem-profile", "--snapshot", "folder"], "is a folder"),
         (3, ["mem-profile", "--plot", "/dev/null/memory.png"], "cannot write in /dev/null"),
-        (3, ["vae", "reconstruct", "a.png", "--out", "file"], "a part of this path is a file"),
+        (3, ["vae", "reconstruct", "a.png", "--out", "file"], "it is not a folder"),
         (3, ["vae", "stats", "folder"], "folder has no pictures or videos"),
         (4, ["generate", "raining, sea", "--devices", "3"], "device=cuda:3 is not there"),
         (4, ["generate", "raining, sea", "--gpus", "100"], "gpus=100, and this machine has"),

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from demo_world.scene_clips import SceneClip
-from opensora_cli.core.latent_grid import LatentGrid
+from opensora_cli.core.conditions import LatentGrid
 from opensora_cli.data.batches import ClipBatch
 
 _PIXELS_PER_TOKEN = 4

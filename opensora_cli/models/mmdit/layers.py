@@ -1,12 +1,15 @@
-"""Parts of the MMDiT: embeddings, modulation, and the double- and single-stream blocks.
+"""Parts of the MMDiT: modulation, and the double- and single-stream blocks.
 
 The transformer follows Stable Diffusion 3 (Esser et al. 2024) and Flux: text and latent tokens have weights of their
 own in double-stream blocks, share them in single-stream blocks, and attend to each other in both. Attribute names are
 the key names of the released checkpoints.
+
+All layers except attention treat tokens separately, so that norms, projections and MLPs can compute a long sequence in
+chunks, whose intermediate tensors are small. The results match up to rounding.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
@@ -19,42 +22,12 @@ from torch.nn import functional
 from opensora_cli.core.attention import AttentionFn
 from opensora_cli.core.device import is_accelerator
 from opensora_cli.models.linears import features_of
-from opensora_cli.models.mmdit.chunks import cut, joined, over_tokens, spans
 from opensora_cli.models.mmdit.config import MMDiTConfig
 
 Rotary = tuple[Tensor, Tensor]
 """Cosine and sine of every token's angles, each (B, 1, N, head_dim/2)."""
 
 NORM_EPS = 1e-6
-TIME_EMBEDDING_WIDTH = 256
-
-
-def sinusoidal_embedding(
-    values_B: Tensor, *, dtype: torch.dtype, width: int = TIME_EMBEDDING_WIDTH, max_period: float = 10000.0
-) -> Tensor:
-    """Embed times in 0..1 or guidance scales as cosines, then sines, of falling frequencies; (B, width) in `dtype`.
-
-    The number is rounded to `dtype` before the factor 1000, because the released weights were trained so.
-    """
-    half = width // 2
-    exponents = torch.arange(half, dtype=torch.float32, device=values_B.device) / half
-    frequencies = torch.exp(-math.log(max_period) * exponents)
-    angles = 1000.0 * values_B.to(dtype).float()[:, None] * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
-
-
-class VectorEmbedder(nn.Module):
-    """MLP of two layers from any vector to the modulation vector."""
-
-    def __init__(self, in_features: int, hidden_size: int) -> None:
-        super().__init__()
-        self.in_layer = nn.Linear(in_features, hidden_size)
-        self.out_layer = nn.Linear(hidden_size, hidden_size)
-
-    def forward(self, x_BI: Tensor) -> Tensor:
-        """Return (B, hidden_size)."""
-        out: Tensor = self.out_layer(functional.silu(self.in_layer(x_BI)))
-        return out
 
 
 class ChunkModulation(NamedTuple):
@@ -351,36 +324,55 @@ class SingleStreamBlock(nn.Module):
         return over_tokens(finish, tokens_BND, attended_BNHD, size=size)
 
 
-class FinalLayer(nn.Module):
-    """Modulated norm and projection to the velocity of each packed token."""
-
-    def __init__(self, config: MMDiTConfig) -> None:
-        super().__init__()
-        self.linear = nn.Linear(config.hidden_size, config.in_channels)
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(config.hidden_size, 2 * config.hidden_size))
-
-    def forward(self, latents_BND: Tensor, vector: ModulationInput) -> Tensor:
-        """Return (B, N, in_channels)."""
-        shift, scale = modulation_values(self.adaLN_modulation[1], vector)[:, None].chunk(2, dim=-1)
-        velocity: Tensor = self.linear(modulated_norm(latents_BND, shift=shift, scale=scale))
-        return velocity
-
-
-def rotary_angles(position_ids_BNA: Tensor, *, axes_dim: tuple[int, ...], theta: float) -> tuple[Tensor, Tensor]:
-    """Return cosine and sine of every rotation angle, both (B, 1, N, D/2) in fp32, the axes concatenated.
-
-    Axis i has axes_dim[i]/2 frequencies theta^(-2k/axes_dim[i]).
-    """
-    angles = []
-    for axis, dim in enumerate(axes_dim):
-        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=position_ids_BNA.device) / dim
-        # Multiply by broadcasting because autocast would round the angles of a matmul to bf16.
-        angles.append(position_ids_BNA[..., axis, None].float() * theta**-exponents)
-    angles_B1NE = torch.cat(angles, dim=-1)[:, None]
-    return angles_B1NE.cos(), angles_B1NE.sin()
-
-
 def rotate(x_BHND: Tensor, cos_B1NE: Tensor, sin_B1NE: Tensor) -> Tensor:
     """Rotate the pairs (j, D/2 + j) of every head of the fp32 queries or keys by the given angles; E = D/2."""
     first, second = x_BHND.chunk(2, dim=-1)
     return torch.cat((first * cos_B1NE - second * sin_B1NE, second * cos_B1NE + first * sin_B1NE), dim=-1)
+
+
+def spans(length: int, size: int | None) -> Iterator[slice]:
+    """Yield slices of at most `size` of `length` tokens. None means one slice of all. No tokens give an empty slice."""
+    if size is None or size >= length:
+        # Without `range`, for which torch.compile would compile each length anew.
+        return iter((slice(0, length),))
+    return (slice(start, min(start + size, length)) for start in range(0, length, size))
+
+
+def cut(whole: Tensor, span: slice, *, dim: int = 1) -> Tensor:
+    """Return the span of a sequence. A full span is no view, whose gradient would be a copy."""
+    length: int = span.stop - span.start
+    return whole if length == whole.shape[dim] else whole.narrow(dim, span.start, length)
+
+
+def over_tokens(compute: Callable[..., Tensor], *wholes_BN: Tensor, size: int | None) -> Tensor:
+    """Return `compute(*wholes_BN)`, computed over `size` tokens at a time; None is all at once.
+
+    `compute` treats every token by itself. All `wholes_BN` are (B, N, ...) with one N, which is also that of the
+    result.
+    """
+    length = wholes_BN[0].shape[1]
+    pieces = ((compute(*(cut(whole, span) for whole in wholes_BN)),) for span in spans(length, size))
+    return joined(pieces, length=length, dim=1)[0]
+
+
+def joined(pieces: Iterable[tuple[Tensor, ...]], *, length: int, dim: int) -> tuple[Tensor, ...]:
+    """Join several sequences of `length` tokens each, in place without gradients; `pieces` has their spans in order."""
+    if torch.is_grad_enabled():
+        columns = zip(*pieces, strict=True)
+        return tuple(parts[0] if len(parts) == 1 else torch.cat(parts, dim) for parts in columns)
+    wholes: tuple[Tensor, ...] = ()
+    end = 0
+    for parts in pieces:
+        begin, end = end, end + parts[0].shape[dim]
+        if end - begin == length:
+            return parts
+        if not wholes:
+            wholes = tuple(part.new_empty(*part.shape[:dim], length, *part.shape[dim + 1 :]) for part in parts)
+        _write(parts, wholes, begin, dim)
+        del parts
+    return wholes
+
+
+def _write(parts: tuple[Tensor, ...], wholes: tuple[Tensor, ...], begin: int, dim: int) -> None:
+    for part, whole in zip(parts, wholes, strict=True):
+        whole.narrow(dim, begin, part.shape[dim]).copy_(part)

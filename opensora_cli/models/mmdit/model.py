@@ -1,5 +1,6 @@
 """MMDiT of Open-Sora 2.0: packed latents, time and prompt in, velocity out."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -12,18 +13,16 @@ from opensora_cli.models.attention.torch_kernels import sdpa
 from opensora_cli.models.mmdit.blocks import modulation_layers
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layers import (
-    TIME_EMBEDDING_WIDTH,
     DoubleStreamBlock,
-    FinalLayer,
     Modulation,
     ModulationInput,
     Rotary,
     SingleStreamBlock,
-    VectorEmbedder,
-    rotary_angles,
-    sinusoidal_embedding,
+    modulated_norm,
+    modulation_values,
 )
 
+TIME_EMBEDDING_WIDTH = 256
 _LEAST_TIME = 0.05
 """Smallest time that divides predicted data to get a velocity."""
 _ZERO_AT_FIRST = frozenset({"final_layer.adaLN_modulation.1", "final_layer.linear", "cond_in"})
@@ -49,6 +48,35 @@ class KnownInputs:
     """`MMDiT.text_tokens` of the prompts. None means that the model computes them."""
     rotary: Rotary | None = None
     """`MMDiT.rotary_table` of the positions. None means that the model computes it."""
+
+
+class VectorEmbedder(nn.Module):
+    """MLP of two layers from any vector to the modulation vector."""
+
+    def __init__(self, in_features: int, hidden_size: int) -> None:
+        super().__init__()
+        self.in_layer = nn.Linear(in_features, hidden_size)
+        self.out_layer = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, x_BI: Tensor) -> Tensor:
+        """Return (B, hidden_size)."""
+        out: Tensor = self.out_layer(functional.silu(self.in_layer(x_BI)))
+        return out
+
+
+class FinalLayer(nn.Module):
+    """Modulated norm and projection to the velocity of each packed token."""
+
+    def __init__(self, config: MMDiTConfig) -> None:
+        super().__init__()
+        self.linear = nn.Linear(config.hidden_size, config.in_channels)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(config.hidden_size, 2 * config.hidden_size))
+
+    def forward(self, latents_BND: Tensor, vector: ModulationInput) -> Tensor:
+        """Return (B, N, in_channels)."""
+        shift, scale = modulation_values(self.adaLN_modulation[1], vector)[:, None].chunk(2, dim=-1)
+        velocity: Tensor = self.linear(modulated_norm(latents_BND, shift=shift, scale=scale))
+        return velocity
 
 
 class MMDiT(nn.Module):
@@ -233,3 +261,31 @@ def _computed_where(x_BD: Tensor, layer: nn.Module) -> Tensor:
     weights = {name: weight.to(device=x_BD.device, dtype=dtype) for name, weight in layer.named_parameters()}
     out: Tensor = torch.func.functional_call(layer, weights, (x_BD,))
     return out
+
+
+def sinusoidal_embedding(
+    values_B: Tensor, *, dtype: torch.dtype, width: int = TIME_EMBEDDING_WIDTH, max_period: float = 10000.0
+) -> Tensor:
+    """Embed times in 0..1 or guidance scales as cosines, then sines, of falling frequencies; (B, width) in `dtype`.
+
+    The number is rounded to `dtype` before the factor 1000, because the released weights were trained so.
+    """
+    half = width // 2
+    exponents = torch.arange(half, dtype=torch.float32, device=values_B.device) / half
+    frequencies = torch.exp(-math.log(max_period) * exponents)
+    angles = 1000.0 * values_B.to(dtype).float()[:, None] * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1).to(dtype)
+
+
+def rotary_angles(position_ids_BNA: Tensor, *, axes_dim: tuple[int, ...], theta: float) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine of every rotation angle, both (B, 1, N, D/2) in fp32, the axes concatenated.
+
+    Axis i has axes_dim[i]/2 frequencies theta^(-2k/axes_dim[i]).
+    """
+    angles = []
+    for axis, dim in enumerate(axes_dim):
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=position_ids_BNA.device) / dim
+        # Multiply by broadcasting because autocast would round the angles of a matmul to bf16.
+        angles.append(position_ids_BNA[..., axis, None].float() * theta**-exponents)
+    angles_B1NE = torch.cat(angles, dim=-1)[:, None]
+    return angles_B1NE.cos(), angles_B1NE.sin()

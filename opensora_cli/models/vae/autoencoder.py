@@ -8,9 +8,9 @@ from typing import ClassVar, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from opensora_cli.core.conditions import LatentGrid
 from opensora_cli.core.device import queued_copy
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.latent_grid import LatentGrid
 from opensora_cli.models.vae.config import AutoencoderConfig, FluxAEConfig, HunyuanVAEConfig
 from opensora_cli.models.vae.tiles import NO_TILING, Tiling
 from opensora_cli.models.vae.tiling import joined_in_time, run_tiled, tiled_pieces

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from opensora_cli.core.latent_grid import LatentGrid
+from opensora_cli.core.conditions import LatentGrid
 from opensora_cli.core.section import MAX_FRAMES, MAX_SIDE, Section
 from opensora_cli.models.vae.tiles import TileAxis, TileGrid, tile_axes, tile_problem
 

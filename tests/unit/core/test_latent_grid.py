@@ -2,8 +2,8 @@
 
 import pytest
 
+from opensora_cli.core.conditions import LatentGrid
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.latent_grid import LatentGrid
 
 CAUSAL = LatentGrid(latent_channels=16, time_compression_ratio=4, spatial_compression_ratio=8, is_causal=True)
 DC_AE = LatentGrid(latent_channels=128, time_compression_ratio=4, spatial_compression_ratio=32, is_causal=False)

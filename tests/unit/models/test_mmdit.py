@@ -8,15 +8,8 @@ from tiny_transformer import inputs, transformer
 from torch import nn
 
 from opensora_cli.models.attention.torch_kernels import math, sdpa
-from opensora_cli.models.mmdit.layers import (
-    HeadNorm,
-    modulated_norm,
-    rotary_angles,
-    rotated_heads,
-    sinusoidal_embedding,
-    tanh_gelu,
-)
-from opensora_cli.models.mmdit.model import MMDiT
+from opensora_cli.models.mmdit.layers import HeadNorm, modulated_norm, rotated_heads, tanh_gelu
+from opensora_cli.models.mmdit.model import MMDiT, rotary_angles, sinusoidal_embedding
 
 
 def run(model, given, **changes):

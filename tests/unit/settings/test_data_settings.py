@@ -3,7 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
-from opensora_cli.core.latent_grid import LatentGrid
+from opensora_cli.core.conditions import LatentGrid
 from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.explain import explain
 

@@ -184,7 +184,7 @@ class TestModes:
         alone, inside = vae.encode(whole[:, :, frames]), vae.encode(whole)[:, :, position]
         # By frame, then tokens (h w) of (c ph pw), as they are packed.
         packed = alone[0].reshape(4, -1, 4, 2, 4, 2).permute(1, 2, 4, 0, 3, 5).reshape(-1, 16, 16)
-        assert_close(reference[position], packed)
+        assert_close(reference[position], packed, tolerance=1e-4)
         assert not torch.allclose(alone, inside, atol=1e-2)
 
 
