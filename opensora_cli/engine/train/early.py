@@ -69,7 +69,7 @@ def refuse_early(
     """
     given = given or Given()
     _check_given(settings, given)
-    _check_output(settings, resume=resume, overwrite=overwrite)
+    check_output(settings, resume=resume, overwrite=overwrite)
     require_first_weights(settings)
     inputs.require_tables(settings, has_source=given.source is not None)
     require_frozen_weights(settings)
@@ -101,7 +101,7 @@ def warn_of_missing_inputs(settings: TrainSettings, reporter: Reporter) -> None:
     warn_of_missing(lambda: require_frozen_weights(settings), reporter)
 
 
-def _check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: bool) -> None:
+def check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: bool) -> None:
     """Raise an error if the run's folder and the flags for an earlier run contradict each other."""
     output = Path(settings.output)
     if resume is not None and overwrite:
