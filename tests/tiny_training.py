@@ -4,7 +4,7 @@ import signal
 from pathlib import Path
 
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.train.rank_memory import RankMemory
+from opensora_cli.engine.train.plan import RankMemory
 from opensora_cli.settings.train import TrainSettings
 
 WIDTH = 16

@@ -108,7 +108,7 @@ def attention_problems(name: str, *, setting: str, ring_degree: int | None, is_f
     if (ring_degree or 1) > 1 and not kind.in_parts:
         others = [other for other, each in ATTENTION_KINDS.items() if each.in_parts]
         yield (
-            f"{setting}={name} does not work in a ring, as parallel.ring_degree={ring_degree} asks: "
+            f"{setting}={name} has no ring attention, which parallel.ring_degree={ring_degree} needs: "
             f"use auto, {', '.join(others[:-1])} or {others[-1]}, or parallel.ulysses_degree"
         )
     if kind.half_only and is_fp32:

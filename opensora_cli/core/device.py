@@ -182,7 +182,7 @@ def peak_reserved_bytes(device: torch.device) -> int:
 
 
 def start_peak_memory(device: torch.device) -> bool:
-    """Reset the peaks that the functions below return; return False if only the peak since process start is known.
+    """Reset the peaks of memory; return False if only the peak since process start is known.
 
     On a CPU this needs Linux.
     """

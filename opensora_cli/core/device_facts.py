@@ -190,8 +190,9 @@ def read_driver() -> DriverFacts:
     if done.returncode != 0:
         output = " ".join((done.stdout or done.stderr).split())[:200]
         # "No devices" is no failure, for example in a container without GPUs.
-        is_failure = "No devices" not in output
-        return DriverFacts(failure=(output or f"exit code {done.returncode}") if is_failure else None)
+        if "No devices" in output:
+            return DriverFacts()
+        return DriverFacts(failure=output or f"exit code {done.returncode}")
     if not rows:
         return DriverFacts()
     return DriverFacts(version=rows[0][0].strip(), gpus=tuple(name.strip() for _, name in rows))

@@ -1,6 +1,5 @@
 """Messages between ranks as JSON, so that received data is never executed.
 
-
 `torch.distributed` sends objects as pickles: anyone with access to the port of a run could send a malicious one.
 """
 

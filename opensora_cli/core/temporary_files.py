@@ -86,7 +86,9 @@ def remove_left_by(pids: Collection[int], folder: Path) -> None:
 
 def remove_unheld_locks(folder: Path) -> None:
     """Remove lock files without a holder from `folder`. Failures are ignored."""
-    if sys.platform != "win32":
+    if sys.platform == "win32":
+        return
+    with suppress(OSError):
         for path in folder.glob(".osora-*.lock"):
             with suppress(OSError, OutputError), locked_file(path):
                 pass

@@ -17,7 +17,7 @@ VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 """Variables by which a user chooses the number of threads; torch reads them."""
 RANK_VARIABLE = "OSORA_RANK_THREADS"
 """Variable that the launcher sets to the OMP_NUM_THREADS of a rank, unless a user chose it."""
-VALUES_PER_THREAD = 2**15
+_VALUES_PER_THREAD = 2**15
 """Least number of values in a piece of an element-wise operation (`at::internal::GRAIN_SIZE` of torch)."""
 
 _computed_in: int | None = None
@@ -53,7 +53,7 @@ def pick_threads(*, asked: int | None, values: int | None = None, ranks: int = 1
     named = named_threads(os.environ, asked=asked, now=torch.get_num_threads())
     if named is not None:
         return named
-    useful = None if values is None else useful_threads(values)
+    useful = None if values is None else values // _VALUES_PER_THREAD
     return choose_threads(read_cores(), useful=useful, ranks=ranks)
 
 
@@ -99,11 +99,6 @@ def variables_of_ranks(environment: Mapping[str, str], *, ranks: int) -> dict[st
         return {}
     count = str(choose_threads(read_cores(), ranks=ranks).count)
     return {"OMP_NUM_THREADS": count, RANK_VARIABLE: count}
-
-
-def useful_threads(values: int) -> int:
-    """Return the number of threads that have work in layers of so many values."""
-    return max(1, values // VALUES_PER_THREAD)
 
 
 @contextmanager

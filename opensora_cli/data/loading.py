@@ -3,6 +3,7 @@
 import errno
 import gc
 import io
+import multiprocessing
 import os
 import pickle
 from collections.abc import Callable, Iterator
@@ -256,10 +257,15 @@ class BatchStream:
             # A separate generator: torch's global one would also seed the workers.
             generator=torch.Generator(),
         )
+        others = multiprocessing.active_children()
         try:
             with blocked_in_children(), _garbage_kept():
                 reading = iter(loader)
         except OSError as error:
+            # Python would wait forever for the workers that were started: they ignore its request to end.
+            for worker in multiprocessing.active_children():
+                if worker not in others:
+                    worker.kill()
             if error.errno != errno.ENOSPC:
                 raise
             raise _no_shared_memory(error) from error

@@ -13,7 +13,7 @@ from tiny_training import rank_memory
 from opensora_cli.cli.app import main
 from opensora_cli.core.limits import read_private_memory
 from opensora_cli.engine.train import plan as train_plan
-from opensora_cli.engine.train.rank_memory import RankMemory
+from opensora_cli.engine.train.plan import RankMemory
 from opensora_cli.settings.train import TrainSettings
 
 GENERATE = ["generate", "raining, sea", "--res", "256px"]

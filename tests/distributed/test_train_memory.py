@@ -12,7 +12,7 @@ from tiny_strategies import Case
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.train.distribution import distribution_of
 from opensora_cli.engine.train.estimate import measure_training
-from opensora_cli.engine.train.rank_memory import RankMemory, estimate_rank
+from opensora_cli.engine.train.plan import RankMemory, estimate_rank
 from opensora_cli.settings.train import TrainSettings
 
 VARIANTS: dict[str, dict[str, object]] = {
@@ -54,7 +54,7 @@ _MOST = [name for name in RankMemory.model_fields if name not in ("peak_bytes", 
 def measured(settings: TrainSettings) -> RankMemory:
     """Run on every rank: return what it held."""
     distribution = distribution_of(settings, device=torch.device("cpu"))
-    return RankMemory.of(measure_training(settings, distribution=distribution), settings)
+    return RankMemory.of(measure_training(settings, distribution=distribution))
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from opensora_cli.cli.errors import reference_option
 from opensora_cli.core.documents import Document
 from opensora_cli.engine.generate import dry_run
 from opensora_cli.engine.train import plan as train_plan
-from opensora_cli.engine.train.rank_memory import RankMemory
+from opensora_cli.engine.train.plan import RankMemory
 
 PAGES_BY_NAME = {str(page.relative_to(ROOT)): page for page in PAGES}
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]

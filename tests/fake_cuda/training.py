@@ -84,7 +84,6 @@ def rehearse(
         frozen = plan_frozen_weights(settings)
     with rehearsal(world, rank, gpu=gpu) as turn, ExitStack() as stack:
         stack.enter_context(accelerator(turn.queues))
-        stack.enter_context(mock.patch.object(ranks, "moved", partial(moved, leaves_frozen=True)))
         # One fake mode does not serve several threads.
         stack.enter_context(mock.patch.object(mmdit, "ThreadPoolExecutor", return_value=None))
         rehearsed = partial(ranks.distribution_of, kind=_Rehearsed)

@@ -98,10 +98,8 @@ def check_data(settings: TrainSettings, *, reporter: Reporter) -> DataReport:
         for index in np.flatnonzero(~is_there).tolist()
     ]
     usable = source if is_there.all() else replace(source, table=table.only(np.flatnonzero(is_there)))
-    plan, of_update = (
-        usable.plan_epoch(0),
-        settings.loop.micro_batches or settings.parallel.data_ranks(settings.strategy),
-    )
+    plan = usable.plan_epoch(0)
+    of_update = settings.loop.micro_batches or settings.parallel.data_ranks(settings.strategy)
     reports = _bucket_reports(data, buckets, plan)
     problems = [
         f"bucket {bucket.name} is empty: {bucket.samples} samples in all shapes fill no micro-batch of "

@@ -22,8 +22,6 @@ from opensora_cli.settings.data import ScanSettings, ShardSettings
 _CAPTION_ENDINGS = (".txt", ".TXT", ".caption", ".json")
 """Endings of caption files, the first of which counts."""
 _CAPTION_KEYS = ("text", "caption", "prompt")
-_NAMED = 5
-"""Most videos of a varying frame rate that are named."""
 _LONGEST_BYTES = 10**6
 """Limit of a caption file in bytes; no text encoder reads a hundredth of it."""
 
@@ -56,10 +54,11 @@ class ScanResult(Document):
 
     def lines(self) -> list[str]:
         """Return the result for people."""
+        uneven = first_few([path.name for path in self.uneven])
         return [
             f"table     {self.table}: {self.videos:,} videos, {self.pictures:,} pictures",
             *([f"caption   {self.without_caption:,} without one"] if self.without_caption else []),
-            *(f"uneven    {path.name}: the frame rate varies, training ignores that" for path in self.uneven[:_NAMED]),
+            *([f"uneven    {uneven}: the frame rate varies, training ignores that"] if uneven else []),
             *([f"skipped   {_counts(self.other_files)}"] if self.other_files else []),
             *(f"broken    {file.reason}" for file in self.broken),
             *(f"closed    {folder.reason}" for folder in self.closed_folders),
@@ -127,8 +126,11 @@ def _scan(folder: Path, table: Path, settings: ScanSettings, *, reporter: Report
             broken.append(each)
             continue
         facts, caption = each
-        size, fps = (facts.num_frames, facts.height, facts.width), facts.fps and round(facts.fps, 6)
-        rows.append((str(file), caption, *size, round(size[1] / size[2], 6), size[1] * size[2], fps))
+        height, width = facts.height, facts.width
+        fps = None if facts.fps is None else round(facts.fps, 6)
+        rows.append(
+            (str(file), caption, facts.num_frames, height, width, round(height / width, 6), height * width, fps)
+        )
         if facts.is_uneven:
             uneven.append(file)
     write_table(table, COLUMNS, rows)
@@ -172,8 +174,10 @@ def read_caption(path: Path) -> str:
 
 def _as_text(text: str, path: Path) -> str:
     """Return `text`. Raises FileProblem for zero bytes and half characters of JSON, which no table can hold."""
-    if "\0" in text or not is_unicode(text):
-        raise FileProblem(f"{path} has {'a zero byte' if chr(0) in text else 'half a character'} in its text")
+    if "\0" in text:
+        raise FileProblem(f"{path} has a zero byte in its text")
+    if not is_unicode(text):
+        raise FileProblem(f"{path} has half a character in its text")
     return text
 
 

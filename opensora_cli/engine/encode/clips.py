@@ -51,16 +51,15 @@ class FreshClip:
         if name == LATENTS:
             return self.encoders.latents(self.pixels_THWC)
         if name not in ALWAYS_CACHED:
-            frames = int(name[len(_HEAD) :])
-            return self.encoders.latents(
-                self.pixels_THWC[:frames] if name.startswith(_HEAD) else self.pixels_THWC[-frames:]
-            )
+            frames, pixels = part_frames(name), self.pixels_THWC
+            return self.encoders.latents(pixels[-frames:] if name.startswith(_TAIL) else pixels[:frames])
         asked = self.request
         caption = training_caption(
             asked.caption, fps=asked.fps, motion_score=asked.motion_score, settings=self.settings
         )
-        encode = self.encoders.prompt_embeds if name == PROMPT_EMBEDS else self.encoders.pooled_prompt_embeds
-        return encode(caption)
+        if name == PROMPT_EMBEDS:
+            return self.encoders.prompt_embeds(caption)
+        return self.encoders.pooled_prompt_embeds(caption)
 
 
 class CachedClip(dict[str, Tensor]):
@@ -77,6 +76,11 @@ EncodedClip = FreshClip | CachedClip
 def part_name(part: ReferencePart) -> str:
     """Return the name of some frames of a clip, such as `head33` or `tail1`."""
     return f"{_TAIL if part.from_end else _HEAD}{part.num_frames}"
+
+
+def part_frames(name: str) -> int:
+    """Return the number of frames from a result of `part_name`."""
+    return int(name.removeprefix(_HEAD).removeprefix(_TAIL))
 
 
 def encode_for_cache(clip: FreshClip, parts: Iterable[str], *, known: Collection[str] = ()) -> dict[str, Tensor]:

@@ -282,7 +282,7 @@ def file_weights(
     """Return the memory of each component on a CPU that computes in `dtype`. No weight is read.
 
     Missing files count like the released ones, and broken files like copies, since loading reports them. `parameters`
-    are counts, see `configs.count_parameters`. With `modulation_first`, modulation is read only before the first step.
+    are those of `count_parameters`. With `modulation_first`, modulation is read only before the first step.
     """
     found = {}
     for component, count in parameters.items():

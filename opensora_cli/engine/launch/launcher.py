@@ -29,10 +29,7 @@ from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.core.rank_link import INTERRUPTED, OwnTime
 from opensora_cli.core.ranks import STORE_VARIABLE
 from opensora_cli.core.signals import held_back
-from opensora_cli.core.temporary_files import (
-    remove_left_by,
-    temporary_folder,
-)
+from opensora_cli.core.temporary_files import remove_left_by, temporary_folder
 from opensora_cli.core.threads import variables_of_ranks
 from opensora_cli.engine.launch import process
 from opensora_cli.engine.launch.process import RankFailure, RankProcess

@@ -218,9 +218,9 @@ class RankProcess:
         if report is None and code < 0:
             return self._killed(-code, out_of_memory=out_of_memory)
         if report is None:
-            lines = self.log.read_bytes()[-_LOG_END:].decode("utf-8", "replace").splitlines()
-            last = next((f": {plain(line.strip())}" for line in reversed(lines) if line.strip()), "")
-            return self._failure("exit", f"ended with exit code {code}{last}", exit_code=code)
+            last = self._last_line()
+            cause = f"ended with exit code {code}" + (f": {plain(last)}" if last else "")
+            return self._failure("exit", cause, exit_code=code)
         if report.kind == "error":
             # The message stays as reported because a user can fix it.
             hint = "\n".join(filter(None, [report.hint, f"reported by {self._where}", f"log: {self.log}"]))
@@ -252,6 +252,13 @@ class RankProcess:
     @property
     def _where(self) -> str:
         return f"rank {self.rank} on {socket.gethostname()}, in the stage {self.state.stage}"
+
+    def _last_line(self) -> str:
+        """Return the last line of the log that is not blank."""
+        with self.log.open("rb") as file:
+            file.seek(max(0, self.log.stat().st_size - _LOG_END))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+        return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def _killed(self, number: int, *, out_of_memory: bool) -> RankFailure:
         try:

@@ -21,8 +21,7 @@ from opensora_cli.engine.train.early import warn_of_missing_inputs
 from opensora_cli.engine.train.estimate import STEP, TrainingMemory, estimate_training, measure_training
 from opensora_cli.engine.train.fake_ranks import BUFFERS
 from opensora_cli.engine.train.objectives import find_objective
-from opensora_cli.engine.train.plan import judge, settings_on
-from opensora_cli.engine.train.rank_memory import RankMemory
+from opensora_cli.engine.train.plan import RankMemory, judge, settings_on
 from opensora_cli.media.plots import new_figure, write_figure
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import PlannedMachine
@@ -126,7 +125,7 @@ def _of_training(
         with reporter.stage("measure", total=1, unit="step") as progress:
             measured = measure_training(what, runs=settings.runs)
             progress.advance()
-    judged = judge(what, RankMemory.of(predicted, what), machine=on)
+    judged = judge(what, RankMemory.of(predicted), machine=on)
     if settings.snapshot is not None:
         counters = [(measured or predicted).counter]
         write_snapshot(Path(settings.snapshot), counters, device=hardware.device, replace=settings.overwrite)

@@ -5,5 +5,5 @@
 transformer. `parallelize` gives a rank its part, and is the recipe for blocks: sharding, `activations` and compile.
 `trainer` does the steps, and `optimizer` updates the weights and their averages. `metrics` logs, and `evaluate`
 validates and samples. `state` names every tensor of a run, and `checkpoints` chooses, saves and removes them.
-`estimate` and `rank_memory` predict the memory.
+`estimate` predicts the memory of a step, and `predicted` its time.
 """

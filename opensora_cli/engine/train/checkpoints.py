@@ -5,7 +5,6 @@ import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from itertools import chain, count
 from pathlib import Path
 from statistics import fmean
 from types import TracebackType
@@ -95,9 +94,11 @@ def set_aside_newer(output: Path, folder: Path, *, reporter: Reporter) -> None:
     folders = all_epoch_folders(output)
     newer = folders[: folders.index(folder)] if folder in folders else folders
     for each in newer:
-        prefixes = chain([_ASIDE], (f"{_ASIDE}{number}-" for number in count(2)))
+        aside, number = each.with_name(f"{_ASIDE}{each.name}"), 1
         try:
-            aside = next(path for prefix in prefixes if not (path := each.with_name(prefix + each.name)).exists())
+            while aside.exists():
+                number += 1
+                aside = each.with_name(f"{_ASIDE}{number}-{each.name}")
             each.rename(aside)
         except OSError as error:
             raise OutputError(f"cannot rename {each}: {error.strerror or error}") from error
@@ -171,15 +172,16 @@ class CheckpointWriter:
         }
         share = Share(tensors=self._copy(trainer), files={}, running_states=running, group=self._group)
         trainer.losses.clear()
-
         step = trainer.step
 
         def write() -> None:
+            outcome = "is not saved"
             try:
                 write_share(share, temporary, target)
+                outcome = "is saved, and an old checkpoint is not removed"
                 on_all(self._group, lambda: remove_old(self._output, self._settings) if distribution.is_main else None)
             except OutputError as error:
-                self._reporter.warn(f"step {step} is not saved: {error.message}")
+                self._reporter.warn(f"step {step} {outcome}: {error.message}")
                 raise
 
         self._job.start(write)

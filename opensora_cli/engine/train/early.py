@@ -102,6 +102,7 @@ def warn_of_missing_inputs(settings: TrainSettings, reporter: Reporter) -> None:
 
 
 def check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: bool) -> None:
+    """Raise an error if the run's folder and the flags for an earlier run contradict each other."""
     output = Path(settings.output)
     if resume is not None and overwrite:
         raise RequestError("--resume continues the run that --overwrite would remove: give one of them")
@@ -114,10 +115,10 @@ def check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: b
     others = [name for name in (LOG_FILE, *settings.exports) if (output / name).exists()]
     found = [*checkpoints, *others]
     if found and not overwrite:
-        go_on = "continue it with --resume, " if checkpoints else ""
+        resuming = "continue it with --resume, " if checkpoints else ""
         raise OutputError(
             f"{output} holds an earlier run: {', '.join(found)}",
-            hint=f"{go_on}replace it with --overwrite, or give another folder: --set output=FOLDER",
+            hint=f"{resuming}replace it with --overwrite, or give another folder: --set output=FOLDER",
         )
 
 

@@ -65,6 +65,8 @@ class TrainingMemory:
     """Peak of each kind at any time."""
     device_peak_bytes: int
     """Peak on the device of a GPU, that is, without offloaded states and activations."""
+    mapped_bytes: int
+    """Frozen weights, which a CPU maps from their files; a part of `peak_bytes`."""
     activations_by_module: dict[str, int]
     """Activations at the peak from forward passes, by the name of the module; the backward pass has no names."""
     by_weight: dict[str, tuple[int, int]]
@@ -237,6 +239,7 @@ def _memory(
             ACTIVATIONS: counter.most_of(lambda owner: owner not in others),
         },
         device_peak_bytes=counter.most_of(lambda owner: owner not in on_host),
+        mapped_bytes=kept[FROZEN] + (kept[WEIGHTS] if settings.lora.is_on else 0),
         activations_by_module={name: size for name, size in owners.items() if name},
         by_weight=by_weight,
         held_for_backward=sum(size for name, size in before_backward.items() if name not in others),

@@ -177,7 +177,7 @@ class SampleVideos:
                     try:
                         self._write(step, index, latents_1CTHW.to(device))
                     except OutputError as error:
-                        self._reporter.warn(f"{error.message}: the video is left out")
+                        self._reporter.warn(f"{error.message}: the video is skipped")
             finally:
                 self._autoencoder.to(_HOST)
                 release_memory(device)

@@ -11,13 +11,13 @@ from opensora_cli.core.device import has_gpu
 from opensora_cli.core.device_names import GPU, type_of_ranks
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError, RequestError
-from opensora_cli.core.formatting import first_few
+from opensora_cli.core.formatting import first_few, format_bytes
 from opensora_cli.core.limits import read_private_memory
-from opensora_cli.core.progress import Reporter
+from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.architectures import transformer_on_meta
 from opensora_cli.engine.components.attention import AttentionPlan
-from opensora_cli.engine.components.hardware import pick_hardware
+from opensora_cli.engine.components.hardware import OutOfMemoryError, pick_hardware
 from opensora_cli.engine.components.parallelize import describe_exchange
 from opensora_cli.engine.estimate.predicted_time import PredictedTime
 from opensora_cli.engine.estimate.verdict import HostMemory, verdict_line
@@ -26,16 +26,88 @@ from opensora_cli.engine.train.activations import ActivationPlan, layer_values, 
 from opensora_cli.engine.train.build import count_parameters
 from opensora_cli.engine.train.distribution import mesh_shape, training_device, training_exchange
 from opensora_cli.engine.train.early import Resume, checkpoints_to_try, find_frozen_weights
+from opensora_cli.engine.train.estimate import (
+    ACTIVATIONS,
+    AVERAGE,
+    FROZEN,
+    OPTIMIZER,
+    WEIGHTS,
+    TrainingMemory,
+    estimate_training,
+)
+from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS
 from opensora_cli.engine.train.frozen_weights import FrozenWeights, plan_frozen_weights
 from opensora_cli.engine.train.lora import open_first_adapter
 from opensora_cli.engine.train.metrics import require_tensorboard
 from opensora_cli.engine.train.predicted import predict_step
-from opensora_cli.engine.train.rank_memory import RankMemory, estimate_rank
 from opensora_cli.engine.train.transformer import plan_attention
 from opensora_cli.settings.enums import DType, HostWeights
 from opensora_cli.settings.hardware import PlannedMachine, find_gpu
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import WeightOffload
+
+_LAYERS = 1000
+"""Number of layers that surely exceeds a step; the released transformer saves the values of 300 for backward."""
+_COPIES = 8
+"""Number of copies of the trained weights that surely exceeds gradients, buckets, averages and moments."""
+
+
+class RankMemory(Document):
+    """Memory of the first rank in steps with the largest micro-batch: the peak of each kind at any time.
+
+    No rank has a larger share of weights and tokens. `peak_bytes` is the peak of the sum, which is lower if the kinds
+    have their peaks at different times.
+    """
+
+    weights_bytes: int
+    gradients_bytes: int
+    moments_bytes: int
+    """State of the optimizer."""
+    ema_bytes: int
+    frozen_bytes: int
+    """Frozen encoders."""
+    activations_bytes: int
+    """Activations saved for backward, and temporary results."""
+    buffers_bytes: int
+    """Gathered weights, gradients that are being reduced, and host buffers of offloaded activations."""
+    peak_bytes: int
+    """Peak on a CPU, where offloaded memory also counts."""
+    device_peak_bytes: int
+    """Peak on a GPU, without offloaded weights, averages, moments and activations."""
+    mapped_bytes: int
+    """Frozen weights, which a CPU maps from their files; a part of `peak_bytes`."""
+
+    @classmethod
+    def of(cls, memory: TrainingMemory) -> "RankMemory":
+        """Return the document of an estimate or a measurement."""
+        return cls(
+            weights_bytes=memory.most[WEIGHTS],
+            gradients_bytes=memory.most[GRADIENTS],
+            moments_bytes=memory.most[OPTIMIZER],
+            ema_bytes=memory.most[AVERAGE],
+            frozen_bytes=memory.most[FROZEN],
+            activations_bytes=memory.most[ACTIVATIONS],
+            buffers_bytes=memory.most[BUFFERS],
+            peak_bytes=memory.peak_bytes,
+            device_peak_bytes=memory.device_peak_bytes,
+            mapped_bytes=memory.mapped_bytes,
+        )
+
+    def lines(self) -> list[str]:
+        """Return a table in MiB."""
+        rows = [
+            ("weights", self.weights_bytes),
+            ("gradients", self.gradients_bytes),
+            ("moments", self.moments_bytes),
+            ("EMA", self.ema_bytes),
+            ("frozen", self.frozen_bytes),
+            ("activations", self.activations_bytes),
+            ("buffers", self.buffers_bytes),
+            ("peak", self.peak_bytes),
+        ]
+        if self.device_peak_bytes != self.peak_bytes:
+            rows.append(("on a GPU", self.device_peak_bytes))
+        return [f"{'memory':12}{'MiB a rank':>13}", *(f"{title:12}{size / 2**20:>13,.1f}" for title, size in rows)]
 
 
 class TrainPlan(Document):
@@ -200,6 +272,16 @@ def with_memory(plan: TrainPlan, *, reporter: Reporter, machine: PlannedMachine 
     return plan.model_copy(update={"memory": memory, **judge(plan.settings, memory, machine=machine)._asdict()})
 
 
+def estimate_rank(settings: TrainSettings, *, reporter: Reporter | None = None) -> RankMemory:
+    """Return the memory of the first rank.
+
+    Raises RequestError if sizes contradict each other, HardwareError if torch is too old, and RuntimeError in a process
+    that is a rank itself.
+    """
+    with (reporter or SilentReporter()).stage("estimate memory"):
+        return RankMemory.of(estimate_training(settings))
+
+
 class Judged(NamedTuple):
     """Fields of a plan that follow from the memory of a rank."""
 
@@ -212,15 +294,18 @@ class Judged(NamedTuple):
 
 def judge(settings: TrainSettings, memory: RankMemory, *, machine: PlannedMachine | None = None) -> Judged:
     """Return whether a rank fits on `machine`, or on this machine, and the time of a step."""
-    on_gpu, ranks = machine is not None or device_type(settings.device_name) != "cpu", settings.parallel.ranks_per_node
-    weights, free, gpu = plan_frozen_weights(settings), None, None
+    on_gpu = machine is not None or device_type(settings.device_name) != "cpu"
+    ranks, weights = settings.parallel.ranks_per_node, plan_frozen_weights(settings)
+    free, gpu = None, None
     if not on_gpu:
-        needed, free = memory.peak_bytes - memory.mapped_bytes, read_private_memory().free_bytes // ranks
+        needed = memory.peak_bytes - memory.mapped_bytes
+        free = read_private_memory().free_bytes // ranks
         host = HostMemory(pinned_bytes=0, page_cache_bytes=memory.mapped_bytes)
     else:
+        needed = memory.device_peak_bytes
+        offloaded = memory.peak_bytes - memory.device_peak_bytes
         waiting = 0 if weights is None else weights.host_bytes
         is_mapped = weights is not None and weights.host_weights is HostWeights.MAPPED
-        needed, offloaded = memory.device_peak_bytes, memory.peak_bytes - memory.device_peak_bytes
         host = HostMemory(
             pinned_bytes=ranks * (offloaded + (0 if is_mapped else waiting)),
             page_cache_bytes=memory.mapped_bytes + (waiting if is_mapped else 0),
@@ -235,6 +320,32 @@ def judge(settings: TrainSettings, memory: RankMemory, *, machine: PlannedMachin
     seconds = None if predicted is None else settings.loop.steps * predicted.seconds
     verdict = verdict_line(needed=needed, usable=free, fits=fits, on_gpu=on_gpu, host=host, seconds=seconds)
     return Judged(verdict, host, free, fits, predicted)
+
+
+def refuse_lack_of_memory(settings: TrainSettings, *, rank: int, reporter: Reporter) -> None:
+    """Raise OutOfMemoryError if this machine lacks the memory for a run on a CPU.
+
+    The kernel kills a process that exceeds the memory without a message; on a GPU, a failed allocation is an error.
+    Call this before a rank joins the others. Nothing is estimated if memory is plentiful. Raises RequestError if sizes
+    contradict each other.
+    """
+    if device_type(settings.device_name) != "cpu":
+        return
+    free = read_private_memory().free_bytes // settings.parallel.ranks_per_node
+    if free >= 4 * (_LAYERS * layer_values(settings) + _COPIES * count_parameters(settings)):
+        return
+    try:
+        with reporter.stage("estimate memory"), torch.random.fork_rng(devices=[]):
+            memory = estimate_training(settings, rank=rank)
+    except HardwareError as error:
+        reporter.warn(error.message)
+        return
+    if (needed := memory.peak_bytes - memory.mapped_bytes) > free:
+        raise OutOfMemoryError(
+            f"a step needs {format_bytes(needed)} of memory on each rank, and {format_bytes(free)} are free",
+            hint="use smaller batches (data.buckets), or memory.checkpointing=full; --dry-run "
+            "prints the memory of a rank",
+        )
 
 
 def settings_on(settings: TrainSettings, machine: PlannedMachine) -> TrainSettings:

@@ -28,8 +28,7 @@ from opensora_cli.engine.train.evaluate import HeldOutLoss, SampleVideos, open_s
 from opensora_cli.engine.train.frozen_weights import streamed_weights
 from opensora_cli.engine.train.metrics import Metrics
 from opensora_cli.engine.train.objectives import TokenWeights
-from opensora_cli.engine.train.plan import TrainPlan, plan_training
-from opensora_cli.engine.train.rank_memory import refuse_lack_of_memory
+from opensora_cli.engine.train.plan import TrainPlan, plan_training, refuse_lack_of_memory
 from opensora_cli.engine.train.state import as_recorded, read_running_states, restore, whole_weights
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.transformer import plan_attention
@@ -263,7 +262,7 @@ class _Run:
             reporter.note(f"memory: {line}")
         if settings.precision.compute is Compute.BF16 and not multiplies_bf16(self._distribution.device):
             reporter.warn(
-                "this CPU has no products in bfloat16, and without them a step is many times slower than in float32: "
+                "this CPU has no native bfloat16 matmul: a step is many times slower than in float32: "
                 "use --set precision.compute=fp32"
             )
 
@@ -336,7 +335,7 @@ class _Run:
             trainer.task.export(weights, self._output)
         self._distribution.barrier()
         if problem is not None:
-            self._reporter.note(f"the weights of step {trainer.step} are exported to {self._output} all the same")
+            self._reporter.note(f"the weights of step {trainer.step} are exported to {self._output}")
             raise problem
 
 

@@ -1,6 +1,5 @@
 """Stand-ins for files and clips, to measure or estimate a training step: random frozen parts, and black clips."""
 
-import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from opensora_cli.data.batches import SampledBatches, SampleRng
 from opensora_cli.engine.components.architectures import new_autoencoder, vae_tiling
 from opensora_cli.engine.components.weights import packaged_demo
-from opensora_cli.engine.encode.clips import LATENTS, POOLED_PROMPT_EMBEDS, PROMPT_EMBEDS
+from opensora_cli.engine.encode.clips import LATENTS, POOLED_PROMPT_EMBEDS, PROMPT_EMBEDS, part_frames
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, frozen_dtype
 from opensora_cli.engine.encode.inputs import find_frozen_parts
 from opensora_cli.engine.launch.rank import device_type
@@ -93,7 +92,7 @@ class _CachedBlackClip:
             return empty.prompt_embeds_LC if name == PROMPT_EMBEDS else empty.pooled_prompt_embeds_V
         grid, dtype = self.settings.vae.grid, _frozen_dtype(self.settings)
         size = grid.latent_size(self.shape.height, self.shape.width)
-        num_frames = self.shape.num_frames if name == LATENTS else int(re.sub(r"\D", "", name))
+        num_frames = self.shape.num_frames if name == LATENTS else part_frames(name)
         return torch.zeros(grid.latent_channels, grid.latent_frames(num_frames), *size, dtype=dtype)
 
 

@@ -1,5 +1,6 @@
 """Micro-batches for ranks, read ahead by workers: in exact order, and resumable anywhere."""
 
+import errno
 import gc
 import multiprocessing
 import os
@@ -283,6 +284,26 @@ def test_a_batch_that_does_not_fit_into_shared_memory_is_an_error_and_no_wait(mo
     ) as error:
         loading._share_tensors(reader.read(asked))
     assert "--set data.workers=0" in str(error.value.hint)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # torch's, of its half-made iterator
+def test_workers_that_were_started_before_another_failed_do_not_outlive_the_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # Two queues: one for results, and one for the first worker.
+    queues = iter([torch.multiprocessing.Queue(), torch.multiprocessing.Queue()])
+
+    def queue() -> Any:
+        if (made := next(queues, None)) is None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return made
+
+    monkeypatch.setattr(torch.multiprocessing, "Queue", queue)
+    with pytest.raises(HardwareError, match="/dev/shm has no room"):
+        stream(workers=2).next()
+    for worker in multiprocessing.active_children():
+        worker.join(10)
+    assert not multiprocessing.active_children()
 
 
 def test_workers_share_every_tensor_of_a_batch() -> None:

@@ -9,26 +9,26 @@ import tiny_training
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.limits import PrivateMemory
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.engine.train import rank_memory
-from opensora_cli.engine.train.rank_memory import refuse_lack_of_memory
+from opensora_cli.engine.train import plan
+from opensora_cli.engine.train.plan import refuse_lack_of_memory
 from opensora_cli.engine.train.run import train
 
-ESTIMATE = SimpleNamespace(peak_bytes=120, at_peak={"weights": 10, "frozen parts": 20})
+ESTIMATE = SimpleNamespace(peak_bytes=120, mapped_bytes=20)
 
 
 def free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
     memory = PrivateMemory(free_bytes=num_bytes, total_bytes=2**60)
-    monkeypatch.setattr(rank_memory, "read_private_memory", lambda: memory)
+    monkeypatch.setattr(plan, "read_private_memory", lambda: memory)
 
 
 def test_nothing_is_estimated_where_memory_is_plentiful(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free(monkeypatch, 2**60)
-    monkeypatch.delattr(rank_memory, "estimate_training")
+    monkeypatch.delattr(plan, "estimate_training")
     refuse_lack_of_memory(tiny_training.vae_settings(tmp_path / "run"), rank=0, reporter=SilentReporter())
 
 
 def test_a_run_that_does_not_fit_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_memory, "estimate_training", lambda settings, *, rank: ESTIMATE)
+    monkeypatch.setattr(plan, "estimate_training", lambda settings, *, rank: ESTIMATE)
     settings = tiny_training.vae_settings(tmp_path / "run")
     free(monkeypatch, 99)
     with pytest.raises(HardwareError, match=r"^a step needs 100 bytes of memory on each rank, and 99 ") as caught:

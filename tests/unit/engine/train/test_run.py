@@ -190,7 +190,7 @@ class TestEnd:
         with pytest.raises(OutputError, match="the disk is full"):
             train(self.settings(tmp_path), reporter=listener)
         assert listener.warnings == [f"step {step} is not saved: the disk is full" for step in (2, 4)]
-        assert listener.notes[-1] == f"the weights of step 4 are exported to {tmp_path} all the same"
+        assert listener.notes[-1] == f"the weights of step 4 are exported to {tmp_path}"
         assert exported(tmp_path) == exported(vae_folder)
         # Nor is an interrupted run reported as saved.
         with pytest.raises(OutputError, match="the disk is full"):

@@ -139,7 +139,7 @@ def test_a_video_that_cannot_be_written_is_left_out_and_the_others_are_those_of_
     train(tiny_training.mmdit_settings(tmp_path, frozen).replace(SAMPLES), reporter=listener)
     video = tmp_path / "samples" / "step2" / f"{BOAT}.mp4"
     assert [text for text in listener.warnings if "video" in text] == [
-        f"cannot write {video}: No space left on device: the video is left out"
+        f"cannot write {video}: No space left on device: the video is skipped"
     ]
     videos = [path.relative_to(tmp_path) for path in sorted((tmp_path / "samples").rglob("*.mp4"))]
     names = (f"step2/{CAR}", f"step4/{CAR}", f"step4/{BOAT}")
