@@ -116,7 +116,7 @@ def test_ranks_validate_and_sample_as_one_process(pool: Pool, case: Case, frozen
     for also_losses, also_validated in pool(case.ranks).run(_watched, case, frozen, tmp_path):
         assert also_losses == pytest.approx(losses, rel=0, abs=1e-5)
         assert also_validated == pytest.approx(validated, rel=0, abs=1e-5)
-    videos = ["rain.mp4", "snow.mp4"]
+    videos = ["rain_seed0.mp4", "snow_seed1.mp4"]
     assert sorted(path.name for path in (tmp_path / "samples" / "step2").iterdir()) == videos
     for name in videos:
         ours, theirs = (

@@ -179,11 +179,11 @@ def run_stage(
     return chunks
 
 
-def convolve(chunks: Iterable[Tensor], conv: CausalConv3d) -> Iterator[Tensor]:
-    """Yield the results of a convolution for the chunks of a clip."""
+def convolve(chunks: Iterable[Tensor], conv: CausalConv3d, *, silu: bool = False) -> Iterator[Tensor]:
+    """Yield the results of a convolution for the chunks of a clip; with `silu`, after SiLU in place."""
     carried = CarriedFrames()
     # Unlike a loop, map keeps no reference to a chunk while its result is used.
-    for padded_BCTHW in map(lambda chunk_BCTHW: conv.pad(chunk_BCTHW, carried), chunks):
+    for padded_BCTHW in map(lambda chunk_BCTHW: conv.pad(chunk_BCTHW, carried, silu=silu), chunks):
         out_BCTHW = conv.convolve(padded_BCTHW)
         del padded_BCTHW
         yield out_BCTHW
@@ -193,7 +193,7 @@ def convolve(chunks: Iterable[Tensor], conv: CausalConv3d) -> Iterator[Tensor]:
 def _norm_silu_conv(
     chunks: Iterable[Tensor], normalize: Callable[[Tensor], Tensor], conv: CausalConv3d
 ) -> Iterator[Tensor]:
-    return convolve(map(lambda chunk_BCTHW: functional.silu(normalize(chunk_BCTHW), inplace=True), chunks), conv)
+    return convolve(map(normalize, chunks), conv, silu=True)
 
 
 def _resnet(clip: StoredClip, block: ResnetBlock, *, store: torch.device) -> Iterator[Tensor]:

@@ -39,9 +39,9 @@ class CausalConv3d(nn.Module):
         """Return (B,out_channels,T,H,W), T, H and W divided by the stride, rounded up."""
         return self.convolve(self.pad(hidden_BCTHW))
 
-    def pad(self, hidden_BCTHW: Tensor, carried: CarriedFrames | None = None) -> Tensor:
+    def pad(self, hidden_BCTHW: Tensor, carried: CarriedFrames | None = None, *, silu: bool = False) -> Tensor:
         """Return the clip with its edges; see `replicate_pad`. A stride in time must divide all chunks but the last."""
-        return replicate_pad(fast_layout(hidden_BCTHW), self._padding, carried=carried)
+        return replicate_pad(fast_layout(hidden_BCTHW), self._padding, carried=carried, silu=silu)
 
     def convolve(self, padded_BCTHW: Tensor) -> Tensor:
         """Return the result of `forward` for a clip that `pad` has padded."""

@@ -105,19 +105,52 @@ class CarriedFrames:
 
 
 def replicate_pad(
-    hidden_BCTHW: Tensor, padding: tuple[int, int, int, int, int, int], *, carried: CarriedFrames | None = None
+    hidden_BCTHW: Tensor,
+    padding: tuple[int, int, int, int, int, int],
+    *,
+    carried: CarriedFrames | None = None,
+    silu: bool = False,
 ) -> Tensor:
     """Pad a clip by repeating its edges; `padding` is that of `torch.nn.functional.pad`, last axis first.
 
     With `carried`, the clip is a chunk, and the previous chunk, if there is one, provides the frames before it.
+    With `silu`, SiLU is applied first, perhaps in place: nothing else may use the clip, and no gradient may need it.
     """
     if not any(padding):
-        return hidden_BCTHW
+        return functional.silu(hidden_BCTHW, inplace=True) if silu else hidden_BCTHW
     # Autocast on a CPU would run this plain copy in fp32 and cast forth and back.
     with without_autocast(hidden_BCTHW.device):
-        padded_BCTHW = functional.pad(hidden_BCTHW, padding, mode="replicate")
+        padded_BCTHW = _copied_with_edges(hidden_BCTHW, padding, silu=silu)
     if carried is not None:
         carried.exchange(padded_BCTHW, padding[4])
+    return padded_BCTHW
+
+
+def _copied_with_edges(hidden_BCTHW: Tensor, padding: tuple[int, int, int, int, int, int], *, silu: bool) -> Tensor:
+    is_recorded = torch.is_grad_enabled() and hidden_BCTHW.requires_grad
+    channels_last = hidden_BCTHW.is_contiguous(memory_format=torch.channels_last_3d)
+    if type(hidden_BCTHW) is not Tensor or hidden_BCTHW.device.type != "cpu" or is_recorded or not channels_last:
+        if silu:
+            functional.silu(hidden_BCTHW, inplace=True)
+        return functional.pad(hidden_BCTHW, padding, mode="replicate")
+    # Plain copies of rows take half the time of the kernel, which looks up the source of each value.
+    sides = list(zip(padding[::2], padding[1::2], strict=True))[::-1]
+    shape = (size + sum(side) for size, side in zip(hidden_BCTHW.shape[2:], sides, strict=True))
+    padded_BCTHW = _empty((*hidden_BCTHW.shape[:2], *shape), like=hidden_BCTHW)
+    inner_BCTHW = padded_BCTHW
+    for axis, (before, _) in enumerate(sides, start=2):
+        inner_BCTHW = inner_BCTHW.narrow(axis, before, hidden_BCTHW.shape[axis])
+    if silu:
+        torch.ops.aten.silu.out(hidden_BCTHW, out=inner_BCTHW)
+    else:
+        inner_BCTHW.copy_(hidden_BCTHW)
+    # Go from the last axis to the first: each step copies edges that earlier steps have filled.
+    for axis, (before, after) in reversed(list(enumerate(sides, start=2))):
+        end = before + hidden_BCTHW.shape[axis]
+        if before:
+            padded_BCTHW.narrow(axis, 0, before).copy_(padded_BCTHW.narrow(axis, before, 1))
+        if after:
+            padded_BCTHW.narrow(axis, end, after).copy_(padded_BCTHW.narrow(axis, end - 1, 1))
     return padded_BCTHW
 
 

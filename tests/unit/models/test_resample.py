@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from opensora_cli.models.vae import resample
 from opensora_cli.models.vae.dc_ae import ClipConv3d
 from opensora_cli.models.vae.hunyuan_blocks import CausalConv3d, Upsample
-from opensora_cli.models.vae.resample import CarriedFrames, onednn_conv3d
+from opensora_cli.models.vae.resample import CarriedFrames, onednn_conv3d, replicate_pad
 
 
 def clip_of(*shape):
@@ -39,6 +39,16 @@ def test_onednn_convolves_alike(stride):
     wanted = functional.conv3d(padded.double(), conv.conv.weight.double(), conv.conv.bias.double(), stride)
     assert_close(actual.double(), wanted, tolerance=1e-5)
     assert_close(onednn_conv3d(padded, conv.conv.weight, conv.conv.bias, stride), actual)
+
+
+@pytest.mark.parametrize("memory_format", [torch.channels_last_3d, torch.contiguous_format], ids=str)
+def test_silu_goes_where_the_edges_are(memory_format):
+    padding = (1, 1, 1, 1, 2, 0)
+    torch.manual_seed(0)
+    clip = torch.randn(1, 4, 3, 5, 6).contiguous(memory_format=memory_format)
+    expected = functional.pad(functional.silu(clip), padding, mode="replicate")
+    with torch.no_grad():
+        assert_close(replicate_pad(clip, padding, silu=True), expected, tolerance=1e-6)
 
 
 class Convolved(TorchDispatchMode):
