@@ -274,7 +274,7 @@ class TestServer:
             handler.send_response(400)
             handler.send_header("Content-Length", "100")
             handler.end_headers()
-            time.sleep(1.5)
+            time.sleep(30)
 
         start(answer)
         assert problem().endswith(" refuses: 400 Bad Request")
@@ -287,7 +287,7 @@ class TestServer:
             (said(None), "an answer without text"),
             (b" " * 10_000_001, "JSON with more values"),
             (lambda handler: handler.connection.close(), ""),
-            (lambda handler: time.sleep(1.5), "timed out"),
+            (lambda handler: time.sleep(30), "timed out"),
             (drip, "timed out"),
         ],
         ids=["text", "empty", "none", "endless", "closed", "late", "dripping"],
