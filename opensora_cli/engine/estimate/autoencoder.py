@@ -1,4 +1,4 @@
-"""Memory and work of an autoencoder: its largest tile is run, and every other tile takes its share of that."""
+"""Memory and work of an autoencoder: one tile of each shape is run, and every other tile takes the same."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -106,7 +106,7 @@ def _encoding_need(
 
 
 class _Coder:
-    """Fake autoencoder whose encoder or decoder runs for the largest tile; other tiles take their share of its memory.
+    """Fake autoencoder whose encoder or decoder runs once for each shape of a tile, and then takes the same memory.
 
     Blocks of a width are equal except the first, so that few represent all. Call it inside `fake_device`.
     """
@@ -119,7 +119,8 @@ class _Coder:
         self._part = self.vae.decoder if decodes else self.vae.encoder
         self._run = self._part.forward
         self._counter = TensorBytes(device_type=device.type)
-        self._largest, self._peak_bytes, self._channels = 0, 0, 0
+        self._known: dict[torch.Size, tuple[int, int]] = {}
+        """Peak of a tile and channels of its result, by the shape of the tile."""
         self._part.forward = self._forward
 
     @contextmanager
@@ -127,7 +128,7 @@ class _Coder:
         """Count the bytes of a first call."""
         # A module keeps the kernels that it computes from its weights at its first call.
         give_fake_weights(self.vae, device=self.device)
-        self._counter, self._largest = TensorBytes(device_type=self.device.type), 0
+        self._counter, self._known = TensorBytes(device_type=self.device.type), {}
         with self._counter:
             yield self._counter
 
@@ -148,23 +149,24 @@ class _Coder:
         return extrapolated(count, frames, step=step, few=step + 1)
 
     def _forward(self, clip_1CTHW: Tensor, **options: Any) -> Tensor:
-        values, counter = prod(clip_1CTHW.shape[2:]), self._counter
-        if values > self._largest:
+        counter, known = self._counter, self._known.get(clip_1CTHW.shape)
+        if known is None:
             counter.mark("begin")
             out: Tensor = self._run(clip_1CTHW, **options)
             counter.mark("end")
             # Kernels and the result stay.
             stays = counter.live_bytes - (out.nbytes if out.device == clip_1CTHW.device else 0)
-            self._largest, self._peak_bytes, self._channels = values, counter.marks[-1].peak_bytes - stays, out.shape[1]
+            self._known[clip_1CTHW.shape] = counter.marks[-1].peak_bytes - stays, out.shape[1]
             return out
-        clip_1CTHW.new_empty(round(self._peak_bytes * values / self._largest), dtype=torch.uint8)
+        peak_bytes, out_channels = known
+        clip_1CTHW.new_empty(peak_bytes, dtype=torch.uint8)
         grid, (frames, height, width) = self._settings.grid, clip_1CTHW.shape[2:]
         if self._decodes:
             space = grid.spatial_compression_ratio
             size = grid.num_frames(frames), height * space, width * space
-            return torch.empty(1, self._channels, *size, dtype=clip_1CTHW.dtype, device=HOST)
+            return torch.empty(1, out_channels, *size, dtype=clip_1CTHW.dtype, device=HOST)
         size = grid.latent_frames(frames), *grid.latent_size(height, width)
-        return clip_1CTHW.new_empty(1, self._channels, *size)
+        return clip_1CTHW.new_empty(1, out_channels, *size)
 
 
 @lru_cache(maxsize=64)
