@@ -305,7 +305,6 @@ def _trained(bench: Bench, changes: Mapping[str, str]) -> Row:
         compute=chosen.precision.compute,
         distribution=distribution,
         clock=Clock(),
-        reporter=SilentReporter(),
     )
     checkpoint_blocks(module, plan_activations(chosen))
     seconds = bench.seconds(trainer.do_step, repeats=_STEPS)

@@ -47,18 +47,18 @@ def test_the_video_shows_a_rainy_sea(run):
 
 
 @pytest.mark.slow
-def test_turbo_comes_nearer_to_the_guided_video_than_as_few_steps_without_guidance(tmp_path, capsys):
+def test_turbo_is_as_sharp_as_the_guided_video(tmp_path, capsys):
     few = ["--steps", "4", "--set", "sampling.guidance_scale=1"]
-    frames, evaluations = {}, {}
+    detail, evaluations = {}, {}
     for name, options in {"usual": [], "turbo": ["--turbo"], "few": few}.items():
         out = tmp_path / f"{name}.mp4"
         prompt = "snowing, city, day, a blue car moving right"
         assert main(["generate", prompt, "--out", str(out), "--model", "demo", "--json", *options]) == 0
-        frames[name] = read_video(out).frames_THWC.float()
+        frames_THWC = read_video(out).frames_THWC.float()
+        detail[name] = sum(float(frames_THWC.diff(dim=dim).abs().mean()) for dim in (1, 2))
         evaluations[name] = json.loads(capsys.readouterr().out)["model_evaluations"]
     assert evaluations == {"usual": 50, "turbo": 4, "few": 4}
-    errors = {name: float((each_THWC - frames["usual"]).square().mean()) for name, each_THWC in frames.items()}
-    assert errors["turbo"] < 0.5 * errors["few"]
+    assert detail["turbo"] > 0.9 * detail["usual"] > detail["few"]
 
 
 def test_is_small_enough_to_be_embedded():

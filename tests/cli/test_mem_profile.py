@@ -52,7 +52,7 @@ def test_a_training_lists_its_kinds_of_memory(tmp_path: Path, osora) -> None:
     captured = osora("mem-profile", "--config", config, "--quiet")
     assert captured.err == ""
     lines = captured.out.splitlines()
-    assert lines[1].startswith("profile     training vae, batch 2 on cpu")
+    assert lines[1].startswith("profile     training vae, batch 1 on cpu")
     names = [line.split("  ")[1] for line in lines if line.startswith("  ")]
     kinds = ["weights", "average", "gradients", "optimizer", "frozen parts", "activations", "held for backward", "peak"]
     assert names[:8] == kinds

@@ -112,7 +112,7 @@ class ClipCache:
         self._clips: dict[str, dict[str, Path]] = {}
         self._states: dict[str, FileState] = {}
         self._open: dict[Path, Any] = {}
-        for path in sorted(folder.glob(_SHARD_PATTERN), key=lambda shard: shard.stat().st_mtime_ns):
+        for path in sorted(folder.glob(_SHARD_PATTERN), key=lambda shard: shard.lstat().st_mtime_ns):
             try:
                 for key, about in _metadata(path, _CLIPS).items():
                     state = about["file"] and tuple(about["file"])
