@@ -18,7 +18,6 @@ from opensora_cli.engine.estimate.fake_tensors import (
     extrapolated,
     fake_device,
     fake_module,
-    give_fake_weights,
     repeat_calls,
 )
 from opensora_cli.engine.estimate.outlines import HOST
@@ -125,9 +124,7 @@ class _Coder:
 
     @contextmanager
     def counting(self) -> Iterator[TensorBytes]:
-        """Count the bytes of a first call."""
-        # A module keeps the kernels that it computes from its weights at its first call.
-        give_fake_weights(self.vae, device=self.device)
+        """Count the bytes of a call."""
         self._counter, self._known = TensorBytes(device_type=self.device.type), {}
         with self._counter:
             yield self._counter
@@ -154,7 +151,7 @@ class _Coder:
             counter.mark("begin")
             out: Tensor = self._run(clip_1CTHW, **options)
             counter.mark("end")
-            # Kernels and the result stay.
+            # The result stays.
             stays = counter.live_bytes - (out.nbytes if out.device == clip_1CTHW.device else 0)
             self._known[clip_1CTHW.shape] = counter.marks[-1].peak_bytes - stays, out.shape[1]
             return out

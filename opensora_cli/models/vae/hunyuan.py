@@ -1,5 +1,6 @@
 """Hunyuan causal video autoencoder."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 
@@ -14,7 +15,7 @@ from opensora_cli.models.vae.hunyuan_blocks import NORM_EPS, CausalConv3d, Downs
 from opensora_cli.models.vae.resample import GroupNorm
 
 
-class _Coder(nn.Module):
+class _Coder(nn.Module, ABC):
     """Layers between two convolutions, which compute all frames of a clip or some at a time."""
 
     conv_in: CausalConv3d
@@ -53,9 +54,9 @@ class _Coder(nn.Module):
         out: Tensor = self.conv_out(functional.silu(self.conv_norm_out(hidden_BCTHW)))
         return out.to(canvas or device)
 
+    @abstractmethod
     def layers(self) -> Iterable[nn.Module]:
         """Return the layers between the first and the last convolution, in the order in which they run."""
-        raise NotImplementedError
 
     def chunk_frames_for(self, clip_BCTHW: Tensor) -> int | None:
         """Return the default of `chunk_frames`. None means all frames."""
