@@ -50,7 +50,7 @@ def gallery(settings: GallerySettings, call: Call) -> None:
       osora gallery serve --output results.html
     """
     require_there(settings.folder)
-    from opensora_cli.server.gallery import write_gallery
+    from opensora_cli.server.results import write_gallery
 
     call.show(write_gallery(settings, reporter=call.reporter))
 

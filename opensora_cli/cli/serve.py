@@ -27,7 +27,7 @@ def serve(settings: ServeSettings, call: Call) -> None:
     given = {"parallel.gpus": Given(call.given["--gpus"], "--gpus")} if "--gpus" in call.given else {}
     base = collect_overrides(GenerateSettings, given, call.assignments)
     if (context := find_context(os.environ)) is not None:
-        from opensora_cli.server.ranks import make_in_rank
+        from opensora_cli.server.worker import make_in_rank
 
         make_in_rank(context, base)
         return

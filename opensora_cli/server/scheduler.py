@@ -1,7 +1,9 @@
 """Scheduler of a server: gives the jobs of one queue to its workers, and tells listeners what happens."""
 
 import asyncio
+import json
 import logging
+import os
 import re
 import shutil
 import sqlite3
@@ -11,33 +13,87 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from opensora_cli.core.exceptions import OsoraError, RequestError
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.server.jobs import Job, JobStore, Status
-from opensora_cli.server.processes import Process
 
 _MOST_DEATHS = 3
 """Workers that die during one job before it fails."""
 _MOST_EVENTS = 200
 """Events that a slow listener may miss before it is dropped."""
 _PING_S = 15.0
-_ROOM, _RESERVE = 32 * 2**20, 2**20
-"""Free bytes of the disk that a job needs to begin, and bytes that are kept for the records of jobs."""
+_ROOM = 32 * 2**20
+"""Free bytes of the disk that a job needs to begin."""
 _PLAN_S = 120.0
-_NO_PLAN = {"message": "the planner did not answer", "hint": "try again", "exit_code": 4}
+_NO_PLAN = {"error": {"message": "the planner did not answer", "hint": "try again", "exit_code": 4}}
 _DELETED = ".deleted"
 _JOB_ID = re.compile(r"video_[0-9a-f]{24}")
 _RETRY_S = 1.0
 """Seconds until a worker that ended starts again, and until a write to a full disk is tried again."""
+_LONGEST_LINE = 16 * 2**20
+_STOP_S = 120.0
+"""Seconds that a process may take to finish its step and to save its state."""
 
 _T = TypeVar("_T")
 
 
-class PlanFailed(OsoraError):
-    """A plan failed for a reason that the planner gives."""
+class Process:
+    """A process of `server.worker`, which ends with the server: commands and reports are JSON lines."""
 
-    def __init__(self, error: Mapping[str, Any]) -> None:
-        super().__init__(error["message"], hint=error["hint"])
-        self.exit_code = error["exit_code"]
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, *words: str) -> "Process":
+        """Start a process for `words`: `videos`, perhaps with the number of a device, or `plans`."""
+        return cls(
+            await asyncio.create_subprocess_exec(
+                *module_command("opensora_cli.server.worker"),
+                *words,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                env=safe_environment(os.environ),
+                limit=_LONGEST_LINE,
+                # Ctrl-C in a terminal reaches the server alone, which then stops the worker.
+                start_new_session=True,
+            )
+        )
+
+    async def send(self, **command: Any) -> None:
+        """Send a command. A process that has ended ignores it."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError, ConnectionResetError):
+            self._process.stdin.write(json.dumps(command).encode() + b"\n")
+            await self._process.stdin.drain()
+
+    async def reports(self) -> AsyncIterator[Mapping[str, Any]]:
+        """Yield the reports of the process until it ends."""
+        assert self._process.stdout is not None
+        async for line in self._process.stdout:
+            yield json.loads(line)
+
+    async def ended(self) -> int:
+        """Wait for the end of the process, and return its exit code; that of a signal is negative."""
+        return await self._process.wait()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.returncode is not None
+
+    def kill(self) -> None:
+        """End the process at once."""
+        with suppress(ProcessLookupError):
+            self._process.kill()
+
+    async def stop(self) -> None:
+        """Let the process finish its step, save its state and end; kill it if that takes too long."""
+        await self.send(do="stop")
+        try:
+            await asyncio.wait_for(self.ended(), _STOP_S)
+        except TimeoutError:
+            self.kill()
+            await self.ended()
 
 
 class Scheduler:
@@ -52,7 +108,6 @@ class Scheduler:
 
     def __init__(self, store: JobStore, folder: Path, *, groups: int, save_every: float) -> None:
         self._store, self._folder, self._groups, self._save_every = store, folder, groups, save_every
-        self._reserve = folder / "reserve"
         self._wakes = asyncio.Event()
         self._events: deque[Mapping[str, Any]] = deque(maxlen=_MOST_EVENTS)
         self._news = asyncio.Event()
@@ -84,7 +139,6 @@ class Scheduler:
         try:
             with suppress(OSError, sqlite3.OperationalError):  # the next start sweeps again
                 self._sweep()
-            self._keep_reserve()
             for job_id in reversed(self._store.ids(Status.IN_PROGRESS)):  # each becomes the first
                 await self._interrupted(job_id)
             async with asyncio.TaskGroup() as tasks:
@@ -96,13 +150,133 @@ class Scheduler:
                 error = error.exceptions[0]
             self.problem = f"no more videos are made: {type(error).__name__}"
 
-    async def stop(self) -> None:
-        """Save the running jobs, and end the processes."""
-        self._is_stopping = True
-        self._wakes.set()
-        processes = [*self._workers, *filter(None, [self._planner])]
-        await asyncio.gather(*(process.stop() for process in processes))
-        self._news.set()
+    def _sweep(self) -> None:
+        """Remove what a killed server left: deleted jobs, and uploads that became no job. Other files stay."""
+        known = {job_id for status in Status for job_id in self._store.ids(status)}
+        for folder in self._folder.glob("jobs/video_*"):
+            if not _JOB_ID.fullmatch(folder.stem) or folder.is_symlink() or not folder.is_dir():
+                continue
+            is_unknown = not folder.suffix and folder.stem not in known
+            if folder.suffix == _DELETED:
+                self._store.delete(folder.stem)
+            if folder.suffix == _DELETED or (is_unknown and all(_is_upload(path) for path in folder.iterdir())):
+                shutil.rmtree(folder, ignore_errors=True)
+
+    async def _work(self, number: int) -> None:
+        """Give jobs to the worker of a group, and start it again when it ends."""
+        while not self._is_stopping:
+            try:
+                worker = await Process.start("videos", *([str(number)] if self._groups > 1 else []))
+            except OSError:  # no memory for another process
+                await asyncio.sleep(_RETRY_S)
+                continue
+            self._workers.add(worker)
+            try:
+                while (job := await self._next_job(worker)) is not None:
+                    self._running[job.id] = worker
+                    self.publish({"event": "job", "id": job.id})
+                    self.publish({"event": "queue"})
+                    folder, every = str(self.job_folder(job.id)), self._save_every
+                    await worker.send(do="make", id=job.id, settings=job.settings, folder=folder, save_every=every)
+                    async for report in worker.reports():
+                        if await self._is_end(report, job.id):
+                            break
+                    else:
+                        await self._worker_died(job.id, await worker.ended())
+                        break
+            finally:
+                self._workers.discard(worker)
+            if not self._is_stopping:
+                await asyncio.sleep(_RETRY_S)
+
+    async def _next_job(self, worker: Process) -> Job | None:
+        """Wait for a job; None if the server stops or the worker has ended."""
+        while not self._is_stopping:
+            self._wakes.clear()
+            if worker.has_ended:
+                return None
+            if self.is_disk_full():
+                await asyncio.sleep(_RETRY_S)
+            elif (job := await self._written(self._store.take)) is not None:
+                return job
+            else:
+                await self._wakes.wait()
+        return None
+
+    async def _is_end(self, report: Mapping[str, Any], job_id: str) -> bool:
+        """Take a report of a worker, and return whether it ends the job."""
+        if report["id"] != job_id:
+            return False  # a group of ranks ended after its video
+        match report["event"]:
+            case "completed":
+                for stage, seconds in report["timings_s"].items():
+                    self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+                await self._finish(job_id, Status.COMPLETED)
+            case "failed":
+                await self._finish(job_id, Status.FAILED, report["error"])
+            case "stopped":
+                await self._interrupted(job_id)
+            case _:
+                if report["event"] == "progress":
+                    self.progress[job_id] = report["progress"]
+                self.publish(report)
+                return False
+        return True
+
+    async def _worker_died(self, job_id: str, code: int) -> None:
+        job, has_died = self._store.get(job_id), not self._is_stopping
+        if job.is_cancelled or job.deaths + has_died < _MOST_DEATHS:
+            await self._interrupted(job_id, has_died=has_died)
+            return
+        ended = f"signal {-code}" if code < 0 else f"exit code {code}"
+        error = {
+            "code": "worker_died",
+            "message": f"{_MOST_DEATHS} workers died while they made this video, the last with {ended}",
+            "hint": "ask for fewer frames or a smaller size: memory is the usual reason",
+            "exit_code": 4,
+        }
+        await self._finish(job_id, Status.FAILED, error)
+
+    async def _interrupted(self, job_id: str, *, has_died: bool = False) -> None:
+        """End a job that was cancelled, and put another one back at the head of the queue."""
+        if self._store.get(job_id).is_cancelled:
+            await self._finish(job_id, Status.CANCELLED)
+            return
+        await self._written(lambda: self._store.requeue(job_id, has_died=has_died))
+        self.publish({"event": "job", "id": job_id})
+        self._leave(job_id)
+
+    async def _finish(self, job_id: str, status: Status, error: Mapping[str, Any] | None = None) -> None:
+        """Record the end of a running job."""
+        await self._written(lambda: self._end(job_id, status, error))
+        self._leave(job_id)
+
+    async def _written(self, write: Callable[[], _T]) -> _T | None:
+        """Call a function that writes to the store until the disk has room for it, or until the server stops.
+
+        The next server finds the job in progress, then.
+        """
+        while True:
+            try:
+                return write()
+            except sqlite3.OperationalError:
+                if self._is_stopping:
+                    return None
+                await asyncio.sleep(_RETRY_S)
+
+    def _end(self, job_id: str, status: Status, error: Mapping[str, Any] | None = None) -> Job:
+        job = self._store.finish(job_id, status, error=error)
+        self.publish({"event": "job", "id": job_id})
+        if status is Status.CANCELLED:
+            for file in self.job_folder(job_id).glob("video*"):
+                file.unlink(missing_ok=True)
+        return job
+
+    def _leave(self, job_id: str) -> None:
+        """Let the worker of a job take another one."""
+        self._running.pop(job_id, None)
+        self.progress.pop(job_id, None)
+        self.wake()
 
     def wake(self) -> None:
         """Look at the queue, which has changed."""
@@ -140,28 +314,28 @@ class Scheduler:
         self.publish({"event": "deleted", "id": job_id})
 
     async def plan(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the report of the planner, which makes one plan after the other. Raises PlanFailed."""
+        """Return the report of the planner, which makes one plan after the other; it may have an `error`."""
         report: Mapping[str, Any] | None = None
         with suppress(TimeoutError):
             async with asyncio.timeout(_PLAN_S), self._planning:
-                report = await self._planned(settings)
-        if report is None or "error" in report:
-            raise PlanFailed(_NO_PLAN if report is None else report["error"])
-        return report
+                if self._planner is None:
+                    self._planner = await Process.start("plans")
+                try:
+                    await self._planner.send(do="plan", settings=settings)
+                    report = await anext(self._planner.reports(), None)
+                finally:
+                    if report is None:  # a late report would be that of the next plan
+                        self._planner.kill()
+                        self._planner = None
+        return report or _NO_PLAN
 
-    async def _planned(self, settings: Mapping[str, Any]) -> Mapping[str, Any] | None:
-        """Return the report of the planner; None if it ended."""
-        if self._planner is None:
-            self._planner = await Process.start("plans")
-        planner, report = self._planner, None
-        try:
-            await planner.send(do="plan", settings=settings)
-            report = await anext(planner.reports(), None)
-        finally:
-            if report is None:  # a late report would be that of the next plan
-                self._planner = None
-                planner.kill()
-        return report
+    async def stop(self) -> None:
+        """Save the running jobs, and end the processes."""
+        self._is_stopping = True
+        self._wakes.set()
+        processes = [*self._workers, *filter(None, [self._planner])]
+        await asyncio.gather(*(process.stop() for process in processes))
+        self._news.set()
 
     def publish(self, event: Mapping[str, Any]) -> None:
         """Send an event to all listeners."""
@@ -185,147 +359,6 @@ class Scheduler:
             except TimeoutError:
                 yield None
 
-    async def _work(self, number: int) -> None:
-        """Give jobs to the worker of a group, and start it again when it ends."""
-        while not self._is_stopping:
-            try:
-                worker = await Process.start("videos", *([str(number)] if self._groups > 1 else []))
-            except OSError:  # no memory for another process
-                await asyncio.sleep(_RETRY_S)
-                continue
-            self._workers.add(worker)
-            try:
-                while (job := await self._next_job(worker)) is not None:
-                    self._running[job.id] = worker
-                    self.publish({"event": "job", "id": job.id})
-                    self.publish({"event": "queue"})
-                    await worker.send(
-                        do="make",
-                        id=job.id,
-                        settings=job.settings,
-                        folder=str(self.job_folder(job.id)),
-                        save_every=self._save_every,
-                    )
-                    async for report in worker.reports():
-                        if await self._is_end(report, job.id):
-                            break
-                    else:
-                        await self._worker_died(job.id, await worker.ended())
-                        break
-            finally:
-                self._workers.discard(worker)
-            if not self._is_stopping:
-                await asyncio.sleep(_RETRY_S)
 
-    async def _next_job(self, worker: Process) -> Job | None:
-        """Wait for a job; None if the server stops or the worker has ended."""
-        while not self._is_stopping:
-            self._wakes.clear()
-            if worker.has_ended:
-                return None
-            if self.is_disk_full():
-                await asyncio.sleep(_RETRY_S)
-            elif (job := await self._written(self._store.take)) is not None:
-                return job
-            else:
-                await self._wakes.wait()
-        return None
-
-    async def _is_end(self, report: Mapping[str, Any], job_id: str) -> bool:
-        """Take a report of a worker, and return whether it ends the job."""
-        if report["id"] != job_id:
-            return False  # a group of ranks ended after its video
-        match report["event"]:
-            case "progress":
-                self.progress[job_id] = report["progress"]
-            case "completed":
-                for stage, seconds in report["result"]["timings_s"].items():
-                    self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
-                await self._finish(job_id, Status.COMPLETED)
-                return True
-            case "failed":
-                await self._finish(job_id, Status.FAILED, report["error"])
-                return True
-            case "stopped":
-                await self._interrupted(job_id)
-                return True
-        self.publish(report)
-        return False
-
-    async def _written(self, write: Callable[[], _T]) -> _T | None:
-        """Call a function that writes to the store until the disk has room for it, or until the server stops.
-
-        The next server finds the job in progress, then.
-        """
-        while True:
-            try:
-                return write()
-            except sqlite3.OperationalError:
-                if self._is_stopping:
-                    return None
-                self._reserve.unlink(missing_ok=True)
-                await asyncio.sleep(_RETRY_S)
-
-    async def _finish(self, job_id: str, status: Status, error: Mapping[str, Any] | None = None) -> None:
-        """Record the end of a running job."""
-        await self._written(lambda: self._end(job_id, status, error))
-        self._leave(job_id)
-
-    async def _interrupted(self, job_id: str, *, has_died: bool = False) -> None:
-        """End a job that was cancelled, and put another one back at the head of the queue."""
-        if self._store.get(job_id).is_cancelled:
-            await self._finish(job_id, Status.CANCELLED)
-            return
-        await self._written(lambda: self._store.requeue(job_id, has_died=has_died))
-        self.publish({"event": "job", "id": job_id})
-        self._leave(job_id)
-
-    def _sweep(self) -> None:
-        """Remove what a killed server left: deleted jobs, and uploads that became no job. Other files stay."""
-        known = {job_id for status in Status for job_id in self._store.ids(status)}
-        for folder in self._folder.glob("jobs/video_*"):
-            if not _JOB_ID.fullmatch(folder.stem) or folder.is_symlink() or not folder.is_dir():
-                continue
-            is_unknown = not folder.suffix and folder.stem not in known
-            if folder.suffix == _DELETED:
-                self._store.delete(folder.stem)
-                shutil.rmtree(folder, ignore_errors=True)
-            elif is_unknown and all(path.name.startswith("reference_") for path in folder.iterdir()):
-                shutil.rmtree(folder, ignore_errors=True)
-
-    def _keep_reserve(self) -> None:
-        """Keep room on the disk for the record that a job failed because the disk is full."""
-        if not self._reserve.exists():
-            try:
-                self._reserve.write_bytes(bytes(_RESERVE))
-            except OSError:
-                self._reserve.unlink(missing_ok=True)
-
-    def _leave(self, job_id: str) -> None:
-        """Let the worker of a job take another one."""
-        self._running.pop(job_id, None)
-        self.progress.pop(job_id, None)
-        self._keep_reserve()
-        self.wake()
-
-    def _end(self, job_id: str, status: Status, error: Mapping[str, Any] | None = None) -> Job:
-        job = self._store.finish(job_id, status, error=error)
-        self.publish({"event": "job", "id": job_id})
-        if status is Status.CANCELLED:
-            for file in self.job_folder(job_id).glob("video*"):
-                file.unlink(missing_ok=True)
-        return job
-
-    async def _worker_died(self, job_id: str, code: int) -> None:
-        job, has_died = self._store.get(job_id), not self._is_stopping
-        if job.is_cancelled or job.deaths + has_died < _MOST_DEATHS:
-            await self._interrupted(job_id, has_died=has_died)
-            return
-        ended = f"signal {-code}" if code < 0 else f"exit code {code}"
-        error = {
-            "code": "worker_died",
-            "message": f"{_MOST_DEATHS} workers died while they made this video, the last with {ended}",
-            "hint": "ask for fewer frames or a smaller size: memory is the usual reason",
-            "exit_code": 4,
-        }
-        await self._finish(job_id, Status.FAILED, error)
+def _is_upload(path: Path) -> bool:
+    return path.name.startswith("reference_")

@@ -5,19 +5,24 @@ Run as a program, this module is that child process: it reads a picture or video
 
 import asyncio
 import os
+import re
 import secrets
 import shutil
 import sys
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from starlette.datastructures import UploadFile
 
 from opensora_cli.core.exceptions import MediaError
+from opensora_cli.core.files import atomic_path
 from opensora_cli.core.python_processes import module_command, safe_environment
 
 LARGEST = 512 * 2**20
 """Most bytes of the uploaded files of a request."""
+STAND_INS = {"picture": 1, "video": 300}
+"""Kinds of references, and the number of frames that stand for one in a plan."""
 _CHECK_S = 60.0
 _MEMORY = 4 * 2**30
 _MOST_PIXELS = 8192 * 8192
@@ -25,12 +30,23 @@ _MOST_FRAMES = 300
 """Frames of a video that are decoded."""
 _checks = asyncio.Semaphore(2)
 """Files that are decoded at the same time."""
-_ENDINGS = {
-    b"\x89PNG\r\n\x1a\n": ".png",
-    b"\xff\xd8\xff": ".jpg",
-    b"GIF8": ".gif",
-    b"\x1aE\xdf\xa3": ".webm",
-}
+_PICTURES = {b"\x89PNG\r\n\x1a\n": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif"}
+_PART = r"[^\s/:,;'\"()<>]+"
+# Names of folders may contain blanks; only before the last slash, they can be distinguished from words.
+_PATH = re.compile(rf"(?<![\w/<>.@-])(?:~|\.\.?)?(?:/{_PART}(?: {_PART})*(?=/))*/{_PART}/?")
+_REFERENCE = re.compile(r"reference_(\d+)_[0-9a-f]{8}\.\w+")
+
+
+def without_paths(document: Any) -> Any:
+    """Return a JSON value whose texts name no folder of the server: files keep their names, and uploads are counted."""
+    if isinstance(document, dict):
+        return {name: without_paths(each) for name, each in document.items()}
+    if isinstance(document, list):
+        return [without_paths(each) for each in document]
+    if not isinstance(document, str):
+        return document
+    text = _PATH.sub(lambda match: Path(match[0]).name, document.replace("file://", ""))
+    return _REFERENCE.sub(lambda match: f"reference {int(match[1]) + 1}", text)
 
 
 async def keep(upload: UploadFile, folder: Path, *, number: int) -> Path:
@@ -49,9 +65,11 @@ async def keep(upload: UploadFile, folder: Path, *, number: int) -> Path:
 
 
 def _ending(head: bytes) -> str:
-    for magic, ending in _ENDINGS.items():
+    for magic, ending in _PICTURES.items():
         if head.startswith(magic):
             return ending
+    if head.startswith(b"\x1aE\xdf\xa3"):
+        return ".webm"
     if head[:4] == b"RIFF" and head[8:12] == b"WEBP":
         return ".webp"
     if head[4:8] == b"ftyp":
@@ -79,6 +97,20 @@ async def _check(path: Path) -> None:
         raise MediaError(f"the reference cannot be read: {reason}")
 
 
+def stand_in(kind: str, folder: Path) -> Path:
+    """Return a file that a plan reads in place of a reference."""
+    from PIL import Image
+
+    path = folder / f"stand_in_{kind}.gif"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        # Equal frames would become one.
+        frames = [Image.new("L", (64, 64), 255 * (number % 2)) for number in range(STAND_INS[kind])]
+        with atomic_path(path, replace=True) as written:
+            frames[0].save(written, "GIF", save_all=True, append_images=frames[1:], duration=40)
+    return path
+
+
 def _main(path: str) -> None:
     import resource
 
@@ -87,20 +119,22 @@ def _main(path: str) -> None:
     import av
     from PIL import Image
 
+    def check(width: int, height: int) -> None:
+        if width * height > _MOST_PIXELS:
+            raise ValueError(f"{width}x{height} pixels are too many")
+
     Image.MAX_IMAGE_PIXELS = _MOST_PIXELS
     try:
-        if Path(path).suffix in (".png", ".jpg", ".webp", ".gif"):
+        if Path(path).suffix in (".webp", *_PICTURES.values()):
             with Image.open(path) as picture:
-                if picture.width * picture.height > _MOST_PIXELS:
-                    raise ValueError(f"{picture.width}x{picture.height} pixels are too many")
+                check(*picture.size)
                 picture.load()
         else:
             with av.open(path) as container:
                 if not container.streams.video:
                     raise ValueError("it has no picture track")
                 for frame in islice(container.decode(video=0), _MOST_FRAMES):
-                    if frame.width * frame.height > _MOST_PIXELS:
-                        raise ValueError(f"{frame.width}x{frame.height} pixels are too many")
+                    check(frame.width, frame.height)
     except (OSError, ValueError, av.FFmpegError, Image.DecompressionBombError) as error:
         print(str(error).replace(path, "the file"), file=sys.stderr)
         sys.exit(3)

@@ -13,8 +13,8 @@ import pytest
 from served import Served, is_running
 
 from opensora_cli.cli.app import main
-from opensora_cli.server.processes import Commands
-from opensora_cli.server.ranks import _relayed, make_in_ranks
+from opensora_cli.server.making import Commands
+from opensora_cli.server.worker import _make_videos, _relayed
 from opensora_cli.settings.load import usual_settings
 
 SETTINGS = {"num_frames": 5, "steps": 12}
@@ -70,10 +70,13 @@ def test_a_video_whose_ranks_cannot_be_started_fails_with_its_reason(missing, tm
     if missing == "commands":
         monkeypatch.setattr(os, "mkfifo", refuse)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path if missing == "commands" else tmp_path / "missing"))
-    settings = usual_settings("demo").replace({"parallel.gpus": 2, "runtime.device": "cpu"})
-    reports = []
-    with open(os.devnull) as stream:
-        make_in_ranks({"id": "a"}, settings, Commands(stream), lambda **report: reports.append(report), group=None)
+    settings = usual_settings("demo").replace({"parallel.gpus": 2, "runtime.device": "cpu"}).model_dump(mode="json")
+    theirs, ours = os.pipe()
+    reports, commands = [], Commands(os.fdopen(theirs))
+    for command in ({"id": "a", "settings": settings}, None):
+        commands.waiting.put(command)
+    _make_videos(commands, lambda **report: reports.append(report), None)
+    os.close(ours)
     ((event, job_id, error),) = [tuple(report.values()) for report in reports]
     assert (event, job_id) == ("failed", "a")
     assert missing in error["message"]

@@ -5,7 +5,8 @@ import pytest
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.server import making
-from opensora_cli.server.processes import failure, without_paths
+from opensora_cli.server.making import failure
+from opensora_cli.server.uploads import without_paths
 from opensora_cli.settings.load import usual_settings
 from opensora_cli.settings.tools import ServeSettings
 

@@ -5,7 +5,8 @@ from PIL import Image
 
 from opensora_cli.media.read import is_picture
 from opensora_cli.server import results
-from opensora_cli.server.results import SHEET, THUMBNAIL, stand_in, write_extras
+from opensora_cli.server.results import SHEET, THUMBNAIL, write_extras
+from opensora_cli.server.uploads import stand_in
 
 
 @pytest.mark.parametrize(("count", "cells"), [(1, 1), (25, 25), (26, 13), (129, 17)])
@@ -20,7 +21,7 @@ def test_a_sheet_holds_few_frames_of_any_video(count, cells, tmp_path, monkeypat
             most = max(most, sum(each() is not None for each in made))
             yield frame
 
-    monkeypatch.setattr(results, "frames_of", frames)
+    monkeypatch.setattr(results, "_frames_of", frames)
     write_extras(tmp_path / "video.mp4", tmp_path)
     with Image.open(tmp_path / SHEET) as sheet:
         columns = min(cells, 5)
@@ -38,4 +39,4 @@ def test_stand_ins_are_a_picture_and_a_video(tmp_path):
     assert is_picture(stand_in("picture", tmp_path / "plan"))
     video = stand_in("video", tmp_path / "plan")
     assert not is_picture(video)
-    assert sum(1 for _ in results.frames_of(video)) == 300
+    assert sum(1 for _ in results._frames_of(video)) == 300
