@@ -78,7 +78,8 @@ class JobStore:
     Raises CheckpointError if the file is broken or was written by another version.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, max_queue: int) -> None:
+        self._max_queue = max_queue
         self._database = sqlite3.connect(path, isolation_level=None)
         self._database.row_factory = sqlite3.Row
         try:
@@ -88,33 +89,22 @@ class JobStore:
             version = self._database.execute("PRAGMA user_version").fetchone()[0]
             if version == 0:
                 self._database.executescript(_CREATE)
+            elif version != SCHEMA_VERSION:
+                raise sqlite3.DatabaseError(f"it has version {version}, and this osora reads version {SCHEMA_VERSION}")
         except sqlite3.DatabaseError as error:
-            self._database.close()
-            raise CheckpointError(f"{path} is not a file of jobs: {error}", hint="name another --folder") from error
-        if version not in (0, SCHEMA_VERSION):
-            self._database.close()
-            raise CheckpointError(
-                f"{path} has version {version}, and this osora reads version {SCHEMA_VERSION}",
-                hint="name another --folder, or use the osora that wrote it",
-            )
+            self.close()
+            hint = "name another --folder, or use the osora that wrote it"
+            raise CheckpointError(f"{path} is not a file of jobs: {error}", hint=hint) from error
 
     def close(self) -> None:
         """Close the file."""
         self._database.close()
 
-    def add(
-        self,
-        request: Mapping[str, Any],
-        settings: Mapping[str, Any],
-        *,
-        job_id: str,
-        max_queue: int,
-        remixed_from: str | None = None,
-    ) -> Job:
-        """Append a job to the queue. Raises QueueFull if `max_queue` jobs are waiting already."""
-        if self.counts()[Status.QUEUED] >= max_queue:
-            raise QueueFull(f"{max_queue} videos are waiting already")
-        rest = {"request": request, "settings": settings, "remixed_from": remixed_from, "created_at": int(time.time())}
+    def add(self, job_id: str, rest: Mapping[str, Any]) -> Job:
+        """Append a job with the fields `rest` to the queue. Raises QueueFull if `max_queue` jobs are waiting."""
+        if self.counts()[Status.QUEUED] >= self._max_queue:
+            raise QueueFull(f"{self._max_queue} videos are waiting already")
+        rest = {**rest, "created_at": int(time.time())}
         self._database.execute(
             "INSERT INTO jobs (id, status, rest, place) "
             "VALUES (?, ?, ?, (SELECT COALESCE(MAX(place), 0.0) + 1.0 FROM jobs))",

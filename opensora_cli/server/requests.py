@@ -24,23 +24,9 @@ from opensora_cli.settings.layers import Layer
 from opensora_cli.settings.load import generate_request, load_preset, usual_settings
 
 _FIELDS = ("prompt", "model", "seconds", "size", "seed", "settings")
-_ALLOWED = frozenset(
-    [
-        "prompt",
-        "negative_prompt",
-        "prompts_at",
-        "prompt_suffix",
-        "video",
-        "sampling",
-        "draft",
-        "condition.mode",
-        "condition.fit",
-        "condition.ref_fps",
-        "condition.seamless",
-        "picture.first",
-        "output.last_frame",
-    ]
-)
+_ALLOWED = {"prompt", "negative_prompt", "prompts_at", "prompt_suffix", "video", "sampling", "draft"}
+_ALLOWED |= {"condition.mode", "condition.fit", "condition.ref_fps", "condition.seamless"}
+_ALLOWED |= {"picture.first", "output.last_frame"}
 """Settings of a client: they describe the video, and name no file, server, device or memory."""
 _SIDES = {"video.width", "video.height"}
 _SHAPE = {"video.resolution", "video.aspect_ratio"}
@@ -48,9 +34,7 @@ _SAME = {"seconds": {"video.num_frames"}, "size": _SIDES, "seed": {"sampling.see
 """Settings that a field stands for."""
 _OF_ONE_VIDEO = ("sampling.num_samples", "sampling.stop_at")
 """Settings that do not make one whole video."""
-_PREVIEW_EVERY = 5
-"""Steps between two previews."""
-MAX_PROMPT = 4000
+_MAX_PROMPT = 4000
 _SIZE = re.compile(r"(\d{1,5})x(\d{1,5})", re.ASCII | re.IGNORECASE)
 
 
@@ -84,8 +68,8 @@ def read_request(
     prompt = _text(values, "prompt")
     if prompt is None or not prompt.strip():
         raise InvalidField("prompt", "prompt is empty: describe the video")
-    if len(prompt) > MAX_PROMPT:
-        raise InvalidField("prompt", f"prompt has {len(prompt)} characters, and may have {MAX_PROMPT}")
+    if len(prompt) > _MAX_PROMPT:
+        raise InvalidField("prompt", f"prompt has {len(prompt)} characters, and may have {_MAX_PROMPT}")
     if values.get("model") not in (None, "", "auto", model):
         raise InvalidField("model", f"model={values['model']} is not loaded: this server has {model}")
     flags, assignments = _options(values.get("settings"))
@@ -108,12 +92,9 @@ def read_request(
     for key in [*given, *assignments]:
         if not _is_allowed(key):
             raise InvalidField("settings", f"{key} is chosen by the server, not by requests")
-    own = {
-        "runtime.model_choice": model,
-        "output.path": str(folder),
-        "output.preview_every": _PREVIEW_EVERY,
-        **({"condition.references": tuple(map(str, references))} if references else {}),
-    }
+    own: dict[str, Any] = {"runtime.model_choice": model, "output.path": str(folder), "output.preview_every": 5}
+    if references:
+        own["condition.references"] = tuple(map(str, references))
     request = generate_request(
         {**given, **{key: Given(value, "the server") for key, value in own.items()}},
         assignments=assignments,

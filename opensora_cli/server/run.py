@@ -61,17 +61,10 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
         raise OutputError(f"--folder {folder} cannot be made: {error.strerror}") from error
     with (
         sole_run(folder / ".lock", problem=f"{folder} has a server already", hint="name another --folder"),
-        closing(JobStore(folder / "jobs.sqlite")) as store,
+        closing(JobStore(folder / "jobs.sqlite", max_queue=settings.max_queue)) as store,
     ):
-        server = Server(
-            store=store,
-            scheduler=Scheduler(store, folder, groups=groups, save_every=settings.save_every),
-            folder=folder,
-            usual=usual,
-            base=base,
-            max_queue=settings.max_queue,
-            token=token,
-        )
+        scheduler = Scheduler(store, folder, groups=groups, save_every=settings.save_every)
+        server = Server(store=store, scheduler=scheduler, folder=folder, usual=usual, base=base, token=token)
         # A page of another name that resolves to this machine does not know the token.
         hosts = LOOPBACK if token is None else ()
         guard = Guard(make_app(server), hosts=hosts, token=token, largest_body=LARGEST + 2**20)
@@ -79,14 +72,8 @@ def serve(settings: ServeSettings, base: Layer, *, reporter: Reporter) -> None:
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         address = f"http://{host}:{settings.port}"
         reporter.note(f"osora serves {server.model} at {address} (page), {address}/v1 (API); Ctrl-C ends it")
-        config = uvicorn.Config(
-            guard,
-            http=_Connection,
-            log_level="warning",
-            access_log=False,
-            timeout_graceful_shutdown=_STOP_S,
-            server_header=False,
-        )
+        config = uvicorn.Config(guard, http=_Connection, log_level="warning", access_log=False, server_header=False)
+        config.timeout_graceful_shutdown = _STOP_S
         # A signal is how a server ends: uvicorn sends it again once the running job is saved.
         with suppress(KeyboardInterrupt):
             asyncio.run(_Uvicorn(config, server.scheduler.stop).serve(sockets=[sock]))

@@ -36,7 +36,6 @@ class Server:
     """Settings of a video that asks for nothing else."""
     base: Layer
     """Settings of all videos that requests may replace."""
-    max_queue: int
     token: str | None = None
 
     @property
@@ -109,8 +108,8 @@ class Server:
             settings, fields = await asyncio.to_thread(
                 read_request, values, model=self.model, base=self.base, folder=folder, references=references
             )
-            stored = settings.model_dump(mode="json")
-            job = self.store.add(fields, stored, job_id=job_id, max_queue=self.max_queue, remixed_from=remixed_from)
+            rest = {"request": fields, "settings": settings.model_dump(mode="json"), "remixed_from": remixed_from}
+            job = self.store.add(job_id, rest)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise

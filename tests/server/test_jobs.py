@@ -5,18 +5,18 @@ import pytest
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.server.jobs import JobStore, QueueFull, Status, new_id
 
-REQUEST, SETTINGS = {"prompt": "sea", "model": "demo"}, {"prompt": "sea"}
+JOB = {"request": {"prompt": "sea", "model": "demo"}, "settings": {"prompt": "sea"}}
 
 
 @pytest.fixture
 def store(tmp_path):
-    store = JobStore(tmp_path / "jobs.sqlite")
+    store = JobStore(tmp_path / "jobs.sqlite", max_queue=5)
     yield store
     store.close()
 
 
 def add(store, count):
-    return [store.add(REQUEST, SETTINGS, job_id=new_id(), max_queue=5).id for _ in range(count)]
+    return [store.add(new_id(), JOB).id for _ in range(count)]
 
 
 def test_jobs_are_queued_in_order_and_outlive_the_store(store, tmp_path):
@@ -27,7 +27,7 @@ def test_jobs_are_queued_in_order_and_outlive_the_store(store, tmp_path):
     store.take()
     store.finish(ids[0], Status.FAILED, error={"code": "x", "message": "no memory"})
     store.close()
-    again = JobStore(tmp_path / "jobs.sqlite")
+    again = JobStore(tmp_path / "jobs.sqlite", max_queue=5)
     job = again.get(ids[0])
     assert (job.status, job.error["message"], job.deaths) == ("failed", "no memory", 1)
     assert again.ids(Status.QUEUED) == ids[1:]
@@ -81,9 +81,9 @@ def test_other_files_and_versions_are_refused(tmp_path):
     path = tmp_path / "jobs.sqlite"
     path.write_bytes(b"no database" * 100)
     with pytest.raises(CheckpointError, match="is not a file of jobs"):
-        JobStore(path)
+        JobStore(path, max_queue=5)
     path.unlink()
     with sqlite3.connect(path) as database:
         database.execute("PRAGMA user_version=9")
     with pytest.raises(CheckpointError, match="version 9"):
-        JobStore(path)
+        JobStore(path, max_queue=5)

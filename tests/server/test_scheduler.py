@@ -17,14 +17,15 @@ from opensora_cli.settings.load import usual_settings
 
 REQUEST = {"prompt": "sea", "model": "demo", "seconds": "1", "size": "256px", "settings": {}, "seed": 1}
 REQUEST |= {"num_frames": 5, "fps": 24, "num_references": 0}
+JOB = {"request": REQUEST, "settings": {}}
 
 
 @pytest.fixture
 def server(tmp_path):
-    store = JobStore(tmp_path / "jobs.sqlite")
-    store.add(REQUEST, {}, job_id="video_1", max_queue=5)
+    store = JobStore(tmp_path / "jobs.sqlite", max_queue=5)
+    store.add("video_1", JOB)
     scheduler = Scheduler(store, tmp_path, groups=0, save_every=30)
-    yield Server(store=store, scheduler=scheduler, folder=tmp_path, usual=usual_settings("demo"), base={}, max_queue=5)
+    yield Server(store=store, scheduler=scheduler, folder=tmp_path, usual=usual_settings("demo"), base={})
     store.close()
 
 
@@ -38,7 +39,7 @@ def test_a_cancelled_video_stays_cancelled_when_the_server_is_killed_before_it_e
 
 def test_videos_that_a_killed_server_made_are_first_and_keep_their_order(server):
     for number in (2, 3):
-        server.store.add(REQUEST, {}, job_id=f"video_{number}", max_queue=5)
+        server.store.add(f"video_{number}", JOB)
     for _ in range(2):
         server.store.take()
     asyncio.run(server.scheduler.run())
@@ -103,7 +104,7 @@ def test_what_a_killed_server_left_is_swept_and_other_files_stay(server):
         path.touch()
     (jobs / f"video_{'d' * 24}").symlink_to(outside)
     for job_id in (one, "video_" + "e" * 24):  # the second was deleted, but the record stayed
-        server.store.add(REQUEST, {}, job_id=job_id, max_queue=5)
+        server.store.add(job_id, JOB)
     asyncio.run(server.scheduler.run())
     assert server.store.ids(Status.QUEUED) == ["video_1", one]
     assert all((jobs / name).exists() for name in kept)
