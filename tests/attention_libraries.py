@@ -23,24 +23,11 @@ FLASH2 = {
     "flash_attn_func": "q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, "
     "alibi_slopes=None, deterministic=False, return_attn_probs=False",
 }
-_FUNC3 = (
-    "q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None, "
-    "window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, deterministic=False, "
-    "sm_margin=0"
-)
-_LENGTHS3 = "cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k, max_seqlen_q, max_seqlen_k"
-# flash-attention/hopper/flash_attn_interface.py: 3.0.0.b1, and the repository's of 2026.
-FLASH3_B1 = {
-    "flash_attn_func": _FUNC3,
-    "_flash_attn_forward": "q, k, v, k_new, v_new, qv, out, cu_seqlens_q, cu_seqlens_k, cu_seqlens_k_new, seqused_q, "
-    "seqused_k, max_seqlen_q, max_seqlen_k, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, "
-    "seqlens_rotary, q_descale, k_descale, v_descale, softmax_scale, causal, window_size=(-1, -1), attention_chunk=0, "
-    "softcap=0.0, rotary_interleaved=True, scheduler_metadata=None, num_splits=1, pack_gqa=None, sm_margin=0",
-    "_flash_attn_backward": f"dout, q, k, v, out, softmax_lse, {_LENGTHS3}, dq, dk, dv, softmax_scale, causal, "
-    "window_size=(-1, -1), softcap=0.0, deterministic=False, sm_margin=0",
-}
+# flash-attention/hopper/flash_attn_interface.py of 2026
 FLASH3 = {
-    "flash_attn_func": f"{_FUNC3}, return_attn_probs=False",
+    "flash_attn_func": "q, k, v, softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, "
+    "v_descale=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None, "
+    "deterministic=False, sm_margin=0, return_attn_probs=False",
     "_flash_attn_backward": "dout, q, k, v, out, softmax_lse, cu_seqlens_q=None, cu_seqlens_k=None, sequed_q=None, "
     "sequed_k=None, max_seqlen_q=None, max_seqlen_k=None, dq=None, dk=None, dv=None, softmax_scale=None, "
     "is_causal=False, window_size_left=-1, window_size_right=-1, softcap=0.0, deterministic=False, sm_margin=0",
@@ -58,9 +45,9 @@ FLASH4 = {
 # xformers 0.0.35, xformers/ops/fmha/__init__.py
 XFORMERS = "query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None"
 _OFF = {
-    **{name: None for name in ("attn_bias", "alibi_slopes", "qv", "k_new", "v_new", "page_table", "op")},
+    **{name: None for name in ("attn_bias", "alibi_slopes", "qv", "op")},
     **{f"{each}_descale": None for each in "qkv"},
-    **{name: None for name in (*_LENGTHS3.split(", "), "cu_seqlens_k_new", "seqused_q", "seqused_k", "leftpad_k")},
+    **{name: None for name in ("cu_seqlens_q", "cu_seqlens_k", "sequed_q", "sequed_k", "max_seqlen_q", "max_seqlen_k")},
     **{"dropout_p": 0.0, "p": 0.0, "causal": False, "is_causal": False, "softcap": 0.0, "attention_chunk": 0},
     **{name: None for name in ("learnable_sink", "score_mod", "mask_mod", "block_sparse_tensors", "dlse")},
 }
@@ -137,9 +124,9 @@ def fake_flash2(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Library:
     return library
 
 
-def fake_flash3(monkeypatch: pytest.MonkeyPatch, signatures: dict[str, str] = FLASH3, **options: Any) -> Library:
-    """Likewise FlashAttention 3, of one of its forms."""
-    library = Library(signatures, **options)
+def fake_flash3(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Library:
+    """Put FlashAttention 3 in the place of whatever there is."""
+    library = Library(FLASH3, **options)
 
     def attend(given: dict[str, Any]) -> Any:
         out, lse = library.forward(given["q"], given["k"], given["v"], given["softmax_scale"])
@@ -147,12 +134,6 @@ def fake_flash3(monkeypatch: pytest.MonkeyPatch, signatures: dict[str, str] = FL
 
     (interface,) = _modules(monkeypatch, "flash_attn_interface")
     interface.flash_attn_func = library.function("flash_attn_func", attend)  # type: ignore[attr-defined]
-    if "_flash_attn_forward" in signatures:
-        forward = library.function(
-            "_flash_attn_forward",
-            lambda given: (*library.forward(given["q"], given["k"], given["v"], given["softmax_scale"]), None, None),
-        )
-        interface._flash_attn_forward = forward  # type: ignore[attr-defined]
     backward = library.function("_flash_attn_backward", lambda given: _into(library, given))
     interface._flash_attn_backward = backward  # type: ignore[attr-defined]
     return library

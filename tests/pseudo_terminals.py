@@ -24,7 +24,6 @@ class Terminal:
 
     def __init__(self, command, *, ignored=(), **options):
         self.master, self.slave = pty.openpty()
-        self.before = self.settings()
 
         def prepare():
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -53,17 +52,6 @@ class Terminal:
         for end in (self.master, self.slave):
             if end is not None:
                 os.close(end)
-
-    def settings(self):
-        return termios.tcgetattr(self.slave)
-
-    @property
-    def is_changed(self):
-        echo_and_lines = termios.ECHO | termios.ICANON
-        return self.settings()[3] & echo_and_lines == 0
-
-    def type(self, keys):
-        os.write(self.master, keys)
 
     def wait_for(self, condition):
         limit = time.monotonic() + LONG_S

@@ -57,15 +57,22 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def write_holes(
-    path: Path, shapes: Mapping[str, Sequence[int]], *, dtype: str = "F32", metadata: Mapping[str, str] | None = None
+    path: Path,
+    tensors: Mapping[str, Tensor | Sequence[int]],
+    *,
+    dtype: str = "F32",
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a safetensors file of zeros, of whatever size: a header, and a hole for its data."""
+    """Write a safetensors file of zeros with the shapes of tensors, such as of the meta device, in little disk."""
     header: dict[str, object] = {"__metadata__": dict(metadata or {})}
     end = 0
-    for name, shape in shapes.items():
+    for name, tensor in tensors.items():
+        shape = tensor.shape if isinstance(tensor, Tensor) else tensor
         start, end = end, end + prod(shape) * {"F32": 4, "BF16": 2}[dtype]
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
     content = json.dumps(header).encode()
+    content += b" " * (-len(content) % 8)  # tensors that are not aligned cannot be mapped
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("wb") as file:
         file.write(len(content).to_bytes(8, "little") + content)
         file.truncate(8 + len(content) + end)

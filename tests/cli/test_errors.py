@@ -4,7 +4,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from cli.fake_engine import FakeEngine
@@ -144,22 +143,3 @@ def test_an_import_holds_back_ctrl_c() -> None:
     with pytest.raises(KeyboardInterrupt):
         hold()
     assert reached == ["the end"]
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "code", "message"),
-    [
-        ("OSORA_RANK_CHANNEL", "999", 2, "OSORA_RANK_CHANNEL=999 is not the end of a link"),
-        ("OSORA_RANK_LOG", "no/log", 3, "cannot write the rank's log no/log: No such file or directory"),
-    ],
-)
-def test_a_link_to_a_launcher_that_is_not_there(
-    variable: str, value: str, code: int, message: str, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    for name, text in {**rank, variable: value}.items():
-        monkeypatch.setenv(name, text)
-    found, err = run(lambda reporter: None)
-    assert (found, err.startswith(f"error: {message}")) == (code, True)
-    assert f"unset {variable}" in err

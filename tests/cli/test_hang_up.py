@@ -1,7 +1,6 @@
 """Runs in a terminal: keys that are typed ahead, and a terminal that goes away, as at a lost ssh connection."""
 
 import json
-import os
 import re
 import signal
 import sys
@@ -29,27 +28,6 @@ def test_a_generation_on_two_ranks_saves_its_latents(tmp_path):
     with safe_open(tmp_path / "a.latents.safetensors", framework="numpy") as latents:
         assert int(latents.metadata()[STEPS_KEY]) < 1000
     assert [path.name for path in tmp_path.iterdir()] == ["a.latents.safetensors"]
-
-
-def test_keys_that_are_typed_ahead_stop_nothing_and_stay_for_the_shell(tmp_path):
-    command = [*OSORA, "generate", "sea", *SMALL, "--steps", "30", "--out", "a.png"]
-    with Terminal(command, cwd=tmp_path) as terminal:
-        terminal.wait_for(lambda: "denoise" in terminal.shown)
-        terminal.type(b"q\nls -l\n")
-        assert terminal.end() == 0
-        os.set_blocking(terminal.slave, False)
-        assert [os.read(terminal.slave, 100) for _ in range(2)] == [b"q\n", b"ls -l\n"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "a.png.json"]
-
-
-def test_a_terminal_shows_the_path_of_each_result_once(tmp_path):
-    command = [*OSORA, "generate", "sea", *SMALL, "--steps", "2", "--num-samples", "2"]
-    for more in ([], ["--quiet"]):  # the second time, both are finished
-        with Terminal([*command, *more], cwd=tmp_path) as terminal:
-            terminal.wait_for(lambda: terminal.process.poll() is not None)
-            assert terminal.end() == 0
-            for seed in (42, 43):
-                assert terminal.shown.count(f"sea_seed{seed}.png") == 1
 
 
 def test_with_nohup_a_generation_goes_on_to_its_end(tmp_path):

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from attention_libraries import fake_flash2, fake_flash3
 from shared_tokens import Attended, attended, mesh_of, prompt_exchanges, random_qkv
 
 from opensora_cli.core.exceptions import RequestError
@@ -55,19 +54,6 @@ def test_result_and_gradients_are_those_of_one_process(
 
 def _attended(ring: int, num_heads: int, tokens: tuple[int, ...], dtype: torch.dtype, scale: float) -> Attended:
     return attended(ring, len(tokens) // ring, num_heads, tokens, dtype, scale=scale)
-
-
-def _by_library(name: str, ring: int, ulysses: int) -> Attended:
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        {"flash2": fake_flash2, "flash3": fake_flash3}[name](monkeypatch)
-        return attended(ring, ulysses, 3, UNEVEN[: ring * ulysses], BF16, backend=name)
-
-
-@pytest.mark.parametrize(("name", "ring", "ulysses"), [("flash2", 1, 2), ("flash3", 2, 2)])
-def test_backends_of_libraries_compute_between_ranks(pool: Pool, name: str, ring: int, ulysses: int) -> None:
-    for found in pool(ring * ulysses).run(_by_library, name, ring, ulysses):
-        assert max(found.errors) < 4e-2
-        assert found.dtypes == {BF16}
 
 
 HEADS, VIDEO, TEXT = 8, 13, 5

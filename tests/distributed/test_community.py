@@ -27,8 +27,6 @@ from opensora_cli.community.parallel import (
 from opensora_cli.community.training import create_lr_scheduler, update_ema
 from opensora_cli.core.exceptions import HardwareError, OutputError
 
-CPU = torch.device("cpu")
-
 
 def world() -> dist.ProcessGroup:
     assert dist.group.WORLD is not None

@@ -208,22 +208,3 @@ def test_what_is_stopped_in_the_middle_of_denoising_goes_on(ranks, tmp_path, pro
     made, expected = (read_video(path).frames_THWC.float() for path in (video, whole))
     assert (made - expected).square().mean() < 1
     assert files(out) == [video.name, f"{video.name}.json"]
-
-
-def test_ranks_explore_seeds_of_which_one_goes_on(tmp_path, processes, temporary):
-    short = ["generate", "raining, sea", "--num-frames", "9", "--steps", "4", "--device", "cpu", "--threads", "1"]
-    short += ["--gpus", "2", "--out"]
-    whole, out = tmp_path / "whole.mp4", tmp_path / "out"
-    assert processes.osora(tmp_path, [*short, str(whole), "--seed", "43"]).end(LIMIT_S)[0] == 0
-    explore = [*short, str(out), "--explore", "2", "--explore-steps", "2"]
-    code, printed, err = processes.osora(tmp_path, explore).end(LIMIT_S)
-    assert code == 0, err
-    name = "raining-sea_seed"
-    kept = [f"{name}{seed}{end}" for seed in (42, 43) for end in (".latents.safetensors", ".preview.gif")]
-    assert files(out) == sorted([f"{name}42.explore.png", *kept])
-    state = out / f"{name}43.latents.safetensors"
-    assert f"osora generate --from {state} --device cpu  # seed 43" in printed.splitlines()
-    resumed = ["generate", "--from", str(state), "--device", "cpu", "--gpus", "2", "--preview-every", "1"]
-    code, printed, err = processes.osora(tmp_path, resumed).end(LIMIT_S)
-    assert code == 0, err
-    assert (out / f"{name}43.mp4").read_bytes() == whole.read_bytes()

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -48,23 +47,6 @@ def _named() -> dict[str, list[int]]:
     return dict(zip(("data", "mixed", "sequence", "tensor", "unset"), groups, strict=True))
 
 
-def _wrong() -> tuple[str, str]:
-    with pytest.raises(ValueError, match="has 3 ranks, but there are 2") as size:
-        ParallelMesh(MeshShape(ring=3), device_type="cpu")
-    mesh = ParallelMesh(MeshShape(ring=2), device_type="cpu")
-    with pytest.raises(ValueError, match=r"\['circle'\] are not axes") as axis:
-        mesh.group("ring", "circle")
-    return str(size.value), str(axis.value)
-
-
-def test_two_ranks(pool: Callable[[int], Any]) -> None:
-    answers = pool(2).run(_describe, {"guidance": 2}, ("guidance",), ("tensor",), (), ("guidance", "tensor"))
-    for rank, (places, groups, shape) in enumerate(answers):
-        assert places == [0, 0, rank, 0, 0, 0]
-        assert groups == [[0, 1], [rank], [rank], [0, 1]]
-        assert shape == {"replicate": 1, "shard": 1, "guidance": 2, "ring": 1, "ulysses": 1, "tensor": 1}
-
-
 def test_four_ranks(pool: Callable[[int], Any]) -> None:
     wanted = (("ring",), ("ulysses",), ("ulysses", "ring"), ("shard",))
     answers = pool(4).run(_describe, {"ring": 2, "ulysses": 2}, *wanted)
@@ -79,13 +61,3 @@ def test_the_names_of_the_community(pool: Callable[[int], Any]) -> None:
         column, row = [rank % 2, rank % 2 + 2], [rank // 2 * 2, rank // 2 * 2 + 1]
         everyone = [0, 1, 2, 3]
         assert groups == {"data": row, "mixed": everyone, "sequence": column, "tensor": row, "unset": everyone}
-
-
-def test_what_does_not_fit_is_refused(pool: Callable[[int], Any]) -> None:
-    pool(2).run(_wrong)
-
-
-def test_shapes() -> None:
-    assert MeshShape(replicate=2, ring=3, tensor=2).size == 12
-    with pytest.raises(ValueError, match="at least one rank"):
-        MeshShape(ring=0)

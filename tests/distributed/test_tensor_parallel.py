@@ -61,19 +61,6 @@ def test_more_ranks_than_heads_are_refused(pool: Pool) -> None:
     assert pool(4).run(_too_many) == [expected] * 4
 
 
-def _on_meta() -> tuple[int, int]:
-    with torch.device("meta"):
-        model = transformer()
-    shard_transformer(model, Scheme(tensor=2).mesh().group("tensor"))
-    assert all(weight.is_meta for weight in model.parameters())
-    return _block_bytes(model)
-
-
-def test_weights_on_meta_are_divided_without_memory(pool: Pool) -> None:
-    expected = [after + rest for _, after, rest, _ in pool(2).run(_weights_per_rank)]
-    assert [sum(found) for found in pool(2).run(_on_meta)] == expected
-
-
 def _mapped(file: str) -> tuple[int, int]:
     model = transformer()
     mapped = torch.from_file(file, shared=True, size=Path(file).stat().st_size, dtype=torch.uint8)

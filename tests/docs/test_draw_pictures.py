@@ -1,7 +1,6 @@
 """The script that draws the pictures of README and pages."""
 
 import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -30,13 +29,3 @@ def test_the_script_draws_every_picture_that_the_pages_show(script: ModuleType) 
     texts = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert [path.name for path in pictures if f"/{path.name}" not in texts] == []
     assert [path.name for path in pictures if path.suffix != ".gif" and path.stat().st_size > MOST_BYTES] == []
-
-
-def test_pages_may_not_describe_a_video_differently(script: ModuleType, tmp_path: Path) -> None:
-    pages = [tmp_path / "one.md", tmp_path / "other.md"]
-    pages[0].write_text('<img src=".readme/boat.gif" width="192" alt="a red boat">', encoding="utf-8")
-    pages[1].write_text("![a red boat](pictures/boat.gif)", encoding="utf-8")
-    assert script.shown_prompts(pages) == {"boat": "a red boat"}
-    pages[1].write_text("![a blue boat](pictures/boat.gif)", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"boat\.gif is described as 'a red boat' and as 'a blue boat'"):
-        script.shown_prompts(pages)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from unittest import mock
 
 import pytest
@@ -22,8 +21,7 @@ from fake_cuda.weights import full_size_settings
 
 from opensora_cli.engine.generate import denoise as generate_denoise
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel import divided_work, sequence
-from opensora_cli.parallel.shares import Parts
+from opensora_cli.parallel import sequence
 from opensora_cli.sampling import denoise as sampling_denoise
 
 SMALL = {
@@ -44,7 +42,6 @@ SMALL = {
 SCENES = {
     "one GPU": {"model__depth_single_blocks": 0},
     "ulysses": {"model__depth_single_blocks": 0, "parallel__ulysses_degree": 2},
-    "guidance": {"model__depth_single_blocks": 0, "parallel__cfg_parallel_degree": 2, "sampling__guidance_scale": 7.5},
 }
 """With two ranks where something is shared."""
 
@@ -109,20 +106,6 @@ def step(does: Callable[[torch.Tensor], object]):
     return changed(sampling_denoise, "euler_step", made)
 
 
-def split_wrongly():
-    """One rank sends other parts than the other expects."""
-
-    def made(sent):
-        return lambda self, rank: [length + more for length, more in zip(sent(self, rank), (2, -2), strict=True)]
-
-    return changed(Parts, "sent", made)
-
-
-def other_order():
-    """One rank takes the branches of guidance in another order."""
-    return mock.patch.object(divided_work, "enumerate", lambda things: reversed([*enumerate(things)]), create=True)
-
-
 def one_fewer():
     """One rank does not take part in gathering what all have computed."""
 
@@ -158,11 +141,6 @@ def two_dtypes():
     return changed(MMDiT, "text_tokens", made)
 
 
-def largest(velocity_BND):
-    """Return a number, for which the host waits."""
-    return velocity_BND.max().item()
-
-
 def kept_too_long():
     """Something is kept of every step."""
     kept = []
@@ -170,12 +148,9 @@ def kept_too_long():
 
 
 FAULTS = {
-    "parts of an all-to-all do not fit": ("ulysses", split_wrongly, "collectives", "expects"),
-    "collectives in another order": ("guidance", other_order, "collectives", "not the same"),
     "a collective is left out": ("ulysses", one_fewer, "collectives", "call {0: "),
     "a tensor of the host among those of the GPU": ("one GPU", index_of_host, "devices", "between cpu, cuda"),
     "a product of bf16 and fp32": ("one GPU", two_dtypes, "dtypes", "bfloat16, float32"),
-    "a number of the GPU is asked for in the loop": ("one GPU", partial(step, largest), "waits", "_local_scalar_dense"),
     "memory that is not planned": ("one GPU", kept_too_long, "memory", "are planned"),
 }
 """Of each the scene, what is planted on the last rank, the check that finds it, and what it says."""

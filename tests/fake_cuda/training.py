@@ -21,7 +21,7 @@ from fake_cuda.guard import accelerator
 from fake_cuda.log import Log, lines_of
 from fake_cuda.session import rehearsal
 from fake_cuda.tensors import moved
-from sparse_weights import save_sparse
+from tiny_weights import write_holes
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -63,7 +63,7 @@ def with_weights(folder: Path, settings: TrainSettings) -> TrainSettings:
     weights = transformer_on_meta(settings.model).state_dict()
     path = folder / f"{len(weights)}.safetensors"
     if not path.exists():
-        save_sparse(path, weights, dtype=torch.bfloat16)
+        write_holes(path, weights, dtype="BF16")
     return settings.replace({"init": str(path)})
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import torch
 import transformers
-from sparse_weights import save_sparse
 from tiny_adapters import CONFIG
+from tiny_weights import write_holes
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 
@@ -66,7 +66,7 @@ def _written(folder: Path, name: str, weights: Mapping[str, Tensor]) -> Path:
     size = sum(weight.nbytes for weight in weights.values())
     path = folder / f"{name}-{len(weights)}-{size}.safetensors"
     if not path.exists():
-        save_sparse(path, weights, dtype=torch.bfloat16)
+        write_holes(path, weights, dtype="BF16")
     return path
 
 
@@ -93,7 +93,7 @@ def _adapter(folder: Path, transformer: nn.Module) -> Path:
             factors[f"{prefix}.lora_A.weight"] = torch.empty(_ADAPTER_RANK, module.in_features, device="meta")
             factors[f"{prefix}.lora_B.weight"] = torch.empty(module.out_features, _ADAPTER_RANK, device="meta")
     adapter = folder / f"adapter-{len(factors)}"
-    save_sparse(adapter / "adapter_model.safetensors", factors, dtype=torch.bfloat16)
+    write_holes(adapter / "adapter_model.safetensors", factors, dtype="BF16")
     (adapter / "adapter_config.json").write_text(json.dumps(CONFIG | {"r": _ADAPTER_RANK, "lora_alpha": _ADAPTER_RANK}))
     return adapter
 
@@ -104,7 +104,7 @@ def _text_folders(folder: Path) -> Iterator[tuple[str, str]]:
     with on_meta():
         encoders = {"t5": T5Model(T5Sizes.of(folder / "t5")), "clip": ClipTextModel(ClipSizes.of(folder / "clip"))}
     for name, model in encoders.items():
-        save_sparse(folder / name / "model.safetensors", model.state_dict(), dtype=torch.bfloat16)
+        write_holes(folder / name / "model.safetensors", model.state_dict(), dtype="BF16")
         yield f"files.{name}", str(folder / name)
 
 

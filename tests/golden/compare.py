@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import closeness
 import torch
-from closeness import relative_error
 from safetensors import safe_open
 
 from opensora_cli.core.section import Section
@@ -53,11 +52,6 @@ def read_golden_file(path: Path) -> GoldenFile:
                 raise ValueError(f"{path}: tensor {key!r} is none of param.*, in.* and out.*")
             groups[prefix][name] = file.get_tensor(key)
     return GoldenFile(config, groups["param"], groups["in"], groups["out"])
-
-
-def golden_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest error as `TOLERANCE` counts it; infinite for a NaN."""
-    return relative_error(actual, expected, floor=1.0)
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, *, what: str = "output") -> None:

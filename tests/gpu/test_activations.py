@@ -50,36 +50,6 @@ def test_gradients_are_those_of_plain_training(dtype: torch.dtype, autocast: boo
     assert all(copy.is_pinned() for copy in copies)
 
 
-def test_dropout_is_repeated() -> None:
-    blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 256), nn.Dropout(0.5), nn.GELU()) for _ in range(4)).cuda()
-    x = torch.randn(512, 256, device="cuda")
-
-    def step() -> list[Tensor]:
-        torch.manual_seed(3)
-        y = x
-        for block in blocks:
-            y = block(y)
-        return list(torch.autograd.grad(y.square().sum(), list(blocks.parameters())))
-
-    expected = step()
-    with set_grad_checkpoint(blocks, activations=HostActivations()):
-        assert all(torch.equal(*pair) for pair in zip(step(), expected, strict=True))
-
-
-def test_on_a_stream_of_its_own() -> None:
-    model, arguments = model_and_inputs(torch.float32)
-    expected = gradients(model, arguments)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with (
-        torch.cuda.stream(stream),
-        set_grad_checkpoint(model, others=OUTSIDE_BLOCKS, activations=HostActivations()),
-    ):
-        found = gradients(model, arguments)
-    torch.cuda.current_stream().wait_stream(stream)
-    assert_same(found, expected)
-
-
 def test_bytes_held_on_the_device() -> None:
     model, arguments = model_and_inputs(torch.float32)
 

@@ -132,44 +132,6 @@ def test_device_memory(expected, locked, resident, source):
     assert locked == []
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, torch.OutOfMemoryError])
-@pytest.mark.parametrize("source", SOURCES)
-def test_errors_inside_a_pass(expected, error, source):
-    model = model_on_device(blocks_on_host=True)
-    gc.collect()
-    before = torch.cuda.memory_allocated(DEVICE)
-
-    def fail(_module, _inputs):
-        raise error("now")
-
-    with stream_blocks(stacks_of(model), device=DEVICE, resident=3, source=source):
-        hook = model.single_blocks[2].q_proj.register_forward_pre_hook(fail)
-        for _ in range(3):
-            with pytest.raises(error, match="now"):
-                velocity(model)
-        hook.remove()
-        assert torch.equal(velocity(model, seed=1), expected[1])
-    gc.collect()
-    assert torch.cuda.memory_allocated(DEVICE) == before
-
-
-def test_another_stream_and_buffers(expected):
-    model = model_on_device(blocks_on_host=True)
-
-    def count(block, _inputs):
-        block.calls += 1
-
-    for block in blocks_of(model):
-        block.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-        block.register_forward_pre_hook(count)
-    stream = torch.cuda.Stream(DEVICE)
-    with torch.cuda.stream(stream), stream_blocks(stacks_of(model), device=DEVICE, resident=3):
-        assert all(block.calls.device == DEVICE for block in blocks_of(model))
-        for seed in range(4):
-            assert torch.equal(velocity(model, seed=seed), expected[seed])
-    assert all(block.calls.device.type == "cpu" and block.calls == 4 for block in blocks_of(model))
-
-
 def test_8_bits(expected):
     plain, model = (model_on_device(blocks_on_host=on_host) for on_host in (False, True))
     for block in [*blocks_of(plain), *blocks_of(model)]:

@@ -94,11 +94,6 @@ def _generated(about: str, *words: str, replaces: tuple[str, ...] = ()) -> Base:
     return Base(f"generate {about}", (*_TINY, *words), reads, tuple(f"work/{name}" for name in replaces))
 
 
-def _again_without_sidecar(folder: Folder, base: Base) -> Commands:
-    """Return the same command; it may replace a video that is there, which by itself never counts as made before."""
-    return [(*base.argv, "--overwrite") if (folder.work / "out.mp4").exists() else base.argv]
-
-
 ENDED: tuple[Ended, ...] = (
     Ended(named("generate", *SHORT), generate_on, files_of("out.mp4")),
     Ended(named("generate gif", *SHORT), run_again, files_of("*.gif")),
@@ -130,22 +125,11 @@ ENDED: tuple[Ended, ...] = (
         run_again_unless_done,
         files_of("**/*_reconstructed.*[4g]"),
     ),
-    Ended(_generated("over", "--out", "made.mp4", *_OVER, replaces=_MADE), run_again, files_of("made.mp4")),
-    Ended(
-        _generated("over itself", "--out", "made.mp4", "--overwrite", replaces=_MADE), run_again, files_of("made.mp4")
-    ),
-    Ended(_generated("with its last frame", "--out", "out.mp4", _LAST), generate_on, files_of("out.*[4g]")),
     Ended(
         _generated("over, with its last frame", "--out", "made.mp4", _LAST, *_OVER, replaces=_MADE),
         run_again,
         files_of("made.*[4g]"),
     ),
-    Ended(
-        _generated("without sidecars", "--out", "out.mp4", _LAST, "--no-metadata"),
-        _again_without_sidecar,
-        files_of("out.*[4g]"),
-    ),
-    Ended(_generated("pictures", "--out", "frames.png"), run_again, files_of("frames/*.png")),
     Ended(
         _generated("over pictures", "--out", "many.png", *_OVER, replaces=("many", "many.json")),
         run_again,
@@ -153,7 +137,6 @@ ENDED: tuple[Ended, ...] = (
     ),
     Ended(_generated("with previews", "--out", "out.webp", "--preview-every", "1"), run_again, files_of("out.*[pf]")),
     Ended(Base("generate many", _PROMPTS, ("generate.yaml", "tiny", "prompts.csv")), run_again, files_of("*/*.mp4")),
-    Ended(named("generate from picture", *SHORT), run_again, files_of("*.webp")),
     Ended(named("generate from latents"), run_again, files_of("out.mp4")),
     Ended(named("cache filled"), run_again, files_of("*.csv")),
     *(

@@ -1,8 +1,5 @@
 """Attention of optional libraries, which are imported at the first call. Their tensors have tokens before heads."""
 
-import inspect
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -58,25 +55,15 @@ def _flash3(q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, /) -> Tensor:
     given = _transposed(q_BHND, k_BHMD, v_BHMD)
     deterministic = torch.are_deterministic_algorithms_enabled()
     scale = q_BHND.shape[-1] ** -0.5
-    found = flash_attn_func(*given, softmax_scale=scale, causal=False, deterministic=deterministic)
-    # The first versions also returned the log-sum-exp.
-    out_BNHD: Tensor = found[0] if isinstance(found, tuple) else found
+    out_BNHD: Tensor = flash_attn_func(*given, softmax_scale=scale, causal=False, deterministic=deterministic)
     return out_BNHD.transpose(1, 2)
 
 
 def _flash3_part(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    import flash_attn_interface
+    from flash_attn_interface import flash_attn_func
 
     given, scale = _transposed(q, k, v), q.shape[-1] ** -0.5
-    attend = flash_attn_interface.flash_attn_func
-    if "return_attn_probs" in inspect.signature(attend).parameters:
-        out_BNHD, lse_BHN = attend(*given, softmax_scale=scale, causal=False, return_attn_probs=True)
-    else:
-        # In 3.0.0.b1 only this function returns the log-sum-exp, with an argument for every option.
-        attend = flash_attn_interface._flash_attn_forward
-        parameters = inspect.signature(attend).parameters.values()
-        unused: dict[str, Any] = {each.name: None for each in list(parameters)[3:] if each.default is each.empty}
-        out_BNHD, lse_BHN, *_ = attend(*given, **{**unused, "softmax_scale": scale, "causal": False})
+    out_BNHD, lse_BHN = flash_attn_func(*given, softmax_scale=scale, causal=False, return_attn_probs=True)
     return out_BNHD.transpose(1, 2), lse_BHN
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from mapped_files import are_mapped, needs_maps
+from mapped_memory import are_mapped, needs_maps
 from tiny_world import save_t5
 
 import opensora_cli

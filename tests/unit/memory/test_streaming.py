@@ -8,7 +8,7 @@ import late_stream
 import pytest
 import torch
 from closeness import assert_close
-from mapped_files import are_mapped, needs_maps
+from mapped_memory import are_mapped, needs_maps
 from safetensors.torch import save_file
 from tiny_transformer import inputs, transformer
 from torch import nn

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from closeness import assert_close
 from tiny_transformer import inputs, transformer
 from torch import nn
 
@@ -62,23 +61,6 @@ def test_a_share_of_the_text_may_be_empty(with_gradients):
     assert set(attended) == {LATENTS}
     assert whole.abs().max() > 0
     assert (chunked - whole).abs().max() <= 1e-5 * whole.abs().max()
-
-
-def test_a_shard_with_fewer_heads_runs_in_chunks():
-    block = transformer().single_blocks[0]
-    # As a rank of two holds them: the first half of q, k, v and the MLP.
-    for linear, rows in ((block.q_proj, [32]), (block.k_proj, [32]), (block.v_mlp, [32, 128])):
-        for name in ("weight", "bias"):
-            kept = [part.chunk(2)[0] for part in getattr(linear, name).data.split(rows)]
-            setattr(linear, name, nn.Parameter(torch.cat(kept)))
-    halves = [part.chunk(2, dim=1)[0] for part in block.linear2.weight.data.split([32, 128], dim=1)]
-    block.linear2.weight = nn.Parameter(torch.cat(halves, dim=1))
-    tokens, vector = torch.randn(1, 9, 32, generator=torch.Generator().manual_seed(0)), torch.ones(1, 32)
-    rotary = (torch.ones(1, 1, 9, 4), torch.zeros(1, 1, 9, 4))
-    with torch.no_grad():
-        whole = block(tokens, vector, rotary)
-        block.chunk_tokens = 4
-        assert_close(block(tokens, vector, rotary), whole)
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import pytest
 import tiny_frozen
 import tiny_training
 import torch
-from mapped_files import are_mapped, needs_maps
+from mapped_memory import are_mapped, needs_maps
 from safetensors.torch import load_file, save_file
 
 from opensora_cli.engine.encode import encoders as encoders_module

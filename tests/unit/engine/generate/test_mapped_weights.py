@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from mapped_files import are_mapped, needs_maps
-from mapped_memory import NO_FILE, mapped_files
-from sparse_weights import save_sparse
+from mapped_memory import NO_FILE, are_mapped, mapped_files, needs_maps
+from tiny_weights import write_holes
 from tiny_world import released_settings
 
 from opensora_cli.core.device import GIB
@@ -59,7 +58,7 @@ def large(world, tmp_path):
         settings = released_settings(world, tmp_path / "out", **LARGE, **changes)
         path = tmp_path / "large.safetensors"
         if not path.exists():
-            save_sparse(path, transformer_on_meta(settings.model).state_dict(), dtype=torch.bfloat16)
+            write_holes(path, transformer_on_meta(settings.model).state_dict(), dtype="BF16")
         return settings.replace({"files.transformer": str(path)})
 
     return make
@@ -148,11 +147,9 @@ def full_size(tmp_path_factory):
     """The released weights' folder in full size, on no disk."""
     folder = tmp_path_factory.mktemp("released")
     settings = full_settings(folder)
-    save_sparse(
-        folder / "Open_Sora_v2.safetensors", transformer_on_meta(settings.model).state_dict(), dtype=torch.bfloat16
-    )
+    write_holes(folder / "Open_Sora_v2.safetensors", transformer_on_meta(settings.model).state_dict(), dtype="BF16")
     vae = autoencoder_on_meta(settings.vae)
-    save_sparse(folder / "hunyuan_vae.safetensors", vae.state_dict(), dtype=torch.bfloat16)
+    write_holes(folder / "hunyuan_vae.safetensors", vae.state_dict(), dtype="BF16")
     return folder
 
 

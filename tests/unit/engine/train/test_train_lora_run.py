@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import tiny_training
 import torch
-from mapped_files import are_mapped, needs_maps
+from mapped_memory import are_mapped, needs_maps
 from safetensors.torch import load_file, save_file
 from tiny_transformer import inputs
 from tiny_weights import converted
