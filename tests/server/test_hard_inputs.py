@@ -89,22 +89,8 @@ def png_bomb():
     return b"\x89PNG\r\n\x1a\n" + block(b"IHDR", header) + block(b"IDAT", pixels) + block(b"IEND", b"")
 
 
-def large_gif():
-    content = bytearray(picture(64, 64, "GIF"))
-    content[6:10] = struct.pack("<HH", 65_535, 65_535)
-    return bytes(content)
-
-
-def large_jpeg():
-    content = bytearray(picture(64, 64, "JPEG"))
-    place = content.index(b"\xff\xc0") + 5
-    content[place : place + 4] = struct.pack(">HH", 65_500, 65_500)
-    return bytes(content)
-
-
-@pytest.mark.parametrize("bomb", [png_bomb, large_gif, large_jpeg])
-def test_picture_bombs_are_refused(served, bomb):
-    content = bomb()
+def test_a_picture_bomb_is_refused(served):
+    content = png_bomb()
     assert len(content) < 2**20
     started = time.monotonic()
     status, error = upload(served, content)
@@ -133,18 +119,6 @@ def test_the_process_that_decodes_has_limits(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stderr.strip().endswith("MemoryError")
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["../../../evil.png", "/etc/passwd", "..\\evil.png", "x" * 5000, "jobs.sqlite", "a\x00.png", ".", "$(id).png"],
-)
-def test_names_of_files_never_become_paths(served, name):
-    before = {path for path in served.folder.parent.rglob("*") if "jobs/" not in str(path)}
-    status, error = upload(served, b"no picture", name)
-    assert (status, error["type"]) == (400, "invalid_request_error")
-    after = {path for path in served.folder.parent.rglob("*") if "jobs/" not in str(path)}
-    assert {path.name for path in after - before} <= {"jobs.sqlite-wal", "jobs.sqlite-shm"}
 
 
 @pytest.mark.parametrize("name", ["..", "../../etc/passwd", "%2e%2e", ".\x00", "jobs.sqlite", "video_", "' OR 1=1 --"])

@@ -224,26 +224,6 @@ def test_turbo_is_offered_once_the_model_has_a_few_step_adapter(tmp_path, browse
         page.close()
 
 
-def test_two_videos_are_compared_in_step(opened):
-    page = opened()
-    ask(page, "compared", frames=17)
-    page.click("#submit")
-    made(page, "compared").locator("[data-do=seed]").click()
-    made(page, "compared", count=2)
-    for number in range(2):
-        page.locator("#gallery .result", has_text="compared").nth(number).locator("[data-do=compare]").click()
-    page.click("#play_both")
-    times = "[...document.querySelectorAll('#pair video')].map((each) => each.currentTime)"
-    until(page, f"{times}.length == 2 && {times}.every((time) => time > 0.3)")
-    page.click("#play_both")
-    until(page, "[...document.querySelectorAll('#pair video')].every((each) => each.paused)")
-    until(page, f"Math.abs({times}[0] - {times}[1]) < 0.07")
-    page.evaluate("document.querySelector('#pair video').currentTime = 0.9")
-    until(page, f"Math.abs({times}[1] - 0.9) < 0.07")
-    page.click("#close_pair")
-    assert page.locator("#compared:visible").count() == 0
-
-
 def test_the_keyboard_alone_makes_a_video(opened):
     page = opened()
 

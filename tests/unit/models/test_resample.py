@@ -5,13 +5,12 @@ from unittest import mock
 import pytest
 import torch
 from closeness import assert_close
-from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from opensora_cli.models.vae import resample
 from opensora_cli.models.vae.dc_ae import ClipConv3d
 from opensora_cli.models.vae.hunyuan_blocks import CausalConv3d, Upsample
-from opensora_cli.models.vae.resample import CarriedFrames, onednn_conv3d, replicate_pad
+from opensora_cli.models.vae.resample import CarriedFrames
 
 
 def clip_of(*shape):
@@ -25,30 +24,6 @@ def test_kernels_are_folded_once_for_all_chunks():
         chunks = [layer(chunk, carried) for chunk in clip.split(1, dim=2)]
         assert fold.call_count == 1
         assert_close(torch.cat(chunks, dim=2), layer(clip), tolerance=1e-5)
-
-
-@pytest.mark.parametrize("stride", [(1, 1, 1), (2, 2, 2), (1, 2, 2)])
-def test_onednn_convolves_alike(stride):
-    torch.manual_seed(0)
-    conv = CausalConv3d(4, 6, stride=stride).requires_grad_(False)
-    clip = clip_of(1, 4, 5, 7, 6)
-    with mock.patch.object(torch, "mkldnn_convolution", side_effect=torch.mkldnn_convolution) as convolve:
-        actual = conv(clip)
-    assert convolve.call_count == 1
-    padded = functional.pad(clip, (1, 1, 1, 1, 2, 0), mode="replicate")
-    wanted = functional.conv3d(padded.double(), conv.conv.weight.double(), conv.conv.bias.double(), stride)
-    assert_close(actual.double(), wanted, tolerance=1e-5)
-    assert_close(onednn_conv3d(padded, conv.conv.weight, conv.conv.bias, stride), actual)
-
-
-@pytest.mark.parametrize("memory_format", [torch.channels_last_3d, torch.contiguous_format], ids=str)
-def test_silu_goes_where_the_edges_are(memory_format):
-    padding = (1, 1, 1, 1, 2, 0)
-    torch.manual_seed(0)
-    clip = torch.randn(1, 4, 3, 5, 6).contiguous(memory_format=memory_format)
-    expected = functional.pad(functional.silu(clip), padding, mode="replicate")
-    with torch.no_grad():
-        assert_close(replicate_pad(clip, padding, silu=True), expected, tolerance=1e-6)
 
 
 class Convolved(TorchDispatchMode):
