@@ -10,6 +10,7 @@ import sqlite3
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -140,7 +141,7 @@ class Scheduler:
             with suppress(OSError, sqlite3.OperationalError):  # the next start sweeps again
                 self._sweep()
             for job_id in reversed(self._store.ids(Status.IN_PROGRESS)):  # each becomes the first
-                await self._interrupted(job_id)
+                await self._settle(job_id)
             async with asyncio.TaskGroup() as tasks:
                 for number in range(self._groups):
                     tasks.create_task(self._work(number))
@@ -173,17 +174,7 @@ class Scheduler:
             self._workers.add(worker)
             try:
                 while (job := await self._next_job(worker)) is not None:
-                    self._running[job.id] = worker
-                    self.publish({"event": "job", "id": job.id})
-                    self.publish({"event": "queue"})
-                    folder, every = str(self.job_folder(job.id)), self._save_every
-                    await worker.send(do="make", id=job.id, settings=job.settings, folder=folder, save_every=every)
-                    async for report in worker.reports():
-                        if await self._is_end(report, job.id):
-                            break
-                    else:
-                        await self._worker_died(job.id, await worker.ended())
-                        break
+                    await self._make(job, worker)
             finally:
                 self._workers.discard(worker)
             if not self._is_stopping:
@@ -203,31 +194,31 @@ class Scheduler:
                 await self._wakes.wait()
         return None
 
-    async def _is_end(self, report: Mapping[str, Any], job_id: str) -> bool:
-        """Take a report of a worker, and return whether it ends the job."""
-        if report["id"] != job_id:
-            return False  # a group of ranks ended after its video
-        match report["event"]:
-            case "completed":
-                for stage, seconds in report["timings_s"].items():
-                    self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
-                await self._finish(job_id, Status.COMPLETED)
-            case "failed":
-                await self._finish(job_id, Status.FAILED, report["error"])
-            case "stopped":
-                await self._interrupted(job_id)
-            case _:
-                if report["event"] == "progress":
-                    self.progress[job_id] = report["progress"]
-                self.publish(report)
-                return False
-        return True
-
-    async def _worker_died(self, job_id: str, code: int) -> None:
-        job, has_died = self._store.get(job_id), not self._is_stopping
-        if job.is_cancelled or job.deaths + has_died < _MOST_DEATHS:
-            await self._interrupted(job_id, has_died=has_died)
-            return
+    async def _make(self, job: Job, worker: Process) -> None:
+        """Give a job to a worker, and record its end."""
+        self._running[job.id] = worker
+        self.publish({"event": "job", "id": job.id})
+        self.publish({"event": "queue"})
+        folder, every = str(self.job_folder(job.id)), self._save_every
+        await worker.send(do="make", id=job.id, settings=job.settings, folder=folder, save_every=every)
+        async for report in worker.reports():
+            if report["id"] != job.id:
+                continue  # a group of ranks ended after its video
+            match report["event"]:
+                case "completed":
+                    for stage, seconds in report["timings_s"].items():
+                        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+                    return await self._settle(job.id, Status.COMPLETED)
+                case "failed":
+                    return await self._settle(job.id, Status.FAILED, report["error"])
+                case "stopped":
+                    return await self._settle(job.id)
+                case "progress":
+                    self.progress[job.id] = report["progress"]
+            self.publish(report)
+        code, has_died = await worker.ended(), not self._is_stopping
+        if job.deaths + has_died < _MOST_DEATHS or self._store.get(job.id).is_cancelled:
+            return await self._settle(job.id, has_died=has_died)
         ended = f"signal {-code}" if code < 0 else f"exit code {code}"
         error = {
             "code": "worker_died",
@@ -235,21 +226,27 @@ class Scheduler:
             "hint": "ask for fewer frames or a smaller size: memory is the usual reason",
             "exit_code": 4,
         }
-        await self._finish(job_id, Status.FAILED, error)
+        return await self._settle(job.id, Status.FAILED, error)
 
-    async def _interrupted(self, job_id: str, *, has_died: bool = False) -> None:
-        """End a job that was cancelled, and put another one back at the head of the queue."""
-        if self._store.get(job_id).is_cancelled:
-            await self._finish(job_id, Status.CANCELLED)
-            return
-        await self._written(lambda: self._store.requeue(job_id, has_died=has_died))
-        self.publish({"event": "job", "id": job_id})
-        self._leave(job_id)
-
-    async def _finish(self, job_id: str, status: Status, error: Mapping[str, Any] | None = None) -> None:
-        """Record the end of a running job."""
-        await self._written(lambda: self._end(job_id, status, error))
-        self._leave(job_id)
+    async def _settle(
+        self,
+        job_id: str,
+        status: Status | None = None,
+        error: Mapping[str, Any] | None = None,
+        *,
+        has_died: bool = False,
+    ) -> None:
+        """Record the end of a running job. None puts it back at the head of the queue, unless a client cancelled it."""
+        if status is None and self._store.get(job_id).is_cancelled:
+            status = Status.CANCELLED
+        if status is None:
+            await self._written(lambda: self._store.requeue(job_id, has_died=has_died))
+            self.publish({"event": "job", "id": job_id})
+        else:
+            await self._written(partial(self._end, job_id, status, error))
+        self._running.pop(job_id, None)
+        self.progress.pop(job_id, None)
+        self.wake()
 
     async def _written(self, write: Callable[[], _T]) -> _T | None:
         """Call a function that writes to the store until the disk has room for it, or until the server stops.
@@ -271,12 +268,6 @@ class Scheduler:
             for file in self.job_folder(job_id).glob("video*"):
                 file.unlink(missing_ok=True)
         return job
-
-    def _leave(self, job_id: str) -> None:
-        """Let the worker of a job take another one."""
-        self._running.pop(job_id, None)
-        self.progress.pop(job_id, None)
-        self.wake()
 
     def wake(self) -> None:
         """Look at the queue, which has changed."""
