@@ -23,8 +23,8 @@ _MOST_DEATHS = 3
 _MOST_EVENTS = 200
 """Events that a slow listener may miss before it is dropped."""
 _PING_S = 15.0
-_ROOM = 32 * 2**20
-"""Free bytes of the disk that a job needs to begin."""
+_ROOM, _RESERVE = 32 * 2**20, 2**20
+"""Free bytes of the disk that a job needs to begin, and bytes that are kept for the records of jobs."""
 _PLAN_S = 120.0
 _NO_PLAN = {"error": {"message": "the planner did not answer", "hint": "try again", "exit_code": 4}}
 _DELETED = ".deleted"
@@ -109,6 +109,7 @@ class Scheduler:
 
     def __init__(self, store: JobStore, folder: Path, *, groups: int, save_every: float) -> None:
         self._store, self._folder, self._groups, self._save_every = store, folder, groups, save_every
+        self._reserve = folder / "reserve"
         self._wakes = asyncio.Event()
         self._events: deque[Mapping[str, Any]] = deque(maxlen=_MOST_EVENTS)
         self._news = asyncio.Event()
@@ -140,6 +141,7 @@ class Scheduler:
         try:
             with suppress(OSError, sqlite3.OperationalError):  # the next start sweeps again
                 self._sweep()
+            self._keep_reserve()
             for job_id in reversed(self._store.ids(Status.IN_PROGRESS)):  # each becomes the first
                 await self._settle(job_id)
             async with asyncio.TaskGroup() as tasks:
@@ -246,6 +248,7 @@ class Scheduler:
             await self._written(partial(self._end, job_id, status, error))
         self._running.pop(job_id, None)
         self.progress.pop(job_id, None)
+        self._keep_reserve()
         self.wake()
 
     async def _written(self, write: Callable[[], _T]) -> _T | None:
@@ -259,7 +262,16 @@ class Scheduler:
             except sqlite3.OperationalError:
                 if self._is_stopping:
                     return None
+                self._reserve.unlink(missing_ok=True)
                 await asyncio.sleep(_RETRY_S)
+
+    def _keep_reserve(self) -> None:
+        """Keep room on the disk for the record that a job failed because the disk is full."""
+        if not self._reserve.exists():
+            try:
+                self._reserve.write_bytes(bytes(_RESERVE))
+            except OSError:
+                self._reserve.unlink(missing_ok=True)
 
     def _end(self, job_id: str, status: Status, error: Mapping[str, Any] | None = None) -> Job:
         job = self._store.finish(job_id, status, error=error)

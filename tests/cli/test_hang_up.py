@@ -1,16 +1,13 @@
 """Runs in a terminal: keys that are typed ahead, and a terminal that goes away, as at a lost ssh connection."""
 
-import json
 import re
 import signal
 import sys
 
 import pytest
-import tiny_training
 from pseudo_terminals import Terminal
 from safetensors import safe_open
 
-from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.engine.generate.sample import STEPS_KEY
 
 pytestmark = pytest.mark.slow
@@ -37,15 +34,3 @@ def test_with_nohup_a_generation_goes_on_to_its_end(tmp_path):
         terminal.hang_up()
         assert terminal.end() == 3  # its result is made, and could not be printed
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.png", "a.png.json"]
-
-
-def test_a_training_run_saves_a_checkpoint(tmp_path):
-    run = tmp_path / "run"
-    settings = tiny_training.vae_settings(run).replace({"loop.steps": 5000, "data.workers": 1})
-    (tmp_path / "settings.json").write_text(json.dumps(settings.model_dump(mode="json")))
-    with Terminal([*OSORA, "train", "--from", str(tmp_path / "settings.json")]) as terminal:
-        terminal.wait_for(lambda: (run / "log.jsonl").is_file() and len((run / "log.jsonl").read_text()) > 0)
-        terminal.hang_up()
-        assert terminal.end() == 130
-    (checkpoint,) = run.glob("epoch*-global_step*")
-    assert wrong_files(checkpoint) == []

@@ -56,13 +56,6 @@ def test_commands_are_in_groups_and_the_help_ends_with_the_documentation(osora) 
     assert "osora convert-ckpt" in osora("convert-ckpt", "--help").out
 
 
-@pytest.mark.slow
-def test_a_plan_of_the_demo_imports_neither_transformers_nor_compilers() -> None:
-    [modules] = modules_after(["generate", "raining, sea", "--model", "demo", "--dry-run", "--json"])
-    assert {"torch", "opensora_cli.engine.generate.plan"} <= modules
-    assert modules.isdisjoint({"transformers", "huggingface_hub", "torch._dynamo", "torch._inductor", "sympy"})
-
-
 @pytest.mark.parametrize(
     ("command", "panels"),
     [

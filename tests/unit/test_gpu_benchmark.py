@@ -6,7 +6,6 @@ from pathlib import Path
 import gpu
 import pytest
 import torch
-from gpu_bench import Bench
 
 CPU = ["--tiny", "--device", "cpu"]
 FAIL_ON_A_CPU = {"settings": ["fp8 products", "int8 products", "compiled, fp8 products"]}
@@ -39,24 +38,3 @@ def test_every_part_runs(tmp_path: Path) -> None:
         failed = [row["what"] for row in part["rows"] if "failed" in row]
         # What GPUs alone have.
         assert name == "rates" or failed == FAIL_ON_A_CPU.get(name, []), name
-
-
-def test_a_part_that_fails_leaves_its_rows_and_the_next_one_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def failing(bench: Bench):
-        yield {"what": "before"}
-        raise RuntimeError("the kernel is wrong")
-
-    def working(bench: Bench):
-        # What was measured is there already.
-        assert json.loads((tmp_path / "gpu.json").read_text())["parts"][0]["rows"] == [{"what": "before"}]
-        yield {"what": "after"}
-
-    monkeypatch.setattr(gpu, "PARTS", {"a": (failing, 0), "b": (working, 0)})
-    assert gpu.main([*CPU, "--out", str(tmp_path / "gpu.json")]) == 1
-    first, second = json.loads((tmp_path / "gpu.json").read_text())["parts"]
-    assert (first["status"], first["reason"]) == ("failed", "RuntimeError: the kernel is wrong")
-    assert first["rows"] == [{"what": "before"}]
-    assert "test_gpu_benchmark" in first["traceback"]
-    assert (second["status"], second["rows"]) == ("done", [{"what": "after"}])
