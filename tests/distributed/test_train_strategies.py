@@ -34,7 +34,7 @@ from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.bench_comm.measure import counted_bytes
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders
-from opensora_cli.engine.train.checkpoints import CheckpointWriter
+from opensora_cli.engine.train.checkpoints import CheckpointWriter, restore
 from opensora_cli.engine.train.distribution import Distribution, local, mesh_shape
 from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.objectives.distill import DistillTask
@@ -42,7 +42,6 @@ from opensora_cli.engine.train.objectives.dmd import DMDTask
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask, PreparedClips
 from opensora_cli.engine.train.optimizer import kept_tensors
 from opensora_cli.engine.train.parallelize import shard
-from opensora_cli.engine.train.state import restore
 from opensora_cli.engine.train.trainer import MODEL, Trainer
 from opensora_cli.memory.checkpointing import HostActivations, set_grad_checkpoint
 from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER

@@ -38,9 +38,7 @@ class Given(NamedTuple):
 
 
 def checkpoints_to_try(output: Path, resume: Resume) -> list[Path]:
-    """Return the checkpoints that a run may resume from, newest first.
-    Raises CheckpointError if there is none.
-    """
+    """Return the checkpoints that a run may resume from, newest first. Raises CheckpointError if there is none."""
     folders = all_epoch_folders(output) if output.is_dir() else []
     if resume.folder is not None:
         if not resume.folder.is_dir():
@@ -59,8 +57,6 @@ def refuse_early(
 ) -> None:
     """Check a run as far as that is possible without torch.
 
-    With a source of its own, a run needs no table.
-
     Raises:
         RequestError: Arguments contradict each other or the settings, or no clips are named.
         FileProblem: A table is missing.
@@ -76,7 +72,6 @@ def refuse_early(
 
 
 def _check_given(settings: TrainSettings, given: Given) -> None:
-    """Raise RequestError if settings contradict what a program gives, or if validation has no clips."""
     validation = settings.validation
     for source, table, key in (
         (given.source, settings.data.table, "data.table"),

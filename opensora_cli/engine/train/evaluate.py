@@ -73,10 +73,8 @@ class HeldOutLoss:
     def __init__(
         self, read: Callable[[int], Batch], *, count: int, settings: ValidationSettings, last_step: int
     ) -> None:
-        self._read = read
-        self._count = count
-        self._settings = settings
-        self._last_step = last_step
+        self._read, self._count = read, count
+        self._settings, self._last_step = settings, last_step
 
     def is_due(self, step: int) -> bool:
         """Return whether a validation is due after `step` steps; it may be due after 0 steps."""
@@ -85,9 +83,7 @@ class HeldOutLoss:
 
     def run(self, step: int, trainer: Trainer) -> Mapping[str, float]:
         """Return `loss` and the task's other figures, the same on all ranks. All ranks must call this."""
-        distribution = trainer.distribution
-        sums: dict[str, float] = {}
-        samples = 0
+        distribution, sums, samples = trainer.distribution, dict[str, float](), 0
         with evaluating(trainer):
             for first in range(0, self._count, distribution.data_ranks):
                 beat("validate")
@@ -147,11 +143,8 @@ class SampleVideos:
         folder: Path,
         reporter: Reporter,
     ) -> None:
-        self._settings = settings
-        self._embeds = embeds
-        self._autoencoder = autoencoder
-        self._folder = folder
-        self._reporter = reporter
+        self._settings, self._embeds, self._autoencoder = settings, embeds, autoencoder
+        self._folder, self._reporter = folder, reporter
 
     def is_due(self, step: int) -> bool:
         """Return whether samples are due after `step` steps."""

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -50,12 +49,9 @@ class Metrics:
             raise HardwareError("watching.nvtx=true needs a GPU, and this runs on a CPU", hint="drop it")
         profiled = nullcontext if watching.profile_steps is None else record_function
         self.clock = Clock(mark=profiler_range if watching.nvtx else profiled)
-        self._writes = distribution.is_main
-        self._every = settings.loop.log_every
-        self._device = distribution.device
+        self._output, self._reporter, self._device = output, reporter, distribution.device
+        self._writes, self._every = distribution.is_main, settings.loop.log_every
         self._mfu = open_mfu(settings, distribution)
-        self._output = output
-        self._reporter = reporter
         self._log = JsonLog(output / LOG_FILE, reporter=reporter)
         self._open_events = require_tensorboard() if watching.tensorboard and self._writes else None
         self._events: SummaryWriter | None = None
@@ -111,37 +107,32 @@ class Metrics:
         self._write_profile()
 
     def _line(self) -> dict[str, object]:
-        last, count = self._window[-1], len(self._window)
-        figures: defaultdict[str, list[float]] = defaultdict(list)
-        sums: defaultdict[str, float] = defaultdict(float)
-        for report in self._window:
-            for name, value in report.figures.items():
-                figures[name].append(value)
-            for name, value in report.seconds.items():
-                sums[name] += value
-        total = sums.pop("total")
-        seconds = {**sums, "other": total - sum(sums.values())}
-        trained = total - sum(sums[name] for name in _BESIDE_TRAINING)
+        window, last, count = self._window, self._window[-1], len(self._window)
+        names = dict.fromkeys(name for report in window for name in report.figures)
+        means = {name: fmean(each.figures[name] for each in window if name in each.figures) for name in names}
+        parts = dict.fromkeys(name for report in window for name in report.seconds)
+        seconds = {name: sum(report.seconds.get(name, 0.0) for report in window) for name in parts}
+        total = seconds.pop("total")
+        trained = total - sum(seconds.get(name, 0.0) for name in _BESIDE_TRAINING)
+        speed = {}
+        if trained > 0:
+            samples, tokens = (sum(getattr(each, name) for each in window) for name in ("samples", "tokens"))
+            speed = {"samples_per_s": round(samples / trained, 3), "tokens_per_s": round(tokens / trained, 1)}
+            if self._mfu is not None:
+                speed["mfu"] = round(self._mfu(samples, tokens, trained), 4)
+        seconds["other"] = total - sum(seconds.values())
         return {
             "step": last.step,
             "epoch": last.epoch,
-            **{name: round(fmean(values), 6) for name, values in figures.items()},
+            **{name: round(mean, 6) for name, mean in means.items()},
             "learning_rate": last.learning_rate,
             "seconds_per_step": round(total / count, 4),
-            **self._speed(trained),
-            "data_wait": round(sums["data"] / trained, 4) if trained > 0 else 0.0,
+            **speed,
+            "data_wait": round(seconds.get("data", 0.0) / trained, 4) if trained > 0 else 0.0,
             **peak_memory_gib(self._device),
             "seconds": {name: round(value / count, 6) for name, value in seconds.items()},
-            "skipped": sum(report.skipped for report in self._window),
+            "skipped": sum(report.skipped for report in window),
         }
-
-    def _speed(self, seconds: float) -> dict[str, float]:
-        if seconds <= 0:
-            return {}
-        samples = sum(report.samples for report in self._window)
-        tokens = sum(report.tokens for report in self._window)
-        mfu = {} if self._mfu is None else {"mfu": round(self._mfu(samples, tokens, seconds), 4)}
-        return {"samples_per_s": round(samples / seconds, 3), "tokens_per_s": round(tokens / seconds, 1), **mfu}
 
     def _write(self, line: Mapping[str, object]) -> None:
         self._log.write(line)
@@ -201,8 +192,7 @@ class JsonLog:
     """
 
     def __init__(self, path: Path, *, reporter: Reporter) -> None:
-        self._path = path
-        self._reporter = reporter
+        self._path, self._reporter = path, reporter
         self._file: BinaryIO | None = None
         self._has_warned = False
 

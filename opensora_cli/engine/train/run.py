@@ -1,41 +1,55 @@
 """Execution of `osora train`: starts or resumes a run, and exports the weights."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from opensora_cli.checkpoint.formats.colossal import all_epoch_folders
+from opensora_cli.checkpoint.shared_folder import on_all
 from opensora_cli.core.device import multiplies_bf16, random_state_kept, tf32_products
+from opensora_cli.core.device_names import type_of_ranks
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import OutputError, RequestError, TrainingError
 from opensora_cli.core.locks import LOCK_FILE, sole_run
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_link import beat
-from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.signals import deferred_interrupts
 from opensora_cli.core.threads import threads_used
 from opensora_cli.data.batches import ClipSource
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import OutOfMemoryError, out_of_memory_reported
-from opensora_cli.engine.encode.datasets import open_batches
+from opensora_cli.engine.encode.datasets import open_batches, open_table
+from opensora_cli.engine.encode.fill_cache import require_same_settings
+from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch, log_folder, write_settings
 from opensora_cli.engine.launch.rank import WatchedReporter, settings_of_ranks
-from opensora_cli.engine.train.build import build_task, open_clips_cache, refuse_before_ranks
-from opensora_cli.engine.train.checkpoints import CheckpointWriter, choose_checkpoint, prepare_output
-from opensora_cli.engine.train.distribution import Distribution, joined_ranks, start_ranks, training_device
+from opensora_cli.engine.train.build import build_task, open_clips_cache, plan_attention
+from opensora_cli.engine.train.checkpoints import (
+    CheckpointWriter,
+    as_recorded,
+    choose_checkpoint,
+    prepare_output,
+    read_running_states,
+    restore,
+    whole_weights,
+)
+from opensora_cli.engine.train.distribution import Distribution, joined_ranks, training_device
 from opensora_cli.engine.train.early import Given, Resume, refuse_early
 from opensora_cli.engine.train.evaluate import HeldOutLoss, SampleVideos, open_samples, open_validation
-from opensora_cli.engine.train.frozen_weights import streamed_weights
+from opensora_cli.engine.train.memory import streamed_weights
 from opensora_cli.engine.train.metrics import Metrics
 from opensora_cli.engine.train.objectives import TokenWeights
 from opensora_cli.engine.train.plan import TrainPlan, plan_training, refuse_lack_of_memory
-from opensora_cli.engine.train.state import as_recorded, read_running_states, restore, whole_weights
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.engine.train.transformer import plan_attention
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import Compute
 
 _Event = HeldOutLoss | SampleVideos
+_SAVING_S = 1800.0
+"""Seconds that an interrupted rank has to finish its step and a checkpoint."""
 _SMALLER = "use smaller batches or sizes, or memory.checkpointing=full; --dry-run prints the memory of a rank"
 
 
@@ -110,8 +124,7 @@ def train(
                     f"parallel.gpus={ranks} starts no ranks for the clips of a program",
                     hint=f"use torchrun --nproc-per-node {ranks}, and pass context=find_context(os.environ)",
                 )
-            refuse_before_ranks(settings)
-            start_ranks(settings, flags=rank_flags)
+            _start_ranks(settings, flags=rank_flags)
             return None
         if distribution is None:
             refuse_lack_of_memory(settings, rank=0, reporter=reporter)
@@ -119,16 +132,28 @@ def train(
         return _Run(plan, distribution, reporter, given).run()
 
 
+def _start_ranks(settings: TrainSettings, *, flags: Sequence[str]) -> None:
+    """Train in one process per rank, and return when all are done. The first rank prints.
+
+    Unreadable tables, and a cache of other settings, are refused before.
+    """
+    for each in [settings, *([settings.held_out] if settings.validation.every is not None else [])]:
+        open_table(each, fixed_starts=False)
+    kind, parallel = type_of_ranks(settings.device), settings.parallel
+    if settings.clip_cache is not None:
+        require_same_settings(settings, device=torch.device(kind))
+    with log_folder("train") as log_dir:
+        request = LaunchRequest(parallel=parallel, gpus=parallel.ranks_per_node, device_type=kind, log_dir=log_dir)
+        saved = write_settings(log_dir, settings.model_dump(mode="json"))
+        launch(request, ["train", "--from", str(saved), *flags], pace=Pace(finish_s=_SAVING_S))
+
+
 class _Run:
     """Part of a run in one process. The plan is the same on all ranks."""
 
     def __init__(self, plan: TrainPlan, distribution: Distribution, reporter: Reporter, given: Given) -> None:
-        self._plan = plan
-        self._given = given
-        self._distribution = distribution
-        self._reporter = reporter
-        self._settings = plan.settings
-        self._output = plan.output
+        self._plan, self._distribution, self._reporter, self._given = plan, distribution, reporter, given
+        self._settings, self._output = plan.settings, plan.output
         self._writer = CheckpointWriter(plan.output, plan.settings.checkpoints, reporter=reporter)
         self._metrics = Metrics(plan.settings, distribution=distribution, output=plan.output, reporter=reporter)
         self._attention: AttentionPlan | None = None
@@ -155,7 +180,7 @@ class _Run:
         plan, distribution, reporter = self._plan, self._distribution, self._reporter
         device, folder, threads = distribution.device, None, plan.threads
         with ExitStack() as stack:
-            stack.enter_context(_locked(self._output, distribution))
+            on_all(dist.group.WORLD if distribution.ranks > 1 else None, lambda: self._lock(stack))
             if plan.resume_from is not None:
                 folder = choose_checkpoint(self._output, plan.resume_from, distribution=distribution, reporter=reporter)
                 recorded, data_ranks = read_running_states(folder), distribution.data_ranks
@@ -205,6 +230,13 @@ class _Run:
             parameters=plan.parameters,
             attention=self._attention,
         )
+
+    def _lock(self, stack: ExitStack) -> None:
+        """Lock the run's folder against other runs."""
+        if self._distribution.is_main:
+            problem = f"{self._output} is in use by another run"
+            hint = "wait until it ends or end it, or give another folder: --set output=FOLDER"
+            stack.enter_context(sole_run(self._output / LOCK_FILE, problem=problem, hint=hint))
 
     def _build(self, stack: ExitStack) -> Trainer:
         settings, distribution, reporter = self._settings, self._distribution, self._reporter
@@ -337,22 +369,3 @@ class _Run:
         if problem is not None:
             self._reporter.note(f"the weights of step {trainer.step} are exported to {self._output}")
             raise problem
-
-
-@contextmanager
-def _locked(output: Path, distribution: Distribution) -> Iterator[None]:
-    """Lock the run's folder against other runs; all ranks raise if one uses it."""
-    with ExitStack() as stack:
-        refusal = None
-        if distribution.is_main:
-            try:
-                problem = f"{output} is in use by another run"
-                hint = "wait until it ends or end it, or give another folder: --set output=FOLDER"
-                stack.enter_context(sole_run(output / LOCK_FILE, problem=problem, hint=hint))
-            except OutputError as error:
-                refusal = error.message, error.hint
-        if distribution.ranks > 1:
-            refusal = broadcast_json(refusal)
-        if refusal is not None:
-            raise OutputError(refusal[0], hint=refusal[1])
-        yield

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -51,14 +52,16 @@ class Role:
 
 
 class Task(ABC):
-    """Training task: a module with its loss and export."""
+    """Training task: a module with its loss and export.
+
+    `module` is updated, averaged and saved; it may be sharded in place before training. `forward` is called instead of
+    it: the module itself, or later its parallel wrapper. `roles` are others than `MODEL`, which has the weights of
+    `module` that they do not own.
+    """
 
     module: nn.Module
-    """Module that is updated, averaged and saved. It may be sharded in place before training."""
     forward: Callable[..., Any]
-    """Function that `loss` calls instead of `module`: the module itself, or later its parallel wrapper."""
     roles: Mapping[str, Role]
-    """Other roles than `MODEL`, which has the weights of `module` that they do not own."""
 
     def __init__(self, module: nn.Module, *, roles: Mapping[str, Role] | None = None) -> None:
         self.module = self.forward = module
@@ -77,8 +80,7 @@ class Task(ABC):
         All micro-batches of a step have the same roles. A role without a loss is not updated. The backward pass of a
         loss must reach only weights of its role.
         """
-        loss, figures = self.loss(batch, rng)
-        yield MODEL, loss, figures
+        yield MODEL, *self.loss(batch, rng)
 
     @abstractmethod
     def tokens(self, batch: Any) -> int:
@@ -97,9 +99,16 @@ class Task(ABC):
 
     def trained(self, name: str) -> dict[str, nn.Parameter]:
         """Return the trained weights of a role by name, in the order of its module."""
-        role = self.roles.get(name)
-        module, owns = (self.module, self._is_of_model) if role is None else (role.module, role.owns)
-        return {key: weight for key, weight in module.named_parameters() if weight.requires_grad and owns(key)}
+        if role := self.roles.get(name):
+            owned = {key: weight for key, weight in role.module.named_parameters() if role.owns(key)}
+        else:
+            others = [role for role in self.roles.values() if role.module is self.module]
+            owned = {
+                key: weight
+                for key, weight in self.module.named_parameters()
+                if not any(role.owns(key) for role in others)
+            }
+        return {key: weight for key, weight in owned.items() if weight.requires_grad}
 
     def shard(self, distribution: Distribution, *, recipe: Recipe | None = None) -> None:
         """Reduce the modules to this rank's parts. `recipe` is that of `parallelize.shard`."""
@@ -113,37 +122,29 @@ class Task(ABC):
             else:
                 role.forward = self.forward
 
-    def _is_of_model(self, name: str) -> bool:
-        return not any(role.module is self.module and role.owns(name) for role in self.roles.values())
-
 
 class Batch(Protocol):
-    """Micro-batch."""
+    """Micro-batch: its number in the whole run, over all ranks and epochs, from 0, and the names of its samples."""
 
     @property
-    def number(self) -> int:
-        """Number of the micro-batch in the whole run, over all ranks and epochs, from 0."""
+    def number(self) -> int: ...
 
     @property
-    def paths(self) -> tuple[str, ...]:
-        """Names of the samples, for the log of skipped steps."""
+    def paths(self) -> tuple[str, ...]: ...
 
 
 class BatchSource(Protocol):
-    """Source of this rank's micro-batches. With R data-parallel ranks, rank r gets r, r+R, r+2R and so on."""
+    """Endless source of this rank's micro-batches. With R data-parallel ranks, rank r gets r, r+R, r+2R and so on."""
 
     @property
     def epoch(self) -> int:
         """Epoch of the latest micro-batch, or of the first one before any, from 0."""
 
     def next(self) -> Any:
-        """Return this rank's next `Batch`. The source never ends."""
+        """Return this rank's next `Batch`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data, without prefetched micro-batches, as plain values and tensors.
-
-        Call this between updates, when all ranks have had equally many. The result is the same for any number of ranks.
-        """
+        """Return the position in the data between two updates, the same for any number of ranks, as plain values."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a result of `state_dict`. Raises CheckpointError if the state belongs to other data."""
@@ -151,7 +152,7 @@ class BatchSource(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """Report of one update, which may be skipped."""
+    """Report of one update, which is skipped if the loss or gradient was not finite."""
 
     step: int
     """Number of finished steps, including this one."""
@@ -160,13 +161,11 @@ class StepReport:
     """`loss`, `grad_norm` and figures of the task: means over all micro-batches and ranks; empty if skipped."""
     learning_rate: float
     samples: int
-    """Number of samples of all ranks."""
     tokens: int
-    """Number of tokens of all ranks."""
+    """Number of tokens of all ranks; `samples` counts all ranks, too."""
     seconds: Mapping[str, float]
     """Seconds of this rank by `PARTS`, and `total` from the end of the last step to the end of this one."""
     skipped: bool
-    """Whether nothing was updated because the loss or gradient was not finite."""
     paths: tuple[str, ...]
     """Paths of this rank's samples; for a skipped step, samples of all ranks that may be the cause."""
 
@@ -224,9 +223,7 @@ class Trainer:
         clock: Clock,
         trained_only: bool = False,
     ) -> None:
-        self.task = task
-        self.batches = batches
-        self.distribution = distribution
+        self.task, self.batches, self.distribution = task, batches, distribution
         self.trained_only = trained_only
         self.micro_batches = loop.micro_batches or distribution.data_ranks
         if self.micro_batches % distribution.data_ranks:
@@ -241,9 +238,7 @@ class Trainer:
         self.skipped_in_a_row = 0
         self.losses: list[float] = []
         """Losses since the last checkpoint, which clears them."""
-        self._loop = loop
-        self._compute = torch_dtype(compute)
-        self._clock = clock
+        self._loop, self._compute, self._clock = loop, torch_dtype(compute), clock
 
     def averaged(self) -> AbstractContextManager[None]:
         """Swap the averaged weights into the module inside the block; without an average, do nothing."""
@@ -315,24 +310,20 @@ class Trainer:
     def _add_gradients(self, batch: Batch, *, share: float, last: bool) -> dict[str, Tensor]:
         """Add the gradients of a micro-batch, the last one of the update or not; return its losses and figures."""
         figures: dict[str, Tensor] = {}
-        with self.distribution.accumulating(last=last):
-            for role, loss, more in self._losses(batch):
-                with self._clock.part("backward"):
-                    (loss * share).backward()  # type: ignore[no-untyped-call]
-                figures.update({_figure(role, "loss"): loss.detach(), **more})
-        return figures
-
-    def _losses(self, batch: Batch) -> Losses:
         rng = SampleRng.of(self._loop.seed, batch.number)
         # The seed makes dropout inside modules the same for a micro-batch on any rank, at any time.
         torch.manual_seed(rng.torch.initial_seed())
         losses = self.task.losses(batch, rng)
-        while True:
-            with self._clock.part("forward"), self.autocast():
-                found = next(losses, None)
-            if found is None:
-                return
-            yield found
+        with self.distribution.accumulating(last=last):
+            while True:
+                with self._clock.part("forward"), self.autocast():
+                    found = next(losses, None)
+                if found is None:
+                    return figures
+                role, loss, more = found
+                with self._clock.part("backward"):
+                    (loss * share).backward()  # type: ignore[no-untyped-call]
+                figures.update({_figure(role, "loss"): loss.detach(), **more})
 
     def _report(
         self,
@@ -349,7 +340,10 @@ class Trainer:
         with self._clock.part("exchange"):
             means = self.distribution.mean({**means, _SAMPLES: len(paths), _TOKENS: tokens})
             if skipped:
-                paths = self._suspects(suspects, paths)
+                # Samples of all ranks with a loss that is not finite, or else all samples of the step.
+                of_ranks = all_gather_json([suspects, paths]) if self.distribution.ranks > 1 else [[suspects, paths]]
+                suspected, all_paths = (list(dict.fromkeys(chain(*each))) for each in zip(*of_ranks, strict=True))
+                paths = suspected or all_paths
         samples, tokens = (round(means.pop(name) * self.distribution.data_ranks) for name in (_SAMPLES, _TOKENS))
         found = {
             **{name: means.pop(name) for name in [_figure(role, "loss") for role in norms]},
@@ -367,14 +361,6 @@ class Trainer:
             skipped=skipped,
             paths=tuple(paths),
         )
-
-    def _suspects(self, suspects: list[str], paths: list[str]) -> list[str]:
-        """Return the samples of all ranks with a loss that is not finite, or else all samples of the step."""
-        found = [[suspects, paths]]
-        if self.distribution.ranks > 1:
-            found = all_gather_json([suspects, paths])
-        suspected = [path for each, _ in found for path in each]
-        return list(dict.fromkeys(suspected or (path for _, each in found for path in each)))
 
 
 def _figure(role: str, name: str) -> str:

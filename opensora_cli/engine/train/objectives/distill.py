@@ -21,7 +21,7 @@ from opensora_cli.core.conditions import CONDITION_MODES, T2V
 from opensora_cli.data.batches import ClipBatch, SampleRng
 from opensora_cli.engine.components.few_steps import sampling_metadata
 from opensora_cli.engine.train.lora import using_adapter
-from opensora_cli.engine.train.objectives.mmdit import MMDiTObjective, MMDiTTask, PreparedClips
+from opensora_cli.engine.train.objectives.mmdit import MMDiTTask, PreparedClips
 from opensora_cli.sampling.denoise import euler_step
 from opensora_cli.sampling.guidance import (
     NO_GUIDANCE,
@@ -47,6 +47,12 @@ class DistillTask(MMDiTTask):
     @cached_property
     def _branches(self) -> tuple[Branch, ...]:
         return teacher_branches(self._run)
+
+    @classmethod
+    def evaluations(cls, settings: TrainSettings) -> float:
+        """Return the mean number of evaluations of the adapter before its step, and of its teacher."""
+        distill = settings.train_distill
+        return (distill.steps - 1) / 2 + distill.teacher_steps * len(teacher_branches(settings))
 
     def begin_step(self, step: int) -> None:
         """Draw the step of the adapter that the update after `step` updates trains."""
@@ -144,15 +150,4 @@ def teacher_guidance(settings: TrainSettings) -> Guidance:
     )
 
 
-class DistillObjective(MMDiTObjective):
-    """Objective of the adapter, beside the frozen weights of its model."""
-
-    task = DistillTask
-
-    def evaluations(self, settings: TrainSettings) -> float:
-        """Return the mean number of evaluations of the adapter before its step, and of its teacher."""
-        distill = settings.train_distill
-        return (distill.steps - 1) / 2 + distill.teacher_steps * len(teacher_branches(settings))
-
-
-OBJECTIVE = DistillObjective()
+OBJECTIVE = DistillTask

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from opensora_cli.data.batches import ClipBatch, SampleRng
 from opensora_cli.engine.train.lora import CRITIC, is_of_critic, using_adapter
 from opensora_cli.engine.train.objectives.distill import DistillTask, teacher_branches
-from opensora_cli.engine.train.objectives.mmdit import MMDiTObjective, PreparedClips
+from opensora_cli.engine.train.objectives.mmdit import PreparedClips
 from opensora_cli.engine.train.trainer import MODEL, Losses, Role
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.sampling.guidance import Branch
@@ -36,6 +36,17 @@ class DMDTask(DistillTask):
         rate, optimizer = run.train_distill.critic_learning_rate, run.optimizer
         ends = {key: min(rate, getattr(optimizer, key)) for key in ("initial_learning_rate", "final_learning_rate")}
         return {CRITIC: Role(module, optimizer.replace({"learning_rate": rate, **ends}), owns=is_of_critic)}
+
+    @classmethod
+    def evaluations(cls, settings: TrainSettings) -> float:
+        """Return the mean number of evaluations beside the critic's own; the student's backward pass counts as one."""
+        distill = settings.train_distill
+        return (distill.steps - 1) / 2 + 1 + (len(teacher_branches(settings)) + 2) / distill.critic_steps
+
+    @classmethod
+    def measured_steps(cls, settings: TrainSettings) -> tuple[int, ...]:
+        """Return the first step, in which both adapters learn, and the next such step."""
+        return (0, settings.train_distill.critic_steps)
 
     def begin_step(self, step: int) -> None:
         """Draw the student's step that the update after `step` updates trains."""
@@ -77,19 +88,4 @@ class DMDTask(DistillTask):
         return step, noise_BND, torch.lerp(data_BND, noise_BND, times[step])
 
 
-class DMDObjective(MMDiTObjective):
-    """Objective of both adapters, beside the frozen weights of their model."""
-
-    task = DMDTask
-
-    def evaluations(self, settings: TrainSettings) -> float:
-        """Return the mean number of evaluations beside the critic's own; the student's backward pass counts as one."""
-        distill = settings.train_distill
-        return (distill.steps - 1) / 2 + 1 + (len(teacher_branches(settings)) + 2) / distill.critic_steps
-
-    def measured_steps(self, settings: TrainSettings) -> tuple[int, ...]:
-        """Return the first step, in which both adapters learn, and the next such step."""
-        return (0, settings.train_distill.critic_steps)
-
-
-OBJECTIVE = DMDObjective()
+OBJECTIVE = DMDTask

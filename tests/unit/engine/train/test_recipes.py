@@ -17,11 +17,10 @@ from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.architectures import new_autoencoder
 from opensora_cli.engine.encode.datasets import open_batches
 from opensora_cli.engine.generate.run import generate
-from opensora_cli.engine.train.activations import plan_activations
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.estimate import estimate_training
-from opensora_cli.engine.train.frozen_weights import plan_frozen_weights
+from opensora_cli.engine.train.memory import plan_activations, plan_frozen_weights
 from opensora_cli.engine.train.run import train
 from opensora_cli.media.read import read_video
 from opensora_cli.media.write import write_media

@@ -19,11 +19,11 @@ from opensora_cli.engine.ckpt.convert import merge_lora
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate.models import load_transformer
 from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.train.build import new_transformer
 from opensora_cli.engine.train.early import Resume
-from opensora_cli.engine.train.frozen_weights import streamed_weights, waiting_weights
+from opensora_cli.engine.train.memory import streamed_weights, waiting_weights
 from opensora_cli.engine.train.plan import plan_training
 from opensora_cli.engine.train.run import train
-from opensora_cli.engine.train.transformer import new_transformer
 from opensora_cli.settings.ckpt import MergeLoraSettings
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import load_preset

@@ -9,9 +9,7 @@ from tiny_autoencoders import NUM_FRAMES, VAES, clip_batch, vae_task
 from toy_training import Listener
 
 from opensora_cli.data.batches import SampleRng
-from opensora_cli.engine.train.objectives.vae import cut_squares, to_pixels
-from opensora_cli.engine.train.objectives.vae import vae_task as build_task
-from opensora_cli.engine.train.objectives.vae_terms import PerceptualDistance
+from opensora_cli.engine.train.objectives.vae import PerceptualDistance, VAETask, cut_squares, to_pixels
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import OptimizerSettings
 
@@ -194,9 +192,9 @@ class TestBuild:
 
     def test_a_perceptual_term_without_weights_is_off_with_a_warning(self, settings):
         listener = Listener()
-        assert build_task(settings, device=CPU, reporter=listener).adversary is None
+        assert VAETask.new(settings, device=CPU, reporter=listener).adversary is None
         assert listener.warnings == []
-        task = build_task(settings.replace({"train_vae.perceptual_weight": 0.5}), device=CPU, reporter=listener)
+        task = VAETask.new(settings.replace({"train_vae.perceptual_weight": 0.5}), device=CPU, reporter=listener)
         assert len(listener.warnings) == 1
         assert "the perceptual term is off" in listener.warnings[0]
         task.begin_step(0)

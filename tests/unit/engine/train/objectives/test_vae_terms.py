@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.engine.train.objectives.vae_terms import (
+from opensora_cli.engine.train.objectives.vae import (
     PatchDiscriminator3d,
     adaptive_weight,
     hinge_loss,
