@@ -7,11 +7,10 @@ import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -134,18 +133,16 @@ def as_recorded(
     return settings.replace({"loop.micro_batches": recorded}), threads
 
 
-@dataclass(frozen=True, slots=True)
-class StatePart:
-    """Tensor of the state."""
+class StatePart(NamedTuple):
+    """This rank's part of a tensor of the state, with its file (`model` is a folder of shards) and its name there.
+
+    `parameter` names the parameter of the sharded module with the same layout; empty means the same on all ranks.
+    """
 
     file: str
-    """File of the checkpoint; `model` is a folder of shards."""
     key: str
-    """Name of the tensor in that file."""
     parameter: str
-    """Name of the parameter with the same layout, in the sharded module. Empty means the same tensor on all ranks."""
     tensor: Tensor
-    """Part of this rank, which training changes."""
 
 
 def tensors_of(trainer: Trainer) -> Iterator[StatePart]:
@@ -416,8 +413,7 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Wait for the writing of all ranks to end. Raises an OutputError of any rank once, on all ranks."""
         self._job.join()
-        error = self._job.take_error()
-        if error is not None:
+        if (error := self._job.take_error()) is not None:
             raise error
 
     def _copy(self, trainer: Trainer) -> dict[str, dict[str, Tensor]]:

@@ -76,12 +76,10 @@ def _read(run: Path) -> list[Mapping[str, Any]]:
 
 def _points(lines: Sequence[Mapping[str, Any]], event: str | None, name: str) -> tuple[list[float], list[float]]:
     """Return the steps and the finite values of a figure in the lines of an event; None means training."""
-    points = [
-        (float(line["step"]), float(value))
+    values = {
+        line["step"]: value
         for line in lines
-        if line.get("event") == event
-        and isinstance(line.get("step"), int | float)
-        and isinstance(value := line.get(name), int | float)
-        and math.isfinite(value)
-    ]
-    return [step for step, _ in points], [value for _, value in points]
+        if line.get("event") == event and isinstance(line.get("step"), int | float)
+        if isinstance(value := line.get(name), int | float) and math.isfinite(value)
+    }
+    return [*values], [*values.values()]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -63,6 +64,7 @@ def evaluating(trainer: Trainer) -> Iterator[None]:
             module.training = training
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutLoss:
     """Validation loss of the weights for export, with the same timesteps and noise every time.
 
@@ -70,29 +72,28 @@ class HeldOutLoss:
     of the `count` micro-batches. A validation is due every few steps and after `last_step`.
     """
 
-    def __init__(
-        self, read: Callable[[int], Batch], *, count: int, settings: ValidationSettings, last_step: int
-    ) -> None:
-        self._read, self._count = read, count
-        self._settings, self._last_step = settings, last_step
+    read: Callable[[int], Batch]
+    count: int
+    settings: ValidationSettings
+    last_step: int
 
     def is_due(self, step: int) -> bool:
         """Return whether a validation is due after `step` steps; it may be due after 0 steps."""
-        every = self._settings.every
-        return every is not None and (step % every == 0 or step == self._last_step)
+        every = self.settings.every
+        return every is not None and (step % every == 0 or step == self.last_step)
 
     def run(self, step: int, trainer: Trainer) -> Mapping[str, float]:
         """Return `loss` and the task's other figures, the same on all ranks. All ranks must call this."""
         distribution, sums, samples = trainer.distribution, dict[str, float](), 0
         with evaluating(trainer):
-            for first in range(0, self._count, distribution.data_ranks):
+            for first in range(0, self.count, distribution.data_ranks):
                 beat("validate")
                 index = first + distribution.data_rank
                 # A rank without a batch computes one that does not count because forward passes may be collective.
-                batch = self._read(min(index, self._count - 1))
+                batch = self.read(min(index, self.count - 1))
                 # The same state for every batch, so that the noise of a clip depends only on its path.
-                loss, figures = trainer.task.loss(batch, SampleRng.of(self._settings.seed, 0))
-                weight = len(batch.paths) if index < self._count else 0
+                loss, figures = trainer.task.loss(batch, SampleRng.of(self.settings.seed, 0))
+                weight = len(batch.paths) if index < self.count else 0
                 samples += weight
                 for name, value in {"loss": loss, **figures}.items():
                     sums[name] = sums.get(name, 0.0) + (weight * float(value) if weight else 0.0)
@@ -124,9 +125,10 @@ def open_validation(
         replaced.warn(batch)
         return batch
 
-    return HeldOutLoss(read, count=count, settings=settings.validation, last_step=settings.loop.steps)
+    return HeldOutLoss(read=read, count=count, settings=settings.validation, last_step=settings.loop.steps)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleVideos:
     """Generator of a video for each prompt with the weights for export, and the same noise every time.
 
@@ -134,22 +136,16 @@ class SampleVideos:
     an entry per prompt, together with the empty prompt. Embeddings, and the autoencoder between uses, are on the host.
     """
 
-    def __init__(
-        self,
-        settings: TrainSettings,
-        *,
-        embeds: list[PromptEmbeds],
-        autoencoder: Autoencoder,
-        folder: Path,
-        reporter: Reporter,
-    ) -> None:
-        self._settings, self._embeds, self._autoencoder = settings, embeds, autoencoder
-        self._folder, self._reporter = folder, reporter
+    settings: TrainSettings
+    embeds: list[PromptEmbeds]
+    autoencoder: Autoencoder
+    folder: Path
+    reporter: Reporter
 
     def is_due(self, step: int) -> bool:
         """Return whether samples are due after `step` steps."""
-        every = self._settings.samples.every
-        return every is not None and step > 0 and (step % every == 0 or step == self._settings.loop.steps)
+        every = self.settings.samples.every
+        return every is not None and step > 0 and (step % every == 0 or step == self.settings.loop.steps)
 
     def run(self, step: int, trainer: Trainer) -> Mapping[str, float]:
         """Write the videos `step{n}/PROMPT_seed{s}.mp4`. All ranks must call this.
@@ -157,27 +153,27 @@ class SampleVideos:
         A video that cannot be written, for example on a full disk, causes a warning.
         """
         device, latents = trainer.distribution.device, []
-        with self._reporter.stage("samples", total=len(self._embeds), unit="videos") as progress:
-            for index in range(len(self._embeds)):
+        with self.reporter.stage("samples", total=len(self.embeds), unit="videos") as progress:
+            for index in range(len(self.embeds)):
                 with evaluating(trainer):
                     latents.append(self._latents(index, trainer, device))
                 progress.advance()
             if not trainer.distribution.is_main:
                 return {}
-            self._autoencoder.to(device)
+            self.autoencoder.to(device)
             try:
                 for index, latents_1CTHW in enumerate(latents):
                     try:
                         self._write(step, index, latents_1CTHW.to(device))
                     except OutputError as error:
-                        self._reporter.warn(f"{error.message}: the video is skipped")
+                        self.reporter.warn(f"{error.message}: the video is skipped")
             finally:
-                self._autoencoder.to(_HOST)
+                self.autoencoder.to(_HOST)
                 release_memory(device)
         return {}
 
     def _latents(self, index: int, trainer: Trainer, device: torch.device) -> Tensor:
-        settings, embeds = self._settings, self._embeds[index]
+        settings, embeds = self.settings, self.embeds[index]
         chosen, model, grid = settings.samples, settings.model, settings.vae.grid
         # The checked settings have all three sizes.
         num_frames, height, width = (size or 0 for size in (chosen.num_frames, chosen.height, chosen.width))
@@ -218,16 +214,16 @@ class SampleVideos:
 
     @torch.no_grad()
     def _write(self, step: int, index: int, latents_1CTHW: Tensor) -> None:
-        chosen, dtype = self._settings.samples, next(self._autoencoder.parameters()).dtype
+        chosen, dtype = self.settings.samples, next(self.autoencoder.parameters()).dtype
         prompt, seed = chosen.prompts[index], chosen.seed + index
-        pieces = self._autoencoder.decode_pieces(
-            latents_1CTHW.to(dtype), tiling=vae_tiling(self._settings.vae), canvas=_HOST
+        pieces = self.autoencoder.decode_pieces(
+            latents_1CTHW.to(dtype), tiling=vae_tiling(self.settings.vae), canvas=_HOST
         )
         software = f"osora {opensora_cli.__version__}"
         write_media(
             (to_uint8(piece_1CTHW[0]).cpu() for piece_1CTHW in pieces),
-            self._folder / f"step{step}" / f"{file_stem(prompt, seed=seed)}.mp4",
-            fps=chosen.fps or self._settings.data.fps_max,
+            self.folder / f"step{step}" / f"{file_stem(prompt, seed=seed)}.mp4",
+            fps=chosen.fps or self.settings.data.fps_max,
             format=MediaFormat.MP4,
             metadata={"prompt": prompt, "seed": str(seed), "step": str(step), "software": software},
         )
@@ -252,5 +248,5 @@ def open_samples(
     del encoders
     release_memory(distribution.device)
     return SampleVideos(
-        settings, embeds=embeds, autoencoder=autoencoder, folder=output / SAMPLES_FOLDER, reporter=reporter
+        settings=settings, embeds=embeds, autoencoder=autoencoder, folder=output / SAMPLES_FOLDER, reporter=reporter
     )

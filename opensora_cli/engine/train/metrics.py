@@ -258,7 +258,7 @@ def _step_of(line: str) -> float:
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return float("inf")  # a partial line from a crash
+        return math.inf  # a partial line from a crash
 
 
 def _finite(value: object) -> object:

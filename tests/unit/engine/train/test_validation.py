@@ -22,7 +22,7 @@ def held_out(index):
 
 def validation(*, count=3, every=2, seed=0, last_step=100):
     settings = ValidationSettings(every=every, seed=seed)
-    return HeldOutLoss(held_out, count=count, settings=settings, last_step=last_step)
+    return HeldOutLoss(read=held_out, count=count, settings=settings, last_step=last_step)
 
 
 def weights(trainer):
