@@ -118,7 +118,6 @@ def empty_transformer(settings: TrainSettings) -> MMDiT:
 
 
 def with_adapter(transformer: MMDiT, settings: TrainSettings) -> MMDiT:
-    """Add the run's adapter, if it has one, to a transformer in place, and return the transformer."""
     if settings.lora.is_on:
         lora, has_critic = settings.lora, settings.objective.has_critic
         add_lora(transformer.to(weights_dtype(settings)), lora, seed=settings.loop.seed, has_critic=has_critic)

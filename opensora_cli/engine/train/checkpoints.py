@@ -301,7 +301,6 @@ def set_aside_newer(output: Path, folder: Path, *, reporter: Reporter) -> None:
 
 
 def remove_old(output: Path, settings: CheckpointSettings) -> None:
-    """Remove the checkpoints of a run, except the newest and the best."""
     folders = epoch_folders(output)
     best = _best(folders) if settings.keep_best else None
     for folder in folders[settings.keep :]:

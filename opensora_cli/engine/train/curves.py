@@ -27,7 +27,6 @@ class TrainPlot(Document):
     runs: tuple[Path, ...]
 
     def lines(self) -> list[str]:
-        """Return the path of the chart."""
         return [str(self.plot)]
 
 

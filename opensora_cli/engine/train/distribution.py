@@ -93,7 +93,6 @@ class Distribution:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process reports and writes for all ranks."""
         return self.rank == 0
 
     def replicate(self, module: nn.Module, trained: Collection[nn.Parameter]) -> Callable[..., Tensor]:
@@ -181,7 +180,6 @@ class Distribution:
         return dict(zip(names, (sums / self.data_ranks).tolist(), strict=True))
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank."""
         if self.mesh is None:
             return flag
         flags = torch.tensor(flag, dtype=torch.int32)
@@ -189,11 +187,9 @@ class Distribution:
         return bool(flags)
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         self.any(False)
 
     def whole_name(self, name: str) -> str:
-        """Return the name in the whole module of a parameter of the sharded one."""
         return self.layouts[name].whole_name if name in self.layouts else name
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
@@ -261,7 +257,6 @@ def joined_ranks(settings: TrainSettings, context: RankContext) -> Iterator[tupl
 
 
 def training_exchange(settings: TrainSettings) -> ExchangePlan:
-    """Return the plan for exchanging tokens for heads between the ranks of a run."""
     return plan_exchange(
         settings.parallel,
         mesh_shape(settings.strategy, settings.parallel),
@@ -276,7 +271,6 @@ def training_device(settings: TrainSettings) -> torch.device:
 
 
 def mesh_shape(strategy: Strategy, parallel: TrainParallelSettings) -> MeshShape:
-    """Return the mesh of valid settings."""
     return MeshShape(**parallel.axes(strategy))
 
 

@@ -125,7 +125,6 @@ def find_first_weights(settings: TrainSettings) -> Path | None:
 
 
 def find_frozen_weights(settings: TrainSettings) -> dict[str, Path | None]:
-    """Return the paths of a run's frozen weights by name, None if they are missing."""
     if settings.trains_transformer:
         return inputs.find_frozen_parts(settings)
     files = {file: Path(file) for file in settings.train_vae.perceptual_files}

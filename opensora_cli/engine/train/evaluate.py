@@ -15,7 +15,7 @@ from opensora_cli.core.device import random_state_kept, release_memory
 from opensora_cli.core.exceptions import FileProblem, OutputError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_link import beat
-from opensora_cli.data.batches import ClipSource, SampleRng
+from opensora_cli.data.batches import ClipBatch, ClipSource, SampleRng
 from opensora_cli.data.loading import ClipReader, ReplacementWarnings
 from opensora_cli.engine.components.architectures import vae_tiling
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
@@ -25,7 +25,7 @@ from opensora_cli.engine.encode.encoders import load_encoders
 from opensora_cli.engine.train.build import open_clips_cache
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import SAMPLES_FOLDER
-from opensora_cli.engine.train.trainer import Batch, Trainer
+from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.media.names import file_stem
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import write_media
@@ -72,13 +72,12 @@ class HeldOutLoss:
     of the `count` micro-batches. A validation is due every few steps and after `last_step`.
     """
 
-    read: Callable[[int], Batch]
+    read: Callable[[int], ClipBatch]
     count: int
     settings: ValidationSettings
     last_step: int
 
     def is_due(self, step: int) -> bool:
-        """Return whether a validation is due after `step` steps; it may be due after 0 steps."""
         every = self.settings.every
         return every is not None and (step % every == 0 or step == self.last_step)
 
@@ -120,7 +119,7 @@ def open_validation(
     reader = ClipReader(source, None if cache is None else cache.clip)
     replaced = ReplacementWarnings(reporter, where=" in validation")
 
-    def read(index: int) -> Batch:
+    def read(index: int) -> ClipBatch:
         batch = reader.read(plan.batch(index, number=index, epoch=0))
         replaced.warn(batch)
         return batch
@@ -143,7 +142,6 @@ class SampleVideos:
     reporter: Reporter
 
     def is_due(self, step: int) -> bool:
-        """Return whether samples are due after `step` steps."""
         every = self.settings.samples.every
         return every is not None and step > 0 and (step % every == 0 or step == self.settings.loop.steps)
 

@@ -173,7 +173,6 @@ def _pattern(config: MMDiTConfig, targets: Sequence[LoraTarget]) -> str:
 
 
 def is_of_critic(name: str) -> bool:
-    """Return whether a weight belongs to the second adapter, by its name."""
     return name.endswith(f".{CRITIC}.weight")
 
 

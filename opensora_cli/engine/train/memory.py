@@ -46,7 +46,6 @@ class BatchShape:
     width: int
 
     def token_grid(self, settings: TrainSettings) -> tuple[int, int, int]:
-        """Return the frames, rows and columns of a clip's tokens."""
         grid, patch = settings.vae.grid, settings.model.patch_size
         height, width = grid.latent_size(self.height, self.width)
         return grid.latent_frames(self.num_frames), height // patch, width // patch
@@ -70,7 +69,6 @@ def layer_values(settings: TrainSettings) -> int:
 
 
 def with_batch_size(settings: TrainSettings, batch_size: int) -> TrainSettings:
-    """Return the settings with micro-batches of this size, only from the largest bucket."""
     resolution, shape = _largest(settings)
     return settings.replace({"data.buckets": {resolution: {shape.num_frames: (1.0, batch_size)}}})
 
@@ -87,7 +85,6 @@ def _largest(settings: TrainSettings) -> tuple[str, BatchShape]:
 
 
 def stack_paths(settings: TrainSettings) -> list[str]:
-    """Return the paths of the transformer's stacks of blocks."""
     return [stack.module_path for stack in repeated_blocks(mmdit_config(settings.model))]
 
 
@@ -108,7 +105,6 @@ class ActivationPlan(Document):
     """Bytes of activations on the host after the forward pass of the largest micro-batch; 0 without offload."""
 
     def line(self) -> str:
-        """Return the plan as text."""
         words = "checkpoints in " + " and ".join(f"{count} {path}" for path, count in self.checkpointed_blocks.items())
         match self.checkpointing:
             case Checkpointing.SELECTIVE:
@@ -156,7 +152,6 @@ class FrozenWeights(Document):
     """Whether blocks on the host keep their file's dtype, which a CPU casts; `host_bytes` counts after the cast."""
 
     def line(self) -> str:
-        """Return the plan as text."""
         kept = f"{self.blocks} frozen blocks{' in 8 bits' if self.fp8_storage else ''}"
         if self.host_weights is None:
             return f"{kept}, on the device ({format_bytes(self.device_bytes)})"

@@ -93,7 +93,6 @@ class Metrics:
         self._start_profile(report.step)
 
     def on_validation(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write the line of a validation."""
         if self._writes:
             self._write({"step": step, "event": "validation", **figures})
             shown = "  ".join(f"{name} {value:.5g}" for name, value in figures.items())
@@ -239,7 +238,6 @@ def truncate_log(output: Path, *, step: int) -> None:
 
 
 def remove_records(output: Path) -> None:
-    """Remove the records of an earlier run."""
     (output / LOG_FILE).unlink(missing_ok=True)
     for name in (TENSORBOARD_FOLDER, PROFILE_FOLDER, SAMPLES_FOLDER):
         shutil.rmtree(output / name, ignore_errors=True)

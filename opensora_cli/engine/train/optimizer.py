@@ -46,7 +46,6 @@ class KernelMuon(torch.optim.Optimizer):
                     self._update(weights[start : start + count], rate=group["lr"], decay=group["weight_decay"])
 
     def _update(self, weights: list[Tensor], *, rate: float, decay: float) -> None:
-        """Update weights of one shape."""
         for weight in weights:
             if not self.state[weight]:
                 self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
@@ -109,7 +108,6 @@ def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def kept_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield the state tensors of an optimizer, each with its weight."""
     for group in optimizer.param_groups:
         for weight in group["params"]:
             state = optimizer.state.get(weight, {})
@@ -177,7 +175,6 @@ class Learner:
         return self._distribution.clip_grad_norm(self.weights, self._settings.max_grad_norm)
 
     def set_rates(self, step: int) -> None:
-        """Set the learning rates for the update after `step` updates."""
         factor = rate_factor(self._settings, step, steps=self._steps)
         for group in self._groups:
             group["lr"] = factor * group[_FULL_RATE]
@@ -210,7 +207,6 @@ def averaged_copy(model: nn.Module, *, trained_only: bool = False) -> dict[str, 
 
 @contextmanager
 def swapped_in(averaged: Mapping[str, Tensor], model: nn.Module) -> Iterator[None]:
-    """Swap the averaged weights into the model inside the block."""
 
     @torch.no_grad()
     def exchange() -> None:

@@ -71,7 +71,6 @@ class TrainResult(Document):
     """Attention backend of the transformer, with the reason. None means that another part was trained."""
 
     def lines(self) -> list[str]:
-        """Return the paths of the exports."""
         return [str(path) for path in self.exports]
 
 
@@ -166,7 +165,6 @@ class _Run:
         """Validation and samples that are done for this step."""
 
     def run(self) -> TrainResult:
-        """Execute the run, and return its result."""
         try:
             with out_of_memory_reported(hint=_SMALLER):
                 return self._run()
@@ -232,7 +230,6 @@ class _Run:
         )
 
     def _lock(self, stack: ExitStack) -> None:
-        """Lock the run's folder against other runs."""
         if self._distribution.is_main:
             problem = f"{self._output} is in use by another run"
             hint = "wait until it ends or end it, or give another folder: --set output=FOLDER"
@@ -333,7 +330,6 @@ class _Run:
             )
 
     def _hold(self, name: str, event: _Event, trainer: Trainer) -> None:
-        """Validate, or make samples."""
         with self._metrics.clock.part(name):
             figures = event.run(trainer.step, trainer)
         self._done.append(name)

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from opensora_cli.core.device import torch_dtype
 from opensora_cli.core.exceptions import TrainingError
 from opensora_cli.core.rank_messages import all_gather_json
-from opensora_cli.data.batches import SampleRng
+from opensora_cli.data.batches import ClipBatch, SampledBatches, SampleRng
+from opensora_cli.data.loading import BatchStream
 from opensora_cli.engine.train.distribution import Distribution, local
 from opensora_cli.engine.train.optimizer import Learner, averaged_copy, module_state, swapped_in, update_ema, warmed_up
 from opensora_cli.engine.train.parallelize import Recipe, shard
@@ -94,7 +95,6 @@ class Task(ABC):
         """
 
     def other_modules(self) -> dict[str, nn.Module]:
-        """Return the modules of roles that are not in the task's module."""
         return {name: role.module for name, role in self.roles.items() if role.module is not self.module}
 
     def trained(self, name: str) -> dict[str, nn.Parameter]:
@@ -121,33 +121,6 @@ class Task(ABC):
                 role.forward = distribution.replicate(role.module, self.trained(name).values())
             else:
                 role.forward = self.forward
-
-
-class Batch(Protocol):
-    """Micro-batch: its number in the whole run, over all ranks and epochs, from 0, and the names of its samples."""
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def paths(self) -> tuple[str, ...]: ...
-
-
-class BatchSource(Protocol):
-    """Endless source of this rank's micro-batches. With R data-parallel ranks, rank r gets r, r+R, r+2R and so on."""
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the latest micro-batch, or of the first one before any, from 0."""
-
-    def next(self) -> Any:
-        """Return this rank's next `Batch`."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data between two updates, the same for any number of ranks, as plain values."""
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a result of `state_dict`. Raises CheckpointError if the state belongs to other data."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +168,6 @@ class Clock:
                 self._seconds[name] += self._now() - started
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of each part, and `total`, since the last call."""
         now = self._now()
         seconds = {**self._seconds, "total": now - self._started}
         self._started, self._seconds = now, defaultdict(float)
@@ -214,7 +186,7 @@ class Trainer:
     def __init__(
         self,
         task: Task,
-        batches: BatchSource,
+        batches: BatchStream | SampledBatches,
         *,
         loop: LoopSettings,
         optimizer: OptimizerSettings,
@@ -245,12 +217,10 @@ class Trainer:
         return nullcontext() if self.ema is None else swapped_in(self.ema, self.task.module)
 
     def autocast(self) -> torch.autocast:
-        """Return the autocast context for forward passes."""
         is_on = self._compute is not torch.float32
         return torch.autocast(self.distribution.device.type, dtype=self._compute, enabled=is_on)
 
     def do_step(self) -> StepReport:
-        """Do one step, and return its report."""
         self.task.begin_step(self.step)
         for learner in self.learners.values():
             learner.zero_grad()
@@ -307,7 +277,7 @@ class Trainer:
         extremes = [extreme.float() for part in parts if part.numel() for extreme in torch.aminmax(part)]
         return not self.distribution.any(not bool(torch.isfinite(torch.stack(extremes)).all()))
 
-    def _add_gradients(self, batch: Batch, *, share: float, last: bool) -> dict[str, Tensor]:
+    def _add_gradients(self, batch: ClipBatch, *, share: float, last: bool) -> dict[str, Tensor]:
         """Add the gradients of a micro-batch, the last one of the update or not; return its losses and figures."""
         figures: dict[str, Tensor] = {}
         rng = SampleRng.of(self._loop.seed, batch.number)
@@ -327,7 +297,7 @@ class Trainer:
 
     def _report(
         self,
-        batches: Sequence[Batch],
+        batches: Sequence[ClipBatch],
         read: Sequence[Mapping[str, float]],
         norms: Mapping[str, float],
         suspects: list[str],

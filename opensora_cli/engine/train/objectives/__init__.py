@@ -74,6 +74,5 @@ class Objective(Task):
 
 
 def find_objective(settings: TrainSettings) -> type[Objective]:
-    """Return the objective of a run."""
     objective: type[Objective] = import_module(f"opensora_cli.engine.train.objectives.{settings.target}").OBJECTIVE
     return objective

@@ -55,12 +55,10 @@ class DistillTask(MMDiTTask):
         return (distill.steps - 1) / 2 + distill.teacher_steps * len(teacher_branches(settings))
 
     def begin_step(self, step: int) -> None:
-        """Draw the step of the adapter that the update after `step` updates trains."""
         rng = np.random.default_rng((self._run.loop.seed, step))
         self._step = int(rng.integers(self._run.train_distill.steps))
 
     def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the mean squared error of the adapter's velocity over one step, and no figures."""
         clips, times, first, start_BND = self._start(batch, rng)
         last, end_BND = first + self._run.train_distill.teacher_steps, start_BND
         with torch.no_grad():
@@ -137,7 +135,6 @@ def teacher_branches(settings: TrainSettings) -> tuple[Branch, ...]:
 
 
 def teacher_guidance(settings: TrainSettings) -> Guidance:
-    """Return the guidance of the teacher."""
     if settings.model.guidance_embed:
         return NO_GUIDANCE
     distill = settings.train_distill

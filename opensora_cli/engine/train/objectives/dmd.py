@@ -32,7 +32,6 @@ class DMDTask(DistillTask):
 
     @classmethod
     def roles_of(cls, module: MMDiT, run: TrainSettings) -> dict[str, Role]:
-        """Return the role of the critic."""
         rate, optimizer = run.train_distill.critic_learning_rate, run.optimizer
         ends = {key: min(rate, getattr(optimizer, key)) for key in ("initial_learning_rate", "final_learning_rate")}
         return {CRITIC: Role(module, optimizer.replace({"learning_rate": rate, **ends}), owns=is_of_critic)}
@@ -49,12 +48,10 @@ class DMDTask(DistillTask):
         return (0, settings.train_distill.critic_steps)
 
     def begin_step(self, step: int) -> None:
-        """Draw the student's step that the update after `step` updates trains."""
         super().begin_step(step)
         self._student_learns = step % self._run.train_distill.critic_steps == 0
 
     def losses(self, batch: ClipBatch, rng: SampleRng) -> Losses:
-        """Yield the loss of the student, if it learns, and that of the critic."""
         clips, times, first, start_BND = self._start(batch, rng)
         with torch.set_grad_enabled(self._student_learns):
             data_BND = start_BND - times[first] * self._evaluate(clips, start_BND, times[first], Branch.COND).float()
@@ -70,7 +67,6 @@ class DMDTask(DistillTask):
             yield CRITIC, loss, {}
 
     def _matching_loss(self, clips: PreparedClips, data_BND: Tensor, times: Sequence[float], rng: SampleRng) -> Tensor:
-        """Return a loss whose gradient is the direction from the teacher to the critic."""
         with torch.no_grad():
             step, _, noisy_BND = self._noised(data_BND, times, rng)
             with using_adapter(self.module, CRITIC):

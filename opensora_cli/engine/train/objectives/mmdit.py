@@ -148,18 +148,15 @@ class MMDiTTask(Objective):
 
     @classmethod
     def layer_values(cls, settings: TrainSettings, shape: BatchShape) -> int:
-        """Return the number of values of a micro-batch's tokens, including captions."""
         frames, rows, columns = shape.token_grid(settings)
         tokens = frames * rows * columns + settings.text.t5_max_length
         return shape.batch_size * tokens * settings.model.hidden_size
 
     @classmethod
     def roles_of(cls, module: MMDiT, run: TrainSettings) -> dict[str, Role]:
-        """Return roles of other weights of the module, with optimizers of their own."""
         return {}
 
     def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the mean loss over the clips of a micro-batch, which have the same size, and no figures."""
         clips, sigma_min = self.prepare(batch, rng), self._settings.sigma_min
         frames, rows, columns = clips.grid
         # The released model's shift counts patches of 2x2, whatever the patch size is.
@@ -233,7 +230,6 @@ class MMDiTTask(Objective):
             write_weights(folder / TRANSFORMER_FILE, weights, dtype=torch.float16, metadata=metadata)
 
     def adapter_metadata(self) -> dict[str, str] | None:
-        """Return the metadata of an exported adapter."""
         return None
 
     def _name(self, path: str) -> str:

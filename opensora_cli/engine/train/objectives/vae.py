@@ -96,7 +96,6 @@ class VAETask(Objective):
 
     @classmethod
     def new(cls, settings: TrainSettings, *, device: torch.device, reporter: Reporter) -> Self:
-        """Return the task with random weights from torch's global generator, on the host."""
         chosen, perceptual, adversary = settings.train_vae, None, None
         if chosen.perceptual_files:
             perceptual = load_perceptual_distance([Path(file) for file in chosen.perceptual_files]).to(device)
@@ -126,7 +125,6 @@ class VAETask(Objective):
 
     @classmethod
     def layer_values(cls, settings: TrainSettings, shape: BatchShape) -> int:
-        """Return the number of values of a micro-batch in a layer of full resolution."""
         return shape.batch_size * shape.num_frames * shape.height * shape.width * settings.vae.sizes.pixel_width
 
     @classmethod
@@ -137,7 +135,6 @@ class VAETask(Objective):
         return (0, 0, opposed_from) if opposed_from else (0, 1)
 
     def begin_step(self, step: int) -> None:
-        """Turn the discriminator on at its first step."""
         self._is_opposed = self.adversary is not None and step >= self._settings.discriminator.start_step
 
     def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
@@ -165,12 +162,10 @@ class VAETask(Objective):
         return len(batch.requests) * grid.latent_frames(one.num_frames) * rows * columns
 
     def export(self, weights: Mapping[str, Tensor], folder: Path) -> None:
-        """Write `vae.safetensors`, in half precision if the settings ask for it."""
         dtype = torch.float16 if self._settings.export_half else torch.float32
         write_weights(folder / VAE_FILE, weights, dtype=dtype)
 
     def _reconstruct(self, pixels: Tensor, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Return the loss, its figures and the detached reconstructions of clips."""
         made, mean, logvar = self.forward(pixels, generator=rng.torch)
         loss, figures = self._pixel_loss(made.float(), pixels)
         if logvar is not None:

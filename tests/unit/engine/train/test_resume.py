@@ -332,15 +332,6 @@ def test_running_states_that_are_not_understood_are_refused(run, changes, proble
         train(clips(run, **{"loop.steps": 3}), resume=Resume())
 
 
-def test_a_checkpoint_of_an_earlier_version_names_the_version_that_reads_it(run):
-    _replace_state(run, schema="osora.running-states/1", sampler=None)
-    with pytest.raises(CheckpointError, match=r"has no schema osora\.running-states/2: this version") as raised:
-        train(clips(run, **{"loop.steps": 3}), resume=Resume())
-    assert raised.value.hint == (
-        "resume with the version that wrote it, or start again with another --set output=FOLDER"
-    )
-
-
 def test_a_log_that_cannot_be_read_is_refused(run):
     (run / "log.jsonl").write_bytes(b"\xff")
     with pytest.raises(OutputError, match=r"cannot read .*log\.jsonl: "):
