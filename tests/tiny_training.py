@@ -1,7 +1,9 @@
 """Training runs in small, on the clips in tests/clips, for the tests of the engine and those of the command line."""
 
+import json
 import signal
 from pathlib import Path
+from typing import Any
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.train.plan import RankMemory
@@ -92,6 +94,16 @@ def _settings(target: str, output: Path, **sections: object) -> TrainSettings:
             **sections,
         }
     )
+
+
+def log(run: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's log."""
+    return [json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def losses(run: Path) -> list[float]:
+    """Return the losses of a run's steps."""
+    return [line["loss"] for line in log(run) if "event" not in line]
 
 
 class StopAfter(SilentReporter):

@@ -191,8 +191,8 @@ def _command(settings: TrainSettings, folder: Path, *flags: str) -> list[str]:
 
 
 def _log(run: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in ("step", "loss", "grad_norm", "learning_rate")} for line in lines]
+    names = ("step", "loss", "grad_norm", "learning_rate")
+    return [{name: line[name] for name in names} for line in tiny_training.log(run)]
 
 
 @pytest.mark.slow

@@ -76,10 +76,6 @@ def orthogonalized(matrix: Tensor) -> Tensor:
     return wide.mT if is_tall else wide
 
 
-_FULL_RATE = "full_lr"
-"""Key of the full learning rate in each group of weights; `lr` is the scheduled one."""
-
-
 def build_optimizers(weights: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> list[torch.optim.Optimizer]:
     """Return the optimizers that update every one of these named weights, which may be sharded, once."""
     # Orthogonalized updates suit matrices between hidden layers, not matrices at the model's inputs and outputs.
@@ -97,8 +93,6 @@ def build_optimizers(weights: Mapping[str, nn.Parameter], settings: OptimizerSet
         )
     if matrices:
         optimizers.append(KernelMuon(matrices, learning_rate=settings.muon_learning_rate, weight_decay=decay))
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        group[_FULL_RATE] = group["lr"]
     return optimizers
 
 
@@ -152,6 +146,7 @@ class Learner:
         self.weights = weights
         self.optimizers = build_optimizers(weights, settings)
         self._groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        self._full_rates = [group["lr"] for group in self._groups]
         self._settings, self._steps, self._distribution = settings, steps, distribution
 
     @property
@@ -176,8 +171,8 @@ class Learner:
 
     def set_rates(self, step: int) -> None:
         factor = rate_factor(self._settings, step, steps=self._steps)
-        for group in self._groups:
-            group["lr"] = factor * group[_FULL_RATE]
+        for group, rate in zip(self._groups, self._full_rates, strict=True):
+            group["lr"] = factor * rate
 
     def update(self) -> None:
         for optimizer in self.optimizers:

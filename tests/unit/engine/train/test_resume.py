@@ -84,8 +84,7 @@ FAST = ("autoencoder", "adapters that alternate")
 
 def log(run: Path) -> list[dict[str, object]]:
     """Return the lines of the log without times."""
-    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name not in TIMED} for line in lines]
+    return [{key: value for key, value in line.items() if key not in TIMED} for line in tiny_training.log(run)]
 
 
 def hashes(run: Path, step: int) -> dict[str, object]:

@@ -90,7 +90,7 @@ class TestVae:
         vae = autoencoder_on_meta(tiny_training.vae_settings(vae_folder).vae)
         load_into_module(vae, vae_folder / "vae.safetensors", **FLOAT32)
         assert vae.decode(torch.zeros(1, 4, 2, 8, 8)).shape == (1, 3, 5, 32, 32)
-        assert len((vae_folder / "log.jsonl").read_text().splitlines()) == 4
+        assert len(tiny_training.log(vae_folder)) == 4
 
     def test_torchs_random_state_is_kept_and_nothing_is_printed(self, tmp_path, capfd):
         before = torch.get_rng_state()
@@ -114,8 +114,7 @@ class TestMMDiT:
             changes = {f"memory.{key}": value for key, value in memory.items()}
             settings = settings.replace({"loop.steps": 2, **changes})
             train(settings)
-            lines = (tmp_path / name / "log.jsonl").read_text().splitlines()
-            return [json.loads(line)["loss"] for line in lines], exported(tmp_path / name)
+            return tiny_training.losses(tmp_path / name), exported(tmp_path / name)
 
         losses, weights = trained("plain")
         assert len(set(losses)) == 2

@@ -1,6 +1,5 @@
 """Sample videos of a model in training: of the right size, and without an effect on training."""
 
-import json
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -14,13 +13,10 @@ import torch
 from toy_training import Listener
 
 from opensora_cli.core.exceptions import OutputError
-from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.train import evaluate
-from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume
-from opensora_cli.engine.train.evaluate import open_samples
 from opensora_cli.engine.train.run import train
 from opensora_cli.media import write
 from opensora_cli.media.files import read_tags
@@ -60,11 +56,6 @@ def weights(output: Path) -> dict[str, bytes]:
         path.name: path.read_bytes()
         for path in (output / "transformer.safetensors", *output.glob("epoch*-global_step4/ema.safetensors"))
     }
-
-
-def losses(output: Path) -> list[float]:
-    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "event" not in line]
 
 
 @pytest.fixture(scope="module")
@@ -111,16 +102,9 @@ def test_videos_have_their_size_and_tags(watched: Path) -> None:
     assert (tags["prompt"], tags["seed"], tags["step"]) == (PROMPTS[1], "1", "4")
 
 
-def test_autoencoders_have_none(tmp_path: Path) -> None:
-    settings = tiny_training.vae_settings(tmp_path).replace(SAMPLES)
-    distribution = Distribution(torch.device("cpu"))
-    opened = open_samples(settings, distribution=distribution, output=tmp_path, reporter=SilentReporter())
-    assert opened is None
-
-
 def test_losses_and_weights_are_those_of_a_run_without_samples(watched: Path, plain: Path) -> None:
-    assert losses(watched) == losses(plain)
-    assert len(set(losses(plain))) == 4
+    assert tiny_training.losses(watched) == tiny_training.losses(plain)
+    assert len(set(tiny_training.losses(plain))) == 4
     assert weights(watched) == weights(plain)
     assert len(weights(plain)) == 2
 
@@ -144,7 +128,7 @@ def test_a_video_that_cannot_be_written_is_left_out_and_the_others_are_those_of_
     videos = [path.relative_to(tmp_path) for path in sorted((tmp_path / "samples").rglob("*.mp4"))]
     names = (f"step2/{CAR}", f"step4/{CAR}", f"step4/{BOAT}")
     assert [str(path) for path in videos] == [f"samples/{name}.mp4" for name in names]
-    assert losses(tmp_path) == losses(plain)
+    assert tiny_training.losses(tmp_path) == tiny_training.losses(plain)
     # The step is in the file, and nothing that differs between the two runs.
     assert all((tmp_path / path).read_bytes() == (watched / path).read_bytes() for path in videos)
 

@@ -1,6 +1,5 @@
 """Training on the clips of a program: `train(settings, source=...)`."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,6 @@ def vae_settings(output: Path, **changes: object) -> TrainSettings:
     return tiny_training.vae_settings(output).replace({"data.table": None, "checkpoints.every": 2, **changes})
 
 
-def losses(output: Path) -> list[float]:
-    return [json.loads(line)["loss"] for line in (output / "log.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.slow
 def test_a_cache_has_the_same_losses(tmp_path: Path) -> None:
     frozen = tiny_frozen.save_frozen_parts(tmp_path / "frozen")
@@ -28,7 +23,7 @@ def test_a_cache_has_the_same_losses(tmp_path: Path) -> None:
         settings = tiny_training.mmdit_settings(tmp_path / name, frozen)
         changes = {"data.table": None, "train_mmdit.cache": cache, "loop.steps": 3}
         train(settings.replace(changes), source=Colors(num_frames=13))
-    assert losses(tmp_path / "fresh") == losses(tmp_path / "cached")
+    assert tiny_training.losses(tmp_path / "fresh") == tiny_training.losses(tmp_path / "cached")
 
 
 def test_what_contradicts_a_source_is_refused(tmp_path: Path) -> None:

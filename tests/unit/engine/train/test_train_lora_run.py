@@ -130,7 +130,7 @@ def test_streamed_stopped_and_resumed_it_is_the_adapter_of_a_resident_run(traine
     streamed = {"memory__checkpointing": "true", "memory__offload": "blocks"}
     train(settings_of(tmp_path / "run", loop__steps="1", **streamed))
     train(settings_of(tmp_path / "run", **streamed), resume=Resume())
-    assert log_of(tmp_path / "run") == log_of(trained)
+    assert tiny_training.losses(tmp_path / "run") == tiny_training.losses(trained)
     for file in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "run" / "lora" / file).read_bytes() == (trained / "lora" / file).read_bytes()
 
@@ -169,14 +169,6 @@ def test_frozen_weights_in_8_bits_are_those_that_sampling_has(tmp_path):
     assert sum(weight.dtype is torch.float8_e4m3fn for weight in ours.values()) == 2 * 14 + 8 * 5
 
 
-def log_of(output: Path) -> list[float]:
-    return [
-        record["loss"]
-        for line in (output / "log.jsonl").read_text().splitlines()
-        if "loss" in (record := json.loads(line))
-    ]
-
-
 @pytest.mark.slow
 def test_an_adapter_goes_on_from_another_as_from_the_model_it_is_merged_into(trained, tmp_path):
     base = converted(DEMO / "transformer.safetensors", tmp_path / "base.safetensors", dtype="fp32")
@@ -190,7 +182,7 @@ def test_an_adapter_goes_on_from_another_as_from_the_model_it_is_merged_into(tra
     losses = {}
     for name, changes in runs.items():
         train(settings_of(tmp_path / name, lora__dropout="0", loop__steps="1", **changes))
-        losses[name] = log_of(tmp_path / name)[0]
+        losses[name] = tiny_training.losses(tmp_path / name)[0]
     assert losses["adapter"] == pytest.approx(losses["merged"], rel=1e-4)
     assert losses["adapter"] != pytest.approx(losses["new"], rel=1e-4)
 

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 from closeness import assert_close
-from safetensors.torch import load_file
 from tiny_autoencoders import NUM_FRAMES, VAES, clip_batch, vae_task
 from toy_training import Listener
 
@@ -169,37 +168,14 @@ def test_tokens_and_samples(kind, tokens):
     assert task.tokens(batch) == tokens
 
 
-class TestExport:
-    @pytest.mark.parametrize("half", [False, True])
-    def test_weights_as_they_are(self, tmp_path, half):
-        task = vae_task("dc_ae", export_half=half)
-        weights = task.module.state_dict()
-        task.export(weights, tmp_path)
-        found = load_file(tmp_path / "vae.safetensors")
-        assert found.keys() == weights.keys()
-        assert all(torch.equal(found[name], weight.half() if half else weight) for name, weight in weights.items())
-
-
-class TestBuild:
-    @pytest.fixture
-    def settings(self):
-        return TrainSettings.model_validate(
-            {
-                "target": "vae",
-                "vae": VAES["hunyuan"].model_dump(),
-            }
-        )
-
-    def test_a_perceptual_term_without_weights_is_off_with_a_warning(self, settings):
-        listener = Listener()
-        assert VAETask.new(settings, device=CPU, reporter=listener).adversary is None
-        assert listener.warnings == []
-        task = VAETask.new(settings.replace({"train_vae.perceptual_weight": 0.5}), device=CPU, reporter=listener)
-        assert len(listener.warnings) == 1
-        assert "the perceptual term is off" in listener.warnings[0]
-        task.begin_step(0)
-        _, figures = task.loss(clip_batch(0, num_frames=5, size=32), SampleRng.of(0, 0))
-        assert "lpips" not in figures
+def test_a_perceptual_term_without_weights_is_off_with_a_warning():
+    settings, listener = TrainSettings.model_validate({"target": "vae", "vae": VAES["hunyuan"]}), Listener()
+    assert VAETask.new(settings, device=CPU, reporter=listener).adversary is None
+    assert listener.warnings == []
+    task = VAETask.new(settings.replace({"train_vae.perceptual_weight": 0.5}), device=CPU, reporter=listener)
+    assert len(listener.warnings) == 1
+    assert "the perceptual term is off" in listener.warnings[0]
+    assert "lpips" not in task.loss(clip_batch(0, num_frames=5, size=32), SampleRng.of(0, 0))[1]
 
 
 class TestCrops:
