@@ -10,12 +10,11 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.files import require_writable
 from opensora_cli.core.reading import read_text
-from opensora_cli.engine.train.early import LOG_FILE
+from opensora_cli.engine.train.early import LOG_FILE, MAX_LOG_BYTES
 from opensora_cli.media.plots import new_figure, write_figure
 
 _CURVES = {"loss": "loss", "learning_rate": "learning rate", "grad_norm": "gradient norm"}
 _ENDINGS = (".png", ".svg", ".pdf")
-_MAX_LOG_BYTES = 2**30
 
 
 class TrainPlot(Document):
@@ -61,7 +60,7 @@ def _read(run: Path) -> list[Mapping[str, Any]]:
     """Return the lines of a log, except broken ones: a crash or a run in progress may leave a partial line."""
     path = run / LOG_FILE if run.is_dir() else run
     lines: list[Mapping[str, Any]] = []
-    for text in read_text(path, max_bytes=_MAX_LOG_BYTES, hint="name the folder of a run").splitlines():
+    for text in read_text(path, max_bytes=MAX_LOG_BYTES, hint="name the folder of a run").splitlines():
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from opensora_cli.engine.train.objectives import TokenWeights
 
 LOG_FILE = "log.jsonl"
+MAX_LOG_BYTES = 2**30
 TENSORBOARD_FOLDER = "tensorboard"
 PROFILE_FOLDER = "profile"
 SAMPLES_FOLDER = "samples"
@@ -101,8 +102,6 @@ def check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: b
     output = Path(settings.output)
     if resume is not None and overwrite:
         raise RequestError("--resume continues the run that --overwrite would remove: give one of them")
-    if (output / LOG_FILE).is_dir():
-        raise OutputError(f"{output / LOG_FILE} is a folder, where a run keeps a file", hint="move it elsewhere")
     if resume is not None:
         checkpoints_to_try(output, resume)
         return

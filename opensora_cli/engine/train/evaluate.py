@@ -45,14 +45,12 @@ _HOST = torch.device("cpu")
 def evaluating(trainer: Trainer) -> Iterator[None]:
     """Put the module into evaluation mode inside the block: averaged weights, no dropout, no gradients.
 
-    Modes of modules and torch's global generators are restored at the end.
+    Torch's global generators are restored at the end.
     """
-    modes = {module: module.training for module in trainer.task.module.modules()}
-    device = trainer.distribution.device
     trainer.task.module.eval()
     try:
         with (
-            random_state_kept(device),
+            random_state_kept(trainer.distribution.device),
             trainer.averaged(),
             trainer.distribution.evaluating(),
             torch.no_grad(),
@@ -60,8 +58,7 @@ def evaluating(trainer: Trainer) -> Iterator[None]:
         ):
             yield
     finally:
-        for module, training in modes.items():
-            module.training = training
+        trainer.task.module.train()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

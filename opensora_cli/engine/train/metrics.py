@@ -17,9 +17,9 @@ from opensora_cli.core.files import atomic_path, write_bytes_atomic
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.locks import open_regular
 from opensora_cli.core.progress import Reporter
-from opensora_cli.core.reading import require_file
+from opensora_cli.core.reading import read_bytes
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.early import LOG_FILE, PROFILE_FOLDER, SAMPLES_FOLDER, TENSORBOARD_FOLDER
+from opensora_cli.engine.train.early import LOG_FILE, MAX_LOG_BYTES, PROFILE_FOLDER, SAMPLES_FOLDER, TENSORBOARD_FOLDER
 from opensora_cli.engine.train.predicted import open_mfu
 from opensora_cli.engine.train.trainer import Clock, StepReport
 from opensora_cli.settings.train import TrainSettings
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 _BESIDE_TRAINING = ("checkpoint", "validation", "samples")
 _LOG_BUFFER = 2**20
 """Bytes of lines that wait for room on a full disk."""
-_MOVE_OUT = "move it out of the run's folder"
 
 
 class Metrics:
@@ -224,17 +223,11 @@ class JsonLog:
 
 
 def truncate_log(output: Path, *, step: int) -> None:
-    """Remove log lines after a step. Raises FileProblem if this is not possible."""
-    path = output / LOG_FILE
-    if not path.exists():
-        return
-    require_file(path, hint=_MOVE_OUT)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise OutputError(f"cannot read {path}: {reason}", hint=_MOVE_OUT) from error
-    write_bytes_atomic(path, "".join(line for line in lines if _step_of(line) <= step).encode())
+    """Remove log lines after a step, and broken ones. Raises FileProblem if the log is no regular file."""
+    if (path := output / LOG_FILE).exists():
+        content = read_bytes(path, max_bytes=MAX_LOG_BYTES, hint="move it out of the run's folder")
+        kept = (line for line in content.splitlines(keepends=True) if _step_of(line) <= step)
+        write_bytes_atomic(path, b"".join(kept))
 
 
 def remove_records(output: Path) -> None:
@@ -252,7 +245,7 @@ def require_tensorboard() -> "type[SummaryWriter]":
     return SummaryWriter
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):

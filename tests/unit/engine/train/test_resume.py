@@ -331,12 +331,6 @@ def test_running_states_that_are_not_understood_are_refused(run, changes, proble
         train(clips(run, **{"loop.steps": 3}), resume=Resume())
 
 
-def test_a_log_that_cannot_be_read_is_refused(run):
-    (run / "log.jsonl").write_bytes(b"\xff")
-    with pytest.raises(OutputError, match=r"cannot read .*log\.jsonl: "):
-        train(clips(run, **{"loop.steps": 3}), resume=Resume())
-
-
 @pytest.mark.slow
 def test_resuming_from_an_older_checkpoint_sets_newer_ones_aside(tmp_path, whole):
     run = Path(shutil.copytree(whole, tmp_path / "run"))

@@ -166,13 +166,6 @@ class TestOutput:
             train(tiny_training.vae_settings(tmp_path))
         assert "--resume" not in caught.value.hint
 
-    def test_a_folder_in_place_of_a_file_is_refused(self, tmp_path):
-        tmp_path.joinpath("log.jsonl").mkdir()
-        tmp_path.joinpath("epoch0-global_step4").mkdir()
-        with pytest.raises(OutputError, match=r"log\.jsonl is a folder, where a run keeps a file"):
-            train(tiny_training.vae_settings(tmp_path), overwrite=True)
-        assert len(list(tmp_path.iterdir())) == 2
-
 
 class TestEnd:
     """Runs that fail, are interrupted, or warn."""
