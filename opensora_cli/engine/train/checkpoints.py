@@ -5,7 +5,7 @@ All tensors are whole and have names, so that a run can be resumed with another 
 
 import math
 import secrets
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -55,7 +55,7 @@ from opensora_cli.engine.components.hardware import is_out_of_memory
 from opensora_cli.engine.train.distribution import Distribution, local
 from opensora_cli.engine.train.early import Resume, checkpoints_to_try
 from opensora_cli.engine.train.metrics import remove_records, truncate_log
-from opensora_cli.engine.train.optimizer import Learner, module_state, state_names
+from opensora_cli.engine.train.optimizer import module_state, state_names
 from opensora_cli.engine.train.trainer import MODEL, Trainer
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import CheckpointSettings
@@ -231,7 +231,16 @@ def _restore_tensors(trainer: Trainer, folder: Path) -> None:
         **{name: open_safetensors(folder / name)[0] if (folder / name).exists() else {} for name in roles},
     }
     for role, learner in trainer.learners.items():
-        _allocate_moments(trainer, learner, stored[_moments_file(role)].keys())
+        moments = stored[_moments_file(role)]
+        for parameter, weight, optimizer in learner.trained():
+            kinds, whole_name = state_names(optimizer), trainer.distribution.whole_name(parameter)
+            # Allocate the state of the weights that the checkpoint has moments of, and drop that of others.
+            optimizer.state[weight] = {
+                # AdamW keeps its number of updates on the weight's device.
+                kind: torch.zeros((), device=weight.device) if kind == "step" else torch.zeros_like(weight)
+                for kind in kinds
+                if any(f"{each}.{whole_name}" in moments for each in kinds)
+            }
     parts = [*tensors_of(trainer)]
     for name, entries in stored.items():
         keys = {part.key for part in parts if part.file == name}
@@ -246,19 +255,6 @@ def _restore_tensors(trainer: Trainer, folder: Path) -> None:
             problem = f"{part.key} is {list(own.shape)}, and must be {list(target.shape)}"
             raise _of_another_model(folder / part.file, problem)
         target.copy_(own)
-
-
-def _allocate_moments(trainer: Trainer, learner: Learner, stored: Set[str]) -> None:
-    """Allocate the state of the weights that a checkpoint has moments of, and drop that of others."""
-    for parameter, weight, optimizer in learner.trained():
-        kinds, whole_name = state_names(optimizer), trainer.distribution.whole_name(parameter)
-        has_state = any(f"{kind}.{whole_name}" in stored for kind in kinds)
-        optimizer.state[weight] = {
-            # AdamW keeps its number of updates on the weight's device.
-            kind: torch.zeros((), device=weight.device) if kind == "step" else torch.zeros_like(weight)
-            for kind in kinds
-            if has_state
-        }
 
 
 def _of_another_model(path: Path, problem: str) -> CheckpointError:

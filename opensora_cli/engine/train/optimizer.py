@@ -188,11 +188,6 @@ def update_ema(averaged: Mapping[str, Tensor], model: nn.Module, *, decay: float
     torch._foreach_lerp_(ours, theirs, 1.0 - decay)
 
 
-def warmed_up(decay: float, step: int) -> float:
-    """Return the decay at a step. Early steps average over fewer weights, to forget the initial ones."""
-    return min(decay, (1 + step) / (10 + step))
-
-
 @torch.no_grad()
 def averaged_copy(model: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
     """Return a copy of the weights to start an average from, by name, sharded like the model."""

@@ -20,7 +20,7 @@ from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.data.batches import ClipBatch, SampledBatches, SampleRng
 from opensora_cli.data.loading import BatchStream
 from opensora_cli.engine.train.distribution import Distribution, local
-from opensora_cli.engine.train.optimizer import Learner, averaged_copy, module_state, swapped_in, update_ema, warmed_up
+from opensora_cli.engine.train.optimizer import Learner, averaged_copy, module_state, swapped_in, update_ema
 from opensora_cli.engine.train.parallelize import Recipe, shard
 from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
 
@@ -252,7 +252,9 @@ class Trainer:
                 for role in learning:
                     self.learners[role].update()
                 if MODEL in norms and self.ema is not None and self._loop.ema_decay is not None:
-                    update_ema(self.ema, self.task.module, decay=warmed_up(self._loop.ema_decay, self.step))
+                    # Early steps average over fewer weights, to forget the initial ones.
+                    decay = min(self._loop.ema_decay, (1 + self.step) / (10 + self.step))
+                    update_ema(self.ema, self.task.module, decay=decay)
         self.step += 1
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         report = self._report(batches, read, norms, suspects, skipped=skipped)

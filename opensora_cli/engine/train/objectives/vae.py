@@ -54,7 +54,7 @@ class VAETask(Objective):
     """Training task that reconstructs clips and pictures.
 
     The loss is |error| + a·error² + b·|error of gradients| + c·LPIPS + d·KL + e·w·(-logit), all means. The logit is
-    that of the discriminator, and w balances gradients (see `adaptive_weight`).
+    that of the discriminator, and w balances the gradients of both parts.
     """
 
     module: Autoencoder
@@ -154,7 +154,9 @@ class VAETask(Objective):
             # One pass for both: DDP needs one forward for each backward.
             real, fake = self.adversary.forward(torch.cat([pixels, made])).float().chunk(2)
             means = {"real_logit": real.detach().mean(), "made_logit": fake.detach().mean()}
-            yield "adversary", hinge_loss(real, fake), means
+            # Hinge loss (Lim & Ye 2017, arXiv 1705.02894).
+            hinge = 0.5 * (nn.functional.relu(1.0 - real).mean() + nn.functional.relu(1.0 + fake).mean())
+            yield "adversary", hinge, means
 
     def tokens(self, batch: ClipBatch) -> int:
         one, grid, crop = batch.requests[0], self.module.grid, self._settings.crop_size
@@ -169,7 +171,9 @@ class VAETask(Objective):
         made, mean, logvar = self.forward(pixels, generator=rng.torch)
         loss, figures = self._pixel_loss(made.float(), pixels)
         if logvar is not None:
-            kl = kl_divergence(mean.float(), logvar.float())
+            # From normal distributions to the standard one, in nats (Kingma & Welling 2014, appendix B).
+            mean, logvar = mean.float(), logvar.float()
+            kl = 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar).mean()
             loss = loss + self._settings.kl_weight * kl
             figures["kl"] = kl.detach()
         return loss, figures, made.detach()
@@ -186,21 +190,33 @@ class VAETask(Objective):
             # Differentiated only by the clips, so that the discriminator gets no gradient, and DDP starts no exchange.
             generator_loss = -self.adversary.module(leaf).float().mean()
             (against,) = torch.autograd.grad(generator_loss, leaf)
-            last = self.module.last_layer.weight
-            balance = adaptive_weight(gradient_norm(made, last, gradient), gradient_norm(made, last, against))
+            # Both terms get the same gradient norm at the last layer (Esser et al. 2021, arXiv 2012.09841, equation 7).
+            reconstruction, adversarial = (
+                torch.linalg.vector_norm(
+                    torch.autograd.grad(made, self.module.last_layer.weight, each, retain_graph=True)[0].float()
+                )
+                for each in (gradient, against)
+            )
+            balance = (reconstruction / (adversarial + 1e-4)).clamp(max=_MAX_WEIGHT)
             weight = self._settings.discriminator.weight * balance
             value = value.detach() + weight * generator_loss.detach()
             gradient = gradient + weight * against
             figures |= {"adversarial": generator_loss.detach(), "adversarial_weight": weight}
-        return with_gradient(made, value=value, gradient=gradient), figures
+        # The loss as a function of the pixels with this gradient: backward continues through the decoder.
+        linear = (made * gradient.detach()).sum()
+        return value.detach() + (linear - linear.detach()), figures
 
     def _reconstruction_loss(self, made: Tensor, pixels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         settings = self._settings
         squared = nn.functional.mse_loss(made, pixels)
         loss = nn.functional.l1_loss(made, pixels) + settings.squared_error_weight * squared
-        figures = {"psnr": psnr(squared.detach())}
+        figures = {"psnr": -10.0 * torch.log10(squared.detach() / _PIXEL_RANGE**2)}
         if settings.gradient_weight:
-            loss = loss + settings.gradient_weight * gradient_error(made, pixels)
+            # A blurred edge has a small error in its pixels and a large one in its gradients (Mathieu et al. 2016,
+            # arXiv 1511.05440, with absolute gradients).
+            error = made - pixels
+            edges = error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()
+            loss = loss + settings.gradient_weight * edges
         if self._perceptual is not None:
             distance = self._perceptual(made, pixels)
             loss = loss + settings.perceptual_weight * distance
@@ -240,29 +256,6 @@ def cut_squares(frames_BTHWC: Tensor, size: int, rng: np.random.Generator) -> Te
     tops, lefts = (rng.integers(max(side - size, 0) + 1, size=count) for side in (height, width))
     crops = zip(frames_BTHWC, tops, lefts, strict=True)
     return torch.stack([clip_THWC[:, top : top + size, left : left + size] for clip_THWC, top, left in crops])
-
-
-def gradient_error(decoded_BCTHW: Tensor, pixels_BCTHW: Tensor) -> Tensor:
-    """Return the mean absolute error of differences between adjacent pixels, horizontal plus vertical.
-
-    A blurred edge has a small error in its pixels and a large one in its gradients (Mathieu et al. 2016,
-    https://arxiv.org/abs/1511.05440, with absolute gradients).
-    """
-    error_BCTHW = decoded_BCTHW - pixels_BCTHW
-    return error_BCTHW.diff(dim=-1).abs().mean() + error_BCTHW.diff(dim=-2).abs().mean()
-
-
-def psnr(squared_error: Tensor) -> Tensor:
-    """Return the peak signal-to-noise ratio, in dB, of pixels in [-1,1] with this mean squared error."""
-    return -10.0 * torch.log10(squared_error / _PIXEL_RANGE**2)
-
-
-def kl_divergence(mean: Tensor, logvar: Tensor) -> Tensor:
-    """Return the KL divergence from normal distributions to the standard one, in nats, as the mean over all values.
-
-    KL(N(m, s²) || N(0, 1)) = (m² + s² - 1 - log s²) / 2 (Kingma & Welling 2014, appendix B); `logvar` is log s².
-    """
-    return 0.5 * (mean.square() + logvar.exp() - 1.0 - logvar).mean()
 
 
 class PerceptualDistance(nn.Module):
@@ -397,34 +390,3 @@ def discriminator_role(settings: DiscriminatorSettings, *, optimizer: OptimizerS
     }
     own = optimizer.replace({"name": OptimizerName.ADAMW, "learning_rate": rate, **ends})
     return Role(PatchDiscriminator3d(width=settings.width, layers=settings.layers), own)
-
-
-def hinge_loss(real_logits: Tensor, fake_logits: Tensor) -> Tensor:
-    """Return a discriminator's hinge loss (Lim & Ye 2017, https://arxiv.org/abs/1705.02894)."""
-    return 0.5 * (nn.functional.relu(1.0 - real_logits).mean() + nn.functional.relu(1.0 + fake_logits).mean())
-
-
-def gradient_norm(output: Tensor, weight: Tensor, gradient: Tensor) -> Tensor:
-    """Return the norm of a loss's gradient by a weight, in fp32, from its gradient by an output of the layer."""
-    (by_weight,) = torch.autograd.grad(output, weight, gradient, retain_graph=True)
-    norm: Tensor = torch.linalg.vector_norm(by_weight.float())
-    return norm
-
-
-def adaptive_weight(reconstruction_norm: Tensor, adversarial_norm: Tensor) -> Tensor:
-    """Return the weight that gives the adversarial term the same gradient norm at the last layer as the reconstruction.
-
-    It is |g_rec| / (|g_adv| + 1e-4), at most 1e4 (Esser et al. 2021, "Taming transformers",
-    https://arxiv.org/abs/2012.09841, equation 7).
-    """
-    return (reconstruction_norm / (adversarial_norm + 1e-4)).clamp(max=_MAX_WEIGHT)
-
-
-def with_gradient(output: Tensor, *, value: Tensor, gradient: Tensor) -> Tensor:
-    """Return the scalar loss `value` as a function of `output` with the known `gradient`.
-
-    So the backward pass of a loss on decoded pixels continues through the decoder after the loss's own activations are
-    freed.
-    """
-    linear = (output * gradient.detach()).sum()
-    return value.detach() + (linear - linear.detach())

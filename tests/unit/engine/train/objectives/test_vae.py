@@ -76,6 +76,9 @@ def test_value_and_gradient_are_those_of_autograd(kind, num_frames, step, percep
     (loss * 3.0).backward()
     expected, direct = direct_gradients(task, batch, step=step, perceptual=perceptual)
     assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-5)
+    with torch.no_grad():
+        made = task.module(pixels := to_pixels(batch.pixels_BTHWC), generator=SampleRng.of(0, 0).torch)[0]
+    assert float(figures["psnr"]) == pytest.approx(float(-10 * ((made - pixels).square().mean() / 4).log10()), rel=1e-4)
     found = gradients(task.module)
     assert found.keys() == direct.keys()
     largest = max(float(gradient.abs().max()) for gradient in direct.values())
