@@ -44,12 +44,11 @@ from opensora_cli.checkpoint.shared_folder import (
 )
 from opensora_cli.core.choices import Selection
 from opensora_cli.core.device import current_gpu, is_gpu, synchronize
-from opensora_cli.core.exceptions import CheckpointError, FileProblem, OutputError, RequestError, TrainingError
+from opensora_cli.core.exceptions import CheckpointError, FileProblem, OutputError, TrainingError
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.formatting import first_few, plain
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
-from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import is_out_of_memory
 from opensora_cli.engine.train.distribution import Distribution, local
@@ -99,38 +98,6 @@ def read_running_states(folder: Path) -> RunningStates:
         first = error.errors()[0]
         problem = f"{plain('.'.join(map(str, first['loc'])))}: {plain(first['msg'])}"
         raise CheckpointError(f"{folder / RUNNING_STATES_FILE} is broken: {problem}") from None
-
-
-def as_recorded(
-    running: RunningStates, settings: TrainSettings, threads: ThreadChoice, *, data_ranks: int, reporter: Reporter
-) -> tuple[TrainSettings, ThreadChoice]:
-    """Return settings with the micro-batches of the checkpoint's run, and its CPU threads, on which sums depend.
-
-    A number that a user chose stays, with a warning. Raises RequestError if the ranks cannot share the micro-batches.
-    """
-    if running.threads not in (None, threads.count):
-        if threads.is_free:
-            threads = ThreadChoice(count=running.threads, reason="as the run began, for the same sums")
-        else:
-            reporter.warn(
-                f"the run had {running.threads} threads, and from now on {threads.line()}: results match up to "
-                f"rounding; with --threads {running.threads} they are bitwise identical"
-            )
-    recorded, chosen = running.micro_batches, settings.loop.micro_batches
-    if recorded in (None, chosen or data_ranks):
-        return settings, threads
-    if chosen is not None:
-        reporter.warn(f"an update has {chosen} micro-batches from now on, instead of {recorded}")
-        return settings, threads
-    if recorded % data_ranks:
-        least = -(-recorded // data_ranks) * data_ranks
-        raise RequestError(
-            f"the run began with loop.micro_batches={recorded}, which {data_ranks} data-parallel ranks cannot share",
-            hint=f"use a number of ranks that divides {recorded}, or larger updates from now on: "
-            f"--set loop.micro_batches={least}",
-        )
-    reporter.warn(f"loop.micro_batches={recorded}, as the run began, not {data_ranks}")
-    return settings.replace({"loop.micro_batches": recorded}), threads
 
 
 class StatePart(NamedTuple):

@@ -18,7 +18,7 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_link import beat
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.signals import deferred_interrupts
-from opensora_cli.core.threads import threads_used
+from opensora_cli.core.threads import ThreadChoice, threads_used
 from opensora_cli.data.batches import ClipSource
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import OutOfMemoryError, out_of_memory_reported
@@ -29,7 +29,7 @@ from opensora_cli.engine.launch.rank import WatchedReporter, settings_of_ranks
 from opensora_cli.engine.train.build import build_task, open_clips_cache, plan_attention
 from opensora_cli.engine.train.checkpoints import (
     CheckpointWriter,
-    as_recorded,
+    RunningStates,
     choose_checkpoint,
     prepare_output,
     read_running_states,
@@ -145,6 +145,38 @@ def _start_ranks(settings: TrainSettings, *, flags: Sequence[str]) -> None:
         request = LaunchRequest(parallel=parallel, gpus=parallel.ranks_per_node, device_type=kind, log_dir=log_dir)
         saved = write_settings(log_dir, settings.model_dump(mode="json"))
         launch(request, ["train", "--from", str(saved), *flags], pace=Pace(finish_s=_SAVING_S))
+
+
+def as_recorded(
+    running: RunningStates, settings: TrainSettings, threads: ThreadChoice, *, data_ranks: int, reporter: Reporter
+) -> tuple[TrainSettings, ThreadChoice]:
+    """Return settings with the micro-batches of the checkpoint's run, and its CPU threads, on which sums depend.
+
+    A number that a user chose stays, with a warning. Raises RequestError if the ranks cannot share the micro-batches.
+    """
+    if running.threads not in (None, threads.count):
+        if threads.is_free:
+            threads = ThreadChoice(count=running.threads, reason="as the run began, for the same sums")
+        else:
+            reporter.warn(
+                f"the run had {running.threads} threads, and from now on {threads.line()}: results match up to "
+                f"rounding; with --threads {running.threads} they are bitwise identical"
+            )
+    recorded, chosen = running.micro_batches, settings.loop.micro_batches
+    if recorded in (None, chosen or data_ranks):
+        return settings, threads
+    if chosen is not None:
+        reporter.warn(f"an update has {chosen} micro-batches from now on, instead of {recorded}")
+        return settings, threads
+    if recorded % data_ranks:
+        least = -(-recorded // data_ranks) * data_ranks
+        raise RequestError(
+            f"the run began with loop.micro_batches={recorded}, which {data_ranks} data-parallel ranks cannot share",
+            hint=f"use a number of ranks that divides {recorded}, or larger updates from now on: "
+            f"--set loop.micro_batches={least}",
+        )
+    reporter.warn(f"loop.micro_batches={recorded}, as the run began, not {data_ranks}")
+    return settings.replace({"loop.micro_batches": recorded}), threads
 
 
 class _Run:

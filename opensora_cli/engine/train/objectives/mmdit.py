@@ -167,8 +167,9 @@ class MMDiTTask(Objective):
         velocity_BND: Tensor = self.forward(noisy_BND, timesteps_B=t_B, **clips.inputs)
         target_BND = flow_target(clips.data_BND, clips.noise_BND, sigma_min=sigma_min)
         if self._token_weights is not None:
-            weights_BN = self._token_weights(batch, clips.grid)
-            return weighted_loss(velocity_BND, target_BND, queued_copy(weights_BN, self._device)), {}
+            error_BN = (velocity_BND.float() - target_BND.float()).square().mean(dim=2)
+            weights_BN = queued_copy(self._token_weights(batch, clips.grid), self._device).to(error_BN)
+            return (error_BN * weights_BN).sum() / weights_BN.sum(), {}
         mask_B1THW = clips.mask_B1THW if self._settings.masked_loss else None
         return get_batch_loss(velocity_BND, target_BND, None if mask_B1THW is None else mask_B1THW[:, 0]), {}
 
@@ -319,10 +320,3 @@ def _learned_frames(masks_BTHW: Tensor) -> Tensor:
     learned_BT[:, :1] = ~(given_BT[:, :1] & only_ends_B1)
     learned_BT[:, -1:] &= ~(given_BT[:, -1:] & only_ends_B1)
     return learned_BT
-
-
-def weighted_loss(velocity_BND: Tensor, target_BND: Tensor, weights_BN: Tensor) -> Tensor:
-    """Return the mean squared error of packed latents over the micro-batch, weighted by token, in fp32."""
-    error_BN = (velocity_BND.float() - target_BND.float()).square().mean(dim=2)
-    weights_BN = weights_BN.to(error_BN)
-    return (error_BN * weights_BN).sum() / weights_BN.sum()

@@ -28,9 +28,9 @@ from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestEr
 from opensora_cli.core.locks import LOCK_FILE, locked_file
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.train import objectives
-from opensora_cli.engine.train.checkpoints import RunningStates, as_recorded, read_running_states
+from opensora_cli.engine.train.checkpoints import RunningStates, read_running_states
 from opensora_cli.engine.train.early import Resume
-from opensora_cli.engine.train.run import train
+from opensora_cli.engine.train.run import as_recorded, train
 from opensora_cli.settings import train as train_settings
 from opensora_cli.settings.train import TrainSettings
 

@@ -26,7 +26,6 @@ from opensora_cli.media.write import write_media
 from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
-from opensora_cli.settings.train import load_train_settings
 
 PROMPTS = ("a red boat on the sea, raining", "a car")
 BOAT, CAR = "a-red-boat-on-the-sea-raining_seed0", "a-car_seed1"
@@ -145,32 +144,22 @@ def test_a_sample_is_the_video_that_generate_makes(tmp_path: Path, monkeypatch: 
     # Of what H.264 makes of them, a rounding of one level changes more.
     monkeypatch.setattr(write, "_yuv_frame", converted)
     prompt = "a red boat on the sea, at sunset"
-    given = {
-        "init": "demo",
-        "weights": "demo",
-        "output": tmp_path / "run",
-        "train_mmdit.cache": "none",
-        "train_mmdit.frozen_dtype": "float32",
-        "train_mmdit.attention": "sdpa",
-        "precision.compute": "fp32",
-        "lora.rank": "none",
-        "data.table": tiny_training.TABLE,
-        "data.buckets": "{32px: {13: [1.0, 1]}}",
-        "train_mmdit.video_latent_frames": 1,
-        "train_mmdit.easy_latent_frames": 1,
-        "data.workers": 0,
-        # Practically zero.
-        "optimizer.name": "adamw",
-        "optimizer.learning_rate": 1e-12,
-        "optimizer.weight_decay": 0,
-        "loop.steps": 1,
-        "loop.ema_decay": "none",
-        "samples.every": 1,
-        "samples.prompts": prompt,
-        "samples.num_inference_steps": 2,
-        "device": "cpu",
-    }
-    train(load_train_settings(config=Path("demo_lora"), overrides=_given(given), environment={}))
+    settings = tiny_training.demo_settings(
+        "demo_lora",
+        tmp_path / "run",
+        lora__rank="none",
+        data__buckets="{32px: {13: [1.0, 1]}}",
+        train_mmdit__video_latent_frames=1,
+        train_mmdit__easy_latent_frames=1,
+        optimizer__learning_rate=1e-12,  # practically zero
+        optimizer__weight_decay=0,
+        loop__steps=1,
+        loop__ema_decay="none",
+        samples__every=1,
+        samples__prompts=prompt,
+        samples__num_inference_steps=2,
+    )
+    train(settings)
     asked = {
         "prompt": prompt,
         "output.path": tmp_path / "generated.mp4",
@@ -180,7 +169,7 @@ def test_a_sample_is_the_video_that_generate_makes(tmp_path: Path, monkeypatch: 
         "runtime.weights": packaged_demo(),
         "sampling.seed": 0,
     }
-    request = GenerateRequest(overrides=_given(asked))
+    request = GenerateRequest(overrides={key: Given(str(value), "the test") for key, value in asked.items()})
     generate(load_generate_settings(request, model=DEMO))
     assert (tmp_path / "run" / "samples" / "step1" / f"{file_stem(prompt, seed=0)}.mp4").stat().st_size
     assert (tmp_path / "generated.mp4").stat().st_size
@@ -188,7 +177,3 @@ def test_a_sample_is_the_video_that_generate_makes(tmp_path: Path, monkeypatch: 
     assert ours.shape == theirs.shape == (33, 128, 128, 3)
     assert ours.float().std() > 20
     assert (ours - theirs).abs().max() <= 2
-
-
-def _given(values: dict[str, object]) -> dict[str, Given]:
-    return {key: Given(str(value), "the test") for key, value in values.items()}

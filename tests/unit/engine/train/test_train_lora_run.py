@@ -25,44 +25,26 @@ from opensora_cli.engine.train.memory import streamed_weights, waiting_weights
 from opensora_cli.engine.train.plan import plan_training
 from opensora_cli.engine.train.run import train
 from opensora_cli.settings.ckpt import MergeLoraSettings
-from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import load_preset
-from opensora_cli.settings.train import TrainSettings, load_train_settings
+from opensora_cli.settings.train import TrainSettings
 
 DEMO = packaged_demo()
 STEPS = 2
 
 
-def settings_of(output: Path, **changes: str) -> TrainSettings:
+def settings_of(output: Path, **changes: object) -> TrainSettings:
     """A few steps of an adapter beside the packaged demo; keys of `changes` have `__` for the dot."""
-    given = {
-        "output": str(output),
-        "device": "cpu",
-        "weights": "demo",
-        "init": "demo",
-        "lora.rank": "2",
-        "lora.dropout": "0.25",
-        "lora.targets": "q_proj,linear2",
-        "data.table": tiny_training.TABLE,
-        "data.buckets": "{32px: {5: [1.0, 1]}}",
-        "data.workers": "0",
-        "train_mmdit.cache": "none",
-        # In bfloat16 they are slow on a CPU.
-        "train_mmdit.frozen_dtype": "float32",
-        "train_mmdit.attention": "sdpa",
-        "optimizer.name": "adamw",
-        "optimizer.learning_rate": "0.01",
-        "optimizer.warmup_steps": "0",
-        "optimizer.decay_steps": "0",
-        "loop.steps": str(STEPS),
-        "loop.log_every": "1",
-        "precision.compute": "fp32",
-        **{key.replace("__", "."): value for key, value in changes.items()},
+    given: dict[str, object] = {
+        "lora__rank": 2,
+        "lora__dropout": 0.25,
+        "lora__targets": "q_proj,linear2",
+        "data__buckets": "{32px: {5: [1.0, 1]}}",
+        "optimizer__decay_steps": 0,
+        "loop__steps": STEPS,
     }
     for mode in ("i2v_tail", "i2v_loop", "v2v_head", "v2v_tail", "v2v_head_easy", "v2v_tail_easy"):
-        given[f"train_mmdit.mode_weights.{mode}"] = "0"
-    overrides = {key: Given(value, "test") for key, value in given.items()}
-    return load_train_settings(config=Path("demo_lora"), overrides=overrides, environment={})
+        given[f"train_mmdit__mode_weights__{mode}"] = 0
+    return tiny_training.demo_settings("demo_lora", output, **{**given, **changes})
 
 
 @pytest.fixture(scope="module")
