@@ -187,6 +187,7 @@ class _Run:
         self._settings, self._output = plan.settings, plan.output
         self._writer = CheckpointWriter(plan.output, plan.settings.checkpoints, reporter=reporter)
         self._metrics = Metrics(plan.settings, distribution=distribution, output=plan.output, reporter=reporter)
+        self._trainer: Trainer
         self._attention: AttentionPlan | None = None
         self._saved: Path | None = None
         """Last checkpoint."""
@@ -230,9 +231,9 @@ class _Run:
                 ),
                 "samples": open_samples(self._settings, distribution=distribution, output=output, reporter=reporter),
             }
-            trainer = self._build(stack)
+            self._trainer = trainer = self._build(stack)
             if folder is not None:
-                self._resume(trainer, folder)
+                self._resume(folder)
             first_step = trainer.step
             if distribution.is_main:
                 prepare_output(
@@ -247,8 +248,8 @@ class _Run:
             self._metrics.start(first_step)
             second = "this step is finished and saved first; a second Ctrl-C ends at once, without that"
             with deferred_interrupts(lambda: reporter.note(second)) as is_interrupted:
-                self._do_steps(trainer, events, is_interrupted)
-                self._finish(trainer)
+                self._do_steps(events, is_interrupted)
+                self._finish()
         assert self._saved is not None
         return TrainResult(
             target=self._settings.target,
@@ -294,7 +295,8 @@ class _Run:
             trained_only=settings.lora.is_on,
         )
 
-    def _resume(self, trainer: Trainer, folder: Path) -> None:
+    def _resume(self, folder: Path) -> None:
+        trainer = self._trainer
         running = restore(trainer, folder)
         steps = self._settings.loop.steps
         if trainer.step > steps:
@@ -327,52 +329,50 @@ class _Run:
                 "use --set precision.compute=fp32"
             )
 
-    def _do_steps(
-        self, trainer: Trainer, events: Mapping[str, _Event | None], is_interrupted: Callable[[], bool]
-    ) -> None:
-        steps, every = self._settings.loop.steps, self._settings.checkpoints.every
+    def _do_steps(self, events: Mapping[str, _Event | None], is_interrupted: Callable[[], bool]) -> None:
+        steps, every, trainer = self._settings.loop.steps, self._settings.checkpoints.every, self._trainer
         with self._reporter.stage("train", total=steps, unit="steps") as progress:
             if trainer.step:
                 progress.advance(trainer.step)
             while True:
                 # An interrupted run leaves the rest to the resumed one because SIGKILL may follow soon.
-                self._stop_if_interrupted(trainer, is_interrupted)
+                self._stop_if(is_interrupted())
                 for name, event in events.items():
                     if event is not None and name not in self._done and event.is_due(trainer.step):
-                        self._hold(name, event, trainer)
-                        self._stop_if_interrupted(trainer, is_interrupted)
+                        self._hold(name, event)
+                        self._stop_if(is_interrupted())
                 if trainer.step >= steps:
                     return
                 if trainer.step and trainer.step % every == 0:
-                    self._save(trainer)
+                    self._save()
                 self._done, self._validation_loss = [], None
                 report = trainer.do_step()
                 self._metrics.on_step(report)
                 progress.advance()
                 trainer.raise_if_stuck()
 
-    def _stop_if_interrupted(self, trainer: Trainer, is_interrupted: Callable[[], bool]) -> None:
+    def _stop_if(self, is_interrupted: bool) -> None:
         # There is nothing to save before the first step.
-        if trainer.step and self._distribution.any(is_interrupted()):
-            self._save(trainer)
+        if (step := self._trainer.step) and self._distribution.any(is_interrupted):
+            self._save()
             self._writer.wait()
-            steps = self._settings.loop.steps
-            raise KeyboardInterrupt(
-                f"step {trainer.step} of {steps} is saved in {self._output}: continue with --resume"
-            )
+            of = f"{step} of {self._settings.loop.steps}"
+            raise KeyboardInterrupt(f"step {of} is saved in {self._output}: continue with --resume")
 
-    def _hold(self, name: str, event: _Event, trainer: Trainer) -> None:
+    def _hold(self, name: str, event: _Event) -> None:
+        step = self._trainer.step
         with self._metrics.clock.part(name):
-            figures = event.run(trainer.step, trainer)
+            figures = event.run(step, self._trainer)
         self._done.append(name)
         if name == "validation":
             self._validation_loss = figures["loss"]
             # A checkpoint of this step, from an interruption, lacks the loss.
             self._saved_step = None
-            self._metrics.on_validation(trainer.step, figures)
+            self._metrics.on_validation(step, figures)
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self) -> None:
         """Save a checkpoint, unless this step is already saved."""
+        trainer = self._trainer
         beat("checkpoint")
         if self._saved_step != trainer.step:
             with self._metrics.clock.part("checkpoint"):
@@ -381,11 +381,11 @@ class _Run:
                 )
             self._saved_step = trainer.step
 
-    def _finish(self, trainer: Trainer) -> None:
+    def _finish(self) -> None:
         """Save the last checkpoint, and export the weights even if that fails."""
-        problem = None
+        trainer, problem = self._trainer, None
         try:
-            self._save(trainer)
+            self._save()
             self._writer.wait()
         except OutputError as error:
             problem = error

@@ -1,7 +1,7 @@
 """Objectives of training by name.
 
-The module of an objective has its name in `TARGETS` of the settings, and an `OBJECTIVE`. No other module depends on
-which objective a run has.
+The module of an objective has its name in `TARGETS` of the settings, and the class `OBJECTIVE`. No other module depends
+on which objective a run has.
 """
 
 from abc import abstractmethod
