@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 _BESIDE_TRAINING = ("checkpoint", "validation", "samples")
-_LOG_BUFFER = 2**20
-"""Bytes of lines that wait for room on a full disk."""
 
 
 class Metrics:
@@ -99,7 +97,6 @@ class Metrics:
 
     def close(self) -> None:
         """Close all files, also after an error. Raises OutputError if a profile cannot be written."""
-        self._log.close()
         if self._events is not None:
             self._events.close()
         self._write_profile()
@@ -184,42 +181,27 @@ _CONSOLE = (
 
 
 class JsonLog:
-    """Log file of JSON lines, which is opened once. A line that cannot be written causes a warning.
-
-    On a full disk, lines wait in the buffer of the file for the next write.
-    """
+    """Log file of JSON lines. A line that cannot be written causes a warning, and waits for the next one."""
 
     def __init__(self, path: Path, *, reporter: Reporter) -> None:
         self._path, self._reporter = path, reporter
-        self._file: BinaryIO | None = None
+        self._waiting = b""
         self._has_warned = False
 
     def write(self, line: Mapping[str, object]) -> None:
         """Write a line. Numbers that are not finite become null."""
+        self._waiting += json.dumps(_finite(line), allow_nan=False).encode() + b"\n"
         try:
-            if self._file is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = open(self._path, "ab", buffering=_LOG_BUFFER, opener=open_regular)  # noqa: SIM115  # kept
-            self._file.write(json.dumps(_finite(line), allow_nan=False).encode() + b"\n")
-            self._file.flush()
-        except OSError as error:
-            self._warn(error)
-        else:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            # Without a buffer, so that on a full disk it is known how much of a line is written.
+            with open(self._path, "ab", buffering=0, opener=open_regular) as file:
+                while self._waiting:
+                    self._waiting = self._waiting[file.write(self._waiting) :]
             self._has_warned = False
-
-    def close(self) -> None:
-        """Close the file; lines that still cannot be written are lost."""
-        try:
-            if self._file is not None:
-                self._file.close()
         except OSError as error:
-            self._warn(error)
-        self._file = None
-
-    def _warn(self, error: OSError) -> None:
-        if not self._has_warned:
-            self._reporter.warn(f"cannot write {self._path}: {error.strerror or error}: training continues")
-        self._has_warned = True
+            if not self._has_warned:
+                self._reporter.warn(f"cannot write {self._path}: {error.strerror or error}: training continues")
+            self._has_warned = True
 
 
 def truncate_log(output: Path, *, step: int) -> None:
