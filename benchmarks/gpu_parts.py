@@ -19,8 +19,8 @@ from opensora_cli.engine.estimate.transformer import evaluation_work
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.mem_profile.compare import attention_costs
 from opensora_cli.engine.mem_profile.measured_stages import measure_stage
-from opensora_cli.engine.train.activations import largest_batch_shape, plan_activations
 from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.memory import largest_batch_shape, plan_activations
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
 from opensora_cli.engine.train.parallelize import checkpoint_blocks
 from opensora_cli.engine.train.stand_ins import largest_batches

@@ -35,9 +35,9 @@ from opensora_cli.engine.encode.clips import (
     encode_for_cache,
 )
 from opensora_cli.engine.encode.encoders import EmptyPrompt, load_encoders
-from opensora_cli.engine.train.activations import largest_batch_shape
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.memory import largest_batch_shape
 from opensora_cli.engine.train.metrics import Metrics
 from opensora_cli.engine.train.trainer import StepReport, Trainer
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids

@@ -5,7 +5,7 @@ from torch import nn
 
 from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.engine.train.objectives import Objective
-from opensora_cli.engine.train.trainer import MODEL, Role, Task
+from opensora_cli.engine.train.trainer import MODEL, Role
 from opensora_cli.settings.train_loop import OptimizerSettings
 
 
@@ -19,11 +19,28 @@ class Adapted(nn.Module):
         return self.base(colors_BC) + self.get_submodule(adapter)(colors_BC)
 
 
-class Distillation(Task):
+class Distillation(Objective):
     def __init__(self):
         critic = OptimizerSettings(learning_rate=1e-2, warmup_steps=0)
         module = Adapted()
         super().__init__(module, roles={"critic": Role(module, critic, owns=lambda name: name.startswith("critic."))})
+
+    @classmethod
+    def build(cls, settings, *, distribution, clips, token_weights, reporter):
+        return cls()
+
+    @classmethod
+    def stand_in(cls, settings):
+        return cls(), []
+
+    @classmethod
+    def outline(cls, settings):
+        with torch.device("meta"):
+            return Adapted()
+
+    @classmethod
+    def layer_values(cls, settings, shape):
+        return 3 * shape.batch_size * shape.num_frames
 
     def begin_step(self, step):
         self._step = step
@@ -55,19 +72,4 @@ class Distillation(Task):
         return batch.pixels_BTHWC.float().mean(dim=(1, 2, 3)) / 255
 
 
-class Alternating(Objective):
-    def build(self, settings, *, distribution, clips, token_weights, reporter):
-        return Distillation()
-
-    def stand_in(self, settings):
-        return Distillation(), []
-
-    def outline(self, settings):
-        with torch.device("meta"):
-            return Adapted()
-
-    def layer_values(self, settings, shape):
-        return 3 * shape.batch_size * shape.num_frames
-
-
-OBJECTIVE = Alternating()
+OBJECTIVE = Distillation

@@ -9,8 +9,7 @@ from toy_training import new_trainer
 
 from opensora_cli.data.batches import ClipBatch, ClipRequest, SampledBatches, SampleRng
 from opensora_cli.engine.components.architectures import new_autoencoder
-from opensora_cli.engine.train.objectives.vae import VAETask
-from opensora_cli.engine.train.objectives.vae_terms import PerceptualDistance, discriminator_role
+from opensora_cli.engine.train.objectives.vae import PerceptualDistance, VAETask, discriminator_role
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.train_loop import OptimizerSettings

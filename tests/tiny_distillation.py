@@ -10,37 +10,23 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import ClipBatch, ClipRequest
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives import find_objective
-from opensora_cli.settings.explain import Given
-from opensora_cli.settings.train import TrainSettings, load_train_settings
+from opensora_cli.settings.train import TrainSettings
 
 
 def settings_of(output: Path, **changes: object) -> TrainSettings:
     """Return a small distillation of the demo; keys of `changes` have `__` for the dot."""
     given = {
-        "output": str(output),
-        "device": "cpu",
-        "lora.rank": 4,
-        "data.table": tiny_training.TABLE,
-        "data.buckets": "{32px: {9: [1.0, 2]}}",
-        "data.workers": 0,
-        "train_mmdit.cache": "none",
-        "train_mmdit.frozen_dtype": "float32",
-        "train_mmdit.attention": "sdpa",
-        "train_mmdit.video_latent_frames": 1,
-        "train_mmdit.mode_weights.v2v_head_easy": 0,
-        "train_mmdit.mode_weights.v2v_tail_easy": 0,
-        "train_distill.steps": 2,
-        "train_distill.teacher_steps": 2,
-        "optimizer.learning_rate": 0.01,
-        "optimizer.warmup_steps": 0,
-        "loop.steps": 3,
-        "loop.ema_decay": "none",
-        "loop.log_every": 1,
-        "precision.compute": "fp32",
-        **{key.replace("__", "."): value for key, value in changes.items()},
+        "lora__rank": 4,
+        "data__buckets": "{32px: {9: [1.0, 2]}}",
+        "train_mmdit__video_latent_frames": 1,
+        "train_mmdit__mode_weights__v2v_head_easy": 0,
+        "train_mmdit__mode_weights__v2v_tail_easy": 0,
+        "train_distill__steps": 2,
+        "train_distill__teacher_steps": 2,
+        "loop__steps": 3,
+        "loop__ema_decay": "none",
     }
-    overrides = {key: Given(value, "test") for key, value in given.items()}
-    return load_train_settings(config=Path("demo_distill"), overrides=overrides, environment={})
+    return tiny_training.demo_settings("demo_distill", output, **{**given, **changes})
 
 
 def new_task(settings: TrainSettings) -> Any:

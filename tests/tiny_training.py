@@ -1,11 +1,14 @@
 """Training runs in small, on the clips in tests/clips, for the tests of the engine and those of the command line."""
 
+import json
 import signal
 from pathlib import Path
+from typing import Any
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.train.plan import RankMemory
-from opensora_cli.settings.train import TrainSettings
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 WIDTH = 16
 MAX_LENGTH = 12
@@ -92,6 +95,37 @@ def _settings(target: str, output: Path, **sections: object) -> TrainSettings:
             **sections,
         }
     )
+
+
+def demo_settings(config: str, output: Path, **changes: object) -> TrainSettings:
+    """Return a recipe of the demo on the clips, in float32; keys of `changes` have `__` for the dot."""
+    given = {
+        "output": output,
+        "device": "cpu",
+        "data.table": TABLE,
+        "data.workers": 0,
+        "train_mmdit.cache": "none",
+        # In bfloat16 they are slow on a CPU.
+        "train_mmdit.frozen_dtype": "float32",
+        "train_mmdit.attention": "sdpa",
+        "optimizer.learning_rate": 0.01,
+        "optimizer.warmup_steps": 0,
+        "loop.log_every": 1,
+        "precision.compute": "fp32",
+        **{key.replace("__", "."): value for key, value in changes.items()},
+    }
+    overrides = {key: Given(str(value), "test") for key, value in given.items()}
+    return load_train_settings(config=Path(config), overrides=overrides, environment={})
+
+
+def log(run: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's log."""
+    return [json.loads(line) for line in (run / "log.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def losses(run: Path) -> list[float]:
+    """Return the losses of a run's steps."""
+    return [line["loss"] for line in log(run) if "event" not in line]
 
 
 class StopAfter(SilentReporter):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import SampledBatches, SampleRng
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.trainer import BatchSource, Clock, Losses, Role, Task, Trainer
+from opensora_cli.engine.train.trainer import Clock, Losses, Role, Task, Trainer
 from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
 
 ADAMW = OptimizerSettings(warmup_steps=2, decay_steps=2)
@@ -128,7 +128,7 @@ def draw(rng: SampleRng, number: int) -> ToyBatch:
 
 def new_trainer(
     task: Task,
-    batches: BatchSource,
+    batches: SampledBatches,
     *,
     optimizer: OptimizerSettings,
     distribution: Distribution | None = None,

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from tiny_strategies import Case
 from torch import Tensor
 
+from opensora_cli.engine.train.build import empty_transformer, fill_parts, new_transformer
 from opensora_cli.engine.train.parallelize import shard
-from opensora_cli.engine.train.transformer import empty_transformer, fill_parts, new_transformer
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.train import TrainSettings

@@ -17,10 +17,9 @@ from opensora_cli.checkpoint import shared_folder
 from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError, TrainingError
 from opensora_cli.engine.train import checkpoints
-from opensora_cli.engine.train.checkpoints import CheckpointWriter, choose_checkpoint
+from opensora_cli.engine.train.checkpoints import CheckpointWriter, choose_checkpoint, restore
 from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.run import train
-from opensora_cli.engine.train.state import restore
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import CheckpointSettings
@@ -192,8 +191,8 @@ def _command(settings: TrainSettings, folder: Path, *flags: str) -> list[str]:
 
 
 def _log(run: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    return [{name: line[name] for name in ("step", "loss", "grad_norm", "learning_rate")} for line in lines]
+    names = ("step", "loss", "grad_norm", "learning_rate")
+    return [{name: line[name] for name in names} for line in tiny_training.log(run)]
 
 
 @pytest.mark.slow

@@ -34,7 +34,7 @@ from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.bench_comm.measure import counted_bytes
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders
-from opensora_cli.engine.train.checkpoints import CheckpointWriter
+from opensora_cli.engine.train.checkpoints import CheckpointWriter, restore
 from opensora_cli.engine.train.distribution import Distribution, local, mesh_shape
 from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.objectives.distill import DistillTask
@@ -42,7 +42,6 @@ from opensora_cli.engine.train.objectives.dmd import DMDTask
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask, PreparedClips
 from opensora_cli.engine.train.optimizer import kept_tensors
 from opensora_cli.engine.train.parallelize import shard
-from opensora_cli.engine.train.state import restore
 from opensora_cli.engine.train.trainer import MODEL, Trainer
 from opensora_cli.memory.checkpointing import HostActivations, set_grad_checkpoint
 from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER
@@ -343,82 +342,61 @@ def test_ranks_train_every_objective_as_one_process(pool: Pool, objective: str, 
         _assert_near(ours, weights, tolerance)
 
 
-def _in_a_mode(case: Case, backend: str | None, checkpoints: bool, offload: bool) -> tuple[list[float], int, int]:
-    """Return the losses, the bytes copied to the host, and the number of compiled graphs."""
+OFFLOADED, STATES, HALF = "activations on the host", "states on the host", "half precision"
+COMPILED, COMPILED_AND_OFFLOADED = "compiled", "compiled, activations on the host"
+
+
+def _varied(case: Case, variant: str) -> tuple[list[dict[str, float]], int, int, set[torch.dtype]]:
+    """Return figures of three steps, bytes copied to the host, the number of compiled graphs, and dtypes held."""
     model, graphs = tiny_transformer(), counters["stats"]
     graphs.clear()
     # The number of compiled versions of a function is limited, and this process has seen many models.
     torch._dynamo.reset()
-    if backend is not None:
-        compile_blocks(model, warn=pytest.fail, backend=backend)
-    trainer = numbered_trainer(VelocityTask(model), case.open(), micro_batches=case.micro_batches)
+    if COMPILED in variant:
+        compile_blocks(model, warn=pytest.fail, backend="aot_eager")
+    distribution = case.open(torch.bfloat16 if variant == HALF else None, offload_states=variant == STATES)
+    options = {"micro_batches": case.micro_batches, "compute": Compute.BF16 if variant == HALF else Compute.FP32}
+    trainer = numbered_trainer(VelocityTask(model), distribution, **options)
     copies: list[int] = []
-    held = HostActivations(on_copy=lambda copy: copies.append(copy.nbytes)) if offload else None
-    with set_grad_checkpoint(model, others=(OUTPUT_LAYER,), activations=held) if checkpoints else nullcontext():
-        losses = [trainer.do_step().figures["loss"] for _ in range(3)]
-    return losses, sum(copies), graphs["unique_graphs"]
+    held = HostActivations(on_copy=lambda copy: copies.append(copy.nbytes))
+    is_offloaded = OFFLOADED in variant
+    with set_grad_checkpoint(model, others=(OUTPUT_LAYER,), activations=held) if is_offloaded else nullcontext():
+        figures = [dict(trainer.do_step().figures) for _ in range(3)]
+    weights = list(trainer.task.module.parameters())
+    dtypes = {tensor.dtype for tensor in (*weights, *(weight.grad for weight in weights))}
+    return figures, sum(copies), graphs["unique_graphs"], dtypes
 
 
 @pytest.mark.parametrize(
-    ("case", "backend", "checkpoints", "offload"),
+    ("case", "variant"),
     [
-        (ZERO3, None, True, True),
-        (TENSOR, None, True, True),
+        *((ZERO3, variant) for variant in (OFFLOADED, STATES, HALF)),
+        (TENSOR, OFFLOADED),
         # Each way with ranks that divide weights and with others. Blocks of hybrid communicate, and are not compiled.
         *(
-            pytest.param(*row, marks=pytest.mark.slow)
-            for row in (
-                (Case("ddp", 2), "aot_eager", True, True),
-                (Case("zero2", 2), "aot_eager", False, False),
-                (ZERO3, "aot_eager", True, True),
-                (GROUPS, None, True, True),
-                (RING, None, True, True),
-                (TENSOR_AND_ULYSSES, None, True, True),
-            )
+            pytest.param(case, variant, marks=pytest.mark.slow)
+            for variant, cases in {
+                COMPILED_AND_OFFLOADED: (Case("ddp", 2), ZERO3),
+                COMPILED: (Case("zero2", 2),),
+                OFFLOADED: (GROUPS, RING, TENSOR_AND_ULYSSES),
+                STATES: (Case("zero1", 2), TENSOR_AND_ULYSSES),
+                HALF: (Case("ddp", 2), Case("zero2", 4), TENSOR_AND_RING),
+            }.items()
+            for case in cases
         ),
     ],
     ids=str,
 )
-def test_checkpoints_offload_and_compiling_change_no_loss(
-    pool: Pool, expected: Any, case: Case, backend: str | None, checkpoints: bool, offload: bool
-) -> None:
-    for losses, copied, graphs in pool(case.ranks).run(_in_a_mode, case, backend, checkpoints, offload):
-        assert losses == pytest.approx(expected(case.micro_batches).losses[:3], rel=0, abs=1e-5)
-        assert (copied > 0) == offload
-        assert backend is None or graphs >= 2
-
-
-def _with_states_on_the_host(case: Case) -> tuple[list[dict[str, float]], set[str]]:
-    task = VelocityTask(tiny_transformer())
-    trainer = numbered_trainer(task, case.open(offload_states=True), micro_batches=case.micro_batches)
-    figures = [dict(trainer.do_step().figures) for _ in range(3)]
-    return figures, {local(weight).device.type for weight in task.module.parameters()}
-
-
-@_cases([ZERO3], [Case("zero1", 2), TENSOR_AND_ULYSSES])
-def test_states_on_the_host_change_no_loss(pool: Pool, expected: Any, case: Case) -> None:
+def test_what_saves_memory_or_time_changes_no_loss(pool: Pool, expected: Any, case: Case, variant: str) -> None:
     alone = expected(case.micro_batches)
-    for figures, devices in pool(case.ranks).run(_with_states_on_the_host, case):
-        assert [each["loss"] for each in figures] == pytest.approx(alone.losses[:3], rel=0, abs=1e-5)
-        assert [each["grad_norm"] for each in figures] == pytest.approx(alone.norms[:3], rel=1e-4)
-        assert devices == {"cpu"}
-
-
-def _in_half_precision(case: Case) -> tuple[list[float], set[torch.dtype]]:
-    options = {"micro_batches": case.micro_batches, "compute": Compute.BF16}
-    trainer = numbered_trainer(VelocityTask(tiny_transformer()), case.open(torch.bfloat16), **options)
-    losses = [trainer.do_step().figures["loss"] for _ in range(STEPS)]
-    weights = list(trainer.task.module.parameters())
-    return losses, {tensor.dtype for tensor in (*weights, *(weight.grad for weight in weights))}
-
-
-@_cases([ZERO3], [Case("ddp", 2), Case("zero2", 4), TENSOR_AND_RING])
-def test_half_precision_is_for_computing_alone(pool: Pool, expected: Any, case: Case) -> None:
-    exact = expected(case.micro_batches).losses
-    for losses, kept in pool(case.ranks).run(_in_half_precision, case):
-        assert losses == pytest.approx(exact, rel=0.04)
-        assert losses != pytest.approx(exact, rel=0, abs=1e-6)
-        assert kept == {torch.float32}
+    for figures, copied, graphs, dtypes in pool(case.ranks).run(_varied, case, variant):
+        losses, norms = ([each[name] for each in figures] for name in ("loss", "grad_norm"))
+        assert losses == pytest.approx(alone.losses[:3], **({"rel": 0.04} if variant == HALF else {"abs": 1e-5}))
+        assert (losses == pytest.approx(alone.losses[:3], rel=0, abs=1e-6)) <= (variant != HALF)
+        assert variant == HALF or norms == pytest.approx(alone.norms[:3], rel=1e-4)
+        assert (copied > 0) == (OFFLOADED in variant)
+        assert COMPILED not in variant or graphs >= 2
+        assert dtypes == {torch.float32}
 
 
 def _with_frozen_weights(case: Case | None, micro_batches: int) -> tuple[list[dict[str, float]], dict[str, Tensor]]:

@@ -34,7 +34,7 @@ def _toy(case: Case | None) -> tuple[list[float], list[float]]:
     """Return the losses of training, and of validations on three micro-batches, which two ranks cannot share evenly."""
     trainer = toy_trainer(ToyTask(), distribution=case.open() if case else _alone(), micro_batches=2)
     validation = HeldOutLoss(
-        lambda index: draw(SampleRng.of_data(99, index), index),
+        read=lambda index: draw(SampleRng.of_data(99, index), index),
         count=3,
         settings=ValidationSettings(every=1),
         last_step=9,

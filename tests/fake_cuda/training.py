@@ -28,11 +28,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from opensora_cli.engine.components.architectures import autoencoder_on_meta, transformer_on_meta, vae_tiling
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, frozen_dtype
 from opensora_cli.engine.estimate.fake_tensors import give_fake_weights, repeat_calls
-from opensora_cli.engine.train import build, estimate, transformer
+from opensora_cli.engine.train import build, estimate
 from opensora_cli.engine.train import distribution as ranks
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.fake_ranks import FakeDistribution
-from opensora_cli.engine.train.frozen_weights import plan_frozen_weights, streamed_weights
+from opensora_cli.engine.train.memory import plan_frozen_weights, streamed_weights
 from opensora_cli.engine.train.objectives import find_objective, mmdit
 from opensora_cli.engine.train.stand_ins import random_text_encoders
 from opensora_cli.engine.train.trainer import Trainer
@@ -117,10 +117,10 @@ class _Rehearsed(FakeDistribution):
 
 
 def _task(settings: TrainSettings, distribution: Distribution, reporter: LoggedReporter) -> Any:
-    attention = partial(transformer.plan_attention, tries_device=False)
+    attention = partial(build.plan_attention, tries_device=False)
     clips: Any = _Cache(settings) if settings.train_mmdit.cache is not None else None
     with (
-        mock.patch.object(transformer, "plan_attention", attention),
+        mock.patch.object(build, "plan_attention", attention),
         mock.patch.object(mmdit, "load_encoders", _encoders),
     ):
         return build.build_task(settings, distribution=distribution, clips=clips, reporter=reporter)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.mem_profile.report import LargestBatch
-from opensora_cli.engine.train.activations import with_batch_size
+from opensora_cli.engine.train.memory import with_batch_size
 from opensora_cli.engine.train.plan import estimate_rank
 from opensora_cli.settings.train import TrainSettings
 

@@ -1,25 +1,37 @@
-"""Checkpoints in the folder of a run: the one to resume from, saving in the background, and removing old ones."""
+"""Checkpoints of a run: their tensors and record, choosing and restoring one, saving in the background, removing.
+
+All tensors are whole and have names, so that a run can be resumed with another number of ranks.
+"""
 
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from statistics import fmean
-from types import TracebackType
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from pydantic import AliasPath, BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from opensora_cli.checkpoint.formats.colossal import (
+    EMA_FILE,
+    MODEL_FOLDER,
+    OPTIMIZER_FOLDER,
+    RUNNING_STATES_FILE,
     RUNNING_STATES_SCHEMA,
     SETTINGS_FILE,
     all_epoch_folders,
     checkpoint_folder_name,
     epoch_folders,
+    read_running_document,
 )
+from opensora_cli.checkpoint.formats.safetensors import open_safetensors
+from opensora_cli.checkpoint.lazy import LazyTensor
+from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.shared_folder import (
     BackgroundJob,
     Share,
@@ -30,46 +42,193 @@ from opensora_cli.checkpoint.shared_folder import (
     write_share,
     wrong_files,
 )
+from opensora_cli.core.choices import Selection
 from opensora_cli.core.device import current_gpu, is_gpu, synchronize
 from opensora_cli.core.exceptions import CheckpointError, FileProblem, OutputError, TrainingError
 from opensora_cli.core.files import write_json_atomic
+from opensora_cli.core.formatting import first_few, plain
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
 from opensora_cli.engine.components.attention import AttentionPlan
-from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.components.hardware import is_out_of_memory
+from opensora_cli.engine.train.distribution import Distribution, local
 from opensora_cli.engine.train.early import Resume, checkpoints_to_try
 from opensora_cli.engine.train.metrics import remove_records, truncate_log
-from opensora_cli.engine.train.state import read_running_states, tensors_of
-from opensora_cli.engine.train.trainer import Trainer
+from opensora_cli.engine.train.optimizer import module_state, state_names
+from opensora_cli.engine.train.trainer import MODEL, Trainer
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import CheckpointSettings
 
-VALIDATION_LOSS, TRAINING_LOSS = "validation loss", "mean training loss"
+_VALIDATION_LOSS, _TRAINING_LOSS = "validation loss", "mean training loss"
 """Scores that compare checkpoints."""
-
 _LONGEST = timedelta(days=7)
-_ASIDE = "aside-"
+_BROKEN = (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError)
+_Count = Annotated[int, Field(ge=0, le=2**31)]
+
+
+class RunningStates(BaseModel):
+    """State of a run beside its tensors. Fields with a default are missing in checkpoints of earlier versions."""
+
+    model_config = ConfigDict(frozen=True, strict=True)
+
+    global_step: _Count
+    skipped_in_a_row: _Count
+    micro_batches: Annotated[int, Field(gt=0, le=2**31)] | None = None
+    threads: Annotated[int, Field(gt=0, le=1024)] | None = None
+    done: Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=100)] = []
+    attention: Annotated[str | None, Field(validation_alias=AliasPath("attention", "backend"))] = None
+    """Attention backend that the run used."""
+    score: Annotated[float, Field(allow_inf_nan=False)] | None = None
+    score_of: str | None = None
+    sampler: dict[str, Any]
+
+
+def read_running_states(folder: Path) -> RunningStates:
+    """Return the record of a checkpoint. Raises CheckpointError if it is missing, broken, or of an earlier version."""
+    document = read_running_document(folder)
+    if document.get("schema") != RUNNING_STATES_SCHEMA:
+        raise CheckpointError(
+            f"{folder / RUNNING_STATES_FILE} has no schema {RUNNING_STATES_SCHEMA}: this version of osora cannot "
+            "resume it",
+            hint="resume with the version that wrote it, or start again with another --set output=FOLDER",
+        )
+    try:
+        return RunningStates.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        problem = f"{plain('.'.join(map(str, first['loc'])))}: {plain(first['msg'])}"
+        raise CheckpointError(f"{folder / RUNNING_STATES_FILE} is broken: {problem}") from None
+
+
+class StatePart(NamedTuple):
+    """This rank's part of a tensor of the state, with its file (`model` is a folder of shards) and its name there.
+
+    `parameter` names the parameter of the sharded module with the same layout; empty means the same on all ranks.
+    """
+
+    file: str
+    key: str
+    parameter: str
+    tensor: Tensor
+
+
+def tensors_of(trainer: Trainer) -> Iterator[StatePart]:
+    """Yield all tensors of a run, in the same order on all ranks."""
+    whole_name = trainer.distribution.whole_name
+    for name, tensor in module_state(trainer.task.module, trained_only=trainer.trained_only).items():
+        yield StatePart(MODEL_FOLDER, whole_name(name), name, tensor)
+    for name, tensor in (trainer.ema or {}).items():
+        yield StatePart(EMA_FILE, whole_name(name), name, tensor)
+    for role, module in trainer.task.other_modules().items():
+        for name, tensor in module_state(module).items():
+            yield StatePart(_weights_file(role), name, name, tensor)
+    for role, learner in trainer.learners.items():
+        for name, weight, optimizer in learner.trained():
+            for kind, value in optimizer.state[weight].items():
+                parameter = "" if kind == "step" else name
+                yield StatePart(_moments_file(role), f"{kind}.{whole_name(name)}", parameter, value)
+
+
+def _weights_file(role: str) -> str:
+    return f"{role}.safetensors"
+
+
+def _moments_file(role: str) -> str:
+    return f"{OPTIMIZER_FOLDER}/{'' if role == MODEL else f'{role}_'}moments.safetensors"
+
+
+def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
+    """Return the averaged, or else current, whole weights on the host of the main rank. All ranks must call this."""
+    distribution, file = trainer.distribution, MODEL_FOLDER if trainer.ema is None else EMA_FILE
+    whole = {}
+    for part in tensors_of(trainer):
+        if part.file == file:
+            gathered = distribution.whole(part.parameter, part.tensor)
+            if distribution.is_main:
+                whole[part.key] = gathered.cpu()
+    return whole
 
 
 def choose_checkpoint(output: Path, resume: Resume, *, distribution: Distribution, reporter: Reporter) -> Path:
     """Return the checkpoint to resume from. The ranks together compare its files with their hashes."""
-    folders = checkpoints_to_try(output, resume)
-    for number, folder in enumerate(folders):
+    *others, last = checkpoints_to_try(output, resume)
+    for folder in [*others, last]:
         problems = wrong_files(folder, share=(distribution.rank, distribution.ranks))
         if distribution.ranks > 1:
             problems = sorted({problem for each in all_gather_json(problems) for problem in each})
         if not problems:
             return folder
-        older = all_epoch_folders(output)
-        older = older[older.index(folder) + 1 :] if folder in older else []
-        if number == len(folders) - 1:
-            hint = None if resume.folder is not None else "start again with --overwrite in place of --resume"
-            if older and not resume.allow_older:
-                way = "--allow-older resumes from" if resume.folder is None else "use the one before: --resume-from"
-                hint = f"{way} {older[0]}"
-            raise CheckpointError("\n".join([f"{folder} is broken:", *problems]), hint=hint)
-        reporter.warn(f"{folder} is broken: {'; '.join(problems)}")
-    raise AssertionError("there is at least one folder")
+        if folder != last:
+            reporter.warn(f"{folder} is broken: {'; '.join(problems)}")
+    hint = None if resume.folder is not None else "start again with --overwrite in place of --resume"
+    of_run = all_epoch_folders(output)
+    older = of_run[of_run.index(last) + 1 :] if last in of_run else []
+    if older and not resume.allow_older:
+        way = "--allow-older resumes from" if resume.folder is None else "use the one before: --resume-from"
+        hint = f"{way} {older[0]}"
+    raise CheckpointError("\n".join([f"{last} is broken:", *problems]), hint=hint)
+
+
+def restore(trainer: Trainer, folder: Path) -> RunningStates:
+    """Restore a run from a complete checkpoint, in place, and return its record.
+
+    Each rank reads its own part. Learning rates and other settings of this run stay. Raises CheckpointError if the
+    checkpoint belongs to another model or other data.
+    """
+    running = read_running_states(folder)
+    try:
+        _restore_tensors(trainer, folder)
+        trainer.batches.load_state_dict(running.sampler)
+    except _BROKEN as error:
+        if is_out_of_memory(error):
+            raise
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{folder} cannot be resumed from: {first_line}", hint="start again with another --set output=FOLDER"
+        ) from error
+    trainer.skipped_in_a_row, trainer.step = running.skipped_in_a_row, running.global_step
+    return running
+
+
+@torch.no_grad()
+def _restore_tensors(trainer: Trainer, folder: Path) -> None:
+    roles = [EMA_FILE, *map(_weights_file, trainer.task.other_modules()), *map(_moments_file, trainer.learners)]
+    stored: dict[str, Mapping[str, LazyTensor]] = {
+        MODEL_FOLDER: open_checkpoint(folder, select=Selection.MODEL).entries,
+        **{name: open_safetensors(folder / name)[0] if (folder / name).exists() else {} for name in roles},
+    }
+    for role, learner in trainer.learners.items():
+        moments = stored[_moments_file(role)]
+        for parameter, weight, optimizer in learner.trained():
+            kinds, whole_name = state_names(optimizer), trainer.distribution.whole_name(parameter)
+            # Allocate the state of the weights that the checkpoint has moments of, and drop that of others.
+            optimizer.state[weight] = {
+                # AdamW keeps its number of updates on the weight's device.
+                kind: torch.zeros((), device=weight.device) if kind == "step" else torch.zeros_like(weight)
+                for kind in kinds
+                if any(f"{each}.{whole_name}" in moments for each in kinds)
+            }
+    parts = [*tensors_of(trainer)]
+    for name, entries in stored.items():
+        keys = {part.key for part in parts if part.file == name}
+        if name == EMA_FILE and not (keys and entries):
+            # A new average starts as a copy of the weights.
+            stored[name] = stored[MODEL_FOLDER]
+        elif keys != entries.keys():
+            raise _of_another_model(folder / name, f"{first_few(sorted(keys ^ entries.keys()))} are not in both")
+    for part in parts:
+        own, target = trainer.distribution.part(part.parameter, stored[part.file][part.key].read()), local(part.tensor)
+        if own.shape != target.shape:
+            problem = f"{part.key} is {list(own.shape)}, and must be {list(target.shape)}"
+            raise _of_another_model(folder / part.file, problem)
+        target.copy_(own)
+
+
+def _of_another_model(path: Path, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} is of another model: {problem}",
+        hint="resume with the settings of the run, or start again with another --set output=FOLDER",
+    )
 
 
 def prepare_output(
@@ -92,17 +251,36 @@ def prepare_output(
 def set_aside_newer(output: Path, folder: Path, *, reporter: Reporter) -> None:
     """Rename the checkpoints that are newer than `folder` because the resumed run will write its own."""
     folders = all_epoch_folders(output)
-    newer = folders[: folders.index(folder)] if folder in folders else folders
-    for each in newer:
-        aside, number = each.with_name(f"{_ASIDE}{each.name}"), 1
+    for each in folders[: folders.index(folder)] if folder in folders else folders:
+        aside, number = each.with_name(f"aside-{each.name}"), 1
+        while aside.exists():
+            number += 1
+            aside = each.with_name(f"aside-{number}-{each.name}")
         try:
-            while aside.exists():
-                number += 1
-                aside = each.with_name(f"{_ASIDE}{number}-{each.name}")
             each.rename(aside)
         except OSError as error:
             raise OutputError(f"cannot rename {each}: {error.strerror or error}") from error
         reporter.note(f"{each.name} is renamed to {aside}")
+
+
+def remove_old(output: Path, settings: CheckpointSettings) -> None:
+    folders = epoch_folders(output)
+    best = _best(folders) if settings.keep_best else None
+    for folder in folders[settings.keep :]:
+        if folder != best:
+            remove_checkpoint(folder)
+
+
+def _best(folders: list[Path]) -> Path | None:
+    """Return the folder with the lowest validation loss, or training loss without one; the older one if equal."""
+    scores: dict[str, dict[Path, float]] = {_VALIDATION_LOSS: {}, _TRAINING_LOSS: {}}
+    for folder in reversed(folders):
+        with suppress(FileProblem):
+            running = read_running_states(folder)
+            if running.score_of in scores and running.score is not None:
+                scores[running.score_of][folder] = running.score
+    chosen = scores[_VALIDATION_LOSS] or scores[_TRAINING_LOSS]
+    return min(chosen, key=chosen.__getitem__) if chosen else None
 
 
 class CheckpointWriter:
@@ -113,12 +291,11 @@ class CheckpointWriter:
     disk may get space again; `wait` raises the error.
 
     A folder `epoch{e}-global_step{n}/` holds `model/` (shards with an index), `ema.safetensors`, `optimizer/` and
-    `running_states.json`. All tensors are whole, so that a run can be resumed with another number of ranks.
+    `running_states.json`.
     """
 
     def __init__(self, output: Path, settings: CheckpointSettings, *, reporter: Reporter | None = None) -> None:
-        self._output = output
-        self._settings = settings
+        self._output, self._settings = output, settings
         self._reporter = reporter or SilentReporter()
         self._job = BackgroundJob()
         self._buffers: dict[tuple[str, str], Tensor] = {}
@@ -128,10 +305,8 @@ class CheckpointWriter:
     def __enter__(self) -> "CheckpointWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if error is None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
             self.wait()
         else:
             self._job.join()
@@ -150,29 +325,39 @@ class CheckpointWriter:
         names validation and samples done in this step; the checkpoint records them and `attention`. Raises
         TrainingError if the weights are not finite.
         """
-        distribution = trainer.distribution
+        distribution, step, epoch = trainer.distribution, trainer.step, trainer.batches.epoch
         self._job.join()
         error = self._job.take_error()
         if error is not None and not isinstance(error, OutputError):
             raise error
         if not trainer.are_weights_finite():
             raise TrainingError(
-                f"weights are not finite after step {trainer.step}: they are not saved",
+                f"weights are not finite after step {step}: they are not saved",
                 hint="use a lower rate: --set optimizer.learning_rate=X",
             )
         if distribution.ranks > 1 and self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=_LONGEST)
-        target = self._output / checkpoint_folder_name(epoch=trainer.batches.epoch, global_step=trainer.step)
+        target = self._output / checkpoint_folder_name(epoch=epoch, global_step=step)
         token = secrets.token_hex(4)
         temporary = temporary_folder(target, token=broadcast_json(token) if distribution.ranks > 1 else token)
-        running = {
-            **_running_states(trainer, validation_loss),
+        score = fmean(trainer.losses or [math.nan]) if validation_loss is None else validation_loss
+        running: dict[str, object] = {
+            "schema": RUNNING_STATES_SCHEMA,
+            "epoch": epoch,
+            "global_step": step,
+            "micro_batches": trainer.micro_batches,
+            "ranks": distribution.ranks,
+            "threads": torch.get_num_threads(),
+            "skipped_in_a_row": trainer.skipped_in_a_row,
+            "sampler": trainer.batches.state_dict(),
             "done": list(done),
-            **({} if attention is None else {"attention": attention.to_json()}),
         }
+        if math.isfinite(score):
+            running |= {"score": score, "score_of": _TRAINING_LOSS if validation_loss is None else _VALIDATION_LOSS}
+        if attention is not None:
+            running["attention"] = attention.to_json()
         share = Share(tensors=self._copy(trainer), files={}, running_states=running, group=self._group)
         trainer.losses.clear()
-        step = trainer.step
 
         def write() -> None:
             outcome = "is not saved"
@@ -190,8 +375,7 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Wait for the writing of all ranks to end. Raises an OutputError of any rank once, on all ranks."""
         self._job.join()
-        error = self._job.take_error()
-        if error is not None:
+        if (error := self._job.take_error()) is not None:
             raise error
 
     def _copy(self, trainer: Trainer) -> dict[str, dict[str, Tensor]]:
@@ -215,43 +399,3 @@ class CheckpointWriter:
             synchronize(current_gpu())
         self._buffers = buffers
         return copied
-
-
-def remove_old(output: Path, settings: CheckpointSettings) -> None:
-    """Remove the checkpoints of a run, except the newest and the best."""
-    folders = epoch_folders(output)
-    newest = folders[: settings.keep]
-    best = _best(folders) if settings.keep_best else None
-    for folder in folders:
-        if folder not in newest and folder != best:
-            remove_checkpoint(folder)
-
-
-def _best(folders: list[Path]) -> Path | None:
-    """Return the folder with the lowest validation loss, or training loss without one; the older one if equal."""
-    scores: dict[str, dict[Path, float]] = {VALIDATION_LOSS: {}, TRAINING_LOSS: {}}
-    for folder in reversed(folders):
-        with suppress(FileProblem):
-            running = read_running_states(folder)
-            if running.score_of in scores and running.score is not None:
-                scores[running.score_of][folder] = running.score
-    chosen = scores[VALIDATION_LOSS] or scores[TRAINING_LOSS]
-    return min(chosen, key=chosen.__getitem__) if chosen else None
-
-
-def _running_states(trainer: Trainer, validation_loss: float | None) -> dict[str, object]:
-    score = validation_loss if validation_loss is not None else fmean(trainer.losses or [math.nan])
-    scored: dict[str, object] = {}
-    if math.isfinite(score):
-        scored = {"score": score, "score_of": TRAINING_LOSS if validation_loss is None else VALIDATION_LOSS}
-    return {
-        "schema": RUNNING_STATES_SCHEMA,
-        "epoch": trainer.batches.epoch,
-        "global_step": trainer.step,
-        "micro_batches": trainer.micro_batches,
-        "ranks": trainer.distribution.ranks,
-        "threads": torch.get_num_threads(),
-        "skipped_in_a_row": trainer.skipped_in_a_row,
-        "sampler": trainer.batches.state_dict(),
-        **scored,
-    }

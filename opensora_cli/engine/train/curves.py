@@ -10,12 +10,11 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.files import require_writable
 from opensora_cli.core.reading import read_text
-from opensora_cli.engine.train.early import LOG_FILE
+from opensora_cli.engine.train.early import LOG_FILE, MAX_LOG_BYTES
 from opensora_cli.media.plots import new_figure, write_figure
 
 _CURVES = {"loss": "loss", "learning_rate": "learning rate", "grad_norm": "gradient norm"}
 _ENDINGS = (".png", ".svg", ".pdf")
-_MAX_LOG_BYTES = 2**30
 
 
 class TrainPlot(Document):
@@ -27,7 +26,6 @@ class TrainPlot(Document):
     runs: tuple[Path, ...]
 
     def lines(self) -> list[str]:
-        """Return the path of the chart."""
         return [str(self.plot)]
 
 
@@ -62,7 +60,7 @@ def _read(run: Path) -> list[Mapping[str, Any]]:
     """Return the lines of a log, except broken ones: a crash or a run in progress may leave a partial line."""
     path = run / LOG_FILE if run.is_dir() else run
     lines: list[Mapping[str, Any]] = []
-    for text in read_text(path, max_bytes=_MAX_LOG_BYTES, hint="name the folder of a run").splitlines():
+    for text in read_text(path, max_bytes=MAX_LOG_BYTES, hint="name the folder of a run").splitlines():
         try:
             line = json.loads(text)
         except (ValueError, RecursionError):
@@ -76,12 +74,10 @@ def _read(run: Path) -> list[Mapping[str, Any]]:
 
 def _points(lines: Sequence[Mapping[str, Any]], event: str | None, name: str) -> tuple[list[float], list[float]]:
     """Return the steps and the finite values of a figure in the lines of an event; None means training."""
-    points = [
-        (float(line["step"]), float(value))
+    values = {
+        line["step"]: value
         for line in lines
-        if line.get("event") == event
-        and isinstance(line.get("step"), int | float)
-        and isinstance(value := line.get(name), int | float)
-        and math.isfinite(value)
-    ]
-    return [step for step, _ in points], [value for _, value in points]
+        if line.get("event") == event and isinstance(line.get("step"), int | float)
+        if isinstance(value := line.get(name), int | float) and math.isfinite(value)
+    }
+    return [*values], [*values.values()]

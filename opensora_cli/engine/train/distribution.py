@@ -1,4 +1,4 @@
-"""Ranks of a training run: starting and joining them, and their shares of work and weights."""
+"""Ranks of a training run, and their shares of work and weights."""
 
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -14,11 +14,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from opensora_cli.core.device import torch_dtype
-from opensora_cli.core.device_names import type_of_ranks
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.components.parallelize import plan_exchange
-from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch, log_folder, write_settings
 from opensora_cli.engine.launch.rank import agreed, device_type, joined, settings_of_ranks
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.collectives import all_gather
@@ -67,8 +65,8 @@ class Distribution:
         exchange: ExchangePlan | None = None,
         offload_states: bool = False,
     ) -> None:
-        self.device = device
-        self.mesh = mesh
+        self.device, self.mesh, self.strategy, self.dtype = device, mesh, strategy, dtype
+        self.exchange, self.offload_states = exchange or ExchangePlan(), offload_states
         self.rank = dist.get_rank() if mesh else 0
         self.ranks = mesh.shape.size if mesh else 1
         self.data_ranks = mesh.shape.replicate * mesh.shape.shard if mesh else 1
@@ -77,10 +75,6 @@ class Distribution:
         """Index of the micro-batch, among these, that this process computes."""
         self.divides = mesh is not None and strategy.shards
         """Whether the ranks divide the weights of the transformer, which may then be on the meta device."""
-        self.strategy = strategy
-        self.dtype = dtype
-        self.exchange = exchange or ExchangePlan()
-        self.offload_states = offload_states
         self.groups: Sequence[FSDPModule] = ()
         """Modules whose weights are gathered at once."""
         self.layouts: Mapping[str, WeightLayout] = {}
@@ -99,14 +93,11 @@ class Distribution:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process reports and writes for all ranks."""
         return self.rank == 0
 
     def replicate(self, module: nn.Module, trained: Collection[nn.Parameter]) -> Callable[..., Tensor]:
-        """Wrap a whole copy of a module so that the gradients of `trained` are averaged during backward passes (DDP).
-
-        FSDP2 with shards of size 1 holds a second copy of the weights, and rejects the channels-last format.
-        """
+        """Wrap a whole copy of a module so that backward passes average the gradients of `trained` (DDP)."""
+        # FSDP2 with shards of size 1 holds a second copy of the weights, and rejects the channels-last format.
         assert self.mesh is not None
         # The warning is about 1x1x1 kernels, whose strides along single taps have no meaning.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
@@ -140,8 +131,12 @@ class Distribution:
                 group.set_requires_gradient_sync(last or not self.strategy.reduces_once, recurse=False)
                 group.set_reshard_after_backward(last or self.strategy.gathers_twice, recurse=False)
             yield
-        if last:
-            self._sum_gradients_of_norms()
+        gradients = [local(norm.grad) for norm in self.norms if norm.grad is not None]
+        if last and gradients and self.mesh is not None:
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat, group=self.mesh.group("tensor"))
+            for gradient, summed in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
+                gradient.copy_(summed.view_as(gradient))
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -185,7 +180,6 @@ class Distribution:
         return dict(zip(names, (sums / self.data_ranks).tolist(), strict=True))
 
     def any(self, flag: bool) -> bool:
-        """Return whether the flag is set on any rank."""
         if self.mesh is None:
             return flag
         flags = torch.tensor(flag, dtype=torch.int32)
@@ -193,11 +187,9 @@ class Distribution:
         return bool(flags)
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
         self.any(False)
 
     def whole_name(self, name: str) -> str:
-        """Return the name in the whole module of a parameter of the sharded one."""
         return self.layouts[name].whole_name if name in self.layouts else name
 
     def whole(self, name: str, tensor: Tensor) -> Tensor:
@@ -225,15 +217,6 @@ class Distribution:
         share = whole.detach() if cut is None else cut.cut(whole, self.mesh.group("tensor").rank())
         own = span(row_sizes(share.shape[0], rows.size()), rows.rank())
         return share[own].clone(memory_format=torch.contiguous_format)
-
-    def _sum_gradients_of_norms(self) -> None:
-        """Sum gradients that come from the heads of one rank over the tensor-parallel ranks."""
-        gradients = [local(norm.grad) for norm in self.norms if norm.grad is not None]
-        if gradients and self.mesh is not None:
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(flat, group=self.mesh.group("tensor"))
-            for gradient, summed in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
-                gradient.copy_(summed.view_as(gradient))
 
 
 def _fsdp_mesh(mesh: ParallelMesh, device_type: str) -> DeviceMesh:
@@ -264,20 +247,6 @@ def moved(module: nn.Module, device: torch.device) -> nn.Module:
     return module
 
 
-# An interrupted rank finishes its step and a checkpoint first.
-_SAVING_S = 1800.0
-
-
-def start_ranks(settings: TrainSettings, *, flags: Sequence[str] = ()) -> None:
-    """Train in one process per rank, and return when all are done. The first rank prints."""
-    with log_folder("train") as log_dir:
-        parallel = settings.parallel
-        kind = type_of_ranks(settings.device)
-        request = LaunchRequest(parallel=parallel, gpus=parallel.ranks_per_node, device_type=kind, log_dir=log_dir)
-        saved = write_settings(log_dir, settings.model_dump(mode="json"))
-        launch(request, ["train", "--from", str(saved), *flags], pace=Pace(finish_s=_SAVING_S))
-
-
 @contextmanager
 def joined_ranks(settings: TrainSettings, context: RankContext) -> Iterator[tuple[TrainSettings, Distribution]]:
     """Join the other ranks, and yield rank 0's settings and the distribution of work."""
@@ -288,7 +257,6 @@ def joined_ranks(settings: TrainSettings, context: RankContext) -> Iterator[tupl
 
 
 def training_exchange(settings: TrainSettings) -> ExchangePlan:
-    """Return the plan for exchanging tokens for heads between the ranks of a run."""
     return plan_exchange(
         settings.parallel,
         mesh_shape(settings.strategy, settings.parallel),
@@ -303,7 +271,6 @@ def training_device(settings: TrainSettings) -> torch.device:
 
 
 def mesh_shape(strategy: Strategy, parallel: TrainParallelSettings) -> MeshShape:
-    """Return the mesh of valid settings."""
     return MeshShape(**parallel.axes(strategy))
 
 

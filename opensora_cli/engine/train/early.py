@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from opensora_cli.engine.train.objectives import TokenWeights
 
 LOG_FILE = "log.jsonl"
+MAX_LOG_BYTES = 2**30
 TENSORBOARD_FOLDER = "tensorboard"
 PROFILE_FOLDER = "profile"
 SAMPLES_FOLDER = "samples"
@@ -38,9 +39,7 @@ class Given(NamedTuple):
 
 
 def checkpoints_to_try(output: Path, resume: Resume) -> list[Path]:
-    """Return the checkpoints that a run may resume from, newest first.
-    Raises CheckpointError if there is none.
-    """
+    """Return the checkpoints that a run may resume from, newest first. Raises CheckpointError if there is none."""
     folders = all_epoch_folders(output) if output.is_dir() else []
     if resume.folder is not None:
         if not resume.folder.is_dir():
@@ -59,8 +58,6 @@ def refuse_early(
 ) -> None:
     """Check a run as far as that is possible without torch.
 
-    With a source of its own, a run needs no table.
-
     Raises:
         RequestError: Arguments contradict each other or the settings, or no clips are named.
         FileProblem: A table is missing.
@@ -76,7 +73,6 @@ def refuse_early(
 
 
 def _check_given(settings: TrainSettings, given: Given) -> None:
-    """Raise RequestError if settings contradict what a program gives, or if validation has no clips."""
     validation = settings.validation
     for source, table, key in (
         (given.source, settings.data.table, "data.table"),
@@ -106,8 +102,6 @@ def check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: b
     output = Path(settings.output)
     if resume is not None and overwrite:
         raise RequestError("--resume continues the run that --overwrite would remove: give one of them")
-    if (output / LOG_FILE).is_dir():
-        raise OutputError(f"{output / LOG_FILE} is a folder, where a run keeps a file", hint="move it elsewhere")
     if resume is not None:
         checkpoints_to_try(output, resume)
         return
@@ -130,7 +124,6 @@ def find_first_weights(settings: TrainSettings) -> Path | None:
 
 
 def find_frozen_weights(settings: TrainSettings) -> dict[str, Path | None]:
-    """Return the paths of a run's frozen weights by name, None if they are missing."""
     if settings.trains_transformer:
         return inputs.find_frozen_parts(settings)
     files = {file: Path(file) for file in settings.train_vae.perceptual_files}

@@ -18,13 +18,14 @@ from opensora_cli.engine.estimate.autoencoder import encoding_need
 from opensora_cli.engine.estimate.fake_tensors import fake_device, give_fake_weights
 from opensora_cli.engine.estimate.outlines import HOST
 from opensora_cli.engine.launch.rank import device_type
-from opensora_cli.engine.train.activations import largest_batch_shape, plan_activations
 from opensora_cli.engine.train.distribution import Distribution, local
 from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS, ExchangeOwners, FakeDistribution, fake_rank
 from opensora_cli.engine.train.few_blocks import FewBlocks, with_few_blocks
-from opensora_cli.engine.train.frozen_weights import (
+from opensora_cli.engine.train.memory import (
     FrozenWeights,
     fake_slots,
+    largest_batch_shape,
+    plan_activations,
     plan_frozen_weights,
     stack_paths,
     streamed_weights,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -14,7 +15,7 @@ from opensora_cli.core.device import random_state_kept, release_memory
 from opensora_cli.core.exceptions import FileProblem, OutputError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.rank_link import beat
-from opensora_cli.data.batches import ClipSource, SampleRng
+from opensora_cli.data.batches import ClipBatch, ClipSource, SampleRng
 from opensora_cli.data.loading import ClipReader, ReplacementWarnings
 from opensora_cli.engine.components.architectures import vae_tiling
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
@@ -24,7 +25,7 @@ from opensora_cli.engine.encode.encoders import load_encoders
 from opensora_cli.engine.train.build import open_clips_cache
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import SAMPLES_FOLDER
-from opensora_cli.engine.train.trainer import Batch, Trainer
+from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.media.names import file_stem
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import write_media
@@ -44,14 +45,12 @@ _HOST = torch.device("cpu")
 def evaluating(trainer: Trainer) -> Iterator[None]:
     """Put the module into evaluation mode inside the block: averaged weights, no dropout, no gradients.
 
-    Modes of modules and torch's global generators are restored at the end.
+    Torch's global generators are restored at the end.
     """
-    modes = {module: module.training for module in trainer.task.module.modules()}
-    device = trainer.distribution.device
     trainer.task.module.eval()
     try:
         with (
-            random_state_kept(device),
+            random_state_kept(trainer.distribution.device),
             trainer.averaged(),
             trainer.distribution.evaluating(),
             torch.no_grad(),
@@ -59,10 +58,10 @@ def evaluating(trainer: Trainer) -> Iterator[None]:
         ):
             yield
     finally:
-        for module, training in modes.items():
-            module.training = training
+        trainer.task.module.train()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOutLoss:
     """Validation loss of the weights for export, with the same timesteps and noise every time.
 
@@ -70,33 +69,27 @@ class HeldOutLoss:
     of the `count` micro-batches. A validation is due every few steps and after `last_step`.
     """
 
-    def __init__(
-        self, read: Callable[[int], Batch], *, count: int, settings: ValidationSettings, last_step: int
-    ) -> None:
-        self._read = read
-        self._count = count
-        self._settings = settings
-        self._last_step = last_step
+    read: Callable[[int], ClipBatch]
+    count: int
+    settings: ValidationSettings
+    last_step: int
 
     def is_due(self, step: int) -> bool:
-        """Return whether a validation is due after `step` steps; it may be due after 0 steps."""
-        every = self._settings.every
-        return every is not None and (step % every == 0 or step == self._last_step)
+        every = self.settings.every
+        return every is not None and (step % every == 0 or step == self.last_step)
 
     def run(self, step: int, trainer: Trainer) -> Mapping[str, float]:
         """Return `loss` and the task's other figures, the same on all ranks. All ranks must call this."""
-        distribution = trainer.distribution
-        sums: dict[str, float] = {}
-        samples = 0
+        distribution, sums, samples = trainer.distribution, dict[str, float](), 0
         with evaluating(trainer):
-            for first in range(0, self._count, distribution.data_ranks):
+            for first in range(0, self.count, distribution.data_ranks):
                 beat("validate")
                 index = first + distribution.data_rank
                 # A rank without a batch computes one that does not count because forward passes may be collective.
-                batch = self._read(min(index, self._count - 1))
+                batch = self.read(min(index, self.count - 1))
                 # The same state for every batch, so that the noise of a clip depends only on its path.
-                loss, figures = trainer.task.loss(batch, SampleRng.of(self._settings.seed, 0))
-                weight = len(batch.paths) if index < self._count else 0
+                loss, figures = trainer.task.loss(batch, SampleRng.of(self.settings.seed, 0))
+                weight = len(batch.paths) if index < self.count else 0
                 samples += weight
                 for name, value in {"loss": loss, **figures}.items():
                     sums[name] = sums.get(name, 0.0) + (weight * float(value) if weight else 0.0)
@@ -123,14 +116,15 @@ def open_validation(
     reader = ClipReader(source, None if cache is None else cache.clip)
     replaced = ReplacementWarnings(reporter, where=" in validation")
 
-    def read(index: int) -> Batch:
+    def read(index: int) -> ClipBatch:
         batch = reader.read(plan.batch(index, number=index, epoch=0))
         replaced.warn(batch)
         return batch
 
-    return HeldOutLoss(read, count=count, settings=settings.validation, last_step=settings.loop.steps)
+    return HeldOutLoss(read=read, count=count, settings=settings.validation, last_step=settings.loop.steps)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SampleVideos:
     """Generator of a video for each prompt with the weights for export, and the same noise every time.
 
@@ -138,25 +132,15 @@ class SampleVideos:
     an entry per prompt, together with the empty prompt. Embeddings, and the autoencoder between uses, are on the host.
     """
 
-    def __init__(
-        self,
-        settings: TrainSettings,
-        *,
-        embeds: list[PromptEmbeds],
-        autoencoder: Autoencoder,
-        folder: Path,
-        reporter: Reporter,
-    ) -> None:
-        self._settings = settings
-        self._embeds = embeds
-        self._autoencoder = autoencoder
-        self._folder = folder
-        self._reporter = reporter
+    settings: TrainSettings
+    embeds: list[PromptEmbeds]
+    autoencoder: Autoencoder
+    folder: Path
+    reporter: Reporter
 
     def is_due(self, step: int) -> bool:
-        """Return whether samples are due after `step` steps."""
-        every = self._settings.samples.every
-        return every is not None and step > 0 and (step % every == 0 or step == self._settings.loop.steps)
+        every = self.settings.samples.every
+        return every is not None and step > 0 and (step % every == 0 or step == self.settings.loop.steps)
 
     def run(self, step: int, trainer: Trainer) -> Mapping[str, float]:
         """Write the videos `step{n}/PROMPT_seed{s}.mp4`. All ranks must call this.
@@ -164,27 +148,27 @@ class SampleVideos:
         A video that cannot be written, for example on a full disk, causes a warning.
         """
         device, latents = trainer.distribution.device, []
-        with self._reporter.stage("samples", total=len(self._embeds), unit="videos") as progress:
-            for index in range(len(self._embeds)):
+        with self.reporter.stage("samples", total=len(self.embeds), unit="videos") as progress:
+            for index in range(len(self.embeds)):
                 with evaluating(trainer):
                     latents.append(self._latents(index, trainer, device))
                 progress.advance()
             if not trainer.distribution.is_main:
                 return {}
-            self._autoencoder.to(device)
+            self.autoencoder.to(device)
             try:
                 for index, latents_1CTHW in enumerate(latents):
                     try:
                         self._write(step, index, latents_1CTHW.to(device))
                     except OutputError as error:
-                        self._reporter.warn(f"{error.message}: the video is skipped")
+                        self.reporter.warn(f"{error.message}: the video is skipped")
             finally:
-                self._autoencoder.to(_HOST)
+                self.autoencoder.to(_HOST)
                 release_memory(device)
         return {}
 
     def _latents(self, index: int, trainer: Trainer, device: torch.device) -> Tensor:
-        settings, embeds = self._settings, self._embeds[index]
+        settings, embeds = self.settings, self.embeds[index]
         chosen, model, grid = settings.samples, settings.model, settings.vae.grid
         # The checked settings have all three sizes.
         num_frames, height, width = (size or 0 for size in (chosen.num_frames, chosen.height, chosen.width))
@@ -225,16 +209,16 @@ class SampleVideos:
 
     @torch.no_grad()
     def _write(self, step: int, index: int, latents_1CTHW: Tensor) -> None:
-        chosen, dtype = self._settings.samples, next(self._autoencoder.parameters()).dtype
+        chosen, dtype = self.settings.samples, next(self.autoencoder.parameters()).dtype
         prompt, seed = chosen.prompts[index], chosen.seed + index
-        pieces = self._autoencoder.decode_pieces(
-            latents_1CTHW.to(dtype), tiling=vae_tiling(self._settings.vae), canvas=_HOST
+        pieces = self.autoencoder.decode_pieces(
+            latents_1CTHW.to(dtype), tiling=vae_tiling(self.settings.vae), canvas=_HOST
         )
         software = f"osora {opensora_cli.__version__}"
         write_media(
             (to_uint8(piece_1CTHW[0]).cpu() for piece_1CTHW in pieces),
-            self._folder / f"step{step}" / f"{file_stem(prompt, seed=seed)}.mp4",
-            fps=chosen.fps or self._settings.data.fps_max,
+            self.folder / f"step{step}" / f"{file_stem(prompt, seed=seed)}.mp4",
+            fps=chosen.fps or self.settings.data.fps_max,
             format=MediaFormat.MP4,
             metadata={"prompt": prompt, "seed": str(seed), "step": str(step), "software": software},
         )
@@ -259,5 +243,5 @@ def open_samples(
     del encoders
     release_memory(distribution.device)
     return SampleVideos(
-        settings, embeds=embeds, autoencoder=autoencoder, folder=output / SAMPLES_FOLDER, reporter=reporter
+        settings=settings, embeds=embeds, autoencoder=autoencoder, folder=output / SAMPLES_FOLDER, reporter=reporter
     )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from opensora_cli.engine.components.architectures import mmdit_config
-from opensora_cli.engine.train.activations import plan_activations
+from opensora_cli.engine.train.memory import plan_activations
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.settings.train import TrainSettings

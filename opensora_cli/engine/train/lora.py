@@ -83,19 +83,19 @@ def open_first_adapter(outline: MMDiT, settings: LoraSettings) -> Adapter:
     assert settings.init is not None
     adapter = open_fitting(Path(settings.init), outline)
     layers = {name.removesuffix(".weight"): updates for name, updates in adapter.updates.items()}
-    ranks = {update.a.shape[0] for updates in layers.values() for update in updates}
-    alphas = {f"{update.scale * update.a.shape[0]:.5g}" for updates in layers.values() for update in updates}
+    found = [update for updates in layers.values() for update in updates]
+    forms = {(update.a.shape[0], f"{update.scale * update.a.shape[0]:.5g}") for update in found}
     targets = tuple(target for target in LoraTarget if any(_target_of(path) is target for path in layers))
     pattern = re.compile(_pattern(outline.config, targets))
     whole = {name for name, module in outline.named_modules() if pattern.fullmatch(name)}
-    is_alike = len(ranks) == len(alphas) == 1 and all(len(updates) == 1 for updates in layers.values())
-    if not is_alike or layers.keys() != whole:
+    if len(forms) != 1 or len(found) != len(layers) or layers.keys() != whole:
         raise RequestError(
             f"lora.init={settings.init} cannot be continued: its layers have several sizes or updates, or are not all "
             f"layers of {','.join(targets)}"
         )
-    own = {"rank": f"{min(ranks)}", "alpha": min(alphas), "targets": ",".join(targets)}
-    alpha = min(ranks) if settings.alpha is None else settings.alpha
+    ((rank, own_alpha),) = forms
+    own = {"rank": f"{rank}", "alpha": own_alpha, "targets": ",".join(targets)}
+    alpha = rank if settings.alpha is None else settings.alpha
     in_order = ",".join(target for target in LoraTarget if target in settings.targets)
     asked = {"rank": f"{settings.rank}", "alpha": f"{alpha:.5g}", "targets": in_order}
     wrong = [name for name in own if own[name] != asked[name]]
@@ -153,7 +153,6 @@ def _target_of(path: str) -> LoraTarget | None:
 
 
 def _config(config: MMDiTConfig, settings: LoraSettings) -> Any:
-    assert settings.rank is not None
     return require_peft().LoraConfig(
         r=settings.rank,
         lora_alpha=settings.rank if settings.alpha is None else settings.alpha,
@@ -174,7 +173,6 @@ def _pattern(config: MMDiTConfig, targets: Sequence[LoraTarget]) -> str:
 
 
 def is_of_critic(name: str) -> bool:
-    """Return whether a weight belongs to the second adapter, by its name."""
     return name.endswith(f".{CRITIC}.weight")
 
 

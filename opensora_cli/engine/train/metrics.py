@@ -3,12 +3,11 @@
 import json
 import math
 import shutil
-from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -18,9 +17,9 @@ from opensora_cli.core.files import atomic_path, write_bytes_atomic
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.locks import open_regular
 from opensora_cli.core.progress import Reporter
-from opensora_cli.core.reading import require_file
+from opensora_cli.core.reading import read_bytes
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.early import LOG_FILE, PROFILE_FOLDER, SAMPLES_FOLDER, TENSORBOARD_FOLDER
+from opensora_cli.engine.train.early import LOG_FILE, MAX_LOG_BYTES, PROFILE_FOLDER, SAMPLES_FOLDER, TENSORBOARD_FOLDER
 from opensora_cli.engine.train.predicted import open_mfu
 from opensora_cli.engine.train.trainer import Clock, StepReport
 from opensora_cli.settings.train import TrainSettings
@@ -29,9 +28,6 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 _BESIDE_TRAINING = ("checkpoint", "validation", "samples")
-_LOG_BUFFER = 2**20
-"""Bytes of lines that wait for room on a full disk."""
-_MOVE_OUT = "move it out of the run's folder"
 
 
 class Metrics:
@@ -50,12 +46,9 @@ class Metrics:
             raise HardwareError("watching.nvtx=true needs a GPU, and this runs on a CPU", hint="drop it")
         profiled = nullcontext if watching.profile_steps is None else record_function
         self.clock = Clock(mark=profiler_range if watching.nvtx else profiled)
-        self._writes = distribution.is_main
-        self._every = settings.loop.log_every
-        self._device = distribution.device
+        self._output, self._reporter, self._device = output, reporter, distribution.device
+        self._writes, self._every = distribution.is_main, settings.loop.log_every
         self._mfu = open_mfu(settings, distribution)
-        self._output = output
-        self._reporter = reporter
         self._log = JsonLog(output / LOG_FILE, reporter=reporter)
         self._open_events = require_tensorboard() if watching.tensorboard and self._writes else None
         self._events: SummaryWriter | None = None
@@ -97,7 +90,6 @@ class Metrics:
         self._start_profile(report.step)
 
     def on_validation(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write the line of a validation."""
         if self._writes:
             self._write({"step": step, "event": "validation", **figures})
             shown = "  ".join(f"{name} {value:.5g}" for name, value in figures.items())
@@ -105,43 +97,37 @@ class Metrics:
 
     def close(self) -> None:
         """Close all files, also after an error. Raises OutputError if a profile cannot be written."""
-        self._log.close()
         if self._events is not None:
             self._events.close()
         self._write_profile()
 
     def _line(self) -> dict[str, object]:
-        last, count = self._window[-1], len(self._window)
-        figures: defaultdict[str, list[float]] = defaultdict(list)
-        sums: defaultdict[str, float] = defaultdict(float)
-        for report in self._window:
-            for name, value in report.figures.items():
-                figures[name].append(value)
-            for name, value in report.seconds.items():
-                sums[name] += value
-        total = sums.pop("total")
-        seconds = {**sums, "other": total - sum(sums.values())}
-        trained = total - sum(sums[name] for name in _BESIDE_TRAINING)
+        window, last, count = self._window, self._window[-1], len(self._window)
+        names = dict.fromkeys(name for report in window for name in report.figures)
+        means = {name: fmean(each.figures[name] for each in window if name in each.figures) for name in names}
+        parts = dict.fromkeys(name for report in window for name in report.seconds)
+        seconds = {name: sum(report.seconds.get(name, 0.0) for report in window) for name in parts}
+        total = seconds.pop("total")
+        trained = total - sum(seconds.get(name, 0.0) for name in _BESIDE_TRAINING)
+        speed = {}
+        if trained > 0:
+            samples, tokens = (sum(getattr(each, name) for each in window) for name in ("samples", "tokens"))
+            speed = {"samples_per_s": round(samples / trained, 3), "tokens_per_s": round(tokens / trained, 1)}
+            if self._mfu is not None:
+                speed["mfu"] = round(self._mfu(samples, tokens, trained), 4)
+        seconds["other"] = total - sum(seconds.values())
         return {
             "step": last.step,
             "epoch": last.epoch,
-            **{name: round(fmean(values), 6) for name, values in figures.items()},
+            **{name: round(mean, 6) for name, mean in means.items()},
             "learning_rate": last.learning_rate,
             "seconds_per_step": round(total / count, 4),
-            **self._speed(trained),
-            "data_wait": round(sums["data"] / trained, 4) if trained > 0 else 0.0,
+            **speed,
+            "data_wait": round(seconds.get("data", 0.0) / trained, 4) if trained > 0 else 0.0,
             **peak_memory_gib(self._device),
             "seconds": {name: round(value / count, 6) for name, value in seconds.items()},
-            "skipped": sum(report.skipped for report in self._window),
+            "skipped": sum(report.skipped for report in window),
         }
-
-    def _speed(self, seconds: float) -> dict[str, float]:
-        if seconds <= 0:
-            return {}
-        samples = sum(report.samples for report in self._window)
-        tokens = sum(report.tokens for report in self._window)
-        mfu = {} if self._mfu is None else {"mfu": round(self._mfu(samples, tokens, seconds), 4)}
-        return {"samples_per_s": round(samples / seconds, 3), "tokens_per_s": round(tokens / seconds, 1), **mfu}
 
     def _write(self, line: Mapping[str, object]) -> None:
         self._log.write(line)
@@ -195,61 +181,38 @@ _CONSOLE = (
 
 
 class JsonLog:
-    """Log file of JSON lines, which is opened once. A line that cannot be written causes a warning.
-
-    On a full disk, lines wait in the buffer of the file for the next write.
-    """
+    """Log file of JSON lines. A line that cannot be written causes a warning, and waits for the next one."""
 
     def __init__(self, path: Path, *, reporter: Reporter) -> None:
-        self._path = path
-        self._reporter = reporter
-        self._file: BinaryIO | None = None
+        self._path, self._reporter = path, reporter
+        self._waiting = b""
         self._has_warned = False
 
     def write(self, line: Mapping[str, object]) -> None:
         """Write a line. Numbers that are not finite become null."""
+        self._waiting += json.dumps(_finite(line), allow_nan=False).encode() + b"\n"
         try:
-            if self._file is None:
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = open(self._path, "ab", buffering=_LOG_BUFFER, opener=open_regular)  # noqa: SIM115  # kept
-            self._file.write(json.dumps(_finite(line), allow_nan=False).encode() + b"\n")
-            self._file.flush()
-        except OSError as error:
-            self._warn(error)
-        else:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            # Without a buffer, so that on a full disk it is known how much of a line is written.
+            with open(self._path, "ab", buffering=0, opener=open_regular) as file:
+                while self._waiting:
+                    self._waiting = self._waiting[file.write(self._waiting) :]
             self._has_warned = False
-
-    def close(self) -> None:
-        """Close the file; lines that still cannot be written are lost."""
-        try:
-            if self._file is not None:
-                self._file.close()
         except OSError as error:
-            self._warn(error)
-        self._file = None
-
-    def _warn(self, error: OSError) -> None:
-        if not self._has_warned:
-            self._reporter.warn(f"cannot write {self._path}: {error.strerror or error}: training continues")
-        self._has_warned = True
+            if not self._has_warned:
+                self._reporter.warn(f"cannot write {self._path}: {error.strerror or error}: training continues")
+            self._has_warned = True
 
 
 def truncate_log(output: Path, *, step: int) -> None:
-    """Remove log lines after a step. Raises FileProblem if this is not possible."""
-    path = output / LOG_FILE
-    if not path.exists():
-        return
-    require_file(path, hint=_MOVE_OUT)
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise OutputError(f"cannot read {path}: {reason}", hint=_MOVE_OUT) from error
-    write_bytes_atomic(path, "".join(line for line in lines if _step_of(line) <= step).encode())
+    """Remove log lines after a step, and broken ones. Raises FileProblem if the log is no regular file."""
+    if (path := output / LOG_FILE).exists():
+        content = read_bytes(path, max_bytes=MAX_LOG_BYTES, hint="move it out of the run's folder")
+        kept = (line for line in content.splitlines(keepends=True) if _step_of(line) <= step)
+        write_bytes_atomic(path, b"".join(kept))
 
 
 def remove_records(output: Path) -> None:
-    """Remove the records of an earlier run."""
     (output / LOG_FILE).unlink(missing_ok=True)
     for name in (TENSORBOARD_FOLDER, PROFILE_FOLDER, SAMPLES_FOLDER):
         shutil.rmtree(output / name, ignore_errors=True)
@@ -264,11 +227,11 @@ def require_tensorboard() -> "type[SummaryWriter]":
     return SummaryWriter
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-        return float("inf")  # a partial line from a crash
+        return math.inf  # a partial line from a crash
 
 
 def _finite(value: object) -> object:

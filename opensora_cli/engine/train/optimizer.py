@@ -1,7 +1,7 @@
 """Updates of the weights: AdamW, Muon for convolutions, learning rate schedules, and averages of the weights."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -25,8 +25,8 @@ class KernelMuon(torch.optim.Optimizer):
     """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) for matrices and kernels of convolutions.
 
     A kernel is a matrix of outputs by inputs x taps. The rate is scaled for each matrix so that its update is as large
-    as one of AdamW (Liu et al. 2025, https://arxiv.org/abs/2502.16982). torch's own Muon accepts only matrices. It
-    also multiplies in bfloat16 on CPUs, where that may be twenty times slower than float32.
+    as one of AdamW (Liu et al. 2025, arXiv 2502.16982). torch's own Muon takes only matrices, and multiplies in
+    bfloat16 on CPUs.
     """
 
     def __init__(self, weights: list[nn.Parameter], *, learning_rate: float, weight_decay: float) -> None:
@@ -36,8 +36,14 @@ class KernelMuon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the weights from their gradients; a weight without a gradient stays unchanged."""
         for group in self.param_groups:
-            for weights in _alike([weight for weight in group["params"] if weight.grad is not None]):
-                self._update(weights, rate=group["lr"], decay=group["weight_decay"])
+            alike: dict[object, list[Tensor]] = {}
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    alike.setdefault((weight.shape, weight.dtype, weight.device), []).append(weight)
+            for weights in alike.values():
+                count = max(1, _TOGETHER // weights[0].numel())
+                for start in range(0, len(weights), count):
+                    self._update(weights[start : start + count], rate=group["lr"], decay=group["weight_decay"])
 
     def _update(self, weights: list[Tensor], *, rate: float, decay: float) -> None:
         for weight in weights:
@@ -57,16 +63,6 @@ class KernelMuon(torch.optim.Optimizer):
         torch._foreach_add_(weights, updates, alpha=-0.2 * rate * math.sqrt(max(matrices[0].shape)))
 
 
-def _alike(weights: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield groups of weights to orthogonalize together: small ones of one shape."""
-    alike: dict[object, list[Tensor]] = {}
-    for weight in weights:
-        alike.setdefault((weight.shape, weight.dtype, weight.device), []).append(weight)
-    for group in alike.values():
-        count = max(1, _TOGETHER // group[0].numel())
-        yield from (group[start : start + count] for start in range(0, len(group), count))
-
-
 def orthogonalized(matrix: Tensor) -> Tensor:
     """Return U·S'·Vᵀ for a matrix U·S·Vᵀ or a batch of them, with all of S' near 1, by Newton-Schulz iterations."""
     is_tall = matrix.shape[-2] > matrix.shape[-1]
@@ -80,37 +76,23 @@ def orthogonalized(matrix: Tensor) -> Tensor:
     return wide.mT if is_tall else wide
 
 
-# Key of the full learning rate in each group of weights; `lr` is the scheduled one.
-_FULL_RATE = "full_lr"
-
-
 def build_optimizers(weights: Mapping[str, nn.Parameter], settings: OptimizerSettings) -> list[torch.optim.Optimizer]:
     """Return the optimizers that update every one of these named weights, which may be sharded, once."""
-    matrices: list[nn.Parameter] = []
-    if settings.name is OptimizerName.MUON:
-        # Orthogonalized updates suit matrices between hidden layers, not matrices at the model's inputs and outputs.
-        matrices = [weight for name, weight in weights.items() if weight.ndim >= 2 and "block" in name]
-    inner = {id(weight) for weight in matrices}
-    outer = [weight for weight in weights.values() if id(weight) not in inner]
-    optimizers: list[torch.optim.Optimizer] = []
+    # Orthogonalized updates suit matrices between hidden layers, not matrices at the model's inputs and outputs.
+    is_inner = {
+        name: settings.name is OptimizerName.MUON and weight.ndim >= 2 and "block" in name
+        for name, weight in weights.items()
+    }
+    matrices = [weight for name, weight in weights.items() if is_inner[name]]
+    outer = [weight for name, weight in weights.items() if not is_inner[name]]
+    rate, decay, optimizers = settings.learning_rate, settings.weight_decay, list[torch.optim.Optimizer]()
     if outer:
+        betas = settings.beta1, settings.beta2
         optimizers.append(
-            torch.optim.AdamW(
-                outer,
-                lr=settings.learning_rate,
-                betas=(settings.beta1, settings.beta2),
-                eps=settings.eps,
-                weight_decay=settings.weight_decay,
-                fused=True,
-            )
+            torch.optim.AdamW(outer, lr=rate, betas=betas, eps=settings.eps, weight_decay=decay, fused=True)
         )
     if matrices:
-        optimizers.append(
-            KernelMuon(matrices, learning_rate=settings.muon_learning_rate, weight_decay=settings.weight_decay)
-        )
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group[_FULL_RATE] = group["lr"]
+        optimizers.append(KernelMuon(matrices, learning_rate=settings.muon_learning_rate, weight_decay=decay))
     return optimizers
 
 
@@ -120,7 +102,6 @@ def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 
 def kept_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield the state tensors of an optimizer, each with its weight."""
     for group in optimizer.param_groups:
         for weight in group["params"]:
             state = optimizer.state.get(weight, {})
@@ -137,22 +118,18 @@ def rate_factor(settings: OptimizerSettings, update: int, *, steps: int) -> floa
     lowest, last = (
         rate / settings.learning_rate for rate in (settings.initial_learning_rate, settings.final_learning_rate)
     )
-    up = _between(lowest, warmup_share(update, settings.warmup_steps))
+    up = lowest + (1 - lowest) * warmup_share(update, settings.warmup_steps)
     decay_steps = max(steps - settings.warmup_steps, 0) if is_cosine else settings.decay_steps
     left = max(steps - update, 0)
     if left >= decay_steps:
         return up
     share = left / decay_steps
-    return min(up, _between(last, (1 - math.cos(math.pi * share)) / 2 if is_cosine else share))
+    return min(up, last + (1 - last) * ((1 - math.cos(math.pi * share)) / 2 if is_cosine else share))
 
 
 def warmup_share(update: int, warmup_steps: int) -> float:
     """Return the progress of a linear warm-up: 1 / (warmup_steps + 1) at update 0, 1 at `warmup_steps`."""
     return min((update + 1) / (warmup_steps + 1), 1.0)
-
-
-def _between(lowest: float, share: float) -> float:
-    return lowest + (1 - lowest) * share
 
 
 class Learner:
@@ -167,10 +144,10 @@ class Learner:
         distribution: Distribution,
     ) -> None:
         self.weights = weights
-        self.optimizers: list[torch.optim.Optimizer] = build_optimizers(weights, settings)
+        self.optimizers = build_optimizers(weights, settings)
         self._groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        self._settings, self._steps = settings, steps
-        self._distribution = distribution
+        self._full_rates = [group["lr"] for group in self._groups]
+        self._settings, self._steps, self._distribution = settings, steps, distribution
 
     @property
     def learning_rate(self) -> float:
@@ -185,7 +162,6 @@ class Learner:
             yield name, weight, owners[id(weight)]
 
     def zero_grad(self) -> None:
-        """Drop the gradients of the last update."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
@@ -194,13 +170,11 @@ class Learner:
         return self._distribution.clip_grad_norm(self.weights, self._settings.max_grad_norm)
 
     def set_rates(self, step: int) -> None:
-        """Set the learning rates for the update after `step` updates."""
         factor = rate_factor(self._settings, step, steps=self._steps)
-        for group in self._groups:
-            group["lr"] = factor * group[_FULL_RATE]
+        for group, rate in zip(self._groups, self._full_rates, strict=True):
+            group["lr"] = factor * rate
 
     def update(self) -> None:
-        """Update the weights."""
         for optimizer in self.optimizers:
             optimizer.step()
 
@@ -214,11 +188,6 @@ def update_ema(averaged: Mapping[str, Tensor], model: nn.Module, *, decay: float
     torch._foreach_lerp_(ours, theirs, 1.0 - decay)
 
 
-def warmed_up(decay: float, step: int) -> float:
-    """Return the decay at a step. Early steps average over fewer weights, to forget the initial ones."""
-    return min(decay, (1 + step) / (10 + step))
-
-
 @torch.no_grad()
 def averaged_copy(model: nn.Module, *, trained_only: bool = False) -> dict[str, Tensor]:
     """Return a copy of the weights to start an average from, by name, sharded like the model."""
@@ -228,7 +197,6 @@ def averaged_copy(model: nn.Module, *, trained_only: bool = False) -> dict[str, 
 
 @contextmanager
 def swapped_in(averaged: Mapping[str, Tensor], model: nn.Module) -> Iterator[None]:
-    """Swap the averaged weights into the model inside the block."""
 
     @torch.no_grad()
     def exchange() -> None:

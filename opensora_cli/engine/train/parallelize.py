@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from opensora_cli.core.device import is_accelerator
 from opensora_cli.engine.components.compiled import compile_blocks
@@ -31,7 +25,7 @@ from opensora_cli.parallel.tensor import FeatureCut, shard_linears
 from opensora_cli.settings.train_loop import Checkpointing
 
 if TYPE_CHECKING:
-    from opensora_cli.engine.train.activations import ActivationPlan
+    from opensora_cli.engine.train.memory import ActivationPlan
 
 Recipe = Callable[[MMDiT, Distribution], Callable[..., Tensor]]
 
@@ -165,8 +159,7 @@ def checkpoint_blocks(
 def cut_features(transformer: MMDiT, group: dist.ProcessGroup) -> dict[str, WeightLayout]:
     """Reduce the blocks of a transformer to this rank's heads and features; return the layout of each parameter.
 
-    Gradients of the norms of queries and keys then come from these heads only: see `Distribution.norms`. A hook that
-    sums them would not survive FSDP2, which replaces the parameters.
+    Gradients of the norms of queries and keys then come from these heads only: see `Distribution.norms`.
     """
     ranks = dist.get_world_size(group)
     cuts: dict[str, tuple[str, FeatureCut]] = {}

@@ -22,8 +22,7 @@ from opensora_cli.engine.components.parallelize import describe_exchange
 from opensora_cli.engine.estimate.predicted_time import PredictedTime
 from opensora_cli.engine.estimate.verdict import HostMemory, verdict_line
 from opensora_cli.engine.launch.rank import device_type
-from opensora_cli.engine.train.activations import ActivationPlan, layer_values, plan_activations
-from opensora_cli.engine.train.build import count_parameters
+from opensora_cli.engine.train.build import count_parameters, plan_attention
 from opensora_cli.engine.train.distribution import mesh_shape, training_device, training_exchange
 from opensora_cli.engine.train.early import Resume, checkpoints_to_try, find_frozen_weights
 from opensora_cli.engine.train.estimate import (
@@ -36,11 +35,16 @@ from opensora_cli.engine.train.estimate import (
     estimate_training,
 )
 from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS
-from opensora_cli.engine.train.frozen_weights import FrozenWeights, plan_frozen_weights
 from opensora_cli.engine.train.lora import open_first_adapter
+from opensora_cli.engine.train.memory import (
+    ActivationPlan,
+    FrozenWeights,
+    layer_values,
+    plan_activations,
+    plan_frozen_weights,
+)
 from opensora_cli.engine.train.metrics import require_tensorboard
 from opensora_cli.engine.train.predicted import predict_step
-from opensora_cli.engine.train.transformer import plan_attention
 from opensora_cli.settings.enums import DType, HostWeights
 from opensora_cli.settings.hardware import PlannedMachine, find_gpu
 from opensora_cli.settings.train import TrainSettings

@@ -40,10 +40,9 @@ from opensora_cli.engine.estimate.predicted_time import (
 from opensora_cli.engine.estimate.text import text_work
 from opensora_cli.engine.estimate.transformer import evaluation_work
 from opensora_cli.engine.estimate.work import Work
-from opensora_cli.engine.train.activations import largest_batch_shape, plan_activations
 from opensora_cli.engine.train.build import count_parameters
 from opensora_cli.engine.train.distribution import Distribution, mesh_shape, training_exchange
-from opensora_cli.engine.train.frozen_weights import plan_frozen_weights
+from opensora_cli.engine.train.memory import largest_batch_shape, plan_activations, plan_frozen_weights
 from opensora_cli.engine.train.objectives import find_objective
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes

@@ -1,41 +1,55 @@
 """Execution of `osora train`: starts or resumes a run, and exports the weights."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from opensora_cli.checkpoint.formats.colossal import all_epoch_folders
+from opensora_cli.checkpoint.shared_folder import on_all
 from opensora_cli.core.device import multiplies_bf16, random_state_kept, tf32_products
+from opensora_cli.core.device_names import type_of_ranks
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import OutputError, RequestError, TrainingError
 from opensora_cli.core.locks import LOCK_FILE, sole_run
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_link import beat
-from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.signals import deferred_interrupts
-from opensora_cli.core.threads import threads_used
+from opensora_cli.core.threads import ThreadChoice, threads_used
 from opensora_cli.data.batches import ClipSource
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import OutOfMemoryError, out_of_memory_reported
-from opensora_cli.engine.encode.datasets import open_batches
+from opensora_cli.engine.encode.datasets import open_batches, open_table
+from opensora_cli.engine.encode.fill_cache import require_same_settings
+from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch, log_folder, write_settings
 from opensora_cli.engine.launch.rank import WatchedReporter, settings_of_ranks
-from opensora_cli.engine.train.build import build_task, open_clips_cache, refuse_before_ranks
-from opensora_cli.engine.train.checkpoints import CheckpointWriter, choose_checkpoint, prepare_output
-from opensora_cli.engine.train.distribution import Distribution, joined_ranks, start_ranks, training_device
+from opensora_cli.engine.train.build import build_task, open_clips_cache, plan_attention
+from opensora_cli.engine.train.checkpoints import (
+    CheckpointWriter,
+    RunningStates,
+    choose_checkpoint,
+    prepare_output,
+    read_running_states,
+    restore,
+    whole_weights,
+)
+from opensora_cli.engine.train.distribution import Distribution, joined_ranks, training_device
 from opensora_cli.engine.train.early import Given, Resume, refuse_early
 from opensora_cli.engine.train.evaluate import HeldOutLoss, SampleVideos, open_samples, open_validation
-from opensora_cli.engine.train.frozen_weights import streamed_weights
+from opensora_cli.engine.train.memory import streamed_weights
 from opensora_cli.engine.train.metrics import Metrics
 from opensora_cli.engine.train.objectives import TokenWeights
 from opensora_cli.engine.train.plan import TrainPlan, plan_training, refuse_lack_of_memory
-from opensora_cli.engine.train.state import as_recorded, read_running_states, restore, whole_weights
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.engine.train.transformer import plan_attention
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import Compute
 
 _Event = HeldOutLoss | SampleVideos
+_SAVING_S = 1800.0
+"""Seconds that an interrupted rank has to finish its step and a checkpoint."""
 _SMALLER = "use smaller batches or sizes, or memory.checkpointing=full; --dry-run prints the memory of a rank"
 
 
@@ -57,7 +71,6 @@ class TrainResult(Document):
     """Attention backend of the transformer, with the reason. None means that another part was trained."""
 
     def lines(self) -> list[str]:
-        """Return the paths of the exports."""
         return [str(path) for path in self.exports]
 
 
@@ -110,8 +123,7 @@ def train(
                     f"parallel.gpus={ranks} starts no ranks for the clips of a program",
                     hint=f"use torchrun --nproc-per-node {ranks}, and pass context=find_context(os.environ)",
                 )
-            refuse_before_ranks(settings)
-            start_ranks(settings, flags=rank_flags)
+            _start_ranks(settings, flags=rank_flags)
             return None
         if distribution is None:
             refuse_lack_of_memory(settings, rank=0, reporter=reporter)
@@ -119,18 +131,63 @@ def train(
         return _Run(plan, distribution, reporter, given).run()
 
 
+def _start_ranks(settings: TrainSettings, *, flags: Sequence[str]) -> None:
+    """Train in one process per rank, and return when all are done. The first rank prints.
+
+    Unreadable tables, and a cache of other settings, are refused before.
+    """
+    for each in [settings, *([settings.held_out] if settings.validation.every is not None else [])]:
+        open_table(each, fixed_starts=False)
+    kind, parallel = type_of_ranks(settings.device), settings.parallel
+    if settings.clip_cache is not None:
+        require_same_settings(settings, device=torch.device(kind))
+    with log_folder("train") as log_dir:
+        request = LaunchRequest(parallel=parallel, gpus=parallel.ranks_per_node, device_type=kind, log_dir=log_dir)
+        saved = write_settings(log_dir, settings.model_dump(mode="json"))
+        launch(request, ["train", "--from", str(saved), *flags], pace=Pace(finish_s=_SAVING_S))
+
+
+def as_recorded(
+    running: RunningStates, settings: TrainSettings, threads: ThreadChoice, *, data_ranks: int, reporter: Reporter
+) -> tuple[TrainSettings, ThreadChoice]:
+    """Return settings with the micro-batches of the checkpoint's run, and its CPU threads, on which sums depend.
+
+    A number that a user chose stays, with a warning. Raises RequestError if the ranks cannot share the micro-batches.
+    """
+    if running.threads not in (None, threads.count):
+        if threads.is_free:
+            threads = ThreadChoice(count=running.threads, reason="as the run began, for the same sums")
+        else:
+            reporter.warn(
+                f"the run had {running.threads} threads, and from now on {threads.line()}: results match up to "
+                f"rounding; with --threads {running.threads} they are bitwise identical"
+            )
+    recorded, chosen = running.micro_batches, settings.loop.micro_batches
+    if recorded in (None, chosen or data_ranks):
+        return settings, threads
+    if chosen is not None:
+        reporter.warn(f"an update has {chosen} micro-batches from now on, instead of {recorded}")
+        return settings, threads
+    if recorded % data_ranks:
+        least = -(-recorded // data_ranks) * data_ranks
+        raise RequestError(
+            f"the run began with loop.micro_batches={recorded}, which {data_ranks} data-parallel ranks cannot share",
+            hint=f"use a number of ranks that divides {recorded}, or larger updates from now on: "
+            f"--set loop.micro_batches={least}",
+        )
+    reporter.warn(f"loop.micro_batches={recorded}, as the run began, not {data_ranks}")
+    return settings.replace({"loop.micro_batches": recorded}), threads
+
+
 class _Run:
     """Part of a run in one process. The plan is the same on all ranks."""
 
     def __init__(self, plan: TrainPlan, distribution: Distribution, reporter: Reporter, given: Given) -> None:
-        self._plan = plan
-        self._given = given
-        self._distribution = distribution
-        self._reporter = reporter
-        self._settings = plan.settings
-        self._output = plan.output
+        self._plan, self._distribution, self._reporter, self._given = plan, distribution, reporter, given
+        self._settings, self._output = plan.settings, plan.output
         self._writer = CheckpointWriter(plan.output, plan.settings.checkpoints, reporter=reporter)
         self._metrics = Metrics(plan.settings, distribution=distribution, output=plan.output, reporter=reporter)
+        self._trainer: Trainer
         self._attention: AttentionPlan | None = None
         self._saved: Path | None = None
         """Last checkpoint."""
@@ -141,7 +198,6 @@ class _Run:
         """Validation and samples that are done for this step."""
 
     def run(self) -> TrainResult:
-        """Execute the run, and return its result."""
         try:
             with out_of_memory_reported(hint=_SMALLER):
                 return self._run()
@@ -155,7 +211,7 @@ class _Run:
         plan, distribution, reporter = self._plan, self._distribution, self._reporter
         device, folder, threads = distribution.device, None, plan.threads
         with ExitStack() as stack:
-            stack.enter_context(_locked(self._output, distribution))
+            on_all(dist.group.WORLD if distribution.ranks > 1 else None, lambda: self._lock(stack))
             if plan.resume_from is not None:
                 folder = choose_checkpoint(self._output, plan.resume_from, distribution=distribution, reporter=reporter)
                 recorded, data_ranks = read_running_states(folder), distribution.data_ranks
@@ -175,9 +231,9 @@ class _Run:
                 ),
                 "samples": open_samples(self._settings, distribution=distribution, output=output, reporter=reporter),
             }
-            trainer = self._build(stack)
+            self._trainer = trainer = self._build(stack)
             if folder is not None:
-                self._resume(trainer, folder)
+                self._resume(folder)
             first_step = trainer.step
             if distribution.is_main:
                 prepare_output(
@@ -192,8 +248,8 @@ class _Run:
             self._metrics.start(first_step)
             second = "this step is finished and saved first; a second Ctrl-C ends at once, without that"
             with deferred_interrupts(lambda: reporter.note(second)) as is_interrupted:
-                self._do_steps(trainer, events, is_interrupted)
-                self._finish(trainer)
+                self._do_steps(events, is_interrupted)
+                self._finish()
         assert self._saved is not None
         return TrainResult(
             target=self._settings.target,
@@ -205,6 +261,12 @@ class _Run:
             parameters=plan.parameters,
             attention=self._attention,
         )
+
+    def _lock(self, stack: ExitStack) -> None:
+        if self._distribution.is_main:
+            problem = f"{self._output} is in use by another run"
+            hint = "wait until it ends or end it, or give another folder: --set output=FOLDER"
+            stack.enter_context(sole_run(self._output / LOCK_FILE, problem=problem, hint=hint))
 
     def _build(self, stack: ExitStack) -> Trainer:
         settings, distribution, reporter = self._settings, self._distribution, self._reporter
@@ -233,7 +295,8 @@ class _Run:
             trained_only=settings.lora.is_on,
         )
 
-    def _resume(self, trainer: Trainer, folder: Path) -> None:
+    def _resume(self, folder: Path) -> None:
+        trainer = self._trainer
         running = restore(trainer, folder)
         steps = self._settings.loop.steps
         if trainer.step > steps:
@@ -266,53 +329,50 @@ class _Run:
                 "use --set precision.compute=fp32"
             )
 
-    def _do_steps(
-        self, trainer: Trainer, events: Mapping[str, _Event | None], is_interrupted: Callable[[], bool]
-    ) -> None:
-        steps, every = self._settings.loop.steps, self._settings.checkpoints.every
+    def _do_steps(self, events: Mapping[str, _Event | None], is_interrupted: Callable[[], bool]) -> None:
+        steps, every, trainer = self._settings.loop.steps, self._settings.checkpoints.every, self._trainer
         with self._reporter.stage("train", total=steps, unit="steps") as progress:
             if trainer.step:
                 progress.advance(trainer.step)
             while True:
                 # An interrupted run leaves the rest to the resumed one because SIGKILL may follow soon.
-                self._stop_if_interrupted(trainer, is_interrupted)
+                self._stop_if(is_interrupted())
                 for name, event in events.items():
                     if event is not None and name not in self._done and event.is_due(trainer.step):
-                        self._hold(name, event, trainer)
-                        self._stop_if_interrupted(trainer, is_interrupted)
+                        self._hold(name, event)
+                        self._stop_if(is_interrupted())
                 if trainer.step >= steps:
                     return
                 if trainer.step and trainer.step % every == 0:
-                    self._save(trainer)
+                    self._save()
                 self._done, self._validation_loss = [], None
                 report = trainer.do_step()
                 self._metrics.on_step(report)
                 progress.advance()
                 trainer.raise_if_stuck()
 
-    def _stop_if_interrupted(self, trainer: Trainer, is_interrupted: Callable[[], bool]) -> None:
+    def _stop_if(self, is_interrupted: bool) -> None:
         # There is nothing to save before the first step.
-        if trainer.step and self._distribution.any(is_interrupted()):
-            self._save(trainer)
+        if (step := self._trainer.step) and self._distribution.any(is_interrupted):
+            self._save()
             self._writer.wait()
-            steps = self._settings.loop.steps
-            raise KeyboardInterrupt(
-                f"step {trainer.step} of {steps} is saved in {self._output}: continue with --resume"
-            )
+            of = f"{step} of {self._settings.loop.steps}"
+            raise KeyboardInterrupt(f"step {of} is saved in {self._output}: continue with --resume")
 
-    def _hold(self, name: str, event: _Event, trainer: Trainer) -> None:
-        """Validate, or make samples."""
+    def _hold(self, name: str, event: _Event) -> None:
+        step = self._trainer.step
         with self._metrics.clock.part(name):
-            figures = event.run(trainer.step, trainer)
+            figures = event.run(step, self._trainer)
         self._done.append(name)
         if name == "validation":
             self._validation_loss = figures["loss"]
             # A checkpoint of this step, from an interruption, lacks the loss.
             self._saved_step = None
-            self._metrics.on_validation(trainer.step, figures)
+            self._metrics.on_validation(step, figures)
 
-    def _save(self, trainer: Trainer) -> None:
+    def _save(self) -> None:
         """Save a checkpoint, unless this step is already saved."""
+        trainer = self._trainer
         beat("checkpoint")
         if self._saved_step != trainer.step:
             with self._metrics.clock.part("checkpoint"):
@@ -321,11 +381,11 @@ class _Run:
                 )
             self._saved_step = trainer.step
 
-    def _finish(self, trainer: Trainer) -> None:
+    def _finish(self) -> None:
         """Save the last checkpoint, and export the weights even if that fails."""
-        problem = None
+        trainer, problem = self._trainer, None
         try:
-            self._save(trainer)
+            self._save()
             self._writer.wait()
         except OutputError as error:
             problem = error
@@ -337,22 +397,3 @@ class _Run:
         if problem is not None:
             self._reporter.note(f"the weights of step {trainer.step} are exported to {self._output}")
             raise problem
-
-
-@contextmanager
-def _locked(output: Path, distribution: Distribution) -> Iterator[None]:
-    """Lock the run's folder against other runs; all ranks raise if one uses it."""
-    with ExitStack() as stack:
-        refusal = None
-        if distribution.is_main:
-            try:
-                problem = f"{output} is in use by another run"
-                hint = "wait until it ends or end it, or give another folder: --set output=FOLDER"
-                stack.enter_context(sole_run(output / LOCK_FILE, problem=problem, hint=hint))
-            except OutputError as error:
-                refusal = error.message, error.hint
-        if distribution.ranks > 1:
-            refusal = broadcast_json(refusal)
-        if refusal is not None:
-            raise OutputError(refusal[0], hint=refusal[1])
-        yield

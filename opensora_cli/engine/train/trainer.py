@@ -7,8 +7,9 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +17,10 @@ from torch import Tensor, nn
 from opensora_cli.core.device import torch_dtype
 from opensora_cli.core.exceptions import TrainingError
 from opensora_cli.core.rank_messages import all_gather_json
-from opensora_cli.data.batches import SampleRng
+from opensora_cli.data.batches import ClipBatch, SampledBatches, SampleRng
+from opensora_cli.data.loading import BatchStream
 from opensora_cli.engine.train.distribution import Distribution, local
-from opensora_cli.engine.train.optimizer import Learner, averaged_copy, module_state, swapped_in, update_ema, warmed_up
+from opensora_cli.engine.train.optimizer import Learner, averaged_copy, module_state, swapped_in, update_ema
 from opensora_cli.engine.train.parallelize import Recipe, shard
 from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
 
@@ -51,14 +53,16 @@ class Role:
 
 
 class Task(ABC):
-    """Training task: a module with its loss and export."""
+    """Training task: a module with its loss and export.
+
+    `module` is updated, averaged and saved; it may be sharded in place before training. `forward` is called instead of
+    it: the module itself, or later its parallel wrapper. `roles` are others than `MODEL`, which has the weights of
+    `module` that they do not own.
+    """
 
     module: nn.Module
-    """Module that is updated, averaged and saved. It may be sharded in place before training."""
     forward: Callable[..., Any]
-    """Function that `loss` calls instead of `module`: the module itself, or later its parallel wrapper."""
     roles: Mapping[str, Role]
-    """Other roles than `MODEL`, which has the weights of `module` that they do not own."""
 
     def __init__(self, module: nn.Module, *, roles: Mapping[str, Role] | None = None) -> None:
         self.module = self.forward = module
@@ -77,8 +81,7 @@ class Task(ABC):
         All micro-batches of a step have the same roles. A role without a loss is not updated. The backward pass of a
         loss must reach only weights of its role.
         """
-        loss, figures = self.loss(batch, rng)
-        yield MODEL, loss, figures
+        yield MODEL, *self.loss(batch, rng)
 
     @abstractmethod
     def tokens(self, batch: Any) -> int:
@@ -92,14 +95,20 @@ class Task(ABC):
         """
 
     def other_modules(self) -> dict[str, nn.Module]:
-        """Return the modules of roles that are not in the task's module."""
         return {name: role.module for name, role in self.roles.items() if role.module is not self.module}
 
     def trained(self, name: str) -> dict[str, nn.Parameter]:
         """Return the trained weights of a role by name, in the order of its module."""
-        role = self.roles.get(name)
-        module, owns = (self.module, self._is_of_model) if role is None else (role.module, role.owns)
-        return {key: weight for key, weight in module.named_parameters() if weight.requires_grad and owns(key)}
+        if role := self.roles.get(name):
+            owned = {key: weight for key, weight in role.module.named_parameters() if role.owns(key)}
+        else:
+            others = [role for role in self.roles.values() if role.module is self.module]
+            owned = {
+                key: weight
+                for key, weight in self.module.named_parameters()
+                if not any(role.owns(key) for role in others)
+            }
+        return {key: weight for key, weight in owned.items() if weight.requires_grad}
 
     def shard(self, distribution: Distribution, *, recipe: Recipe | None = None) -> None:
         """Reduce the modules to this rank's parts. `recipe` is that of `parallelize.shard`."""
@@ -113,45 +122,10 @@ class Task(ABC):
             else:
                 role.forward = self.forward
 
-    def _is_of_model(self, name: str) -> bool:
-        return not any(role.module is self.module and role.owns(name) for role in self.roles.values())
-
-
-class Batch(Protocol):
-    """Micro-batch."""
-
-    @property
-    def number(self) -> int:
-        """Number of the micro-batch in the whole run, over all ranks and epochs, from 0."""
-
-    @property
-    def paths(self) -> tuple[str, ...]:
-        """Names of the samples, for the log of skipped steps."""
-
-
-class BatchSource(Protocol):
-    """Source of this rank's micro-batches. With R data-parallel ranks, rank r gets r, r+R, r+2R and so on."""
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the latest micro-batch, or of the first one before any, from 0."""
-
-    def next(self) -> Any:
-        """Return this rank's next `Batch`. The source never ends."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the data, without prefetched micro-batches, as plain values and tensors.
-
-        Call this between updates, when all ranks have had equally many. The result is the same for any number of ranks.
-        """
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue from a result of `state_dict`. Raises CheckpointError if the state belongs to other data."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """Report of one update, which may be skipped."""
+    """Report of one update, which is skipped if the loss or gradient was not finite."""
 
     step: int
     """Number of finished steps, including this one."""
@@ -160,13 +134,11 @@ class StepReport:
     """`loss`, `grad_norm` and figures of the task: means over all micro-batches and ranks; empty if skipped."""
     learning_rate: float
     samples: int
-    """Number of samples of all ranks."""
     tokens: int
-    """Number of tokens of all ranks."""
+    """Number of tokens of all ranks; `samples` counts all ranks, too."""
     seconds: Mapping[str, float]
     """Seconds of this rank by `PARTS`, and `total` from the end of the last step to the end of this one."""
     skipped: bool
-    """Whether nothing was updated because the loss or gradient was not finite."""
     paths: tuple[str, ...]
     """Paths of this rank's samples; for a skipped step, samples of all ranks that may be the cause."""
 
@@ -196,7 +168,6 @@ class Clock:
                 self._seconds[name] += self._now() - started
 
     def take(self) -> dict[str, float]:
-        """Return the seconds of each part, and `total`, since the last call."""
         now = self._now()
         seconds = {**self._seconds, "total": now - self._started}
         self._started, self._seconds = now, defaultdict(float)
@@ -215,7 +186,7 @@ class Trainer:
     def __init__(
         self,
         task: Task,
-        batches: BatchSource,
+        batches: BatchStream | SampledBatches,
         *,
         loop: LoopSettings,
         optimizer: OptimizerSettings,
@@ -224,9 +195,7 @@ class Trainer:
         clock: Clock,
         trained_only: bool = False,
     ) -> None:
-        self.task = task
-        self.batches = batches
-        self.distribution = distribution
+        self.task, self.batches, self.distribution = task, batches, distribution
         self.trained_only = trained_only
         self.micro_batches = loop.micro_batches or distribution.data_ranks
         if self.micro_batches % distribution.data_ranks:
@@ -241,21 +210,17 @@ class Trainer:
         self.skipped_in_a_row = 0
         self.losses: list[float] = []
         """Losses since the last checkpoint, which clears them."""
-        self._loop = loop
-        self._compute = torch_dtype(compute)
-        self._clock = clock
+        self._loop, self._compute, self._clock = loop, torch_dtype(compute), clock
 
     def averaged(self) -> AbstractContextManager[None]:
         """Swap the averaged weights into the module inside the block; without an average, do nothing."""
         return nullcontext() if self.ema is None else swapped_in(self.ema, self.task.module)
 
     def autocast(self) -> torch.autocast:
-        """Return the autocast context for forward passes."""
         is_on = self._compute is not torch.float32
         return torch.autocast(self.distribution.device.type, dtype=self._compute, enabled=is_on)
 
     def do_step(self) -> StepReport:
-        """Do one step, and return its report."""
         self.task.begin_step(self.step)
         for learner in self.learners.values():
             learner.zero_grad()
@@ -287,7 +252,9 @@ class Trainer:
                 for role in learning:
                     self.learners[role].update()
                 if MODEL in norms and self.ema is not None and self._loop.ema_decay is not None:
-                    update_ema(self.ema, self.task.module, decay=warmed_up(self._loop.ema_decay, self.step))
+                    # Early steps average over fewer weights, to forget the initial ones.
+                    decay = min(self._loop.ema_decay, (1 + self.step) / (10 + self.step))
+                    update_ema(self.ema, self.task.module, decay=decay)
         self.step += 1
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         report = self._report(batches, read, norms, suspects, skipped=skipped)
@@ -312,31 +279,27 @@ class Trainer:
         extremes = [extreme.float() for part in parts if part.numel() for extreme in torch.aminmax(part)]
         return not self.distribution.any(not bool(torch.isfinite(torch.stack(extremes)).all()))
 
-    def _add_gradients(self, batch: Batch, *, share: float, last: bool) -> dict[str, Tensor]:
+    def _add_gradients(self, batch: ClipBatch, *, share: float, last: bool) -> dict[str, Tensor]:
         """Add the gradients of a micro-batch, the last one of the update or not; return its losses and figures."""
         figures: dict[str, Tensor] = {}
-        with self.distribution.accumulating(last=last):
-            for role, loss, more in self._losses(batch):
-                with self._clock.part("backward"):
-                    (loss * share).backward()  # type: ignore[no-untyped-call]
-                figures.update({_figure(role, "loss"): loss.detach(), **more})
-        return figures
-
-    def _losses(self, batch: Batch) -> Losses:
         rng = SampleRng.of(self._loop.seed, batch.number)
         # The seed makes dropout inside modules the same for a micro-batch on any rank, at any time.
         torch.manual_seed(rng.torch.initial_seed())
         losses = self.task.losses(batch, rng)
-        while True:
-            with self._clock.part("forward"), self.autocast():
-                found = next(losses, None)
-            if found is None:
-                return
-            yield found
+        with self.distribution.accumulating(last=last):
+            while True:
+                with self._clock.part("forward"), self.autocast():
+                    found = next(losses, None)
+                if found is None:
+                    return figures
+                role, loss, more = found
+                with self._clock.part("backward"):
+                    (loss * share).backward()  # type: ignore[no-untyped-call]
+                figures.update({_figure(role, "loss"): loss.detach(), **more})
 
     def _report(
         self,
-        batches: Sequence[Batch],
+        batches: Sequence[ClipBatch],
         read: Sequence[Mapping[str, float]],
         norms: Mapping[str, float],
         suspects: list[str],
@@ -349,7 +312,10 @@ class Trainer:
         with self._clock.part("exchange"):
             means = self.distribution.mean({**means, _SAMPLES: len(paths), _TOKENS: tokens})
             if skipped:
-                paths = self._suspects(suspects, paths)
+                # Samples of all ranks with a loss that is not finite, or else all samples of the step.
+                of_ranks = all_gather_json([suspects, paths]) if self.distribution.ranks > 1 else [[suspects, paths]]
+                suspected, all_paths = (list(dict.fromkeys(chain(*each))) for each in zip(*of_ranks, strict=True))
+                paths = suspected or all_paths
         samples, tokens = (round(means.pop(name) * self.distribution.data_ranks) for name in (_SAMPLES, _TOKENS))
         found = {
             **{name: means.pop(name) for name in [_figure(role, "loss") for role in norms]},
@@ -367,14 +333,6 @@ class Trainer:
             skipped=skipped,
             paths=tuple(paths),
         )
-
-    def _suspects(self, suspects: list[str], paths: list[str]) -> list[str]:
-        """Return the samples of all ranks with a loss that is not finite, or else all samples of the step."""
-        found = [[suspects, paths]]
-        if self.distribution.ranks > 1:
-            found = all_gather_json([suspects, paths])
-        suspected = [path for each, _ in found for path in each]
-        return list(dict.fromkeys(suspected or (path for _, each in found for path in each)))
 
 
 def _figure(role: str, name: str) -> str:

@@ -22,8 +22,8 @@ from opensora_cli.data.loading import BatchStream
 from opensora_cli.engine.encode.clip_cache import ClipCache, is_cache_of, threads_of
 from opensora_cli.engine.generate.previews import PreviewMap, read_map
 from opensora_cli.engine.generate.sample import open_latents
+from opensora_cli.engine.train.checkpoints import read_running_states
 from opensora_cli.engine.train.metrics import truncate_log
-from opensora_cli.engine.train.state import read_running_states
 from opensora_cli.media.results import read_sidecar as read_described
 from opensora_cli.models.registry import OPEN_SORA_V2
 from opensora_cli.models.text.files import missing_files

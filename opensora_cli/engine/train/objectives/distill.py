@@ -21,7 +21,7 @@ from opensora_cli.core.conditions import CONDITION_MODES, T2V
 from opensora_cli.data.batches import ClipBatch, SampleRng
 from opensora_cli.engine.components.few_steps import sampling_metadata
 from opensora_cli.engine.train.lora import using_adapter
-from opensora_cli.engine.train.objectives.mmdit import MMDiTObjective, MMDiTTask, PreparedClips
+from opensora_cli.engine.train.objectives.mmdit import MMDiTTask, PreparedClips
 from opensora_cli.sampling.denoise import euler_step
 from opensora_cli.sampling.guidance import (
     NO_GUIDANCE,
@@ -48,13 +48,17 @@ class DistillTask(MMDiTTask):
     def _branches(self) -> tuple[Branch, ...]:
         return teacher_branches(self._run)
 
+    @classmethod
+    def evaluations(cls, settings: TrainSettings) -> float:
+        """Return the mean number of evaluations of the adapter before its step, and of its teacher."""
+        distill = settings.train_distill
+        return (distill.steps - 1) / 2 + distill.teacher_steps * len(teacher_branches(settings))
+
     def begin_step(self, step: int) -> None:
-        """Draw the step of the adapter that the update after `step` updates trains."""
         rng = np.random.default_rng((self._run.loop.seed, step))
         self._step = int(rng.integers(self._run.train_distill.steps))
 
     def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the mean squared error of the adapter's velocity over one step, and no figures."""
         clips, times, first, start_BND = self._start(batch, rng)
         last, end_BND = first + self._run.train_distill.teacher_steps, start_BND
         with torch.no_grad():
@@ -131,7 +135,6 @@ def teacher_branches(settings: TrainSettings) -> tuple[Branch, ...]:
 
 
 def teacher_guidance(settings: TrainSettings) -> Guidance:
-    """Return the guidance of the teacher."""
     if settings.model.guidance_embed:
         return NO_GUIDANCE
     distill = settings.train_distill
@@ -144,15 +147,4 @@ def teacher_guidance(settings: TrainSettings) -> Guidance:
     )
 
 
-class DistillObjective(MMDiTObjective):
-    """Objective of the adapter, beside the frozen weights of its model."""
-
-    task = DistillTask
-
-    def evaluations(self, settings: TrainSettings) -> float:
-        """Return the mean number of evaluations of the adapter before its step, and of its teacher."""
-        distill = settings.train_distill
-        return (distill.steps - 1) / 2 + distill.teacher_steps * len(teacher_branches(settings))
-
-
-OBJECTIVE = DistillObjective()
+OBJECTIVE = DistillTask

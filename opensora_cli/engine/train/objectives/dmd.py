@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from opensora_cli.data.batches import ClipBatch, SampleRng
 from opensora_cli.engine.train.lora import CRITIC, is_of_critic, using_adapter
 from opensora_cli.engine.train.objectives.distill import DistillTask, teacher_branches
-from opensora_cli.engine.train.objectives.mmdit import MMDiTObjective, PreparedClips
+from opensora_cli.engine.train.objectives.mmdit import PreparedClips
 from opensora_cli.engine.train.trainer import MODEL, Losses, Role
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.sampling.guidance import Branch
@@ -32,18 +32,26 @@ class DMDTask(DistillTask):
 
     @classmethod
     def roles_of(cls, module: MMDiT, run: TrainSettings) -> dict[str, Role]:
-        """Return the role of the critic."""
         rate, optimizer = run.train_distill.critic_learning_rate, run.optimizer
         ends = {key: min(rate, getattr(optimizer, key)) for key in ("initial_learning_rate", "final_learning_rate")}
         return {CRITIC: Role(module, optimizer.replace({"learning_rate": rate, **ends}), owns=is_of_critic)}
 
+    @classmethod
+    def evaluations(cls, settings: TrainSettings) -> float:
+        """Return the mean number of evaluations beside the critic's own; the student's backward pass counts as one."""
+        distill = settings.train_distill
+        return (distill.steps - 1) / 2 + 1 + (len(teacher_branches(settings)) + 2) / distill.critic_steps
+
+    @classmethod
+    def measured_steps(cls, settings: TrainSettings) -> tuple[int, ...]:
+        """Return the first step, in which both adapters learn, and the next such step."""
+        return (0, settings.train_distill.critic_steps)
+
     def begin_step(self, step: int) -> None:
-        """Draw the student's step that the update after `step` updates trains."""
         super().begin_step(step)
         self._student_learns = step % self._run.train_distill.critic_steps == 0
 
     def losses(self, batch: ClipBatch, rng: SampleRng) -> Losses:
-        """Yield the loss of the student, if it learns, and that of the critic."""
         clips, times, first, start_BND = self._start(batch, rng)
         with torch.set_grad_enabled(self._student_learns):
             data_BND = start_BND - times[first] * self._evaluate(clips, start_BND, times[first], Branch.COND).float()
@@ -59,7 +67,6 @@ class DMDTask(DistillTask):
             yield CRITIC, loss, {}
 
     def _matching_loss(self, clips: PreparedClips, data_BND: Tensor, times: Sequence[float], rng: SampleRng) -> Tensor:
-        """Return a loss whose gradient is the direction from the teacher to the critic."""
         with torch.no_grad():
             step, _, noisy_BND = self._noised(data_BND, times, rng)
             with using_adapter(self.module, CRITIC):
@@ -77,19 +84,4 @@ class DMDTask(DistillTask):
         return step, noise_BND, torch.lerp(data_BND, noise_BND, times[step])
 
 
-class DMDObjective(MMDiTObjective):
-    """Objective of both adapters, beside the frozen weights of their model."""
-
-    task = DMDTask
-
-    def evaluations(self, settings: TrainSettings) -> float:
-        """Return the mean number of evaluations beside the critic's own; the student's backward pass counts as one."""
-        distill = settings.train_distill
-        return (distill.steps - 1) / 2 + 1 + (len(teacher_branches(settings)) + 2) / distill.critic_steps
-
-    def measured_steps(self, settings: TrainSettings) -> tuple[int, ...]:
-        """Return the first step, in which both adapters learn, and the next such step."""
-        return (0, settings.train_distill.critic_steps)
-
-
-OBJECTIVE = DMDObjective()
+OBJECTIVE = DMDTask

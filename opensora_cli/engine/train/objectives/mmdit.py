@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import cast
+from typing import Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,13 +36,13 @@ from opensora_cli.engine.encode.clips import (
     pick_mode,
 )
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, load_encoders
-from opensora_cli.engine.train.activations import BatchShape
+from opensora_cli.engine.train.build import build_transformer, empty_transformer, with_adapter
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.lora import save_lora
+from opensora_cli.engine.train.memory import BatchShape
 from opensora_cli.engine.train.objectives import Objective, TokenWeights
 from opensora_cli.engine.train.stand_ins import random_frozen_parts, stand_in_encoders, zero_empty_prompt
-from opensora_cli.engine.train.trainer import Role, Task
-from opensora_cli.engine.train.transformer import build_transformer, empty_transformer, with_adapter
+from opensora_cli.engine.train.trainer import Role
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids
@@ -70,7 +70,7 @@ class PreparedClips:
     """Frames, rows and columns of tokens."""
 
 
-class MMDiTTask(Task):
+class MMDiTTask(Objective):
     """Training task with the mean squared error of the velocity; each clip has its own condition mode.
 
     Samples of a clip (mode, dropped captions, timestep, noise) depend on the micro-batch's random state and on the
@@ -91,15 +91,10 @@ class MMDiTTask(Task):
         token_weights: TokenWeights | None = None,
     ) -> None:
         super().__init__(module, roles=self.roles_of(module, run))
-        self._config = module.config
-        self._run = run
-        self._settings = run.train_mmdit
-        self._grid = run.vae.grid
-        self._empty_prompt = empty_prompt
-        self._encoders = encoders
+        self._config, self._run, self._settings, self._grid = module.config, run, run.train_mmdit, run.vae.grid
+        self._empty_prompt, self._encoders, self._token_weights = empty_prompt, encoders, token_weights
         self._device = torch.device(device)
         self._drawing = ThreadPoolExecutor(_THREADS, "noise") if is_accelerator(self._device) else None
-        self._token_weights = token_weights
         self._lengths = self._settings.lengths
         weights, causal = self._settings.mode_weights.by_mode(), self._grid.is_causal
         self._fitting_modes = cache(partial(fitting_modes, weights, causal=causal, lengths=self._lengths))
@@ -108,12 +103,60 @@ class MMDiTTask(Task):
         self._folders = [os.path.join(Path(table).absolute().parent, "") for table in tables]
 
     @classmethod
+    def build(
+        cls,
+        settings: TrainSettings,
+        *,
+        distribution: Distribution,
+        clips: ClipCache | None,
+        token_weights: TokenWeights | None,
+        reporter: Reporter,
+    ) -> Self:
+        # With a cache of clips, the frozen parts are loaded only for clips outside of it, as in validation.
+        encoders: Callable[[], Encoders] = cache(partial(load_encoders, settings, device=distribution.device))
+        empty_prompt = encoders().empty_prompt if clips is None else clips.empty_prompt()
+        for key, needed, given, name in (
+            ("context_in_dim", settings.model.context_in_dim, empty_prompt.prompt_embeds_LC.shape[-1], "T5"),
+            ("vec_in_dim", settings.model.vec_in_dim, empty_prompt.pooled_prompt_embeds_V.shape[-1], "CLIP"),
+        ):
+            if needed != given:
+                raise RequestError(f"model.{key}={needed} must be the width of {name}: use {given}")
+        return cls(
+            build_transformer(settings, distribution=distribution),
+            settings,
+            empty_prompt=empty_prompt,
+            encoders=encoders,
+            device=distribution.device,
+            token_weights=token_weights,
+        )
+
+    @classmethod
+    def stand_in(cls, settings: TrainSettings) -> tuple[Self, list[nn.Module]]:
+        transformer = MMDiT(mmdit_config(settings.model), attention=attention_stand_in(settings.train_mmdit.attention))
+        frozen = random_frozen_parts(settings)
+        task = cls(
+            with_adapter(transformer, settings),
+            settings,
+            empty_prompt=zero_empty_prompt(settings),
+            encoders=lambda: stand_in_encoders(settings, cast(Autoencoder, frozen[0])),
+        )
+        return task, frozen
+
+    @classmethod
+    def outline(cls, settings: TrainSettings) -> MMDiT:
+        return empty_transformer(settings)
+
+    @classmethod
+    def layer_values(cls, settings: TrainSettings, shape: BatchShape) -> int:
+        frames, rows, columns = shape.token_grid(settings)
+        tokens = frames * rows * columns + settings.text.t5_max_length
+        return shape.batch_size * tokens * settings.model.hidden_size
+
+    @classmethod
     def roles_of(cls, module: MMDiT, run: TrainSettings) -> dict[str, Role]:
-        """Return roles of other weights of the module, with optimizers of their own."""
         return {}
 
     def loss(self, batch: ClipBatch, rng: SampleRng) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the mean loss over the clips of a micro-batch, which have the same size, and no figures."""
         clips, sigma_min = self.prepare(batch, rng), self._settings.sigma_min
         frames, rows, columns = clips.grid
         # The released model's shift counts patches of 2x2, whatever the patch size is.
@@ -124,8 +167,9 @@ class MMDiTTask(Task):
         velocity_BND: Tensor = self.forward(noisy_BND, timesteps_B=t_B, **clips.inputs)
         target_BND = flow_target(clips.data_BND, clips.noise_BND, sigma_min=sigma_min)
         if self._token_weights is not None:
-            weights_BN = self._token_weights(batch, clips.grid)
-            return weighted_loss(velocity_BND, target_BND, queued_copy(weights_BN, self._device)), {}
+            error_BN = (velocity_BND.float() - target_BND.float()).square().mean(dim=2)
+            weights_BN = queued_copy(self._token_weights(batch, clips.grid), self._device).to(error_BN)
+            return (error_BN * weights_BN).sum() / weights_BN.sum(), {}
         mask_B1THW = clips.mask_B1THW if self._settings.masked_loss else None
         return get_batch_loss(velocity_BND, target_BND, None if mask_B1THW is None else mask_B1THW[:, 0]), {}
 
@@ -187,7 +231,6 @@ class MMDiTTask(Task):
             write_weights(folder / TRANSFORMER_FILE, weights, dtype=torch.float16, metadata=metadata)
 
     def adapter_metadata(self) -> dict[str, str] | None:
-        """Return the metadata of an exported adapter."""
         return None
 
     def _name(self, path: str) -> str:
@@ -234,60 +277,7 @@ class MMDiTTask(Task):
         return queued_copy(tensor, self._device).float()
 
 
-class MMDiTObjective(Objective):
-    """Objective of a transformer; a subclass names another task for its adapter."""
-
-    task: type[MMDiTTask] = MMDiTTask
-
-    def build(
-        self,
-        settings: TrainSettings,
-        *,
-        distribution: Distribution,
-        clips: ClipCache | None,
-        token_weights: TokenWeights | None,
-        reporter: Reporter,
-    ) -> MMDiTTask:
-        # With a cache of clips, the frozen parts are loaded only for clips outside of it, as in validation.
-        encoders: Callable[[], Encoders] = cache(partial(load_encoders, settings, device=distribution.device))
-        empty_prompt = encoders().empty_prompt if clips is None else clips.empty_prompt()
-        for key, needed, given, name in (
-            ("context_in_dim", settings.model.context_in_dim, empty_prompt.prompt_embeds_LC.shape[-1], "T5"),
-            ("vec_in_dim", settings.model.vec_in_dim, empty_prompt.pooled_prompt_embeds_V.shape[-1], "CLIP"),
-        ):
-            if needed != given:
-                raise RequestError(f"model.{key}={needed} must be the width of {name}: use {given}")
-        return self.task(
-            build_transformer(settings, distribution=distribution),
-            settings,
-            empty_prompt=empty_prompt,
-            encoders=encoders,
-            device=distribution.device,
-            token_weights=token_weights,
-        )
-
-    def stand_in(self, settings: TrainSettings) -> tuple[MMDiTTask, list[nn.Module]]:
-        transformer = MMDiT(mmdit_config(settings.model), attention=attention_stand_in(settings.train_mmdit.attention))
-        frozen = random_frozen_parts(settings)
-        task = self.task(
-            with_adapter(transformer, settings),
-            settings,
-            empty_prompt=zero_empty_prompt(settings),
-            encoders=lambda: stand_in_encoders(settings, cast(Autoencoder, frozen[0])),
-        )
-        return task, frozen
-
-    def outline(self, settings: TrainSettings) -> MMDiT:
-        return empty_transformer(settings)
-
-    def layer_values(self, settings: TrainSettings, shape: BatchShape) -> int:
-        """Return the number of values of a micro-batch's tokens, including captions."""
-        frames, rows, columns = shape.token_grid(settings)
-        tokens = frames * rows * columns + settings.text.t5_max_length
-        return shape.batch_size * tokens * settings.model.hidden_size
-
-
-OBJECTIVE = MMDiTObjective()
+OBJECTIVE = MMDiTTask
 
 
 def noisy_latents(data_BND: Tensor, noise_BND: Tensor, t_B: Tensor, *, sigma_min: float = 1e-5) -> Tensor:
@@ -330,10 +320,3 @@ def _learned_frames(masks_BTHW: Tensor) -> Tensor:
     learned_BT[:, :1] = ~(given_BT[:, :1] & only_ends_B1)
     learned_BT[:, -1:] &= ~(given_BT[:, -1:] & only_ends_B1)
     return learned_BT
-
-
-def weighted_loss(velocity_BND: Tensor, target_BND: Tensor, weights_BN: Tensor) -> Tensor:
-    """Return the mean squared error of packed latents over the micro-batch, weighted by token, in fp32."""
-    error_BN = (velocity_BND.float() - target_BND.float()).square().mean(dim=2)
-    weights_BN = weights_BN.to(error_BN)
-    return (error_BN * weights_BN).sum() / weights_BN.sum()

@@ -4,7 +4,7 @@ import pytest
 import tiny_training
 
 from opensora_cli.engine.components.architectures import mmdit_config
-from opensora_cli.engine.train.activations import plan_activations
+from opensora_cli.engine.train.memory import plan_activations
 from opensora_cli.engine.train.parallelize import checkpoint_blocks
 from opensora_cli.models.mmdit.model import MMDiT
 

@@ -13,10 +13,16 @@ from opensora_cli.checkpoint import shared_folder
 from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.engine.train import checkpoints as checkpoints_module
-from opensora_cli.engine.train.checkpoints import CheckpointWriter, choose_checkpoint, remove_old, set_aside_newer
+from opensora_cli.engine.train.checkpoints import (
+    CheckpointWriter,
+    choose_checkpoint,
+    remove_old,
+    restore,
+    set_aside_newer,
+    tensors_of,
+)
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume
-from opensora_cli.engine.train.state import restore, tensors_of
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train_loop import CheckpointSettings
 

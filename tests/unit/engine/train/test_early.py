@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 from tiny_world import RecordingReporter
 
-from opensora_cli.core.exceptions import CheckpointError, FileProblem, RequestError
+from opensora_cli.core.exceptions import CheckpointError, FileProblem
 from opensora_cli.engine.encode.inputs import require_frozen_parts
-from opensora_cli.engine.train.early import Given, refuse_early, warn_of_missing_inputs
+from opensora_cli.engine.train.early import refuse_early, warn_of_missing_inputs
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 
@@ -70,10 +70,3 @@ def test_weights_of_the_perceptual_term_are_missed() -> None:
     changes = {"train_vae__perceptual_files": ("vgg.pth",), "train_vae__perceptual_weight": 0.5}
     with pytest.raises(CheckpointError, match=r"train_vae\.perceptual_files: vgg\.pth does not exist"):
         refuse_early(recipe("vae_hunyuan", **changes), resume=None, overwrite=False)
-
-
-def test_a_run_needs_a_table_or_a_source() -> None:
-    settings = recipe("vae_hunyuan", data__table=None)
-    with pytest.raises(RequestError, match=r"data\.table is not set"):
-        refuse_early(settings, resume=None, overwrite=False)
-    refuse_early(settings, resume=None, overwrite=False, given=Given(source=object()))

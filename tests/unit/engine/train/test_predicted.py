@@ -14,7 +14,7 @@ from opensora_cli.engine.estimate.predicted_time import (
     TRAFFIC,
     UPDATE,
 )
-from opensora_cli.engine.train.frozen_weights import plan_frozen_weights
+from opensora_cli.engine.train.memory import plan_frozen_weights
 from opensora_cli.engine.train.predicted import predict_step
 from opensora_cli.settings.hardware import read_machine
 from opensora_cli.settings.train import TrainSettings

@@ -1,6 +1,5 @@
 """The packaged recipes: they parse, agree with the reference, and learn when they are shrunk."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,10 @@ from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.architectures import new_autoencoder
 from opensora_cli.engine.encode.datasets import open_batches
 from opensora_cli.engine.generate.run import generate
-from opensora_cli.engine.train.activations import plan_activations
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.estimate import estimate_training
-from opensora_cli.engine.train.frozen_weights import plan_frozen_weights
+from opensora_cli.engine.train.memory import plan_activations, plan_frozen_weights
 from opensora_cli.engine.train.run import train
 from opensora_cli.media.read import read_video
 from opensora_cli.media.write import write_media
@@ -33,8 +31,6 @@ from opensora_cli.settings.train import TrainSettings, load_train_settings
 STAGES = ("image", "stage1", "stage1_i2v", "stage2", "stage2_i2v", "high_compression")
 STEPS = 20
 SIZE, FRAMES, FPS = 64, 9, 24.0
-I2V = {"t2v": 1, "i2v_head": 5, "i2v_loop": 1, "i2v_tail": 1}
-MODES = {"stage1_i2v": I2V, "stage2_i2v": I2V, "high_compression": {"t2v": 1, "i2v_head": 7}}
 
 TINY = {
     "data.workers": "0",
@@ -88,24 +84,14 @@ def settings_of(name: str, **overrides: str) -> TrainSettings:
     return load_train_settings(config=Path(name), overrides=given, environment={})
 
 
-@pytest.mark.parametrize("name", STAGES)
-def test_a_recipe_parses(name: str) -> None:
-    settings = settings_of(name)
-    assert (settings.target, settings.output) == ("mmdit", f"runs/{name}")
-    assert (settings.optimizer.eps, settings.optimizer.weight_decay, settings.optimizer.max_grad_norm) == (1e-15, 0, 1)
-    assert (settings.precision.compute, settings.data.table) == ("bf16", "clips.csv")
-    assert settings.data.buckets["768px"]
-    by_mode = settings.train_mmdit.mode_weights.by_mode()
-    assert settings.model.cond_embed == (len(by_mode) > 1)
-    weights = dict(by_mode)
-    assert weights == MODES.get(name, {"t2v": 1})
-
-
 def test_stages_differ_as_in_the_reference() -> None:
     settings = {name: settings_of(name) for name in STAGES}
     rates = {name: each.optimizer.learning_rate for name, each in settings.items()}
     assert rates == dict(zip(STAGES, (1e-5, 5e-5, 1e-5, 5e-5, 5e-5, 3e-5), strict=True))
+    i2v, only = {"t2v": 1, "i2v_head": 5, "i2v_loop": 1, "i2v_tail": 1}, {"t2v": 1}
+    modes = dict(zip(STAGES, (only, only, i2v, only, i2v, {"t2v": 1, "i2v_head": 7}), strict=True))
     for name, each in settings.items():
+        assert (each.precision.compute, each.train_mmdit.mode_weights.by_mode()) == ("bf16", modes[name])
         is_long = name.startswith("stage2")
         assert each.strategy is (Strategy.HYBRID if is_long else Strategy.ZERO2)
         assert (each.parallel.ring_degree, each.parallel.world_size) == ((4, 8) if is_long else (None, 1))
@@ -284,7 +270,7 @@ def test_stages_of_autoencoders_are_those_of_the_reference() -> None:
 @pytest.mark.parametrize("name", VAE_SHRUNK)
 def test_a_shrunk_autoencoder_trains_and_its_loss_falls(name: str, tmp_path: Path) -> None:
     train(settings_of(name, output=str(tmp_path), **VAE_SHRUNK[name]))
-    lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    lines = tiny_training.log(tmp_path)
     assert [line["step"] for line in lines] == list(range(1, 31))
     assert ["adversary_loss" in line for line in lines].count(True) == OPPOSED_STEPS[name]
     first, last = ([line["psnr"] for line in lines[part]] for part in (slice(6), slice(-6, None)))

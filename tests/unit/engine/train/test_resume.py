@@ -1,6 +1,5 @@
-"""Resumed runs equal uninterrupted ones bit for bit, whatever ended the first part; two never share a folder."""
+"""Resumed runs are bitwise identical to uninterrupted ones; two runs never share a folder."""
 
-import hashlib
 import json
 import os
 import random
@@ -9,29 +8,38 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
+import alternating
 import psutil
 import pytest
+import tiny_distillation
 import tiny_training
 import torch
+from tiny_source import Colors
 from toy_training import Listener
 
 from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.locks import LOCK_FILE, locked_file
 from opensora_cli.core.threads import ThreadChoice
+from opensora_cli.engine.train import objectives
+from opensora_cli.engine.train.checkpoints import RunningStates, read_running_states
 from opensora_cli.engine.train.early import Resume
-from opensora_cli.engine.train.run import train
-from opensora_cli.engine.train.state import RunningStates, as_recorded, read_running_states
+from opensora_cli.engine.train.run import as_recorded, train
+from opensora_cli.settings import train as train_settings
 from opensora_cli.settings.train import TrainSettings
 
 STEPS = 6
+TIMED = {"seconds", "seconds_per_step", "samples_per_s", "tokens_per_s", "data_wait", "peak_resident_gib"}
 
 
 def clips(output: Path, **changes: object) -> TrainSettings:
-    """An autoencoder on two epochs; two micro-batches an update."""
+    """An autoencoder on two epochs; two micro-batches an update, and a discriminator from step 3 on."""
     return tiny_training.vae_settings(output).replace(
         {
             "loop.steps": STEPS,
@@ -46,30 +54,83 @@ def clips(output: Path, **changes: object) -> TrainSettings:
     )
 
 
-LEARNT = ("step", "epoch", "loss", "adversary_loss", "grad_norm", "psnr", "learning_rate", "skipped")
+def own_clips(output: Path) -> TrainSettings:
+    changes = {"data.table": None, "checkpoints.every": 2, "validation.every": 2}
+    return tiny_training.vae_settings(output).replace(changes)
+
+
+def two_adapters(output: Path) -> TrainSettings:
+    return tiny_training.vae_settings(output).replace({"target": "alternating"})
+
+
+class Row(NamedTuple):
+    """Run, the step after which Ctrl-C comes, and what only a program gives."""
+
+    settings: Callable[[Path], TrainSettings]
+    stop: int
+    given: Mapping[str, Any] = MappingProxyType({})
+
+
+ROWS = {
+    # In the middle of an epoch: of seven micro-batches an epoch, eight are done.
+    "autoencoder": Row(clips, 4),
+    "adapters that alternate": Row(two_adapters, 3),
+    "clips of a program": Row(own_clips, 2, {"source": Colors(), "held_out": Colors(fingerprint="held out")}),
+    "distill": Row(tiny_distillation.settings_of, 2),
+    "dmd": Row(lambda output: tiny_distillation.settings_of(output, target="dmd"), 2),
+}
+FAST = ("autoencoder", "adapters that alternate")
 
 
 def log(run: Path) -> list[dict[str, object]]:
-    """What the log says of each step, but for how long it took."""
-    lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    assert all({"step", "loss", "grad_norm", "learning_rate"} <= line.keys() for line in lines)
-    return [{name: line.get(name) for name in LEARNT} for line in lines]
+    """Return the lines of the log without times."""
+    return [{key: value for key, value in line.items() if key not in TIMED} for line in tiny_training.log(run)]
 
 
-def hashes(run: Path, step: int) -> dict[str, str]:
-    """Return the hash of each file of a checkpoint."""
+def hashes(run: Path, step: int) -> dict[str, object]:
+    """Return the hash of each file of a checkpoint, and its place in the data."""
     (folder,) = run.glob(f"epoch*-global_step{step}")
     assert wrong_files(folder) == []
     running = json.loads((folder / "running_states.json").read_text())
     return {**running["sha256"], "sampler": running["sampler"]}
 
 
+def assert_same(run: Path, whole: Path, steps: int) -> None:
+    """Compare losses, rates, norms, validations; weights, averages, moments, place in the data; and exports."""
+    assert log(run) == log(whole)
+    assert hashes(run, steps) == hashes(whole, steps)
+    exports = [path.relative_to(whole) for path in (*whole.glob("*.safetensors"), *whole.glob("lora/*"))]
+    assert exports
+    assert all((run / name).read_bytes() == (whole / name).read_bytes() for name in exports)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _alternating():
+    """Add the objective of `alternating.py`."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(objectives, "__path__", [*objectives.__path__, str(Path(alternating.__file__).parent)])
+        target = train_settings.TARGETS["vae"]._replace(weights_file="student.safetensors")
+        patched.setitem(train_settings.TARGETS, "alternating", target)
+        yield
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that nothing interrupted."""
-    folder = tmp_path_factory.mktemp("whole") / "run"
-    assert train(clips(folder)).resumed_from is None
-    return folder
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the folder of a run that nothing interrupted."""
+
+    @cache
+    def trained(name: str) -> Path:
+        folder = tmp_path_factory.mktemp("whole") / "run"
+        assert train(ROWS[name].settings(folder), **ROWS[name].given).resumed_from is None
+        return folder
+
+    return trained
+
+
+@pytest.fixture
+def whole(uninterrupted: Callable[[str], Path]) -> Path:
+    """The uninterrupted run of the autoencoder."""
+    return uninterrupted("autoencoder")
 
 
 @pytest.fixture(scope="module")
@@ -86,22 +147,24 @@ def run(tmp_path: Path, short: Path) -> Path:
     return Path(shutil.copytree(short, tmp_path / "run"))
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_six_steps_are_four_and_two_with_workers_or_without(tmp_path, whole, workers):
-    run = tmp_path / "run"
-    with pytest.raises(KeyboardInterrupt, match=r"step 4 of 6 is saved in .*: continue with --resume"):
-        train(clips(run, **{"data.workers": workers}), reporter=tiny_training.StopAfter(4))
-    # Mid-epoch: of seven micro-batches an epoch, eight are done.
-    assert hashes(run, 4) == hashes(whole, 4)
-    result = train(clips(run), resume=Resume())
-    assert (result.resumed_from, result.steps) == (4, STEPS)
-    # Losses, rates and gradient norms; then weights, averages, moments, and the place in the data.
-    assert log(run) == log(whole)
-    assert len({line["loss"] for line in log(run)}) == STEPS
-    assert hashes(run, STEPS) == hashes(whole, STEPS)
-    assert {"model/model-00001-of-00001.safetensors", "ema.safetensors", "adversary.safetensors"} < hashes(
-        run, STEPS
-    ).keys()
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        *(pytest.param(name, 0, marks=() if name in FAST else pytest.mark.slow) for name in ROWS),
+        pytest.param("autoencoder", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_an_interrupted_run_ends_as_if_nothing_had_happened(tmp_path, uninterrupted, name, workers):
+    run, row = tmp_path / "run", ROWS[name]
+    settings = row.settings(run)
+    steps = settings.loop.steps
+    first, reporter = settings.replace({"data.workers": workers}), tiny_training.StopAfter(row.stop)
+    with pytest.raises(KeyboardInterrupt, match=rf"step {row.stop} of {steps} is saved in .*: continue with --resume"):
+        train(first, **row.given, reporter=reporter)
+    result = train(settings, **row.given, resume=Resume())
+    assert (result.target, result.resumed_from, result.steps) == (settings.target, row.stop, steps)
+    assert len({line["loss"] for line in log(run) if "loss" in line}) >= steps // 2
+    assert_same(run, uninterrupted(name), steps)
 
 
 def test_a_resumed_run_removes_the_checkpoints_that_an_ended_one_was_about_to_remove(tmp_path):
@@ -165,8 +228,7 @@ def test_a_run_whose_group_was_asked_to_end_is_resumed_bit_for_bit(tmp_path, who
     assert [each for each in workers if each.is_running() and each.status() != psutil.STATUS_ZOMBIE] == []
     assert max(_step_of(path) for path in run.glob("epoch*")) >= 2
     train(clips(run), resume=Resume())
-    assert log(run) == log(whole)
-    assert hashes(run, STEPS) == hashes(whole, STEPS)
+    assert_same(run, whole, STEPS)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
@@ -201,8 +263,7 @@ def test_runs_that_are_killed_four_times_are_resumed_bit_for_bit(tmp_path, whole
     process = _start(settings, tmp_path, flags=_flags_to_continue(run))
     assert process.wait(120) == 0, process.stderr.read().decode()
     assert not list(run.glob(".saving-*"))
-    assert log(run) == log(whole)
-    assert hashes(run, STEPS) == hashes(whole, STEPS)
+    assert_same(run, whole, STEPS)
 
 
 def test_a_run_that_is_over_exports_again(run):
@@ -245,13 +306,10 @@ def test_ranks_that_cannot_share_the_recorded_number_need_another(tmp_path):
     assert "--set loop.micro_batches=4" in caught.value.hint
 
 
-def _replace_state(run: Path, name: str, content: bytes, **changes: object) -> None:
-    """Replace a file of the checkpoint, with its hash, and values of its running states."""
+def _replace_state(run: Path, **changes: object) -> None:
+    """Replace values of the running states of a checkpoint."""
     (running,) = run.glob("epoch*-global_step2/running_states.json")
     document = json.loads(running.read_text()) | changes
-    if name:
-        (running.parent / name).write_bytes(content)
-        document["sha256"][name] = hashlib.sha256(content).hexdigest()
     running.write_text(json.dumps(document))
 
 
@@ -268,26 +326,8 @@ def _replace_state(run: Path, name: str, content: bytes, **changes: object) -> N
     ],
 )
 def test_running_states_that_are_not_understood_are_refused(run, changes, problem):
-    _replace_state(run, "", b"", **changes)
+    _replace_state(run, **changes)
     with pytest.raises(CheckpointError, match=problem):
-        train(clips(run, **{"loop.steps": 3}), resume=Resume())
-
-
-def test_a_checkpoint_of_an_earlier_version_names_the_version_that_reads_it(run):
-    (path,) = run.glob("epoch*-global_step2/running_states.json")
-    document = json.loads(path.read_text()) | {"schema": "osora.running-states/1"}
-    del document["sampler"]
-    path.write_text(json.dumps(document))
-    with pytest.raises(CheckpointError, match=r"has no schema osora\.running-states/2: this version") as raised:
-        train(clips(run, **{"loop.steps": 3}), resume=Resume())
-    assert raised.value.hint == (
-        "resume with the version that wrote it, or start again with another --set output=FOLDER"
-    )
-
-
-def test_a_log_that_cannot_be_read_is_refused(run):
-    (run / "log.jsonl").write_bytes(b"\xff")
-    with pytest.raises(OutputError, match=r"cannot read .*log\.jsonl: "):
         train(clips(run, **{"loop.steps": 3}), resume=Resume())
 
 
@@ -295,8 +335,7 @@ def test_a_log_that_cannot_be_read_is_refused(run):
 def test_resuming_from_an_older_checkpoint_sets_newer_ones_aside(tmp_path, whole):
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     train(clips(run), resume=Resume(folder=next(run.glob("epoch*-global_step4"))))
-    assert log(run) == log(whole)
-    assert hashes(run, STEPS) == hashes(whole, STEPS)
+    assert_same(run, whole, STEPS)
     assert [path.name for path in run.glob("aside*")] == ["aside-epoch1-global_step6"]
 
 

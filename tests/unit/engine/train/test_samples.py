@@ -1,6 +1,5 @@
 """Sample videos of a model in training: of the right size, and without an effect on training."""
 
-import json
 from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
@@ -14,13 +13,10 @@ import torch
 from toy_training import Listener
 
 from opensora_cli.core.exceptions import OutputError
-from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.train import evaluate
-from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume
-from opensora_cli.engine.train.evaluate import open_samples
 from opensora_cli.engine.train.run import train
 from opensora_cli.media import write
 from opensora_cli.media.files import read_tags
@@ -30,7 +26,6 @@ from opensora_cli.media.write import write_media
 from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
-from opensora_cli.settings.train import load_train_settings
 
 PROMPTS = ("a red boat on the sea, raining", "a car")
 BOAT, CAR = "a-red-boat-on-the-sea-raining_seed0", "a-car_seed1"
@@ -60,11 +55,6 @@ def weights(output: Path) -> dict[str, bytes]:
         path.name: path.read_bytes()
         for path in (output / "transformer.safetensors", *output.glob("epoch*-global_step4/ema.safetensors"))
     }
-
-
-def losses(output: Path) -> list[float]:
-    lines = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "event" not in line]
 
 
 @pytest.fixture(scope="module")
@@ -111,16 +101,9 @@ def test_videos_have_their_size_and_tags(watched: Path) -> None:
     assert (tags["prompt"], tags["seed"], tags["step"]) == (PROMPTS[1], "1", "4")
 
 
-def test_autoencoders_have_none(tmp_path: Path) -> None:
-    settings = tiny_training.vae_settings(tmp_path).replace(SAMPLES)
-    distribution = Distribution(torch.device("cpu"))
-    opened = open_samples(settings, distribution=distribution, output=tmp_path, reporter=SilentReporter())
-    assert opened is None
-
-
 def test_losses_and_weights_are_those_of_a_run_without_samples(watched: Path, plain: Path) -> None:
-    assert losses(watched) == losses(plain)
-    assert len(set(losses(plain))) == 4
+    assert tiny_training.losses(watched) == tiny_training.losses(plain)
+    assert len(set(tiny_training.losses(plain))) == 4
     assert weights(watched) == weights(plain)
     assert len(weights(plain)) == 2
 
@@ -144,7 +127,7 @@ def test_a_video_that_cannot_be_written_is_left_out_and_the_others_are_those_of_
     videos = [path.relative_to(tmp_path) for path in sorted((tmp_path / "samples").rglob("*.mp4"))]
     names = (f"step2/{CAR}", f"step4/{CAR}", f"step4/{BOAT}")
     assert [str(path) for path in videos] == [f"samples/{name}.mp4" for name in names]
-    assert losses(tmp_path) == losses(plain)
+    assert tiny_training.losses(tmp_path) == tiny_training.losses(plain)
     # The step is in the file, and nothing that differs between the two runs.
     assert all((tmp_path / path).read_bytes() == (watched / path).read_bytes() for path in videos)
 
@@ -161,32 +144,22 @@ def test_a_sample_is_the_video_that_generate_makes(tmp_path: Path, monkeypatch: 
     # Of what H.264 makes of them, a rounding of one level changes more.
     monkeypatch.setattr(write, "_yuv_frame", converted)
     prompt = "a red boat on the sea, at sunset"
-    given = {
-        "init": "demo",
-        "weights": "demo",
-        "output": tmp_path / "run",
-        "train_mmdit.cache": "none",
-        "train_mmdit.frozen_dtype": "float32",
-        "train_mmdit.attention": "sdpa",
-        "precision.compute": "fp32",
-        "lora.rank": "none",
-        "data.table": tiny_training.TABLE,
-        "data.buckets": "{32px: {13: [1.0, 1]}}",
-        "train_mmdit.video_latent_frames": 1,
-        "train_mmdit.easy_latent_frames": 1,
-        "data.workers": 0,
-        # Practically zero.
-        "optimizer.name": "adamw",
-        "optimizer.learning_rate": 1e-12,
-        "optimizer.weight_decay": 0,
-        "loop.steps": 1,
-        "loop.ema_decay": "none",
-        "samples.every": 1,
-        "samples.prompts": prompt,
-        "samples.num_inference_steps": 2,
-        "device": "cpu",
-    }
-    train(load_train_settings(config=Path("demo_lora"), overrides=_given(given), environment={}))
+    settings = tiny_training.demo_settings(
+        "demo_lora",
+        tmp_path / "run",
+        lora__rank="none",
+        data__buckets="{32px: {13: [1.0, 1]}}",
+        train_mmdit__video_latent_frames=1,
+        train_mmdit__easy_latent_frames=1,
+        optimizer__learning_rate=1e-12,  # practically zero
+        optimizer__weight_decay=0,
+        loop__steps=1,
+        loop__ema_decay="none",
+        samples__every=1,
+        samples__prompts=prompt,
+        samples__num_inference_steps=2,
+    )
+    train(settings)
     asked = {
         "prompt": prompt,
         "output.path": tmp_path / "generated.mp4",
@@ -196,7 +169,7 @@ def test_a_sample_is_the_video_that_generate_makes(tmp_path: Path, monkeypatch: 
         "runtime.weights": packaged_demo(),
         "sampling.seed": 0,
     }
-    request = GenerateRequest(overrides=_given(asked))
+    request = GenerateRequest(overrides={key: Given(str(value), "the test") for key, value in asked.items()})
     generate(load_generate_settings(request, model=DEMO))
     assert (tmp_path / "run" / "samples" / "step1" / f"{file_stem(prompt, seed=0)}.mp4").stat().st_size
     assert (tmp_path / "generated.mp4").stat().st_size
@@ -204,7 +177,3 @@ def test_a_sample_is_the_video_that_generate_makes(tmp_path: Path, monkeypatch: 
     assert ours.shape == theirs.shape == (33, 128, 128, 3)
     assert ours.float().std() > 20
     assert (ours - theirs).abs().max() <= 2
-
-
-def _given(values: dict[str, object]) -> dict[str, Given]:
-    return {key: Given(str(value), "the test") for key, value in values.items()}

@@ -19,50 +19,32 @@ from opensora_cli.engine.ckpt.convert import merge_lora
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate.models import load_transformer
 from opensora_cli.engine.generate.plan import make_plan
+from opensora_cli.engine.train.build import new_transformer
 from opensora_cli.engine.train.early import Resume
-from opensora_cli.engine.train.frozen_weights import streamed_weights, waiting_weights
+from opensora_cli.engine.train.memory import streamed_weights, waiting_weights
 from opensora_cli.engine.train.plan import plan_training
 from opensora_cli.engine.train.run import train
-from opensora_cli.engine.train.transformer import new_transformer
 from opensora_cli.settings.ckpt import MergeLoraSettings
-from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import load_preset
-from opensora_cli.settings.train import TrainSettings, load_train_settings
+from opensora_cli.settings.train import TrainSettings
 
 DEMO = packaged_demo()
 STEPS = 2
 
 
-def settings_of(output: Path, **changes: str) -> TrainSettings:
+def settings_of(output: Path, **changes: object) -> TrainSettings:
     """A few steps of an adapter beside the packaged demo; keys of `changes` have `__` for the dot."""
-    given = {
-        "output": str(output),
-        "device": "cpu",
-        "weights": "demo",
-        "init": "demo",
-        "lora.rank": "2",
-        "lora.dropout": "0.25",
-        "lora.targets": "q_proj,linear2",
-        "data.table": tiny_training.TABLE,
-        "data.buckets": "{32px: {5: [1.0, 1]}}",
-        "data.workers": "0",
-        "train_mmdit.cache": "none",
-        # In bfloat16 they are slow on a CPU.
-        "train_mmdit.frozen_dtype": "float32",
-        "train_mmdit.attention": "sdpa",
-        "optimizer.name": "adamw",
-        "optimizer.learning_rate": "0.01",
-        "optimizer.warmup_steps": "0",
-        "optimizer.decay_steps": "0",
-        "loop.steps": str(STEPS),
-        "loop.log_every": "1",
-        "precision.compute": "fp32",
-        **{key.replace("__", "."): value for key, value in changes.items()},
+    given: dict[str, object] = {
+        "lora__rank": 2,
+        "lora__dropout": 0.25,
+        "lora__targets": "q_proj,linear2",
+        "data__buckets": "{32px: {5: [1.0, 1]}}",
+        "optimizer__decay_steps": 0,
+        "loop__steps": STEPS,
     }
     for mode in ("i2v_tail", "i2v_loop", "v2v_head", "v2v_tail", "v2v_head_easy", "v2v_tail_easy"):
-        given[f"train_mmdit.mode_weights.{mode}"] = "0"
-    overrides = {key: Given(value, "test") for key, value in given.items()}
-    return load_train_settings(config=Path("demo_lora"), overrides=overrides, environment={})
+        given[f"train_mmdit__mode_weights__{mode}"] = 0
+    return tiny_training.demo_settings("demo_lora", output, **{**given, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +112,7 @@ def test_streamed_stopped_and_resumed_it_is_the_adapter_of_a_resident_run(traine
     streamed = {"memory__checkpointing": "true", "memory__offload": "blocks"}
     train(settings_of(tmp_path / "run", loop__steps="1", **streamed))
     train(settings_of(tmp_path / "run", **streamed), resume=Resume())
-    assert log_of(tmp_path / "run") == log_of(trained)
+    assert tiny_training.losses(tmp_path / "run") == tiny_training.losses(trained)
     for file in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "run" / "lora" / file).read_bytes() == (trained / "lora" / file).read_bytes()
 
@@ -169,14 +151,6 @@ def test_frozen_weights_in_8_bits_are_those_that_sampling_has(tmp_path):
     assert sum(weight.dtype is torch.float8_e4m3fn for weight in ours.values()) == 2 * 14 + 8 * 5
 
 
-def log_of(output: Path) -> list[float]:
-    return [
-        record["loss"]
-        for line in (output / "log.jsonl").read_text().splitlines()
-        if "loss" in (record := json.loads(line))
-    ]
-
-
 @pytest.mark.slow
 def test_an_adapter_goes_on_from_another_as_from_the_model_it_is_merged_into(trained, tmp_path):
     base = converted(DEMO / "transformer.safetensors", tmp_path / "base.safetensors", dtype="fp32")
@@ -190,7 +164,7 @@ def test_an_adapter_goes_on_from_another_as_from_the_model_it_is_merged_into(tra
     losses = {}
     for name, changes in runs.items():
         train(settings_of(tmp_path / name, lora__dropout="0", loop__steps="1", **changes))
-        losses[name] = log_of(tmp_path / name)[0]
+        losses[name] = tiny_training.losses(tmp_path / name)[0]
     assert losses["adapter"] == pytest.approx(losses["merged"], rel=1e-4)
     assert losses["adapter"] != pytest.approx(losses["new"], rel=1e-4)
 

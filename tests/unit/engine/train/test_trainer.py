@@ -190,14 +190,3 @@ class TestAdversary:
         for name in moved:
             assert (moved[name] - before[name]).abs().item() == pytest.approx(0.1, rel=0.1)
         assert (weights(task.module)["out.bias"] - own["out.bias"]).abs().item() == pytest.approx(1e-3 / 3, rel=0.01)
-
-    def test_before_its_start_it_is_left_alone(self):
-        task = ToyTask(opposed_from=2)
-        adversary = task.roles["adversary"].module
-        before = weights(adversary)
-        trainer = toy_trainer(task)
-        for _ in range(2):
-            assert "adversary_loss" not in trainer.do_step().figures
-        assert_same(weights(adversary), before)
-        assert "adversary_loss" in trainer.do_step().figures
-        assert not torch.equal(weights(adversary)["weight"], before["weight"])

@@ -1,4 +1,4 @@
-"""Distribution matching of a few-step adapter of the demo: gradients of both adapters, exact resume, memory."""
+"""Distribution matching of a few-step adapter of the demo: gradients of both adapters, and memory."""
 
 from pathlib import Path
 from typing import NamedTuple

@@ -25,7 +25,7 @@ from opensora_cli.data.batches import ClipBatch, ClipRequest, SampleRng
 from opensora_cli.engine.components.architectures import mmdit_config, new_autoencoder
 from opensora_cli.engine.encode.clips import CachedClip, FreshClip, encode_for_cache, part_name
 from opensora_cli.engine.encode.encoders import Encoders
-from opensora_cli.engine.train.objectives.mmdit import MMDiTTask, weighted_loss
+from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
 from opensora_cli.models.mmdit.model import MMDiT
 
 LENGTHS = ReferenceLengths(video=1, easy=2)
@@ -263,16 +263,18 @@ class TestStep:
         assert losses[True] != losses[False]
 
     def test_weights_of_tokens(self, vae):
-        def loss(weigh):
-            running = task(encoders(vae), weights={"t2v": 1.0}, token_weights=weigh)
-            return running.loss(batch(pixels(2)), rng(0))[0].item()
+        def loss(*weights, clips=2):
+            def weigh(_, grid):
+                return torch.tensor(weights)[:, None].expand(-1, math.prod(grid))
 
-        def weights(*of_clips):
-            return lambda clips, tokens: torch.tensor(of_clips)[:, None].expand(-1, math.prod(tokens))
+            running = task(encoders(vae), weights={"t2v": 1.0}, token_weights=weigh if weights else None)
+            return running.loss(batch(pixels(2)[:clips]), rng(0))[0].item()
 
-        plain = loss(None)
-        assert loss(weights(3.0, 3.0)) == pytest.approx(plain)
-        assert loss(weights(1.0, 0.0)) != pytest.approx(plain, rel=1e-3)
+        assert loss(3.0, 3.0) == pytest.approx(loss())
+        # A clip is drawn for by its path alone.
+        assert loss(1.0, 0.0) == pytest.approx(loss(clips=1))
+        assert loss(1.0, 3.0) == pytest.approx((loss(1.0, 0.0) + 3 * loss(0.0, 1.0)) / 4)
+        assert loss(1.0, 0.0) != pytest.approx(loss(0.0, 1.0), rel=1e-3)
 
     def test_tokens_and_samples(self, vae):
         running = task(encoders(vae))
@@ -399,11 +401,3 @@ def test_weights_are_exported_in_half_precision(vae, tmp_path):
     exported = load_file(tmp_path / "transformer.safetensors")
     assert exported.keys() == module.state_dict().keys()
     assert all(torch.equal(exported[name], weight.half()) for name, weight in module.state_dict().items())
-
-
-def test_the_loss_is_the_mean_by_weight():
-    target = torch.zeros(1, 4, 2)
-    velocity = torch.tensor([[[1.0, 1.0], [2.0, 2.0], [0.0, 0.0], [0.0, 0.0]]])
-
-    assert weighted_loss(velocity, target, torch.ones(1, 4)).item() == pytest.approx(5 / 4)
-    assert weighted_loss(velocity, target, torch.tensor([[1.0, 3.0, 1.0, 1.0]])).item() == pytest.approx(13 / 6)

@@ -4,15 +4,12 @@ import re
 from pathlib import Path
 
 import alternating
-import pytest
 import tiny_training
-import torch
 from safetensors.torch import load_file
 
 import opensora_cli
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.train import objectives
-from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.plan import plan_training, with_memory
 from opensora_cli.engine.train.run import train
 from opensora_cli.settings import train as train_settings
@@ -22,23 +19,16 @@ def test_an_objective_of_two_adapters_that_alternate_is_one_file(tmp_path: Path,
     monkeypatch.setattr(objectives, "__path__", [*objectives.__path__, str(Path(alternating.__file__).parent)])
     target = train_settings.TARGETS["vae"]._replace(weights_file="student.safetensors")
     monkeypatch.setitem(train_settings.TARGETS, "alternating", target)
-    settings = tiny_training.vae_settings(tmp_path / "run").replace({"target": "alternating", "loop.log_every": 1})
+    settings = tiny_training.vae_settings(tmp_path / "run").replace({"target": "alternating"})
     plan = with_memory(plan_training(settings), reporter=SilentReporter())
     assert (plan.parameters, plan.memory.gradients_bytes) == (24, 96)
 
-    whole = train(settings.replace({"output": str(tmp_path / "whole")}))
-    with pytest.raises(KeyboardInterrupt, match="step 3 of 4 is saved"):
-        train(settings, reporter=tiny_training.StopAfter(3))
-    resumed = train(settings, resume=Resume())
-    assert (resumed.target, resumed.parameters, resumed.resumed_from) == ("alternating", 24, 3)
-    assert resumed.exports == (tmp_path / "run" / "student.safetensors",)
-    assert load_file(resumed.exports[0]).keys() == {"student.weight", "student.bias"}
-    for name in ("model/model-00001-of-00001", "optimizer/moments", "optimizer/critic_moments"):
-        found, expected = (load_file(each.checkpoint / f"{name}.safetensors") for each in (resumed, whole))
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], expected[key]) for key in found)
+    result = train(settings)
+    assert (result.target, result.parameters) == ("alternating", 24)
+    assert result.exports == (tmp_path / "run" / "student.safetensors",)
+    assert load_file(result.exports[0]).keys() == {"student.weight", "student.bias"}
     updates = {
-        name: float(load_file(whole.checkpoint / f"optimizer/{name}.safetensors")[key])
+        name: float(load_file(result.checkpoint / f"optimizer/{name}.safetensors")[key])
         for name, key in (("moments", "step.student.bias"), ("critic_moments", "step.critic.bias"))
     }
     assert updates == {"moments": 2.0, "critic_moments": 4.0}

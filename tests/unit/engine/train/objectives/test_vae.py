@@ -4,14 +4,11 @@ import numpy as np
 import pytest
 import torch
 from closeness import assert_close
-from safetensors.torch import load_file
 from tiny_autoencoders import NUM_FRAMES, VAES, clip_batch, vae_task
 from toy_training import Listener
 
 from opensora_cli.data.batches import SampleRng
-from opensora_cli.engine.train.objectives.vae import cut_squares, to_pixels
-from opensora_cli.engine.train.objectives.vae import vae_task as build_task
-from opensora_cli.engine.train.objectives.vae_terms import PerceptualDistance
+from opensora_cli.engine.train.objectives.vae import PerceptualDistance, VAETask, cut_squares, to_pixels
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_loop import OptimizerSettings
 
@@ -79,6 +76,9 @@ def test_value_and_gradient_are_those_of_autograd(kind, num_frames, step, percep
     (loss * 3.0).backward()
     expected, direct = direct_gradients(task, batch, step=step, perceptual=perceptual)
     assert float(loss.detach()) == pytest.approx(float(expected), rel=1e-5)
+    with torch.no_grad():
+        made = task.module(pixels := to_pixels(batch.pixels_BTHWC), generator=SampleRng.of(0, 0).torch)[0]
+    assert float(figures["psnr"]) == pytest.approx(float(-10 * ((made - pixels).square().mean() / 4).log10()), rel=1e-4)
     found = gradients(task.module)
     assert found.keys() == direct.keys()
     largest = max(float(gradient.abs().max()) for gradient in direct.values())
@@ -171,37 +171,14 @@ def test_tokens_and_samples(kind, tokens):
     assert task.tokens(batch) == tokens
 
 
-class TestExport:
-    @pytest.mark.parametrize("half", [False, True])
-    def test_weights_as_they_are(self, tmp_path, half):
-        task = vae_task("dc_ae", export_half=half)
-        weights = task.module.state_dict()
-        task.export(weights, tmp_path)
-        found = load_file(tmp_path / "vae.safetensors")
-        assert found.keys() == weights.keys()
-        assert all(torch.equal(found[name], weight.half() if half else weight) for name, weight in weights.items())
-
-
-class TestBuild:
-    @pytest.fixture
-    def settings(self):
-        return TrainSettings.model_validate(
-            {
-                "target": "vae",
-                "vae": VAES["hunyuan"].model_dump(),
-            }
-        )
-
-    def test_a_perceptual_term_without_weights_is_off_with_a_warning(self, settings):
-        listener = Listener()
-        assert build_task(settings, device=CPU, reporter=listener).adversary is None
-        assert listener.warnings == []
-        task = build_task(settings.replace({"train_vae.perceptual_weight": 0.5}), device=CPU, reporter=listener)
-        assert len(listener.warnings) == 1
-        assert "the perceptual term is off" in listener.warnings[0]
-        task.begin_step(0)
-        _, figures = task.loss(clip_batch(0, num_frames=5, size=32), SampleRng.of(0, 0))
-        assert "lpips" not in figures
+def test_a_perceptual_term_without_weights_is_off_with_a_warning():
+    settings, listener = TrainSettings.model_validate({"target": "vae", "vae": VAES["hunyuan"]}), Listener()
+    assert VAETask.new(settings, device=CPU, reporter=listener).adversary is None
+    assert listener.warnings == []
+    task = VAETask.new(settings.replace({"train_vae.perceptual_weight": 0.5}), device=CPU, reporter=listener)
+    assert len(listener.warnings) == 1
+    assert "the perceptual term is off" in listener.warnings[0]
+    assert "lpips" not in task.loss(clip_batch(0, num_frames=5, size=32), SampleRng.of(0, 0))[1]
 
 
 class TestCrops:
