@@ -221,8 +221,7 @@ class SampledBatches:
     epoch = 0
 
     def __init__(self, make: Callable[[SampleRng, int], Any], *, seed: int, rank: int = 0, ranks: int = 1) -> None:
-        self._make = make
-        self._seed = seed
+        self._make, self._seed = make, seed
         self._rank, self._ranks = rank, ranks
         self._handed_out = 0
 

