@@ -2,8 +2,8 @@
 
 import math
 import os
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import yaml
@@ -50,8 +50,7 @@ class NewRecipe(Document):
         ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Suggestion:
+class Suggestion(NamedTuple):
     """Buckets that fit a table."""
 
     buckets: BucketTable
@@ -122,7 +121,8 @@ def suggest_buckets(samples: Samples, settings: TrainSettings) -> Suggestion:
     table: BucketTable = {}
     for each in sorted(set(sides[fits].tolist()), reverse=True):
         wanted = sorted(set(lengths[fits & (sides == each)].tolist()))
-        table[f"{each}px"] = {length: BucketSettings(1.0, 1) for length in _thinned(wanted)}
+        thinned = {round(place) for place in np.linspace(0, len(wanted) - 1, _MOST_LENGTHS)}
+        table[f"{each}px"] = {wanted[place]: BucketSettings(1.0, 1) for place in sorted(thinned)}
     if not table:
         return Suggestion(buckets={}, fps_max=fps_max, unfit=len(samples))
     buckets = make_buckets(table, fps_max=fps_max, multiple=multiple)
@@ -147,27 +147,14 @@ def _sides(samples: Samples, usual: int, *, multiple: int) -> NDArray[np.int64]:
     while (rest := np.flatnonzero((sides == 0) & (own > 0))).size:
         group = rest[own[rest] * 2 >= own[rest].max()]
         side = int(own[group].min())
-        sides[group] = side if _has_sizes(side, multiple) else 0
-        own[group] = np.where(sides[group] > 0, own[group], 0)
+        if side < 10:  # the smallest that a resolution can name
+            break
+        try:
+            training_sizes(f"{side}px", multiple=multiple)
+            sides[group] = side
+        except RequestError:
+            own[group] = 0
     return sides
-
-
-def _has_sizes(side: int, multiple: int) -> bool:
-    if not 10 <= side < 10_000:
-        return False
-    try:
-        training_sizes(f"{side}px", multiple=multiple)
-    except RequestError:
-        return False
-    return True
-
-
-def _thinned(lengths: list[int]) -> list[int]:
-    """Return at most six of sorted lengths, with the first and the last."""
-    if len(lengths) <= _MOST_LENGTHS:
-        return lengths
-    step = (len(lengths) - 1) / (_MOST_LENGTHS - 1)
-    return [lengths[round(index * step)] for index in range(_MOST_LENGTHS)]
 
 
 def _recipe_text(

@@ -5,7 +5,8 @@ import textwrap
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+import torch
+from PIL import Image
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, FileProblem, MediaError, OutputError
@@ -16,11 +17,10 @@ from opensora_cli.data.buckets import NO_BUCKET, Buckets
 from opensora_cli.data.table import ClipTable, read_table
 from opensora_cli.engine.encode.datasets import make_buckets
 from opensora_cli.media.read import read_cut
+from opensora_cli.media.sheets import BACKGROUND, contact_sheet
 from opensora_cli.settings.data import DataSettings, PreviewSettings
 
-_COLUMNS, _GAP = 3, 8
 _FRAME = (160, 110)
-_CELL = (3 * _FRAME[0], _FRAME[1] + 72)
 _LETTERS = 76
 """Number of letters in a line."""
 _FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
@@ -61,38 +61,33 @@ def preview(
     buckets = make_buckets(data.buckets, fps_max=data.fps_max, multiple=multiple)
     count = min(settings.count, len(table))
     chosen = np.sort(np.random.default_rng(settings.seed).choice(len(table), size=count, replace=False)).tolist()
-    rows = -(-count // _COLUMNS)
-    picture = Image.new("RGB", (_COLUMNS * (_CELL[0] + _GAP), rows * (_CELL[1] + _GAP)), "white")
-    broken: list[str] = []
+    cells, broken = list[tuple[str, torch.Tensor | None]](), list[str]()
     with (reporter or SilentReporter()).stage("draw", total=count, unit="samples") as progress:
-        for place, index in enumerate(chosen):
-            row, column = divmod(place, _COLUMNS)
-            corner = (column * (_CELL[0] + _GAP), row * (_CELL[1] + _GAP))
+        for index in chosen:
+            caption = textwrap.wrap(escaped(table.texts[index]) or "(no caption)", _LETTERS, max_lines=2)
+            name = escaped(table.file(index).name)[-_LETTERS:]
+            strip_HWC = None
             try:
-                _draw_frames(picture, corner, table, index)
+                strip_HWC = _strip(table, index)
             except MediaError as error:
                 broken.append(error.message)
-            caption = textwrap.wrap(escaped(table.texts[index]) or "(no caption)", _LETTERS, max_lines=2)
-            ImageDraw.Draw(picture).multiline_text(
-                (corner[0], corner[1] + _FRAME[1]),
-                "\n".join([escaped(table.file(index).name)[-_LETTERS:], _label(table, index, buckets), *caption]),
-                fill="black",
-                font=ImageFont.load_default(size=12),
-            )
+            cells.append(("\n".join([name, _label(table, index, buckets), *caption]), strip_HWC))
             progress.advance()
+    picture = Image.fromarray(contact_sheet(cells).numpy())
     with atomic_path(sheet) as temporary:
         picture.save(temporary, format=_FORMATS[sheet.suffix.lower()])
     return PreviewResult(sheet=sheet, shown=count, rows=len(table), broken=tuple(broken))
 
 
-def _draw_frames(picture: Image.Image, corner: tuple[int, int], table: ClipTable, index: int) -> None:
-    """Draw the first, middle and last frame of a video, or a picture. Raises MediaError if it cannot be read."""
-    last = int(table.samples.num_frames[index]) - 1
+def _strip(table: ClipTable, index: int) -> torch.Tensor:
+    """Return the first, middle and last frame of a sample side by side. Raises MediaError if it cannot be read."""
+    strip, last = Image.new("RGB", (3 * _FRAME[0], _FRAME[1]), BACKGROUND), int(table.samples.num_frames[index]) - 1
     for number, start in enumerate(dict.fromkeys((0, last // 2, last))):
         for frame_HWC in read_cut(table.file(index), start=start, num_frames=1):
             frame = Image.fromarray(frame_HWC.numpy())
             frame.thumbnail(_FRAME)
-            picture.paste(frame, (corner[0] + number * _FRAME[0], corner[1]))
+            strip.paste(frame, (number * _FRAME[0], 0))
+    return torch.from_numpy(np.array(strip))
 
 
 def _label(table: ClipTable, index: int, buckets: Buckets) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, FileProblem, OsoraError, OutputError
-from opensora_cli.core.formatting import first_few, is_unicode
+from opensora_cli.core.formatting import as_unicode, first_few, is_unicode, shown_path
 from opensora_cli.core.locks import lock_beside, sole_run
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.reading import read_text, reading, require_there
@@ -150,7 +150,8 @@ def _scan(folder: Path, table: Path, settings: ScanSettings, *, reporter: Report
 
 
 def _look_into(file: Path, *, deep: bool) -> tuple[MediaFacts, str] | BrokenFile:
-    """Return the properties and the caption of a file."""
+    if not is_unicode(str(file)):
+        return BrokenFile(path=as_unicode(str(file)), reason=f"{shown_path(file)} is no name in UTF-8: rename it")
     try:
         with reading(file):
             return probe(file, deep=deep), read_caption(file)
