@@ -80,6 +80,7 @@ def write_media(
         OutputError: A file cannot be written or must not be replaced, or H.264 cannot have this size.
     """
     last_HWC: list[torch.Tensor] = []
+    failed: list[Exception] = []
 
     def watched() -> Iterator[torch.Tensor]:
         for frame_HWC in chain(start, frames):
@@ -94,7 +95,7 @@ def write_media(
     tags = {key: _storable(value) for key, value in (metadata or {}).items()}
     kind = MediaFormat(format)
     try:
-        frames = _frames(pieces)
+        frames = _frames(pieces, failed)
         # The second frame tells a picture from a sequence.
         start = [*islice(frames, 2 if kind == MediaFormat.PNG else 1)]
         target = media_path(path, format=kind, num_frames=len(start))
@@ -102,27 +103,25 @@ def write_media(
         with published(target, replace=replace, describe=describe, extras=extras) as temporary:
             _write(watched(), temporary, fps=fps, kind=kind, tags=tags, is_sequence=len(start) > 1)
         return target
-    except _PiecesError as failed:
-        error = failed.error
-    raise error
+    except Exception:
+        # An error of the pieces is none of writing, which it has become on its way.
+        if failed:
+            raise failed[0] from None
+        raise
 
 
-class _PiecesError(Exception):
-    """Carries an error of the iterator of pieces past the handlers of errors in writing."""
+def _frames(pieces: Iterable[torch.Tensor], failed: list[Exception]) -> Iterator[torch.Tensor]:
+    """Yield copies of the frames (H, W, 3) of pieces, so that a kept frame does not keep its piece.
 
-    def __init__(self, error: Exception) -> None:
-        super().__init__(error)
-        self.error = error
-
-
-def _frames(pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield copies of the frames (H, W, 3) of pieces, so that a kept frame does not keep its piece."""
+    An error of the iterator is added to `failed`.
+    """
     making = iter(pieces)
     while True:
         try:
             piece_THWC = next(making, None)
-        except (OSError, av.FFmpegError) as error:
-            raise _PiecesError(error) from error
+        except Exception as error:
+            failed.append(error)
+            raise
         if piece_THWC is None:
             break
         yield from map(torch.clone, piece_THWC.cpu().contiguous())

@@ -14,9 +14,8 @@ import torch
 from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.media import write
-from opensora_cli.media.files import read_tags
 from opensora_cli.media.read import read_picture, read_video
-from opensora_cli.media.results import media_path
+from opensora_cli.media.results import media_path, read_tags
 from opensora_cli.media.write import write_media
 
 TAGS = {"prompt": 'Ein "Boot"; = 海\nnew line \\ 🌊', "seed": "42", "software": "osora 0.1.0"}
