@@ -307,7 +307,7 @@ def _lint_devices(value: str) -> Iterator[Finding]:
     ):
         yield warning(
             f"{name}={value} is no list of different GPUs",
-            why="CUDA takes numbers, or names from GPU-..., up to the first other entry, and none if one is there twice",
+            why="CUDA takes numbers, or names from GPU-..., up to the first other entry; none if one is there twice",
             fix="list numbers as nvidia-smi shows them, as in 0,1",
             variable=name,
         )
