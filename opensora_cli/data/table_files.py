@@ -135,7 +135,7 @@ def _parquet_rows(path: Path, columns: Sequence[str] | None) -> Iterator[list[An
         )
     rows = min(_ROWS_OF_BATCH, _LITTLE_BYTES // max([1, *unpacked]) + 1)
     with parquet.ParquetFile(path) as file:
-        yield columns or file.schema_arrow.names
+        yield list(columns or file.schema_arrow.names)
         for batch in file.iter_batches(batch_size=rows, columns=columns):
             most -= batch.nbytes
             if most < 0:

@@ -3,8 +3,6 @@
 from collections.abc import Mapping
 from typing import ClassVar
 
-from pydantic import Field
-
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.bench_comm.links import Verdict
@@ -37,8 +35,6 @@ class Row(Document):
     """Rate on the slowest link, comparable between numbers of ranks (nccl-tests, doc/PERFORMANCE.md)."""
     wrong: int
     """Wrong elements of all ranks."""
-    wire_bytes: float = Field(serialization_alias="sent_bytes_per_rank")
-    """Bytes that one rank sends, counted: the mean over ranks."""
 
     def line(self) -> str:
         cells = "".join(f"{seconds * 1e6:>10.1f}" for seconds in (self.avg_s, self.p99_s))
@@ -47,9 +43,9 @@ class Row(Document):
 
 
 class BenchReport(Document):
-    """Report of a benchmark, in the schema `osora.bench-comm/3`."""
+    """Report of a benchmark, in the schema `osora.bench-comm/4`."""
 
-    SCHEMA: ClassVar[str | None] = "osora.bench-comm/3"
+    SCHEMA: ClassVar[str | None] = "osora.bench-comm/4"
 
     header: Header
     shows: str

@@ -14,8 +14,8 @@ from opensora_cli.core.files import require_writable
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.bench_comm.links import Verdict, expected_bandwidth, judge
-from opensora_cli.engine.bench_comm.measure import counted_bytes, measure
-from opensora_cli.engine.bench_comm.operations import BUFFERS, BUILDERS, Operation, Place, bus_factor
+from opensora_cli.engine.bench_comm.measure import measure
+from opensora_cli.engine.bench_comm.operations import BUFFERS, Operation, Place, bus_factor, make_operation
 from opensora_cli.engine.bench_comm.report import TABLE_HEAD, BenchReport, Row
 from opensora_cli.engine.bench_comm.scaling import measure_scaling
 from opensora_cli.engine.bench_comm.topology import Header, gather_header
@@ -182,7 +182,7 @@ def _measure_all(
         rows = found.setdefault(collective, [])
         with reporter.stage(collective.value, total=len(sizes)) as progress:
             for size in sizes:
-                operation = BUILDERS[collective](place, size, _DTYPE)
+                operation = make_operation(collective, place, size, _DTYPE)
                 # The smallest sizes may all be one element for each rank.
                 if not rows or operation.size_bytes != rows[-1].size_bytes:
                     rows.append(_row(collective, operation, settings, place))
@@ -195,11 +195,8 @@ def _row(collective: Collective, operation: Operation, settings: BenchCommSettin
     times, repeats = measure(
         operation.run, warmup=settings.warmup, iters=settings.iters, device=place.device, group=place.group
     )
-    with counted_bytes() as sent:
-        operation.run()
-    counts = torch.tensor([operation.count_wrong(), sent.num_bytes], dtype=torch.int64, device=place.device)
-    dist.all_reduce(counts, group=place.group)
-    wrong, sent_bytes = counts.tolist()
+    wrong = torch.tensor(operation.count_wrong(), dtype=torch.int64, device=place.device)
+    dist.all_reduce(wrong, group=place.group)
     bandwidth = operation.size_bytes / times.avg_s / 1e9
     return Row(
         collective=collective,
@@ -209,8 +206,7 @@ def _row(collective: Collective, operation: Operation, settings: BenchCommSettin
         repeats=repeats,
         algorithm_bandwidth_gb_per_s=bandwidth,
         bus_bandwidth_gb_per_s=bandwidth * bus_factor(collective, place.ranks),
-        wrong=wrong,
-        wire_bytes=sent_bytes / place.ranks,
+        wrong=int(wrong),
     )
 
 
