@@ -13,8 +13,7 @@ from opensora_cli.core.formatting import as_unicode, first_few, is_unicode, show
 from opensora_cli.core.locks import lock_beside, sole_run
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.reading import read_text, reading, require_there
-from opensora_cli.data.table import COLUMNS
-from opensora_cli.data.table_files import check_table_name, split_table, write_table
+from opensora_cli.data.table import COLUMNS, check_table_name, split_table, write_table
 from opensora_cli.media.containers import MediaFacts
 from opensora_cli.media.read import media_files, probe
 from opensora_cli.settings.data import ScanSettings, ShardSettings

@@ -9,9 +9,8 @@ from hostile_files import parquet_cells, parquet_tables
 from tiny_clips import write_rows
 
 from opensora_cli.core.exceptions import FileProblem
-from opensora_cli.data import table_files
-from opensora_cli.data.table import COLUMNS, read_table
-from opensora_cli.data.table_files import read_columns, read_rows, split_table, write_table
+from opensora_cli.data import table as tables
+from opensora_cli.data.table import COLUMNS, read_columns, read_rows, read_table, split_table, write_table
 
 KINDS = pytest.mark.parametrize("kind", [".csv", ".parquet"])
 ROWS: list[tuple[object, ...]] = [
@@ -114,7 +113,7 @@ def test_a_small_parquet_file_that_claims_a_gigantic_table_is_refused_before_it_
     for read in (read_table, lambda path: split_table(path, [tmp_path / "1.parquet"]), read_rows):
         with pytest.raises(FileProblem, match="claims 1,100,000 rows and"):
             read(path)
-    monkeypatch.setattr(table_files, "_LITTLE_BYTES", 0)
+    monkeypatch.setattr(tables, "_LITTLE_BYTES", 0)
     cells["text"] = ["x" * 3_000_000]
     pyarrow.parquet.write_table(pyarrow.table(cells), path, compression="zstd", write_statistics=False)
     with pytest.raises(FileProblem, match=r"claims 1 rows and 3,0\d\d,\d\d\d bytes in a file of \d,\d\d\d bytes"):
@@ -127,7 +126,7 @@ def test_a_small_parquet_file_of_a_long_repeated_text_is_refused_before_it_is_co
 ) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     pytest.importorskip("pyarrow.parquet")
-    monkeypatch.setattr(table_files, "_LITTLE_BYTES", 2_000_000)
+    monkeypatch.setattr(tables, "_LITTLE_BYTES", 2_000_000)
     path, texts = tmp_path / "table.parquet", ["x" * 100_000] * 200
     cells = [[text] for text in texts] if kind == "in lists" else texts
     options = {} if kind != "with shared beginnings" else {"column_encoding": {"text": "DELTA_BYTE_ARRAY"}}

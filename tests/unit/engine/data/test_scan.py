@@ -17,8 +17,7 @@ from tiny_clips import write_clip, write_rows
 
 from opensora_cli.core.exceptions import BatchError, FileProblem, OutputError
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.data.table import COLUMNS, read_table
-from opensora_cli.data.table_files import read_columns
+from opensora_cli.data.table import COLUMNS, read_columns, read_table
 from opensora_cli.engine.data import scan as scan_module
 from opensora_cli.engine.data.preview import preview
 from opensora_cli.engine.data.scan import ScanResult, scan, shard
