@@ -40,13 +40,6 @@ def test_colours_survive(tmp_path: Path, moving_frames: torch.Tensor, format_: s
     assert difference.abs().mean() < tolerance
 
 
-@pytest.mark.parametrize("format_", ANIMATED)
-def test_frames_that_look_alike_are_all_kept(tmp_path: Path, format_: MediaFormat) -> None:
-    frames = torch.full((5, 32, 32, 3), 60, dtype=torch.uint8)
-    path = write_media([frames], tmp_path / "a", fps=10, format=format_)
-    assert read_video(path).frames_THWC.shape == frames.shape
-
-
 @pytest.mark.parametrize("level", [0, 127, 200])
 def test_grey_comes_back_from_mp4_as_it_was(tmp_path: Path, level: int) -> None:
     frames = torch.full((3, 32, 32, 3), level, dtype=torch.uint8)
