@@ -14,8 +14,7 @@ from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.bench_comm.links import Verdict, expected_bandwidth, judge
-from opensora_cli.engine.bench_comm.measure import measure
-from opensora_cli.engine.bench_comm.operations import BUFFERS, Operation, Place, bus_factor, make_operation
+from opensora_cli.engine.bench_comm.operations import BUFFERS, Operation, Place, bus_factor, make_operation, measure
 from opensora_cli.engine.bench_comm.scaling import ScalingTable, measure_scaling
 from opensora_cli.engine.bench_comm.topology import Header, gather_header
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder

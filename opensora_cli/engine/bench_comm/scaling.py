@@ -9,7 +9,7 @@ import torch.distributed as dist
 from opensora_cli.core.attention import AttentionFn
 from opensora_cli.core.device import timed
 from opensora_cli.core.documents import Document
-from opensora_cli.engine.bench_comm.measure import meet
+from opensora_cli.engine.bench_comm.operations import meet
 from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.models.attention.torch_kernels import sdpa
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS

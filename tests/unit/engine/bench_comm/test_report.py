@@ -1,6 +1,6 @@
 """Times, and the table of scaling."""
 
-from opensora_cli.engine.bench_comm.measure import Times
+from opensora_cli.engine.bench_comm.operations import Times
 from opensora_cli.engine.bench_comm.scaling import ScalingRow, ScalingTable
 from opensora_cli.settings.enums import Scaling
 

@@ -19,8 +19,7 @@ from opensora_cli.core.exceptions import BatchError, FileProblem, OutputError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.table import COLUMNS, read_columns, read_table
 from opensora_cli.engine.data import scan as scan_module
-from opensora_cli.engine.data.preview import preview
-from opensora_cli.engine.data.scan import ScanResult, scan, shard
+from opensora_cli.engine.data.scan import ScanResult, preview, scan, shard
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettings, ShardSettings
 
