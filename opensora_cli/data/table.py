@@ -184,35 +184,9 @@ def _pyarrow() -> Any:
     return importlib.import_module("pyarrow")
 
 
-class TextColumn:
-    """Immutable sequence of texts in one array of bytes.
-
-    The reference counts of a million strings would make every worker copy the memory that it shares with its parent.
-    """
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        encoded = [text.encode() for text in texts]
-        self._bytes: NDArray[np.uint8] = np.frombuffer(b"".join(encoded), dtype=np.uint8)
-        self._ends = np.cumsum([len(text) for text in encoded], dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._ends)
-
-    def __getitem__(self, index: int) -> str:
-        """Return one text, counted from 0."""
-        if not 0 <= index < len(self._ends):
-            raise IndexError(index)
-        begin = int(self._ends[index - 1]) if index else 0
-        return self._bytes[begin : int(self._ends[index])].tobytes().decode()
-
-    @property
-    def num_empty(self) -> int:
-        """Number of empty texts."""
-        return int((np.diff(self._ends, prepend=0) == 0).sum())
-
-    def arrays(self) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """Return all bytes, and the position of the end of each text."""
-        return self._bytes, self._ends
+def text_column(texts: Iterable[str]) -> NDArray[Any]:
+    """Return texts as an array without Python objects: their reference counts would make every worker copy them."""
+    return np.array(list(texts), dtype=np.dtypes.StringDType())
 
 
 class BadRow(Document):
@@ -232,8 +206,8 @@ class ClipTable:
     """Folder of the table, where relative paths start."""
     rows: NDArray[np.int64]
     """Numbers of the rows in the table, from 1."""
-    paths: TextColumn
-    texts: TextColumn
+    paths: NDArray[Any]
+    texts: NDArray[Any]
     samples: Samples
     motion_scores: NDArray[np.float64]
     """Motion score of each row; NaN without one."""
@@ -245,7 +219,7 @@ class ClipTable:
 
     def file(self, index: int) -> Path:
         """Return the file of a row."""
-        return self.folder / self.paths[index]
+        return self.folder / str(self.paths[index])
 
     def motion_score(self, index: int) -> float | None:
         """Return the motion score of a row, if it has one."""
@@ -257,8 +231,8 @@ class ClipTable:
         return replace(
             self,
             rows=self.rows[wanted],
-            paths=TextColumn(self.paths[index] for index in wanted.tolist()),
-            texts=TextColumn(self.texts[index] for index in wanted.tolist()),
+            paths=self.paths[wanted],
+            texts=self.texts[wanted],
             samples=self.samples.only(wanted),
             motion_scores=self.motion_scores[wanted],
         )
@@ -266,8 +240,10 @@ class ClipTable:
     def fingerprint(self) -> str:
         """Hash of everything that the order of training depends on."""
         digest = hashlib.sha256()
-        samples = self.samples
-        for array in (*self.paths.arrays(), samples.num_frames, samples.height, samples.width, samples.fps):
+        samples, paths = self.samples, [path.encode() for path in self.paths.tolist()]
+        digest.update(b"".join(paths))
+        ends = np.cumsum([len(path) for path in paths], dtype=np.int64)
+        for array in (ends, samples.num_frames, samples.height, samples.width, samples.fps):
             digest.update(np.ascontiguousarray(array).data)
         return digest.hexdigest()
 
@@ -293,8 +269,8 @@ def read_table(path: Path) -> ClipTable:
     return ClipTable(
         folder=path.absolute().parent,
         rows=kept + 1,
-        paths=TextColumn(paths[row] or "" for row in kept),
-        texts=TextColumn(texts["text"][row] or "" for row in kept),
+        paths=text_column(paths[row] or "" for row in kept),
+        texts=text_column(texts["text"][row] or "" for row in kept),
         samples=Samples(**sizes, fps=numbers["fps"][kept]),
         motion_scores=numbers["motion_score"][kept],
         bad_rows=tuple(BadRow(row=row + 1, path=paths[row] or "", reason=reasons[row]) for row in sorted(reasons)),

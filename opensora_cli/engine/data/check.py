@@ -126,7 +126,7 @@ def check_data(settings: TrainSettings, *, reporter: Reporter) -> DataReport:
         source=str(data.table),
         rows=len(table) + len(table.bad_rows),
         bad_rows=tuple(sorted([*table.bad_rows, *missing], key=lambda row: row.row)),
-        without_caption=table.texts.num_empty,
+        without_caption=int((table.texts == "").sum()),
         without_bucket=int((buckets.reachable(usable.table.samples) == NO_BUCKET).all(axis=1).sum()),
         unused=find_unused(usable),
         buckets=reports,

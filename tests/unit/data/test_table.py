@@ -36,7 +36,6 @@ def test_what_is_written_is_read(tmp_path: Path, kind: str) -> None:
     assert math.isnan(table.samples.fps[1])
     assert [table.motion_score(0), table.motion_score(1)] == [None, None]
     assert table.bad_rows == ()
-    assert table.texts.num_empty == 1
 
 
 def test_rows_that_make_no_sense_are_told_and_left_out(tmp_path: Path) -> None:
