@@ -84,8 +84,7 @@ def write_media(
 
     def watched() -> Iterator[torch.Tensor]:
         for frame_HWC in chain(start, frames):
-            if last_frame is not None:
-                last_HWC[:] = [frame_HWC]
+            last_HWC[:] = [frame_HWC] if last_frame is not None else []
             yield frame_HWC
             del frame_HWC
 
