@@ -38,8 +38,8 @@ class Finding(Document):
     message: str
     why: str | None = None
     """Consequence."""
-    fix: str | None = Field(default=None, serialization_alias="mend")
-    """Command or change that fixes it. In this version of the schema its JSON key is `mend`."""
+    fix: str | None = None
+    """Command or change that fixes it."""
     variable: str | None = None
     """Environment variable concerned."""
     file: str | None = None
@@ -77,11 +77,8 @@ class PresetNeeds(Document):
 
     name: str
     video: str
-    device: str
-    dtype: str
-    stage: str
-    """Stage with the highest peak."""
     needed_bytes: int
+    """Peak of the stage that needs most."""
     free_bytes: int
     offload: str
     """Offload mode with which this peak is reached."""
@@ -91,9 +88,9 @@ class PresetNeeds(Document):
 
 
 class EnvReport(Document):
-    """Findings of all checks, in the schema `osora.env-check/1`."""
+    """Findings of all checks, in the schema `osora.env-check/2`."""
 
-    SCHEMA: ClassVar[str | None] = "osora.env-check/1"
+    SCHEMA: ClassVar[str | None] = "osora.env-check/2"
 
     osora: str
     platform: str
