@@ -8,6 +8,7 @@ import os
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,60 +123,43 @@ def published(
         yield temporary
         flush(temporary)
         num_bytes = result_bytes(temporary)
-        document = describe(num_bytes)
+        document, sidecar = describe(num_bytes), sidecar_path(media)
         if not replace:
-            refuse_existing(media, None if document is None else sidecar_path(media))
+            refuse_existing(media, None if document is None else sidecar)
+        old = read_sidecar(sidecar)
+        is_replaced = replace and os.path.lexists(media)
+        if is_replaced and media.is_dir() != temporary.is_dir():
+            raise OutputError(f"{media} exists already, and is no result of this format", hint="choose another --out")
+        # A process may be killed between two names. So the last one makes the result whole, and until then no file
+        # looks like a whole result:
+        # - Nothing is replaced: sidecar, extras, media. A sidecar alone is an unfinished result, which the same command
+        #   finishes.
+        # - Media are replaced: media, extras, sidecar. An old sidecar does not fit the new media, since it has another
+        #   size. If it has the same size, that number is removed first.
         with ExitStack() as written:
-            _publish(temporary, media, num_bytes, document, extras(), written, replace=replace)
+            beside = partial(_written_beside, written)
+            names = [(temporary, media, is_replaced)]
+            names += [(beside(extra.path, extra.content), extra.path, extra.replace) for extra in extras()]
+            if document is not None:
+                names.append((beside(sidecar, json_bytes(document)), sidecar, True))
+            if not is_replaced:
+                names.reverse()
+            if old.get("bytes") == num_bytes and (is_replaced or document is None):
+                names.insert(0, (beside(sidecar, json_bytes({**old, "bytes": None})), sidecar, True))
+            with held_back(), _undone_on_error() as take:
+                for unnamed, target, may_replace in names:
+                    take(unnamed, target, may_replace)
+                if old and document is None:
+                    with writing(sidecar):
+                        sidecar.unlink()
 
 
-def _publish(
-    temporary: Path,
-    media: Path,
-    num_bytes: int,
-    document: Mapping[str, object] | None,
-    extras: Sequence[Extra],
-    written: ExitStack,
-    *,
-    replace: bool,
-) -> None:
-    """Give all files their names.
-
-    A process may be killed between two of them. So the last one makes the result whole, and until then no file looks
-    like a whole result:
-
-    - Nothing is replaced: sidecar, extras, media. A sidecar alone is an unfinished result, which the same command
-      finishes.
-    - Media are replaced: media, extras, sidecar. An old sidecar does not fit the new media, since it has another size.
-      If it has the same size, that number is removed first.
-    """
-
-    def beside(path: Path, content: bytes) -> Path:
-        unnamed = written.enter_context(temporary_beside(path))
-        with writing(path):
-            unnamed.write_bytes(content)
-            flush(unnamed)
-        return unnamed
-
-    sidecar = sidecar_path(media)
-    old = read_sidecar(sidecar)
-    is_replaced = replace and os.path.lexists(media)
-    if is_replaced and media.is_dir() != temporary.is_dir():
-        raise OutputError(f"{media} exists already, and is no result of this format", hint="choose another --out")
-    names = [(temporary, media, is_replaced)]
-    names += [(beside(extra.path, extra.content), extra.path, extra.replace) for extra in extras]
-    if document is not None:
-        names.append((beside(sidecar, json_bytes(document)), sidecar, True))
-    if not is_replaced:
-        names.reverse()
-    if old.get("bytes") == num_bytes and (is_replaced or document is None):
-        names.insert(0, (beside(sidecar, json_bytes({**old, "bytes": None})), sidecar, True))
-    with held_back(), _undone_on_error() as take:
-        for unnamed, target, may_replace in names:
-            take(unnamed, target, may_replace)
-        if old and document is None:
-            with writing(sidecar):
-                sidecar.unlink()
+def _written_beside(written: ExitStack, path: Path, content: bytes) -> Path:
+    unnamed = written.enter_context(temporary_beside(path))
+    with writing(path):
+        unnamed.write_bytes(content)
+        flush(unnamed)
+    return unnamed
 
 
 @contextmanager
