@@ -100,7 +100,18 @@ def write_media(
         target = media_path(path, format=kind, num_frames=len(start))
         _refuse(target, kind, start)
         with published(target, replace=replace, describe=describe, extras=extras) as temporary:
-            _write(watched(), temporary, fps=fps, kind=kind, tags=tags, is_sequence=len(start) > 1)
+            if len(start) > 1:
+                temporary.mkdir()
+                for number, frame in enumerate(watched(), start=1):
+                    (temporary / f"frame_{number:04d}.png").write_bytes(png_bytes(frame, tags))
+            elif kind == MediaFormat.PNG:
+                temporary.write_bytes(png_bytes(next(watched()), tags))
+            elif kind == MediaFormat.MP4:
+                _write_mp4(watched(), temporary, fps=fps, tags=tags)
+            elif kind == MediaFormat.GIF:
+                temporary.write_bytes(gif_bytes(torch.stack([*watched()]), fps=fps, metadata=tags))
+            else:
+                temporary.write_bytes(webp_bytes(watched(), fps=fps, metadata=tags))
         return target
     except Exception:
         # An error of the pieces is none of writing, which it has become on its way.
@@ -142,29 +153,6 @@ def _refuse(target: Path, kind: MediaFormat, start: Sequence[torch.Tensor]) -> N
                 f"cannot write {target}: it holds other files than a sequence of frames, such as {others[0]}",
                 hint="choose another name with --out",
             )
-
-
-def _write(
-    frames: Iterator[torch.Tensor],
-    path: Path,
-    *,
-    fps: float,
-    kind: MediaFormat,
-    tags: Mapping[str, str],
-    is_sequence: bool,
-) -> None:
-    if is_sequence:
-        path.mkdir()
-        for number, frame in enumerate(frames, start=1):
-            (path / f"frame_{number:04d}.png").write_bytes(png_bytes(frame, tags))
-    elif kind == MediaFormat.PNG:
-        path.write_bytes(png_bytes(next(frames), tags))
-    elif kind == MediaFormat.MP4:
-        _write_mp4(frames, path, fps=fps, tags=tags)
-    elif kind == MediaFormat.GIF:
-        path.write_bytes(gif_bytes(torch.stack([*frames]), fps=fps, metadata=tags))
-    else:
-        path.write_bytes(webp_bytes(frames, fps=fps, metadata=tags))
 
 
 def _write_mp4(frames: Iterator[torch.Tensor], path: Path, *, fps: float, tags: Mapping[str, str]) -> None:
