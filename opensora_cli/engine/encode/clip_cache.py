@@ -15,7 +15,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -40,9 +39,6 @@ _SHARD_BYTES = 256 * 2**20
 # Keys in the metadata of the files.
 _IDENTITY = "osora.identity"
 _CLIPS = "osora.clips"
-_THREADS = "osora.threads"
-_MOST_THREADS = 1024
-"""Limit of the setting `threads`."""
 
 
 def write_header(folder: Path, identity: Identity, empty_prompt: EmptyPrompt) -> None:
@@ -51,18 +47,7 @@ def write_header(folder: Path, identity: Identity, empty_prompt: EmptyPrompt) ->
         PROMPT_EMBEDS: empty_prompt.prompt_embeds_LC,
         POOLED_PROMPT_EMBEDS: empty_prompt.pooled_prompt_embeds_V,
     }
-    metadata = {
-        _IDENTITY: json.dumps(dict(identity), sort_keys=True),
-        _THREADS: json.dumps({"count": torch.get_num_threads()}),
-    }
-    _write(folder / HEADER_FILE, tensors, metadata)
-
-
-def threads_of(folder: Path) -> int | None:
-    """Return the number of threads that a cache was begun with, or None if it is unknown. Rounding depends on it."""
-    path = folder / HEADER_FILE
-    count = _metadata(path, _THREADS, missing={}).get("count") if path.exists() else None
-    return count if isinstance(count, int) and 0 < count <= _MOST_THREADS else None
+    _write(folder / HEADER_FILE, tensors, {_IDENTITY: json.dumps(dict(identity), sort_keys=True)})
 
 
 def is_cache_of(folder: Path, identity: Identity, *, complete: bool = True) -> bool:
@@ -201,10 +186,9 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) 
         write_safetensors(temporary, entries, metadata=metadata)
 
 
-def _metadata(path: Path, key: str, *, missing: dict[str, Any] | None = None) -> dict[str, Any]:
+def _metadata(path: Path, key: str) -> dict[str, Any]:
     with _reading(path), safe_open(path, framework="pt") as file:
-        texts = file.metadata() or {}
-        found: object = json.loads(texts[key]) if missing is None or key in texts else missing
+        found: object = json.loads((file.metadata() or {})[key])
         if not isinstance(found, dict):
             raise ValueError(f"{key} is no object")
         return found

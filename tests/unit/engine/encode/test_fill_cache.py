@@ -20,7 +20,6 @@ from opensora_cli.core import threads
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import BatchError, FileProblem, MediaError
 from opensora_cli.core.limits import Cores
-from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.engine.encode import fill_cache
@@ -138,19 +137,6 @@ def test_training_on_the_cache_is_bitwise_identical_to_training_on_the_clips(fil
     fresh, cached = (losses(settings, micro_batches=4) for settings in kinds)  # over the end of the epoch
     assert fresh == cached
     assert len(set(cached)) == 4
-
-
-def test_it_continues_with_its_first_number_of_threads_unless_one_is_named(filled, monkeypatch):
-    begun_with = torch.get_num_threads()
-    more = ThreadChoice(count=begun_with + 1, reason="of an idle machine", is_free=True)
-    monkeypatch.setattr(fill_cache, "pick_threads", lambda *, asked: more)
-    listener = tiny_world.RecordingReporter()
-    cache_clips(filled, reporter=listener)
-    assert f"threads: {begun_with} (as the cache was begun, for the same sums)" in listener.notes
-    named = more.model_copy(update={"is_free": False})
-    monkeypatch.setattr(fill_cache, "pick_threads", lambda *, asked: named)
-    cache_clips(filled, reporter=listener)
-    assert f"threads: {begun_with + 1} (of an idle machine)" in listener.notes
 
 
 def test_broken_clips_are_reported_and_retried(weights, tmp_path, monkeypatch):
