@@ -157,9 +157,7 @@ class TestProblems:
         path = tmp_path / "a.png"
         Image.new("1", (64, 64)).save(path)
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-        with pytest.raises(
-            MediaError, match=r"a\.png cannot be read as a picture: Image size \(4096 px\)|pixels"
-        ) as caught:
+        with pytest.raises(MediaError, match=r"a\.png cannot be read as a picture: Image size .* exceeds") as caught:
             read_picture(path)
         self.one_line(caught.value, path)
 
