@@ -10,7 +10,7 @@ from opensora_cli.cli.output import print_lines
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.core.ranks import find_context
 from opensora_cli.settings.enums import Collective
-from opensora_cli.settings.flags import MACHINE, OUTPUT, Option
+from opensora_cli.settings.flags import MACHINE, Option
 from opensora_cli.settings.tools import BenchCommSettings
 
 _SIZES = "Sizes and repeats"
@@ -24,7 +24,7 @@ def bench_comm(settings: BenchCommSettings, call: Call) -> None:
     Examples:
       osora bench-comm --gpus 8
       osora bench-comm --gpus 2 --device cpu --max-bytes 64KiB
-      osora bench-comm --gpus 4 --scaling strong --plot links.png
+      osora bench-comm --gpus 4 --scaling strong
     """
     context = find_context(os.environ)
     with call.loading():
@@ -63,7 +63,5 @@ _ROWS = {
     "--max-bytes": Option("max_bytes", _SIZES, metavar="SIZE"),
     "--iters": Option("iters", _SIZES),
     "--warmup": Option("warmup", _SIZES),
-    "--plot": Option("plot", OUTPUT, "Write a chart: .png, .svg or .pdf.", "FILE"),
-    "--overwrite": Option("overwrite", OUTPUT),
 }
 COMMAND = make_command(bench_comm, _ROWS, on_ranks=True)

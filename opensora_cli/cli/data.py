@@ -52,7 +52,7 @@ def preview(settings: PreviewSettings, call: Call) -> None:
     """
     require_there(settings.table)
     with call.loading():
-        from opensora_cli.engine.data import preview as engine
+        from opensora_cli.engine.data import scan as engine
         from opensora_cli.engine.encode.datasets import pixel_multiple
 
     data, multiple = DataSettings(), 16

@@ -6,7 +6,7 @@ from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import make_command
 from opensora_cli.cli.output import print_lines
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.env_check.profiles import PROFILES
+from opensora_cli.engine.env_check.report import PROFILES
 from opensora_cli.engine.env_check.variables import refused_by_torch
 from opensora_cli.settings.enums import EnvProfile
 from opensora_cli.settings.flags import Option

@@ -47,7 +47,7 @@ def train(given: Layer, call: Call) -> None:
         others = _ROWS.keys() - {"--new", "--config"}
         call.refuse(others, beside="--new, which trains nothing", hint="put it into the file")
         with call.loading():
-            from opensora_cli.engine.data.new_recipe import write_recipe
+            from opensora_cli.engine.data.check import write_recipe
 
         call.show(write_recipe(folder, call.config or Path("demo_lora"), reporter=call.reporter))
     elif "--check-data" in call.given:

@@ -181,18 +181,14 @@ class SampleRng:
     torch: torch.Generator
 
     @classmethod
-    def of(cls, seed: int, number: int) -> "SampleRng":
-        """Return the state for the loss of a micro-batch: noise, time, condition mode, dropout.
+    def of(cls, seed: int, number: int, stream: Stream = Stream.LOSS) -> "SampleRng":
+        """Return the state for the loss of a micro-batch (noise, time, condition mode, dropout), or for its contents.
 
         It depends only on the seed and on the micro-batch's number in the whole run, not on the number of ranks or on
         interruptions.
         """
-        return cls._of(seed, number, Stream.LOSS)
-
-    @classmethod
-    def of_data(cls, seed: int, number: int) -> "SampleRng":
-        """Return the state for the contents of a micro-batch, which depends on the same values as in `of`."""
-        return cls._of(seed, number, Stream.DATA)
+        rng = np.random.default_rng((seed, number, stream))
+        return cls(rng, torch.Generator().manual_seed(int(rng.integers(2**31))))
 
     def of_each(self, names: Sequence[str]) -> list["SampleRng"]:
         """Return a state for each sample, from its name and its number of earlier occurrences in the micro-batch."""
@@ -206,11 +202,6 @@ class SampleRng:
             seen[name] += 1
         return states
 
-    @classmethod
-    def _of(cls, seed: int, number: int, stream: Stream) -> "SampleRng":
-        rng = np.random.default_rng((seed, number, stream))
-        return cls(rng, torch.Generator().manual_seed(int(rng.integers(2**31))))
-
 
 class SampledBatches:
     """Endless micro-batches, in one epoch, from `make(random state, number)`; they depend on the seed and number only.
@@ -221,15 +212,14 @@ class SampledBatches:
     epoch = 0
 
     def __init__(self, make: Callable[[SampleRng, int], Any], *, seed: int, rank: int = 0, ranks: int = 1) -> None:
-        self._make = make
-        self._seed = seed
+        self._make, self._seed = make, seed
         self._rank, self._ranks = rank, ranks
         self._handed_out = 0
 
     def next(self) -> Any:
         number = self._handed_out + self._rank
         self._handed_out += self._ranks
-        return self._make(SampleRng.of_data(self._seed, number), number)
+        return self._make(SampleRng.of(self._seed, number, Stream.DATA), number)
 
     def state_dict(self) -> dict[str, Any]:
         return {"handed_out": self._handed_out}

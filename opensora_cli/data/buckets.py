@@ -131,35 +131,18 @@ class Buckets:
     def fitting(self, samples: Samples) -> NDArray[np.int32]:
         """Return the fitting bucket for each sample and resolution, (N, R), the largest first, or `NO_BUCKET`."""
         fitting_NR = np.full((len(samples), len(self.resolutions)), NO_BUCKET, dtype=np.int32)
-        intervals = frame_intervals(samples.fps, self._fps_max)
-        pixels = samples.height * samples.width
+        frames, intervals = samples.num_frames, frame_intervals(samples.fps, self._fps_max)
         for column, resolution in enumerate(self.resolutions):
-            lengths = _fitting_lengths(samples.num_frames, intervals, resolution)
-            shapes = _nearest_shapes(samples.height, samples.width, resolution)
-            large_enough = pixels >= resolution.pixels * FILLED
-            for length in resolution.lengths:
-                fits = large_enough & (lengths == length)
-                fitting_NR[fits, column] = self._first[resolution.name, length] + shapes[fits]
+            large_enough = samples.height * samples.width >= resolution.pixels * FILLED
+            ratios = (ratio.partition(":") for ratio in resolution.sizes)
+            shapes_S = np.array([1 / (float(width) / float(height)) for width, _, height in ratios])
+            # The first shape for equal distances.
+            nearest = np.abs((samples.height / samples.width)[:, None] - shapes_S).argmin(axis=1)
+            for length in sorted(resolution.lengths):
+                covered = frames == 1 if length == 1 else (frames > 1) & (frames >= length * intervals)
+                fits = large_enough & covered
+                fitting_NR[fits, column] = self._first[resolution.name, length] + nearest[fits]
         return fitting_NR
-
-
-def _fitting_lengths(
-    num_frames: NDArray[np.int64], intervals: NDArray[np.int64], resolution: Resolution
-) -> NDArray[np.int64]:
-    """Return the length of each sample's bucket, or 0 if the sample covers none."""
-    lengths = np.zeros(len(num_frames), dtype=np.int64)
-    for length in sorted(resolution.lengths):
-        fits = num_frames == 1 if length == 1 else (num_frames > 1) & (num_frames >= length * intervals)
-        lengths[fits] = length
-    return lengths
-
-
-def _nearest_shapes(heights: NDArray[np.int64], widths: NDArray[np.int64], resolution: Resolution) -> NDArray[np.int64]:
-    """Return the index of the size nearest in height / width, the first one for equal distances."""
-    ratios = (ratio.partition(":") for ratio in resolution.sizes)
-    shapes_S = np.array([1 / (float(width) / float(height)) for width, _, height in ratios])
-    nearest_N: NDArray[np.int64] = np.abs((heights / widths)[:, None] - shapes_S).argmin(axis=1)
-    return nearest_N
 
 
 def map_target_fps(fps: float, max_fps: float) -> tuple[float, int]:

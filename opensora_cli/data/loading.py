@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from ctypes import c_char
 from functools import partial
 from itertools import chain
@@ -53,7 +52,7 @@ class ClipReader(Dataset[Loaded]):
         try:
             batch = self.read(asked)
             if get_worker_info() is not None:
-                _share_tensors(batch)
+                Sharing(io.BytesIO()).dump(batch)
             return asked, batch
         except OsoraError as error:
             return asked, error
@@ -66,7 +65,9 @@ class ClipReader(Dataset[Loaded]):
             failures: list[tuple[str, str]] = []
             for sample in chain([own], substitutes):
                 request = self._source.request(sample, bucket=asked.bucket, number=asked.number, place=place)
-                self._note(request.path)
+                if (worker := get_worker_info()) is not None:
+                    # The end of a long path says more than its beginning.
+                    self._notes[worker.id].value = request.path.encode("utf-8", "surrogateescape")[-_NOTE_BYTES:]
                 try:
                     content = self._source.read(request) if self._load is None else self._load(request)
                     break
@@ -97,12 +98,6 @@ class ClipReader(Dataset[Loaded]):
         """Return the last path of each worker."""
         return [note.value.decode("utf-8", "replace") for note in self._notes if note.value]
 
-    def _note(self, path: str) -> None:
-        worker = get_worker_info()
-        if worker is not None:
-            # The end of a long path says more than its beginning.
-            self._notes[worker.id].value = path.encode("utf-8", "surrogateescape")[-_NOTE_BYTES:]
-
 
 class ReplacementWarnings:
     """Warnings of samples that could not be read: once for each, and for the first twenty.
@@ -111,8 +106,7 @@ class ReplacementWarnings:
     """
 
     def __init__(self, reporter: Reporter, *, where: str = "") -> None:
-        self._reporter = reporter
-        self._where = where
+        self._reporter, self._where = reporter, where
         self._warned: set[str] = set()
 
     def warn(self, batch: ClipBatch) -> None:
@@ -195,7 +189,13 @@ class BatchStream:
             ) from error
         if isinstance(loaded, OsoraError):
             raise loaded
-        self._count(asked)
+        self._begun += self._ranks
+        self._last_epoch = asked.epoch
+        if self._begun == self._micro_batches:
+            # The ranks after this one have the last micro-batches of the update.
+            rest = self._ranks - self._rank
+            self._epoch, self._position = asked.epoch, asked.position + rest
+            self._number, self._begun = asked.number + rest, 0
         self._replacements.warn(loaded)
         return loaded
 
@@ -235,15 +235,6 @@ class BatchStream:
             # Otherwise they stop when the iterator is collected, and an exception in progress delays that.
             shut_down()
 
-    def _count(self, asked: MicroBatch) -> None:
-        self._begun += self._ranks
-        self._last_epoch = asked.epoch
-        if self._begun == self._micro_batches:
-            # The ranks after this one have the last micro-batches of the update.
-            rest = self._ranks - self._rank
-            self._epoch, self._position = asked.epoch, asked.position + rest
-            self._number, self._begun = asked.number + rest, 0
-
     def _start_reading(self) -> Iterator[Loaded]:
         loader = DataLoader(
             self._reader,
@@ -258,8 +249,11 @@ class BatchStream:
             generator=torch.Generator(),
         )
         others = multiprocessing.active_children()
+        # Workers must not collect objects of this process that own threads, such as video decoders: without these
+        # threads, which a fork leaves behind, they hang when they are destroyed.
+        gc.freeze()
         try:
-            with blocked_in_children(), _garbage_kept():
+            with blocked_in_children():
                 reading = iter(loader)
         except OSError as error:
             # Python would wait forever for the workers that were started: they ignore its request to end.
@@ -269,6 +263,8 @@ class BatchStream:
             if error.errno != errno.ENOSPC:
                 raise
             raise _no_shared_memory(error) from error
+        finally:
+            gc.unfreeze()
         # Torch and the exit handler must send SIGKILL to workers that do not stop: the workers ignore SIGTERM.
         for worker in getattr(reading, "_workers", ()):
             worker._popen.terminate = worker._popen.kill
@@ -286,16 +282,15 @@ class BatchStream:
             epoch, position = epoch + 1, 0
 
 
-def _share_tensors(batch: object) -> None:
-    """Move all tensors in an object to memory that processes share. Raises HardwareError if there is no room.
+class Sharing(pickle.Pickler):
+    """Pickler that moves all tensors in an object to memory that processes share.
 
-    torch would do this in a thread, and only print its failure: the trainer would wait forever.
+    Raises HardwareError if there is no room. torch would do this in a thread, and only print its failure: the trainer
+    would wait forever.
     """
-    _Sharing(io.BytesIO()).dump(batch)
 
-
-class _Sharing(pickle.Pickler):
     def persistent_id(self, part: object) -> str | None:
+        """Share a tensor in place of pickling it."""
         if not isinstance(part, Tensor):
             return None
         try:
@@ -314,17 +309,3 @@ def _no_shared_memory(error: Exception) -> HardwareError:
 
 def _begin_worker(worker: int, *, parent: int) -> None:
     leave_signals_to(parent)
-
-
-@contextmanager
-def _garbage_kept() -> Iterator[None]:
-    """Keep processes that are forked inside the block from collecting objects of this process.
-
-    Objects that own threads, such as video decoders, hang when they are destroyed in a forked process, which lacks
-    these threads.
-    """
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

@@ -1,6 +1,6 @@
 """Videos in containers (MP4, MKV, WebM, AVI, ...), through PyAV."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -122,6 +122,8 @@ def probe_video(path: Path) -> MediaFacts:
                 yield packet
 
         times = list(_shown_times(packets()))
+        known = sorted(time for time in times if time is not None)
+        durations = sorted(later - earlier for earlier, later in pairwise(known))
         if first is None:
             raise MediaError(f"{path} holds no video frame that can be read")
         if stored < track.frames:
@@ -129,7 +131,11 @@ def probe_video(path: Path) -> MediaFacts:
         size = _size(first, track.sample_aspect_ratio or Fraction(1))
         height, width = size[::-1] if _quarter_turns(first) % 2 else size
         return MediaFacts(
-            num_frames=len(times), height=height, width=width, fps=_mean_rate(track), is_uneven=_is_uneven(times)
+            num_frames=len(times),
+            height=height,
+            width=width,
+            fps=_mean_rate(track),
+            is_uneven=bool(durations) and durations[-1] > _UNEVEN * durations[len(durations) // 2],
         )
 
 
@@ -157,7 +163,11 @@ def _opened(path: Path, *, threads: int | None) -> Iterator[tuple[InputContainer
     try:
         # FFmpeg takes a relative name such as `http:x` for an address.
         with av.open(str(path.absolute()), mode="r", options=ONLY_VIDEOS, metadata_errors="replace") as container:
-            track = _main_track(container)
+            # Players show the first track marked as default, else the first, and never a cover picture.
+            videos = container.streams.video
+            tracks = [track for track in videos if not track.disposition & Disposition.attached_pic]
+            defaults = [track for track in tracks if track.disposition & Disposition.default]
+            track = next(iter(defaults or tracks), None)
             if track is None:
                 raise MediaError(f"{path} has no picture track", hint="it may be a sound file: give a video")
             if track.codec_context is None:  # This FFmpeg lacks the codec.
@@ -183,13 +193,6 @@ def _opened(path: Path, *, threads: int | None) -> Iterator[tuple[InputContainer
         if not isinstance(error, MemoryError) and (lack := lack_of_machine(error, path)):
             raise lack from error
         raise MediaError(f"{path} cannot be read as a picture or a video: {error.strerror}") from error
-
-
-def _main_track(container: InputContainer) -> av.VideoStream | None:
-    """Return the track that players show: the first one marked as default, else the first; never a cover picture."""
-    tracks = [track for track in container.streams.video if not track.disposition & Disposition.attached_pic]
-    defaults = [track for track in tracks if track.disposition & Disposition.default]
-    return next(iter(defaults or tracks), None)
 
 
 def _whole_tracks(parts: Iterable[_Part], path: Path) -> Iterator[_Part]:
@@ -220,13 +223,6 @@ def _shown_times(packets: "Iterable[av.Packet[av.VideoStream]]") -> Iterator[int
             yield packet.pts
     if not has_key:
         yield from unsure
-
-
-def _is_uneven(times: Sequence[int | None]) -> bool:
-    """Return whether the longest frame lasts over twice as long as the usual one."""
-    known = sorted(time for time in times if time is not None)
-    durations = sorted(later - earlier for earlier, later in pairwise(known))
-    return bool(durations) and durations[-1] > _UNEVEN * durations[len(durations) // 2]
 
 
 def _mean_rate(track: av.VideoStream) -> float:

@@ -1,7 +1,6 @@
 """Read pictures, still and animated (GIF, WebP, APNG, AVIF), through Pillow."""
 
 import io
-import re
 import struct
 import zlib
 from collections.abc import Iterator
@@ -72,10 +71,20 @@ def read_first(path: Path) -> torch.Tensor:
 def open_animation(path: Path) -> Iterator[VideoSource]:
     """Open an animated picture as a video. Raises MediaError, also while frames are read, if it is broken."""
     with _opened(path) as picture:
-        numbers = _frame_numbers(picture)
-        _require_size(picture, path, num_frames=len(numbers))
+        numbers, (width, height), durations_ms = _frame_numbers(picture), picture.size, list[int]()
+        # A few bytes may fill any canvas, and take hours to decode.
+        if len(numbers) * height * width > _MOST_PIXELS:
+            raise MediaError(
+                f"{path} has {len(numbers)} frames of {width} x {height} pixels, and at most {_MOST_PIXELS:,} pixels "
+                "are read of an animated picture",
+                hint="convert it to a video",
+            )
         with _decoding(path):
-            durations_ms = [_duration_ms(picture, number) for number in numbers]
+            for number in numbers:
+                picture.seek(number)
+                picture.load()  # WebP has the duration only then.
+                duration = round(picture.info.get("duration") or 0)
+                durations_ms.append(duration if duration >= SHORTEST_MS else _DEFAULT_DURATION_MS)
         mean_fps = 1000 * len(durations_ms) / sum(durations_ms)
         yield VideoSource(frames=_frames(picture, path, numbers, durations_ms), fps=mean_fps)
 
@@ -93,18 +102,10 @@ def _decoding(path: Path) -> Iterator[None]:
     """Translate the errors of Pillow for a broken picture."""
     try:
         yield
-    except Image.DecompressionBombError as error:
-        found = int("".join(re.findall(r"[0-9]+", str(error))[:1]) or 0)
-        most = 2 * (Image.MAX_IMAGE_PIXELS or 0)
-        message = f"{path} has {found / 1e6:.4g} megapixels, more than the {most / 1e6:.3g} that are read"
-        raise MediaError(message, hint="make it smaller") from error
     except _BROKEN as error:
-        raise lack_of_machine(error, path) or _broken(path, error) from error
-
-
-def _broken(path: Path, error: Exception) -> MediaError:
-    cause = (str(error).splitlines() or [type(error).__name__])[0]
-    return MediaError(f"{path} is a broken picture: {plain(cause)}")
+        cause = (str(error).splitlines() or [type(error).__name__])[0]
+        broken = MediaError(f"{path} cannot be read as a picture: {plain(cause)}")
+        raise lack_of_machine(error, path) or broken from error
 
 
 def _frame_numbers(picture: Image.Image) -> range:
@@ -112,25 +113,6 @@ def _frame_numbers(picture: Image.Image) -> range:
     if picture.format not in _ANIMATED_FORMATS:
         return range(1)
     return range(int(getattr(picture, "default_image", False)), getattr(picture, "n_frames", 1))
-
-
-def _require_size(picture: Image.Image, path: Path, *, num_frames: int) -> None:
-    """Raise MediaError for an animation that takes hours to decode, since a few bytes may fill any canvas."""
-    width, height = picture.size
-    if num_frames * height * width > _MOST_PIXELS:
-        raise MediaError(
-            f"{path} has {num_frames} frames of {width} x {height} pixels, and at most {_MOST_PIXELS:,} pixels "
-            "are read of an animated picture",
-            hint="convert it to a video",
-        )
-
-
-def _duration_ms(picture: Image.Image, number: int) -> int:
-    """Return the duration for which browsers show a frame."""
-    picture.seek(number)
-    picture.load()  # WebP has the duration only then.
-    duration = round(picture.info.get("duration") or 0)
-    return duration if duration >= SHORTEST_MS else _DEFAULT_DURATION_MS
 
 
 def _frames(picture: Image.Image, path: Path, numbers: range, durations_ms: list[int]) -> Iterator[StoredFrame]:

@@ -10,13 +10,6 @@ from opensora_cli.core.files import atomic_path
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# No dates or versions, and the same ids in every SVG: equal data give equal bytes.
-_METADATA: dict[str, dict[str, None]] = {
-    "png": {"Software": None},
-    "svg": {"Date": None, "Creator": None},
-    "pdf": {"CreationDate": None, "Producer": None, "Creator": None},
-}
-
 
 def new_figure(*, width: float = 10.0, height: float = 5.0) -> "Figure":
     """Return an empty figure, with its size in inches, apart from windows and the global state of matplotlib.
@@ -37,7 +30,6 @@ def write_figure(figure: "Figure", path: str | os.PathLike[str], *, replace: boo
     """
     import matplotlib
 
-    format_ = Path(path).suffix.lower().lstrip(".")
-    same_ids_and_plain_text = matplotlib.rc_context({"svg.hashsalt": "osora", "svg.fonttype": "none"})
-    with atomic_path(path, replace=replace) as temporary, same_ids_and_plain_text:
-        figure.savefig(temporary, format=format_, dpi=150, metadata=_METADATA[format_])
+    as_text = matplotlib.rc_context({"svg.fonttype": "none"})
+    with atomic_path(path, replace=replace) as temporary, as_text:
+        figure.savefig(temporary, format=Path(path).suffix.lower().lstrip("."), dpi=150)

@@ -5,7 +5,7 @@ import stat
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from opensora_cli.core.formatting import shown_path
 from opensora_cli.core.reading import reading
 from opensora_cli.media import containers, pictures
 from opensora_cli.media.containers import MediaFacts, StoredFrame
-from opensora_cli.media.files import readable_file
+from opensora_cli.media.results import readable_file
 
 _VIDEOS = {
     *(".mp4", ".m4v", ".mov", ".qt", ".3gp", ".3g2", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".mpe", ".m2v", ".ts"),
@@ -112,8 +112,12 @@ def read_video(
         wanted = deque(shown, maxlen=num_frames) if from_end else islice(shown, num_frames)
         rgb = [frame.to_rgb() for frame in wanted]
         own_fps = video.fps
+    if not rgb:
+        raise MediaError(f"{file} holds no video frame that can be read")
     if len(rgb) < (num_frames or 1):
-        raise _too_short(file, found=len(rgb), wanted=num_frames, fps=fps)
+        frames = "1 frame" if len(rgb) == 1 else f"{len(rgb)} frames"
+        at_rate = "" if fps is None else f" at {fps:g} frames a second"
+        raise MediaError(f"{file} has {frames}{at_rate}, but {num_frames} are needed", hint="give a longer video")
     return VideoClip(frames_THWC=torch.stack(rgb), fps=own_fps if fps is None else fps)
 
 
@@ -157,8 +161,7 @@ def read_cut(path: str | os.PathLike[str], *, start: int, num_frames: int, inter
 
 
 def _exactly(frames: Iterator[torch.Tensor], num_frames: int, file: Path) -> Iterator[torch.Tensor]:
-    found = 0
-    size: torch.Size | None = None
+    found, size = 0, None
     for frame in frames:
         size = size or frame.shape
         if frame.shape != size:
@@ -173,37 +176,20 @@ def _resampled(frames: Iterable[StoredFrame], fps: float, file: Path) -> Iterato
     """Yield the frame shown at 0, 1/fps, 2/fps ... seconds after the first. A file may claim any time."""
     # Times in files are rounded: a frame a thousandth of a step later counts.
     tolerance = 1e-3 / fps
-
-    def require_end(seconds: float) -> None:
-        if seconds * fps > _MOST_RESAMPLED:
-            raise MediaError(
-                f"{file} shows a frame {seconds:.3g} s after its first, which is over {_MOST_RESAMPLED:,} frames at "
-                f"{fps:g} a second",
-                hint="encode it again, or use it at its own rate",
-            )
-
     shown: StoredFrame | None = None
-    start = 0.0
-    count = 0
-    for frame in frames:
-        if shown is None:
+    start, count = 0.0, 0
+    for frame in chain(frames, [None]):
+        if shown is not None:
+            end = (shown.time + shown.duration if frame is None else frame.time) - start
+            if end * fps > _MOST_RESAMPLED:
+                raise MediaError(
+                    f"{file} shows a frame {end:.3g} s after its first, which is over {_MOST_RESAMPLED:,} frames at "
+                    f"{fps:g} a second",
+                    hint="encode it again, or use it at its own rate",
+                )
+            while count / fps < end - tolerance:
+                yield shown
+                count += 1
+        elif frame is not None:
             start = frame.time
-        require_end(frame.time - start)
-        while shown is not None and count / fps < frame.time - start - tolerance:
-            yield shown
-            count += 1
         shown = frame
-    if shown is not None:
-        require_end(shown.time + shown.duration - start)
-    while shown is not None and count / fps < shown.time + shown.duration - start - tolerance:
-        yield shown
-        count += 1
-
-
-def _too_short(file: Path, *, found: int, wanted: int | None, fps: float | None) -> MediaError:
-    if not found:
-        return MediaError(f"{file} holds no video frame that can be read")
-    at_rate = "" if fps is None else f" at {fps:g} frames a second"
-    frames = "1 frame" if found == 1 else f"{found} frames"
-    message = f"{file} has {frames}{at_rate}, but {wanted} are needed"
-    return MediaError(message, hint="give a longer video")

@@ -1,16 +1,18 @@
-"""A result with its JSON sidecar and extras, written together. A sidecar alone is an unfinished result.
+"""Files of pictures and videos, without torch: whether they can be read, their tags, and results with their sidecar.
 
-Needs no torch.
+A result, its JSON sidecar and its extras are written together. A sidecar alone is an unfinished result.
 """
 
 import json
 import os
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from opensora_cli.core.exceptions import OsoraError, OutputError
+from opensora_cli.core.exceptions import FileProblem, MediaError, OsoraError, OutputError
 from opensora_cli.core.files import (
     atomic_path,
     flush,
@@ -19,9 +21,12 @@ from opensora_cli.core.files import (
     temporary_beside,
     writing,
 )
-from opensora_cli.core.reading import read_text
+from opensora_cli.core.formatting import shown_path
+from opensora_cli.core.reading import read_text, reading, require_file
 from opensora_cli.core.signals import held_back
 from opensora_cli.core.temporary_files import remove
+
+_MUXER_KEYS = {"major_brand", "minor_version", "compatible_brands", "encoder"}
 
 Describe = Callable[[int], Mapping[str, object] | None]
 """Function from the `result_bytes` of media to its sidecar, with `schema` and `bytes`; None means no sidecar."""
@@ -118,60 +123,43 @@ def published(
         yield temporary
         flush(temporary)
         num_bytes = result_bytes(temporary)
-        document = describe(num_bytes)
+        document, sidecar = describe(num_bytes), sidecar_path(media)
         if not replace:
-            refuse_existing(media, None if document is None else sidecar_path(media))
+            refuse_existing(media, None if document is None else sidecar)
+        old = read_sidecar(sidecar)
+        is_replaced = replace and os.path.lexists(media)
+        if is_replaced and media.is_dir() != temporary.is_dir():
+            raise OutputError(f"{media} exists already, and is no result of this format", hint="choose another --out")
+        # A process may be killed between two names. So the last one makes the result whole, and until then no file
+        # looks like a whole result:
+        # - Nothing is replaced: sidecar, extras, media. A sidecar alone is an unfinished result, which the same command
+        #   finishes.
+        # - Media are replaced: media, extras, sidecar. An old sidecar does not fit the new media, since it has another
+        #   size. If it has the same size, that number is removed first.
         with ExitStack() as written:
-            _publish(temporary, media, num_bytes, document, extras(), written, replace=replace)
+            beside = partial(_written_beside, written)
+            names = [(temporary, media, is_replaced)]
+            names += [(beside(extra.path, extra.content), extra.path, extra.replace) for extra in extras()]
+            if document is not None:
+                names.append((beside(sidecar, json_bytes(document)), sidecar, True))
+            if not is_replaced:
+                names.reverse()
+            if old.get("bytes") == num_bytes and (is_replaced or document is None):
+                names.insert(0, (beside(sidecar, json_bytes({**old, "bytes": None})), sidecar, True))
+            with held_back(), _undone_on_error() as take:
+                for unnamed, target, may_replace in names:
+                    take(unnamed, target, may_replace)
+                if old and document is None:
+                    with writing(sidecar):
+                        sidecar.unlink()
 
 
-def _publish(
-    temporary: Path,
-    media: Path,
-    num_bytes: int,
-    document: Mapping[str, object] | None,
-    extras: Sequence[Extra],
-    written: ExitStack,
-    *,
-    replace: bool,
-) -> None:
-    """Give all files their names.
-
-    A process may be killed between two of them. So the last one makes the result whole, and until then no file looks
-    like a whole result:
-
-    - Nothing is replaced: sidecar, extras, media. A sidecar alone is an unfinished result, which the same command
-      finishes.
-    - Media are replaced: media, extras, sidecar. An old sidecar does not fit the new media, since it has another size.
-      If it has the same size, that number is removed first.
-    """
-
-    def beside(path: Path, content: bytes) -> Path:
-        unnamed = written.enter_context(temporary_beside(path))
-        with writing(path):
-            unnamed.write_bytes(content)
-            flush(unnamed)
-        return unnamed
-
-    sidecar = sidecar_path(media)
-    old = read_sidecar(sidecar)
-    is_replaced = replace and os.path.lexists(media)
-    if is_replaced and media.is_dir() != temporary.is_dir():
-        raise OutputError(f"{media} exists already, and is no result of this format", hint="choose another --out")
-    names = [(temporary, media, is_replaced)]
-    names += [(beside(extra.path, extra.content), extra.path, extra.replace) for extra in extras]
-    if document is not None:
-        names.append((beside(sidecar, json_bytes(document)), sidecar, True))
-    if not is_replaced:
-        names.reverse()
-    if old.get("bytes") == num_bytes and (is_replaced or document is None):
-        names.insert(0, (beside(sidecar, json_bytes({**old, "bytes": None})), sidecar, True))
-    with held_back(), _undone_on_error() as take:
-        for unnamed, target, may_replace in names:
-            take(unnamed, target, may_replace)
-        if old and document is None:
-            with writing(sidecar):
-                sidecar.unlink()
+def _written_beside(written: ExitStack, path: Path, content: bytes) -> Path:
+    unnamed = written.enter_context(temporary_beside(path))
+    with writing(path):
+        unnamed.write_bytes(content)
+        flush(unnamed)
+    return unnamed
 
 
 @contextmanager
@@ -195,3 +183,46 @@ def _undone_on_error() -> Iterator[Callable[[Path, Path, bool], None]]:
                 elif os.path.lexists(unnamed):  # The old file, unless the system cannot swap names.
                     take_name(unnamed, target, replace=True)
         raise
+
+
+def readable_file(path: str | os.PathLike[str]) -> Path:
+    """Return `path`. Raises MediaError unless it is a readable file that is not empty."""
+    hint = "osora reads files: download it first" if "://" in str(path) else None
+    file = Path(path)
+    require_file(path, problem=MediaError, hint=hint)
+    with reading(path, problem=MediaError, hint=hint), file.open("rb") as stream:
+        if not stream.read(1):
+            raise MediaError(f"{file} is empty")
+    return file
+
+
+def read_tags(path: Path) -> dict[str, str]:
+    """Return the tags of a result, with those of its first picture for a folder. Raises FileProblem if it is broken."""
+    import av
+    from PIL import ExifTags, Image, UnidentifiedImageError
+
+    try:
+        file = min(path.glob("frame_*.png")) if path.is_dir() else path
+        try:
+            with Image.open(file, formats=("PNG", "GIF", "WEBP")) as picture:
+                if picture.format == "PNG":
+                    return {key: str(value) for key, value in getattr(picture, "text", {}).items()}
+                if picture.format == "GIF":
+                    return _parsed(picture.info.get("comment", b"").decode("utf-8", "replace"), key="comment")
+                return _parsed(str(picture.getexif().get(ExifTags.Base.ImageDescription, "")), key="description")
+        except UnidentifiedImageError:
+            with av.open(str(file), metadata_errors="replace") as container:
+                return {key: value for key, value in container.metadata.items() if key not in _MUXER_KEYS}
+    except (OSError, ValueError, SyntaxError, EOFError, struct.error) as error:
+        raise FileProblem(f"{shown_path(path)} cannot be read: {error}") from error
+
+
+def _parsed(text: str, *, key: str) -> dict[str, str]:
+    """Return the tags in `text`. Text of another program becomes one tag named `key`."""
+    try:
+        document = json.loads(text)
+    except (ValueError, RecursionError):
+        document = None
+    if isinstance(document, dict):
+        return {str(name): str(value) for name, value in document.items()}
+    return {key: text} if text else {}

@@ -11,7 +11,7 @@ _STRIP_FRAMES = 3
 _GAP = 8
 _SMALLEST_LETTERS = 10
 _EMPTY_SIZE = (64, 192)
-_BACKGROUND, _LETTERS = (32, 32, 32), (240, 240, 240)
+BACKGROUND, _LETTERS = (32, 32, 32), (240, 240, 240)
 
 
 def enlarged(frames_THWC: torch.Tensor, *, longest_side: int) -> torch.Tensor:
@@ -31,15 +31,15 @@ def film_strip(frames_THWC: torch.Tensor) -> torch.Tensor:
 
 
 def contact_sheet(cells: Sequence[tuple[str, torch.Tensor | None]]) -> torch.Tensor:
-    """Return labeled uint8 RGB pictures (H, W, 3) of one size on about a square; a missing picture stays empty."""
+    """Return uint8 RGB pictures (H, W, 3) on about a square, each below the lines of its label; None stays empty."""
     sizes = [tuple(picture_HWC.shape[:2]) for _, picture_HWC in cells if picture_HWC is not None] or [_EMPTY_SIZE]
     height, width = (max(size[axis] for size in sizes) for axis in range(2))
     letters = max(_SMALLEST_LETTERS, height // 9)
-    label_height = letters + 6
+    label_height = max(label.count("\n") + 1 for label, _ in cells) * (letters + 6)
     cell_height, cell_width = height + label_height + _GAP, width + _GAP
     columns = max(1, min(len(cells), round(math.sqrt(len(cells) * cell_height / cell_width))))
     rows = math.ceil(len(cells) / columns)
-    sheet = Image.new("RGB", (columns * cell_width + _GAP, rows * cell_height + _GAP), _BACKGROUND)
+    sheet = Image.new("RGB", (columns * cell_width + _GAP, rows * cell_height + _GAP), BACKGROUND)
     draw = ImageDraw.Draw(sheet)
     for index, (label, picture_HWC) in enumerate(cells):
         left, top = _GAP + index % columns * cell_width, _GAP + index // columns * cell_height

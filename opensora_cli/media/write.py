@@ -80,11 +80,11 @@ def write_media(
         OutputError: A file cannot be written or must not be replaced, or H.264 cannot have this size.
     """
     last_HWC: list[torch.Tensor] = []
+    failed: list[Exception] = []
 
     def watched() -> Iterator[torch.Tensor]:
         for frame_HWC in chain(start, frames):
-            if last_frame is not None:
-                last_HWC[:] = [frame_HWC]
+            last_HWC[:] = [frame_HWC] if last_frame is not None else []
             yield frame_HWC
             del frame_HWC
 
@@ -94,35 +94,44 @@ def write_media(
     tags = {key: _storable(value) for key, value in (metadata or {}).items()}
     kind = MediaFormat(format)
     try:
-        frames = _frames(pieces)
+        frames = _frames(pieces, failed)
         # The second frame tells a picture from a sequence.
         start = [*islice(frames, 2 if kind == MediaFormat.PNG else 1)]
         target = media_path(path, format=kind, num_frames=len(start))
         _refuse(target, kind, start)
         with published(target, replace=replace, describe=describe, extras=extras) as temporary:
-            _write(watched(), temporary, fps=fps, kind=kind, tags=tags, is_sequence=len(start) > 1)
+            if len(start) > 1:
+                temporary.mkdir()
+                for number, frame in enumerate(watched(), start=1):
+                    (temporary / f"frame_{number:04d}.png").write_bytes(png_bytes(frame, tags))
+            elif kind == MediaFormat.PNG:
+                temporary.write_bytes(png_bytes(next(watched()), tags))
+            elif kind == MediaFormat.MP4:
+                _write_mp4(watched(), temporary, fps=fps, tags=tags)
+            elif kind == MediaFormat.GIF:
+                temporary.write_bytes(gif_bytes(torch.stack([*watched()]), fps=fps, metadata=tags))
+            else:
+                temporary.write_bytes(webp_bytes(watched(), fps=fps, metadata=tags))
         return target
-    except _PiecesError as failed:
-        error = failed.error
-    raise error
+    except Exception:
+        # An error of the pieces is none of writing, which it has become on its way.
+        if failed:
+            raise failed[0] from None
+        raise
 
 
-class _PiecesError(Exception):
-    """Carries an error of the iterator of pieces past the handlers of errors in writing."""
+def _frames(pieces: Iterable[torch.Tensor], failed: list[Exception]) -> Iterator[torch.Tensor]:
+    """Yield copies of the frames (H, W, 3) of pieces, so that a kept frame does not keep its piece.
 
-    def __init__(self, error: Exception) -> None:
-        super().__init__(error)
-        self.error = error
-
-
-def _frames(pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield copies of the frames (H, W, 3) of pieces, so that a kept frame does not keep its piece."""
+    An error of the iterator is added to `failed`.
+    """
     making = iter(pieces)
     while True:
         try:
             piece_THWC = next(making, None)
-        except (OSError, av.FFmpegError) as error:
-            raise _PiecesError(error) from error
+        except Exception as error:
+            failed.append(error)
+            raise
         if piece_THWC is None:
             break
         yield from map(torch.clone, piece_THWC.cpu().contiguous())
@@ -144,29 +153,6 @@ def _refuse(target: Path, kind: MediaFormat, start: Sequence[torch.Tensor]) -> N
                 f"cannot write {target}: it holds other files than a sequence of frames, such as {others[0]}",
                 hint="choose another name with --out",
             )
-
-
-def _write(
-    frames: Iterator[torch.Tensor],
-    path: Path,
-    *,
-    fps: float,
-    kind: MediaFormat,
-    tags: Mapping[str, str],
-    is_sequence: bool,
-) -> None:
-    if is_sequence:
-        path.mkdir()
-        for number, frame in enumerate(frames, start=1):
-            (path / f"frame_{number:04d}.png").write_bytes(png_bytes(frame, tags))
-    elif kind == MediaFormat.PNG:
-        path.write_bytes(png_bytes(next(frames), tags))
-    elif kind == MediaFormat.MP4:
-        _write_mp4(frames, path, fps=fps, tags=tags)
-    elif kind == MediaFormat.GIF:
-        path.write_bytes(gif_bytes(torch.stack([*frames]), fps=fps, metadata=tags))
-    else:
-        path.write_bytes(webp_bytes(frames, fps=fps, metadata=tags))
 
 
 def _write_mp4(frames: Iterator[torch.Tensor], path: Path, *, fps: float, tags: Mapping[str, str]) -> None:

@@ -7,7 +7,6 @@ outliers). Sums are in int32 or fp32, and both scales are applied to them.
 """
 
 import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -128,10 +127,20 @@ class LastInput:
             self._of = self._rounded = None
 
 
-class ProductLinear(StoredLinear, ABC):
+class ProductLinear(StoredLinear):
     """Linear layer that multiplies in 8 bits. It shares the bias of `linear`, and `last` with its block."""
 
-    last: LastInput
+    def __init__(self, linear: nn.Linear, kind: LinearProducts, last: LastInput) -> None:
+        weight = linear.weight.detach()
+        if kind is LinearProducts.FP8:
+            values, scale = _quantized(weight)
+        else:
+            largest = largest_of_rows(weight)
+            require_finite(largest)
+            scale = (largest / INT8_LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+            values = (weight / scale).round_().to(torch.int8)
+        super().__init__(linear, values, scale)
+        self.kind, self.last = kind, last
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the layer's output in the dtype of `features`, (..., in_features) -> (..., out_features)."""
@@ -139,76 +148,40 @@ class ProductLinear(StoredLinear, ABC):
 
     def part(self, x: Tensor, features: slice) -> Tensor:
         """Return some of the output features, (..., in_features) -> (..., features)."""
-        rounded = self.last.rounded(x, lambda it: self.round_input(it.reshape(-1, self.in_features)))
-        return self.multiply(rounded, features, x.dtype).view(*x.shape[:-1], -1)
+        values, scale = self.last.rounded(x, lambda it: self.round_input(it.reshape(-1, self.in_features)))
+        weight, weight_scale, bias = self.rows(features)
+        if self.kind is LinearProducts.FP8:
+            # The kernel applies scales and bias, and returns bfloat16.
+            out = torch._scaled_mm(
+                values,
+                weight.t(),
+                scale_a=scale,
+                scale_b=weight_scale.t(),
+                bias=None if bias is None else bias.to(torch.bfloat16),
+                out_dtype=torch.bfloat16,
+                use_fast_accum=True,
+            ).to(x.dtype)
+        else:
+            out = torch.empty(len(values), len(weight), dtype=x.dtype, device=values.device)
+            for span in _spans(out):
+                scaled = _int_mm(values[span], weight) * scale[span]
+                if bias is None:
+                    torch.mul(scaled, weight_scale.t(), out=out[span])
+                else:
+                    torch.addcmul(bias, scaled, weight_scale.t(), out=out[span])
+        return out.view(*x.shape[:-1], -1)
 
-    @abstractmethod
     def round_input(self, flat: Tensor) -> Rounded:
-        """Return tokens (N, in_features) in 8 bits, and their scales, (N, 1) in fp32."""
+        """Return tokens (N, in_features) in 8 bits, the largest of each as the largest number, and scales (N, 1)."""
+        if self.kind is LinearProducts.FP8:
+            return _in_pieces(flat, torch.float8_e4m3fn, _LARGEST, lambda piece: piece)
+        return _in_pieces(flat, torch.int8, INT8_LARGEST, lambda piece: piece.round_())
 
-    @abstractmethod
-    def multiply(self, rounded: Rounded, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Return the output features `rows` of tokens in 8 bits, (N, features)."""
-
-    def _stored(self, rows: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+    def rows(self, rows: slice) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return rows of the weight in 8 bits, of its scale and of the bias."""
         values = self._parameters["weight"]
         assert values is not None
         return values[rows], self.weight_scale[rows], None if self.bias is None else self.bias[rows]
-
-
-class Int8Linear(ProductLinear):
-    """Linear layer with an int8 parameter `weight`, and `weight_scale`, (out_features, 1) in fp32."""
-
-    def __init__(self, linear: nn.Linear, last: LastInput) -> None:
-        weight = linear.weight.detach()
-        largest = largest_of_rows(weight)
-        require_finite(largest)
-        scale = (largest / INT8_LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
-        super().__init__(linear, (weight / scale).round_().to(torch.int8), scale)
-        self.last = last
-
-    def round_input(self, flat: Tensor) -> Rounded:
-        """Round to the nearest integers; the largest magnitude of a token becomes 127."""
-        return _in_pieces(flat, torch.int8, INT8_LARGEST, lambda piece: piece.round_())
-
-    def multiply(self, rounded: Rounded, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Multiply with exact sums, in int32."""
-        values, scale = rounded
-        weight, weight_scale, bias = self._stored(rows)
-        out = torch.empty(len(values), len(weight), dtype=dtype, device=values.device)
-        for span in _spans(out):
-            scaled = _int_mm(values[span], weight) * scale[span]
-            if bias is None:
-                torch.mul(scaled, weight_scale.t(), out=out[span])
-            else:
-                torch.addcmul(bias, scaled, weight_scale.t(), out=out[span])
-        return out
-
-
-class Fp8ProductLinear(ProductLinear, Fp8Linear):
-    """`Fp8Linear` that multiplies its stored weight without dequantizing it, with the GPU's row-wise kernel."""
-
-    def __init__(self, linear: nn.Linear, last: LastInput) -> None:
-        Fp8Linear.__init__(self, linear)
-        self.last = last
-
-    def round_input(self, flat: Tensor) -> Rounded:
-        """Round to float8; the largest magnitude of a token becomes the largest value of the format."""
-        return _in_pieces(flat, torch.float8_e4m3fn, _LARGEST, lambda piece: piece)
-
-    def multiply(self, rounded: Rounded, rows: slice, dtype: torch.dtype) -> Tensor:
-        """Multiply in the kernel, which applies scales and bias and returns bfloat16."""
-        values, scale = rounded
-        weight, weight_scale, bias = self._stored(rows)
-        return torch._scaled_mm(
-            values,
-            weight.t(),
-            scale_a=scale,
-            scale_b=weight_scale.t(),
-            bias=None if bias is None else bias.to(torch.bfloat16),
-            out_dtype=torch.bfloat16,
-            use_fast_accum=True,
-        ).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +203,7 @@ def use_products(block: nn.Module, paths: Iterable[str], kind: LinearProducts) -
     for path in paths:
         linear = block.get_submodule(path)
         assert isinstance(linear, nn.Linear)
-        layer = (Fp8ProductLinear if kind is LinearProducts.FP8 else Int8Linear)(linear, last)
+        layer = ProductLinear(linear, kind, last)
         # Fake weights have no error.
         if not linear.weight.is_meta:
             errors.append(ProductError(path, _sampled_error(linear.weight.detach(), layer)))
@@ -256,7 +229,7 @@ def output_and_rounded_product(layer: nn.Module, tokens: Tensor) -> tuple[Tensor
 
 def _rounded_product(layer: ProductLinear, tokens: Tensor, rows: slice) -> Tensor:
     values, scale = layer.round_input(tokens)
-    stored, weight_scale, _ = layer._stored(rows)
+    stored, weight_scale, _ = layer.rows(rows)
     return (values.float() * scale) @ (stored.float() * weight_scale).t()
 
 

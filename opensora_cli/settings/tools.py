@@ -41,8 +41,6 @@ class BenchCommSettings(Section):
     warmup: int = Field(5, ge=2, le=100_000, description="Repeats before the timed ones.")
     collectives: tuple[Collective, ...] = Field(tuple(Collective), min_length=1, description="Collectives to measure.")
     scaling: Scaling | None = Field(None, description="Also time sampling at 1, 2, 4 .. ranks.")
-    plot: PlotFile | None = Field(None, description="Chart file: .png, .svg or .pdf.")
-    overwrite: bool = Field(False, description="Replace an existing file.")
 
     def rules(self) -> Iterator[str]:
         parallel = self.parallel

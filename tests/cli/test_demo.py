@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from opensora_cli.cli.app import main
-from opensora_cli.media.files import read_tags
 from opensora_cli.media.read import read_picture, read_video
+from opensora_cli.media.results import read_tags
 
 MOST_BYTES = 40_000_000
 PROMPT = "raining, sea with a zeppelin"

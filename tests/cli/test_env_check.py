@@ -52,11 +52,11 @@ def test_json_has_findings_presets_and_variables_without_secrets(monkeypatch: py
     code, out, err = run("env-check", "--no-all-reduce", "--json", "-q")
     document = json.loads(out)
     assert (code, err) == (0, "")  # a warning stops nothing
-    assert (document["schema"], document["fine"]) == ("osora.env-check/1", True)
+    assert (document["schema"], document["fine"]) == ("osora.env-check/2", True)
     assert document["environment"] == {"HF_TOKEN": "<hidden>", "NCCL_TREE_THRESHOLD": "0"}
     assert [preset["name"] for preset in document["presets"]] == ["demo"]
     (finding,) = [finding for finding in document["findings"] if finding["check"] == "environment"]
-    assert finding.keys() == {"check", "severity", "message", "why", "mend", "variable", "file", "line"}
+    assert finding.keys() == {"check", "severity", "message", "why", "fix", "variable", "file", "line"}
     assert (finding["severity"], finding["variable"]) == ("warning", "NCCL_TREE_THRESHOLD")
 
 

@@ -134,7 +134,6 @@ EARLY = [
     (3, ["vae", "reconstruct", "gone.mp4"], "gone.mp4 does not exist"),
     (3, ["vae", "reconstruct", "there.mp4", "--config", "hunyuan"], "hunyuan_vae.safetensors"),
     (3, ["vae", "reconstruct", "there.mp4", "-o", "run"], "there_reconstructed.mp4 exists already"),
-    (2, ["bench-comm", "--plot", "there.mp4"], "must end in .png"),
     (2, ["bench-comm", "--iters", "0"], "iters=0 must be at least 1 (from --iters)"),
     (2, ["bench-comm", "--gpus", "1"], "gpus=1 must be at least 2: one rank has no peer"),
     (

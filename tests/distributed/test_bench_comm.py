@@ -4,22 +4,20 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import chain
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from sent_bytes import counted_bytes
 from torch import Tensor
 
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.bench_comm import run as bench
 from opensora_cli.engine.bench_comm import scaling as scaling_steps
-from opensora_cli.engine.bench_comm.measure import counted_bytes
-from opensora_cli.engine.bench_comm.operations import BUILDERS, Place, bus_factor
-from opensora_cli.engine.bench_comm.report import BenchReport
-from opensora_cli.engine.bench_comm.run import affordable_bytes, bench_comm
+from opensora_cli.engine.bench_comm.operations import Place, bus_factor, make_operation
+from opensora_cli.engine.bench_comm.run import BenchReport, affordable_bytes, bench_comm
 from opensora_cli.parallel.exchanges import TwoStages
 from opensora_cli.parallel.mesh import stage_groups
 from opensora_cli.settings.enums import Collective, Scaling
@@ -50,11 +48,11 @@ def _place_of_two_machines() -> Place:
 def _all_operations() -> list[tuple[str, int, int, int]]:
     place = _place_of_two_machines()
     found = []
-    for collective, build in BUILDERS.items():
+    for collective in Collective:
         if collective is Collective.HIERARCHICAL and place.two_stages is None:
             continue
         for size in SIZES:
-            operation = build(place, size, torch.float32)
+            operation = make_operation(collective, place, size, torch.float32)
             with counted_bytes() as sent:
                 operation.run()
             found.append((collective.value, operation.size_bytes, operation.count_wrong(), sent.num_bytes))
@@ -81,7 +79,7 @@ def test_every_collective_is_right_and_sends_what_its_bus_bandwidth_counts(pool:
             # Half of it leaves each pair's rank, and half of that again leaves the pair.
             expected = ranks * (1 / 2 + 1 / 2) * size
         assert sum(sents) == pytest.approx(expected)
-    assert len(answers[0]) == (len(BUILDERS) - (ranks < 4)) * len(SIZES)
+    assert len(answers[0]) == (len(Collective) - (ranks < 4)) * len(SIZES)
 
 
 def _bench_with_a_fault() -> tuple[int, str, str]:
@@ -132,16 +130,15 @@ def _bench(settings: BenchCommSettings, *, free: int | None = None) -> tuple[Ben
     return report, shown
 
 
-def _whole_bench(plot: str) -> tuple[BenchReport, list[list[str]]]:
-    settings = BenchCommSettings(min_bytes=8, max_bytes=20_000, iters=2, warmup=2, plot=plot, scaling=Scaling.STRONG)
+def _whole_bench() -> tuple[BenchReport, list[list[str]]]:
+    settings = BenchCommSettings(min_bytes=8, max_bytes=20_000, iters=2, warmup=2, scaling=Scaling.STRONG)
     with patch.object(bench, "doubling_sizes", lambda smallest, largest: [8, 64, 512]):
         return _bench(settings)
 
 
 @pytest.mark.slow
-def test_the_whole_benchmark(pool: Pool, tmp_path: Path) -> None:
-    plot = tmp_path / "links.png"
-    (report, shown), (other, _) = pool(2).run(_whole_bench, str(plot))
+def test_the_whole_benchmark(pool: Pool) -> None:
+    (report, shown), (other, _) = pool(2).run(_whole_bench)
     own: dict[str, object] = {"scaling": ()}
     assert other.model_copy(update=own) == report.model_copy(update=own)
     rows = {collective: [row for row in report.rows if row.collective is collective] for collective in Collective}
@@ -158,14 +155,9 @@ def test_the_whole_benchmark(pool: Pool, tmp_path: Path) -> None:
     assert [len(lines) for lines in shown[1:]] == [1] * len(report.rows)
     assert [*chain.from_iterable(shown), *report.closing_lines()] == report.lines()
     assert report.header.environment == {"GLOO_SOCKET_IFNAME": "lo"}
-    assert plot.read_bytes().startswith(b"\x89PNG")
-
     [table] = report.scaling
     assert [(row.ranks, row.efficiency) for row in table.rows] == [(1, None), (2, None)]
-    assert table.rows[0].sent_bytes == 0
     assert table.rows[0].step_s > 0
-    # Tokens for heads around each attention, and the gathered velocity, of both branches of guidance.
-    assert table.rows[1].sent_bytes == 393_216
 
 
 def _short_of_memory(min_bytes: int) -> tuple[list[int], tuple[str, ...]]:

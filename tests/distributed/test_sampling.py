@@ -10,6 +10,7 @@ import torch.distributed as dist
 from adapter_styles import fused_factors, write_styles
 from closeness import assert_close
 from mapped_memory import NO_FILE, mapped_files
+from sent_bytes import counted_bytes
 from shared_models import plan_without_estimate
 from storage_sizes import storage_bytes
 from tiny_adapters import write_lora
@@ -18,7 +19,6 @@ from torch._dynamo.utils import counters
 
 from opensora_cli.cli.app import main
 from opensora_cli.core.conditions import reference_parts
-from opensora_cli.engine.bench_comm.measure import counted_bytes
 from opensora_cli.engine.components.architectures import transformer_on_meta
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.velocity import PromptEmbeds

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 from closeness import assert_close
+from sent_bytes import counted_bytes
 from shared_models import shard_transformer
 from tiny_autoencoders import UNCLIPPED, mixed_batches, vae_task, vae_trainer
 from tiny_distillation import settings_of
@@ -31,7 +32,6 @@ from torch._dynamo.utils import counters
 
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.data.batches import SampleRng
-from opensora_cli.engine.bench_comm.measure import counted_bytes
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders
 from opensora_cli.engine.train.checkpoints import CheckpointWriter, restore

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 
 from opensora_cli.cli.app import main
-from opensora_cli.engine.bench_comm.measure import measure
-from opensora_cli.engine.bench_comm.operations import BUILDERS, Place
+from opensora_cli.engine.bench_comm.operations import BUILDERS, Place, measure
 from opensora_cli.engine.bench_comm.topology import gather_header
 from opensora_cli.settings.enums import Collective
 

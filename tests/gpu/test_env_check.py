@@ -5,8 +5,7 @@ import os
 import torch
 
 from opensora_cli.core import device_facts
-from opensora_cli.engine.env_check.all_reduce import check_all_reduce
-from opensora_cli.engine.env_check.check import env_check
+from opensora_cli.engine.env_check.check import check_all_reduce, env_check
 from opensora_cli.engine.env_check.report import Severity
 from opensora_cli.settings.tools import EnvCheckSettings
 

@@ -1,4 +1,4 @@
-"""Collectives that are measured: buffers, one run, and a check with numbers that depend on the rank.
+"""Collectives that are measured: buffers, one run with its times, and a check with numbers that depend on the rank.
 
 Sizes follow nccl-tests: what one rank sends or receives as a whole. For all-gather and reduce-scatter that is the
 array of all ranks. A size is rounded down to whole elements for every rank, but to at least one.
@@ -8,16 +8,18 @@ exactly. Sums over ranks stay exact in float32 up to a thousand ranks, and so do
 sides round alike.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from opensora_cli.core.device import has_streams, seconds_between, synchronize, timed, timing_event
 from opensora_cli.parallel.collectives import (
-    Exchange,
     all_gather_single,
     exchange_directly,
     reduce_scatter_single,
@@ -26,11 +28,19 @@ from opensora_cli.parallel.exchanges import TwoStages, compressed, to_wire, unpa
 from opensora_cli.parallel.shares import Parts, WireFormat
 from opensora_cli.settings.enums import Collective
 
+_LIMIT_S = 10.0
+"""Seconds after which slow links get fewer calls."""
 _PERIOD = 31
 _ROW = 128
 """Elements that share a scale: the head size of the released model."""
 _ON_WIRE = {Collective.ALL_TO_ALL_BF16: 2 / 4, Collective.ALL_TO_ALL_FP8: (_ROW + 4) / (4 * _ROW)}
 """Bytes sent for each byte of fp32."""
+_WIRES: Mapping[Collective, WireFormat | None] = {
+    Collective.HIERARCHICAL: None,
+    Collective.ALL_TO_ALL_BF16: "bf16",
+    Collective.ALL_TO_ALL_FP8: "fp8",
+}
+_UNDIVIDED = (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.SEND_RECV)
 _CHUNK = 1 << 22
 """Elements made at a time, so that checking 1 GiB needs no other GiB."""
 
@@ -72,9 +82,6 @@ class Operation:
     """Runs the collective on numbers that depend on the rank, and counts the wrong elements of this rank."""
 
 
-Build = Callable[[Place, int, torch.dtype], Operation]
-
-
 def bus_factor(collective: Collective, ranks: int) -> float:
     """Return bus bandwidth over algorithm bandwidth (NVIDIA, nccl-tests, doc/PERFORMANCE.md)."""
     if collective is Collective.ALL_REDUCE:
@@ -85,147 +92,78 @@ def bus_factor(collective: Collective, ranks: int) -> float:
     return (ranks - 1) / ranks * _ON_WIRE.get(collective, 1.0)
 
 
-def _operation(
-    place: Place,
-    filled: torch.Tensor,
-    run: Callable[[], Any],
-    *,
-    start: int = 0,
-    wrong: Callable[[Any], int],
-    sized: torch.Tensor | None = None,
-) -> Operation:
-    """Return an operation of the size of `sized`, or of `filled`.
+def make_operation(collective: Collective, place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
+    """Return a collective on buffers of a size; a hierarchical one needs a place with two stages.
 
-    `filled` is the tensor that this rank writes its numbers into, and `start` the index of its first element. `wrong`
-    counts wrong elements, of the result of `run` too.
+    all_to_all sends another equal piece to each rank, also in two stages or rounded on the way; send_recv passes
+    tensors on in a ring, all at once.
     """
+    group, rank, ranks, wire = place.group, place.rank, place.ranks, _WIRES.get(collective)
+    row = _ROW if wire == "fp8" else 1
+    parts = 1 if collective in _UNDIVIDED else ranks * row
+    whole = place.empty(max(size_bytes // dtype.itemsize // parts, 1) * parts, dtype)
+    length = whole.numel() // ranks
+    # Tensor that this rank fills, index of its first number, and the tensor with the result. Its equal pieces have the
+    # numbers of these scales, from these indexes on.
+    filled, start, result = whole, 0, whole
+    pieces = [(sum_of_scales(ranks), 0)]
+    run: Callable[[], object]
+    match collective:
+        case Collective.ALL_REDUCE:
+            run = partial(dist.all_reduce, whole, group=group)
+        case Collective.BROADCAST:
+            pieces = [(1, 0)]
+            run = partial(dist.broadcast, whole, group_src=0, group=group)
+        case Collective.SEND_RECV:
+            result, pieces = torch.zeros_like(whole), [((rank - 1) % ranks + 1, 0)]
+            run = partial(_pass_on, place, whole, result)
+        case Collective.ALL_GATHER:
+            filled, start = place.empty(length, dtype), rank * length
+            pieces = [(source + 1, source * length) for source in range(ranks)]
+            run = partial(all_gather_single, whole, filled, group=group)
+        case Collective.REDUCE_SCATTER:
+            result, pieces = place.empty(length, dtype), [(sum_of_scales(ranks), rank * length)]
+            run = partial(reduce_scatter_single, result, whole, group=group)
+        case _:
+            result, pieces = torch.zeros_like(whole), [(source + 1, rank * length) for source in range(ranks)]
+            run = partial(dist.all_to_all_single, result, whole, group=group)
+    if collective in _WIRES:
+        exchange = partial(exchange_directly, group) if wire else place.two_stages
+        assert exchange is not None
+        run = partial(compressed, exchange, wire, whole, Parts(length, (1,) * ranks, (1,) * ranks, row))
 
     def count_wrong() -> int:
-        fill(filled, scale=place.rank + 1, start=start)
-        return wrong(run())
+        fill(filled, scale=rank + 1, start=start)
+        returned = run()
+        found = returned if collective in _WIRES and isinstance(returned, torch.Tensor) else result
+        return sum(
+            _count_wrong(piece, scale, at, wire=wire, row=row)
+            for piece, (scale, at) in zip(found.view(len(pieces), -1), pieces, strict=True)
+        )
 
-    sized = filled if sized is None else sized
-    return Operation(sized.nbytes, sized.dtype, run, count_wrong)
-
-
-def _whole_and_own(place: Place, size_bytes: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Return a tensor of all ranks, an equal share of it, and the index of this rank's share in the whole."""
-    whole = place.empty(_whole(size_bytes, dtype, place.ranks), dtype)
-    length = whole.numel() // place.ranks
-    return whole, place.empty(length, dtype), place.rank * length
+    return Operation(whole.nbytes, whole.dtype, run, count_wrong)
 
 
-def all_reduce(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
-    """Sum over all ranks, in place."""
-    values, scale = place.empty(_whole(size_bytes, dtype, 1), dtype), sum_of_scales(place.ranks)
-    run = partial(dist.all_reduce, values, group=place.group)
-    return _operation(place, values, run, wrong=lambda _: count_mismatches(values, scale=scale))
+def _pass_on(place: Place, sent: torch.Tensor, received: torch.Tensor) -> None:
+    before, after = (dist.get_global_rank(place.group, (place.rank + step) % place.ranks) for step in (-1, 1))
+    pair = [
+        dist.P2POp(dist.isend, sent, after, group=place.group),
+        dist.P2POp(dist.irecv, received, before, group=place.group),
+    ]
+    for work in dist.batch_isend_irecv(pair):
+        work.wait()
 
 
-def all_gather(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
-    """Join equal shares of all ranks."""
-    whole, own, start = _whole_and_own(place, size_bytes, dtype)
-    run = partial(all_gather_single, whole, own, group=place.group)
-    wrong = partial(count_mismatches_of_pieces, whole, ranks=place.ranks)
-    return _operation(place, own, run, start=start, wrong=lambda _: wrong(), sized=whole)
+def _count_wrong(piece: torch.Tensor, scale: int, start: int, *, wire: WireFormat | None, row: int) -> int:
+    if wire is None:
+        return count_mismatches(piece, scale=scale, start=start)
+    expected, alone = torch.empty_like(piece), Parts(len(piece), (1,), (1,), row)
+    fill(expected, scale=scale, start=start)
+    return int((piece != unpacked(to_wire(expected, alone, wire), alone, wire, dtype=piece.dtype)).sum())
 
-
-def reduce_scatter(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
-    """Sum over all ranks, of which each keeps an equal share."""
-    whole, own, start = _whole_and_own(place, size_bytes, dtype)
-    run = partial(reduce_scatter_single, own, whole, group=place.group)
-    wrong = partial(count_mismatches, own, scale=sum_of_scales(place.ranks), start=start)
-    return _operation(place, whole, run, wrong=lambda _: wrong())
-
-
-def all_to_all(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
-    """Send another equal piece to each rank."""
-    sent, _, start = _whole_and_own(place, size_bytes, dtype)
-    received = torch.zeros_like(sent)
-    run = partial(dist.all_to_all_single, received, sent, group=place.group)
-    wrong = partial(count_mismatches_of_pieces, received, ranks=place.ranks, start=start)
-    return _operation(place, sent, run, wrong=lambda _: wrong())
-
-
-def hierarchical(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
-    """Do as `all_to_all`, in two stages, which the place must have."""
-    assert place.two_stages is not None
-    return _exchange(place, place.two_stages, None, size_bytes, dtype)
-
-
-def compressed_all_to_all(wire: WireFormat, place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
-    """Do as `all_to_all`, with elements that are rounded on the way; each arrives as one process would round it."""
-    return _exchange(place, partial(exchange_directly, place.group), wire, size_bytes, dtype)
-
-
-def _exchange(
-    place: Place, exchange: Exchange, wire: WireFormat | None, size_bytes: int, dtype: torch.dtype
-) -> Operation:
-    row = _ROW if wire == "fp8" else 1
-    sent = place.empty(_whole(size_bytes, dtype, place.ranks * row), dtype)
-    length = sent.numel() // place.ranks
-    parts = Parts(length, (1,) * place.ranks, (1,) * place.ranks, row)
-
-    def wrong(received: torch.Tensor) -> int:
-        count = 0
-        for source, piece in enumerate(received.view(place.ranks, -1)):
-            expected = torch.empty_like(piece)
-            fill(expected, scale=source + 1, start=place.rank * length)
-            if wire is not None:
-                alone = Parts(length, (1,), (1,), row)
-                expected = unpacked(to_wire(expected, alone, wire), alone, wire, dtype=dtype)
-            count += int((piece != expected).sum())
-        return count
-
-    return _operation(place, sent, partial(compressed, exchange, wire, sent, parts), wrong=wrong)
-
-
-def broadcast(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
-    """Copy what the first rank has to all."""
-    values = place.empty(_whole(size_bytes, dtype, 1), dtype)
-    run = partial(dist.broadcast, values, group_src=0, group=place.group)
-    return _operation(place, values, run, wrong=lambda _: count_mismatches(values, scale=1))
-
-
-def send_recv(place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
-    """Send to the next rank and receive from the one before, in a ring, all at once."""
-    sent = place.empty(_whole(size_bytes, dtype, 1), dtype)
-    received = torch.zeros_like(sent)
-    rank, ranks = place.rank, place.ranks
-    before, after = (dist.get_global_rank(place.group, (rank + step) % ranks) for step in (-1, 1))
-
-    def run() -> None:
-        pair = [
-            dist.P2POp(dist.isend, sent, after, group=place.group),
-            dist.P2POp(dist.irecv, received, before, group=place.group),
-        ]
-        for work in dist.batch_isend_irecv(pair):
-            work.wait()
-
-    scale = (rank - 1) % ranks + 1
-    return _operation(place, sent, run, wrong=lambda _: count_mismatches(received, scale=scale))
-
-
-BUILDERS: Mapping[Collective, Build] = {
-    Collective.ALL_REDUCE: all_reduce,
-    Collective.ALL_GATHER: all_gather,
-    Collective.REDUCE_SCATTER: reduce_scatter,
-    Collective.ALL_TO_ALL: all_to_all,
-    Collective.HIERARCHICAL: hierarchical,
-    Collective.ALL_TO_ALL_BF16: partial(compressed_all_to_all, "bf16"),
-    Collective.ALL_TO_ALL_FP8: partial(compressed_all_to_all, "fp8"),
-    Collective.BROADCAST: broadcast,
-    Collective.SEND_RECV: send_recv,
-}
-"""Builder of each collective that has sizes. Arguments: place, size in bytes, dtype."""
 
 BUFFERS = 4
 """Buffers of the measured size that a collective holds at most: two, and those of a compressed exchange."""
-
-
-def _whole(size_bytes: int, dtype: torch.dtype, ranks: int) -> int:
-    """Return the number of elements of a size that all ranks can divide."""
-    return max(size_bytes // dtype.itemsize // ranks, 1) * ranks
 
 
 def fill(values: torch.Tensor, *, scale: int, start: int = 0) -> None:
@@ -242,19 +180,6 @@ def count_mismatches(values: torch.Tensor, *, scale: int, start: int = 0) -> int
     return sum(int((part != expected).sum()) for part, expected in _chunks(values, scale=scale, start=start))
 
 
-def count_mismatches_of_pieces(values: torch.Tensor, *, ranks: int, start: int | None = None) -> int:
-    """Return how many elements are wrong where equal pieces come from all ranks in order; piece r has the scale r + 1.
-
-    `start` is the index of the first element of every piece. None means its place in the whole.
-    """
-    pieces = values.view(ranks, -1)
-    length = pieces.shape[1]
-    return sum(
-        count_mismatches(piece, scale=rank + 1, start=rank * length if start is None else start)
-        for rank, piece in enumerate(pieces)
-    )
-
-
 def sum_of_scales(ranks: int) -> int:
     """Return the scale of a sum over all ranks."""
     return ranks * (ranks + 1) // 2
@@ -267,3 +192,73 @@ def _chunks(values: torch.Tensor, *, scale: int, start: int) -> Iterator[tuple[t
         first = (start + number * _CHUNK) % _PERIOD
         indexes = torch.arange(first, first + part.numel(), dtype=torch.int32, device=part.device)
         yield part, (indexes % _PERIOD + 1).mul_(scale).float().to(part.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Seconds of one operation over its repeats. Percentiles are nearest ranks."""
+
+    min_s: float
+    avg_s: float
+    p50_s: float
+    p99_s: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Times":
+        """Return the statistics of at least one repeat."""
+        p50_s, p99_s = np.percentile(seconds, (50, 99), method="inverted_cdf").tolist()
+        return cls(min_s=min(seconds), avg_s=sum(seconds) / len(seconds), p50_s=p50_s, p99_s=p99_s)
+
+
+def measure(
+    run: Callable[[], object], *, warmup: int, iters: int, device: torch.device, group: dist.ProcessGroup
+) -> tuple[Times, int]:
+    """Return the times of `run`, which all ranks of the group call, and how many calls were timed.
+
+    A repeat's time is the mean over ranks, which is nccl-tests' default (`-a 1`). `warmup` is at least 2: the first
+    call connects the ranks, the second gives the time of a call.
+    """
+    run()
+    affordable = max(int(_LIMIT_S / _slowest(run, device, group)), 1)
+    for _ in range(min(warmup - 2, affordable)):
+        run()
+    meet(device, group)
+    iters = min(iters, affordable)
+    own = _by_events(run, iters, device) if has_streams(device) else _by_clock(run, iters)
+    seconds = torch.tensor(own, dtype=torch.float64, device=device)
+    dist.all_reduce(seconds, group=group)
+    return Times.of((seconds / group.size()).tolist()), iters
+
+
+def _slowest(run: Callable[[], object], device: torch.device, group: dist.ProcessGroup) -> float:
+    """Return the seconds of one call on the slowest rank, the same on all ranks."""
+    meet(device, group)
+    seconds = torch.tensor([timed(run, device)], dtype=torch.float64, device=device)
+    dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
+    return float(seconds)
+
+
+def meet(device: torch.device, group: dist.ProcessGroup) -> None:
+    """Wait for all ranks of a group and their devices."""
+    value = torch.zeros(1, device=device)
+    dist.all_reduce(value, group=group)
+    value.item()
+    synchronize(device)
+
+
+def _by_clock(run: Callable[[], object], iters: int) -> list[float]:
+    marks = [time.perf_counter()]
+    for _ in range(iters):
+        run()
+        marks.append(time.perf_counter())
+    return [end - begin for begin, end in pairwise(marks)]
+
+
+def _by_events(run: Callable[[], object], iters: int, device: torch.device) -> list[float]:
+    # Events, not the clock: waiting for the device between repeats would add the latency of its launch to each.
+    marks = [timing_event(device)]
+    for _ in range(iters):
+        run()
+        marks.append(timing_event(device))
+    synchronize(device)
+    return [seconds_between(begin, end) for begin, end in pairwise(marks)]

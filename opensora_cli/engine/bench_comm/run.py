@@ -2,26 +2,23 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 from opensora_cli.core.device import device_count, free_and_total_bytes, is_accelerator
 from opensora_cli.core.device_names import GPU
+from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError, RequestError
-from opensora_cli.core.files import require_writable
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.bench_comm.links import Verdict, expected_bandwidth, judge
-from opensora_cli.engine.bench_comm.measure import counted_bytes, measure
-from opensora_cli.engine.bench_comm.operations import BUFFERS, BUILDERS, Operation, Place, bus_factor
-from opensora_cli.engine.bench_comm.report import TABLE_HEAD, BenchReport, Row
-from opensora_cli.engine.bench_comm.scaling import measure_scaling
+from opensora_cli.engine.bench_comm.operations import BUFFERS, Operation, Place, bus_factor, make_operation, measure
+from opensora_cli.engine.bench_comm.scaling import ScalingTable, measure_scaling
 from opensora_cli.engine.bench_comm.topology import Header, gather_header
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
 from opensora_cli.engine.launch.rank import WatchedReporter, device_type, joined
-from opensora_cli.media.plots import new_figure
 from opensora_cli.parallel.exchanges import TwoStages
 from opensora_cli.parallel.mesh import stage_groups
 from opensora_cli.settings.enums import Collective
@@ -39,14 +36,78 @@ _HEADROOM = 256 * 2**20
 _SCALING_STEPS = 20
 
 
+TABLE_HEAD = (
+    f"{'collective':<16}{'size (B)':>11}{'dtype':>9}{'avg (us)':>10}{'p99 (us)':>10}"
+    f"{'algbw':>8}{'busbw':>8}{'#wrong':>7}"
+)
+"""Bandwidths in GB/s, as nccl-tests print them. JSON also has the least and the median time."""
+
+
+class Row(Document):
+    """Times and rates of one collective at one size."""
+
+    collective: Collective
+    size_bytes: int
+    dtype: str
+    repeats: int
+    min_s: float
+    avg_s: float
+    p50_s: float
+    p99_s: float
+    algorithm_bandwidth_gb_per_s: float
+    """Size divided by the mean time."""
+    bus_bandwidth_gb_per_s: float
+    """Rate on the slowest link, comparable between numbers of ranks (nccl-tests, doc/PERFORMANCE.md)."""
+    wrong: int
+    """Wrong elements of all ranks."""
+
+    def line(self) -> str:
+        cells = "".join(f"{seconds * 1e6:>10.1f}" for seconds in (self.avg_s, self.p99_s))
+        rates = f"{self.algorithm_bandwidth_gb_per_s:>8.2f}{self.bus_bandwidth_gb_per_s:>8.2f}"
+        return f"{self.collective:<16}{self.size_bytes:>11}{self.dtype:>9}{cells}{rates}{self.wrong:>7}"
+
+
+class BenchReport(Document):
+    """Report of a benchmark, in the schema `osora.bench-comm/4`."""
+
+    SCHEMA: ClassVar[str | None] = "osora.bench-comm/4"
+
+    header: Header
+    shows: str
+    """`speed`, or `function` on gloo."""
+    rows: tuple[Row, ...]
+    verdicts: tuple[Verdict, ...]
+    scaling: tuple[ScalingTable, ...] = ()
+    wrong: int
+    """Wrong elements in all rows."""
+    notes: tuple[str, ...] = ()
+
+    def raise_for_problems(self) -> None:
+        """Raise HardwareError if any element was wrong."""
+        if self.wrong:
+            names = ", ".join(dict.fromkeys(row.collective.value for row in self.rows if row.wrong))
+            raise HardwareError(
+                f"{self.wrong} element{'s' if self.wrong > 1 else ''} arrived wrong in {names}",
+                hint="trust no result over these links: try NCCL_P2P_DISABLE=1, then have the hardware checked",
+            )
+
+    def lines(self) -> list[str]:
+        return [*self.header.lines(), "", TABLE_HEAD, *(row.line() for row in self.rows), *self.closing_lines()]
+
+    def closing_lines(self) -> list[str]:
+        """Return the lines below the table."""
+        found = ["", *(f"verdict     {verdict.line()}" for verdict in self.verdicts)]
+        for table in self.scaling:
+            found += ["", *table.lines()]
+        return [*found, *(f"note        {note}" for note in self.notes)]
+
+
 def start_ranks(settings: BenchCommSettings, arguments: Sequence[str]) -> None:
     """Run the benchmark in processes of its own, of which the first prints; return when all are done.
 
-    `arguments` are the command line of each rank, which means the same as `settings`. Raises OutputError or
-    HardwareError if the chart could not be written, HardwareError if no ranks are given and there is one GPU, and what
-    `launch` raises.
+    `arguments` are the command line of each rank, which means the same as `settings`. Raises HardwareError if no ranks
+    are given and there is one GPU, and what `launch` raises.
     """
-    check_plot(settings)
     parallel = settings.parallel
     is_given = parallel.gpus is not None or parallel.devices is not None
     kind = device_type(GPU if settings.device == "auto" and is_given else settings.device)
@@ -98,16 +159,12 @@ def bench_comm(
     show: Show | None = None,
     ranks_per_machine: int | None = None,
 ) -> BenchReport:
-    """Measure what `settings` ask for; all 2 or more ranks of the group call this, and the first writes the chart.
+    """Measure what `settings` ask for; all 2 or more ranks of the group call this.
 
     The `ranks_per_machine` are the inner stage of hierarchical exchanges; None means that all ranks are on one machine,
     whose halves then stand for two. The header shows variables of `environment`. `show` gets the header and each row as
-    soon as it is measured. Raises OutputError if the chart exists already, or cannot be written, and
-    HardwareError if not even the smallest size fits into memory, or matplotlib is missing.
+    soon as it is measured. Raises HardwareError if not even the smallest size fits into memory.
     """
-    writes = settings.plot is not None and dist.get_rank(group) == 0
-    if writes:
-        check_plot(settings)
     reporter, show = reporter or SilentReporter(), show or (lambda lines: None)
     place, place_notes = _place(settings, group, device, ranks_per_machine or group.size())
     header = gather_header(group, device, environment=environment)
@@ -133,21 +190,8 @@ def bench_comm(
         scaling=tuple(tables),
         wrong=sum(row.wrong for row in rows),
         notes=(*place_notes, *notes),
-        files={"plot": settings.plot} if settings.plot else {},
     )
-    if writes and settings.plot is not None:
-        report.write_plot(settings.plot, replace=settings.overwrite)
     return report
-
-
-def check_plot(settings: BenchCommSettings) -> None:
-    """Check that the chart can be written, before anything is measured.
-    Raises OutputError as `require_writable`, and HardwareError if matplotlib is missing.
-    """
-    if settings.plot is None:
-        return
-    new_figure()
-    require_writable(Path(settings.plot), overwrite=settings.overwrite)
 
 
 def doubling_sizes(smallest: int, largest: int) -> list[int]:
@@ -182,7 +226,7 @@ def _measure_all(
         rows = found.setdefault(collective, [])
         with reporter.stage(collective.value, total=len(sizes)) as progress:
             for size in sizes:
-                operation = BUILDERS[collective](place, size, _DTYPE)
+                operation = make_operation(collective, place, size, _DTYPE)
                 # The smallest sizes may all be one element for each rank.
                 if not rows or operation.size_bytes != rows[-1].size_bytes:
                     rows.append(_row(collective, operation, settings, place))
@@ -195,11 +239,8 @@ def _row(collective: Collective, operation: Operation, settings: BenchCommSettin
     times, repeats = measure(
         operation.run, warmup=settings.warmup, iters=settings.iters, device=place.device, group=place.group
     )
-    with counted_bytes() as sent:
-        operation.run()
-    counts = torch.tensor([operation.count_wrong(), sent.num_bytes], dtype=torch.int64, device=place.device)
-    dist.all_reduce(counts, group=place.group)
-    wrong, sent_bytes = counts.tolist()
+    wrong = torch.tensor(operation.count_wrong(), dtype=torch.int64, device=place.device)
+    dist.all_reduce(wrong, group=place.group)
     bandwidth = operation.size_bytes / times.avg_s / 1e9
     return Row(
         collective=collective,
@@ -209,8 +250,7 @@ def _row(collective: Collective, operation: Operation, settings: BenchCommSettin
         repeats=repeats,
         algorithm_bandwidth_gb_per_s=bandwidth,
         bus_bandwidth_gb_per_s=bandwidth * bus_factor(collective, place.ranks),
-        wrong=wrong,
-        wire_bytes=sent_bytes / place.ranks,
+        wrong=int(wrong),
     )
 
 

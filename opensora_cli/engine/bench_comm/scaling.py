@@ -9,7 +9,7 @@ import torch.distributed as dist
 from opensora_cli.core.attention import AttentionFn
 from opensora_cli.core.device import timed
 from opensora_cli.core.documents import Document
-from opensora_cli.engine.bench_comm.measure import counted_bytes, meet
+from opensora_cli.engine.bench_comm.operations import meet
 from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.models.attention.torch_kernels import sdpa
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
@@ -35,8 +35,6 @@ class ScalingRow(Document):
     ranks: int
     step_s: float
     """Median over the steps, on the slowest rank."""
-    sent_bytes: int
-    """Bytes that all ranks send in a step, counted."""
     efficiency: float | None
     """Throughput per rank, relative to one rank. None on gloo, where ranks share the cores of one machine."""
 
@@ -51,11 +49,11 @@ class ScalingTable(Document):
     def lines(self) -> list[str]:
         found = [
             f"{self.scaling} scaling of a {self.step}",
-            f"{'ranks':>8}{'step (ms)':>14}{'sent (MiB)':>14}{'efficiency':>14}",
+            f"{'ranks':>8}{'step (ms)':>14}{'efficiency':>14}",
         ]
         for row in self.rows:
             efficiency = "-" if row.efficiency is None else f"{row.efficiency:.1%}"
-            found.append(f"{row.ranks:>8}{row.step_s * 1e3:>14.2f}{row.sent_bytes / 2**20:>14.3f}{efficiency:>14}")
+            found.append(f"{row.ranks:>8}{row.step_s * 1e3:>14.2f}{efficiency:>14}")
         return found
 
 
@@ -69,22 +67,19 @@ def measure_scaling(
     rows: list[ScalingRow] = []
     for ranks in [*(2**power for power in range(group.size().bit_length()) if 2**power < group.size()), group.size()]:
         part = new_group([dist.get_global_rank(group, rank) for rank in range(ranks)])
-        measured = [0.0, 0.0]
+        seconds = torch.zeros(1, dtype=torch.float64, device=device)
         if dist.get_rank(group) < ranks:
             step = denoising_step(part, device, is_weak=scaling is Scaling.WEAK)
-            with counted_bytes() as sent:
-                step()
-            measured = [_median_s(step, part, device, steps), float(sent.num_bytes)]
+            step()
+            seconds.fill_(_median_s(step, part, device, steps))
         # The other ranks wait here, and do not disturb.
-        gathered = [torch.zeros(2, dtype=torch.float64, device=device) for _ in range(group.size())]
-        dist.all_gather(gathered, torch.tensor(measured, dtype=torch.float64, device=device), group=group)
+        dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
         if dist.get_rank(group) < ranks:
             dist.destroy_process_group(part)
-        seconds, sent_bytes = zip(*(each.tolist() for each in gathered), strict=True)
-        step_s = max(seconds)
+        step_s = float(seconds)
         ideal_s = (rows[0].step_s if rows else step_s) / (ranks if scaling is Scaling.STRONG else 1)
         efficiency = None if is_gloo else ideal_s / step_s
-        rows.append(ScalingRow(ranks=ranks, step_s=step_s, sent_bytes=int(sum(sent_bytes)), efficiency=efficiency))
+        rows.append(ScalingRow(ranks=ranks, step_s=step_s, efficiency=efficiency))
     return ScalingTable(step="denoising step", scaling=scaling, rows=tuple(rows))
 
 

@@ -9,12 +9,12 @@ A clip whose file was replaced is added again, and the newest file that has the 
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -39,9 +39,6 @@ _SHARD_BYTES = 256 * 2**20
 # Keys in the metadata of the files.
 _IDENTITY = "osora.identity"
 _CLIPS = "osora.clips"
-_THREADS = "osora.threads"
-_MOST_THREADS = 1024
-"""Limit of the setting `threads`."""
 
 
 def write_header(folder: Path, identity: Identity, empty_prompt: EmptyPrompt) -> None:
@@ -50,20 +47,7 @@ def write_header(folder: Path, identity: Identity, empty_prompt: EmptyPrompt) ->
         PROMPT_EMBEDS: empty_prompt.prompt_embeds_LC,
         POOLED_PROMPT_EMBEDS: empty_prompt.pooled_prompt_embeds_V,
     }
-    metadata = {
-        _IDENTITY: json.dumps(dict(identity), sort_keys=True),
-        _THREADS: json.dumps({"count": torch.get_num_threads()}),
-    }
-    _write(folder / HEADER_FILE, tensors, metadata)
-
-
-def threads_of(folder: Path) -> int | None:
-    """Return the number of threads that a cache was begun with, or None if it is unknown. Rounding depends on it."""
-    path = folder / HEADER_FILE
-    if not path.exists() or _THREADS not in (_opened(path).metadata() or {}):
-        return None
-    count = _metadata(path, _THREADS).get("count")
-    return count if isinstance(count, int) and 0 < count <= _MOST_THREADS else None
+    _write(folder / HEADER_FILE, tensors, {_IDENTITY: json.dumps(dict(identity), sort_keys=True)})
 
 
 def is_cache_of(folder: Path, identity: Identity, *, complete: bool = True) -> bool:
@@ -113,15 +97,13 @@ class ClipCache:
         self._states: dict[str, FileState] = {}
         self._open: dict[Path, Any] = {}
         for path in sorted(folder.glob(_SHARD_PATTERN), key=lambda shard: shard.lstat().st_mtime_ns):
-            try:
+            with _reading(path):
                 for key, about in _metadata(path, _CLIPS).items():
                     state = about["file"] and tuple(about["file"])
                     if state and self._states.setdefault(key, state) != state:
                         self._states[key] = state
                         del self._clips[key]
                     self._clips.setdefault(key, {}).update(dict.fromkeys(about["names"], path))
-            except (TypeError, LookupError) as error:
-                raise _broken(path, f"its {_CLIPS} are no list of clips") from error
 
     def __len__(self) -> int:
         return len(self._clips)
@@ -145,16 +127,17 @@ class ClipCache:
             raise FileProblem(f"{self._folder} lacks {request.path}", hint="run `osora data cache` again")
         tensors = {}
         for name, path in self._clips[key].items():
-            if path not in self._open:
-                self._open[path] = _opened(path)
-            tensors[name] = _tensor(self._open[path], path, f"{key}.{name}")
+            with _reading(path):
+                if path not in self._open:
+                    self._open[path] = safe_open(path, framework="pt")
+                tensors[name] = self._open[path].get_tensor(f"{key}.{name}")
         return CachedClip(tensors)
 
     def empty_prompt(self) -> EmptyPrompt:
         """Return the embeddings of the empty prompt."""
         path = self._folder / HEADER_FILE
-        file = _opened(path)
-        return EmptyPrompt(_tensor(file, path, PROMPT_EMBEDS), _tensor(file, path, POOLED_PROMPT_EMBEDS))
+        with _reading(path), safe_open(path, framework="pt") as file:
+            return EmptyPrompt(file.get_tensor(PROMPT_EMBEDS), file.get_tensor(POOLED_PROMPT_EMBEDS))
 
 
 class CacheWriter:
@@ -204,32 +187,20 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) 
 
 
 def _metadata(path: Path, key: str) -> dict[str, Any]:
-    try:
-        found: object = json.loads((_opened(path).metadata() or {})[key])
-    except (KeyError, ValueError, RecursionError) as error:
-        raise _broken(path, f"it has no {key}") from error
-    if not isinstance(found, dict):
-        raise _broken(path, f"its {key} are no object")
-    return found
+    with _reading(path), safe_open(path, framework="pt") as file:
+        found: object = json.loads((file.metadata() or {})[key])
+        if not isinstance(found, dict):
+            raise ValueError(f"{key} is no object")
+        return found
 
 
-def _opened(path: Path) -> Any:
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
     require_file(path, problem=CheckpointError)  # safetensors would wait for a pipe
     try:
-        return safe_open(path, framework="pt", device="cpu")
-    except (OSError, SafetensorError) as error:
-        raise _broken(path, str(error)) from error
-
-
-def _tensor(file: Any, path: Path, name: str) -> Tensor:
-    try:
-        tensor: Tensor = file.get_tensor(name)
-    except SafetensorError as error:
-        raise _broken(path, str(error)) from error
-    return tensor
-
-
-def _broken(path: Path, reason: str) -> CheckpointError:
-    return CheckpointError(
-        f"{path} is broken: {reason}", hint="delete it; `osora data cache` then makes what is missing"
-    )
+        yield
+    except (OSError, SafetensorError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is broken: it cannot be read: {error}",
+            hint="delete it; `osora data cache` then makes what is missing",
+        ) from error

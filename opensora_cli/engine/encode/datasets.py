@@ -209,7 +209,29 @@ class UnusedRows(Document):
 
 def find_unused(source: TableSource) -> tuple[UnusedRows, ...]:
     """Return the rows of a table that the first epoch cannot use, by reason."""
-    samples = source.table.samples
+    samples, buckets, assigned = source.table.samples, source.buckets, source.assigned(0)
+    fits_none = (buckets.fitting(samples) == NO_BUCKET).all(axis=1)
+    is_closed = ~fits_none & (buckets.reachable(samples) == NO_BUCKET).all(axis=1)
+    smallest = buckets.resolutions[-1]
+    least = math.ceil(smallest.pixels * FILLED)
+    is_small, is_picture = samples.height * samples.width < least, samples.num_frames == 1
+    small = f"too small: {smallest.name}, the smallest resolution, takes {least:,} pixels or more"
+    fewer = "add a bucket with at most their frames to data.buckets, or raise data.fps_max if videos are faster"
+    reasons = [
+        (fits_none & is_small, small, "add a smaller resolution to data.buckets"),
+        (fits_none & ~is_small & is_picture, "no bucket is for pictures of their size", "add a bucket of 1 frame"),
+        (fits_none & ~is_small & ~is_picture, "no bucket is for videos of their size and length", fewer),
+        (is_closed, "their buckets have probability 0", "use a probability over 0"),
+    ]
+    counts = np.bincount(assigned[assigned >= 0], minlength=len(buckets))
+    short: dict[tuple[str, int], list[int]] = {}
+    for index in np.flatnonzero((counts > 0) & (counts < buckets.batch_sizes)).tolist():
+        short.setdefault(buckets[index].kind, []).append(index)
+    for (name, length), indices in short.items():
+        batch_size = buckets[indices[0]].batch_size
+        reason = f"too few of one shape for {batch_size} clips of data.buckets.{name}.{length}"
+        fix = f"use a batch size of {counts[indices].min()}, or give more clips of each shape"
+        reasons.append((np.isin(assigned, indices), reason, fix))
 
     def described(index: int) -> str:
         size = f"{samples.width[index]}x{samples.height[index]}"
@@ -224,38 +246,6 @@ def find_unused(source: TableSource) -> tuple[UnusedRows, ...]:
             examples=tuple(described(index) for index in np.flatnonzero(members)[:_EXAMPLES].tolist()),
             fix=fix,
         )
-        for members, reason, fix in (*_without_bucket(source), *_unfilled(source))
+        for members, reason, fix in reasons
         if members.any()
     )
-
-
-def _without_bucket(source: TableSource) -> Iterator[tuple[NDArray[np.bool_], str, str]]:
-    """Yield a mask of the rows that no bucket takes, the reason and the fix."""
-    samples, buckets = source.table.samples, source.buckets
-    fits_none = (buckets.fitting(samples) == NO_BUCKET).all(axis=1)
-    is_closed = ~fits_none & (buckets.reachable(samples) == NO_BUCKET).all(axis=1)
-    smallest = buckets.resolutions[-1]
-    least = math.ceil(smallest.pixels * FILLED)
-    is_small = samples.height * samples.width < least
-    is_picture = samples.num_frames == 1
-    small = f"too small: {smallest.name}, the smallest resolution, takes {least:,} pixels or more"
-    fewer = "add a bucket with at most their frames to data.buckets, or raise data.fps_max if videos are faster"
-    yield fits_none & is_small, small, "add a smaller resolution to data.buckets"
-    yield fits_none & ~is_small & is_picture, "no bucket is for pictures of their size", "add a bucket of 1 frame"
-    yield fits_none & ~is_small & ~is_picture, "no bucket is for videos of their size and length", fewer
-    yield is_closed, "their buckets have probability 0", "use a probability over 0"
-
-
-def _unfilled(source: TableSource) -> Iterator[tuple[NDArray[np.bool_], str, str]]:
-    """Yield a mask of the rows that fill no micro-batch, the reason and the fix, by resolution and length."""
-    assigned, buckets = source.assigned(0), source.buckets
-    counts = np.bincount(assigned[assigned >= 0], minlength=len(buckets))
-    short: dict[tuple[str, int], list[int]] = {}
-    for index in np.flatnonzero((counts > 0) & (counts < buckets.batch_sizes)).tolist():
-        short.setdefault(buckets[index].kind, []).append(index)
-    for (name, length), indices in short.items():
-        yield (
-            np.isin(assigned, indices),
-            f"too few of one shape for {buckets[indices[0]].batch_size} clips of data.buckets.{name}.{length}",
-            f"use a batch size of {counts[indices].min()}, or give more clips of each shape",
-        )

@@ -13,7 +13,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, CheckpointError, MediaError
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.core.reading import require_file
-from opensora_cli.core.threads import ThreadChoice, pick_threads, threads_used
+from opensora_cli.core.threads import pick_threads, threads_used
 from opensora_cli.data.batches import ClipSource
 from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.encode.clip_cache import (
@@ -21,7 +21,6 @@ from opensora_cli.engine.encode.clip_cache import (
     ClipCache,
     file_state,
     is_cache_of,
-    threads_of,
     write_header,
 )
 from opensora_cli.engine.encode.clips import (
@@ -88,20 +87,15 @@ def cache_clips(settings: TrainSettings, *, reporter: Reporter | None = None) ->
         require_peft()
     reporter = reporter or SilentReporter()
     device = pick_hardware(settings.device_name, "float32").device
-    folder, threads = cache_folder(settings), pick_threads(asked=settings.threads)
-    # Sums depend on the number of threads.
-    begun_with = threads_of(folder) if threads.is_free else None
-    if begun_with is not None and begun_with != threads.count:
-        threads = ThreadChoice(count=begun_with, reason="as the cache was begun, for the same sums")
-    with threads_used(threads, reporter):
+    folder = _folder(settings)
+    with threads_used(pick_threads(asked=settings.threads), reporter):
         encoded, failed = fill_cache(settings, device=device, reporter=reporter)
     return CacheReport(folder=folder, clips=len(ClipCache(folder)), encoded=encoded, failed=tuple(failed))
 
 
-def cache_folder(settings: TrainSettings) -> Path:
-    """Return the folder of the cache of settings that name one."""
-    assert settings.train_mmdit.cache is not None
-    return Path(settings.train_mmdit.cache)
+def _folder(settings: TrainSettings) -> Path:
+    assert settings.clip_cache is not None
+    return Path(settings.clip_cache)
 
 
 def fill_cache(
@@ -125,7 +119,7 @@ def fill_cache(
         OutputError: the cache cannot be written.
         KeyboardInterrupt: its argument says how to continue.
     """
-    folder = cache_folder(settings)
+    folder = _folder(settings)
     source = source or open_table(settings, fixed_starts=True)
     requests = [*source.requests()]
     encoders = cache(partial(load_encoders, settings, device=device))
@@ -168,7 +162,7 @@ def fill_cache(
 
 def require_same_settings(settings: TrainSettings, *, device: torch.device) -> None:
     """Raise FileProblem if the cache of `settings` has clips that were made with other settings."""
-    is_cache_of(cache_folder(settings), _settings_identity(settings, device=device), complete=False)
+    is_cache_of(_folder(settings), _settings_identity(settings, device=device), complete=False)
 
 
 def cache_identity(settings: TrainSettings, *, device: torch.device, reporter: Reporter) -> dict[str, str]:

@@ -1,9 +1,13 @@
 """Checks of `osora env-check`, in the order in which they are printed."""
 
+import json
 import os
 import platform
+import signal
+import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TypeVar
@@ -15,15 +19,20 @@ from opensora_cli.core import device_facts
 from opensora_cli.core.device_facts import GpuFacts, LinkFacts, LinkKind
 from opensora_cli.core.exceptions import OsoraError
 from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.core.redaction import Redactor, is_relevant, shown_variables
 from opensora_cli.engine.env_check import host, machine
-from opensora_cli.engine.env_check.all_reduce import check_all_reduce
 from opensora_cli.engine.env_check.host import HostFacts
 from opensora_cli.engine.env_check.report import EnvReport, Finding, PresetNeeds, Severity, ok
 from opensora_cli.engine.env_check.variables import Surroundings, lint_file, lint_variables, refused_by_torch
 from opensora_cli.settings.tools import EnvCheckSettings
 
 FactT = TypeVar("FactT")
+
+_ALL_REDUCE_BYTES = {"cuda": "64MiB", "cpu": "4MiB"}
+_GRACE_S = 10.0
+"""Seconds for the launcher to end its ranks."""
+_GLOO_FIX = "make the name of this machine lead to itself (/etc/hosts), or set GLOO_SOCKET_IFNAME=lo"
 
 
 def env_check(
@@ -36,99 +45,92 @@ def env_check(
 
     Raises FileProblem if a file cannot be read.
     """
-    environment = os.environ if environment is None else environment
+    variables = os.environ if environment is None else environment
     # First, so that a misspelled name is refused at once.
     in_files = [finding for name in settings.files for finding in lint_file(Path(name))]
-    checks = _Checks(environment, settings, reporter or SilentReporter())
-    findings = [finding for name, check in checks.by_name().items() for finding in _findings(name, check)]
+    findings, presets = _check_machine(variables, settings, reporter or SilentReporter())
     report = EnvReport(
         osora=opensora_cli.__version__,
         platform=platform.platform(),
         fine=all(finding.severity is not Severity.PROBLEM for finding in (*findings, *in_files)),
         findings=(*findings, *in_files),
-        presets=checks.presets,
-        environment=shown_variables(environment),
+        presets=tuple(presets),
+        environment=shown_variables(variables),
     )
     if not settings.bug_report:
         return report
-    folders = [environment.get(name, "") for name in ("OSORA_WEIGHTS", "OSORA_RUNTIME__WEIGHTS")]
+    folders = [variables.get(name, "") for name in ("OSORA_WEIGHTS", "OSORA_RUNTIME__WEIGHTS")]
     folders += [str(Path(name).parent) for name in settings.files]
     return report.bug_report(Redactor.of_this_machine(folders=folders))
 
 
-def _findings(name: str, check: Callable[[], Iterable[Finding]]) -> list[Finding]:
-    """Return the findings of `check` under its name. An exception becomes a finding with its text."""
-    try:
-        found = list(check())
-    except Exception as error:
-        # Drivers and libraries raise anything, and one failure must not hide the findings of the other checks.
-        text = (error.message if isinstance(error, OsoraError) else str(error)) or type(error).__name__
-        reason = " ".join(text.split())[:300]
-        found = [Finding(severity=Severity.UNKNOWN, message=f"could not be checked: {reason}")]
-    return [finding.model_copy(update={"check": name}) for finding in found]
+def _check_machine(
+    environment: Mapping[str, str], settings: EnvCheckSettings, reporter: Reporter
+) -> tuple[list[Finding], list[PresetNeeds]]:
+    """Return the findings in the order in which they are printed, and the needs of the presets."""
+    # Each kind of fact is read once, when a check first needs it.
+    built, driver = cache(device_facts.read_torch), cache(device_facts.read_driver)
+    gpus, here = cache(device_facts.read_gpus), cache(host.read_host)
+    links = cache(lambda: device_facts.read_links(gpus()))
+    weights = cache(lambda: host.read_weights(environment))
+    num_gpus = cache(lambda: len(_or_else(gpus, tuple[GpuFacts, ...]())))
+    presets = list[PresetNeeds]()
 
-
-class _Checks:
-    """Checks of this machine. Each kind of fact is read once, when a check first needs it."""
-
-    def __init__(self, environment: Mapping[str, str], settings: EnvCheckSettings, reporter: Reporter) -> None:
-        self._environment, self._settings, self._reporter = environment, settings, reporter
-        self._torch, self._driver = cache(device_facts.read_torch), cache(device_facts.read_driver)
-        self._gpus, self._host = cache(device_facts.read_gpus), cache(host.read_host)
-        self._links = cache(lambda: device_facts.read_links(self._gpus()))
-        self._weights = cache(lambda: host.read_weights(environment))
-        self.presets: tuple[PresetNeeds, ...] = ()
-        """Needs of the presets, after their check."""
-
-    def by_name(self) -> dict[str, Callable[[], Iterable[Finding]]]:
-        """Return the checks by the name under which their findings are printed."""
-        checks: dict[str, Callable[[], Iterable[Finding]]] = {
-            "python": lambda: machine.check_python(sys.version_info[:3], machine.unmet_requirements()),
-            "torch": lambda: machine.check_torch(self._torch(), self._driver()),
-            "cards": lambda: machine.check_gpus(self._torch(), self._gpus()),
-            "links": lambda: machine.check_links(self._links()),
-            "libraries": lambda: machine.check_libraries(self._torch(), self._gpus()),
-            "attention": host.check_attention,
-            "video": host.check_encoder,
-            "memory": lambda: host.check_memory(self._host(), self._weights(), has_gpus=bool(self._gpus())),
-            "disk": lambda: host.check_disk(self._weights()),
-            "limits": lambda: host.check_limits(self._host()),
-            "environment": self._check_variables,
-            "presets": self._check_presets,
-        }
-        return {**checks, "all-reduce": self._check_all_reduce} if self._settings.all_reduce else checks
-
-    def _check_variables(self) -> Iterable[Finding]:
-        here = _or_else(self._host, HostFacts())
-        uses_cuda = _or_else(lambda: self._torch().cuda is not None, False)
+    def check_variables() -> Iterable[Finding]:
+        facts, uses_cuda = _or_else(here, HostFacts()), _or_else(lambda: built().cuda is not None, False)
         own = Path(torch.__file__).parents[1]
         surroundings = Surroundings(
             uses_cuda=uses_cuda,
-            num_gpus=self._num_gpus(),
-            cores=here.cores,
-            has_nvlink=any(link.kind is LinkKind.NVLINK for link in _or_else(self._links, tuple[LinkFacts, ...]())),
-            interfaces=here.interfaces,
-            infiniband=here.infiniband,
-            shadowing=machine.shadowing_libraries(self._environment, own=own) if uses_cuda else (),
+            num_gpus=num_gpus(),
+            cores=facts.cores,
+            has_nvlink=any(link.kind is LinkKind.NVLINK for link in _or_else(links, tuple[LinkFacts, ...]())),
+            interfaces=facts.interfaces,
+            infiniband=facts.infiniband,
+            shadowing=machine.shadowing_libraries(environment, own=own) if uses_cuda else (),
         )
-        count = sum(map(is_relevant, self._environment))
-        findings = lint_variables(self._environment, surroundings)
-        return findings or [ok(f"nothing wrong with {count} variables that matter here")]
+        count = sum(map(is_relevant, environment))
+        return lint_variables(environment, surroundings) or [
+            ok(f"nothing wrong with {count} variables that matter here")
+        ]
 
-    def _check_presets(self) -> Iterable[Finding]:
-        with self._reporter.stage("presets"):
-            self.presets, unplanned = host.read_presets(self._environment, num_gpus=self._num_gpus())
-        return host.check_presets(self.presets, unplanned=unplanned)
+    def check_presets() -> Iterable[Finding]:
+        with reporter.stage("presets"):
+            found, unplanned = host.read_presets(environment, num_gpus=num_gpus())
+        presets.extend(found)
+        return host.check_presets(found, unplanned=unplanned)
 
-    def _check_all_reduce(self) -> Iterable[Finding]:
-        refused = refused_by_torch(self._environment)
-        usable = {name: value for name, value in self._environment.items() if name not in refused}
-        seconds = self._settings.all_reduce_seconds
-        with self._reporter.stage("all-reduce"):
-            return list(check_all_reduce(num_gpus=self._num_gpus(), seconds=seconds, environment=usable))
+    def reduce_over_all() -> Iterable[Finding]:
+        refused = refused_by_torch(environment)
+        usable = {name: value for name, value in environment.items() if name not in refused}
+        with reporter.stage("all-reduce"):
+            return list(check_all_reduce(num_gpus=num_gpus(), seconds=settings.all_reduce_seconds, environment=usable))
 
-    def _num_gpus(self) -> int:
-        return len(_or_else(self._gpus, tuple[GpuFacts, ...]()))
+    checks: dict[str, Callable[[], Iterable[Finding]]] = {
+        "python": lambda: machine.check_python(sys.version_info[:3], machine.unmet_requirements()),
+        "torch": lambda: machine.check_torch(built(), driver()),
+        "cards": lambda: machine.check_gpus(built(), gpus()),
+        "links": lambda: machine.check_links(links()),
+        "libraries": lambda: machine.check_libraries(built(), gpus()),
+        "attention": host.check_attention,
+        "video": host.check_encoder,
+        "memory": lambda: host.check_memory(here(), weights(), has_gpus=bool(gpus())),
+        "disk": lambda: host.check_disk(weights()),
+        "limits": lambda: host.check_limits(here()),
+        "environment": check_variables,
+        "presets": check_presets,
+        **({"all-reduce": reduce_over_all} if settings.all_reduce else {}),
+    }
+    findings = list[Finding]()
+    for name, check in checks.items():
+        try:
+            found = list(check())
+        except Exception as error:
+            # Drivers and libraries raise anything, and one failure must not hide the findings of the other checks.
+            text = (error.message if isinstance(error, OsoraError) else str(error)) or type(error).__name__
+            reason = " ".join(text.split())[:300]
+            found = [Finding(severity=Severity.UNKNOWN, message=f"could not be checked: {reason}")]
+        findings += [finding.model_copy(update={"check": name}) for finding in found]
+    return findings, presets
 
 
 def _or_else(read: Callable[[], FactT], default: FactT) -> FactT:
@@ -137,3 +139,70 @@ def _or_else(read: Callable[[], FactT], default: FactT) -> FactT:
         return read()
     except Exception:
         return default
+
+
+def check_all_reduce(
+    *, num_gpus: int, seconds: float, environment: Mapping[str, str], command: Sequence[str] | None = None
+) -> Iterator[Finding]:
+    """Reduce over all GPUs with NCCL, or over two processes with gloo if there are no GPUs, and judge the result.
+
+    `seconds` is the timeout, after which all processes are ended. `command` replaces `osora bench-comm`.
+    """
+    device, ranks = ("cuda", num_gpus) if num_gpus else ("cpu", 2)
+    over = f"nccl over {ranks} GPU{'' if ranks == 1 else 's'}" if num_gpus else "gloo over 2 processes"
+    size = _ALL_REDUCE_BYTES[device]
+    words = f"bench-comm --device {device} --gpus {ranks} --collective all_reduce --min-bytes {size} --max-bytes {size}"
+    asked = [*module_command("opensora_cli"), *words.split(), "--iters", "5", "--warmup", "2", "--json", "--quiet"]
+    # A session of its own, so that Ctrl-C reaches this process alone.
+    process = subprocess.Popen(
+        asked if command is None else command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=safe_environment(environment),
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    severity = Severity.PROBLEM if num_gpus > 1 else Severity.WARNING
+    try:
+        output, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        yield Finding(
+            severity=severity,
+            message=f"{over} does not end within {seconds:g} s",
+            why="it hangs, as a run over several devices would, or the machine is busy",
+            fix="--timeout 300 tells a busy machine from a hang. Then "
+            + ("try NCCL_P2P_DISABLE=1, and check NCCL_SOCKET_IFNAME and /etc/hosts" if num_gpus else _GLOO_FIX),
+        )
+        return
+    finally:
+        _end(process)
+    if process.returncode:
+        lines = [line.strip() for line in errors.splitlines() if line.strip()]
+        reason = next((line for line in lines if line.startswith("error: ")), lines[-1] if lines else "")
+        yield Finding(
+            severity=severity,
+            message=f"{over} fails: {reason.removeprefix('error: ')[:300] or f'exit code {process.returncode}'}",
+            why="a run over several devices would fail in the same way",
+            fix="NCCL_DEBUG=INFO osora env-check reports more" if num_gpus else _GLOO_FIX,
+        )
+        return
+    for row in json.loads(output)["rows"]:
+        rate = f", {row['bus_bandwidth_gb_per_s']:.1f} GB/s on the bus" if ranks > 1 else ""
+        yield ok(f"{over}: {row['size_bytes'] / 2**20:.0f} MiB in {row['avg_s'] * 1e3:.1f} ms{rate}")
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    """End the launcher and its session. Its ranks end with it."""
+    if process.poll() is not None:
+        return
+    if sys.platform == "win32":
+        process.kill()
+        process.communicate()
+        return
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        os.killpg(process.pid, number)
+        with suppress(subprocess.TimeoutExpired):
+            process.communicate(timeout=_GRACE_S)
+            return

@@ -136,27 +136,21 @@ def check_disk(weights: WeightFacts) -> Iterator[Finding]:
 def check_limits(host: HostFacts) -> Iterator[Finding]:
     """Judge shared and locked memory."""
     shared, locked = host.shared_memory_bytes, host.locked_memory_bytes
-    if shared is None:
-        yield note("no /dev/shm on this system")
-    elif shared < _SMALLEST_SHARED_MEMORY:
+    if shared is not None and shared < _SMALLEST_SHARED_MEMORY:
         yield warning(
             f"/dev/shm has {shared / 2**20:.0f} MiB",
             why="NCCL and data loading workers exchange data through it, and fail when it is full",
             fix="start the container with --shm-size=8g or --ipc=host",
         )
     else:
-        yield ok(f"/dev/shm has {_gib(shared)}")
-    if locked is None:
-        yield ok("no limit of locked memory")
-    elif host.infiniband and locked < _SMALLEST_LOCKED_MEMORY:
+        yield ok("no /dev/shm on this system" if shared is None else f"/dev/shm has {_gib(shared)}")
+    # The driver allocates CUDA's pinned memory, which does not count.
+    if locked is not None and host.infiniband and locked < _SMALLEST_LOCKED_MEMORY:
         yield warning(
             f"locked memory is limited to {locked / 2**20:.0f} MiB",
             why="InfiniBand registers its buffers as locked memory, and NCCL fails to start without",
             fix="ulimit -l unlimited; in a container --ulimit memlock=-1",
         )
-    else:
-        # The driver allocates CUDA's pinned memory, which does not count.
-        yield ok(f"locked memory is limited to {locked / 2**20:.0f} MiB, which only InfiniBand depends on")
 
 
 def check_encoder() -> Iterator[Finding]:
@@ -212,19 +206,16 @@ def read_presets(environment: Mapping[str, str], *, num_gpus: int) -> tuple[tupl
             unplanned.append(name)
             continue
         plan = make_plan(settings)
-        worst = max(plan.stages, key=lambda stage: stage.total_bytes)
+        needed = max(stage.total_bytes for stage in plan.stages)
         found.append(
             PresetNeeds(
                 name=name,
                 video=f"{plan.width}x{plan.height}, {plan.settings.video.num_frames} frames",
-                device=str(plan.hardware.device),
-                dtype=plan.hardware.dtype_name,
-                stage=worst.name,
-                needed_bytes=worst.total_bytes,
+                needed_bytes=needed,
                 free_bytes=plan.budget_bytes,
                 offload=plan.offload.mode.value,
                 has_weights=not plan.weights.missing,
-                fits=worst.total_bytes <= plan.budget_bytes,
+                fits=needed <= plan.budget_bytes,
             )
         )
     return tuple(found), tuple(unplanned)

@@ -53,10 +53,6 @@ def _is_on(value: str) -> bool:
     return value.lower() in ("1", "true", "yes", "on")
 
 
-def _is_set(_: str) -> bool:
-    return True
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rule:
     """Fault of one variable."""
@@ -64,8 +60,8 @@ class _Rule:
     name: str
     why: str
     fix: str | None = None
-    when: Callable[[str], bool] = _is_on
-    """Condition on the value. `_is_set` also holds for an unknown value."""
+    when: Callable[[str], bool] | None = _is_on
+    """Condition on the value. None means any value, also an unknown one."""
     message: str = "{name}={value}"
     severity: Severity = Severity.WARNING
     on_machine: Callable[[Surroundings], str | None] = lambda _: ""
@@ -103,7 +99,7 @@ _SLOW = {
 """Reason by name of a variable that costs time when it is on."""
 _RULES = (
     *(
-        _Rule(name=name, when=_is_set, message="{name} is read by nothing", why=why, fix=fix)
+        _Rule(name=name, when=None, message="{name} is read by nothing", why=why, fix=fix)
         for name, (why, fix) in _READ_BY_NOTHING.items()
     ),
     *(_Rule(name=name, why=why, fix=_UNSET) for name, why in _SLOW.items()),
@@ -142,7 +138,7 @@ _RULES = (
     ),
     _Rule(
         name="NCCL_ASYNC_ERROR_HANDLING",
-        when=_is_set,
+        when=None,
         message="{name} is an old name",
         why="torch still reads it, with a warning for each process",
         fix="unset it: it is on by default; its name is TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -212,7 +208,7 @@ def lint_variables(variables: Variables, surroundings: Surroundings | None) -> l
     found = list(_lint_allocator(known, uses_cuda=surroundings is None or surroundings.uses_cuda))
     for rule in _RULES:
         value = known.get(rule.name)
-        applies = rule.name in variables and (rule.when is _is_set or (value is not None and rule.when(value)))
+        applies = rule.name in variables and (rule.when is None or (value is not None and rule.when(value)))
         concerned = "" if surroundings is None else rule.on_machine(surroundings)
         if applies and concerned is not None:
             message = rule.message.format(name=rule.name, value=value) + concerned
@@ -286,67 +282,56 @@ def _errors(code: str, *arguments: str, loggers: str = "") -> str:
 def _lint_threads(value: str, surroundings: Surroundings | None) -> Iterator[Finding]:
     # A list is for nested regions. The first number counts.
     first = value.partition(",")[0].strip()
-    if value and (not first.isdigit() or int(first) == 0):
+    threads = int(first) if first.isdigit() else 0
+    most = threads if surroundings is None else surroundings.cores
+    if value and not 1 <= threads <= most:
         yield warning(
-            f"OMP_NUM_THREADS={value} is not a number of threads",
-            why="OpenMP ignores it",
+            f"OMP_NUM_THREADS={value} is no number of threads" + (f" for {most} cores" if surroundings else ""),
+            why="OpenMP ignores a wrong number, and threads that wait for each other to get a core are slow",
             fix="unset it: torch takes one thread for each core",
-            variable="OMP_NUM_THREADS",
-        )
-    elif value and surroundings is not None and int(first) > surroundings.cores:
-        yield warning(
-            f"OMP_NUM_THREADS={value} on {surroundings.cores} cores",
-            why="threads wait for each other to get a core: slower than fewer of them",
-            fix="unset it, or use at most the number of cores",
             variable="OMP_NUM_THREADS",
         )
 
 
 def _lint_devices(value: str) -> Iterator[Finding]:
-    name = "CUDA_VISIBLE_DEVICES"
-    devices = [device.strip() for device in value.split(",")]
-    numbers = [device for device in devices if re.fullmatch(r"-?\d+", device)]
-    odd = [device for device in devices if device not in numbers and not device.startswith(("GPU-", "MIG-"))]
-    message, why, fix = "", "", "list numbers as nvidia-smi shows them, as in 0,1"
+    name, devices = "CUDA_VISIBLE_DEVICES", [device.strip() for device in value.split(",")]
     if value in ("", "-1"):
-        message, why, fix = "hides all GPUs", "everything runs on the CPU", "unset it to use the GPUs"
-    elif odd:
-        message = f"has {', '.join(map(repr, odd))} in it"
-        why = "CUDA reads up to the first entry that is neither a number nor a GPU-... name, and hides the rest"
-    elif any(number.startswith("-") for number in numbers):
-        message, why = "has a negative number in it", "CUDA hides this GPU and all that follow"
-    elif len(set(devices)) < len(devices):
-        message, why = "names a GPU twice", "CUDA then finds no GPU at all"
-    elif numbers and len(numbers) < len(devices):
-        message, why = "mixes numbers and names", "CUDA takes either, not both"
-    if message:
-        yield warning(f"{name}={value} {message}", why=why, fix=fix, variable=name)
+        yield warning(
+            f"{name}={value} hides all GPUs",
+            why="everything runs on the CPU",
+            fix="unset it to use the GPUs",
+            variable=name,
+        )
+    elif len(set(devices)) < len(devices) or not (
+        all(device.isdigit() for device in devices) or all(device.startswith(("GPU-", "MIG-")) for device in devices)
+    ):
+        yield warning(
+            f"{name}={value} is no list of different GPUs",
+            why="CUDA takes numbers, or names from GPU-..., up to the first other entry; none if one is there twice",
+            fix="list numbers as nvidia-smi shows them, as in 0,1",
+            variable=name,
+        )
 
 
 def _lint_interfaces(known: Mapping[str, str], surroundings: Surroundings) -> Iterator[Finding]:
-    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        value = known.get(name)
-        if not value:
-            continue
-        if name.startswith("NCCL"):
-            fits = any(_nccl_uses(value, interface) for interface in surroundings.interfaces)
-        else:  # gloo takes whole names
-            fits = all(part in surroundings.interfaces for part in value.split(","))
-        if not fits:
+    interfaces = surroundings.interfaces
+    fits = {
+        "NCCL_SOCKET_IFNAME": lambda value: any(_nccl_uses(value, interface) for interface in interfaces),
+        "GLOO_SOCKET_IFNAME": lambda value: all(name in interfaces for name in value.split(",")),
+    }
+    for name in fits:
+        if (value := known.get(name)) and not fits[name](value):
             make = problem if surroundings.num_gpus > 1 else warning
             yield make(
                 f"{name}={value} fits no network interface here",
                 why="the processes of a run cannot connect, and it fails or hangs at its start",
-                fix=f"unset it, or choose among {', '.join(surroundings.interfaces)}",
+                fix=f"unset it, or choose among {', '.join(interfaces)}",
                 variable=name,
             )
 
 
 def _nccl_uses(value: str, interface: str) -> bool:
-    """Return whether a value of `NCCL_SOCKET_IFNAME` lets NCCL use an interface.
-
-    The value lists prefixes, or whole names after `=`, and excludes them after `^` (NCCL user guide).
-    """
+    """Return whether NCCL uses an interface: prefixes, whole names after `=`, all others after `^` (its user guide)."""
     rest = value.removeprefix("^")
     names = tuple(name for name in rest.removeprefix("=").split(",") if name)
     is_named = interface in names if rest.startswith("=") else interface.startswith(names)

@@ -21,8 +21,7 @@ from opensora_cli.engine.components.few_steps import asked_sampling, described, 
 from opensora_cli.engine.components.weights import choose_model, require_weights_of
 from opensora_cli.engine.generate.outputs import num_samples, read_made, sample_files
 from opensora_cli.engine.generate.sample import LATENTS_ENDING, open_latents
-from opensora_cli.media.files import readable_file
-from opensora_cli.media.results import refuse_existing
+from opensora_cli.media.results import readable_file, refuse_existing
 from opensora_cli.models.registry import AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.sampling.sizes import image_size, nearest_training_size, num_pixels, ratio_value
 from opensora_cli.settings.explain import Given, explain

@@ -16,6 +16,7 @@ from torch import Tensor
 from opensora_cli.core.device import peak_memory_gib
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, MediaError, OsoraError
+from opensora_cli.core.formatting import aligned_rows
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.threads import pick_threads, threads_used
 from opensora_cli.engine.components.architectures import load_autoencoder, vae_tiling
@@ -85,19 +86,13 @@ class Reconstruction(Document):
             table.append((f"{row.psnr_db:.2f}", f"{row.ssim:.4f}", str(row.num_frames), size, str(row.output)))
         if len(done) > 1:
             table.append((f"{self.mean_psnr_db:.2f}", f"{self.mean_ssim:.4f}", "", "", f"mean of {len(done)} files"))
-        widths = [max(len(line[column]) for line in table) for column in range(4)]
-        return [
-            "  ".join([*(cell.rjust(width) for cell, width in zip(line, widths, strict=False)), line[4]])
-            for line in table
-        ]
+        return aligned_rows(table)
 
     def raise_for_problems(self) -> None:
         """Raise BatchError with all files that could not be reconstructed, if any."""
-        failed = [row.error for row in self.files if isinstance(row, Failed)]
-        if failed:
-            raise BatchError(
-                "\n".join([f"{len(failed)} of {len(self.files)} files could not be reconstructed", *failed])
-            )
+        if failed := [row.error for row in self.files if isinstance(row, Failed)]:
+            count = f"{len(failed)} of {len(self.files)} files could not be reconstructed"
+            raise BatchError("\n".join([count, *failed]))
 
 
 def reconstruct(settings: ReconstructSettings, *, reporter: Reporter | None = None) -> Reconstruction:

@@ -1,7 +1,6 @@
 """`osora vae stats`: mean and deviation of the latents of pictures and videos, for each channel."""
 
 import os
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -56,11 +55,11 @@ class LatentStatistics(Document):
 
     def lines(self) -> list[str]:
         """Return a table with a line for each channel, and the settings in the syntax of `--set`."""
-        rows = [("channel", "mean", "deviation")]
-        rows += [(str(index), *_shown(row.mean, row.deviation)) for index, row in enumerate(self.channels)]
-        if self.mean is not None:
-            rows.append(("all", *_shown(self.mean, self.deviation)))
-        found = [f"{name:>7}  {mean:>12}  {deviation:>12}" for name, mean, deviation in rows]
+        rows = [(str(index), row.mean, row.deviation) for index, row in enumerate(self.channels)]
+        rows += [("all", self.mean, self.deviation)] if self.mean is not None else []
+        found = [f"{'channel':>7}  {'mean':>12}  {'deviation':>12}"]
+        for name, mean, deviation in rows:
+            found.append(f"{name:>7}  {mean:>12.6f}  {'-' if deviation is None else f'{deviation:.6f}':>12}")
         source = f"of {self.frames:,} frames in {self.files:,} files"
         found.append(f"latents    {self.values_per_channel:,} values a channel, {source}")
         if self.settings:
@@ -70,19 +69,8 @@ class LatentStatistics(Document):
     def raise_for_problems(self) -> None:
         """Raise BatchError with all files that could not be encoded, if any."""
         if self.failed:
-            total = self.files + len(self.failed)
-            raise BatchError(
-                "\n".join(
-                    [
-                        f"{len(self.failed)} of {total} files could not be encoded, and do not count",
-                        *(file.error for file in self.failed),
-                    ]
-                )
-            )
-
-
-def _shown(mean: float, deviation: float | None) -> tuple[str, str]:
-    return f"{mean:.6f}", "-" if deviation is None else f"{deviation:.6f}"
+            count = f"{len(self.failed)} of {self.files + len(self.failed)} files could not be encoded"
+            raise BatchError("\n".join([f"{count}, and do not count", *(file.error for file in self.failed)]))
 
 
 @dataclass(slots=True)
@@ -151,7 +139,9 @@ def latent_statistics(settings: EncodeSettings, *, reporter: Reporter | None = N
         reporter.warn(reason)
         failed.append(Failed(file=str(place), error=reason))
 
-    files = _files(settings.files, unread)
+    files = list[str]()
+    for name in settings.files:
+        files += map(str, media_files(Path(name), unread=unread)[0]) if os.path.isdir(name) else [name]
     autoencoder = load_autoencoder(settings.vae, weights, device=hardware.device, dtype=hardware.dtype)
     closed = len(failed)
     with (
@@ -201,14 +191,6 @@ def _encode(
         moments.merge(RunningMoments.of(latents_1CTHW[0].flatten(1)))
         count += len(kept_THWC)
     return moments, count
-
-
-def _files(named: Sequence[str], unread: Callable[[Path, str], None]) -> list[str]:
-    """Return the named files, and the files in named folders. `unread` is passed to `media_files`."""
-    found: list[str] = []
-    for name in named:
-        found += map(str, media_files(Path(name), unread=unread)[0]) if os.path.isdir(name) else [name]
-    return found
 
 
 def scaling_settings(vae: VAESettings, latents: ChannelStatistics) -> dict[str, float]:

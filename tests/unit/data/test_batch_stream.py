@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import io
 import multiprocessing
 import os
 import signal
@@ -20,9 +21,8 @@ from tiny_world import RecordingReporter
 
 from opensora_cli.core.exceptions import FileProblem, HardwareError, MediaError
 from opensora_cli.core.signals import END_REQUESTS
-from opensora_cli.data import loading
 from opensora_cli.data.batches import ClipBatch, ClipRequest, EpochPlan, MicroBatch
-from opensora_cli.data.loading import BatchStream, ClipReader
+from opensora_cli.data.loading import BatchStream, ClipReader, Sharing
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
@@ -282,7 +282,7 @@ def test_a_batch_that_does_not_fit_into_shared_memory_is_an_error_and_no_wait(mo
     with pytest.raises(
         HardwareError, match="/dev/shm has no room for what the processes that read clips hand"
     ) as error:
-        loading._share_tensors(reader.read(asked))
+        Sharing(io.BytesIO()).dump(reader.read(asked))
     assert "--set data.workers=0" in str(error.value.hint)
 
 
@@ -310,5 +310,5 @@ def test_workers_that_were_started_before_another_failed_do_not_outlive_the_erro
 
 def test_workers_share_every_tensor_of_a_batch() -> None:
     tensors = [torch.zeros(8), torch.ones(3), torch.arange(4)]
-    loading._share_tensors({"pixels": tensors[:2], "nested": (tensors[2], "text")})
+    Sharing(io.BytesIO()).dump({"pixels": tensors[:2], "nested": (tensors[2], "text")})
     assert all(tensor.is_shared() for tensor in tensors)

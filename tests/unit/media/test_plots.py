@@ -17,12 +17,10 @@ def write_line(path, **options):
 
 
 @pytest.mark.parametrize("format_", [pytest.param("pdf", marks=pytest.mark.slow), "png", "svg"])
-def test_equal_data_give_equal_bytes_in_the_format_of_the_ending(tmp_path, format_):
-    first, second = tmp_path / f"a.{format_.upper()}", tmp_path / "new" / f"b.{format_}"
-    write_line(first)
-    write_line(second)
-    assert first.read_bytes() == second.read_bytes()
-    assert first.read_bytes().startswith(STARTS[format_])
+def test_the_ending_gives_the_format(tmp_path, format_):
+    path = tmp_path / "new" / f"a.{format_.upper()}"
+    write_line(path)
+    assert path.read_bytes().startswith(STARTS[format_])
 
 
 def test_a_missing_matplotlib_names_the_line_that_installs_it(monkeypatch):

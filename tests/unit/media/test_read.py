@@ -95,12 +95,6 @@ class TestPictures:
 
 
 class TestVideos:
-    def test_all_frames_and_the_rate(self, tmp_path: Path) -> None:
-        clip = read_video(write_video(tmp_path / "a.mp4", numbered(12)))
-        assert levels(clip.frames_THWC) == list(range(12))
-        assert clip.frames_THWC.dtype == torch.uint8
-        assert clip.fps == 10
-
     @pytest.mark.parametrize("format_", ["gif", "webp"])
     def test_animated_pictures_are_videos(self, tmp_path: Path, format_: str) -> None:
         path = write_media([numbered(12)], tmp_path / "a", fps=12.5, format=format_)
@@ -163,9 +157,7 @@ class TestProblems:
         path = tmp_path / "a.png"
         Image.new("1", (64, 64)).save(path)
         monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1000)
-        with pytest.raises(
-            MediaError, match=r"a\.png has 0\.004096 megapixels, more than the 0\.002 that are read"
-        ) as caught:
+        with pytest.raises(MediaError, match=r"a\.png cannot be read as a picture: Image size .* exceeds") as caught:
             read_picture(path)
         self.one_line(caught.value, path)
 

@@ -176,23 +176,6 @@ def test_ctrl_c_waits_until_both_have_their_names(tmp_path: Path, monkeypatch: p
     assert sorted(os.listdir(tmp_path)) == ["a.mp4", "a.mp4.json", "extra.txt"]
 
 
-def test_an_error_while_it_is_described_leaves_what_was_there(tmp_path: Path) -> None:
-    media = tmp_path / "a.mp4"
-    publish(media, "old")
-
-    def describe(_: int) -> dict[str, object]:
-        raise KeyboardInterrupt
-
-    def write() -> None:
-        with published(media, replace=True, describe=describe) as temporary:
-            temporary.write_text("new")
-
-    with pytest.raises(KeyboardInterrupt):
-        write()
-    assert state(media) == "old"
-    assert sorted(os.listdir(tmp_path)) == ["a.mp4", "a.mp4.json", "extra.txt"]
-
-
 @pytest.mark.parametrize("name", ["a.mp4", "a.mp4.json"])
 @pytest.mark.parametrize("meanwhile", [False, True])
 def test_what_others_made_is_kept_unless_it_is_to_be_replaced(tmp_path: Path, name: str, meanwhile: bool) -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from opensora_cli.core.choices import LinearProducts
 from opensora_cli.memory.eight_bit import (
     INT8_LARGEST,
-    Fp8ProductLinear,
+    ProductLinear,
     output_and_rounded_product,
     use_products,
 )
@@ -72,7 +72,7 @@ def test_fp8_rounds_inputs_and_weights_by_rows():
     block = block_of((32, 64))
     (error,) = use_products(block, ["0"], FP8)
     layer = block[0]
-    assert isinstance(layer, Fp8ProductLinear)
+    assert isinstance(layer, ProductLinear)
     assert 0.02 < error.relative_error < 0.05
     values, scale = layer.round_input(draw(5, 64) * torch.logspace(-20, 20, 5)[:, None])
     assert values.dtype is torch.float8_e4m3fn

@@ -11,8 +11,7 @@ from opensora_cli.cli.app import main
 from opensora_cli.core.exceptions import FileProblem, OutputError, RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.table import read_table
-from opensora_cli.engine.data.check import check_data
-from opensora_cli.engine.data.new_recipe import suggest_buckets, write_recipe
+from opensora_cli.engine.data.check import check_data, suggest_buckets, write_recipe
 from opensora_cli.engine.train import plan as train_plan
 from opensora_cli.engine.train.plan import plan_training
 from opensora_cli.settings.explain import Given

@@ -17,11 +17,9 @@ from tiny_clips import write_clip, write_rows
 
 from opensora_cli.core.exceptions import BatchError, FileProblem, OutputError
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.data.table import COLUMNS, read_table
-from opensora_cli.data.table_files import read_columns
+from opensora_cli.data.table import COLUMNS, read_columns, read_table
 from opensora_cli.engine.data import scan as scan_module
-from opensora_cli.engine.data.preview import preview
-from opensora_cli.engine.data.scan import ScanResult, scan, shard
+from opensora_cli.engine.data.scan import ScanResult, preview, scan, shard
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettings, ShardSettings
 
@@ -96,6 +94,13 @@ def test_a_deep_scan_finds_damage_in_the_middle(tmp_path: Path) -> None:
     (broken,) = deep.broken
     assert broken.path == str(damaged)
     assert re.search(r"damaged\.mp4 is damaged: frame \d+ of 40 cannot be decoded", broken.reason)
+
+
+def test_a_name_that_is_not_utf_8_is_listed_as_broken(folder: Path) -> None:
+    (folder / "a.png").rename(folder / "\udce9.png")
+    result = run(folder)
+    assert (result.rows, [file.path for file in result.broken]) == (3, [f"{folder}/\\udce9.png"])
+    assert result.broken[0].reason == f"{folder}/\\udce9.png is no name in UTF-8: rename it"
 
 
 def test_broken_files_are_listed_and_left_out_until_they_are_fixed(folder: Path) -> None:
@@ -222,12 +227,10 @@ def test_a_contact_sheet_shows_frames_of_every_sample(folder: Path) -> None:
     result = preview(PreviewSettings(table=str(table), sheet=str(sheet)), data, multiple=16)
     assert (result.shown, result.rows, result.broken) == (4, 4, ())
     pixels = np.asarray(Image.open(sheet).convert("RGB"), dtype=int)
-    # The first three side by side, the fourth below; paper is nearly white, and the first frames are nearly black.
-    height, width = pixels.shape[:2]
-    assert width > 3 * 480
-    dark = (pixels.max(axis=2) < 35) & (pixels.min(axis=2) > 5)
-    for row, column in ((0, 0), (0, 1), (0, 2), (1, 0)):
-        cell = dark[row * height // 2 : (row + 1) * height // 2, column * width // 3 : (column + 1) * width // 3]
+    # One below the other; the ground has the level 32, and the first frames have 20.
+    assert pixels.shape[1] > 480
+    first = (pixels.max(axis=2) < 26) & (pixels.min(axis=2) > 14)
+    for cell in np.array_split(first, 4):
         assert cell.sum() > 500
     with pytest.raises(OutputError, match="exists already"):
         preview(PreviewSettings(table=str(table), sheet=str(sheet)), data, multiple=16)

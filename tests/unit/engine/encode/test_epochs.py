@@ -10,7 +10,7 @@ import pytest
 from opensora_cli.core.choices import Fit
 from opensora_cli.data.batches import EpochPlan, MicroBatch
 from opensora_cli.data.buckets import Buckets, Resolution, Samples
-from opensora_cli.data.table import ClipTable, TextColumn
+from opensora_cli.data.table import ClipTable, text_column
 from opensora_cli.engine.encode.datasets import TableSource
 
 
@@ -28,7 +28,7 @@ def source() -> TableSource:
         width=rng.choice([40, 64, 100], size=count),
         fps=np.full(count, 24.0),
     )
-    texts, none = TextColumn([""] * count), np.full(count, np.nan)
+    texts, none = text_column([""] * count), np.full(count, np.nan)
     table = ClipTable(
         folder=Path(), rows=np.arange(count), paths=texts, texts=texts, samples=samples, motion_scores=none, bad_rows=()
     )

@@ -20,7 +20,6 @@ from opensora_cli.core import threads
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import BatchError, FileProblem, MediaError
 from opensora_cli.core.limits import Cores
-from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.engine.encode import fill_cache
@@ -100,23 +99,6 @@ def test_clips_are_encoded_once_and_more_are_added(weights, tmp_path):
     assert reporter.stages.count("encode") == 1
 
 
-def test_a_clip_has_latents_text_and_the_references_of_the_trained_modes(filled):
-    cache = prepared(filled)
-    [request, *_] = all_requests(filled)
-    shapes = {name: tuple(tensor.shape) for name, tensor in cache.clip(request).items()}
-    assert shapes == {
-        "latents": (4, 4, 6, 12),
-        "head1": (4, 1, 6, 12),
-        "tail1": (4, 1, 6, 12),
-        "head5": (4, 2, 6, 12),
-        "tail5": (4, 2, 6, 12),
-        "head9": (4, 3, 6, 12),
-        "tail9": (4, 3, 6, 12),
-        "prompt_embeds": (tiny_training.MAX_LENGTH, tiny_training.WIDTH),
-        "pooled_prompt_embeds": (tiny_training.WIDTH,),
-    }
-
-
 def task_of(settings, module, cache):
     """Return the task of a run with another transformer."""
     with mock.patch.object(mmdit, "build_transformer", return_value=module):
@@ -155,19 +137,6 @@ def test_training_on_the_cache_is_bitwise_identical_to_training_on_the_clips(fil
     fresh, cached = (losses(settings, micro_batches=4) for settings in kinds)  # over the end of the epoch
     assert fresh == cached
     assert len(set(cached)) == 4
-
-
-def test_it_continues_with_its_first_number_of_threads_unless_one_is_named(filled, monkeypatch):
-    begun_with = torch.get_num_threads()
-    more = ThreadChoice(count=begun_with + 1, reason="of an idle machine", is_free=True)
-    monkeypatch.setattr(fill_cache, "pick_threads", lambda *, asked: more)
-    listener = tiny_world.RecordingReporter()
-    cache_clips(filled, reporter=listener)
-    assert f"threads: {begun_with} (as the cache was begun, for the same sums)" in listener.notes
-    named = more.model_copy(update={"is_free": False})
-    monkeypatch.setattr(fill_cache, "pick_threads", lambda *, asked: named)
-    cache_clips(filled, reporter=listener)
-    assert f"threads: {begun_with + 1} (of an idle machine)" in listener.notes
 
 
 def test_broken_clips_are_reported_and_retried(weights, tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from opensora_cli.engine.env_check.all_reduce import check_all_reduce
+from opensora_cli.engine.env_check.check import check_all_reduce
 from opensora_cli.engine.env_check.report import Finding, Severity
 
 

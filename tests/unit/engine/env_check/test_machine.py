@@ -61,9 +61,6 @@ PYTHON = (3, 12, 1)
 NEEDS = PresetNeeds(
     name="256px",
     video="336x192, 129 frames",
-    device="cuda:0",
-    dtype="bfloat16",
-    stage="denoise",
     needed_bytes=11 * GIB + 1,
     free_bytes=23 * GIB,
     offload="blocks",
@@ -176,7 +173,7 @@ def test_presets_of_the_released_model_are_planned_where_there_is_a_gpu(num_gpus
         stage = StageMemory("denoise", GIB, 0)
         return SimpleNamespace(
             settings=settings, width=1, height=1, stages=(stage,), budget_bytes=GIB, offload=OffloadPlan(),
-            hardware=SimpleNamespace(device="cpu", dtype_name="float32"), weights=SimpleNamespace(missing={}),
+            weights=SimpleNamespace(missing={}),
         )  # fmt: skip
 
     monkeypatch.setattr(host, "make_plan", plan)

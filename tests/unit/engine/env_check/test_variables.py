@@ -6,8 +6,7 @@ import pytest
 
 from opensora_cli.core.redaction import is_relevant
 from opensora_cli.engine.env_check import variables as rules
-from opensora_cli.engine.env_check.profiles import PROFILES
-from opensora_cli.engine.env_check.report import Severity
+from opensora_cli.engine.env_check.report import PROFILES, Severity
 from opensora_cli.engine.env_check.variables import Surroundings, lint_file, lint_variables
 
 SERVER = Surroundings(

@@ -19,9 +19,9 @@ from opensora_cli.engine.train import evaluate
 from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.media import write
-from opensora_cli.media.files import read_tags
 from opensora_cli.media.names import file_stem
 from opensora_cli.media.read import probe
+from opensora_cli.media.results import read_tags
 from opensora_cli.media.write import write_media
 from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.explain import Given

@@ -9,7 +9,7 @@ from torch import nn
 from toy_training import ADAMW, MUON, ToyModule, ToyTask, draw, toy_trainer
 
 from opensora_cli.core.exceptions import TrainingError
-from opensora_cli.data.batches import SampleRng
+from opensora_cli.data.batches import SampleRng, Stream
 from opensora_cli.engine.train.optimizer import averaged_copy, update_ema
 from opensora_cli.engine.train.trainer import PARTS
 
@@ -68,7 +68,7 @@ class TestStep:
         task, module = ToyTask(), ToyModule()
         trainer = toy_trainer(task, micro_batches=4)
         norm = trainer.do_step().figures["grad_norm"]
-        noiseless = [draw(SampleRng.of_data(0, number), number).x_BC for number in range(4)]
+        noiseless = [draw(SampleRng.of(0, number, Stream.DATA), number).x_BC for number in range(4)]
         noisy = [
             x_BC + 0.01 * torch.randn(x_BC.shape, generator=_drawn_once(SampleRng.of(0, number)).torch)
             for number, x_BC in enumerate(noiseless)
@@ -89,7 +89,7 @@ class TestStep:
         assert one.sampled != third.sampled
         assert len(set(one.sampled)) == 4
         # Data and loss have independent streams.
-        assert SampleRng.of(0, 1).numpy.uniform() != SampleRng.of_data(0, 1).numpy.uniform()
+        assert SampleRng.of(0, 1).numpy.uniform() != SampleRng.of(0, 1, Stream.DATA).numpy.uniform()
 
     def test_layers_draw_by_the_micro_batch_alone(self):
         sampled = []

@@ -9,7 +9,7 @@ from toy_training import Listener, ToyTask, draw, toy_trainer
 
 from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.data.batches import SampleRng
+from opensora_cli.data.batches import SampleRng, Stream
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.evaluate import HeldOutLoss, evaluating, open_validation
 from opensora_cli.engine.train.run import train
@@ -17,7 +17,7 @@ from opensora_cli.settings.train_loop import ValidationSettings
 
 
 def held_out(index):
-    return draw(SampleRng.of_data(99, index), 1000 + index)
+    return draw(SampleRng.of(99, index, Stream.DATA), 1000 + index)
 
 
 def validation(*, count=3, every=2, seed=0, last_step=100):

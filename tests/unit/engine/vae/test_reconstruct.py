@@ -1,19 +1,15 @@
 """`osora vae reconstruct`: windows over long videos, every kind of autoencoder, files that fail, what is written."""
 
-import errno
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-import killing
 import pytest
 import torch
 from safetensors.torch import save_file
 from small_autoencoders import SMALL_DC_AE, SMALL_FLUX_AE, SMALL_HUNYUAN
 from torch import Tensor
 
-from opensora_cli.core import files as core_files
 from opensora_cli.core.exceptions import BatchError, OutputError
 from opensora_cli.engine.components.architectures import new_autoencoder
 from opensora_cli.engine.vae import reconstruct as vae_reconstruct
@@ -232,32 +228,6 @@ def test_an_interruption_says_what_was_finished(tmp_path: Path, monkeypatch: pyt
     with pytest.raises(KeyboardInterrupt, match=r"^finished: .*a_reconstructed\.png$"):
         reconstruct(demo_settings(tmp_path, files))
     assert sorted(path.suffix for path in (tmp_path / "out").iterdir()) == [".json", ".png"]
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_a_full_disk_leaves_no_result_without_its_sidecar_and_the_old_ones_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overwrite: bool
-) -> None:
-    files = [write_video(tmp_path / "a.mp4", 5), write_picture(tmp_path / "b.png")]
-    settings = tiny_settings(tmp_path, "hunyuan", files, **{"output.overwrite": overwrite})
-    if overwrite:
-        reconstruct(settings)
-    before = killing.tree(tmp_path / "out")
-    flush = core_files._flush_to_disk
-
-    def full(path: Path) -> None:
-        if path.is_file() and path.read_bytes()[:1] == b"{":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        flush(path)
-
-    monkeypatch.setattr(core_files, "_flush_to_disk", full)
-    rows = reconstruct(settings).files
-    folder = tmp_path / "out"
-    assert [row.error for row in rows if isinstance(row, Failed)] == [
-        f"{file}: cannot write {folder / name}: No space left on device"
-        for file, name in zip(files, ("a_reconstructed.mp4.json", "b_reconstructed.png.json"), strict=True)
-    ]
-    assert killing.tree(folder) == (before if overwrite else {})
 
 
 def test_a_result_never_takes_the_place_of_a_source(tmp_path: Path) -> None:
