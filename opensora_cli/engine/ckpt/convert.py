@@ -11,11 +11,10 @@ import torch
 from pydantic import Field
 
 import opensora_cli
-from opensora_cli.checkpoint.contents import Checkpoint
 from opensora_cli.checkpoint.fp8 import FP8_DTYPES, dequantize, quantize, separated, without_scales
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.lora import merge, open_adapter
-from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.checkpoint.opening import Checkpoint, open_checkpoint
 from opensora_cli.checkpoint.readable import listing_sha256, sha256_of
 from opensora_cli.checkpoint.targets import check_target
 from opensora_cli.checkpoint.transforms import cast, drop, only, rename

@@ -6,11 +6,10 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from opensora_cli.checkpoint.contents import Checkpoint
 from opensora_cli.checkpoint.formats.colossal import OPTIMIZER_FOLDER, RUNNING_STATES_FILE
 from opensora_cli.checkpoint.formats.torch import read_object
 from opensora_cli.checkpoint.fp8 import without_scales
-from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.checkpoint.opening import Checkpoint, open_checkpoint
 from opensora_cli.checkpoint.readable import refuse_outside, sha256_of
 from opensora_cli.checkpoint.shared_folder import recorded_hashes, unhashed_files
 from opensora_cli.core.choices import Format, Selection
