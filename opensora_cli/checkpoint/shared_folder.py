@@ -73,7 +73,7 @@ class BackgroundJob:
         """Error of the last job, until `take_error` returns it."""
 
     def start(self, do: Callable[[], None]) -> None:
-        """Start a job after the last one was joined. If no thread can be started, the job runs in this thread."""
+        """Start a job after the last one was joined."""
 
         def run() -> None:
             try:
@@ -82,12 +82,8 @@ class BackgroundJob:
                 self.error = error
 
         thread = Thread(target=run, name="osora-checkpoint")
-        try:
-            thread.start()
-        except RuntimeError:  # for example with `ulimit -u`
-            run()
-        else:
-            self._thread = thread
+        thread.start()
+        self._thread = thread
 
     def join(self) -> None:
         """Wait for the end of the job; after an interrupted wait, call this again."""
@@ -242,7 +238,6 @@ def _write(share: Share, shards: Mapping[str, Collection[str]], folder: Path) ->
 
 
 def _hashes(share: Share, folder: Path) -> dict[str, str]:
-    """Return the hashes of this process's part of the files."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     if share.group is not None:
         names = names[dist.get_rank(share.group) :: dist.get_world_size(share.group)]

@@ -33,10 +33,6 @@ from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE
 from opensora_cli.checkpoint.formats.torch import read_object, torch_bytes
 from opensora_cli.checkpoint.load import fill_module
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.sharding import model_gathering as model_gathering
-from opensora_cli.checkpoint.sharding import model_sharding as model_sharding
-from opensora_cli.checkpoint.sharding import rank_and_count
-from opensora_cli.checkpoint.sharding import record_model_param_shape as record_model_param_shape
 from opensora_cli.checkpoint.shared_folder import (
     BackgroundJob,
     Share,
@@ -48,6 +44,10 @@ from opensora_cli.checkpoint.shared_folder import (
 )
 from opensora_cli.checkpoint.transforms import rename
 from opensora_cli.community import refused
+from opensora_cli.community._sharding import model_gathering as model_gathering
+from opensora_cli.community._sharding import model_sharding as model_sharding
+from opensora_cli.community._sharding import rank_and_count
+from opensora_cli.community._sharding import record_model_param_shape as record_model_param_shape
 from opensora_cli.core.choices import Selection
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.files import json_bytes
@@ -73,16 +73,15 @@ class CheckpointIO:
 
     def __init__(self, n_write_entries: int = 32) -> None:
         self._job = BackgroundJob()
-        self._outcome_is_open = False
-        """Whether the ranks have not exchanged the outcome of the last write."""
 
     def __enter__(self) -> "CheckpointIO":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        # After an error the other ranks may have ended.
-        self._outcome_is_open = self._outcome_is_open and error is None
-        self.wait()
+        if error is None:
+            self.wait()
+        else:  # the other ranks may have ended
+            self._wait_alone()
 
     def save(
         self,
@@ -151,16 +150,11 @@ class CheckpointIO:
                 write()
 
         _do_on_first_rank(copy_and_write)
-        self._outcome_is_open = async_io and rank_and_count()[1] > 1
         return str(folder)
 
     def wait(self) -> None:
         """Wait for the writing to end. Raises its OutputError once, on all ranks."""
-        outcome_is_open, self._outcome_is_open = self._outcome_is_open, False
-        if outcome_is_open:
-            _do_on_first_rank(self._wait_alone)
-        else:
-            self._wait_alone()
+        _do_on_first_rank(self._wait_alone)
 
     def load(
         self,
