@@ -123,11 +123,6 @@ def is_possible(shape: object, dtype: torch.dtype) -> bool:
     )
 
 
-def cast(tensor: LazyTensor, dtype: torch.dtype, *, name: str) -> LazyTensor:
-    """Return the tensor in another dtype, rounded as torch does. `name` is for errors, see `rounded`."""
-    return LazyTensor(tensor.shape, dtype, lambda: rounded(tensor.read(), dtype, name=name))
-
-
 def rounded(values: Tensor, dtype: torch.dtype, *, name: str) -> Tensor:
     """Return numbers in another dtype.
 

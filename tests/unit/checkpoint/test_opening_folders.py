@@ -12,7 +12,7 @@ from tiny_weights import bit_equal, held, read
 from opensora_cli.checkpoint import opening
 from opensora_cli.checkpoint.formats.colossal import checkpoint_folder_name, epoch_folders, is_complete
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.writing import write_shards
+from opensora_cli.checkpoint.writing import write_checkpoint
 from opensora_cli.core.choices import Format, Selection
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
@@ -26,8 +26,7 @@ def is_of(value, path, select=None):
 
 
 def write_model(folder, value):
-    folder.mkdir(parents=True)
-    write_shards(folder / "model.safetensors.index.json", held(weights(value)), shard_bytes=20, metadata={})
+    write_checkpoint(held(weights(value)), folder, format=Format.SAFETENSORS_SHARDS, shard_bytes=20)
 
 
 @pytest.fixture

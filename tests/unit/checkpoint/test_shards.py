@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from tiny_weights import bit_equal, held
 
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.writing import plan_shards, write_shards
+from opensora_cli.checkpoint.writing import plan_shards, write_checkpoint
+from opensora_cli.core.choices import Format
 from opensora_cli.core.exceptions import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -29,7 +30,7 @@ def folder(tmp_path):
 
 
 def write(folder, tensors, **options):
-    write_shards(folder / INDEX, held(tensors), **({"shard_bytes": 6000, "metadata": {}} | options))
+    write_checkpoint(held(tensors), folder, format=Format.SAFETENSORS_SHARDS, shard_bytes=6000, **options)
 
 
 def put(folder, weight_map, shards, **more):
