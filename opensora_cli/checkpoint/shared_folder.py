@@ -38,8 +38,6 @@ from opensora_cli.core.reading import stays_inside
 SHA256 = "sha256"
 """Key of the hashes in `running_states.json`."""
 
-_READ_SUFFIXES = (".safetensors", ".pt", ".bin", ".json")
-
 _PREFIX = ".saving-"
 _METADATA = {"format": "pt"}
 
@@ -173,7 +171,7 @@ def wrong_files(folder: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
         return [error.message]
     if not hashes:
         return [f"{folder / RUNNING_STATES_FILE} is broken: it lacks {SHA256}, the hashes of the files"]
-    problems = [f"{path} has no hash in {RUNNING_STATES_FILE}" for path in unhashed_files(folder, hashes)]
+    problems = []
     for path in list(hashes)[share[0] :: share[1]]:
         try:
             if sha256_of(path) != hashes[path]:
@@ -203,13 +201,6 @@ def recorded_hashes(folder: Path) -> dict[Path, str]:
         if not is_sha256(digest):
             raise CheckpointError(f"{path} is broken: {shown(str(digest))} is no hash of {shown(name)}")
     return {refuse_outside(folder / name, folder): digest for name, digest in sorted(hashes.items())}
-
-
-def unhashed_files(folder: Path, hashes: Collection[Path]) -> list[Path]:
-    """Return the files of a checkpoint that readers open although they have no recorded hash."""
-    files = (path for path in folder.rglob("*") if path.suffix in _READ_SUFFIXES and path.is_file())
-    known = {*hashes, folder / RUNNING_STATES_FILE}
-    return sorted(path for path in files if path not in known and not path.name.startswith("."))
 
 
 def _write(share: Share, shards: Mapping[str, Collection[str]], folder: Path) -> None:

@@ -25,6 +25,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but
 )
 from pydantic import Field
 
+from opensora_cli.checkpoint.readable import reading_file
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.formatting import plain, without_credentials
@@ -100,19 +101,13 @@ def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
         )
         card: Any = found.card_data or {}
         licence = card.get("license_name") or card.get("license")
-        commit = found.sha or "main"
-        files = {}
+        commit, files = found.sha or "main", {}
         for listed in found.siblings or ():
             if wanted(listed.rfilename) and stays_inside(listed.rfilename):
-                size, digest = listed.size, listed.lfs.sha256 if listed.lfs else listed.blob_id
-                if size is None or digest is None:  # a mirror that lists names only
-                    url = huggingface_hub.hf_hub_url(name, listed.rfilename, revision=commit)
-                    asked = huggingface_hub.get_hf_file_metadata(url)
-                    size, digest = asked.size, asked.etag
-                fields = {"repo": name, "commit": commit, "bytes": size, "hash": digest}
-                files[listed.rfilename] = HubFile.model_validate(
-                    {**fields, "name": listed.rfilename, "hub_name": listed.rfilename}
-                )
+                digest = listed.lfs.sha256 if listed.lfs else listed.blob_id
+                fields = {"repo": name, "commit": commit, "bytes": listed.size, "hash": digest}
+                fields |= {"name": listed.rfilename, "hub_name": listed.rfilename}
+                files[listed.rfilename] = HubFile.model_validate(fields)
         return HubRepo(
             name=name,
             commit=commit,
@@ -192,13 +187,10 @@ def is_content(file: HubFile, path: Path, *, advance: Advance = lambda count: No
     """Return whether a local file is `file` by its hash. Raises CheckpointError if it cannot be read."""
     is_sha256 = len(file.hash) == 64
     hasher = hashlib.sha256() if is_sha256 else hashlib.sha1(b"blob %d\0" % file.bytes, usedforsecurity=False)
-    try:
-        with path.open("rb") as content:
-            while chunk := content.read(_CHUNK_BYTES):
-                hasher.update(chunk)
-                advance(len(chunk))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    with reading_file(path), path.open("rb") as content:
+        while chunk := content.read(_CHUNK_BYTES):
+            hasher.update(chunk)
+            advance(len(chunk))
     return hasher.hexdigest() == file.hash
 
 

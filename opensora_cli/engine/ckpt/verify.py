@@ -6,12 +6,12 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from opensora_cli.checkpoint.formats.colossal import OPTIMIZER_FOLDER, RUNNING_STATES_FILE
+from opensora_cli.checkpoint.formats.colossal import OPTIMIZER_FOLDER
 from opensora_cli.checkpoint.formats.torch import read_object
 from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.opening import Checkpoint, open_checkpoint
 from opensora_cli.checkpoint.readable import refuse_outside, sha256_of
-from opensora_cli.checkpoint.shared_folder import recorded_hashes, unhashed_files
+from opensora_cli.checkpoint.shared_folder import recorded_hashes
 from opensora_cli.core.choices import Format, Selection
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, RequestError
@@ -93,9 +93,6 @@ def verify(settings: VerifySettings, *, reporter: Reporter | None = None) -> Ver
             recorded = recorded_hashes(checkpoint.path)
         except CheckpointError as error:
             problems.append(error.message)
-        if recorded and settings.data:
-            unhashed = unhashed_files(checkpoint.path, recorded)
-            problems += [f"{file} has no hash in {RUNNING_STATES_FILE}" for file in unhashed]
     # A file has several hashes if its records contradict each other.
     expected: dict[Path, set[str]] = {}
     if settings.data and path.exists():
