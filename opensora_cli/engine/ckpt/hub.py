@@ -197,10 +197,11 @@ def is_content(file: HubFile, path: Path, *, advance: Advance = lambda count: No
 @contextmanager
 def _explained(repo: str) -> Iterator[None]:
     """Turn errors of the Hub's client, and those that an unexpected answer causes, into one line."""
-    page = f"accept its terms at {_endpoint()}/{repo}"
-    access = f"{page}, then give a token of that account: hf auth login, or HF_TOKEN in the environment"
+    token = "then give a token of that account: hf auth login, or HF_TOKEN in the environment"
     if huggingface_hub.get_token():
-        access = f"{page} with the account of your token, which must be allowed to read such repositories"
+        token = "with the account of your token, which must be allowed to read such repositories"
+    access = f"accept its terms at {_endpoint()}/{repo}, {token}"
+    again = "the same command continues from what has arrived"
     try:
         yield
     except OfflineModeIsEnabled as error:
@@ -215,13 +216,12 @@ def _explained(repo: str) -> Iterator[None]:
     except HfHubHTTPError as error:
         status = error.response.status_code
         reason = f"{repo}: the Hub answers {status} {error.response.reason_phrase}".rstrip()
-        later = "try again later: the same command continues from what has arrived"
-        raise CheckpointError(reason, hint=access if status in (401, 403) else later) from error
+        raise CheckpointError(reason, hint=access if status in (401, 403) else f"try again later: {again}") from error
     except (_HTTPError, _InvalidURL) as error:
         cause = plain(without_credentials(str(error))) or type(error).__name__
         raise CheckpointError(
             f"{repo}: the connection to {_endpoint()} broke ({cause})",
-            hint=f"check the connection, and {_CHECK}: the same command continues from what has arrived",
+            hint=f"check the connection, and {_CHECK}: {again}",
         ) from error
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{_endpoint()} does not answer as the Hub does", hint=_CHECK) from error
