@@ -119,15 +119,11 @@ def make_index(
 
 
 def write_weights(
-    path: Path,
-    weights: Mapping[str, Tensor],
-    *,
-    dtype: torch.dtype,
-    metadata: Mapping[str, str] = MappingProxyType({}),
+    path: Path, weights: Mapping[str, Tensor], *, dtype: torch.dtype, metadata: Mapping[str, str] | None = None
 ) -> None:
     """Write a safetensors file piece by piece, rounded to `dtype`, whole or not at all.
     Raises CheckpointError if a weight is too large for `dtype`, and OutputError if the file cannot be written.
     """
     entries = cast({name: LazyTensor.of(weight) for name, weight in weights.items()}, dtype)
     with atomic_path(path) as temporary:
-        write_safetensors(temporary, entries, metadata=metadata)
+        write_safetensors(temporary, entries, metadata=metadata or {})
