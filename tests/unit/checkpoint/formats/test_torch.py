@@ -119,13 +119,6 @@ class TestSelecting:
         with pytest.raises(RequestError, match="has no master weights: it has model, ema"):
             open_checkpoint(tmp_path / "a", select=Selection.MASTER)
 
-    def test_the_generator_of_a_distillation_is_the_model(self, tmp_path):
-        model = nn.Linear(2, 2).state_dict()
-        ema = {name: -tensor for name, tensor in model.items()}
-        torch.save({"generator": model, "generator_ema": ema}, tmp_path / "a")
-        assert open_checkpoint(tmp_path / "a").selections == (Selection.MODEL, Selection.EMA)
-        assert bit_equal(opened(tmp_path / "a", Selection.EMA), ema)
-
     @pytest.mark.parametrize("key", ["model", "state_dict", "module"])
     def test_a_wrapper_is_taken_off(self, tmp_path, key):
         torch.save({key: {"a": torch.ones(1)}, "optimizer": {"state": {0: torch.ones(3)}}, "lr": 0.1}, tmp_path / "a")

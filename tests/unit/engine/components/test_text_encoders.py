@@ -321,14 +321,3 @@ class TestSilence:
         clip_encoder(clip).encode(["a night boat"])
         assert capfd.readouterr() == ("", "")
         assert (control.get_verbosity(), control.is_progress_bar_enabled()) == before
-
-
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 byte")])
-def test_a_lack_of_memory_names_no_file(monkeypatch, tmp_path, error):
-    def refuse(*args, **options):
-        raise error
-
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", refuse)
-    with pytest.raises(type(error)) as caught:
-        folders.load_tokenizer(tmp_path, vocab_size=1)
-    assert caught.value is error
