@@ -19,15 +19,23 @@ from opensora_cli.checkpoint.readable import listing_sha256, sha256_of
 from opensora_cli.checkpoint.targets import check_target
 from opensora_cli.checkpoint.transforms import cast, drop, only, rename
 from opensora_cli.checkpoint.writing import SHARD_BYTES, write_checkpoint
-from opensora_cli.core.choices import Format, Selection
+from opensora_cli.core.choices import QKV, ROTARY_METADATA, Format, Rotary, Selection
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few, format_bytes
 from opensora_cli.core.locks import lock_beside, sole_run
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
-from opensora_cli.engine.ckpt.identify import check, read_released
-from opensora_cli.engine.ckpt.layout import change_layout, find_layout, is_implied_by_names
+from opensora_cli.engine.ckpt.identify import check, find_layout, read_released
 from opensora_cli.engine.components.loras import fit_to_model, require_finite
+from opensora_cli.models.mmdit.layout import (
+    HeadSizes,
+    Piece,
+    find_rotary,
+    is_fused,
+    left_over,
+    plan_layout,
+    reorder_heads,
+)
 from opensora_cli.settings.ckpt import ConvertSettings, MergeLoraSettings, WeightDType
 
 _DTYPES = {
@@ -129,6 +137,66 @@ def _converted(source: Checkpoint, settings: ConvertSettings) -> tuple[dict[str,
     return entries, metadata
 
 
+def change_layout(
+    entries: Mapping[str, LazyTensor],
+    metadata: Mapping[str, str],
+    *,
+    qkv: QKV | None = None,
+    rotary: Rotary | None = None,
+) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """Convert an MMDiT to another layout, in which it computes the same function; None means no change.
+
+    The tensors have the names of the published models with an optional prefix. Returns the tensors, and the metadata
+    with the new order of rotary pairs. Raises RequestError if the tensors belong to another model, and CheckpointError
+    if the sizes of q, k and v do not fit the other tensors, or the metadata name an unknown layout.
+    """
+    shapes = {key: entry.shape for key, entry in entries.items()}
+    sizes = HeadSizes.of_shapes(shapes)
+    if sizes is None:
+        given = " and ".join(f"--{name}={value}" for name, value in (("qkv", qkv), ("rotary", rotary)) if value)
+        raise RequestError(
+            f"{given} is for an MMDiT, and this checkpoint is none: "
+            "it lacks a matching img_in.weight and norm.query_norm.scale",
+            hint="osora ckpt inspect shows its tensors; --rename gives them the names of the published models",
+        )
+    old_rotary = find_rotary(shapes, metadata)
+    new_qkv = qkv or (QKV.FUSED if is_fused(shapes) else QKV.SPLIT)
+    new_rotary = rotary or old_rotary
+    reorder = new_rotary is not old_rotary
+    plan = plan_layout(shapes, sizes, qkv=new_qkv, reorder=reorder)
+    wrong = left_over(plan, qkv=new_qkv, reorder=reorder)
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} tensors of q, k and v do not fit the model's hidden_size={sizes.hidden_size} and "
+            f"head_dim={sizes.head_dim}: {first_few(wrong)}"
+        )
+    changed = {
+        name: _joined(name, [_taken(piece, entries[piece.key], sizes, new_rotary) for piece in pieces])
+        for name, pieces in plan.items()
+    }
+    return changed, {**metadata, ROTARY_METADATA: new_rotary.value}
+
+
+def _taken(piece: Piece, entry: LazyTensor, sizes: HeadSizes, rotary: Rotary) -> LazyTensor:
+    part = entry if piece.stop is None else entry.map(lambda whole: whole[piece.start : piece.stop])
+    if not piece.reordered:
+        return part
+    return part.map(lambda rows: reorder_heads(rows, head_dim=sizes.head_dim, rotary=rotary))
+
+
+def _joined(name: str, parts: Sequence[LazyTensor]) -> LazyTensor:
+    if len(parts) == 1:
+        return parts[0]
+    dtypes = {part.dtype for part in parts}
+    if len(dtypes) > 1:
+        raise CheckpointError(
+            f"q, k and v have different dtypes and cannot become {name}: {', '.join(sorted(map(str, dtypes)))}",
+            hint="give them one with --dtype",
+        )
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    return LazyTensor(shape, parts[0].dtype, lambda: torch.cat([part.read() for part in parts]))
+
+
 def merge_lora(settings: MergeLoraSettings, *, reporter: Reporter | None = None) -> Merge:
     """Write the base model with the adapter added, or subtracted again.
 
@@ -168,7 +236,8 @@ def _write(
     sources = (source.path, *source.files, *more_sources)
     check_target(target, format=format, overwrite=settings.overwrite, sources=sources, needed=nbytes)
     layout = find_layout({name: entry.shape for name, entry in entries.items()}, metadata)
-    if layout is not None and not format.has_metadata and not is_implied_by_names(*layout):
+    # Without metadata, readers assume the layouts of the released models: fused and interleaved, or split and half.
+    if layout in ((QKV.FUSED, Rotary.HALF), (QKV.SPLIT, Rotary.INTERLEAVED)) and not format.has_metadata:
         qkv, rotary = layout
         raise RequestError(
             f"{format} cannot record that rotary pairs are {rotary}, which {qkv} q, k and v do not imply",

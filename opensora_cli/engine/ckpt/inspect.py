@@ -16,8 +16,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import aligned_rows, first_few, format_bytes, plain
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.ckpt.identify import identify
-from opensora_cli.engine.ckpt.layout import find_layout
+from opensora_cli.engine.ckpt.identify import find_layout, identify
 from opensora_cli.settings.ckpt import InspectSettings
 
 

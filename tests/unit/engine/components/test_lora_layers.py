@@ -17,7 +17,7 @@ from torch import Tensor
 from opensora_cli.checkpoint.lora import merge, open_adapter
 from opensora_cli.core.choices import QKV, Rotary
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.engine.ckpt.layout import change_layout
+from opensora_cli.engine.ckpt.convert import change_layout
 from opensora_cli.engine.components.loras import fit_to_model
 
 HIDDEN = 32
