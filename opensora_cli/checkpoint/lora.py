@@ -277,17 +277,10 @@ def require_fit(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], *, hint
 
 
 def merge(entries: Mapping[str, LazyTensor], adapter: Adapter, *, scale: float = 1.0) -> dict[str, LazyTensor]:
-    """Add an adapter's updates to the weights.
+    """Add an adapter's updates, times `scale`, to a model's tensors, which have the names of their training.
 
-    Args:
-        entries: the model's tensors, under the names they had in training.
-        adapter: the adapter to merge.
-        scale: factor of each update, besides the scale of the update itself. The negative one of a merge undoes it, up
-            to rounding.
-
-    Raises:
-        CheckpointError: the adapter is for tensors that are missing, have other shapes, or are not floating point with
-            at least 16 bits.
+    The negative scale of a merge undoes it, up to rounding. Raises CheckpointError if the adapter is for tensors that
+    are missing, have other shapes, or are not floating point with at least 16 bits.
     """
     shapes = {name: entry.shape for name, entry in entries.items()}
     require_fit(

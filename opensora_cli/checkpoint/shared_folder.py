@@ -68,10 +68,10 @@ class BackgroundJob:
     def __init__(self) -> None:
         self._thread: Thread | None = None
         self.error: BaseException | None = None
-        """Error of the last job, until `take_error` returns it."""
+        """Error of the last job, until `wait` returns it."""
 
     def start(self, do: Callable[[], None]) -> None:
-        """Start a job after the last one was joined."""
+        """Start a job after `wait` for the last one."""
 
         def run() -> None:
             try:
@@ -83,14 +83,11 @@ class BackgroundJob:
         thread.start()
         self._thread = thread
 
-    def join(self) -> None:
-        """Wait for the end of the job; after an interrupted wait, call this again."""
+    def wait(self) -> BaseException | None:
+        """Wait for the end of the job, and return its error once; after an interrupted wait, call this again."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-
-    def take_error(self) -> BaseException | None:
-        """Return the error of the last job once."""
         error, self.error = self.error, None
         return error
 

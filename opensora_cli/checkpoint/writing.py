@@ -50,7 +50,7 @@ def write_checkpoint(
 
     Args:
         entries: the tensors.
-        path: the file, or the folder that the shards go to.
+        path: the file, or the folder of files.
         format: the format.
         shard_bytes: largest size of a shard, unless a single tensor is larger.
         metadata: stored beside the tensors; torch.distributed.checkpoint has no room for it.

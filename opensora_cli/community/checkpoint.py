@@ -194,9 +194,8 @@ class CheckpointIO:
         return running["epoch"], running["step"]
 
     def _wait_alone(self) -> None:
-        self._job.join()
+        error = self._job.wait()
         atexit.unregister(self._report_at_exit)
-        error = self._job.take_error()
         if error is not None:
             raise error
 

@@ -38,8 +38,7 @@ _IMPORT = re.compile(r"\bGLOBAL ([\w.]+)")
 def read_object(path: Path) -> tuple[Any, dict[str, str]]:
     """Return the object in a file, whose tensors are mapped, and the metadata of the file.
 
-    Raises:
-        CheckpointError: the file is missing or broken, or cannot be read without trusting it.
+    Raises CheckpointError if the file is missing or broken, or cannot be read without trusting it.
     """
     with reading_file(path), _sound(path):
         if path.suffix == ".safetensors":  # torch.load goes by this name

@@ -134,7 +134,7 @@ class CheckpointWriter:
         if error is None:
             self.wait()
         else:
-            self._job.join()
+            self._job.wait()
 
     def save(
         self,
@@ -151,8 +151,7 @@ class CheckpointWriter:
         TrainingError if the weights are not finite.
         """
         distribution = trainer.distribution
-        self._job.join()
-        error = self._job.take_error()
+        error = self._job.wait()
         if error is not None and not isinstance(error, OutputError):
             raise error
         if not trainer.are_weights_finite():
@@ -189,8 +188,7 @@ class CheckpointWriter:
 
     def wait(self) -> None:
         """Wait for the writing of all ranks to end. Raises an OutputError of any rank once, on all ranks."""
-        self._job.join()
-        error = self._job.take_error()
+        error = self._job.wait()
         if error is not None:
             raise error
 
