@@ -55,7 +55,7 @@ def open_safetensors(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]
     try:
         with reading_file(path), safe_open(path, "numpy") as file, path.open("rb") as raw:
             start = _LENGTH.size + int.from_bytes(raw.read(_LENGTH.size), "little")
-            metadata = file.metadata() or {}
+            metadata = dict(sorted((file.metadata() or {}).items()))  # the library's order is random
             names = file.offset_keys()
             described = {name: (file.get_slice(name).get_shape(), file.get_slice(name).get_dtype()) for name in names}
     except SafetensorError as error:
