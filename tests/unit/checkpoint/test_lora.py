@@ -43,13 +43,6 @@ class TestMerge:
         assert_close(merged["block.proj.weight"].read().double(), expected)
         assert torch.equal(merged["block.proj.bias"].read(), weights["block.proj.bias"])
 
-    def test_sums_that_would_become_infinite(self, folder, weights):
-        weights["block.proj.weight"] = torch.full((6, 5), 6e4).half()
-        tensors = {name: torch.full_like(tensor, 50.0) for name, tensor in factors("block.proj", 6, 5).items()}
-        merged = merge(held(weights), open_adapter(write_adapter(folder, tensors)))
-        with pytest.raises(CheckpointError, match=r"block\.proj\.weight has numbers that are too large for float16"):
-            merged["block.proj.weight"].read()
-
 
 def merged(weight, *updates):
     """Return a weight to which updates were added."""
