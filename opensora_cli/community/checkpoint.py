@@ -73,15 +73,16 @@ class CheckpointIO:
 
     def __init__(self, n_write_entries: int = 32) -> None:
         self._job = BackgroundJob()
+        self._outcome_is_open = False
+        """Whether the ranks have not exchanged the outcome of the last write."""
 
     def __enter__(self) -> "CheckpointIO":
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if error is None:
-            self.wait()
-        else:  # the other ranks may have ended
-            self._wait_alone()
+        # After an error the other ranks may have ended.
+        self._outcome_is_open = self._outcome_is_open and error is None
+        self.wait()
 
     def save(
         self,
@@ -150,11 +151,16 @@ class CheckpointIO:
                 write()
 
         _do_on_first_rank(copy_and_write)
+        self._outcome_is_open = async_io
         return str(folder)
 
     def wait(self) -> None:
         """Wait for the writing to end. Raises its OutputError once, on all ranks."""
-        _do_on_first_rank(self._wait_alone)
+        outcome_is_open, self._outcome_is_open = self._outcome_is_open, False
+        if outcome_is_open:
+            _do_on_first_rank(self._wait_alone)
+        else:
+            self._wait_alone()
 
     def load(
         self,
