@@ -166,29 +166,27 @@ def _error(backend: AttentionBackend, use: AttentionUse) -> float:
     shape = 1, _HEADS, _TOKENS, use.head_dim
     given = [torch.randn(shape, generator=generator).to(use.device, use.dtype) for _ in range(4)]
     pairs = zip(_results(backend, use, given), _results(math, use, given), strict=True)
-    errors = [
-        float((found.double() - expected.double()).norm() / expected.double().norm()) for found, expected in pairs
-    ]
+    errors = [float((found - expected).norm() / expected.norm()) for found, expected in pairs]
     # NaN compares as neither larger nor smaller.
     return max(error if error == error else float("inf") for error in errors)
 
 
 def _results(attention: AttentionBackend, use: AttentionUse, given: list[Tensor]) -> list[Tensor]:
-    *qkv, gradient = given
-    results = []
+    q, k, v, gradient = given
     if use.gradients:
         with torch.inference_mode(False), torch.enable_grad():
-            leaves = [tensor.clone().requires_grad_() for tensor in qkv]
+            leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
             out = attention(*leaves)
-            results += [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
+            results = [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
     with torch.no_grad():
+        if not use.gradients:
+            results = [attention(q, k, v)]
         if use.in_parts:
             assert attention.part_kernel is not None, "settings without it are refused"
-            q, k, v = qkv
             kernel = attention.part_kernel(q, k, v)
             out, lse = kernel.attend(q, k, v)
             results += [out, lse, *kernel.gradients(gradient, q, k, v, out, lse)]
-        return results or [attention(*qkv)]
+    return [result.double() for result in results]
 
 
 @contextmanager
