@@ -22,22 +22,21 @@ def written(folder: Path, tensors: dict[str, torch.Tensor], **metadata: str) -> 
     return path
 
 
-class TestStyles:
-    def test_they_are_recognised_by_their_names(self):
-        fused = {"double_blocks.0.img_attn.qkv": (draw(2, 5), draw(15, 2))}
-        found = {style: style_of(tensors(fused, 5)) for style, tensors in STYLES.items()}
-        assert found == {
-            "fused": "diffusers",
-            "fused .default": "diffusers",
-            "ComfyUI": "ComfyUI",
-            "ComfyUI lora_down": "ComfyUI",
-            "lora.down": "diffusers",
-            "kohya": "kohya",
-            "diffusers": "diffusers",
-            "diffusers in kohya's spelling": "kohya",
-        }
-        assert style_of(factors("x", 6, 5)) == "PEFT"
-        assert style_of(["img_in.weight", "double_blocks.0.img_mod.lin.weight"]) is None
+def test_styles_are_recognized_by_their_names():
+    fused = {"double_blocks.0.img_attn.qkv": (draw(2, 5), draw(15, 2))}
+    found = {style: style_of(tensors(fused, 5)) for style, tensors in STYLES.items()}
+    assert found == {
+        "fused": "diffusers",
+        "fused .default": "diffusers",
+        "ComfyUI": "ComfyUI",
+        "ComfyUI lora_down": "ComfyUI",
+        "lora.down": "diffusers",
+        "kohya": "kohya",
+        "diffusers": "diffusers",
+        "diffusers in kohya's spelling": "kohya",
+    }
+    assert style_of(factors("x", 6, 5)) == "PEFT"
+    assert style_of(["img_in.weight", "double_blocks.0.img_mod.lin.weight"]) is None
 
 
 class TestScales:

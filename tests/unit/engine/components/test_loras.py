@@ -250,19 +250,18 @@ class TestSidecar:
         assert raised.value.hint == f"name it again to use the changed file: --lora {copy}:1"
 
 
-class TestMemory:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("tokens", [None, 64])
-    def test_denoising_takes_what_was_estimated(self, style, everything, tokens):
-        loras = (f"{style}:0.8", str(everything))
-        plan = plan_of(
-            *loras,
-            offload=OffloadPlan(chunk_tokens=tokens),
-            **{"memory.offload": "none", "sampling.num_inference_steps": 2},
-        )
-        offload, transformer = OffloadPlan(chunk_tokens=tokens), models.load_transformer(plan)
-        stage = estimated(plan, offload)["denoise"]
-        assert beside_weights(stage) == pytest.approx(denoise_peak(plan, offload, transformer), rel=0.1)
-        assert stage.weight_bytes == pytest.approx(storage_bytes(transformer.parameters()), rel=0.01)
-        alone = estimated(plan_of(**{"memory.offload": "none"}), offload)["denoise"]
-        assert stage.weight_bytes > 1.03 * alone.weight_bytes
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [None, 64])
+def test_denoising_takes_what_was_estimated(style, everything, tokens):
+    loras = (f"{style}:0.8", str(everything))
+    plan = plan_of(
+        *loras,
+        offload=OffloadPlan(chunk_tokens=tokens),
+        **{"memory.offload": "none", "sampling.num_inference_steps": 2},
+    )
+    offload, transformer = OffloadPlan(chunk_tokens=tokens), models.load_transformer(plan)
+    stage = estimated(plan, offload)["denoise"]
+    assert beside_weights(stage) == pytest.approx(denoise_peak(plan, offload, transformer), rel=0.1)
+    assert stage.weight_bytes == pytest.approx(storage_bytes(transformer.parameters()), rel=0.01)
+    alone = estimated(plan_of(**{"memory.offload": "none"}), offload)["denoise"]
+    assert stage.weight_bytes > 1.03 * alone.weight_bytes

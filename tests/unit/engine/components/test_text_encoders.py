@@ -286,17 +286,16 @@ def test_a_broken_folder_is_refused_in_one_line(request, copied, name, damage, m
     assert str(folder) in caught.value.message
 
 
-class TestSilence:
-    def test_loading_makes_no_request_prints_nothing_and_keeps_logging(self, t5_pieces, clip, monkeypatch, capfd):
-        control = transformers.utils.logging
-        before = control.get_verbosity(), control.is_progress_bar_enabled()
+def test_loading_makes_no_request_prints_nothing_and_keeps_logging(t5_pieces, clip, monkeypatch, capfd):
+    control = transformers.utils.logging
+    before = control.get_verbosity(), control.is_progress_bar_enabled()
 
-        def refuse(*args, **kwargs):
-            raise AssertionError("a request to a network")
+    def refuse(*args, **kwargs):
+        raise AssertionError("a request to a network")
 
-        monkeypatch.setattr(socket.socket, "connect", refuse)
-        monkeypatch.setattr(socket, "getaddrinfo", refuse)
-        t5(t5_pieces).encode(["a night boat"])
-        clip_encoder(clip).encode(["a night boat"])
-        assert capfd.readouterr() == ("", "")
-        assert (control.get_verbosity(), control.is_progress_bar_enabled()) == before
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    t5(t5_pieces).encode(["a night boat"])
+    clip_encoder(clip).encode(["a night boat"])
+    assert capfd.readouterr() == ("", "")
+    assert (control.get_verbosity(), control.is_progress_bar_enabled()) == before
