@@ -44,7 +44,6 @@ class FakeHub:
     sent_instead: dict[str, bytes] = field(default_factory=dict)
     """File names to other content than the listing promises."""
     knows_ranges: bool = True
-    lists_sizes: bool = True
     speaks_html: bool = False
     listing: bytes | None = None
     """Sent in place of the information on a repository."""
@@ -145,7 +144,7 @@ class _Handler(BaseHTTPRequestHandler):
             headers = {"Content-Type": "application/json", **self.hub.listing_headers}
             self._send(200, self.hub.listing, headers)
         else:
-            self._give_json(self.hub.info(name, repo, blobs=blobs and self.hub.lists_sizes), self.hub.listing_headers)
+            self._give_json(self.hub.info(name, repo, blobs=blobs), self.hub.listing_headers)
 
     def _resolve(self, name: str, file: str) -> None:
         repo = self.hub.repos.get(name)

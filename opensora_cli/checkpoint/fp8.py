@@ -31,14 +31,10 @@ _TABLES = ("*embed*", "shared.weight", "*.shared.weight", "*relative_attention_b
 
 
 def dequantize(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[str, LazyTensor]:
-    """Multiply 8-bit tensors by their scales, and drop the scales; all other tensors pass unchanged.
+    """Multiply 8-bit tensors by their scales, in any of the variants above, and drop the scales.
 
-    Args:
-        entries: the tensors, in any of the variants above.
-        dtype: dtype of the dequantized tensors; the product is rounded to it once.
-
-    Raises:
-        CheckpointError: a tensor has two scales, or a scale whose shape or dtype fits none of the variants.
+    The product is rounded to `dtype` once; all other tensors pass unchanged. Raises CheckpointError if a tensor has two
+    scales, or a scale whose shape or dtype fits none of the variants.
     """
     scales = _scales(entries)
     result: dict[str, LazyTensor] = {}
@@ -78,17 +74,11 @@ def separated(before: Mapping[str, LazyTensor], after: Mapping[str, LazyTensor])
 
 
 def quantize(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[str, LazyTensor]:
-    """Quantize the weights of linear layers to 8 bits, and put the scale of each after it.
+    """Quantize the weights of linear layers to `torch.float8_e4m3fn` or `float8_e5m2`, each with its scale.
 
     Names and shapes identify linear layers: floating point, two dimensions, and a name that ends in `weight` and is not
-    the name of an embedding. All other tensors pass unchanged, 8-bit tensors included.
-
-    Args:
-        entries: the tensors.
-        dtype: `torch.float8_e4m3fn` or `torch.float8_e5m2`.
-
-    Raises:
-        CheckpointError: the name of a scale is taken.
+    the name of an embedding. All other tensors pass unchanged, 8-bit tensors included. Raises CheckpointError if the
+    name of a scale is taken.
     """
     result: dict[str, LazyTensor] = {}
     for name, entry in entries.items():
@@ -102,9 +92,7 @@ def quantize(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[str,
 
 
 def _quantized(name: str, base: LazyTensor, dtype: torch.dtype) -> tuple[LazyTensor, LazyTensor]:
-    """Return the tensor divided by its scale in 8 bits, and the scale.
-    Values are rounded to nearest, and clamped to the largest 8-bit number.
-    """
+    """Return the tensor divided by its scale, rounded to nearest and clamped to 8 bits, and the scale."""
     found: list[Tensor] = []
 
     def scale() -> Tensor:
@@ -120,7 +108,6 @@ def _quantized(name: str, base: LazyTensor, dtype: torch.dtype) -> tuple[LazyTen
 
 
 def _dequantized(name: str, base: LazyTensor, scale: LazyTensor | None, dtype: torch.dtype) -> LazyTensor:
-    """Return 8-bit values times their scale, if they have one, rounded to `dtype`."""
     block_rows, block_columns = (1, 1) if scale is None else _block_of_scale(name, base, scale)
 
     def read() -> Tensor:

@@ -34,11 +34,7 @@ class Extent:
     length: int
 
     def read(self) -> Tensor:
-        """Return the bytes as a tensor (length,), uint8.
-
-        Raises:
-            CheckpointError: the file cannot be read, or ends before the run does.
-        """
+        """Return the bytes as a tensor (length,), uint8. Raises CheckpointError if the file is too short."""
         buffer = torch.empty(self.length, dtype=torch.uint8)
         with reading(self.path), self.path.open("rb") as file:
             file.seek(self.offset)
@@ -87,12 +83,7 @@ class LazyTensor:
         return self.numel * self.dtype.itemsize
 
     def write(self, file: FileIO) -> None:
-        """Write the bytes at the position of an unbuffered file: row by row, little-endian.
-
-        Raises:
-            CheckpointError: the values cannot be read.
-            OSError: `file` cannot be written.
-        """
+        """Write the bytes at the position of an unbuffered file. Raises CheckpointError, or OSError for `file`."""
         write_all(file, bytes_of(self.read()))
 
 
@@ -123,17 +114,8 @@ def is_possible(shape: object, dtype: torch.dtype) -> bool:
     )
 
 
-def cast(tensor: LazyTensor, dtype: torch.dtype, *, name: str) -> LazyTensor:
-    """Return the tensor in another dtype, rounded as torch does. `name` is for errors, see `rounded`."""
-    return LazyTensor(tensor.shape, dtype, lambda: rounded(tensor.read(), dtype, name=name))
-
-
 def rounded(values: Tensor, dtype: torch.dtype, *, name: str) -> Tensor:
-    """Return numbers in another dtype.
-
-    Raises:
-        CheckpointError: finite numbers of the tensor `name` would become infinite.
-    """
+    """Return numbers in another dtype. Raises CheckpointError if finite numbers of `name` would become infinite."""
     result = values.to(dtype)
     are_floats = values.dtype.is_floating_point and dtype.is_floating_point
     if not (values.numel() and are_floats and torch.finfo(dtype).max < torch.finfo(values.dtype).max):

@@ -12,10 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.checkpoint.contents import Checkpoint
-from opensora_cli.checkpoint.fp8 import FP8_DTYPES, dequantize
-from opensora_cli.checkpoint.lazy import Extent, LazyTensor
-from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.checkpoint.fp8 import dequantize
+from opensora_cli.checkpoint.lazy import LazyTensor
+from opensora_cli.checkpoint.opening import Checkpoint, open_checkpoint
 from opensora_cli.core.choices import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError, HardwareError
 from opensora_cli.core.formatting import first_few
@@ -107,13 +106,12 @@ def load_into_module(
     left = [name for name, buffer in module_on_meta.named_buffers() if buffer.is_meta and name not in persistent]
     if left:
         raise ValueError(f"non-persistent buffers on the meta device cannot be loaded: {first_few(left)}")
-    tensors, _, mapped = _read(module_on_meta, path, dtype=dtype, convert=convert, in_order=bool(blocks))
+    tensors, mapped = _open_fitting(module_on_meta, path, dtype, convert, in_order=bool(blocks))
     block_of = {key: block for block in blocks for key in persistent if key.startswith(f"{block}.")}
     waiting = Counter(block_of.values())
     stays_mapped = False
-
-    def assign(key: str, tensor: Tensor) -> None:
-        nonlocal stays_mapped
+    for key, tensor in tensors:
+        size = tensor.nbytes
         is_view = tensor.is_contiguous() and mapped.has_mapped(tensor)
         keeps_dtype = not tensor.is_floating_point() or (is_view and _matches(key, keep_dtype))
         held_dtype = tensor.dtype if keeps_dtype else torch.float32 if _matches(key, keep_fp32) else dtype
@@ -123,11 +121,7 @@ def load_into_module(
         if hold is not None and not is_changed and placed.device.type == "cpu" and not is_mapped:
             placed = hold(placed)
         _assign(module_on_meta, key, placed)
-
-    for key, tensor in tensors:
-        assign(key, tensor)
-        size = tensor.nbytes
-        del tensor
+        del tensor, placed
         if finish_block is not None and key in block_of:
             waiting[block_of[key]] -= 1
             if not waiting[block_of[key]]:
@@ -182,10 +176,12 @@ def read_weights(
     such as `cond_in.*` of keys that the file may lack; these tensors are zeros. The module does not change, and `dtype`
     only applies to 8-bit tensors of the file.
     """
-    tensors, missing, _ = _read(module_on_meta, path, dtype=dtype, convert=convert, allowed_missing=allowed_missing)
-    yield from tensors
-    for key, tensor in missing.items():
-        yield key, torch.zeros(tensor.shape, dtype=tensor.dtype)
+    left = module_on_meta.state_dict()
+    for key, tensor in _open_fitting(module_on_meta, path, dtype, convert, allowed_missing)[0]:
+        del left[key]
+        yield key, tensor
+    for key, lacking in left.items():
+        yield key, torch.zeros(lacking.shape, dtype=lacking.dtype)
 
 
 def fill_module(
@@ -219,61 +215,48 @@ def fill_module(
             expected[key].copy_(tensors[key])
 
 
-def _read(
+def _open_fitting(
     module: nn.Module,
     path: str | Path,
-    *,
     dtype: torch.dtype,
     convert: ConvertFn | None,
     allowed_missing: Sequence[str] = (),
+    *,
     in_order: bool = False,
-) -> tuple[Iterator[tuple[str, Tensor]], dict[str, Tensor], "OpenTensors"]:
-    """Return three things: a file's tensors by the module's keys, to be read one by one; the module's own tensors for
-    the keys that the file lacks; and the maps of the file. Raises CheckpointError if the file does not fit.
+) -> tuple[Iterator[tuple[str, Tensor]], "OpenTensors"]:
+    """Return a file's tensors by the module's keys, to be read one by one, and the maps of the file.
 
     The tensors come in the order of the file. With `in_order` they are sorted by name, numbers by value, so that the
-    tensors of a module follow one another.
+    tensors of a module follow one another. Raises CheckpointError if the file does not fit.
     """
-    expected = module.state_dict()
     entries = _weights(open_checkpoint(Path(path)), dtype)
     if in_order:
-        entries = dict(sorted(entries.items(), key=lambda named: _NUMBER.sub(_padded, named[0])))
+        entries = dict(sorted(entries.items(), key=lambda named: _NUMBER.sub(lambda n: n[0].zfill(9), named[0])))
     read = convert or _as_is
     found = {key: tuple(tensor.shape) for key, tensor in read(OpenTensors(entries, meta=True))}
     required = {
         key: tuple(tensor.shape)
-        for key, tensor in expected.items()
+        for key, tensor in module.state_dict().items()
         if key in found or not _matches(key, allowed_missing)
     }
-    problems = differences(found, required)
-    if problems:
+    if problems := differences(found, required):
         raise CheckpointError(f"{path} does not fit the model: {'; '.join(problems)}")
     mapped = OpenTensors(entries)
-    return read(mapped), {key: tensor for key, tensor in expected.items() if key not in found}, mapped
+    return read(mapped), mapped
 
 
 def _weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Mapping[str, LazyTensor]:
     """Return the weights without prefixes of wrappers; 8-bit weights are multiplied by their scales, in `dtype`."""
-    entries = _without_wrappers(checkpoint.entries)
-    has_8_bits = any(entry.dtype in FP8_DTYPES for entry in entries.values())
-    return dequantize(entries, dtype) if has_8_bits else entries
-
-
-def _without_wrappers(entries: Mapping[str, LazyTensor]) -> Mapping[str, LazyTensor]:
-    """Return the tensors without the prefixes that all names have from programs around the model."""
+    entries = checkpoint.entries
     while entries and (
         prefix := next((each for each in _WRAPPERS if all(key.startswith(each) for key in entries)), "")
     ):
         entries = {key.removeprefix(prefix): entry for key, entry in entries.items()}
-    return entries
+    return dequantize(entries, dtype)
 
 
 def _matches(key: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(key, pattern) for pattern in patterns)
-
-
-def _padded(number: re.Match[str]) -> str:
-    return number[0].zfill(9)
 
 
 def _as_is(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -320,7 +303,10 @@ class OpenTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, key: str) -> Tensor:
         entry = self._entries[key]
-        extent = _mappable(entry)
+        extent = entry.extent
+        # Formats do not promise that data starts at a multiple of its item size, but kernels rely on it.
+        if extent is not None and (extent.offset % entry.dtype.itemsize or not extent.length):
+            extent = None
         if self._meta:
             tensor = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
             self._last = None if extent is None else tensor
@@ -351,13 +337,6 @@ class OpenTensors(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._entries)
-
-
-def _mappable(entry: LazyTensor) -> Extent | None:
-    """Return the bytes of a tensor if it can be used in a mapped file, or None if it has to be read."""
-    extent = entry.extent
-    # Formats do not promise that data starts at a multiple of its item size, but kernels rely on it.
-    return None if extent is None or extent.offset % entry.dtype.itemsize or not extent.length else extent
 
 
 def _map(path: Path) -> torch.UntypedStorage:

@@ -120,12 +120,11 @@ def open_adapter(path: Path) -> Adapter:
         RequestError: the adapter is of a kind that cannot be added.
     """
     with reading(path):
-        is_folder, is_there = path.is_dir(), path.exists()
-    if not is_there:
-        raise CheckpointError(f"{path} is no folder with an adapter, and no file of one")
-    if is_folder and (path / RUNNING_STATES_FILE).is_file():
+        if not path.exists():
+            raise CheckpointError(f"{path} is no folder with an adapter, and no file of one")
+    if (path / RUNNING_STATES_FILE).is_file():
         return _open_checkpoint(path)
-    if is_folder and (path / _DIFFUSERS_FILE).is_file() and not (path / CONFIG_FILE).exists():
+    if (path / _DIFFUSERS_FILE).is_file() and not (path / CONFIG_FILE).exists():
         path = path / _DIFFUSERS_FILE
     config_file, weights = adapter_files(path)
     fields = _read_fields(config_file) if path.is_dir() or path.name == WEIGHTS_FILE else None
@@ -148,24 +147,13 @@ def open_adapter(path: Path) -> Adapter:
         )
     if style == "PEFT" and fields is None:
         fields = _read_fields(config_file)
-    factors: dict[str, dict[str, LazyTensor]] = {}
-    alphas, others = {}, []
-    for key, entry in entries.items():
-        if match := _FACTOR.fullmatch(key.removeprefix(_PEFT_PREFIX)):
-            factors.setdefault(match["module"], {})[_letter(match)] = entry
-        elif key.endswith(_ALPHA):
-            alphas[key.removesuffix(_ALPHA)] = entry
-        else:
-            others.append(key)
-    others += [f"{module}{_ALPHA}" for module in alphas if module not in factors]
-    if others:
-        raise CheckpointError(f"{weights} has {len(others)} tensors that are not of LoRA: {first_few(others)}")
-    matrices = {module: _matrices(weights, module, pair) for module, pair in factors.items()}
+    matrices, alphas = _sort(weights, entries)
     ranks = {module: a.shape[0] for module, (a, _) in matrices.items()}
     if fields is not None:
         scales = peft_scales(config_file, fields, ranks)
     else:
-        scales = _scales(weights, metadata, ranks, alphas)
+        scales = _scales(weights, metadata, ranks)
+        scales |= {module: alpha / ranks[module] for module, alpha in alphas.items()}
     return Adapter(
         path=weights if fields is None else path,
         files=(weights,) if fields is None else (config_file, weights),
@@ -177,25 +165,23 @@ def open_adapter(path: Path) -> Adapter:
 def _open_checkpoint(folder: Path) -> Adapter:
     """Open the adapter in a checkpoint of a training: its averaged weights if there are any.
 
-    The settings of the training, beside the checkpoint, have alpha.
+    The settings of the training, beside the checkpoint, have alpha. None means the rank.
     """
     averaged = folder / EMA_FILE
     weights = [averaged] if averaged.is_file() else sorted((folder / MODEL_FOLDER).glob("*.safetensors"))
     if len(weights) != 1:
         raise CheckpointError(f"{folder} has {len(weights)} files of weights: it is no checkpoint of an adapter")
-    adapter = open_adapter(weights[0])
-    settings = read_json_object(folder.parent / SETTINGS_FILE, problem=CheckpointError)
-    alpha = lora.get("alpha") if isinstance(lora := settings.get("lora"), dict) else None
-    if alpha is None:  # it is the rank
+    adapter, settings_file = open_adapter(weights[0]), folder.parent / SETTINGS_FILE
+    lora = read_json_object(settings_file, problem=CheckpointError).get("lora")
+    alpha = lora.get("alpha") if isinstance(lora, dict) else None
+    if alpha is None:
         return adapter
-    alpha = require_alpha(folder.parent / SETTINGS_FILE, "lora.alpha", alpha)
-    return replace(
-        adapter,
-        updates={
-            name: tuple(replace(each, scale=alpha / each.a.shape[0]) for each in updates)
-            for name, updates in adapter.updates.items()
-        },
-    )
+    alpha = require_alpha(settings_file, "lora.alpha", alpha)
+    updates = {
+        name: tuple(replace(each, scale=alpha / each.a.shape[0]) for each in updates)
+        for name, updates in adapter.updates.items()
+    }
+    return replace(adapter, updates=updates)
 
 
 def _read_fields(path: Path) -> dict[str, Any]:
@@ -216,33 +202,44 @@ def _letter(match: re.Match[str]) -> str:
     return match["letter"] or {"down": "A", "up": "B"}[match["word"]]
 
 
-def _matrices(path: Path, module: str, pair: Mapping[str, LazyTensor]) -> tuple[LazyTensor, LazyTensor]:
-    """Return the matrices A and B of a module, which have a common rank."""
-    if "A" not in pair or "B" not in pair:
-        raise CheckpointError(f"{path}: {shown(module)} has one of its two matrices and not the other")
-    a, b = pair["A"], pair["B"]
-    if not len(a.shape) == len(b.shape) == 2 or a.shape[0] < 1 or b.shape[1] != a.shape[0]:
-        raise CheckpointError(
-            f"{path}: {shown(module)} has A {list(a.shape)} and B {list(b.shape)}, no matrices of a common rank"
-        )
-    if not all(each.dtype.is_floating_point and each.dtype.itemsize > 1 for each in (a, b)):
-        raise CheckpointError(f"{path}: {shown(module)} has factors that are not of 16 bits or more")
-    return a, b
+def _sort(
+    path: Path, entries: Mapping[str, LazyTensor]
+) -> tuple[dict[str, tuple[LazyTensor, LazyTensor]], dict[str, float]]:
+    """Return the matrices A and B of each layer, which have a common rank, and the alphas of layers that have one."""
+    pairs: dict[str, dict[str, LazyTensor]] = {}
+    alphas, others = {}, []
+    for key, entry in entries.items():
+        if match := _FACTOR.fullmatch(key.removeprefix(_PEFT_PREFIX)):
+            pairs.setdefault(match["module"], {})[_letter(match)] = entry
+        elif key.endswith(_ALPHA):
+            alphas[key.removesuffix(_ALPHA)] = entry
+        else:
+            others.append(key)
+    others += [f"{module}{_ALPHA}" for module in alphas if module not in pairs]
+    if others:
+        raise CheckpointError(f"{path} has {len(others)} tensors that are not of LoRA: {first_few(others)}")
+    matrices = {}
+    for module, pair in pairs.items():
+        if len(pair) < 2:
+            raise CheckpointError(f"{path}: {shown(module)} has one of its two matrices and not the other")
+        a, b = matrices[module] = pair["A"], pair["B"]
+        if not len(a.shape) == len(b.shape) == 2 or a.shape[0] < 1 or b.shape[1] != a.shape[0]:
+            raise CheckpointError(
+                f"{path}: {shown(module)} has A {list(a.shape)} and B {list(b.shape)}, no matrices of a common rank"
+            )
+        if not all(each.dtype.is_floating_point and each.dtype.itemsize > 1 for each in (a, b)):
+            raise CheckpointError(f"{path}: {shown(module)} has factors that are not of 16 bits or more")
+    for module, entry in alphas.items():
+        if entry.numel != 1 or entry.dtype.is_complex:
+            raise CheckpointError(f"{path}: {shown(module + _ALPHA)} {list(entry.shape)} must be a single number")
+    return matrices, {
+        module: require_alpha(path, f"{module}{_ALPHA}", float(entry.read().double().item()))
+        for module, entry in alphas.items()
+    }
 
 
-def _alpha(path: Path, module: str, entry: LazyTensor) -> float:
-    if entry.numel != 1 or entry.dtype.is_complex:
-        raise CheckpointError(f"{path}: {shown(module + _ALPHA)} {list(entry.shape)} must be a single number")
-    return require_alpha(path, f"{module}{_ALPHA}", float(entry.read().double().item()))
-
-
-def _scales(
-    path: Path, metadata: Mapping[str, str], ranks: Mapping[str, int], alphas: Mapping[str, LazyTensor]
-) -> dict[str, float]:
-    """Return the scale of each layer: from its alpha, from PEFT's configuration in diffusers' metadata, or from an
-    alpha in the metadata, in this order; 1 without all.
-    """
-    scales = dict.fromkeys(ranks, 1.0)
+def _scales(path: Path, metadata: Mapping[str, str], ranks: Mapping[str, int]) -> dict[str, float]:
+    """Return the scale of each layer: from PEFT's configuration in diffusers' metadata, or an alpha there, or 1."""
     if (text := metadata.get(_DIFFUSERS_METADATA)) is not None:
         try:
             fields = parse_object(text.encode("utf-8", "surrogateescape"))
@@ -250,17 +247,16 @@ def _scales(
             raise CheckpointError(f"{path}: its metadata {_DIFFUSERS_METADATA} are broken: {error}") from None
         own = {key.removeprefix(_DIFFUSERS_PREFIX): value for key, value in fields.items()}
         if "lora_alpha" in own:
-            named = {module.removeprefix(_DIFFUSERS_PREFIX): rank for module, rank in ranks.items()}
-            found = peft_scales(path, own, named)
-            scales = {module: found[module.removeprefix(_DIFFUSERS_PREFIX)] for module in ranks}
+            found = peft_scales(path, own, {each.removeprefix(_DIFFUSERS_PREFIX): rank for each, rank in ranks.items()})
+            return {module: found[module.removeprefix(_DIFFUSERS_PREFIX)] for module in ranks}
     elif name := next((name for name in _METADATA_ALPHAS if metadata.get(name, "None") != "None"), None):
         try:
             alpha = float(metadata[name])
         except ValueError:
             alpha = math.nan
-        require_alpha(path, f"metadata {name}", alpha)
-        scales = {module: alpha / rank for module, rank in ranks.items()}
-    return scales | {module: _alpha(path, module, entry) / ranks[module] for module, entry in alphas.items()}
+        alpha = require_alpha(path, f"metadata {name}", alpha)
+        return {module: alpha / rank for module, rank in ranks.items()}
+    return dict.fromkeys(ranks, 1.0)
 
 
 def require_fit(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], *, hint: str) -> None:
@@ -281,17 +277,10 @@ def require_fit(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], *, hint
 
 
 def merge(entries: Mapping[str, LazyTensor], adapter: Adapter, *, scale: float = 1.0) -> dict[str, LazyTensor]:
-    """Add an adapter's updates to the weights.
+    """Add an adapter's updates, times `scale`, to a model's tensors, which have the names of their training.
 
-    Args:
-        entries: the model's tensors, under the names they had in training.
-        adapter: the adapter to merge.
-        scale: factor of each update, besides the scale of the update itself. The negative one of a merge undoes it, up
-            to rounding.
-
-    Raises:
-        CheckpointError: the adapter is for tensors that are missing, have other shapes, or are not floating point with
-            at least 16 bits.
+    The negative scale of a merge undoes it, up to rounding. Raises CheckpointError if the adapter is for tensors that
+    are missing, have other shapes, or are not floating point with at least 16 bits.
     """
     shapes = {name: entry.shape for name, entry in entries.items()}
     require_fit(

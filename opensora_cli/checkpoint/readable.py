@@ -35,10 +35,8 @@ def visible_files(folder: Path) -> list[Path]:
 def refuse_outside(path: Path, folder: Path) -> Path:
     """Return `path` if it lies in `folder` after all links are followed.
 
-    The files of a snapshot in the Hugging Face cache are links to the blobs beside it; these are allowed.
-
-    Raises:
-        CheckpointError: the path lies elsewhere.
+    The files of a snapshot in the Hugging Face cache are links to the blobs beside it; these are allowed. Raises
+    CheckpointError if the path lies elsewhere.
     """
     real, real_folder = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     if real.is_relative_to(real_folder) or real.parent == _blobs_of(real_folder):
@@ -52,11 +50,7 @@ def is_sha256(text: object) -> bool:
 
 
 def sha256_of(path: Path, *, advance: Callable[[int], None] | None = None) -> str:
-    """Return the SHA-256 of a file in hexadecimal digits.
-
-    Raises:
-        CheckpointError: the file cannot be read, or is no regular file.
-    """
+    """Return the SHA-256 of a regular file in hexadecimal digits. Raises CheckpointError if it cannot be read."""
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(2**20))
     with reading_file(path), path.open("rb", buffering=0) as file:

@@ -38,8 +38,6 @@ from opensora_cli.core.reading import stays_inside
 SHA256 = "sha256"
 """Key of the hashes in `running_states.json`."""
 
-_READ_SUFFIXES = (".safetensors", ".pt", ".bin", ".json")
-
 _PREFIX = ".saving-"
 _METADATA = {"format": "pt"}
 
@@ -70,10 +68,10 @@ class BackgroundJob:
     def __init__(self) -> None:
         self._thread: Thread | None = None
         self.error: BaseException | None = None
-        """Error of the last job, until `take_error` returns it."""
+        """Error of the last job, until `wait` returns it."""
 
     def start(self, do: Callable[[], None]) -> None:
-        """Start a job after the last one was joined. If no thread can be started, the job runs in this thread."""
+        """Start a job after `wait` for the last one."""
 
         def run() -> None:
             try:
@@ -82,21 +80,14 @@ class BackgroundJob:
                 self.error = error
 
         thread = Thread(target=run, name="osora-checkpoint")
-        try:
-            thread.start()
-        except RuntimeError:  # for example with `ulimit -u`
-            run()
-        else:
-            self._thread = thread
+        thread.start()
+        self._thread = thread
 
-    def join(self) -> None:
-        """Wait for the end of the job; after an interrupted wait, call this again."""
+    def wait(self) -> BaseException | None:
+        """Wait for the end of the job, and return its error once; after an interrupted wait, call this again."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-
-    def take_error(self) -> BaseException | None:
-        """Return the error of the last job once."""
         error, self.error = self.error, None
         return error
 
@@ -177,7 +168,7 @@ def wrong_files(folder: Path, *, share: tuple[int, int] = (0, 1)) -> list[str]:
         return [error.message]
     if not hashes:
         return [f"{folder / RUNNING_STATES_FILE} is broken: it lacks {SHA256}, the hashes of the files"]
-    problems = [f"{path} has no hash in {RUNNING_STATES_FILE}" for path in unhashed_files(folder, hashes)]
+    problems = []
     for path in list(hashes)[share[0] :: share[1]]:
         try:
             if sha256_of(path) != hashes[path]:
@@ -209,13 +200,6 @@ def recorded_hashes(folder: Path) -> dict[Path, str]:
     return {refuse_outside(folder / name, folder): digest for name, digest in sorted(hashes.items())}
 
 
-def unhashed_files(folder: Path, hashes: Collection[Path]) -> list[Path]:
-    """Return the files of a checkpoint that readers open although they have no recorded hash."""
-    files = (path for path in folder.rglob("*") if path.suffix in _READ_SUFFIXES and path.is_file())
-    known = {*hashes, folder / RUNNING_STATES_FILE}
-    return sorted(path for path in files if path not in known and not path.name.startswith("."))
-
-
 def _write(share: Share, shards: Mapping[str, Collection[str]], folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     files = {name: tensors for name, tensors in share.tensors.items() if name != MODEL_FOLDER}
@@ -242,7 +226,6 @@ def _write(share: Share, shards: Mapping[str, Collection[str]], folder: Path) ->
 
 
 def _hashes(share: Share, folder: Path) -> dict[str, str]:
-    """Return the hashes of this process's part of the files."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
     if share.group is not None:
         names = names[dist.get_rank(share.group) :: dist.get_world_size(share.group)]

@@ -8,7 +8,7 @@ from pathlib import Path
 from opensora_cli.checkpoint.formats.colossal import MODEL_FOLDER
 from opensora_cli.core.choices import Format
 from opensora_cli.core.exceptions import OutputError, RequestError
-from opensora_cli.core.files import refuse_special, require_space, writing
+from opensora_cli.core.files import nearest_existing, refuse_special, require_space, writing
 from opensora_cli.core.formatting import first_few
 
 _OWN_NAMES = {
@@ -28,16 +28,18 @@ def check_target(path: Path, *, format: Format, overwrite: bool, sources: Iterab
             or its disk is too small.
     """
     with writing(path):
+        here = Path(os.path.realpath(path))
         for source in sources:
-            _refuse_source(path, source)
+            there = Path(os.path.realpath(source))
+            if here == there or (path.exists() and path.samefile(source)):
+                raise RequestError(f"{path} is also the source", hint="write to another name")
+            if there in here.parents or here in there.parents:
+                raise RequestError(f"{path} and the source {source} overlap", hint="write to another folder")
         refuse_to_replace(path, format=format, overwrite=overwrite)
-        place = next((place for place in path.absolute().parents if os.path.lexists(place)), Path("/"))
-        if not place.is_dir():
-            raise OutputError(f"cannot write {path}: {place} is not a folder", hint="choose another name")
-        if not os.access(place, os.W_OK | os.X_OK):
-            raise OutputError(
-                f"cannot write {path}: nothing may be written to {place}", hint="choose a folder that you may write to"
-            )
+        place = nearest_existing(path.absolute().parent)
+        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+            problem = f"nothing may be written to {place}" if place.is_dir() else f"{place} is not a folder"
+            raise OutputError(f"cannot write {path}: {problem}", hint="choose another folder")
         require_space(path, needed)
 
 
@@ -61,19 +63,10 @@ def refuse_to_replace(path: Path, *, format: Format, overwrite: bool) -> None:
         )
 
 
-def _refuse_source(target: Path, source: Path) -> None:
-    here, there = Path(os.path.realpath(target)), Path(os.path.realpath(source))
-    if here == there or (os.path.exists(target) and os.path.samefile(target, source)):
-        raise RequestError(f"{target} is also the source", hint="write to another name")
-    if there in here.parents or here in there.parents:
-        raise RequestError(f"{target} and the source {source} overlap", hint="write to another folder")
-
-
 def _foreign(folder: Path, format: Format) -> list[Path]:
     """Return the paths in a folder that do not belong to a checkpoint of this format."""
     there = sorted(folder.iterdir())
     if format is Format.COLOSSALAI:
         inner = folder / MODEL_FOLDER
-        others = [path for path in there if path != inner]
-        return others or _foreign(inner, Format.SAFETENSORS_SHARDS)
+        return [path for path in there if path != inner] or _foreign(inner, Format.SAFETENSORS_SHARDS)
     return [path for path in there if not _OWN_NAMES[format].fullmatch(path.name) or path.is_dir()]

@@ -9,8 +9,7 @@ from fnmatch import fnmatchcase
 
 import torch
 
-from opensora_cli.checkpoint import lazy
-from opensora_cli.checkpoint.lazy import LazyTensor
+from opensora_cli.checkpoint.lazy import LazyTensor, rounded
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import plain
 
@@ -47,37 +46,6 @@ def rename(entries: Mapping[str, LazyTensor], rules: Sequence[str]) -> dict[str,
     return dict(entries)
 
 
-def only(entries: Mapping[str, LazyTensor], patterns: Sequence[str]) -> dict[str, LazyTensor]:
-    """Keep the tensors whose names match one of the shell-style `patterns`, such as `double_blocks.*.bias`.
-
-    Raises:
-        RequestError: a pattern matches nothing.
-    """
-    matched = _matched(entries, patterns, option="only")
-    return {name: entry for name, entry in entries.items() if name in matched}
-
-
-def drop(entries: Mapping[str, LazyTensor], patterns: Sequence[str]) -> dict[str, LazyTensor]:
-    """Drop the tensors whose names match one of the shell-style `patterns`.
-
-    Raises:
-        RequestError: a pattern matches nothing.
-    """
-    matched = _matched(entries, patterns, option="drop")
-    return {name: entry for name, entry in entries.items() if name not in matched}
-
-
-def cast(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[str, LazyTensor]:
-    """Cast all floating point tensors to another dtype; integers and booleans keep theirs.
-
-    8-bit tensors must have been multiplied by their scales before; see `fp8.dequantize`.
-    """
-    return {
-        name: lazy.cast(entry, dtype, name=name) if entry.dtype.is_floating_point and entry.dtype != dtype else entry
-        for name, entry in entries.items()
-    }
-
-
 def _substitution(rule: str) -> Callable[[str], str | None]:
     """Return a function from a name to the new name, or to None if the rule does not apply."""
     old, equals, new = rule.rpartition("=")
@@ -100,6 +68,21 @@ def _substitution(rule: str) -> Callable[[str], str | None]:
     return substitute
 
 
+def only(entries: Mapping[str, LazyTensor], patterns: Sequence[str]) -> dict[str, LazyTensor]:
+    """Keep the tensors whose names match one of the shell-style `patterns`, such as `double_blocks.*.bias`.
+
+    Raises RequestError if a pattern matches nothing.
+    """
+    matched = _matched(entries, patterns, option="only")
+    return {name: entry for name, entry in entries.items() if name in matched}
+
+
+def drop(entries: Mapping[str, LazyTensor], patterns: Sequence[str]) -> dict[str, LazyTensor]:
+    """Drop the tensors whose names match a pattern; see `only`."""
+    matched = _matched(entries, patterns, option="drop")
+    return {name: entry for name, entry in entries.items() if name not in matched}
+
+
 def _matched(entries: Mapping[str, LazyTensor], patterns: Sequence[str], *, option: str) -> set[str]:
     matched: set[str] = set()
     for pattern in patterns:
@@ -112,3 +95,19 @@ def _matched(entries: Mapping[str, LazyTensor], patterns: Sequence[str], *, opti
 
 def _such_as(entries: Mapping[str, LazyTensor]) -> str:
     return f"; there is, for example, {plain(next(iter(entries)))}" if entries else "; there are none"
+
+
+def cast(entries: Mapping[str, LazyTensor], dtype: torch.dtype) -> dict[str, LazyTensor]:
+    """Cast all floating point tensors to another dtype, rounded as torch does; integers and booleans keep theirs.
+
+    Reading raises the CheckpointError of `rounded`. 8-bit tensors must have been multiplied by their scales before; see
+    `fp8.dequantize`.
+    """
+    return {
+        name: _cast(name, entry, dtype) if entry.dtype.is_floating_point and entry.dtype != dtype else entry
+        for name, entry in entries.items()
+    }
+
+
+def _cast(name: str, entry: LazyTensor, dtype: torch.dtype) -> LazyTensor:
+    return LazyTensor(entry.shape, dtype, lambda: rounded(entry.read(), dtype, name=name))

@@ -7,6 +7,7 @@ of torch.distributed.checkpoint.
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from opensora_cli.checkpoint.formats.colossal import MODEL_FOLDER
 from opensora_cli.checkpoint.formats.dcp import write_dcp
 from opensora_cli.checkpoint.formats.safetensors import write_safetensors
 from opensora_cli.checkpoint.formats.torch import write_torch
-from opensora_cli.checkpoint.lazy import LazyTensor, cast
+from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.targets import refuse_to_replace
+from opensora_cli.checkpoint.transforms import cast
 from opensora_cli.core.choices import Format
 from opensora_cli.core.files import atomic_folder, atomic_path, write_json_atomic
 from opensora_cli.core.formatting import as_unicode
@@ -37,9 +39,9 @@ def write_checkpoint(
     *,
     format: Format,
     shard_bytes: int = SHARD_BYTES,
-    metadata: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] = MappingProxyType({}),
     overwrite: bool = False,
-    hash_each: Callable[[Sequence[Path]], Sequence[str]] | None = None,
+    hash_each: Callable[[Sequence[Path]], Sequence[str]] = lambda files: (),
     advance: Callable[[int], None] = lambda count: None,
 ) -> tuple[Path, ...]:
     """Write tensors as a checkpoint, reading them one by one, and return the files that were written.
@@ -48,13 +50,13 @@ def write_checkpoint(
 
     Args:
         entries: the tensors.
-        path: the file, or the folder that the shards go to.
+        path: the file, or the folder of files.
         format: the format.
         shard_bytes: largest size of a shard, unless a single tensor is larger.
         metadata: stored beside the tensors; torch.distributed.checkpoint has no room for it.
         overwrite: replace an existing file or folder. A folder is replaced only if it holds a checkpoint of the same
             format and nothing else.
-        hash_each: returns the SHA-256 of each given file; the index stores the hashes of the shards.
+        hash_each: returns the SHA-256 of each given shard, which the index stores, or nothing.
         advance: called with the bytes of tensors written by each step.
 
     Raises:
@@ -62,10 +64,11 @@ def write_checkpoint(
         CheckpointError: a tensor cannot be read.
         OutputError: `path` exists already, or cannot be written. The partial output is removed.
     """
+    of_torch = format in (Format.TORCH, Format.TORCH_SHARDS)
+    write = write_torch if of_torch else write_safetensors
     if not format.is_folder:
-        write = write_safetensors if format is Format.SAFETENSORS else write_torch
         with freed_at_once(), atomic_path(path, replace=overwrite) as temporary:
-            write(temporary, entries, metadata=metadata or {}, advance=advance)
+            write(temporary, entries, metadata=metadata, advance=advance)
         return (path,)
     with freed_at_once(), atomic_folder(path, replace=overwrite) as temporary:
         if format is Format.DCP:
@@ -73,41 +76,16 @@ def write_checkpoint(
         else:
             folder = temporary / MODEL_FOLDER if format is Format.COLOSSALAI else temporary
             folder.mkdir(exist_ok=True)
-            write_shards(
-                folder / (_TORCH_INDEX if format is Format.TORCH_SHARDS else INDEX_FILE),
-                entries,
-                shard_bytes=shard_bytes,
-                metadata=metadata or {},
-                hash_each=hash_each,
-                advance=advance,
-            )
+            index = _TORCH_INDEX if of_torch else INDEX_FILE
+            shards = plan_shards(entries, shard_bytes, index=index)
+            for name, shard in shards.items():
+                write(folder / name, shard, metadata=metadata, advance=advance)
+            hashes = dict(zip(shards, hash_each([folder / name for name in shards]), strict=False))
+            write_json_atomic(folder / index, make_index(shards, metadata=metadata, sha256=hashes))
         # Hours may have passed since `check_target`.
         refuse_to_replace(path, format=format, overwrite=overwrite)
         written = [file.relative_to(temporary) for file in sorted(temporary.rglob("*")) if file.is_file()]
     return tuple(path / name for name in written)
-
-
-def write_shards(
-    index: Path,
-    entries: Mapping[str, LazyTensor],
-    *,
-    shard_bytes: int = SHARD_BYTES,
-    metadata: Mapping[str, str],
-    hash_each: Callable[[Sequence[Path]], Sequence[str]] | None = None,
-    advance: Callable[[int], None] = lambda count: None,
-) -> None:
-    """Write shards beside the file `index`, and then that file. A folder of shards without one is no checkpoint.
-
-    The arguments and errors are those of `write_checkpoint`; without `hash_each` the index has no hashes.
-    """
-    write = write_torch if index.name == _TORCH_INDEX else write_safetensors
-    shards = plan_shards(entries, shard_bytes, index=index.name)
-    for name, shard in shards.items():
-        write(index.with_name(name), shard, metadata=metadata, advance=advance)
-    hashes: dict[str, str] = {}
-    if hash_each is not None:
-        hashes = dict(zip(shards, hash_each([index.with_name(name) for name in shards]), strict=True))
-    write_json_atomic(index, make_index(shards, metadata=metadata, sha256=hashes))
 
 
 def plan_shards(
@@ -146,6 +124,6 @@ def write_weights(
     """Write a safetensors file piece by piece, rounded to `dtype`, whole or not at all.
     Raises CheckpointError if a weight is too large for `dtype`, and OutputError if the file cannot be written.
     """
-    entries = {name: cast(LazyTensor.of(weight), dtype, name=name) for name, weight in weights.items()}
+    entries = cast({name: LazyTensor.of(weight) for name, weight in weights.items()}, dtype)
     with atomic_path(path) as temporary:
         write_safetensors(temporary, entries, metadata=metadata or {})

@@ -35,7 +35,7 @@ def show(settings: InspectSettings, call: Call) -> None:
             kind="checkpoint",
             settings=run_settings(path),
             recorded={key: value for key, value in inspection.to_json().items() if key != "tensors"},
-            summary=tuple(inspection.summary()),
+            summary=inspection.summary,
         )
     call.show(shown)
 

@@ -33,10 +33,6 @@ from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE
 from opensora_cli.checkpoint.formats.torch import read_object, torch_bytes
 from opensora_cli.checkpoint.load import fill_module
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.sharding import model_gathering as model_gathering
-from opensora_cli.checkpoint.sharding import model_sharding as model_sharding
-from opensora_cli.checkpoint.sharding import rank_and_count
-from opensora_cli.checkpoint.sharding import record_model_param_shape as record_model_param_shape
 from opensora_cli.checkpoint.shared_folder import (
     BackgroundJob,
     Share,
@@ -48,6 +44,10 @@ from opensora_cli.checkpoint.shared_folder import (
 )
 from opensora_cli.checkpoint.transforms import rename
 from opensora_cli.community import refused
+from opensora_cli.community._sharding import model_gathering as model_gathering
+from opensora_cli.community._sharding import model_sharding as model_sharding
+from opensora_cli.community._sharding import rank_and_count
+from opensora_cli.community._sharding import record_model_param_shape as record_model_param_shape
 from opensora_cli.core.choices import Selection
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.files import json_bytes
@@ -151,7 +151,7 @@ class CheckpointIO:
                 write()
 
         _do_on_first_rank(copy_and_write)
-        self._outcome_is_open = async_io and rank_and_count()[1] > 1
+        self._outcome_is_open = async_io
         return str(folder)
 
     def wait(self) -> None:
@@ -200,9 +200,8 @@ class CheckpointIO:
         return running["epoch"], running["step"]
 
     def _wait_alone(self) -> None:
-        self._job.join()
+        error = self._job.wait()
         atexit.unregister(self._report_at_exit)
-        error = self._job.take_error()
         if error is not None:
             raise error
 

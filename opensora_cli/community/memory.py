@@ -197,13 +197,11 @@ def _attention_in_fp32(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v
 
 
 @torch.no_grad()
-def memory_offloading_inference(
-    model: nn.Module, input_data: Any, *, device: torch.device | str | None = None, resident: int = 2
-) -> Any:
+def memory_offloading_inference(model: nn.Module, input_data: Any) -> Any:
     """Return `model(input_data)` on the CPU, computed on the GPU with the weights of few blocks; see `stream_model`."""
-    chosen = current_device() if device is None else torch.device(device)
-    with stream_model(model, device=chosen, resident=resident):
-        output = model(tree_map_only(Tensor, lambda tensor: tensor.to(chosen), input_data))
+    device = current_device()
+    with stream_model(model, device=device, resident=2):
+        output = model(tree_map_only(Tensor, lambda tensor: tensor.to(device), input_data))
     return tree_map_only(Tensor, lambda tensor: tensor.cpu(), output)
 
 

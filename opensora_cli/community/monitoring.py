@@ -45,10 +45,10 @@ def create_tensorboard_writer(exp_dir: str | Path) -> Any:
 
 
 class AccelerationProfiler:
-    """Profiler of calls. The default `device` is the first GPU if there is one."""
+    """Profiler of calls on the first GPU if there is one."""
 
-    def __init__(self, device: torch.device | str | None = None) -> None:
-        self._device = current_device() if device is None else torch.device(device)
+    def __init__(self) -> None:
+        self._device = current_device()
         kinds = ("timing_breakdown", "memory_breakdown", "communication_breakdown")
         self._report: dict[str, dict[str, float]] = {kind: {} for kind in kinds}
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from opensora_cli.community import refused
 from opensora_cli.core.device import synchronize
 from opensora_cli.core.exceptions import HardwareError, RequestError
+from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.models.text.t5 import FusedRMSNorm
 from opensora_cli.parallel import collectives
 from opensora_cli.parallel.collectives import Group
@@ -133,8 +134,8 @@ class CommunicationScheduler:
     `all_to_all` divides dimension 1 and joins dimension 2, and `gather_split` joins the last dimension.
     """
 
-    def __init__(self, *, monitor: BandwidthMonitor | None = None) -> None:
-        self.bandwidth_monitor = monitor or BandwidthMonitor()
+    def __init__(self) -> None:
+        self.bandwidth_monitor = BandwidthMonitor()
         self.pending_ops: list[Scheduled] = []
         """Scheduled collectives that have not run."""
 
@@ -163,14 +164,14 @@ def _run(comm_type: str, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 class RobustCommunication:
     """All-to-all that all ranks of a group retry together, each time on a new group: gloo stays closed after a timeout.
 
-    The ranks compare notes through the store; all must arrive within `timeout_s`.
+    The ranks tell each other their errors in a group of their own, within `timeout_s`.
     """
 
     def __init__(self, max_retries: int = 3, *, timeout_s: float = 600.0) -> None:
         self.max_retries = max_retries
         self._timeout = timedelta(seconds=timeout_s)
-        self._current: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-        self._meetings = 0
+        self._groups: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+        """Group -> the group that exchanges its tensors now, and the group for errors."""
 
     def safe_all_to_all(
         self, input_: Tensor, process_group: Group, scatter_dim: int = 2, gather_dim: int = 1
@@ -178,40 +179,34 @@ class RobustCommunication:
         """Return the result of `all_to_all`, retried after 1, 2, 4 ... seconds. Raises HardwareError after the last."""
         if process_group is None:
             return input_
-        group, reasons = self._current.get(process_group, process_group), dict[int, str]()
+        if process_group not in self._groups:
+            self._groups[process_group] = process_group, self._new_group(process_group, backend="gloo")
+        (group, meeting), reasons = self._groups[process_group], [""]
         for attempt in range(self.max_retries + 1):
             if attempt:
                 time.sleep(2.0 ** (attempt - 1))
-                ranks = dist.get_process_group_ranks(group)
-                group = dist.new_group(ranks, timeout=self._timeout, use_local_synchronization=True)
-                self._current[process_group] = group
+                group = self._new_group(process_group)
+                self._groups[process_group] = group, meeting
             out, reason = None, ""
             try:
                 out = all_to_all(input_, group, scatter_dim, gather_dim)
             except RuntimeError as error:
                 reason = str(error).partition("\n")[0] or type(error).__name__
-            reasons = self._reasons(group, reason)
-            if out is not None and not reasons:
+            reasons = all_gather_json(reason, meeting)
+            if out is not None and not any(reasons):
                 return out
-        failed = ", ".join(f"rank {rank}: {reason}" for rank, reason in reasons.items())
+        failed = ", ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
         raise HardwareError(
             f"the collective failed {self.max_retries + 1} times: {failed}",
             hint="see what became of the other ranks, and start the run again",
         )
 
-    def _reasons(self, group: dist.ProcessGroup, own: str) -> dict[int, str]:
-        """Return the reasons of the ranks whose collective failed."""
-        self._meetings += 1
-        store, ranks = group.get_group_store(), range(group.size())
-        keys = [f"retried/{self._meetings}/{rank}" for rank in ranks]
-        store.set(keys[group.rank()], own or " ")
-        try:
-            store.wait(keys, self._timeout)
-        except RuntimeError:
-            absent = [rank for rank in ranks if not store.check([keys[rank]])]
-            raise HardwareError(f"ranks {absent} did not come within {self._timeout.total_seconds():g} s") from None
-        reasons = {rank: store.get(keys[rank]).decode().strip() for rank in ranks}
-        return {rank: reason for rank, reason in reasons.items() if reason}
+    def _new_group(self, like: dist.ProcessGroup, *, backend: str | None = None) -> dist.ProcessGroup:
+        ranks = dist.get_process_group_ranks(like)
+        made: dist.ProcessGroup = dist.new_group(
+            ranks, timeout=self._timeout, backend=backend, use_local_synchronization=True
+        )
+        return made
 
     def verify_communication(self, input_tensor: Tensor, output_tensor: Tensor, comm_type: str) -> None:
         """Check shape and numbers of a result over all ranks. Raises AssertionError if they cannot be right."""

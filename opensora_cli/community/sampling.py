@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from opensora_cli.core.choices import Fit
-from opensora_cli.core.conditions import RELEASED_LENGTHS, ReferenceLengths, condition_mode
+from opensora_cli.core.conditions import RELEASED_LENGTHS, condition_mode
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.files import write_bytes_atomic
 from opensora_cli.core.progress import SilentReporter
@@ -18,7 +18,7 @@ from opensora_cli.media.read import is_picture, read_picture, read_video
 from opensora_cli.media.resize import fit_frames, to_uint8
 from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.models.vae.tiles import NO_TILING, Tiling
+from opensora_cli.models.vae.tiles import NO_TILING
 from opensora_cli.sampling import sizes
 from opensora_cli.sampling import text as suffixes
 from opensora_cli.sampling.conditioning import prepare_inference_condition as prepare_inference_condition
@@ -32,15 +32,10 @@ def collect_references_batch(
     model_ae: Autoencoder,
     image_size: tuple[int, int],
     is_causal: bool = False,
-    *,
-    fit: Fit | str = Fit.CROP,
-    tiling: Tiling = NO_TILING,
-    lengths: ReferenceLengths = RELEASED_LENGTHS,
 ) -> list[list[Tensor] | None]:
     """Return each sample's encoded references (C,T,H,W), or None, for `prepare_inference_condition`.
 
     `reference_paths` are the files of each sample, separated by `;`. `image_size` is (height, width) in pixels.
-    `lengths` are the latent frames that video modes give.
     """
     mode, (height, width) = condition_mode(cond_type), image_size
     batch: list[list[Tensor] | None] = []
@@ -54,12 +49,12 @@ def collect_references_batch(
             mode,
             height=height,
             width=width,
-            fit=fit,
+            fit=Fit.CROP,
             causal=is_causal,
             temporal_compression=model_ae.grid.time_compression_ratio,
-            lengths=lengths,
+            lengths=RELEASED_LENGTHS,
         )
-        batch.append(encode_references(references, model_ae, tiling=tiling))
+        batch.append(encode_references(references, model_ae, tiling=NO_TILING))
     return batch
 
 

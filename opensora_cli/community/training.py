@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from opensora_cli.checkpoint.sharding import own_piece
+from opensora_cli.community._sharding import own_piece
 from opensora_cli.core.conditions import ConditionMode, ReferencePart
 from opensora_cli.core.device import use_device
 from opensora_cli.core.exceptions import RequestError

@@ -83,18 +83,17 @@ class TestVisualConditions:
                     assert_close(latents, model_ae.encode(x[:, :, index : index + 1])[:, :, 0])
 
 
-class TestEma:
-    def test_trained_parameters_are_averaged(self):
-        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2).requires_grad_(False))
-        ema_model = copy.deepcopy(model)
-        nn.init.constant_(ema_model[0].weight, 1.0)
-        nn.init.constant_(ema_model[2].weight, 1.0)
-        nn.init.constant_(model[0].weight, 3.0)
-        ema_model[1].running_mean += 5
-        update_ema(ema_model, model, optimizer=None, decay=0.75, sharded=False)
-        assert ema_model[0].weight.tolist() == [[1.5, 1.5], [1.5, 1.5]]
-        assert ema_model[1].running_mean.tolist() == [5, 5]
-        assert ema_model[2].weight.tolist() == [[1, 1], [1, 1]]
+def test_trained_parameters_are_averaged():
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.Linear(2, 2).requires_grad_(False))
+    ema_model = copy.deepcopy(model)
+    nn.init.constant_(ema_model[0].weight, 1.0)
+    nn.init.constant_(ema_model[2].weight, 1.0)
+    nn.init.constant_(model[0].weight, 3.0)
+    ema_model[1].running_mean += 5
+    update_ema(ema_model, model, optimizer=None, decay=0.75, sharded=False)
+    assert ema_model[0].weight.tolist() == [[1.5, 1.5], [1.5, 1.5]]
+    assert ema_model[1].running_mean.tolist() == [5, 5]
+    assert ema_model[2].weight.tolist() == [[1, 1], [1, 1]]
 
 
 def test_the_loss_has_their_names_and_refuses_a_mask_of_another_rank():
@@ -107,21 +106,20 @@ def test_the_loss_has_their_names_and_refuses_a_mask_of_another_rank():
         get_batch_loss(model_pred, v_t, masks=masks)
 
 
-class TestOptimizersAndSchedules:
-    def test_rates_and_eps_change_in_place(self):
-        _, optimizer = model_and_optimizer()
-        scheduler = LinearWarmupLR(optimizer, initial_lr=0.0, warmup_steps=4)
-        set_lr(optimizer, scheduler, 1.0, initial_lr=0.5)
-        set_warmup_steps(scheduler, 1)
-        optimizer.step()
-        scheduler.step()
-        assert optimizer.param_groups[0]["lr"] == 1.0
-        assert (scheduler.base_lrs, scheduler.initial_lr) == ([1.0], 0.5)
-        set_lr(optimizer, None, 0.25)
-        set_eps(optimizer)
-        assert optimizer.param_groups[0]["eps"] == 1e-15
-        set_eps(optimizer, 1e-8)
-        assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["eps"]) == (0.25, 1e-8)
+def test_rates_and_eps_change_in_place():
+    _, optimizer = model_and_optimizer()
+    scheduler = LinearWarmupLR(optimizer, initial_lr=0.0, warmup_steps=4)
+    set_lr(optimizer, scheduler, 1.0, initial_lr=0.5)
+    set_warmup_steps(scheduler, 1)
+    optimizer.step()
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    assert (scheduler.base_lrs, scheduler.initial_lr) == ([1.0], 0.5)
+    set_lr(optimizer, None, 0.25)
+    set_eps(optimizer)
+    assert optimizer.param_groups[0]["eps"] == 1e-15
+    set_eps(optimizer, 1e-8)
+    assert (optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["eps"]) == (0.25, 1e-8)
 
 
 class TestCreateOptimizer:
@@ -167,20 +165,19 @@ def sgd(rate: float) -> torch.optim.Optimizer:
     return torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
 
 
-class TestSchedulers:
-    def test_created_by_its_options(self):
-        assert create_lr_scheduler(sgd(0.5), 10) is None
-        warmup = create_lr_scheduler(sgd(0.5), 10, 2, 4)
-        assert isinstance(warmup, LinearWarmupLR)
-        assert rates(warmup, 5) == pytest.approx([1e-6 + (0.5 - 1e-6) * share for share in (0.2, 0.4, 0.6, 0.8, 1)])
-        cosine = create_lr_scheduler(
-            optimizer=sgd(0.5),
-            num_steps_per_epoch=4,
-            epochs=2,
-            warmup_steps=2,
-            use_cosine_scheduler=True,
-            initial_lr=0.0,
-        )
-        assert cosine is not None
-        expected = factors(8, schedule="cosine", warmup_steps=2)
-        assert rates(cosine, 8) == pytest.approx([0.5 * factor for factor in expected[:8]])
+def test_schedules_are_created_by_their_options():
+    assert create_lr_scheduler(sgd(0.5), 10) is None
+    warmup = create_lr_scheduler(sgd(0.5), 10, 2, 4)
+    assert isinstance(warmup, LinearWarmupLR)
+    assert rates(warmup, 5) == pytest.approx([1e-6 + (0.5 - 1e-6) * share for share in (0.2, 0.4, 0.6, 0.8, 1)])
+    cosine = create_lr_scheduler(
+        optimizer=sgd(0.5),
+        num_steps_per_epoch=4,
+        epochs=2,
+        warmup_steps=2,
+        use_cosine_scheduler=True,
+        initial_lr=0.0,
+    )
+    assert cosine is not None
+    expected = factors(8, schedule="cosine", warmup_steps=2)
+    assert rates(cosine, 8) == pytest.approx([0.5 * factor for factor in expected[:8]])

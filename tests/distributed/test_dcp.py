@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from opensora_cli.checkpoint.formats.dcp import open_dcp
+from opensora_cli.checkpoint.opening import open_checkpoint
 
 
 def _tensors() -> dict[str, torch.Tensor]:
@@ -40,7 +40,7 @@ def _save(folder: str) -> None:
 
 def test_tensors_are_put_together(pool, tmp_path: Path) -> None:
     pool(4).run(_save, str(tmp_path))
-    opened = open_dcp(tmp_path)
+    opened = open_checkpoint(tmp_path)
     assert len(opened.files) == 4 + 1
     assert list(opened.entries) == list(_tensors())
     for name, tensor in _tensors().items():

@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 
-from opensora_cli.checkpoint.contents import Checkpoint, find_weights
 from opensora_cli.checkpoint.formats.torch import read_saved_tensor, save
 from opensora_cli.checkpoint.lazy import Extent, LazyTensor, are_sizes, is_possible
 from opensora_cli.checkpoint.readable import reading, refuse_outside
-from opensora_cli.core.choices import Format, Selection
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.formatting import first_few, shown
 
@@ -79,30 +77,19 @@ _Places = Mapping[tuple[str, tuple[int, ...]], Extent]
 """Places of the chunks, by the name of the tensor and the offsets in the tensor."""
 
 
-def open_dcp(folder: Path, *, select: Selection | None = None) -> Checkpoint:
-    """Open a folder of `torch.distributed.checkpoint`. The default selection is the model's weights.
+def open_dcp(folder: Path) -> tuple[dict[Any, Any], tuple[Path, ...]]:
+    """Return the tensors of a folder of `torch.distributed.checkpoint`, in its nested dictionaries, and its files.
 
-    Raises:
-        CheckpointError: the folder is incomplete or broken, or imports something else than weights.
-        RequestError: the folder lacks the selected weights.
+    Raises CheckpointError if the folder is incomplete or broken, or imports something else than weights.
     """
     path = folder / DCP_METADATA
     metadata = _read_metadata(path)
     try:
         places = _places(folder, metadata["storage_data"])
         tree = _tree(metadata["state_dict_metadata"], metadata["planner_data"] or {}, places)
-        entries, selection, selections = find_weights(tree, LazyTensor, path=folder, select=select)
     except (ValueError, TypeError, LookupError, AttributeError, OSError) as error:
         raise CheckpointError(f"{path} is broken: {shown(str(error))}") from error
-    return Checkpoint(
-        format=Format.DCP,
-        path=folder,
-        selection=selection,
-        selections=selections,
-        entries=entries,
-        metadata={},
-        files=(path, *sorted({place.path for place in places.values()})),
-    )
+    return tree, (path, *sorted({place.path for place in places.values()}))
 
 
 def write_dcp(

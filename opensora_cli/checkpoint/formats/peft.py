@@ -16,17 +16,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _MAX_ALPHA = 1_000_000
 _NAME = re.compile(r"\^?(?:\\\.|[\w.-])+\$?")
 _REFUSED = (
-    "use_dora",
-    "lora_bias",
-    "use_qalora",
-    "use_bdlora",
-    "alora_invocation_tokens",
-    "arrow_config",
-    "layer_replication",
-    "target_parameters",
-    "trainable_token_indices",
-    "modules_to_save",
-    "fan_in_fan_out",
+    *("use_dora", "lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config"),
+    *("layer_replication", "target_parameters", "trainable_token_indices", "modules_to_save", "fan_in_fan_out"),
 )
 """Features of PEFT's LoRA that are more than scale · B·A for each layer."""
 # Other initializations (PiSSA, OLoRA, LoftQ, ...) change the weights to which the adapter is then added.

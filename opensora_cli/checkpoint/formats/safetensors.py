@@ -50,13 +50,12 @@ _FETCH_AGAIN = "fetch it again"
 def open_safetensors(path: Path) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     """Read the header of a safetensors file, and return its tensors, in the order of their bytes, and its metadata.
 
-    Raises:
-        CheckpointError: the file is missing, truncated or longer than its header states, or the header is invalid.
+    Raises CheckpointError if the file is missing, truncated or longer than its header states, or its header is invalid.
     """
     try:
         with reading_file(path), safe_open(path, "numpy") as file, path.open("rb") as raw:
             start = _LENGTH.size + int.from_bytes(raw.read(_LENGTH.size), "little")
-            metadata = file.metadata() or {}
+            metadata = dict(sorted((file.metadata() or {}).items()))  # the library's order is random
             names = file.offset_keys()
             described = {name: (file.get_slice(name).get_shape(), file.get_slice(name).get_dtype()) for name in names}
     except SafetensorError as error:
@@ -85,13 +84,8 @@ def write_safetensors(
     """Write a safetensors file piece by piece, directly to `path`.
 
     Tensors with larger elements go first, and otherwise keep their order. So each tensor starts at a multiple of its
-    element size, and can be used in a map of the file.
-
-    Args:
-        path: the file.
-        entries: its tensors.
-        metadata: stored in the header. `format` is added, because some readers refuse a file without it.
-        advance: called with the bytes of each tensor.
+    element size, and can be used in a map of the file. `format` is added to the metadata, because some readers refuse
+    a file without it. `advance` is called with the bytes of each tensor.
 
     Raises:
         RequestError: a tensor has a name or a dtype that the format lacks; nothing has been written.
@@ -118,11 +112,8 @@ class Placement(NamedTuple):
 
 
 def place_tensors(entries: Mapping[str, LazyTensor], *, metadata: Mapping[str, str]) -> Placement:
-    """Return the layout of a file of `write_safetensors`, from shapes and dtypes alone.
+    """Return the layout of a file of `write_safetensors`, from shapes and dtypes alone, with its RequestError.
     Several processes can then write parts of one file.
-
-    Raises:
-        RequestError: a tensor has a name or a dtype that the format lacks.
     """
     document: dict[str, object] = {
         _METADATA: {as_unicode(key): as_unicode(text) for key, text in {"format": "pt", **metadata}.items()}

@@ -17,10 +17,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from opensora_cli.checkpoint.contents import Checkpoint, find_weights
 from opensora_cli.checkpoint.lazy import Extent, LazyTensor, bytes_of, write_all
 from opensora_cli.checkpoint.readable import reading_file
-from opensora_cli.core.choices import Format, Selection
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import as_unicode, plain, shown
 from opensora_cli.core.reading import is_lack_of_memory, parse_object
@@ -37,35 +35,10 @@ _TRUSTED = (
 _IMPORT = re.compile(r"\bGLOBAL ([\w.]+)")
 
 
-def open_torch(path: Path, *, select: Selection | None = None) -> Checkpoint:
-    """Open a file of `torch.save`: a state dict, or a dictionary that holds one or several.
-
-    Tensors keep their dtype and shape. Other values are dropped.
-    If there are several sets of weights, the default selection is the model's.
-
-    Raises:
-        CheckpointError: the file is missing or broken, or cannot be read without trusting it.
-        RequestError: the file lacks the selected weights.
-    """
-    tree, metadata = read_object(path)
-    found, selection, selections = find_weights(tree, Tensor, path=path, select=select)
-    size = path.stat().st_size
-    return Checkpoint(
-        format=Format.TORCH,
-        path=path,
-        selection=selection,
-        selections=selections,
-        entries={name: _entry(path, name, tensor, most=size) for name, tensor in found.items()},
-        metadata=metadata,
-        files=(path,),
-    )
-
-
 def read_object(path: Path) -> tuple[Any, dict[str, str]]:
     """Return the object in a file, whose tensors are mapped, and the metadata of the file.
 
-    Raises:
-        CheckpointError: the file is missing or broken, or cannot be read without trusting it.
+    Raises CheckpointError if the file is missing or broken, or cannot be read without trusting it.
     """
     with reading_file(path), _sound(path):
         if path.suffix == ".safetensors":  # torch.load goes by this name
@@ -92,7 +65,19 @@ def read_saved_tensor(place: Extent) -> Tensor:
         tensor = torch.load(file, map_location="cpu", weights_only=True)
     if not isinstance(tensor, Tensor):
         raise CheckpointError(f"{path} holds something else than a tensor")
-    return _entry(path, "", tensor, most=place.length).read()
+    return mapped_tensor(path, "", tensor, most=place.length).read()
+
+
+def mapped_tensor(path: Path, name: str, tensor: Tensor, *, most: int) -> LazyTensor:
+    """Return a mapped tensor, after checking that it is dense and has at most `most` bytes."""
+    tensor = Tensor.detach(tensor)  # a file can replace its methods by attributes
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        raise CheckpointError(
+            f"{path} is refused: tensor {shown(name)} is not dense, or yet to be conjugated or negated"
+        )
+    if tensor.is_meta or tensor.nbytes > most:
+        raise CheckpointError(f"{path} is refused: tensor {shown(name)} is larger than the file")
+    return LazyTensor(tuple(tensor.shape), tensor.dtype, tensor.contiguous)
 
 
 @contextmanager
@@ -138,18 +123,6 @@ def _check_archive(file: BinaryIO, path: Path) -> dict[str, str]:
     return {key: text for key, text in metadata.items() if isinstance(text, str)}
 
 
-def _entry(path: Path, name: str, tensor: Tensor, *, most: int) -> LazyTensor:
-    """Return a mapped tensor, after checking that it is dense and has at most `most` bytes."""
-    tensor = Tensor.detach(tensor)  # a file can replace its methods by attributes
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
-        raise CheckpointError(
-            f"{path} is refused: tensor {shown(name)} is not dense, or yet to be conjugated or negated"
-        )
-    if tensor.is_meta or tensor.nbytes > most:
-        raise CheckpointError(f"{path} is refused: tensor {shown(name)} is larger than the file")
-    return LazyTensor(tuple(tensor.shape), tensor.dtype, tensor.contiguous)
-
-
 def write_torch(
     path: Path,
     entries: Mapping[str, LazyTensor],
@@ -160,7 +133,7 @@ def write_torch(
     """Write a state dict in the format of `torch.save`, but tensor by tensor.
 
     `torch.save` writes the file with room for the data, which is then filled in with its checksums. `metadata` is
-    stored beside the tensors, for `open_torch`; `torch.load` ignores it. `advance` is called with the bytes written by
+    stored beside the tensors, for `read_object`; `torch.load` ignores it. `advance` is called with the bytes written by
     each step.
 
     Raises:

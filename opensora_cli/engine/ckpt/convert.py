@@ -11,24 +11,31 @@ import torch
 from pydantic import Field
 
 import opensora_cli
-from opensora_cli.checkpoint.contents import Checkpoint
 from opensora_cli.checkpoint.fp8 import FP8_DTYPES, dequantize, quantize, separated, without_scales
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.lora import merge, open_adapter
-from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.checkpoint.opening import Checkpoint, open_checkpoint
 from opensora_cli.checkpoint.readable import listing_sha256, sha256_of
 from opensora_cli.checkpoint.targets import check_target
 from opensora_cli.checkpoint.transforms import cast, drop, only, rename
 from opensora_cli.checkpoint.writing import SHARD_BYTES, write_checkpoint
-from opensora_cli.core.choices import Format, Selection
+from opensora_cli.core.choices import QKV, ROTARY_METADATA, Format, Rotary, Selection
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few, format_bytes
 from opensora_cli.core.locks import lock_beside, sole_run
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
-from opensora_cli.engine.ckpt.identify import check, read_released
-from opensora_cli.engine.ckpt.layout import change_layout, find_layout, is_implied_by_names
+from opensora_cli.engine.ckpt.identify import check, find_layout, read_released
 from opensora_cli.engine.components.loras import fit_to_model, require_finite
+from opensora_cli.models.mmdit.layout import (
+    HeadSizes,
+    Piece,
+    find_rotary,
+    is_fused,
+    left_over,
+    plan_layout,
+    reorder_heads,
+)
 from opensora_cli.settings.ckpt import ConvertSettings, MergeLoraSettings, WeightDType
 
 _DTYPES = {
@@ -53,9 +60,9 @@ class Derived(Document):
     parameters: int
     bytes: int
     options: dict[str, Any]
-    source_sha256: str | None
+    source_sha256: str | None = None
     """SHA-256 of the source's file. For several files: of the output of `sha256sum` in their folder, sorted by name."""
-    files: tuple[Path, ...]
+    files: tuple[Path, ...] = ()
     summary: tuple[str, ...] = Field(exclude=True)
 
     def lines(self) -> list[str]:
@@ -96,20 +103,17 @@ def convert(settings: ConvertSettings, *, dry_run: bool = False, reporter: Repor
     entries, metadata = _converted(source, settings)
     if not entries:
         raise RequestError(f"nothing of {source.path} is left to write")
-    if released is not None:
-        problems = check({name: entry.shape for name, entry in without_scales(entries).items()}, released)
-        if problems:
-            raise CheckpointError("\n".join(f"{source.path} does not become {settings.preset}: {p}" for p in problems))
-    reporter = reporter or SilentReporter()
-    return write_derived(Conversion, settings, source, entries, metadata, reporter=reporter, dry_run=dry_run)
+    shapes = {name: entry.shape for name, entry in without_scales(entries).items()}
+    if released is not None and (problems := check(shapes, released)):
+        raise CheckpointError("\n".join(f"{source.path} does not become {settings.preset}: {p}" for p in problems))
+    return _write(Conversion, settings, source, entries, metadata, reporter or SilentReporter(), dry_run=dry_run)
 
 
 def _converted(source: Checkpoint, settings: ConvertSettings) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     entries, metadata = dict(source.entries), dict(source.metadata)
     if settings.dtype is not None:
         # The first step, while every scale still has its name. fp32 represents a scale times any 8-bit number.
-        wide = torch.float32 if settings.dtype.is_fp8 else _DTYPES[settings.dtype]
-        entries = dequantize(entries, wide)
+        entries = dequantize(entries, torch.float32 if settings.dtype.is_fp8 else _DTYPES[settings.dtype])
     if settings.only:
         entries = only(entries, settings.only)
     if settings.drop:
@@ -133,6 +137,66 @@ def _converted(source: Checkpoint, settings: ConvertSettings) -> tuple[dict[str,
     return entries, metadata
 
 
+def change_layout(
+    entries: Mapping[str, LazyTensor],
+    metadata: Mapping[str, str],
+    *,
+    qkv: QKV | None = None,
+    rotary: Rotary | None = None,
+) -> tuple[dict[str, LazyTensor], dict[str, str]]:
+    """Convert an MMDiT to another layout, in which it computes the same function; None means no change.
+
+    The tensors have the names of the published models with an optional prefix. Returns the tensors, and the metadata
+    with the new order of rotary pairs. Raises RequestError if the tensors belong to another model, and CheckpointError
+    if the sizes of q, k and v do not fit the other tensors, or the metadata name an unknown layout.
+    """
+    shapes = {key: entry.shape for key, entry in entries.items()}
+    sizes = HeadSizes.of_shapes(shapes)
+    if sizes is None:
+        given = " and ".join(f"--{name}={value}" for name, value in (("qkv", qkv), ("rotary", rotary)) if value)
+        raise RequestError(
+            f"{given} is for an MMDiT, and this checkpoint is none: "
+            "it lacks a matching img_in.weight and norm.query_norm.scale",
+            hint="osora ckpt inspect shows its tensors; --rename gives them the names of the published models",
+        )
+    old_rotary = find_rotary(shapes, metadata)
+    new_qkv = qkv or (QKV.FUSED if is_fused(shapes) else QKV.SPLIT)
+    new_rotary = rotary or old_rotary
+    reorder = new_rotary is not old_rotary
+    plan = plan_layout(shapes, sizes, qkv=new_qkv, reorder=reorder)
+    wrong = left_over(plan, qkv=new_qkv, reorder=reorder)
+    if wrong:
+        raise CheckpointError(
+            f"{len(wrong)} tensors of q, k and v do not fit the model's hidden_size={sizes.hidden_size} and "
+            f"head_dim={sizes.head_dim}: {first_few(wrong)}"
+        )
+    changed = {
+        name: _joined(name, [_taken(piece, entries[piece.key], sizes, new_rotary) for piece in pieces])
+        for name, pieces in plan.items()
+    }
+    return changed, {**metadata, ROTARY_METADATA: new_rotary.value}
+
+
+def _taken(piece: Piece, entry: LazyTensor, sizes: HeadSizes, rotary: Rotary) -> LazyTensor:
+    part = entry if piece.stop is None else entry.map(lambda whole: whole[piece.start : piece.stop])
+    if not piece.reordered:
+        return part
+    return part.map(lambda rows: reorder_heads(rows, head_dim=sizes.head_dim, rotary=rotary))
+
+
+def _joined(name: str, parts: Sequence[LazyTensor]) -> LazyTensor:
+    if len(parts) == 1:
+        return parts[0]
+    dtypes = {part.dtype for part in parts}
+    if len(dtypes) > 1:
+        raise CheckpointError(
+            f"q, k and v have different dtypes and cannot become {name}: {', '.join(sorted(map(str, dtypes)))}",
+            hint="give them one with --dtype",
+        )
+    shape = (sum(part.shape[0] for part in parts), *parts[0].shape[1:])
+    return LazyTensor(shape, parts[0].dtype, lambda: torch.cat([part.read() for part in parts]))
+
+
 def merge_lora(settings: MergeLoraSettings, *, reporter: Reporter | None = None) -> Merge:
     """Write the base model with the adapter added, or subtracted again.
 
@@ -148,52 +212,46 @@ def merge_lora(settings: MergeLoraSettings, *, reporter: Reporter | None = None)
     require_finite(adapter.files)
     reporter.note(f"adapter {adapter.path}: {adapter.scales}, times --scale {settings.scale:g}")
     entries = merge(base.entries, adapter, scale=-settings.scale if settings.unmerge else settings.scale)
-    return write_derived(
-        partial(Merge, changed=len(adapter.updates)),
-        settings,
-        base,
-        entries,
-        base.metadata,
-        reporter=reporter,
-        more_sources=[adapter.path],
-    )
+    describe = partial(Merge, changed=len(adapter.updates))
+    return _write(describe, settings, base, entries, base.metadata, reporter, more_sources=[adapter.path])
 
 
-def write_derived(
+def _write(
     describe: Callable[..., DerivedT],
     settings: ConvertSettings | MergeLoraSettings,
     source: Checkpoint,
     entries: Mapping[str, LazyTensor],
     metadata: Mapping[str, str],
-    *,
     reporter: Reporter,
+    *,
     dry_run: bool = False,
     more_sources: Sequence[Path] = (),
 ) -> DerivedT:
-    """Write weights that are derived from `source`, whole or not at all, and return their document.
+    """Write weights that are derived from `source`, whole or not at all, and return their document from `describe`.
 
-    All is checked before hours of reading. With `dry_run` nothing is written. `describe` makes the document.
-
-    Raises:
-        RequestError: the target would replace a source, or the format supports neither the name or dtype of a tensor
-            nor the order of rotary pairs.
-        CheckpointError: a source cannot be read.
-        OutputError: the target exists already, cannot be written or is too large for the disk, or another process
-            writes it.
+    All is checked before hours of reading. With `dry_run` nothing is written.
     """
     target, format = Path(settings.target), settings.resolved_format
     nbytes = sum(entry.nbytes for entry in entries.values())
     sources = (source.path, *source.files, *more_sources)
     check_target(target, format=format, overwrite=settings.overwrite, sources=sources, needed=nbytes)
     layout = find_layout({name: entry.shape for name, entry in entries.items()}, metadata)
-    if layout is not None and not format.has_metadata and not is_implied_by_names(*layout):
+    # Without metadata, readers assume the layouts of the released models: fused and interleaved, or split and half.
+    if layout in ((QKV.FUSED, Rotary.HALF), (QKV.SPLIT, Rotary.INTERLEAVED)) and not format.has_metadata:
         qkv, rotary = layout
         raise RequestError(
             f"{format} cannot record that rotary pairs are {rotary}, which {qkv} q, k and v do not imply",
             hint="write another format, or change the layout with --qkv or --rotary",
         )
     form = f"{source.form}, {source.selection} weights" if source.selection else source.form
-    given = {key: " ".join(value) if isinstance(value, list) else value for key, value in settings.options.items()}
+    summary = [
+        f"source  {source.path} ({form})",
+        f"target  {target} ({format})",
+        f"size    {len(entries)} tensors, {format_bytes(nbytes)}",
+    ]
+    if settings.options:
+        given = {key: " ".join(value) if isinstance(value, list) else value for key, value in settings.options.items()}
+        summary.append(f"changes {', '.join(f'{name} {value}' for name, value in given.items())}")
     planned = describe(
         source=source.path,
         source_format=source.format,
@@ -204,26 +262,19 @@ def write_derived(
         parameters=sum(entry.numel for entry in entries.values()),
         bytes=nbytes,
         options=settings.options,
-        source_sha256=None,
-        files=(),
-        summary=(
-            f"source  {source.path} ({form})",
-            f"target  {target} ({format})",
-            f"size    {len(entries)} tensors, {format_bytes(nbytes)}",
-            *([f"changes {', '.join(f'{name} {value}' for name, value in given.items())}"] if given else []),
-        ),
+        summary=tuple(summary),
     )
     if dry_run:
         return planned
     problem, hint = f"another run writes {target}", "wait until it ends, or write to another name"
     with sole_run(lock_beside(target, target.name), problem=problem, hint=hint):
-        for line in planned.summary:
+        for line in summary:
             reporter.note(line)
         if source.caveat:
             reporter.warn(source.caveat)
         if not format.has_metadata:
             reporter.warn(f"{format} has no metadata: the metadata of the weights is dropped")
-        sha256 = _hash_source(source, reporter=reporter) if settings.hashing else None
+        sha256 = _hash_source(source, reporter) if settings.hashing else None
         noted = {
             **{key: text for key, text in metadata.items() if key != _SOURCE_SHA256},
             "osora.source": os.fspath(source.path),
@@ -239,23 +290,22 @@ def write_derived(
                 shard_bytes=settings.shard_size or SHARD_BYTES,
                 metadata=noted,
                 overwrite=settings.overwrite,
-                hash_each=partial(_hash_each, stage="hash shards", reporter=reporter) if settings.hashing else None,
+                hash_each=lambda shards: _hash_each(shards, "hash shards", reporter) if settings.hashing else (),
                 advance=progress.advance,
             )
     return planned.model_copy(update={"source_sha256": sha256, "files": files})
 
 
-def _hash_source(source: Checkpoint, *, reporter: Reporter) -> str:
+def _hash_source(source: Checkpoint, reporter: Reporter) -> str:
     """Return `Derived.source_sha256`."""
     folder = source.path if source.path.is_dir() else source.path.parent
     files = sorted((Path(os.path.relpath(file, folder)).as_posix(), file) for file in source.files)
-    hashes = _hash_each([path for _, path in files], stage="hash", reporter=reporter)
+    hashes = _hash_each([path for _, path in files], "hash", reporter)
     if len(hashes) == 1:
         return hashes[0]
     return listing_sha256({name: digest for (name, _), digest in zip(files, hashes, strict=True)})
 
 
-def _hash_each(files: Sequence[Path], *, stage: str, reporter: Reporter) -> list[str]:
-    """Return the SHA-256 of each file, and report the progress under the name `stage`."""
+def _hash_each(files: Sequence[Path], stage: str, reporter: Reporter) -> list[str]:
     with reporter.stage(stage, total=sum(path.stat().st_size for path in files), unit=BYTES) as progress:
         return [sha256_of(path, advance=progress.advance) for path in files]

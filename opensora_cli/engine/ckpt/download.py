@@ -1,7 +1,7 @@
 """`osora ckpt download`: fetch the files of a released model into the folder that `osora generate` reads."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
@@ -45,6 +45,27 @@ class _Source:
         is_sound = path.name not in ("", "..") and "\\" not in name and name.isprintable()
         in_folder = str(path.parent) in self.folders and is_sound and len(path.name.encode()) <= _LONGEST_NAME
         return name in self.files or (in_folder and path.suffix in (_SAFETENSORS, *_OTHER_WEIGHTS, *_TEXT_ENDINGS))
+
+    def needed(self, repo: HubRepo) -> list[HubFile]:
+        """Return the files to fetch, with their local names. Raises CheckpointError if the repository lacks some."""
+        lacking = [name for name in self.files if name not in repo.files]
+        needed = [
+            repo.files[there].model_copy(update={"name": here})
+            for there, here in self.files.items()
+            if there in repo.files
+        ]
+        for folder in self.folders:
+            inside = {name: file for name, file in repo.files.items() if name.startswith(f"{folder}/")}
+            if f"{folder}/config.json" not in inside:
+                lacking.append(f"{folder}/config.json")
+            # Weights that are also in safetensors files are superfluous.
+            superfluous = _OTHER_WEIGHTS if any(name.endswith(_SAFETENSORS) for name in inside) else ()
+            needed += [
+                file for name, file in inside.items() if not name.removesuffix(".index.json").endswith(superfluous)
+            ]
+        if lacking:
+            raise CheckpointError(f"{repo.name} has no {', '.join(lacking)}", hint="check HF_ENDPOINT if it is set")
+        return needed
 
 
 def _sources(preset: str) -> list[_Source]:
@@ -91,21 +112,36 @@ class DownloadPlan(Document):
 def plan_download(settings: DownloadSettings) -> DownloadPlan:
     """List the files to fetch from the Hub, and the files that exist already.
 
-    Raises:
-        CheckpointError: the Hub cannot be reached, lacks needed files, or refuses access.
+    Raises CheckpointError if the Hub cannot be reached, lacks needed files, or refuses access.
     """
     folder, sources = Path(settings.to), _sources(settings.preset)
     repos = tuple(read_repo(source.repo, wanted=source.wants) for source in sources)
-    needed = [_needed(source, repo) for source, repo in zip(sources, repos, strict=True)]
-    files = tuple(_with_state(file, folder) for each in needed for file in each)
+    needed = [file for source, repo in zip(sources, repos, strict=True) for file in source.needed(repo)]
+    files = tuple(_with_state(file, folder) for file in needed)
     return DownloadPlan(
         preset=settings.preset,
         folder=folder,
         repos=repos,
         bytes=sum(file.bytes for file in files),
-        bytes_to_fetch=_bytes_to_fetch(files),
+        bytes_to_fetch=sum(file.bytes - file.bytes_here for file in files),
         files=files,
     )
+
+
+def _with_state(file: HubFile, folder: Path) -> HubFile:
+    """Compare a file with the local file, without reading it."""
+    target, part = folder / file.name, part_of(file, folder / file.name)
+    here = file.bytes
+    if not target.is_file():
+        here = part.stat().st_size if part.is_file() else 0
+        state = State.PARTIAL if here else State.MISSING
+    elif target.stat().st_size != file.bytes:
+        state = State.OTHER
+    elif digest := recorded_digest(folder, file.name):
+        state = State.PRESENT if digest == file.hash else State.OTHER
+    else:
+        state = State.UNCHECKED
+    return file.model_copy(update={"state": state, "bytes_here": 0 if state is State.OTHER else here})
 
 
 def download(settings: DownloadSettings, *, reporter: Reporter | None = None) -> DownloadPlan:
@@ -132,8 +168,8 @@ def download(settings: DownloadSettings, *, reporter: Reporter | None = None) ->
                 f"other files than on the Hub are there: {', '.join(others)}",
                 hint="give another folder with --to, or replace them with --overwrite",
             )
-        require_space(plan.folder, _bytes_to_fetch(files))
         left = [file for file in files if file.state is not State.PRESENT]
+        require_space(plan.folder, sum(file.bytes - file.bytes_here for file in left))
         try:
             with reporter.stage("download", total=sum(file.bytes for file in left), unit=BYTES) as progress:
                 for file in left:
@@ -145,59 +181,14 @@ def download(settings: DownloadSettings, *, reporter: Reporter | None = None) ->
     return plan.model_copy(update={"files": present, "bytes_to_fetch": 0})
 
 
-def _bytes_to_fetch(files: Iterable[HubFile]) -> int:
-    return sum(file.bytes - file.bytes_here for file in files)
-
-
-def _needed(source: _Source, repo: HubRepo) -> list[HubFile]:
-    """Return the files to fetch, with their local names."""
-    lacking = [name for name in source.files if name not in repo.files]
-    needed = [
-        repo.files[there].model_copy(update={"name": here})
-        for there, here in source.files.items()
-        if there in repo.files
-    ]
-    for folder in source.folders:
-        inside = {name: file for name, file in repo.files.items() if name.startswith(f"{folder}/")}
-        if f"{folder}/config.json" not in inside:
-            lacking.append(f"{folder}/config.json")
-        has_safetensors = any(name.endswith(_SAFETENSORS) for name in inside)
-        # Weights that are also in safetensors files are superfluous.
-        needed += [
-            file
-            for name, file in inside.items()
-            if not (has_safetensors and PurePosixPath(name.removesuffix(".index.json")).suffix in _OTHER_WEIGHTS)
-        ]
-    if lacking:
-        raise CheckpointError(f"{repo.name} has no {', '.join(lacking)}", hint="check HF_ENDPOINT if it is set")
-    return needed
-
-
-def _with_state(file: HubFile, folder: Path) -> HubFile:
-    """Compare a file with the local file, without reading it."""
-    target, part = folder / file.name, part_of(file, folder / file.name)
-    here = file.bytes
-    if not target.is_file():
-        here = part.stat().st_size if part.is_file() else 0
-        state = State.PARTIAL if here else State.MISSING
-    elif target.stat().st_size != file.bytes:
-        state = State.OTHER
-    elif digest := recorded_digest(folder, file.name):
-        state = State.PRESENT if digest == file.hash else State.OTHER
-    else:
-        state = State.UNCHECKED
-    return file.model_copy(update={"state": state, "bytes_here": 0 if state is State.OTHER else here})
-
-
 def _checked(plan: DownloadPlan, reporter: Reporter) -> list[HubFile]:
-    """Compare the local files again, which another run may have fetched, and hash those without a record."""
-    files = [_with_state(file, plan.folder) for file in plan.files]
-    unchecked = [number for number, file in enumerate(files) if file.state is State.UNCHECKED]
-    if not unchecked:
-        return files
-    with reporter.stage("check", total=sum(files[number].bytes for number in unchecked), unit=BYTES) as progress:
-        for number in unchecked:
-            file = files[number]
+    """Hash the local files without a record."""
+    files = list(plan.files)
+    total = sum(file.bytes for file in files if file.state is State.UNCHECKED)
+    with (reporter if total else SilentReporter()).stage("check", total=total, unit=BYTES) as progress:
+        for number, file in enumerate(files):
+            if file.state is not State.UNCHECKED:
+                continue
             update: dict[str, object] = {"state": State.OTHER, "bytes_here": 0}
             if is_content(file, plan.folder / file.name, advance=progress.advance):
                 write_record(plan.folder, file.name, commit=file.commit, digest=file.hash)

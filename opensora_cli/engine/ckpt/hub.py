@@ -25,6 +25,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but
 )
 from pydantic import Field
 
+from opensora_cli.checkpoint.readable import reading_file
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.formatting import plain, without_credentials
@@ -100,19 +101,13 @@ def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
         )
         card: Any = found.card_data or {}
         licence = card.get("license_name") or card.get("license")
-        commit = found.sha or "main"
-        files = {}
+        commit, files = found.sha or "main", {}
         for listed in found.siblings or ():
             if wanted(listed.rfilename) and stays_inside(listed.rfilename):
-                size, digest = listed.size, listed.lfs.sha256 if listed.lfs else listed.blob_id
-                if size is None or digest is None:  # a mirror that lists names only
-                    url = huggingface_hub.hf_hub_url(name, listed.rfilename, revision=commit)
-                    asked = huggingface_hub.get_hf_file_metadata(url)
-                    size, digest = asked.size, asked.etag
-                fields = {"repo": name, "commit": commit, "bytes": size, "hash": digest}
-                files[listed.rfilename] = HubFile.model_validate(
-                    {**fields, "name": listed.rfilename, "hub_name": listed.rfilename}
-                )
+                digest = listed.lfs.sha256 if listed.lfs else listed.blob_id
+                fields = {"repo": name, "commit": commit, "bytes": listed.size, "hash": digest}
+                fields |= {"name": listed.rfilename, "hub_name": listed.rfilename}
+                files[listed.rfilename] = HubFile.model_validate(fields)
         return HubRepo(
             name=name,
             commit=commit,
@@ -192,23 +187,21 @@ def is_content(file: HubFile, path: Path, *, advance: Advance = lambda count: No
     """Return whether a local file is `file` by its hash. Raises CheckpointError if it cannot be read."""
     is_sha256 = len(file.hash) == 64
     hasher = hashlib.sha256() if is_sha256 else hashlib.sha1(b"blob %d\0" % file.bytes, usedforsecurity=False)
-    try:
-        with path.open("rb") as content:
-            while chunk := content.read(_CHUNK_BYTES):
-                hasher.update(chunk)
-                advance(len(chunk))
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    with reading_file(path), path.open("rb") as content:
+        while chunk := content.read(_CHUNK_BYTES):
+            hasher.update(chunk)
+            advance(len(chunk))
     return hasher.hexdigest() == file.hash
 
 
 @contextmanager
 def _explained(repo: str) -> Iterator[None]:
     """Turn errors of the Hub's client, and those that an unexpected answer causes, into one line."""
-    page = f"accept its terms at {_endpoint()}/{repo}"
-    access = f"{page}, then give a token of that account: hf auth login, or HF_TOKEN in the environment"
+    token = "then give a token of that account: hf auth login, or HF_TOKEN in the environment"
     if huggingface_hub.get_token():
-        access = f"{page} with the account of your token, which must be allowed to read such repositories"
+        token = "with the account of your token, which must be allowed to read such repositories"
+    access = f"accept its terms at {_endpoint()}/{repo}, {token}"
+    again = "the same command continues from what has arrived"
     try:
         yield
     except OfflineModeIsEnabled as error:
@@ -223,13 +216,12 @@ def _explained(repo: str) -> Iterator[None]:
     except HfHubHTTPError as error:
         status = error.response.status_code
         reason = f"{repo}: the Hub answers {status} {error.response.reason_phrase}".rstrip()
-        later = "try again later: the same command continues from what has arrived"
-        raise CheckpointError(reason, hint=access if status in (401, 403) else later) from error
+        raise CheckpointError(reason, hint=access if status in (401, 403) else f"try again later: {again}") from error
     except (_HTTPError, _InvalidURL) as error:
         cause = plain(without_credentials(str(error))) or type(error).__name__
         raise CheckpointError(
             f"{repo}: the connection to {_endpoint()} broke ({cause})",
-            hint=f"check the connection, and {_CHECK}: the same command continues from what has arrived",
+            hint=f"check the connection, and {_CHECK}: {again}",
         ) from error
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{_endpoint()} does not answer as the Hub does", hint=_CHECK) from error

@@ -1,4 +1,4 @@
-"""Identification of a checkpoint's model, from tensor names and shapes of the published models."""
+"""Identification of a checkpoint's model and its layout, from tensor names and shapes of the published models."""
 
 import importlib.resources
 import json
@@ -9,10 +9,10 @@ from pathlib import Path
 
 from opensora_cli.checkpoint.load import Shape, differences
 from opensora_cli.checkpoint.lora import describe_adapter
-from opensora_cli.core.choices import QKV
+from opensora_cli.core.choices import QKV, Rotary
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import plain
-from opensora_cli.models.mmdit.layout import HeadSizes, is_fused, plan_layout, planned_shapes
+from opensora_cli.models.mmdit.layout import HeadSizes, find_rotary, is_fused, plan_layout, planned_shapes
 from opensora_cli.settings.explain import nearest
 
 # A tensor that identifies a kind of model, and the kind. The first match decides.
@@ -87,6 +87,17 @@ def identify(shapes: Mapping[str, Shape]) -> Identity | None:
         return Identity(name=None, title=kind if sizes is None else _describe(own, sizes), prefix=prefix)
     adapter = describe_adapter(shapes)
     return Identity(name=None, title=adapter, prefix="", is_adapter=True) if adapter else None
+
+
+def find_layout(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> tuple[QKV, Rotary] | None:
+    """Return the layout of an MMDiT; None for tensors of another model.
+
+    Raises:
+        CheckpointError: the metadata name an unknown layout.
+    """
+    if HeadSizes.of_shapes(shapes) is None:
+        return None
+    return _qkv(shapes), find_rotary(shapes, metadata)
 
 
 def check(shapes: Mapping[str, Shape], released: Released) -> list[str]:

@@ -6,13 +6,12 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from opensora_cli.checkpoint.contents import Checkpoint
-from opensora_cli.checkpoint.formats.colossal import OPTIMIZER_FOLDER, RUNNING_STATES_FILE
+from opensora_cli.checkpoint.formats.colossal import OPTIMIZER_FOLDER
 from opensora_cli.checkpoint.formats.torch import read_object
 from opensora_cli.checkpoint.fp8 import without_scales
-from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.checkpoint.opening import Checkpoint, open_checkpoint
 from opensora_cli.checkpoint.readable import refuse_outside, sha256_of
-from opensora_cli.checkpoint.shared_folder import recorded_hashes, unhashed_files
+from opensora_cli.checkpoint.shared_folder import recorded_hashes
 from opensora_cli.core.choices import Format, Selection
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, RequestError
@@ -78,32 +77,31 @@ def verify(settings: VerifySettings, *, reporter: Reporter | None = None) -> Ver
         RequestError: the preset is unknown, the selected weights are missing, or a hash is given for a folder.
     """
     released = None if settings.preset is None else read_released(settings.preset)
-    reporter = reporter or SilentReporter()
-    path = Path(settings.path)
+    reporter, path = reporter or SilentReporter(), Path(settings.path)
     if settings.sha256 is not None and path.is_dir():
         raise RequestError(f"sha256 is the hash of one file, and {path} is a folder", hint="name a file in it")
     parts, problems = _open_parts(path, settings.select)
     checkpoint = parts[0] if parts else None
-    if checkpoint is not None and checkpoint.caveat and settings.sha256 is None:
-        problems.append(checkpoint.caveat)
-    recorded: dict[Path, str] = {}
-    if checkpoint is not None and settings.select is None and checkpoint.format is Format.COLOSSALAI:
-        # `path` may be the folder of the run around it.
-        problems += broken_states(checkpoint.path, known={file for part in parts for file in part.files})
-        try:
-            recorded = recorded_hashes(checkpoint.path)
-        except CheckpointError as error:
-            problems.append(error.message)
-        if recorded and settings.data:
-            unhashed = unhashed_files(checkpoint.path, recorded)
-            problems += [f"{file} has no hash in {RUNNING_STATES_FILE}" for file in unhashed]
+    summary = None
+    known: list[tuple[Path, str | None]] = [(path, settings.sha256 and settings.sha256.lower())]
+    if checkpoint is not None:
+        size = format_bytes(sum(entry.nbytes for entry in checkpoint.entries.values()))
+        summary = f"{checkpoint.form}: {len(checkpoint.entries)} tensors, {size}"
+        if checkpoint.caveat and settings.sha256 is None:
+            problems.append(checkpoint.caveat)
+        if settings.select is None and checkpoint.format is Format.COLOSSALAI:
+            # `path` may be the folder of the run around it.
+            problems += _broken_states(checkpoint.path, known={file for part in parts for file in part.files})
+            try:
+                known += recorded_hashes(checkpoint.path).items()
+            except CheckpointError as error:
+                problems.append(error.message)
     # A file has several hashes if its records contradict each other.
     expected: dict[Path, set[str]] = {}
     if settings.data and path.exists():
         files = [file for part in parts for file in part.files] or [path]
-        known = [(file, downloaded_sha256(file)) for file in files if file.is_file()]
+        known += [(file, downloaded_sha256(file)) for file in files if file.is_file()]
         known += [hashed for part in parts for hashed in part.sha256.items()]
-        known += [*recorded.items(), (path, settings.sha256 and settings.sha256.lower())]
         for file, digest in known:
             if digest is not None:
                 expected.setdefault(file, set()).add(digest)
@@ -111,13 +109,8 @@ def verify(settings: VerifySettings, *, reporter: Reporter | None = None) -> Ver
     if checkpoint is not None and released is not None:
         shapes = {name: entry.shape for name, entry in without_scales(checkpoint.entries).items()}
         problems += [f"{path} is not {settings.preset}: {problem}" for problem in check(shapes, released)]
-    if settings.data:
-        for part in parts:
-            problems += _broken_data(part, reporter)
-    summary = None
-    if checkpoint is not None:
-        size = format_bytes(sum(entry.nbytes for entry in checkpoint.entries.values()))
-        summary = f"{checkpoint.form}: {len(checkpoint.entries)} tensors, {size}"
+    for part in parts if settings.data else ():
+        problems += _broken_data(part, reporter)
     return Verification(
         path=path,
         sound=not problems,
@@ -148,6 +141,16 @@ def _open_parts(path: Path, select: Selection | None) -> tuple[list[Checkpoint],
     return parts, problems
 
 
+def _broken_states(folder: Path, *, known: Set[Path]) -> Iterator[str]:
+    """Yield the problems of optimizer, schedule and sampler in a ColossalAI folder, except files in `known`."""
+    places = (path for place in (folder, folder / OPTIMIZER_FOLDER) if place.is_dir() for path in place.iterdir())
+    for path in sorted(path for path in places if path.suffix in _TORCH_SUFFIXES and path not in known):
+        try:
+            read_object(refuse_outside(path, folder))
+        except CheckpointError as error:
+            yield error.message
+
+
 def _wrong_hashes(expected: dict[Path, set[str]], reporter: Reporter) -> Iterator[str]:
     if not expected:
         return
@@ -176,16 +179,3 @@ def _broken_data(checkpoint: Checkpoint, reporter: Reporter) -> Iterator[str]:
             if broken:
                 of = f" of the {checkpoint.selection} weights" if checkpoint.selection else ""
                 yield f"{plain(name)}{of} has {broken:,} numbers that are not finite"
-
-
-def broken_states(folder: Path, *, known: Set[Path]) -> Iterator[str]:
-    """Yield the problems of the states in a ColossalAI folder: optimizer, schedule and sampler.
-
-    Files in `known` have been opened already.
-    """
-    places = (path for place in (folder, folder / OPTIMIZER_FOLDER) if place.is_dir() for path in place.iterdir())
-    for path in sorted(path for path in places if path.suffix in _TORCH_SUFFIXES and path not in known):
-        try:
-            read_object(refuse_outside(path, folder))
-        except CheckpointError as error:
-            yield error.message

@@ -161,39 +161,32 @@ def why_unusable(name: str, use: AttentionUse) -> str | None:
 
 
 def _error(backend: AttentionBackend, use: AttentionUse) -> float:
-    """Return the largest relative difference from `math` over the result, gradients and parts that the run needs."""
+    """Return the largest relative difference from `math` over the results, gradients and parts that the run needs."""
     generator = torch.Generator().manual_seed(0)
     shape = 1, _HEADS, _TOKENS, use.head_dim
-    *qkv, gradient = (torch.randn(shape, generator=generator).to(use.device, use.dtype) for _ in range(4))
-    computations = {_gradients if use.gradients else _result, _parts if use.in_parts else _result}
-    return max(_difference(compute(backend, qkv, gradient), compute(math, qkv, gradient)) for compute in computations)
-
-
-def _result(attention: AttentionBackend, qkv: list[Tensor], gradient: Tensor) -> tuple[Tensor, ...]:
-    with torch.no_grad():
-        return (attention(*qkv),)
-
-
-def _gradients(attention: AttentionBackend, qkv: list[Tensor], gradient: Tensor) -> tuple[Tensor, ...]:
-    with torch.inference_mode(False), torch.enable_grad():
-        leaves = [tensor.clone().requires_grad_() for tensor in qkv]
-        out = attention(*leaves)
-        return out.detach(), *torch.autograd.grad(out, leaves, gradient)
-
-
-def _parts(attention: AttentionBackend, qkv: list[Tensor], gradient: Tensor) -> tuple[Tensor, ...]:
-    assert attention.part_kernel is not None, "settings without it are refused"
-    kernel = attention.part_kernel(qkv[0], qkv[1], qkv[2])
-    with torch.no_grad():
-        out, lse = kernel.attend(qkv[0], qkv[1], qkv[2])
-        return out, lse, *kernel.gradients(gradient, qkv[0], qkv[1], qkv[2], out, lse)
-
-
-def _difference(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> float:
-    pairs = [(one.double(), other.double()) for one, other in zip(found, expected, strict=True)]
-    errors = [float((one - other).norm() / other.norm()) for one, other in pairs]
+    given = [torch.randn(shape, generator=generator).to(use.device, use.dtype) for _ in range(4)]
+    pairs = zip(_results(backend, use, given), _results(math, use, given), strict=True)
+    errors = [float((found - expected).norm() / expected.norm()) for found, expected in pairs]
     # NaN compares as neither larger nor smaller.
     return max(error if error == error else float("inf") for error in errors)
+
+
+def _results(attention: AttentionBackend, use: AttentionUse, given: list[Tensor]) -> list[Tensor]:
+    q, k, v, gradient = given
+    if use.gradients:
+        with torch.inference_mode(False), torch.enable_grad():
+            leaves = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
+            out = attention(*leaves)
+            results = [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
+    with torch.no_grad():
+        if not use.gradients:
+            results = [attention(q, k, v)]
+        if use.in_parts:
+            assert attention.part_kernel is not None, "settings without it are refused"
+            kernel = attention.part_kernel(q, k, v)
+            out, lse = kernel.attend(q, k, v)
+            results += [out, lse, *kernel.gradients(gradient, q, k, v, out, lse)]
+    return [result.double() for result in results]
 
 
 @contextmanager

@@ -164,7 +164,7 @@ def fit_to_model(adapter: Adapter, shapes: Mapping[str, Shape], metadata: Mappin
     `shapes` and `metadata` are those of the model's file. Names of the adapter can be the model's own, those of fused
     files or of diffusers, or their spelling in kohya. A layer that is not found keeps its name.
     """
-    model = _Model.of(shapes, metadata)
+    model = _Model(shapes, metadata)
     updates: dict[str, tuple[LowRank, ...]] = {}
     for name, found in adapter.updates.items():
         for update in found:
@@ -174,46 +174,33 @@ def fit_to_model(adapter: Adapter, shapes: Mapping[str, Shape], metadata: Mappin
     return replace(adapter, updates=updates)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Model:
     """Linear layers of a model, with all their known names."""
 
-    shapes: Mapping[str, Shape]
-    prefix: str
-    sizes: HeadSizes | None
-    rotary: Rotary
-    names: Mapping[str, Named]
-    spellings: Mapping[str, tuple[str, ...]]
-    """Names by their spelling with underscores."""
-    fused: Mapping[str, tuple[str, int]]
-    """Layer of the split model -> fused layer that has its rows, and the first of these rows."""
-
-    @classmethod
-    def of(cls, shapes: Mapping[str, Shape], metadata: Mapping[str, str]) -> "_Model":
-        sizes = HeadSizes.of_shapes(shapes)
-        prefix, names, rotary = "", {}, Rotary.HALF
-        if sizes is None:
+    def __init__(self, shapes: Mapping[str, Shape], metadata: Mapping[str, str]) -> None:
+        self.shapes = shapes
+        self.sizes = HeadSizes.of_shapes(shapes)
+        self.prefix, self.rotary = "", Rotary.HALF
+        if self.sizes is None:
             paths = [name.removesuffix(_WEIGHT) for name in shapes if name.endswith(_WEIGHT)]
-            names = {path: Named((), rotary) for path in paths}
+            self.names = {path: Named((), self.rotary) for path in paths}
         else:
             prefix = min((name for name in shapes if name.endswith(_INPUT)), key=len).removesuffix(_INPUT)
-            split = planned_shapes(plan_layout(shapes, sizes, qkv=QKV.SPLIT, reorder=False), shapes)
+            split = planned_shapes(plan_layout(shapes, self.sizes, qkv=QKV.SPLIT, reorder=False), shapes)
             rows = {
                 name.removeprefix(prefix).removesuffix(_WEIGHT): shape[0]
                 for name, shape in split.items()
                 if name.startswith(prefix) and name.endswith(_WEIGHT) and len(shape) == 2
             }
-            names, rotary = linear_names(rows, sizes.hidden_size), find_rotary(shapes, metadata)
-        spellings: dict[str, tuple[str, ...]] = {}
-        for name in names:
-            key = name.replace(".", "_")
-            spellings[key] = (*spellings.get(key, ()), name)
-        fused = {
-            span.layer: (name, span.source) for name, named in names.items() if named.is_fused for span in named.spans
-        }
-        return cls(
-            shapes=shapes, prefix=prefix, sizes=sizes, rotary=rotary, names=names, spellings=spellings, fused=fused
-        )
+            self.prefix, self.rotary = prefix, find_rotary(shapes, metadata)
+            self.names = linear_names(rows, self.sizes.hidden_size)
+        self.spellings: dict[str, list[str]] = {}
+        """Names by their spelling with underscores."""
+        for name in self.names:
+            self.spellings.setdefault(name.replace(".", "_"), []).append(name)
+        fused = [(name, span) for name, named in self.names.items() if named.is_fused for span in named.spans]
+        self.fused = {span.layer: (name, span.source) for name, span in fused}
+        """Layer of the split model -> fused layer that has its rows, and the first of these rows."""
 
     def place(self, module: str, update: LowRank, adapter: Adapter) -> list[tuple[str, LowRank]]:
         """Return the model's weights that an update changes, with its part for each; empty for an unknown layer."""
@@ -241,7 +228,7 @@ class _Model:
             name = name.removeprefix(prefix)
         if name in self.names:
             return name
-        spelled = self.spellings.get(module.removeprefix(_first_of(KOHYA_PREFIXES, module)), ())
+        spelled = self.spellings.get(module.removeprefix(_first_of(KOHYA_PREFIXES, module)), [])
         if len(spelled) > 1:
             raise CheckpointError(f"{path}: {shown(module)} can mean {' or '.join(spelled)}")
         return spelled[0] if spelled else None

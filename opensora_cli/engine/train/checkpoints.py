@@ -309,7 +309,7 @@ class CheckpointWriter:
         if kind is None:
             self.wait()
         else:
-            self._job.join()
+            self._job.wait()
 
     def save(
         self,
@@ -326,8 +326,7 @@ class CheckpointWriter:
         TrainingError if the weights are not finite.
         """
         distribution, step, epoch = trainer.distribution, trainer.step, trainer.batches.epoch
-        self._job.join()
-        error = self._job.take_error()
+        error = self._job.wait()
         if error is not None and not isinstance(error, OutputError):
             raise error
         if not trainer.are_weights_finite():
@@ -374,8 +373,7 @@ class CheckpointWriter:
 
     def wait(self) -> None:
         """Wait for the writing of all ranks to end. Raises an OutputError of any rank once, on all ranks."""
-        self._job.join()
-        if (error := self._job.take_error()) is not None:
+        if (error := self._job.wait()) is not None:
             raise error
 
     def _copy(self, trainer: Trainer) -> dict[str, dict[str, Tensor]]:

@@ -11,9 +11,13 @@ from opensora_cli.core.exceptions import CheckpointError
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool]
 
 
+def bytes_of(tensor):
+    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
 def stored(tensor, path, *, before=b"xyz", after=b"yz"):
     """Write a tensor into a file between other bytes, and return it as it is stored there."""
-    content = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    content = bytes_of(tensor)
     path.write_bytes(before + content + after)
     return LazyTensor.stored(tensor.shape, tensor.dtype, Extent(path, len(before), len(content)))
 
@@ -31,16 +35,12 @@ def test_stored_and_held_tensors_are_read_and_written(tmp_path, shape, dtype):
     for lazy in (stored(tensor, tmp_path / "a"), LazyTensor.of(tensor)):
         assert (lazy.shape, lazy.dtype, lazy.nbytes) == (shape, dtype, tensor.nbytes)
         assert torch.equal(lazy.read(), tensor)
-        assert written(lazy, tmp_path / "b") == stored_bytes(tensor)
-
-
-def stored_bytes(tensor):
-    return tensor.reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+        assert written(lazy, tmp_path / "b") == bytes_of(tensor)
 
 
 def test_tensors_that_are_not_contiguous_are_written_row_by_row(tmp_path):
     tensor = torch.arange(6.0).view(2, 3).t()
-    assert written(LazyTensor.of(tensor), tmp_path / "a") == stored_bytes(tensor.contiguous())
+    assert written(LazyTensor.of(tensor), tmp_path / "a") == bytes_of(tensor.contiguous())
 
 
 def test_a_file_that_has_become_shorter_is_an_error(tmp_path):

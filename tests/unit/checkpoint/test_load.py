@@ -97,24 +97,6 @@ def part(tmp_path, weights):
 
 
 class TestConversion:
-    def test_tensors_are_renamed_and_cut(self, tmp_path, weights):
-        path = tmp_path / "joined.safetensors"
-        rest = {key: tensor for key, tensor in weights.items() if not key.startswith("first")}
-        save_file(rest | {"joined": torch.cat((weights["first.weight"], weights["first.bias"][:, None]), 1)}, path)
-
-        def split(tensors):
-            for key in tensors:
-                if key == "joined":
-                    yield "first.weight", tensors[key][:, :4]
-                    yield "first.bias", tensors[key][:, 4]
-                else:
-                    yield key, tensors[key]
-
-        model = load(on_meta(), path, convert=split)
-        assert torch.equal(model.first.weight, weights["first.weight"])
-        assert torch.equal(model.first.bias, weights["first.bias"])
-        assert model.first.weight.is_contiguous()
-
     def test_one_tensor_at_a_time_is_held(self, file):
         made, alive = [], []
 

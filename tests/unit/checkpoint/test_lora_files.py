@@ -1,6 +1,7 @@
-"""Adapters in single files: what they are by their names, their scales, and what is refused."""
+"""Files of adapters: what they are by their names, their scales, and what is refused, broken or hostile."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -21,22 +22,21 @@ def written(folder: Path, tensors: dict[str, torch.Tensor], **metadata: str) -> 
     return path
 
 
-class TestStyles:
-    def test_they_are_recognised_by_their_names(self):
-        fused = {"double_blocks.0.img_attn.qkv": (draw(2, 5), draw(15, 2))}
-        found = {style: style_of(tensors(fused, 5)) for style, tensors in STYLES.items()}
-        assert found == {
-            "fused": "diffusers",
-            "fused .default": "diffusers",
-            "ComfyUI": "ComfyUI",
-            "ComfyUI lora_down": "ComfyUI",
-            "lora.down": "diffusers",
-            "kohya": "kohya",
-            "diffusers": "diffusers",
-            "diffusers in kohya's spelling": "kohya",
-        }
-        assert style_of(factors("x", 6, 5)) == "PEFT"
-        assert style_of(["img_in.weight", "double_blocks.0.img_mod.lin.weight"]) is None
+def test_styles_are_recognized_by_their_names():
+    fused = {"double_blocks.0.img_attn.qkv": (draw(2, 5), draw(15, 2))}
+    found = {style: style_of(tensors(fused, 5)) for style, tensors in STYLES.items()}
+    assert found == {
+        "fused": "diffusers",
+        "fused .default": "diffusers",
+        "ComfyUI": "ComfyUI",
+        "ComfyUI lora_down": "ComfyUI",
+        "lora.down": "diffusers",
+        "kohya": "kohya",
+        "diffusers": "diffusers",
+        "diffusers in kohya's spelling": "kohya",
+    }
+    assert style_of(factors("x", 6, 5)) == "PEFT"
+    assert style_of(["img_in.weight", "double_blocks.0.img_mod.lin.weight"]) is None
 
 
 class TestScales:
@@ -139,3 +139,69 @@ class TestRefused:
     def test_broken_metadata(self, tmp_path, text):
         with pytest.raises(CheckpointError, match=r"a\.safetensors: "):
             open_adapter(written(tmp_path, dotted(PAIR, alpha=None), lora_adapter_metadata=text))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "adapter"
+
+
+class TestBrokenAdapters:
+    @pytest.mark.parametrize(
+        ("config", "words"),
+        [
+            ({"peft_type": "LOHA"}, "peft_type='LOHA' is no LoRA"),
+            ({"use_dora": True}, "an adapter with use_dora cannot be added"),
+            ({"modules_to_save": ["last"]}, "modules_to_save"),
+            ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights='pissa_niter_16' has changed the weights"),
+        ],
+    )
+    def test_features_that_cannot_be_added(self, folder, config, words):
+        with pytest.raises(RequestError) as caught:
+            open_adapter(write_adapter(folder, factors("block.proj", 6, 5), **config))
+        assert words in caught.value.message
+        assert caught.value.exit_code == 2
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            *({"lora_alpha": value} for value in (None, [1], 10**400, -1e300, {"a\nb": []})),
+            *({"alpha_pattern": {name: 2}} for name in ("(a+)+b", "[z-a]", r"\w+")),
+            {"alpha_pattern": {"proj": "much"}},
+            {"alpha_pattern": [1]},
+        ],
+    )
+    def test_values(self, folder, config):
+        with pytest.raises(CheckpointError, match=r"adapter_config\.json: ") as caught:
+            open_adapter(write_adapter(folder, factors("block.proj", 6, 5), **config))
+        assert "\n" not in caught.value.message
+
+    @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+    @pytest.mark.parametrize("kind", ["link", "device", "pipe", "folder"])
+    def test_files_that_are_none_or_lie_elsewhere(self, kind, name, folder, tmp_path):
+        path = write_adapter(folder, factors("block.proj", 6, 5)) / name
+        path.rename(tmp_path / name)
+        if kind == "pipe":
+            os.mkfifo(path)
+        elif kind == "folder":
+            path.mkdir()
+        else:
+            path.symlink_to("/dev/zero" if kind == "device" else tmp_path / name)
+        with pytest.raises(CheckpointError, match=r"is a link out of its folder|is not a file"):
+            open_adapter(folder)
+
+    def test_missing_files(self, folder):
+        write_adapter(folder, factors("block.proj", 6, 5))
+        (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+        with pytest.raises(
+            CheckpointError, match=r"has adapter_model\.bin and no adapter_model\.safetensors"
+        ) as caught:
+            open_adapter(folder)
+        assert "osora ckpt convert" in caught.value.hint
+        (folder / "adapter_config.json").unlink()
+        with pytest.raises(CheckpointError, match=r"adapter_config\.json does not exist"):
+            open_adapter(folder)
+
+    def test_no_weights(self, folder):
+        with pytest.raises(CheckpointError, match="has no lora_A and lora_B"):
+            open_adapter(write_adapter(folder, {}))

@@ -9,7 +9,8 @@ from safetensors.torch import load_file, save_file
 from tiny_weights import bit_equal, held
 
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.writing import plan_shards, write_shards
+from opensora_cli.checkpoint.writing import plan_shards, write_checkpoint
+from opensora_cli.core.choices import Format
 from opensora_cli.core.exceptions import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -29,7 +30,7 @@ def folder(tmp_path):
 
 
 def write(folder, tensors, **options):
-    write_shards(folder / INDEX, held(tensors), **({"shard_bytes": 6000, "metadata": {}} | options))
+    write_checkpoint(held(tensors), folder, format=Format.SAFETENSORS_SHARDS, shard_bytes=6000, **options)
 
 
 def put(folder, weight_map, shards, **more):
@@ -51,33 +52,31 @@ def refusal(folder):
     return caught.value.message
 
 
-class TestPlanning:
-    def test_in_order_and_not_too_large(self):
-        entries = held({str(index): torch.zeros(count) for index, count in enumerate([5, 5, 1, 30, 2, 8, 1])})
-        assert [list(shard) for shard in plan_shards(entries, 40).values()] == [
-            ["0", "1"],
-            ["2"],
-            ["3"],
-            ["4", "5"],
-            ["6"],
-        ]
-        assert list(plan_shards({}, 40).values()) == [{}]
+def test_shards_are_in_order_and_not_too_large():
+    entries = held({str(index): torch.zeros(count) for index, count in enumerate([5, 5, 1, 30, 2, 8, 1])})
+    assert [list(shard) for shard in plan_shards(entries, 40).values()] == [
+        ["0", "1"],
+        ["2"],
+        ["3"],
+        ["4", "5"],
+        ["6"],
+    ]
+    assert list(plan_shards({}, 40).values()) == [{}]
 
 
-class TestWriting:
-    def test_the_library_reads_the_shards(self, folder, tensors):
-        advanced = []
-        write(folder, tensors, advance=advanced.append)
-        index = json.loads((folder / INDEX).read_text())
-        names = sorted(set(index["weight_map"].values()))
-        assert sorted(os.listdir(folder)) == [*names, INDEX]
-        assert names == [f"model-{number:05d}-of-{len(names):05d}.safetensors" for number in range(1, len(names) + 1)]
-        assert len(names) > 2
-        assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
-        loaded = {key: load_file(folder / name)[key] for key, name in index["weight_map"].items()}
-        assert list(loaded) == list(tensors)
-        assert bit_equal(loaded, tensors)
-        assert sum(advanced) == index["metadata"]["total_size"]
+def test_the_library_reads_the_shards(folder, tensors):
+    advanced = []
+    write(folder, tensors, advance=advanced.append)
+    index = json.loads((folder / INDEX).read_text())
+    names = sorted(set(index["weight_map"].values()))
+    assert sorted(os.listdir(folder)) == [*names, INDEX]
+    assert names == [f"model-{number:05d}-of-{len(names):05d}.safetensors" for number in range(1, len(names) + 1)]
+    assert len(names) > 2
+    assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in tensors.values())}
+    loaded = {key: load_file(folder / name)[key] for key, name in index["weight_map"].items()}
+    assert list(loaded) == list(tensors)
+    assert bit_equal(loaded, tensors)
+    assert sum(advanced) == index["metadata"]["total_size"]
 
 
 class TestIndexAgainstShards:

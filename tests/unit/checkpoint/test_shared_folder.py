@@ -1,16 +1,13 @@
 """The folder of a training checkpoint, written by one process: complete or absent, and checked by its hashes."""
 
 import json
-import threading
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.shared_folder import (
-    BackgroundJob,
     Share,
     recorded_hashes,
     temporary_folder,
@@ -51,20 +48,3 @@ def test_a_folder_has_all_tensors_and_hashes(tmp_path: Path) -> None:
     assert index["weight_map"].keys() == tensors().keys()
     assert index["metadata"]["sha256"] == {shard: hashes[folder / "model" / shard]}
     assert json.loads((folder / "running_states.json").read_text())["global_step"] == 1
-
-
-def test_a_job_without_a_thread_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    job, done = BackgroundJob(), []
-    job.start(lambda: done.append(1))
-    assert done == [1]
-    job.join()
-
-    def fail() -> None:
-        raise OSError("the disk is full")
-
-    job.start(fail)
-    assert isinstance(job.take_error(), OSError)

@@ -10,8 +10,9 @@ from hostile_files import payloads, refused
 from tiny_weights import bit_equal, held, read
 from torch import nn
 
-from opensora_cli.checkpoint.formats.torch import open_torch, write_torch
+from opensora_cli.checkpoint.formats.torch import write_torch
 from opensora_cli.checkpoint.lazy import LazyTensor
+from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.choices import Format, Selection
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
@@ -28,7 +29,7 @@ def random_of(dtype, *shape):
 
 
 def opened(path, select=None):
-    return read(open_torch(path, select=select).entries)
+    return read(open_checkpoint(path, select=select).entries)
 
 
 def of_all_kinds():
@@ -83,9 +84,9 @@ class TestReading:
 
     def test_nested_names_are_joined(self, tmp_path):
         torch.save({"a": OrderedDict(b=torch.ones(1), c=[torch.ones(2), {3: torch.ones(4)}])}, tmp_path / "a")
-        assert list(open_torch(tmp_path / "a").entries) == ["a.b", "a.c.0", "a.c.1.3"]
+        assert list(open_checkpoint(tmp_path / "a").entries) == ["a.b", "a.c.0", "a.c.1.3"]
         torch.save({}, tmp_path / "a")
-        assert open_torch(tmp_path / "a").entries == {}
+        assert open_checkpoint(tmp_path / "a").entries == {}
 
     @pytest.mark.parametrize(
         ("value", "reason"),
@@ -99,7 +100,7 @@ class TestReading:
     )
     def test_what_is_no_state_dict_is_refused(self, tmp_path, value, reason):
         torch.save(value, tmp_path / "a")
-        assert reason in refused(lambda: open_torch(tmp_path / "a"))
+        assert reason in refused(lambda: open_checkpoint(tmp_path / "a"))
 
 
 class TestSelecting:
@@ -109,33 +110,26 @@ class TestSelecting:
         optimizer = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99)}]}
         state = {"step": 7, "model": model.state_dict(), "ema": ema, "optimizers": [optimizer]}
         torch.save(state, tmp_path / "a")
-        found = open_torch(tmp_path / "a")
+        found = open_checkpoint(tmp_path / "a")
         assert (found.format, found.selection) == (Format.TORCH, Selection.MODEL)
         assert found.selections == (Selection.MODEL, Selection.EMA)
         assert bit_equal(read(found.entries), model.state_dict())
         assert bit_equal(opened(tmp_path / "a", Selection.EMA), ema)
         with pytest.raises(RequestError, match="has no master weights: it has model, ema"):
-            open_torch(tmp_path / "a", select=Selection.MASTER)
-
-    def test_the_generator_of_a_distillation_is_the_model(self, tmp_path):
-        model = nn.Linear(2, 2).state_dict()
-        ema = {name: -tensor for name, tensor in model.items()}
-        torch.save({"generator": model, "generator_ema": ema}, tmp_path / "a")
-        assert open_torch(tmp_path / "a").selections == (Selection.MODEL, Selection.EMA)
-        assert bit_equal(opened(tmp_path / "a", Selection.EMA), ema)
+            open_checkpoint(tmp_path / "a", select=Selection.MASTER)
 
     @pytest.mark.parametrize("key", ["model", "state_dict", "module"])
     def test_a_wrapper_is_taken_off(self, tmp_path, key):
         torch.save({key: {"a": torch.ones(1)}, "optimizer": {"state": {0: torch.ones(3)}}, "lr": 0.1}, tmp_path / "a")
-        found = open_torch(tmp_path / "a")
+        found = open_checkpoint(tmp_path / "a")
         assert list(found.entries) == ["a"]
         assert (found.format, found.selection, found.selections) == (Format.TORCH, None, ())
 
     def test_weights_that_are_not_there(self, tmp_path):
         torch.save({"a": torch.ones(1)}, tmp_path / "a")
-        assert list(open_torch(tmp_path / "a", select=Selection.MODEL).entries) == ["a"]
+        assert list(open_checkpoint(tmp_path / "a", select=Selection.MODEL).entries) == ["a"]
         with pytest.raises(RequestError, match="has no ema weights: it has only one set"):
-            open_torch(tmp_path / "a", select=Selection.EMA)
+            open_checkpoint(tmp_path / "a", select=Selection.EMA)
 
 
 class TestWriting:
@@ -156,7 +150,7 @@ class TestWriting:
 
     def test_we_read_it_with_its_metadata(self, written):
         assert bit_equal(opened(written), of_all_kinds())
-        assert open_torch(written).metadata == {"licence": "frei", "command": "caf\\udce9"}
+        assert open_checkpoint(written).metadata == {"licence": "frei", "command": "caf\\udce9"}
 
 
 class TestBrokenFiles:
@@ -165,7 +159,7 @@ class TestBrokenFiles:
         whole = (tmp_path / "a").read_bytes()
         for end in range(0, len(whole), 7):
             (tmp_path / "a").write_bytes(whole[:end])
-            refused(lambda: open_torch(tmp_path / "a"))
+            refused(lambda: open_checkpoint(tmp_path / "a"))
 
     @pytest.mark.parametrize(
         ("claim", "reason"),
@@ -181,7 +175,7 @@ class TestBrokenFiles:
     )
     def test_tensors_that_cannot_be(self, tmp_path, claim, reason):
         path = with_pickle(tmp_path / "a", tensor_pickle(**claim), **{"data/0": bytes(16)})
-        assert reason in refused(lambda: open_torch(path))
+        assert reason in refused(lambda: open_checkpoint(path))
 
     @pytest.mark.parametrize(
         "program",
@@ -191,25 +185,25 @@ class TestBrokenFiles:
         ],
     )
     def test_dictionaries_in_themselves_are_refused(self, tmp_path, program):
-        assert "too deep" in refused(lambda: open_torch(with_pickle(tmp_path / "a", program)))
+        assert "too deep" in refused(lambda: open_checkpoint(with_pickle(tmp_path / "a", program)))
 
     def test_compressed_records_are_refused(self, tmp_path):
         with zipfile.ZipFile(tmp_path / "a", "w", zipfile.ZIP_DEFLATED) as archive:
             archive.writestr("archive/data.pkl", b"N" * 10**6)
         assert (tmp_path / "a").stat().st_size < 2000
-        assert "compressed" in refused(lambda: open_torch(tmp_path / "a"))
+        assert "compressed" in refused(lambda: open_checkpoint(tmp_path / "a"))
 
     def test_whole_models_are_refused(self, tmp_path):
         torch.save(nn.Linear(1, 1), tmp_path / "a")
         with pytest.raises(CheckpointError, match=r"imports 'torch\.nn\.modules\.linear\.Linear'") as caught:
-            open_torch(tmp_path / "a")
+            open_checkpoint(tmp_path / "a")
         assert "state_dict" in caught.value.hint
 
 
 @pytest.mark.parametrize("name", payloads(None))
 def test_no_payload_is_run(tmp_path, name):
     content = payloads(tmp_path / "canary")[name]
-    refused(lambda: open_torch(with_pickle(tmp_path / "zip", content)))
+    refused(lambda: open_checkpoint(with_pickle(tmp_path / "zip", content)))
     assert not (tmp_path / "canary").exists()
 
 
@@ -226,7 +220,7 @@ def test_sizes_and_places_beyond_32_bits(tmp_path):
     loaded = torch.load(tmp_path / "a", weights_only=True, mmap=True)
     assert loaded["large"].numel() == numel
     assert loaded["behind"].tolist() == list(range(5))
-    entries = open_torch(tmp_path / "a").entries
+    entries = open_checkpoint(tmp_path / "a").entries
     assert entries["large"].shape == (numel,)
     assert entries["large"].read()[-2:].tolist() == [0, 0]
     assert entries["behind"].read().tolist() == list(range(5))

@@ -181,12 +181,6 @@ def test_wrong_content_is_refused_and_removed(name: str, hub: FakeHub, tmp_path:
     assert (tmp_path / name).read_bytes() == hub.repos[MAIN].files[name]
 
 
-def test_a_mirror_that_lists_only_names_is_supported(hub: FakeHub, tmp_path: Path) -> None:
-    hub.lists_sizes = False
-    download(settings(tmp_path))
-    assert files_in(tmp_path) == WANTED
-
-
 @pytest.mark.parametrize("change", [pytest.param(change, id=name) for name, change in HUB_ANSWERS.items()])
 def test_an_answer_of_another_form_is_refused_in_one_line(
     hub: FakeHub, tmp_path: Path, change: Callable[[dict[str, Any]], None]

@@ -8,7 +8,8 @@ from tiny_weights import bit_equal, held, read
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.choices import QKV, Rotary
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.engine.ckpt.layout import change_layout, find_layout, is_implied_by_names
+from opensora_cli.engine.ckpt.convert import change_layout
+from opensora_cli.engine.ckpt.identify import find_layout
 from opensora_cli.models.mmdit.layout import converter
 
 MODEL = transformer(depth=1, single=2, hidden=48, mlp_ratio=2.0, axes_dim=(4, 4, 4))
@@ -32,7 +33,7 @@ def test_loading_understands_every_layout(weights, model, qkv, rotary):
     loaded = dict(converter(CONFIG, interleaved=rotary is Rotary.INTERLEAVED)(read(entries)))
     assert bit_equal(loaded, weights)
     assert metadata == {"osora.rotary": rotary.value}
-    if is_implied_by_names(qkv, rotary):
+    if (qkv is QKV.FUSED) == (rotary is Rotary.INTERLEAVED):
         assert bit_equal(dict(converter(CONFIG)(read(entries))), weights)
 
 

@@ -69,15 +69,6 @@ def test_the_adapter_is_added_and_recorded(scale: float, base: Path, adapter: Pa
     assert json.loads(noted["osora.options"]) == {"adapter": str(adapter), "unmerge": False, "scale": scale}
 
 
-def test_an_adapter_of_another_model_is_refused(base: Path, adapter: Path, tmp_path: Path) -> None:
-    save_file({"other.weight": torch.ones(6, 5)}, tmp_path / "other.safetensors")
-    with pytest.raises(CheckpointError, match="not in the model"):
-        merge(tmp_path / "other.safetensors", adapter, tmp_path / "x.safetensors")
-    with pytest.raises(CheckpointError, match="no folder with an adapter"):
-        merge(base, tmp_path / "gone", tmp_path / "x.safetensors")
-    assert not (tmp_path / "x.safetensors").exists()
-
-
 def test_numbers_that_are_not_finite_are_not_merged(base: Path, tmp_path: Path) -> None:
     factors = {"to_q.lora_A.weight": torch.full((2, 5), torch.nan), "to_q.lora_B.weight": torch.ones(6, 2)}
     save_file(factors, tmp_path / "a.safetensors")

@@ -48,8 +48,11 @@ def _fails(graph: fx.GraphModule, examples: list[torch.Tensor]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("backend", "checkpoints"), [("eager", True), ("aot_eager", False), ("aot_eager", True)])
-def test_compiled_blocks_have_the_same_gradients_and_names(backend, checkpoints):
+@pytest.mark.parametrize(
+    ("backend", "checkpoints", "rtol"),
+    [("eager", True, 1e-4), ("aot_eager", False, 1e-4), ("aot_eager", True, 1e-4), ("inductor", False, 1e-3)],
+)
+def test_compiled_blocks_have_the_same_gradients_and_names(backend, checkpoints, rtol):
     plain = transformer()
     expected = gradients(plain, inputs(plain))
     model = transformer()
@@ -60,7 +63,7 @@ def test_compiled_blocks_have_the_same_gradients_and_names(backend, checkpoints)
     found = gradients(model, inputs(model))
     assert list(model.state_dict()) == names
     assert found.keys() == expected.keys()
-    assert all(torch.allclose(found[name], expected[name], rtol=1e-4, atol=1e-6) for name in expected)
+    assert all(torch.allclose(found[name], expected[name], rtol=rtol, atol=rtol / 100) for name in expected)
     # One graph for each kind of block, and none for a second run.
     gradients(model, inputs(model, seed=1))
     assert counters["stats"]["unique_graphs"] == 2
@@ -80,16 +83,6 @@ def test_a_failed_compiler_leaves_blocks_uncompiled_with_one_warning_for_each_ki
     assert warnings[1].startswith("SingleStreamBlock cannot be compiled")
     assert "no compiler" in warnings[0]
     assert "\n" not in warnings[0]
-
-
-@pytest.mark.slow
-def test_compiled_code_computes_the_same():
-    plain = transformer()
-    expected = gradients(plain, inputs(plain))
-    model = transformer()
-    compile_blocks(model, warn=pytest.fail)
-    found = gradients(model, inputs(model))
-    assert all(torch.allclose(found[name], expected[name], rtol=1e-3, atol=1e-5) for name in expected)
 
 
 class _Untraceable:

@@ -166,48 +166,25 @@ class TestAddLoras:
         weights = [weight for name, weight in transformer.named_parameters() if ".lora_" not in name]
         assert are_mapped(weights, TRANSFORMER)
 
-    def test_numbers_too_large_for_float16(self, tmp_path):
-        adapter = write_lora(tmp_path / "a", demo_on_meta(), like="single_blocks.0.linear2", size=1e5)
-        plan = plan_of(str(adapter), **{"runtime.dtype": "float16"})
-        with pytest.raises(
-            CheckpointError, match=r"adapter of single_blocks\.0\.linear2 has numbers that are too large"
-        ):
-            models.load_transformer(plan)
-
 
 @pytest.mark.usefixtures("without_estimates")
 class TestOpenLoras:
     @pytest.mark.parametrize(
-        ("tensors", "config", "words"),
+        ("tensors", "words"),
         [
-            (factors("double_blocks.9.img_attn.q_proj", 256, 256), {}, "not in the model: double_blocks"),
-            (factors("double_blocks.0.img_attn.q_proj", 256, 255), {}, r"\[256, 256\] \(adapter: A \[2, 255\]"),
-            ({name: each * torch.nan for name, each in factors("img_in", 256, 256).items()}, {}, "not finite: base_m"),
-            (
-                factors("img_in", 256, 256) | {"base_model.model.img_in.bias": torch.zeros(256)},
-                {"bias": "all"},
-                "1 tensors that are not of LoRA",
-            ),
+            (factors("double_blocks.9.img_attn.q_proj", 256, 256), "not in the model: double_blocks"),
+            (factors("double_blocks.0.img_attn.q_proj", 256, 255), r"\[256, 256\] \(adapter: A \[2, 255\]"),
+            ({name: each * torch.nan for name, each in factors("img_in", 256, 256).items()}, "not finite: base_m"),
         ],
     )
-    def test_a_misfit_is_refused_before_weights_are_read(self, tmp_path, tensors, config, words):
-        adapter = write_adapter(tmp_path / "a", tensors, **config)
+    def test_a_misfit_is_refused_before_weights_are_read(self, tmp_path, tensors, words):
+        adapter = write_adapter(tmp_path / "a", tensors)
         with pytest.raises(CheckpointError, match=words):
             make_plan(settings_of(str(adapter), **{"runtime.weights": str(tmp_path)}))
 
-    def test_missing_files(self, tmp_path, style):
-        with pytest.raises(CheckpointError, match="no folder with an adapter") as raised:
+    def test_files_that_are_no_adapters_of_the_model(self, tmp_path):
+        with pytest.raises(CheckpointError, match="no folder with an adapter"):
             plan_of(str(tmp_path / "none"))
-        assert raised.value.exit_code == 3
-        alone = shutil.copy(style / "adapter_model.safetensors", tmp_path / "alone.safetensors")
-        with pytest.raises(CheckpointError, match=r"adapter_config\.json does not exist"):
-            plan_of(str(alone))
-        shutil.copy(style / "adapter_config.json", tmp_path)
-        assert (
-            len(plan_of(str(alone)).loras[0].adapter.updates) == len(plan_of(str(style)).loras[0].adapter.updates) == 56
-        )
-
-    def test_single_files_that_are_no_adapters(self, tmp_path):
         with pytest.raises(CheckpointError, match="it is no adapter") as raised:
             plan_of(str(TRANSFORMER))
         assert "--set files.transformer=FILE" in raised.value.hint
@@ -273,19 +250,18 @@ class TestSidecar:
         assert raised.value.hint == f"name it again to use the changed file: --lora {copy}:1"
 
 
-class TestMemory:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("tokens", [None, 64])
-    def test_denoising_takes_what_was_estimated(self, style, everything, tokens):
-        loras = (f"{style}:0.8", str(everything))
-        plan = plan_of(
-            *loras,
-            offload=OffloadPlan(chunk_tokens=tokens),
-            **{"memory.offload": "none", "sampling.num_inference_steps": 2},
-        )
-        offload, transformer = OffloadPlan(chunk_tokens=tokens), models.load_transformer(plan)
-        stage = estimated(plan, offload)["denoise"]
-        assert beside_weights(stage) == pytest.approx(denoise_peak(plan, offload, transformer), rel=0.1)
-        assert stage.weight_bytes == pytest.approx(storage_bytes(transformer.parameters()), rel=0.01)
-        alone = estimated(plan_of(**{"memory.offload": "none"}), offload)["denoise"]
-        assert stage.weight_bytes > 1.03 * alone.weight_bytes
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [None, 64])
+def test_denoising_takes_what_was_estimated(style, everything, tokens):
+    loras = (f"{style}:0.8", str(everything))
+    plan = plan_of(
+        *loras,
+        offload=OffloadPlan(chunk_tokens=tokens),
+        **{"memory.offload": "none", "sampling.num_inference_steps": 2},
+    )
+    offload, transformer = OffloadPlan(chunk_tokens=tokens), models.load_transformer(plan)
+    stage = estimated(plan, offload)["denoise"]
+    assert beside_weights(stage) == pytest.approx(denoise_peak(plan, offload, transformer), rel=0.1)
+    assert stage.weight_bytes == pytest.approx(storage_bytes(transformer.parameters()), rel=0.01)
+    alone = estimated(plan_of(**{"memory.offload": "none"}), offload)["denoise"]
+    assert stage.weight_bytes > 1.03 * alone.weight_bytes

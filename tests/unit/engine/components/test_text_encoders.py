@@ -231,15 +231,6 @@ class TestIncompleteFolders:
         assert torch.equal(t5(folder).encode(["a night boat"]), t5(t5_words).encode(["a night boat"]))
 
 
-def change_weights(change):
-    def damage(folder):
-        weights = load_file(folder / "model.safetensors")
-        change(weights)
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-
-    return damage
-
-
 def without(name):
     return lambda folder: (folder / name).unlink()
 
@@ -272,30 +263,18 @@ def say_a_length_that_is_none(folder):
     path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": {}}))
 
 
-QUERY, TABLE = "encoder.block.1.layer.0.SelfAttention.q.weight", "shared.weight"
-
-
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
         ("t5_pieces", without("spiece.model"), r"is incomplete; missing: \S*spiece\.model or tokenizer\.json$"),
         ("t5_pieces", holding("spiece.model", b"<html>not found</html>"), "is no sentencepiece vocabulary"),
         ("t5_words", without("model.safetensors"), r"missing: \S*model\.safetensors$"),
-        ("t5_words", change_weights(lambda weights: weights.pop(QUERY)), rf"1 missing \({re.escape(QUERY)}\)"),
-        (
-            "t5_words",
-            change_weights(lambda weights: weights.update({TABLE: torch.zeros(3, 16)})),
-            "1 of another shape",
-        ),
-        ("clip", change_weights(lambda weights: weights.update(adapter=torch.zeros(1))), r"1 unexpected \(adapter\)"),
-        ("t5_words", halve("model.safetensors"), r"model\.safetensors"),
         ("t5_words", halve("config.json"), r"config\.json is broken"),
         ("t5_words", halve("tokenizer.json"), "vocabulary in .* cannot be loaded"),
         ("t5_words", take_a_small_model, "ids up to 19, its model only 8 rows"),
         ("t5_words", take_a_vocabulary_without_words, "has no words"),
         ("clip", lambda folder: save_tokenizer(folder, None), "does not end a text with token 1"),
         ("clip", say_a_length_that_is_none, "vocabulary in .* cannot be loaded"),
-        ("t5_words", say_a_length_that_is_none, "vocabulary in .* cannot be loaded"),
     ],
 )
 def test_a_broken_folder_is_refused_in_one_line(request, copied, name, damage, message):
@@ -307,28 +286,16 @@ def test_a_broken_folder_is_refused_in_one_line(request, copied, name, damage, m
     assert str(folder) in caught.value.message
 
 
-class TestSilence:
-    def test_loading_makes_no_request_prints_nothing_and_keeps_logging(self, t5_pieces, clip, monkeypatch, capfd):
-        control = transformers.utils.logging
-        before = control.get_verbosity(), control.is_progress_bar_enabled()
+def test_loading_makes_no_request_prints_nothing_and_keeps_logging(t5_pieces, clip, monkeypatch, capfd):
+    control = transformers.utils.logging
+    before = control.get_verbosity(), control.is_progress_bar_enabled()
 
-        def refuse(*args, **kwargs):
-            raise AssertionError("a request to a network")
+    def refuse(*args, **kwargs):
+        raise AssertionError("a request to a network")
 
-        monkeypatch.setattr(socket.socket, "connect", refuse)
-        monkeypatch.setattr(socket, "getaddrinfo", refuse)
-        t5(t5_pieces).encode(["a night boat"])
-        clip_encoder(clip).encode(["a night boat"])
-        assert capfd.readouterr() == ("", "")
-        assert (control.get_verbosity(), control.is_progress_bar_enabled()) == before
-
-
-@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: 1 byte")])
-def test_a_lack_of_memory_names_no_file(monkeypatch, tmp_path, error):
-    def refuse(*args, **options):
-        raise error
-
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", refuse)
-    with pytest.raises(type(error)) as caught:
-        folders.load_tokenizer(tmp_path, vocab_size=1)
-    assert caught.value is error
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    t5(t5_pieces).encode(["a night boat"])
+    clip_encoder(clip).encode(["a night boat"])
+    assert capfd.readouterr() == ("", "")
+    assert (control.get_verbosity(), control.is_progress_bar_enabled()) == before

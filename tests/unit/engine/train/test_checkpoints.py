@@ -106,7 +106,7 @@ class TestSave:
         for step in (1, 2, 3, 4):
             trainer.step = step
             writer.save(trainer)
-            writer._job.join()
+            writer._job.wait()
             assert len(listener.warnings) == min(step, 2)
             if step == 2:
                 run.unlink()

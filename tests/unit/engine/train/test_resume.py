@@ -318,7 +318,7 @@ def _replace_state(run: Path, **changes: object) -> None:
     [
         ({"schema": "osora.train/99"}, r"has the schema 'osora\.train/99', and this version of osora reads 'osora\."),
         ({"sha256": {}}, "sha256 is no mapping of file to hash"),
-        ({"sha256": {"ema.safetensors": "0" * 64}}, "has no hash in running_states"),
+        ({"sha256": {"ema.safetensors": "0" * 64}}, "ema.safetensors is not what was written"),
         ({"sha256": {"ema.safetensors": ""}}, "is no hash of 'ema.safetensors'"),
         ({"sampler": None}, r"running_states\.json is broken: sampler: "),
         ({"done": 7}, r"running_states\.json is broken: done: "),
