@@ -30,13 +30,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--stage", default="denoise")
     parser.add_argument("--act", default="none")
     parser.add_argument("--gloo", action="store_true")
-    parser.add_argument("--silence", type=float, default=60.0)
     asked = parser.parse_args(arguments)
     context = find_context(os.environ)
     assert context is not None
     if asked.stage == "start":
         act(asked, context, "start")
-    with linked(context, silence_s=asked.silence, silent_steps=2):
+    with linked(context):
         try:
             work(asked, context)
         except OsoraError as error:

@@ -17,11 +17,10 @@ from opensora_cli.core.device import use_device
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.ranks import find_context
 from opensora_cli.engine.encode.clips import condition_clip, cut_part, fitting_modes, pick_mode
-from opensora_cli.engine.launch.rank import device_type, log_wait, rank_device
+from opensora_cli.engine.launch.rank import device_type, init_with_retry, log_wait, rank_device
 from opensora_cli.engine.train.objectives import mmdit
 from opensora_cli.engine.train.optimizer import rate_factor, warmup_share
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.parallel.rendezvous import init_with_retry
 from opensora_cli.settings.train_loop import OptimizerSettings, ScheduleName
 
 

@@ -23,11 +23,11 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.core.rank_link import beat
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.ranks import Ranks, watched
+from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.request import refined_with_mode
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
 from opensora_cli.engine.launch.process import RankFailure
-from opensora_cli.engine.launch.rank import joined
+from opensora_cli.engine.launch.rank import WatchedReporter, joined
 from opensora_cli.server.making import JobReporter, make_video
 from opensora_cli.server.processes import Commands, Reports, failure, settings_of
 from opensora_cli.settings.generate import GenerateSettings
@@ -128,7 +128,7 @@ def make_in_rank(context: RankContext, base: Layer) -> None:
             if command is None:
                 continue
             reporter = JobReporter(command["id"], reports) if context.is_main else SilentReporter()
-            make_video(settings_of(command), command, models, reports, reporter=watched(reporter))
+            make_video(settings_of(command), command, models, reports, reporter=WatchedReporter(reporter))
 
 
 def _next_command(stream: TextIO, reports: Reports) -> Mapping[str, Any] | None:
