@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 
 from opensora_cli.core.exceptions import CheckpointError, OsoraError, OutputError
+from opensora_cli.core.files import temporary_name
 from opensora_cli.core.locks import locked_file
 from opensora_cli.core.rank_link import INTERRUPTED, beat, linked, report_bug, report_failure, report_left
 from opensora_cli.core.ranks import RankContext, find_context
-from opensora_cli.core.temporary_files import temporary_name
 
 STAGES = ("load", "denoise", "decode")
 

@@ -14,8 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from opensora_cli.core.exceptions import OutputError
-from opensora_cli.core.files import nearest_existing, user_cache
-from opensora_cli.core.temporary_files import temporary_folder
+from opensora_cli.core.files import nearest_existing, temporary_folder, user_cache
 
 INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 EAGER_VARIABLE = "QUACK_CACHE_DIR"

@@ -1,8 +1,8 @@
 """Safe opening of files with predictable names, and locks that let one process at a time use a folder or a file.
 
 Another account, or the archive of a folder, may contain something else under such a name: a link to a file of the
-user, a pipe that blocks forever, or a device. `filelock` does not suffice: it truncates the lock file when it opens
-it, and also opens a file that has other names.
+user, a pipe that blocks forever, or a device. `filelock` does not suffice: it opens a file that has other names, and
+does not say who holds a lock.
 """
 
 import errno
@@ -58,12 +58,18 @@ def hint_for(error: OSError) -> str | None:
     return "move it away, or choose another folder" if error.errno in _REFUSALS else None
 
 
+def kind_of_file(mode: int) -> str | None:
+    """Return the kind of a special file for a message; None for a regular file."""
+    kinds = {stat.S_IFREG: None, stat.S_IFDIR: "folder", stat.S_IFLNK: "link", stat.S_IFIFO: "pipe"}
+    return kinds.get(stat.S_IFMT(mode), "socket" if stat.S_ISSOCK(mode) else "device")
+
+
 def _check_kind(path: str | os.PathLike[str], status: os.stat_result) -> None:
-    if stat.S_ISDIR(status.st_mode):
+    kind = kind_of_file(status.st_mode)
+    if kind == "folder":
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    if not stat.S_ISREG(status.st_mode):
-        kinds = {stat.S_IFLNK: "link", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
-        raise OSError(errno.EPERM, f"it is a {kinds.get(stat.S_IFMT(status.st_mode), 'device')}", path)
+    if kind is not None:
+        raise OSError(errno.EPERM, f"it is a {kind}", path)
 
 
 def _check_owner(path: str | os.PathLike[str], status: os.stat_result) -> None:
@@ -142,19 +148,19 @@ def _open_locked(path: Path) -> int | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = open_regular(path, os.O_RDWR | os.O_CREAT)
         _held.add(lock)
-        is_kept = False
         try:
             if not _lock(lock):
+                _close(lock)
                 return None
             # The previous holder may have removed the file after it was opened here.
             with suppress(FileNotFoundError):
                 if os.path.samestat(path.lstat(), os.fstat(lock)):
                     _write_owner(lock, path)
-                    is_kept = True
                     return lock
-        finally:
-            if not is_kept:
-                _close(lock)
+        except BaseException:
+            _close(lock)
+            raise
+        _close(lock)
 
 
 def _lock(lock: int) -> bool:
@@ -162,10 +168,8 @@ def _lock(lock: int) -> bool:
 
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True  # a file system without locks
+    except OSError as error:  # another one is of a file system without locks
+        return not isinstance(error, BlockingIOError)
     return True
 
 

@@ -15,13 +15,13 @@ from opensora_cli.core.files import (
     atomic_path,
     flush,
     json_bytes,
+    remove,
     take_name,
     temporary_beside,
     writing,
 )
 from opensora_cli.core.reading import read_text
 from opensora_cli.core.signals import held_back
-from opensora_cli.core.temporary_files import remove
 
 Describe = Callable[[int], Mapping[str, object] | None]
 """Function from the `result_bytes` of media to its sidecar, with `schema` and `bytes`; None means no sidecar."""

@@ -24,12 +24,11 @@ import torch
 from opensora_cli.core.device import device_count, device_name
 from opensora_cli.core.device_names import GPU
 from opensora_cli.core.exceptions import HardwareError, OutputError, RequestError
-from opensora_cli.core.files import write_json_atomic
+from opensora_cli.core.files import remove_left, temporary_folder, write_json_atomic
 from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.core.rank_link import INTERRUPTED
 from opensora_cli.core.ranks import STORE_VARIABLE
 from opensora_cli.core.signals import held_back
-from opensora_cli.core.temporary_files import remove_left_by, temporary_folder
 from opensora_cli.core.threads import variables_of_ranks
 from opensora_cli.engine.launch import process
 from opensora_cli.engine.launch.process import RankFailure, RankProcess
@@ -214,7 +213,7 @@ class _Run:
             rank.close()
         pids = [rank.pid for rank in self._ranks]
         for folder in filter(None, (self._output_dir, Path(tempfile.gettempdir()))):
-            remove_left_by(pids, folder)
+            remove_left(folder, by=pids)
 
     def start(self, request: LaunchRequest, command: Sequence[str], *, store: Path) -> None:
         """Start all ranks; `store` is their file store."""

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
-from opensora_cli.core.temporary_files import temporary_folder
+from opensora_cli.core.files import temporary_folder
 from opensora_cli.engine.launch.launcher import LaunchRequest, log_folder, write_settings
 from opensora_cli.engine.launch.process import RankFailure
 from opensora_cli.settings.devices import ParallelSettings
