@@ -52,11 +52,9 @@ class Layout:
         self.parts = Parts(self._count * others, gather[1], scatter[1], row)
 
     def pack(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Return the flat tensor to send."""
         return _pack(tensors, self._scatter[1], self._scatter[0])
 
     def unpack(self, received: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors from the received flat tensor."""
         return _unpack(received, self._received, self._gather[1], self._gather[0], count=self._count)
 
 
@@ -139,10 +137,10 @@ def gather_forward_split_backward(
     if _alone(process_group):
         return input_
     dim, sizes = dim % input_.ndim, _shares_of(input_, process_group, dim, sizes)
-    factor = _factor(grad_scale, process_group)
 
     def back(gradient: Tensor) -> Tensor:
-        return _times(split_forward_gather_backward(gradient, dim, process_group, sizes=sizes), factor)
+        gradient = split_forward_gather_backward(gradient, dim, process_group, sizes=sizes)
+        return _scaled(gradient, grad_scale, process_group)
 
     return _apply(input_, partial(_gathered, group=process_group, dim=dim, sizes=sizes), back)
 
@@ -157,10 +155,10 @@ def split_forward_gather_backward(
     if _alone(process_group):
         return input_
     dim, sizes = dim % input_.ndim, _of_whole(input_, dist.get_world_size(process_group), dim, sizes)
-    factor = _factor(grad_scale, process_group)
 
     def back(gradient: Tensor) -> Tensor:
-        return _times(gather_forward_split_backward(gradient, dim, process_group, sizes=sizes), factor)
+        gradient = gather_forward_split_backward(gradient, dim, process_group, sizes=sizes)
+        return _scaled(gradient, grad_scale, process_group)
 
     def own(whole: Tensor) -> Tensor:
         # Copy because a view would keep the whole tensor alive.
@@ -302,8 +300,8 @@ def _of_whole(x: Tensor, ranks: int, dim: int, sizes: Sequence[int] | None) -> S
     return tuple(sizes)
 
 
-def _of_shares(x: Tensor, ranks: int, rank: int, dim: int, sizes: Sequence[int] | None) -> Sizes:
-    own = x.shape[dim]
+def _shares_of(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -> Sizes:
+    ranks, rank, own = dist.get_world_size(group), dist.get_rank(group), x.shape[dim]
     if sizes is None:
         return (own,) * ranks
     if len(sizes) != ranks or sizes[rank] != own:
@@ -311,20 +309,6 @@ def _of_shares(x: Tensor, ranks: int, rank: int, dim: int, sizes: Sequence[int] 
     return tuple(sizes)
 
 
-def _shares_of(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -> Sizes:
-    return _of_shares(x, dist.get_world_size(group), dist.get_rank(group), dim, sizes)
-
-
-def _factor(grad_scale: GradScale, group: Group) -> float:
+def _scaled(gradient: Tensor, grad_scale: GradScale, group: Group) -> Tensor:
     ranks = dist.get_world_size(group)
-    match grad_scale:
-        case None:
-            return 1.0
-        case "up":
-            return float(ranks)
-        case "down":
-            return 1.0 / ranks
-
-
-def _times(gradient: Tensor, factor: float) -> Tensor:
-    return gradient if factor == 1.0 else gradient * factor
+    return gradient if grad_scale is None else gradient * (ranks if grad_scale == "up" else 1.0 / ranks)

@@ -87,5 +87,3 @@ def test_what_does_not_fit_is_refused(pool: Callable[[int], Any]) -> None:
 
 def test_shapes() -> None:
     assert MeshShape(replicate=2, ring=3, tensor=2).size == 12
-    with pytest.raises(ValueError, match="at least one rank"):
-        MeshShape(ring=0)

@@ -32,10 +32,10 @@ from opensora_cli.engine.launch.rank import (
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.divided_work import SharedBranches
-from opensora_cli.parallel.exchanges import open_stages
 from opensora_cli.parallel.mesh import ParallelMesh, new_group, use_mesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape, SequenceLengths
+from opensora_cli.parallel.ulysses import open_stages
 from opensora_cli.sampling.denoise import VelocityFn
 from opensora_cli.settings.enums import DType
 from opensora_cli.settings.generate import GenerateSettings
