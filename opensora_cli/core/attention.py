@@ -58,7 +58,6 @@ class AttentionBackend:
     """Kernels of the backend under the names that `osora mem-profile` prints."""
 
     def __call__(self, q_BHND: Tensor, k_BHMD: Tensor, v_BHMD: Tensor, /) -> Tensor:
-        """Return the attention of whole sequences; see `AttentionFn`."""
         return self.attend(q_BHND, k_BHMD, v_BHMD)
 
 

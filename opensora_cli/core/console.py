@@ -48,13 +48,11 @@ class ConsoleReporter:
         self._progress: Progress | None = None
 
     def note(self, text: str) -> None:
-        """Print one line, above the bars."""
         if self._is_brief and text.partition(":")[0] in _DETAILS:
             return
         self._console.print(Text(escaped(text)), soft_wrap=True)
 
     def warn(self, text: str) -> None:
-        """Print one line, marked as a warning."""
         self._console.print(Text.assemble(("warning: ", "yellow"), escaped(text)), soft_wrap=True)
 
     @contextmanager

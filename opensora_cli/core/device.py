@@ -67,12 +67,10 @@ def _why_absent(kind: str) -> tuple[str, str]:
 
 
 def has_gpu() -> bool:
-    """Return whether torch can use a GPU of the tested type."""
     return torch.cuda.is_available()
 
 
 def device_count(kind: str = GPU) -> int:
-    """Return the number of accelerators of a type that torch can use."""
     module: ModuleType | None = getattr(torch, kind, None)
     return 0 if module is None else int(module.device_count())
 
@@ -83,23 +81,19 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Return whether a device is a GPU of the tested type."""
     return device.type == GPU
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of an accelerator's model."""
     read: Callable[[torch.device], str] | None = getattr(_module(device), "get_device_name", None)
     return device.type if read is None else read(device)
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU, such as (9, 0) for Hopper."""
     return torch.cuda.get_device_capability(device)
 
 
 def has_flash_kernels() -> bool:
-    """Return whether this build of torch has flash attention of its own."""
     return torch.backends.cuda.is_flash_attention_available()
 
 
@@ -110,12 +104,10 @@ def use_device(device: torch.device) -> None:
 
 
 def current_gpu() -> torch.device:
-    """Return the current GPU of this process."""
     return torch.device(GPU, torch.cuda.current_device())
 
 
 def current_device() -> torch.device:
-    """Return the current GPU of this process if there is one, else the CPU."""
     return current_gpu() if has_gpu() else torch.device("cpu")
 
 
@@ -153,31 +145,26 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Return the bytes in use on an accelerator."""
     if device.type == "mps":
         return int(torch.mps.current_allocated_memory())
     return int(_module(device).memory_allocated(device))
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """Return the bytes that torch's allocator holds on an accelerator."""
     if device.type == "mps":
         return int(torch.mps.driver_allocated_memory())
     return int(_module(device).memory_reserved(device))
 
 
 def has_peaks(device: torch.device) -> bool:
-    """Return whether torch keeps the peak of a device's memory."""
     return is_accelerator(device) and device.type != "mps"
 
 
 def peak_allocated_bytes(device: torch.device) -> int:
-    """Return the peak of the bytes in use on an accelerator since `start_peak_memory`."""
     return int(_module(device).max_memory_allocated(device))
 
 
 def peak_reserved_bytes(device: torch.device) -> int:
-    """Return the peak of the bytes that torch's allocator held on an accelerator since `start_peak_memory`."""
     return int(_module(device).max_memory_reserved(device))
 
 
@@ -224,7 +211,6 @@ def peak_resident_bytes() -> int:
 
 
 def release_memory(device: torch.device) -> None:
-    """Free unreferenced memory for the next stage."""
     gc.collect()
     if is_accelerator(device):
         _module(device).empty_cache()
@@ -236,7 +222,6 @@ def record_allocations(**options: Any) -> None:
 
 
 def recorded_allocations(device: torch.device) -> dict[str, Any]:
-    """Return the recorded allocations of a GPU."""
     found: dict[str, Any] = torch.cuda.memory._snapshot(device)
     return found
 
@@ -260,7 +245,6 @@ def limited_memory(device: torch.device, limit: int | None) -> Iterator[None]:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype called `name`. Raises RequestError for an unknown name."""
     if name not in _DTYPES:
         raise RequestError(f"dtype={name!r} is not one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
@@ -332,17 +316,14 @@ def has_streams(device: torch.device) -> bool:
 
 
 def new_stream(device: torch.device) -> Any:
-    """Return a new stream of a device with streams."""
     return _module(device).Stream(device)
 
 
 def current_stream(device: torch.device) -> Any:
-    """Return the stream of this thread on a device with streams."""
     return _module(device).current_stream(device)
 
 
 def in_stream(stream: Any) -> AbstractContextManager[Any]:
-    """Return a context in which this thread queues its work on `stream`."""
     context: AbstractContextManager[Any] = _module(stream.device).stream(stream)
     return context
 
@@ -363,12 +344,10 @@ def timing_event(device: torch.device) -> Any:
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Return the seconds between two events of `timing_event` that the device has reached."""
     return float(start.elapsed_time(end)) / 1e3
 
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:
-    """Return a context that Nsight Systems shows under `name`. It needs a GPU."""
     context: AbstractContextManager[Any] = torch.cuda.nvtx.range(name)
     return context
 
@@ -402,7 +381,6 @@ def lock_pages(memory: Tensor, device: torch.device) -> bool:
 
 
 def unlock_pages(memory: Tensor, device: torch.device) -> None:
-    """Unlock the pages after the GPU is done with them."""
     with torch.cuda.device(device):
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]

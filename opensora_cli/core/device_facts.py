@@ -69,7 +69,6 @@ class DriverFacts:
 
     @property
     def major(self) -> int | None:
-        """Major version, which decides compatibility."""
         head = (self.version or "").partition(".")[0]
         return int(head) if head.isdigit() else None
 
@@ -92,7 +91,6 @@ class LinkFacts:
 
 
 def read_torch() -> TorchFacts:
-    """Return the build of torch and its view of CUDA."""
     available = torch.cuda.is_available()
     # Raises if the version of the library does not match the build.
     cudnn = torch.backends.cudnn.version() if torch.version.cuda else None  # type: ignore[no-untyped-call]
@@ -117,7 +115,6 @@ def _nccl_version() -> str | None:
 
 
 def read_gpus() -> tuple[GpuFacts, ...]:
-    """Return the CUDA devices that torch can use."""
     if not torch.cuda.is_available():
         return ()
     return tuple(_gpu(index) for index in range(torch.cuda.device_count()))
@@ -138,7 +135,6 @@ def _gpu(index: int) -> GpuFacts:
 
 
 def read_links(gpus: tuple[GpuFacts, ...]) -> tuple[LinkFacts, ...]:
-    """Return the link between each pair of GPUs."""
     if len(gpus) < 2:
         return ()
     links = []

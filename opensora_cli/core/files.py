@@ -131,7 +131,6 @@ def take_name(temporary: Path, target: Path, *, replace: bool, swap: bool = Fals
 
 
 def flush(written: Path) -> None:
-    """Flush a file, or a folder with its contents, to the disk. Raises OSError."""
     for path in [*(sorted(written.rglob("*")) if written.is_dir() else []), written]:
         _flush_to_disk(path)
 
@@ -147,13 +146,11 @@ def replace_folder(temporary: Path, target: Path) -> None:
 
 
 def write_bytes_atomic(path: str | os.PathLike[str], content: bytes) -> None:
-    """Write `content` to `path` through `atomic_path`. Raises OutputError like `atomic_path`."""
     with atomic_path(path) as temporary, open(temporary, "xb") as file:
         file.write(content)
 
 
 def write_json_atomic(path: str | os.PathLike[str], document: object) -> None:
-    """Write `document` to `path` as JSON through `atomic_path`. Raises like `atomic_path` and `json_bytes`."""
     write_bytes_atomic(path, json_bytes(document))
 
 
@@ -277,7 +274,6 @@ def _hint(error: OSError) -> str | None:
 
 
 def temporary_name() -> str:
-    """Return an unused name for a temporary file or folder of this process."""
     # The final name is not part of it because that may already have the largest length.
     # Sixteen random digits prevent links under all possible names.
     return f"{_own_prefix()}{secrets.token_hex(8)}.tmp"

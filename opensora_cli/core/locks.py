@@ -54,7 +54,6 @@ def open_regular(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def hint_for(error: OSError) -> str | None:
-    """Return the hint for a refusal of `open_regular`; None for another error."""
     return "move it away, or choose another folder" if error.errno in _REFUSALS else None
 
 

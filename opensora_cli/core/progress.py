@@ -39,5 +39,4 @@ class SilentReporter:
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
-        """Run the stage without output."""
         yield self

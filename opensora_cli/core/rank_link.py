@@ -94,19 +94,16 @@ class _Link:
         self._sending, self._ended = threading.Lock(), threading.Event()
 
     def send(self, message: object) -> None:
-        """Send a message as one line."""
         if self.channel is not None:
             with held_back(), self._sending, suppress(OSError):  # a partial line would break the next one
                 self.channel.sendall(json.dumps(message).encode() + b"\n")
 
     def send_state(self) -> None:
-        """Send a heartbeat."""
         self.state.waits = _main_thread_waits()
         self.send({"beat": asdict(self.state)})
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        """Send heartbeats, and write tracebacks to the log, inside the block."""
         if self.log is not None:
             faulthandler.enable(self.log)
             if TRACEBACK_SIGNAL is not None:

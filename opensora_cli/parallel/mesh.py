@@ -42,7 +42,6 @@ class ParallelMesh:
         """Mesh as torch's `DeviceMesh` with all of `AXES`: `device_mesh["replicate", "shard"]` is for FSDP."""
 
     def coordinate(self, axis: str) -> int:
-        """Return the coordinate of this rank along `axis`, from 0."""
         return self.shape.coordinates(dist.get_rank())[axis]
 
     def group(self, *axes: str) -> dist.ProcessGroup:

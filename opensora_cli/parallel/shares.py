@@ -51,7 +51,6 @@ class MeshShape:
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return prod(astuple(self))
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -75,15 +74,12 @@ class Parts(NamedTuple):
     """Number of elements along the last dimension, which parts keep whole. None means that parts divide it."""
 
     def length(self, source: int, target: int) -> int:
-        """Return the number of elements that one rank sends another."""
         return self.unit * self.sources[source] * self.targets[target]
 
     def sent(self, rank: int) -> list[int]:
-        """Return the number of elements that `rank` sends each rank."""
         return [self.length(rank, target) for target in range(len(self.targets))]
 
     def received(self, rank: int) -> list[int]:
-        """Return the number of elements that `rank` receives from each rank."""
         return [self.length(source, rank) for source in range(len(self.sources))]
 
     def on_wire(self, wire: WireFormat | None) -> "Parts":

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from opensora_cli.cli import errors
-from opensora_cli.core.threads import RANK_VARIABLE, VARIABLES
+from opensora_cli.core.limits import RANK_VARIABLE, VARIABLES
 from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch
 from opensora_cli.engine.launch.process import RankFailure
 from opensora_cli.settings.devices import ParallelSettings

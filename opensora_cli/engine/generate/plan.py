@@ -11,8 +11,7 @@ from opensora_cli.core.conditions import CONTINUING, ConditionMode, condition_mo
 from opensora_cli.core.device import GIB, is_accelerator
 from opensora_cli.core.device_names import indexed
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.limits import read_private_memory
-from opensora_cli.core.threads import ThreadChoice
+from opensora_cli.core.limits import ThreadChoice, read_private_memory
 from opensora_cli.engine.components.architectures import (
     count_parameters,
     decodes_in_chunks,

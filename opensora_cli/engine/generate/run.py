@@ -13,9 +13,9 @@ from opensora_cli.core.device import peak_memory_gib
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import MediaError, OutputError, RequestError
 from opensora_cli.core.files import remove_left
+from opensora_cli.core.limits import ThreadChoice
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
-from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.attention import AttentionPlan, keep_attention
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.generate.chain import Chain, make_chain, require_room, require_weights

@@ -25,11 +25,11 @@ from opensora_cli.core.device import device_count, device_name
 from opensora_cli.core.device_names import GPU
 from opensora_cli.core.exceptions import HardwareError, OutputError, RequestError
 from opensora_cli.core.files import remove_left, temporary_folder, write_json_atomic
+from opensora_cli.core.limits import variables_of_ranks
 from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.core.rank_link import INTERRUPTED
 from opensora_cli.core.ranks import STORE_VARIABLE
 from opensora_cli.core.signals import held_back
-from opensora_cli.core.threads import variables_of_ranks
 from opensora_cli.engine.launch import process
 from opensora_cli.engine.launch.process import RankFailure, RankProcess
 from opensora_cli.settings.devices import DeviceSettings
@@ -216,7 +216,6 @@ class _Run:
             remove_left(folder, by=pids)
 
     def start(self, request: LaunchRequest, command: Sequence[str], *, store: Path) -> None:
-        """Start all ranks; `store` is their file store."""
         shared = request.environment(store)
         for number in range(request.gpus):
             environment = {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}
@@ -249,7 +248,6 @@ class _Run:
             time.sleep(self._pace.look_s)
 
     def look(self) -> list[RankFailure]:
-        """Receive the reports of the ranks, and return the failures."""
         for rank in self._ranks:
             rank.look(self._pace.look_s)
         running = [rank for rank in self._ranks if rank.exit_code() is None]

@@ -107,7 +107,6 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """ID of the process, which leads its own process group."""
         return self._process.pid
 
     @property
@@ -117,7 +116,6 @@ class RankProcess:
 
     @property
     def has_begun(self) -> bool:
-        """Whether the rank has reported a stage."""
         return self.state.stage != FIRST_STAGE
 
     def exit_code(self) -> int | None:
@@ -151,7 +149,6 @@ class RankProcess:
         self._signs = signs
 
     def is_stopped(self) -> bool:
-        """Return whether the process is stopped by a signal."""
         try:
             return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
         except psutil.Error:
@@ -186,7 +183,6 @@ class RankProcess:
             self._process.send_signal(signal.SIGINT)
 
     def terminate(self) -> None:
-        """Send SIGTERM to the rank and its child processes, unless it has ended."""
         if self.exit_code() is None:
             self._signal_group(signal.SIGTERM)
 
@@ -197,7 +193,6 @@ class RankProcess:
             self._process.wait()
 
     def close(self) -> None:
-        """Close the link, after the end of the process."""
         self._channel.close()
         if self.rank == 0 and sys.stderr is not None and sys.stderr.isatty():
             sys.stderr.write(_SHOW_CURSOR)  # a rank that is killed during its progress bar leaves the cursor hidden
@@ -225,11 +220,9 @@ class RankProcess:
         return self._failure(report.kind, cause, hint=report.hint, exit_code=report.exit_code)
 
     def stopped(self) -> RankFailure:
-        """Return the failure of a stopped rank."""
         return self._failure("stopped", f"stopped (SIGSTOP), no sign of life for {self.stopped_s:.0f} s")
 
     def hung(self) -> RankFailure:
-        """Return the failure of a running rank without progress."""
         if self.is_stopped():
             return self.stopped()
         cause = f"no progress for {self.idle_s:.0f} s"
@@ -242,7 +235,6 @@ class RankProcess:
         return f"rank {self.rank} on {socket.gethostname()}, in the stage {self.state.stage}"
 
     def _last_line(self) -> str:
-        """Return the last line of the log that is not blank."""
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - _LOG_END))
             lines = file.read().decode("utf-8", "replace").splitlines()
@@ -288,7 +280,6 @@ class RankProcess:
 
 
 def origin(found: Iterable[RankFailure]) -> RankFailure:
-    """Return the failure that explains the others."""
     return min(found, key=lambda failure: _KINDS.index(failure.kind))
 
 

@@ -29,8 +29,6 @@ from opensora_cli.settings.devices import DeviceSettings
 
 
 class _Settings(Protocol):
-    """Settings of a run on several devices."""
-
     @property
     def parallel(self) -> DeviceSettings: ...
 
@@ -214,18 +212,15 @@ class _Wait:
 
     @property
     def passed_s(self) -> float:
-        """Seconds since the wait began."""
         return time.monotonic() - self._start
 
     def give(self, text: str) -> None:
-        """Report the reason for the wait if a report is due."""
         if self._report is not None and self.passed_s >= self._next_s:
             self._next_s *= 2
             self._report(f"{self.who}: {text} ({self.passed_s:.0f} s of {self.timeout_s:.0f} s)")
 
 
 def _opened_store(context: RankContext, limit: timedelta) -> TCPStore:
-    """Open the store of rank 0, on all interfaces of this machine."""
     host, port = context.master_addr, context.master_port
     try:
         socket.getaddrinfo(host, port)

@@ -23,8 +23,8 @@ from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.choices import Selection
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few, plain
+from opensora_cli.core.limits import ThreadChoice
 from opensora_cli.core.progress import Reporter
-from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.hardware import is_out_of_memory
 from opensora_cli.engine.train.distribution import local
 from opensora_cli.engine.train.optimizer import Learner, module_state, state_names
