@@ -85,7 +85,7 @@ def is_gpu(device: torch.device) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    read: Callable[[torch.device], str] | None = getattr(_module(device), "get_device_name", None)
+    read: Callable[[torch.device], str] | None = getattr(device_module(device), "get_device_name", None)
     return device.type if read is None else read(device)
 
 
@@ -100,7 +100,7 @@ def has_flash_kernels() -> bool:
 def use_device(device: torch.device) -> None:
     """Make an accelerator the current device of this process; no effect for the CPU."""
     if is_accelerator(device) and device.type != "mps":
-        _module(device).set_device(device)
+        device_module(device).set_device(device)
 
 
 def current_gpu() -> torch.device:
@@ -121,7 +121,8 @@ def collective_backends(kind: str) -> str:
     return "gloo" if own is None else f"cpu:gloo,{kind}:{own}"
 
 
-def _module(device: torch.device) -> Any:
+def device_module(device: torch.device) -> Any:
+    """Return the module of torch for the type of a device, such as `torch.cuda`."""
     return torch.get_device_module(device)
 
 
@@ -137,9 +138,9 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
         memory = read_private_memory()
         return memory.free_bytes, memory.total_bytes
     if device.type == "mps":
-        total = int(torch.mps.recommended_max_memory())
+        total = torch.mps.recommended_max_memory()
         return total - allocated_bytes(device), total
-    module = _module(device)
+    module = device_module(device)
     free, total = module.mem_get_info(device)
     return free + module.memory_reserved(device) - module.memory_allocated(device), total
 
@@ -147,13 +148,13 @@ def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
 def allocated_bytes(device: torch.device) -> int:
     if device.type == "mps":
         return int(torch.mps.current_allocated_memory())
-    return int(_module(device).memory_allocated(device))
+    return int(device_module(device).memory_allocated(device))
 
 
 def reserved_bytes(device: torch.device) -> int:
     if device.type == "mps":
         return int(torch.mps.driver_allocated_memory())
-    return int(_module(device).memory_reserved(device))
+    return int(device_module(device).memory_reserved(device))
 
 
 def has_peaks(device: torch.device) -> bool:
@@ -161,11 +162,11 @@ def has_peaks(device: torch.device) -> bool:
 
 
 def peak_allocated_bytes(device: torch.device) -> int:
-    return int(_module(device).max_memory_allocated(device))
+    return int(device_module(device).max_memory_allocated(device))
 
 
 def peak_reserved_bytes(device: torch.device) -> int:
-    return int(_module(device).max_memory_reserved(device))
+    return int(device_module(device).max_memory_reserved(device))
 
 
 def start_peak_memory(device: torch.device) -> bool:
@@ -174,7 +175,7 @@ def start_peak_memory(device: torch.device) -> bool:
     On a CPU this needs Linux.
     """
     if has_peaks(device):
-        _module(device).reset_peak_memory_stats(device)
+        device_module(device).reset_peak_memory_stats(device)
         return True
     try:
         _RESET_PEAK.write_text("5")
@@ -213,17 +214,7 @@ def peak_resident_bytes() -> int:
 def release_memory(device: torch.device) -> None:
     gc.collect()
     if is_accelerator(device):
-        _module(device).empty_cache()
-
-
-def record_allocations(**options: Any) -> None:
-    """Start or stop recording the allocations of GPUs (torch, "Understanding CUDA Memory Usage")."""
-    torch.cuda.memory._record_memory_history(**options)
-
-
-def recorded_allocations(device: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = torch.cuda.memory._snapshot(device)
-    return found
+        device_module(device).empty_cache()
 
 
 @contextmanager
@@ -299,7 +290,7 @@ def multiplies_bf16(device: torch.device) -> bool:
 def synchronize(device: torch.device) -> None:
     """Wait until an accelerator has done all queued work; a CPU has no queue."""
     if is_accelerator(device):
-        _module(device).synchronize(*([] if device.type == "mps" else [device]))
+        device_module(device).synchronize(*([] if device.type == "mps" else [device]))
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
@@ -312,33 +303,20 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 def has_streams(device: torch.device) -> bool:
     """Return whether copies of a device can run beside its computation, in streams of their own."""
-    return is_accelerator(device) and hasattr(_module(device), "Stream")
-
-
-def new_stream(device: torch.device) -> Any:
-    return _module(device).Stream(device)
-
-
-def current_stream(device: torch.device) -> Any:
-    return _module(device).current_stream(device)
-
-
-def in_stream(stream: Any) -> AbstractContextManager[Any]:
-    context: AbstractContextManager[Any] = _module(stream.device).stream(stream)
-    return context
+    return is_accelerator(device) and hasattr(device_module(device), "Stream")
 
 
 def sleeping_event(device: torch.device) -> Any:
     """Return an event after the queued work of the current stream. Its `synchronize` sleeps instead of polling."""
     # Events of other vendors always choose their own way of waiting.
-    event = torch.cuda.Event(blocking=True) if is_gpu(device) else _module(device).Event()  # type: ignore[no-untyped-call]
-    event.record(current_stream(device))
+    event = torch.cuda.Event(blocking=True) if is_gpu(device) else device_module(device).Event()  # type: ignore[no-untyped-call]
+    event.record(device_module(device).current_stream(device))
     return event
 
 
 def timing_event(device: torch.device) -> Any:
     """Return an event after the queued work of the current stream, for `seconds_between`."""
-    event = _module(device).Event(enable_timing=True)
+    event = device_module(device).Event(enable_timing=True)
     event.record()
     return event
 

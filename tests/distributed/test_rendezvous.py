@@ -54,15 +54,10 @@ def test_the_port_is_taken() -> None:
             join(0, port)
 
 
-def test_the_host_is_unknown() -> None:
-    with pytest.raises(HardwareError, match=r"^MASTER_ADDR=nowhere\.invalid is not a host that is known here"):
-        join(0, _free_port(), host="nowhere.invalid")
-
-
 def test_rank_0_does_not_wait_for_an_address_that_leads_elsewhere() -> None:
     """No packet comes back from this network (RFC 5737)."""
     with pytest.raises(HardwareError, match="rank 0 of 2: rank 1 did not come within 1 s"):
-        join(0, _free_port(), host="203.0.113.1", timeout_s=1.0, report=lambda text: None)
+        join(0, _free_port(), host="203.0.113.1", timeout_s=1.0)
 
 
 def _free_port() -> int:

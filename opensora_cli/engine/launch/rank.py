@@ -5,10 +5,10 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,17 +25,12 @@ from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.section import Section
 from opensora_cli.parallel.mesh import libraries_on_stderr, use_mesh
-from opensora_cli.settings.devices import DeviceSettings
 
+if TYPE_CHECKING:
+    from opensora_cli.settings.generate import GenerateSettings
+    from opensora_cli.settings.train import TrainSettings
 
-class _Settings(Protocol):
-    @property
-    def parallel(self) -> DeviceSettings: ...
-
-    def replace(self, changes: Mapping[str, object], /) -> Self: ...
-
-
-S = TypeVar("S", bound=_Settings)
+S = TypeVar("S", "GenerateSettings", "TrainSettings")
 M = TypeVar("M", bound=Section)
 
 TIMEOUT_S = 600.0
@@ -103,17 +98,12 @@ def joined(context: RankContext, *, device_type: str, timeout_s: float = TIMEOUT
     device = rank_device(context, device_type)
     use_device(device)
     beat("join")
-    init_with_retry(device_type, context, timeout_s=timeout_s, report=log_wait if context.log is None else None)
+    init_with_retry(device_type, context, timeout_s=timeout_s)
     # A first evaluation may take minutes. Each module call is a sign of progress.
     with register_module_forward_hook(lambda *_: move()):
         yield device
     use_mesh(None)
     dist.destroy_process_group()
-
-
-def log_wait(text: str) -> None:
-    """Print on standard error what a rank waits for, on every rank because no other rank knows it."""
-    print(escaped(text), file=sys.stderr, flush=True)
 
 
 def agreed(settings: M) -> M:
@@ -156,31 +146,21 @@ class _WatchedStage:
         self._progress.advance(amount)
 
 
-def init_with_retry(
-    device_type: str,
-    context: RankContext,
-    *,
-    timeout_s: float = TIMEOUT_S,
-    report: Callable[[str], None] | None = None,
-) -> None:
+def init_with_retry(device_type: str, context: RankContext, *, timeout_s: float = TIMEOUT_S) -> None:
     """Join the other ranks and create the default group like `dist.init_process_group`, with retries.
 
     Without a file store, rank 0 opens the store once, unless torchrun has it. The others retry the connection after
     pauses that double. Later failures are not retried because keys from the first attempt would confuse the second.
-    `device_type` chooses gloo or NCCL. `timeout_s` is the timeout of collectives and of the rendezvous. `report` gets a
-    line about missing ranks after 10, 20, 40 s and so on. None means no reports because a launcher watches the ranks.
+    `device_type` chooses gloo or NCCL. `timeout_s` is the timeout of collectives and of the rendezvous. Without a
+    launcher, ranks print a line about missing ones after 10, 20, 40 s and so on.
 
     Raises:
         HardwareError: The store cannot be reached, or not all ranks arrived.
     """
     rank, world_size, limit = context.rank, context.world_size, timedelta(seconds=timeout_s)
-    wait = _Wait(f"rank {rank} of {world_size}", timeout_s, report)
+    wait = _Wait(f"rank {rank} of {world_size}", timeout_s)
     store: Store
     if context.store is not None:
-        # torch would wait minutes for the folder, and signals have no effect during that time.
-        if not context.store.parent.is_dir():
-            gone = f"rank {rank}: the folder of the ranks' store is gone: {context.store.parent}"
-            raise HardwareError(gone, hint=_RETRY_HINT)
         # Without the number of ranks, torch does not remove the file. The launcher removes it.
         store = FileStore(str(context.store))
     elif rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -190,7 +170,7 @@ def init_with_retry(
     store.set_timeout(limit)
     try:
         with libraries_on_stderr():
-            if report is not None:
+            if context.log is None:
                 _wait_for_all(store, rank, world_size, wait)
             # Its functions store the current default group as a default argument. After a later import, they would keep
             # gloo's threads alive, and a thread that frees a tensor while Python ends aborts the process.
@@ -204,10 +184,10 @@ def init_with_retry(
 
 
 class _Wait:
-    """Time of a wait, and reports of its reason: the first after ten seconds, each next one after twice the time."""
+    """Time of a wait, and lines about its reason: the first after ten seconds, each next one after twice the time."""
 
-    def __init__(self, who: str, timeout_s: float, report: Callable[[str], None] | None) -> None:
-        self.who, self.timeout_s, self._report = who, timeout_s, report
+    def __init__(self, who: str, timeout_s: float) -> None:
+        self.who, self.timeout_s = who, timeout_s
         self._start, self._next_s = time.monotonic(), _FIRST_NOTICE_S
 
     @property
@@ -215,26 +195,21 @@ class _Wait:
         return time.monotonic() - self._start
 
     def give(self, text: str) -> None:
-        if self._report is not None and self.passed_s >= self._next_s:
+        if self.passed_s >= self._next_s:
             self._next_s *= 2
-            self._report(f"{self.who}: {text} ({self.passed_s:.0f} s of {self.timeout_s:.0f} s)")
+            line = escaped(f"{self.who}: {text} ({self.passed_s:.0f} s of {self.timeout_s:.0f} s)")
+            print(line, file=sys.stderr, flush=True)
 
 
 def _opened_store(context: RankContext, limit: timedelta) -> TCPStore:
-    host, port = context.master_addr, context.master_port
     try:
-        socket.getaddrinfo(host, port)
-    except OSError as error:
-        raise HardwareError(
-            f"MASTER_ADDR={host} is not a host that is known here", hint="set it to the address of this machine"
-        ) from error
-    try:
-        # It connects to itself without reacting to signals: `host` may be an address that leads elsewhere.
-        return TCPStore("localhost", port, is_master=True, timeout=limit, wait_for_workers=False)
+        # It listens on all interfaces, and connects to itself: the address of the others may lead elsewhere.
+        return TCPStore("localhost", context.master_port, is_master=True, timeout=limit, wait_for_workers=False)
     except dist.DistError as error:
         reason = " ".join(str(error).split())[:200]
         raise HardwareError(
-            f"rank 0: cannot listen at port {port}: {reason}", hint="set MASTER_PORT to a free port, on all ranks"
+            f"rank 0: cannot listen at port {context.master_port}: {reason}",
+            hint="set MASTER_PORT to a free port, on all ranks",
         ) from error
 
 

@@ -61,8 +61,9 @@ class Clock:
 
 def waited(monkeypatch, *, rank=0, world_size=4, comes_at_s, timeout_s=600.0):
     told, store = [], dist.HashStore()
+    monkeypatch.setattr(rank_module, "print", lambda line, **_: told.append(line), raising=False)
     monkeypatch.setattr(rank_module, "time", Clock(store, comes_at_s))
-    notices = rank_module._Wait(f"rank {rank} of {world_size}", timeout_s, told.append)
+    notices = rank_module._Wait(f"rank {rank} of {world_size}", timeout_s)
     try:
         rank_module._wait_for_all(store, rank, world_size, notices)
     except HardwareError as error:
@@ -98,8 +99,8 @@ def test_at_the_time_limit_it_ends_with_4_and_who_comes_later_waits_for_this_ran
     assert not store.check(["here/0"])
 
 
-def test_a_store_that_does_not_answer_is_named_while_it_is_waited_for(monkeypatch):
-    told, refused = [], []
+def test_a_store_that_does_not_answer_is_named_while_it_is_waited_for(monkeypatch, capsys):
+    refused = []
 
     def refuse(address, *, timeout):
         refused.append(timeout)
@@ -109,8 +110,8 @@ def test_a_store_that_does_not_answer_is_named_while_it_is_waited_for(monkeypatc
     monkeypatch.setattr(rank_module, "time", Clock(dist.HashStore(), {}))
     monkeypatch.setattr(rank_module, "socket", SimpleNamespace(create_connection=refuse))
     with pytest.raises(HardwareError, match=r"rank 1: no answer from node0:29500 within \d+ s") as raised:
-        rank_module.init_with_retry("cpu", context, timeout_s=60.0, report=told.append)
+        rank_module.init_with_retry("cpu", context, timeout_s=60.0)
     assert raised.value.exit_code == 4
     line = "rank 1 of 2: waiting for an answer from node0:29500, where rank 0 or its launcher listens"
-    assert [text.partition(" (")[0] for text in told] == [line] * 3
+    assert [text.partition(" (")[0] for text in capsys.readouterr().err.splitlines()] == [line] * 3
     assert max(refused) == 10.0
