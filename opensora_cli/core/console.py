@@ -59,20 +59,19 @@ class ConsoleReporter:
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
         """Run a stage; one that fails or takes no time leaves no line."""
         progress = self._progress = self._progress or self._started()
-        task_id = progress.add_task(escaped(name), total=total, unit=unit, count="")
-        task = next(each for each in progress.tasks if each.id == task_id)
+        progress.add_task(escaped(name), total=total, unit=unit, count="")
+        task = progress.tasks[-1]
         try:
             yield _Stage(progress, task, lambda: None if self._has_bars else self._print_running(task))
         finally:
-            progress.remove_task(task_id)
+            progress.remove_task(task.id)
             if not progress.tasks:
                 self._progress = None
                 if self._has_bars:
                     progress.stop()
         elapsed_s = task.elapsed or 0.0
         if not self._is_brief and duration(elapsed_s) != NO_TIME:
-            counted = task.total is not None and task.total > 1
-            done = f"{_amount(task.completed, unit)}, " if counted else ""
+            done = f"{_amount(task.completed, unit)}, " if (task.total or 0) > 1 else ""
             self.note(f"{name}: {done}{duration(elapsed_s)}")
 
     def _print_running(self, task: Task) -> None:

@@ -36,7 +36,7 @@ _HEADROOM = 2**20
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # constants of Linux's renameat2
 
-_NAME = re.compile(r"\.osora-([0-9a-f]{8})-(\d+)-[0-9a-z_]+\.tmp")
+_NAME = re.compile(r"\.osora-([0-9a-f]{8})-(\d+)-[0-9a-f]{16}\.tmp")
 """Name with the place and the number of a process."""
 _LEAST_AGE_S = 60.0
 _OUT_OF_SIGHT_S = 24 * 3600.0
@@ -50,13 +50,12 @@ def atomic_path(path: str | os.PathLike[str], *, replace: bool = True) -> Iterat
     """Yield a temporary name beside `path`; on leaving, the file or folder that was written there becomes `path`.
 
     Missing parent folders are created. The file is flushed to the disk before it is renamed, and removed if the block
-    fails or is interrupted, so that `path` never holds a partial result. The temporary name has another extension: a
-    writer that guesses its format from the name needs the format as an argument. Without `replace`, an existing
-    `path` is kept, unless it is an empty folder and a folder was written. See `take_name`.
+    fails or is interrupted. The temporary name has another extension: a writer that guesses its format from the name
+    needs the format as an argument. Without `replace`, an existing `path` is kept, unless it is an empty folder and a
+    folder was written. See `take_name`.
 
-    Raises:
-        OutputError: an operating system error while creating, writing (also in the block), flushing or renaming, with
-            `path` and the cause; or `path` is a special file such as a device; or it exists and must not be replaced.
+    Raises OutputError, with `path` and the cause, for any error of the operating system, also in the block; and if
+    `path` is a special file such as a device, or exists and must not be replaced.
     """
     target = Path(path)
     with temporary_beside(target) as temporary:
@@ -67,9 +66,7 @@ def atomic_path(path: str | os.PathLike[str], *, replace: bool = True) -> Iterat
 
 @contextmanager
 def atomic_folder(path: str | os.PathLike[str], *, replace: bool = True) -> Iterator[Path]:
-    """Yield a new temporary folder beside `path`; on leaving, it becomes `path` with all its contents.
-    Arguments and errors are the same as in `atomic_path`.
-    """
+    """Yield a new temporary folder beside `path`, which becomes `path` on leaving, like `atomic_path`."""
     with atomic_path(path, replace=replace) as temporary:
         temporary.mkdir()
         yield temporary
@@ -136,9 +133,7 @@ def flush(written: Path) -> None:
 
 
 def replace_folder(temporary: Path, target: Path) -> None:
-    """Rename a folder with flushed files to `target` in the same parent folder, and remove the previous `target`.
-    Raises OSError if this is not possible.
-    """
+    """Rename a folder with flushed files to `target` beside it, and remove the previous `target`. Raises OSError."""
     for folder in [*(path for path in temporary.rglob("*") if path.is_dir()), temporary]:
         _flush_to_disk(folder)
     take_name(temporary, target, replace=True)
@@ -157,8 +152,7 @@ def write_json_atomic(path: str | os.PathLike[str], document: object) -> None:
 def json_bytes(document: object) -> bytes:
     """Return `document` as indented UTF-8 JSON.
 
-    NaN and infinity are refused because other JSON readers do not accept them.
-    Raises ValueError or TypeError if `document` cannot be written as JSON.
+    Raises TypeError if it cannot be written, and ValueError for NaN and infinity, which other readers do not accept.
     """
     text = json.dumps(document, ensure_ascii=False, indent=2, allow_nan=False)
     # A shell argument that is not UTF-8 reaches Python as lone surrogates; the backslash form is their JSON escape.
@@ -174,9 +168,7 @@ def user_cache(kind: str) -> Path | None:
 
 
 def refuse_special(path: Path) -> None:
-    """Refuse a device, pipe or socket as the target of a result because renaming would replace it.
-    Raises OutputError if `path` is such a file.
-    """
+    """Raise OutputError for a device, pipe or socket as the target of a result: renaming would replace it."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise OutputError(f"{path} is neither a file nor a folder", hint=_ANOTHER_NAME)
 
@@ -187,10 +179,7 @@ def nearest_existing(path: Path) -> Path:
 
 
 def require_writable(path: Path, *, overwrite: bool) -> None:
-    """Check that a file can be written at `path`, before the work for it begins.
-    Raises OutputError if it is a folder or a device, exists and must not be replaced, cannot be accessed, or if its
-    folder is read-only.
-    """
+    """Raise OutputError, before the work for it begins, if a file cannot be written at `path`."""
     with writing(path):
         refuse_special(path)
         if path.is_dir():
@@ -205,9 +194,7 @@ def require_writable(path: Path, *, overwrite: bool) -> None:
 
 
 def require_space(path: Path, needed: int) -> None:
-    """Check that the disk of `path` has room for `needed` more bytes. `path` need not exist.
-    Raises OutputError if the room is too small.
-    """
+    """Raise OutputError if the disk of `path`, which need not exist, has no room for `needed` more bytes."""
     with writing(path):
         usage = shutil.disk_usage(nearest_existing(path))
     # Some network file systems do not report their size.
@@ -276,11 +263,7 @@ def _hint(error: OSError) -> str | None:
 def temporary_name() -> str:
     # The final name is not part of it because that may already have the largest length.
     # Sixteen random digits prevent links under all possible names.
-    return f"{_own_prefix()}{secrets.token_hex(8)}.tmp"
-
-
-def _own_prefix() -> str:
-    return f".osora-{_place()}-{os.getpid()}-"
+    return f".osora-{_place()}-{os.getpid()}-{secrets.token_hex(8)}.tmp"
 
 
 @contextmanager
@@ -291,8 +274,9 @@ def temporary_folder() -> Iterator[Path]:
     """
     parent = Path(tempfile.gettempdir())
     remove_left(parent)
+    folder = parent / temporary_name()
     try:
-        folder = Path(tempfile.mkdtemp(prefix=_own_prefix(), suffix=".tmp", dir=parent))
+        folder.mkdir(mode=0o700)
     except OSError as error:
         raise OutputError(f"cannot make a temporary folder in {parent}: {error.strerror or error}") from error
     try:

@@ -29,11 +29,9 @@ _held: set[int] = set()
 def open_regular(path: str | os.PathLike[str], flags: int) -> int:
     """Open a regular file and return its descriptor. It can serve in `open(path, mode, opener=open_regular)`.
 
-    A file that is opened for writing must have no other name. It must belong to this user or to the owner of its
-    folder, who can replace it anyway: some network disks give all files to one owner. The file is truncated only after
-    it has passed these checks. The path may contain links to folders.
-
-    Raises OSError if the system refuses, or with the reason if the file is not regular.
+    A file that is opened for writing must have no other name, and belong to this user or to the owner of its folder,
+    who can replace it anyway: some network disks give all files to one owner. It is truncated only after these checks.
+    The path may contain links to folders. Raises OSError, with the reason if the file is not regular.
     """
     with suppress(FileNotFoundError):  # Opening has effects on some devices, so check first.
         _check_kind(path, os.lstat(path))
@@ -84,9 +82,9 @@ def _check_owner(path: str | os.PathLike[str], status: os.stat_result) -> None:
 def locked_file(path: Path) -> Iterator[bool]:
     """Lock a file for the duration of the block, and yield whether this process holds the lock.
 
-    The system releases the lock when the process ends, however it ends; a remaining file has no meaning. On Windows,
-    and on file systems without locks, the lock has no effect. A missing folder is created, and the file is removed at
-    the end. Raises OutputError if the file cannot be created.
+    The system releases the lock when the process ends; a remaining file has no meaning. On Windows, and on file systems
+    without locks, the lock has no effect. A missing folder is created, and the file is removed at the end. Raises
+    OutputError if the file cannot be created.
     """
     if sys.platform == "win32":
         yield True
@@ -108,12 +106,9 @@ def locked_file(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def sole_run(lock: Path, *, problem: str, hint: str) -> Iterator[None]:
-    """Lock a file like `locked_file`, and raise an error if another process holds the lock.
+    """Lock a file like `locked_file`, or raise OutputError (`PROBLEM: process N on HOST`) if another process holds it.
 
     A folder that was created for the lock is removed again if it is empty at the end.
-
-    Raises:
-        OutputError: another process holds it: `PROBLEM: process N on HOST`; or the file cannot be created.
     """
     is_new = not lock.parent.exists()
     try:
@@ -181,16 +176,12 @@ def _write_owner(lock: int, path: Path) -> None:
         raise
 
 
-def _close(lock: int) -> None:
-    _held.discard(lock)
-    os.close(lock)
-
-
-def _close_all() -> None:
-    for lock in [*_held]:
-        _close(lock)
+def _close(*locks: int) -> None:
+    for lock in locks:
+        _held.discard(lock)
+        os.close(lock)
 
 
 if sys.platform != "win32":
     # A forked process shares its parent's lock, and would hold it after the parent has ended.
-    os.register_at_fork(after_in_child=_close_all)
+    os.register_at_fork(after_in_child=lambda: _close(*_held))
