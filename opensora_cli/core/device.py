@@ -36,10 +36,7 @@ _DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device for a name. `auto` is the first GPU if there is one, else the CPU.
-
-    Raises HardwareError if there is no such device.
-    """
+    """Return the device for a name, or raise HardwareError. `auto` is the first GPU if there is one, else the CPU."""
     if name == "auto":
         return torch.device(GPU, 0) if has_gpu() else torch.device("cpu")
     if name == "cpu":
@@ -130,10 +127,7 @@ def device_module(device: torch.device) -> Any:
 
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
-    """Return the free and the total bytes of a device, or on a CPU of the memory that this process can have.
-
-    Memory that the allocator caches after earlier work is free for the next.
-    """
+    """Return the free bytes, with those that the allocator caches, and the total bytes of a device or the host."""
     if not is_accelerator(device):
         memory = read_private_memory()
         return memory.free_bytes, memory.total_bytes
@@ -170,10 +164,7 @@ def peak_reserved_bytes(device: torch.device) -> int:
 
 
 def start_peak_memory(device: torch.device) -> bool:
-    """Reset the peaks of memory; return False if only the peak since process start is known.
-
-    On a CPU this needs Linux.
-    """
+    """Reset the peaks of memory; return False if only the peak since process start is known: not Linux."""
     if has_peaks(device):
         device_module(device).reset_peak_memory_stats(device)
         return True
@@ -187,8 +178,7 @@ def start_peak_memory(device: torch.device) -> bool:
 def peak_memory_gib(device: torch.device) -> dict[str, float]:
     """Return the peak of memory since `start_peak_memory`, or else since process start, under its name.
 
-    The name is `peak_allocated_gib` on a GPU. On a CPU it is `peak_resident_gib`, of the whole process, with mapped
-    files of weights.
+    On a CPU it is that of the whole process, with mapped files of weights.
     """
     if has_peaks(device):
         return {"peak_allocated_gib": round(peak_allocated_bytes(device) / GIB, 3)}
@@ -239,6 +229,11 @@ def torch_dtype(name: str) -> torch.dtype:
     if name not in _DTYPES:
         raise RequestError(f"dtype={name!r} is not one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which parts of a sum are added: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 @contextmanager
@@ -349,11 +344,8 @@ def queued_copy(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def lock_pages(memory: Tensor, device: torch.device) -> bool:
-    """Page-lock host memory for asynchronous copies of a GPU; return False if the system refuses.
-
-    A CUDA context is created only on that GPU.
-    """
-    with torch.cuda.device(device):
+    """Page-lock host memory for asynchronous copies of a GPU; return False if the system refuses."""
+    with torch.cuda.device(device):  # otherwise a CUDA context is created on the current GPU
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)) == 0
 

@@ -55,10 +55,8 @@ def reading(
 ) -> Iterator[None]:
     """Translate expected errors of the block, which reads the user's file `path`, to errors that name it.
 
-    Raises:
-        FileProblem, or the subclass `problem`: The system refuses access, no file can have this name, or the text is
-            not UTF-8 or nested too deeply. The error has `hint`, and names a file inside `path` if the system does.
-        HardwareError: The file does not fit in memory, or too many files are open.
+    Raises FileProblem, or the subclass `problem`, with `hint`, which names a file inside `path` if the system does, and
+    HardwareError if the file does not fit in memory, or too many files are open.
     """
     try:
         yield
@@ -94,10 +92,7 @@ def refused_by_system(error: OSError) -> OsoraError | None:
 def require_file(
     path: str | os.PathLike[str], *, problem: type[FileProblem] = FileProblem, hint: str | None = None
 ) -> os.stat_result:
-    """Return the status of a regular file. Folders, and pipes and devices, which may never end, are refused.
-
-    Raises FileProblem, or the subclass `problem`, if it is no regular file or cannot be accessed.
-    """
+    """Return the status of a regular file. Folders, and pipes and devices, which may never end, raise `problem`."""
     with reading(path, problem=problem, hint=hint):
         status = os.stat(path)
     if kind := kind_of_file(status.st_mode):
@@ -139,11 +134,7 @@ def read_text(path: str | os.PathLike[str], *, max_bytes: int = MAX_TEXT_BYTES, 
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
-    """Return the object in `content`, which is UTF-8 JSON.
-
-    Raises:
-        ValueError: It is no object, too large or too deep, or has a duplicate key or text that is not Unicode.
-    """
+    """Return the object in `content`, which is UTF-8 JSON. Raises ValueError if it is not, or is too large."""
     if len(content) > MAX_TEXT_BYTES or sum(map(content.count, (b"[", b"{", b",", b":"))) > _MAX_SEPARATORS:
         raise ValueError("JSON with more values than any model needs")
     try:

@@ -7,9 +7,10 @@ from math import ceil, gcd, prod
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.core.attention import AttentionBackend, AttentionFn, accumulation_dtype
+from opensora_cli.core.attention import AttentionBackend, AttentionFn
 from opensora_cli.core.choices import LinearProducts, Solver
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths
+from opensora_cli.core.device import accumulation_dtype
 from opensora_cli.core.device_names import GPU
 from opensora_cli.engine.components.architectures import with_depth
 from opensora_cli.engine.components.attention import attention_stand_in

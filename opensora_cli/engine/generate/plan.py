@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
-from opensora_cli.core.attention_kinds import attention_problems
+from opensora_cli.core.attention import attention_problems
 from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.conditions import CONTINUING, ConditionMode, condition_mode
 from opensora_cli.core.device import GIB, is_accelerator

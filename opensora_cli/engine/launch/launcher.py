@@ -118,8 +118,8 @@ def _loopback_interfaces() -> dict[str, str]:
 class Pace:
     """Intervals and timeouts of the launcher, in seconds.
 
-    After a rank stops, the run takes `stopped_s`, `interrupt_s` and `terminate_s` to end: half of the promised time.
-    It takes longer if the launcher itself is late.
+    After a rank stops, the run takes `stopped_s`, `interrupt_s` and `terminate_s` to end, half of the promised time, or
+    longer if the launcher itself is late.
     """
 
     look_s: float = 0.1
@@ -145,12 +145,8 @@ def launch(
     Rank 0 prints; the others write to their log files. No rank remains when this function ends. The caller handles
     signals: an exception during the wait, such as Ctrl-C, ends the ranks.
 
-    Raises:
-        RequestError: the request contradicts itself.
-        HardwareError: the machine has fewer GPUs.
-        OutputError: the log files cannot be written.
-        RankFailure: a rank failed; its exit code is that of the rank's error.
-        KeyboardInterrupt: its argument tells where work is saved, or why saving failed.
+    Raises OutputError if the log files cannot be written, RankFailure with the exit code of the first rank that failed,
+    the errors of `LaunchRequest.check`, and KeyboardInterrupt, whose argument tells where work is saved or why not.
     """
     pace = pace or Pace()
     request.check()
@@ -274,11 +270,8 @@ class _Run:
         try:
             for rank in self._ranks:
                 rank.interrupt()
-            have_begun = all(rank.has_begun for rank in self._ranks)
-            self._wait(
-                self._pace.interrupt_s + (finish_s if have_begun else 0.0),
-                after_one=max(self._pace.interrupt_s, self._pace.follow_s),
-            )
+            usual_s, have_begun = self._pace.interrupt_s, all(rank.has_begun for rank in self._ranks)
+            self._wait(usual_s + have_begun * finish_s, after_one=max(usual_s, self._pace.follow_s))
             for rank in self._ranks:
                 rank.terminate()
             self._wait(self._pace.terminate_s)

@@ -66,11 +66,10 @@ class RankProcess:
     """Process of a rank, started and watched by the launcher.
 
     Signs of work are progress reports, processor time of the main thread, and bytes read and written. Processor time
-    counts because a rank that is still importing, or is in a library that blocks other threads, cannot send messages.
-    It does not count between the steps of a GPU, which the main thread may poll.
+    counts because a rank that imports, or is in a library that blocks other threads, cannot send messages. It does not
+    count between the steps of a GPU, which the main thread may poll.
 
-    Rank 0 inherits stdout and stderr, so that its progress bars work. The other ranks print to their logs, which are
-    overwritten and also get tracebacks. `environment` is complete.
+    Rank 0 inherits stdout and stderr, so that its progress bars work. The other ranks print to their logs.
     """
 
     def __init__(
@@ -172,10 +171,7 @@ class RankProcess:
             self._process.send_signal(TRACEBACK_SIGNAL)
 
     def interrupt(self) -> None:
-        """Send SIGINT to the rank only, which then ends its child processes.
-
-        A rank that has not yet begun is killed: it has nothing to save, and would print a traceback.
-        """
+        """Send SIGINT to the rank, or kill it if it has not begun: it would only print a traceback."""
         self.listen()
         if not self.has_begun:
             self.kill()
@@ -198,10 +194,7 @@ class RankProcess:
             sys.stderr.write(_SHOW_CURSOR)  # a rank that is killed during its progress bar leaves the cursor hidden
 
     def failure(self, code: int, *, out_of_memory: bool) -> RankFailure:
-        """Return the failure of a rank that ended with `code`, which is not 0, and negative for a signal.
-
-        `out_of_memory` tells whether the system has killed processes for lack of memory during the run.
-        """
+        """Return the failure of a rank that ended with `code`, which is not 0, and negative for a signal."""
         self.listen()  # receive messages between the last look and its end
         report = self.report
         if report is None and code < 0:
