@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from opensora_cli.core.attention import PartKernel, accumulation_dtype
+from opensora_cli.core.attention import PartKernel
+from opensora_cli.core.device import accumulation_dtype
 from opensora_cli.parallel.ring import merge
 
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import psutil
 
 from opensora_cli.core.exceptions import CheckpointError, OsoraError, OutputError
+from opensora_cli.core.files import temporary_name
 from opensora_cli.core.locks import locked_file
 from opensora_cli.core.rank_link import INTERRUPTED, beat, linked, report_bug, report_failure, report_left
 from opensora_cli.core.ranks import RankContext, find_context
-from opensora_cli.core.temporary_files import temporary_name
 
 STAGES = ("load", "denoise", "decode")
 
@@ -30,13 +30,12 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--stage", default="denoise")
     parser.add_argument("--act", default="none")
     parser.add_argument("--gloo", action="store_true")
-    parser.add_argument("--silence", type=float, default=60.0)
     asked = parser.parse_args(arguments)
     context = find_context(os.environ)
     assert context is not None
     if asked.stage == "start":
         act(asked, context, "start")
-    with linked(context, silence_s=asked.silence, silent_steps=2):
+    with linked(context):
         try:
             work(asked, context)
         except OsoraError as error:

@@ -20,9 +20,8 @@ from PIL import Image
 from rich.console import Console
 
 from opensora_cli.api.video import Video
-from opensora_cli.core.console import ConsoleReporter
 from opensora_cli.core.exceptions import OsoraError, RequestError
-from opensora_cli.core.progress import Reporter, SilentReporter, StageProgress
+from opensora_cli.core.progress import ConsoleReporter, Reporter, SilentReporter, StageProgress
 from opensora_cli.engine.generate import run as engine
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.show import continued

@@ -49,7 +49,7 @@ def make_reporter(*, quiet: bool, is_brief: bool = False) -> Reporter:
     # Python has no stderr if the shell closed it (2>&-).
     if quiet or sys.stderr is None:
         return SilentReporter()
-    from opensora_cli.core.console import ConsoleReporter
+    from opensora_cli.core.progress import ConsoleReporter
 
     return ConsoleReporter(has_bars=sys.stderr.isatty(), is_brief=is_brief)
 

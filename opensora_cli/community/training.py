@@ -17,11 +17,10 @@ from opensora_cli.core.device import use_device
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.ranks import find_context
 from opensora_cli.engine.encode.clips import condition_clip, cut_part, fitting_modes, pick_mode
-from opensora_cli.engine.launch.rank import device_type, log_wait, rank_device
+from opensora_cli.engine.launch.rank import device_type, init_with_retry, rank_device
 from opensora_cli.engine.train.objectives import mmdit
 from opensora_cli.engine.train.optimizer import rate_factor, warmup_share
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.parallel.rendezvous import init_with_retry
 from opensora_cli.settings.train_loop import OptimizerSettings, ScheduleName
 
 
@@ -43,7 +42,7 @@ def setup_device() -> tuple[torch.device, Coordinator]:
     device = torch.device(kind) if context is None else rank_device(context, kind)
     use_device(device)
     if context is not None and not dist.is_initialized():
-        init_with_retry(kind, context, report=log_wait)
+        init_with_retry(kind, context)
     is_alone = not dist.is_initialized()
     return device, Coordinator(0, 1) if is_alone else Coordinator(dist.get_rank(), dist.get_world_size())
 

@@ -58,7 +58,6 @@ class Format(StrEnum):
 
     @property
     def is_folder(self) -> bool:
-        """Whether the checkpoint is a folder."""
         return self not in (Format.SAFETENSORS, Format.TORCH)
 
     @property
@@ -68,7 +67,6 @@ class Format(StrEnum):
 
     @property
     def has_metadata(self) -> bool:
-        """Whether the format stores text about the weights."""
         return self is not Format.DCP
 
 

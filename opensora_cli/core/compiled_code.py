@@ -14,8 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from opensora_cli.core.exceptions import OutputError
-from opensora_cli.core.files import nearest_existing, user_cache
-from opensora_cli.core.temporary_files import temporary_folder
+from opensora_cli.core.files import nearest_existing, temporary_folder, user_cache
 
 INDUCTOR_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 EAGER_VARIABLE = "QUACK_CACHE_DIR"
@@ -34,8 +33,7 @@ def name_eager_cache(environment: MutableMapping[str, str]) -> None:
 def use_private_caches(environment: MutableMapping[str, str]) -> Path:
     """Set the unset variables for compiled code in `environment`, and return the folder of torch's compiler.
 
-    Missing folders are created in the user's cache, or as temporary folders of this process if there is no cache.
-    Raises OutputError if another account may write to one of them.
+    Without a user's cache, the folders are temporary. Raises OutputError if another account may write to one of them.
     """
     for variable, name in _FOLDERS.items():
         chosen = environment.get(variable)
@@ -44,10 +42,9 @@ def use_private_caches(environment: MutableMapping[str, str]) -> Path:
 
 
 def private_folder(path: Path, *, setting: str) -> Path:
-    """Return `path` without links, as a folder that only this account may write to. A missing folder is created.
+    """Return `path` without links, as a folder that only this account may write to; else raise OutputError.
 
-    Raises OutputError if it cannot be created, or if another account owns it or may write to it. `setting` is the
-    variable that chooses another folder.
+    A missing folder is created. `setting` is the variable that chooses another folder.
     """
     folder = Path(os.path.realpath(path))
     hint = f"set {setting} to a folder of your own that nobody else may write to"

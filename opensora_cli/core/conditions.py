@@ -57,7 +57,6 @@ class ConditionMode:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the mode gives any frames."""
         return self.source is not Source.NONE
 
     @property
@@ -82,12 +81,10 @@ class ConditionMode:
 
     @property
     def at_head(self) -> bool:
-        """Whether the first frames are given."""
         return self.position in (Position.HEAD, Position.BOTH)
 
     @property
     def at_tail(self) -> bool:
-        """Whether the last frames are given."""
         return self.position in (Position.TAIL, Position.BOTH)
 
 

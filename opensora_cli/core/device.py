@@ -36,10 +36,7 @@ _DTYPES |= {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device for a name. `auto` is the first GPU if there is one, else the CPU.
-
-    Raises HardwareError if there is no such device.
-    """
+    """Return the device for a name, or raise HardwareError. `auto` is the first GPU if there is one, else the CPU."""
     if name == "auto":
         return torch.device(GPU, 0) if has_gpu() else torch.device("cpu")
     if name == "cpu":
@@ -67,12 +64,10 @@ def _why_absent(kind: str) -> tuple[str, str]:
 
 
 def has_gpu() -> bool:
-    """Return whether torch can use a GPU of the tested type."""
     return torch.cuda.is_available()
 
 
 def device_count(kind: str = GPU) -> int:
-    """Return the number of accelerators of a type that torch can use."""
     module: ModuleType | None = getattr(torch, kind, None)
     return 0 if module is None else int(module.device_count())
 
@@ -83,39 +78,33 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Return whether a device is a GPU of the tested type."""
     return device.type == GPU
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of an accelerator's model."""
-    read: Callable[[torch.device], str] | None = getattr(_module(device), "get_device_name", None)
+    read: Callable[[torch.device], str] | None = getattr(device_module(device), "get_device_name", None)
     return device.type if read is None else read(device)
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU, such as (9, 0) for Hopper."""
     return torch.cuda.get_device_capability(device)
 
 
 def has_flash_kernels() -> bool:
-    """Return whether this build of torch has flash attention of its own."""
     return torch.backends.cuda.is_flash_attention_available()
 
 
 def use_device(device: torch.device) -> None:
     """Make an accelerator the current device of this process; no effect for the CPU."""
     if is_accelerator(device) and device.type != "mps":
-        _module(device).set_device(device)
+        device_module(device).set_device(device)
 
 
 def current_gpu() -> torch.device:
-    """Return the current GPU of this process."""
     return torch.device(GPU, torch.cuda.current_device())
 
 
 def current_device() -> torch.device:
-    """Return the current GPU of this process if there is one, else the CPU."""
     return current_gpu() if has_gpu() else torch.device("cpu")
 
 
@@ -129,7 +118,8 @@ def collective_backends(kind: str) -> str:
     return "gloo" if own is None else f"cpu:gloo,{kind}:{own}"
 
 
-def _module(device: torch.device) -> Any:
+def device_module(device: torch.device) -> Any:
+    """Return the module of torch for the type of a device, such as `torch.cuda`."""
     return torch.get_device_module(device)
 
 
@@ -137,57 +127,46 @@ def _module(device: torch.device) -> Any:
 
 
 def free_and_total_bytes(device: torch.device) -> tuple[int, int]:
-    """Return the free and the total bytes of a device, or on a CPU of the memory that this process can have.
-
-    Memory that the allocator caches after earlier work is free for the next.
-    """
+    """Return the free bytes, with those that the allocator caches, and the total bytes of a device or the host."""
     if not is_accelerator(device):
         memory = read_private_memory()
         return memory.free_bytes, memory.total_bytes
     if device.type == "mps":
-        total = int(torch.mps.recommended_max_memory())
+        total = torch.mps.recommended_max_memory()
         return total - allocated_bytes(device), total
-    module = _module(device)
+    module = device_module(device)
     free, total = module.mem_get_info(device)
     return free + module.memory_reserved(device) - module.memory_allocated(device), total
 
 
 def allocated_bytes(device: torch.device) -> int:
-    """Return the bytes in use on an accelerator."""
     if device.type == "mps":
         return int(torch.mps.current_allocated_memory())
-    return int(_module(device).memory_allocated(device))
+    return int(device_module(device).memory_allocated(device))
 
 
 def reserved_bytes(device: torch.device) -> int:
-    """Return the bytes that torch's allocator holds on an accelerator."""
     if device.type == "mps":
         return int(torch.mps.driver_allocated_memory())
-    return int(_module(device).memory_reserved(device))
+    return int(device_module(device).memory_reserved(device))
 
 
 def has_peaks(device: torch.device) -> bool:
-    """Return whether torch keeps the peak of a device's memory."""
     return is_accelerator(device) and device.type != "mps"
 
 
 def peak_allocated_bytes(device: torch.device) -> int:
-    """Return the peak of the bytes in use on an accelerator since `start_peak_memory`."""
-    return int(_module(device).max_memory_allocated(device))
+    return int(device_module(device).max_memory_allocated(device))
 
 
 def peak_reserved_bytes(device: torch.device) -> int:
-    """Return the peak of the bytes that torch's allocator held on an accelerator since `start_peak_memory`."""
-    return int(_module(device).max_memory_reserved(device))
+    return int(device_module(device).max_memory_reserved(device))
 
 
 def start_peak_memory(device: torch.device) -> bool:
-    """Reset the peaks of memory; return False if only the peak since process start is known.
-
-    On a CPU this needs Linux.
-    """
+    """Reset the peaks of memory; return False if only the peak since process start is known: not Linux."""
     if has_peaks(device):
-        _module(device).reset_peak_memory_stats(device)
+        device_module(device).reset_peak_memory_stats(device)
         return True
     try:
         _RESET_PEAK.write_text("5")
@@ -199,8 +178,7 @@ def start_peak_memory(device: torch.device) -> bool:
 def peak_memory_gib(device: torch.device) -> dict[str, float]:
     """Return the peak of memory since `start_peak_memory`, or else since process start, under its name.
 
-    The name is `peak_allocated_gib` on a GPU. On a CPU it is `peak_resident_gib`, of the whole process, with mapped
-    files of weights.
+    On a CPU it is that of the whole process, with mapped files of weights.
     """
     if has_peaks(device):
         return {"peak_allocated_gib": round(peak_allocated_bytes(device) / GIB, 3)}
@@ -224,21 +202,9 @@ def peak_resident_bytes() -> int:
 
 
 def release_memory(device: torch.device) -> None:
-    """Free unreferenced memory for the next stage."""
     gc.collect()
     if is_accelerator(device):
-        _module(device).empty_cache()
-
-
-def record_allocations(**options: Any) -> None:
-    """Start or stop recording the allocations of GPUs (torch, "Understanding CUDA Memory Usage")."""
-    torch.cuda.memory._record_memory_history(**options)
-
-
-def recorded_allocations(device: torch.device) -> dict[str, Any]:
-    """Return the recorded allocations of a GPU."""
-    found: dict[str, Any] = torch.cuda.memory._snapshot(device)
-    return found
+        device_module(device).empty_cache()
 
 
 @contextmanager
@@ -260,10 +226,14 @@ def limited_memory(device: torch.device, limit: int | None) -> Iterator[None]:
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return the torch dtype called `name`. Raises RequestError for an unknown name."""
     if name not in _DTYPES:
         raise RequestError(f"dtype={name!r} is not one of {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which parts of a sum are added: fp32, or fp64 for fp64."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 @contextmanager
@@ -315,7 +285,7 @@ def multiplies_bf16(device: torch.device) -> bool:
 def synchronize(device: torch.device) -> None:
     """Wait until an accelerator has done all queued work; a CPU has no queue."""
     if is_accelerator(device):
-        _module(device).synchronize(*([] if device.type == "mps" else [device]))
+        device_module(device).synchronize(*([] if device.type == "mps" else [device]))
 
 
 def timed(run: Callable[[], object], device: torch.device) -> float:
@@ -328,47 +298,29 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 def has_streams(device: torch.device) -> bool:
     """Return whether copies of a device can run beside its computation, in streams of their own."""
-    return is_accelerator(device) and hasattr(_module(device), "Stream")
-
-
-def new_stream(device: torch.device) -> Any:
-    """Return a new stream of a device with streams."""
-    return _module(device).Stream(device)
-
-
-def current_stream(device: torch.device) -> Any:
-    """Return the stream of this thread on a device with streams."""
-    return _module(device).current_stream(device)
-
-
-def in_stream(stream: Any) -> AbstractContextManager[Any]:
-    """Return a context in which this thread queues its work on `stream`."""
-    context: AbstractContextManager[Any] = _module(stream.device).stream(stream)
-    return context
+    return is_accelerator(device) and hasattr(device_module(device), "Stream")
 
 
 def sleeping_event(device: torch.device) -> Any:
     """Return an event after the queued work of the current stream. Its `synchronize` sleeps instead of polling."""
     # Events of other vendors always choose their own way of waiting.
-    event = torch.cuda.Event(blocking=True) if is_gpu(device) else _module(device).Event()  # type: ignore[no-untyped-call]
-    event.record(current_stream(device))
+    event = torch.cuda.Event(blocking=True) if is_gpu(device) else device_module(device).Event()  # type: ignore[no-untyped-call]
+    event.record(device_module(device).current_stream(device))
     return event
 
 
 def timing_event(device: torch.device) -> Any:
     """Return an event after the queued work of the current stream, for `seconds_between`."""
-    event = _module(device).Event(enable_timing=True)
+    event = device_module(device).Event(enable_timing=True)
     event.record()
     return event
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Return the seconds between two events of `timing_event` that the device has reached."""
     return float(start.elapsed_time(end)) / 1e3
 
 
 def profiler_range(name: str) -> AbstractContextManager[Any]:
-    """Return a context that Nsight Systems shows under `name`. It needs a GPU."""
     context: AbstractContextManager[Any] = torch.cuda.nvtx.range(name)
     return context
 
@@ -392,17 +344,13 @@ def queued_copy(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def lock_pages(memory: Tensor, device: torch.device) -> bool:
-    """Page-lock host memory for asynchronous copies of a GPU; return False if the system refuses.
-
-    A CUDA context is created only on that GPU.
-    """
-    with torch.cuda.device(device):
+    """Page-lock host memory for asynchronous copies of a GPU; return False if the system refuses."""
+    with torch.cuda.device(device):  # otherwise a CUDA context is created on the current GPU
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         return int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE)) == 0
 
 
 def unlock_pages(memory: Tensor, device: torch.device) -> None:
-    """Unlock the pages after the GPU is done with them."""
     with torch.cuda.device(device):
         torch.cuda.synchronize()
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]

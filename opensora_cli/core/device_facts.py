@@ -69,7 +69,6 @@ class DriverFacts:
 
     @property
     def major(self) -> int | None:
-        """Major version, which decides compatibility."""
         head = (self.version or "").partition(".")[0]
         return int(head) if head.isdigit() else None
 
@@ -92,53 +91,43 @@ class LinkFacts:
 
 
 def read_torch() -> TorchFacts:
-    """Return the build of torch and its view of CUDA."""
     available = torch.cuda.is_available()
     # Raises if the version of the library does not match the build.
     cudnn = torch.backends.cudnn.version() if torch.version.cuda else None  # type: ignore[no-untyped-call]
     base = 10_000 if (cudnn or 0) >= 90_000 else 1_000
+    has_nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
     return TorchFacts(
         version=torch.__version__,
         cuda=torch.version.cuda,
         architectures=tuple(torch.cuda.get_arch_list()) if available else (),
         cuda_available=available,
         # NCCL is part of the build, so that it needs no driver.
-        nccl=_nccl_version(),
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,  # type: ignore[no-untyped-call]
         # 9.1.0 is 90100; before version 9 it was 8902 for 8.9.2.
         cudnn=None if cudnn is None else f"{cudnn // base}.{cudnn % base // 100}.{cudnn % 100}",
         untested=tuple(kind for kind in UNTESTED if device_count(kind)),
     )
 
 
-def _nccl_version() -> str | None:
-    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-
-
 def read_gpus() -> tuple[GpuFacts, ...]:
-    """Return the CUDA devices that torch can use."""
-    if not torch.cuda.is_available():
-        return ()
-    return tuple(_gpu(index) for index in range(torch.cuda.device_count()))
-
-
-def _gpu(index: int) -> GpuFacts:
-    free, total = torch.cuda.mem_get_info(index)
-    name = torch.cuda.get_device_name(index)
-    return GpuFacts(
-        index=index,
-        name=name,
-        capability=torch.cuda.get_device_capability(index),
-        total_bytes=total,
-        free_bytes=free,
+    found = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        (free, total), name = torch.cuda.mem_get_info(index), torch.cuda.get_device_name(index)
         # CUDA appends the profile of a slice to the name: "NVIDIA A100-SXM4-40GB MIG 1g.5gb".
-        is_mig=" MIG " in name,
-    )
+        found.append(
+            GpuFacts(
+                index=index,
+                name=name,
+                capability=torch.cuda.get_device_capability(index),
+                total_bytes=total,
+                free_bytes=free,
+                is_mig=" MIG " in name,
+            )
+        )
+    return tuple(found)
 
 
 def read_links(gpus: tuple[GpuFacts, ...]) -> tuple[LinkFacts, ...]:
-    """Return the link between each pair of GPUs."""
     if len(gpus) < 2:
         return ()
     links = []
@@ -179,20 +168,13 @@ def read_driver() -> DriverFacts:
     program = shutil.which("nvidia-smi")
     if program is None:
         return DriverFacts()
-    done = subprocess.run(
-        [program, "--query-gpu=driver_version,name", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        timeout=_SMI_SECONDS,
-        check=False,
-    )
+    command = [program, "--query-gpu=driver_version,name", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_SECONDS, check=False)
     rows = [line.split(",", 1) for line in done.stdout.splitlines() if "," in line]
-    if done.returncode != 0:
-        output = " ".join((done.stdout or done.stderr).split())[:200]
-        # "No devices" is no failure, for example in a container without GPUs.
-        if "No devices" in output:
-            return DriverFacts()
+    output = " ".join((done.stdout or done.stderr).split())[:200]
+    # "No devices" is no failure, for example in a container without GPUs.
+    if done.returncode != 0 and "No devices" not in output:
         return DriverFacts(failure=output or f"exit code {done.returncode}")
-    if not rows:
+    if done.returncode != 0 or not rows:
         return DriverFacts()
     return DriverFacts(version=rows[0][0].strip(), gpus=tuple(name.strip() for _, name in rows))

@@ -29,5 +29,4 @@ def has_index(name: str) -> bool:
 
 
 def indexed(index: int) -> str:
-    """Return the name of a GPU."""
     return f"{GPU}:{index}"

@@ -26,7 +26,6 @@ class Document(BaseModel):
         return described
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document as plain dictionaries, lists, text and numbers."""
         fields = self.model_dump(mode="json", by_alias=True)
         return fields if self.SCHEMA is None else {"schema": self.SCHEMA, **fields}
 

@@ -25,9 +25,7 @@ _JOINERS = "\u200c\u200d"
 
 
 def parse_bytes(text: str) -> int:
-    """Return a size in bytes from text: `4096`, `4GB` (powers of 1000), `4GiB` (powers of 1024), `1.5 GB`.
-    Raises ValueError if it is not a size, or larger than any file.
-    """
+    """Return a size in bytes from text such as `4096`, `4GB` or `4GiB`. Raises ValueError for any other text."""
     found = _SIZE.fullmatch(text.strip())
     factor = _FACTORS.get(found.group(2).upper()) if found else None
     if found is None or factor is None:
@@ -82,7 +80,7 @@ def shown_path(path: str | os.PathLike[str]) -> str:
 
 def escaped(text: str) -> str:
     """Return `text` with characters that break lines or control terminals in backslash form."""
-    return text if text.isprintable() else "".join(map(_escaped_character, text))
+    return "".join(each.encode("unicode_escape").decode() if is_harmful(each) else each for each in text)
 
 
 def shown(text: str) -> str:
@@ -112,7 +110,3 @@ def without_credentials(text: str) -> str:
 def is_harmful(character: str) -> bool:
     """Return whether a character breaks lines, controls terminals, or changes the direction of text."""
     return unicodedata.category(character) in ("Cc", "Cf", "Zl", "Zp") and character not in _JOINERS
-
-
-def _escaped_character(character: str) -> str:
-    return character.encode("unicode_escape").decode() if is_harmful(character) else character

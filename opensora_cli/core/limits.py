@@ -1,18 +1,25 @@
 """Processor time and memory that this process may use: the limits of the machine and of control groups (v2 and v1).
 
-Page cache and unmodified pages of mapped files count as free memory because the kernel reclaims them. Swap does not
-count.
+torch ignores the quota of a container when it chooses the number of threads. Page cache and unmodified pages of mapped
+files count as free memory because the kernel reclaims them. Swap does not count.
 """
 
 import ctypes
+import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil  # type: ignore[import-untyped]  # it ships none
+from pydantic import Field
+
+from opensora_cli.core.documents import Document
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.formatting import first_few
+from opensora_cli.core.progress import Reporter
 
 _M_MMAP_THRESHOLD = -3
 """Parameter of glibc's mallopt: size of the smallest allocation that is mapped by itself."""
@@ -23,19 +30,116 @@ _CACHE_V2 = {"active_file": 1, "inactive_file": 1, "slab_reclaimable": 1, "file_
 _CACHE_V1 = {"total_active_file": 1, "total_inactive_file": 1, "total_dirty": -1, "total_writeback": -1}
 """Parts of a group's page cache: 1 for parts that can be reclaimed, -1 for parts that must be written first."""
 
+VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+"""Variables by which a user chooses the number of threads; torch reads them."""
+RANK_VARIABLE = "OSORA_RANK_THREADS"
+"""Variable that the launcher sets to the OMP_NUM_THREADS of a rank, unless a user chose it."""
+_VALUES_PER_THREAD = 2**15
+"""Least number of values in a piece of an element-wise operation (`at::internal::GRAIN_SIZE` of torch)."""
+_ROUNDED_UP = 0.25
+"""Largest missing part of a core that is rounded up. Half of a core is not worth a thread that all others wait for."""
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cores:
-    """Cores that this process may use."""
-
-    allowed: int
-    """Cores in the affinity of the process."""
-    quota: float | None = None
-    """Quota of its cgroups, in cores; None means no limit."""
+_computed_in: int | None = None
+"""ID of the process that has computed with several threads; a forked process inherits it."""
 
 
-def read_cores(root: Path = Path("/")) -> Cores:
-    """Return the cores that this process may use. The quota is the least of all groups of this process."""
+class ThreadChoice(Document):
+    """Number of threads, with the reason."""
+
+    count: int
+    reason: str
+    is_free: bool = Field(default=False, exclude=True)
+    """Whether neither a setting nor a variable named the number."""
+
+    def line(self) -> str:
+        return f"{self.count} ({self.reason})"
+
+
+def pick_threads(*, asked: int | None, values: int | None = None, ranks: int = 1) -> ThreadChoice:
+    """Return the number of threads of this process.
+
+    Args:
+        asked: number of the settings; None to choose it.
+        values: values in a layer of the main model; None means enough for any number of threads.
+        ranks: processes that share this machine.
+    """
+    import torch
+
+    named = named_threads(os.environ, asked=asked, now=torch.get_num_threads())
+    if named is not None:
+        return named
+    return choose_threads(*read_cores(), useful=None if values is None else values // _VALUES_PER_THREAD, ranks=ranks)
+
+
+def choose_threads(cores: int, quota: float | None, *, useful: int | None = None, ranks: int = 1) -> ThreadChoice:
+    """Return the number of threads of each of `ranks` processes, which have work for `useful` threads each."""
+    reasons = [f"{cores} {'core' if cores == 1 else 'cores'}"]
+    free = float(cores)
+    if quota is not None and quota < free:
+        free = quota
+        reasons.append(f"the quota is {quota:g}")
+    if ranks > 1:
+        free /= ranks
+        reasons.append(f"{ranks} processes")
+    count = max(1, math.floor(free + _ROUNDED_UP))
+    if useful is not None and useful < count:
+        count = max(1, useful)
+        reasons.append(f"work for {count}")
+    return ThreadChoice(count=count, reason=", ".join(reasons), is_free=True)
+
+
+def named_threads(environment: Mapping[str, str], *, asked: int | None, now: int) -> ThreadChoice | None:
+    """Return the number that a user has chosen: `asked`, or `now` if a variable has set it; None without either.
+
+    A variable of `variables_of_ranks` is not the user's.
+    """
+    if asked is not None:
+        return ThreadChoice(count=asked, reason="as set")
+    named = [name for name in VARIABLES if environment.get(name)]
+    if named == ["OMP_NUM_THREADS"] and environment["OMP_NUM_THREADS"] == environment.get(RANK_VARIABLE):
+        return None
+    return ThreadChoice(count=now, reason=first_few(named)) if named else None
+
+
+def variables_of_ranks(environment: Mapping[str, str], *, ranks: int) -> dict[str, str]:
+    """Return variables that limit the threads of each of `ranks` processes until they choose their number.
+
+    Processes that each take all cores slow each other down. The result is empty if the user has chosen.
+    """
+    if any(environment.get(name) for name in VARIABLES):
+        return {}
+    count = str(choose_threads(*read_cores(), ranks=ranks).count)
+    return {"OMP_NUM_THREADS": count, RANK_VARIABLE: count}
+
+
+@contextmanager
+def threads_used(choice: ThreadChoice, reporter: Reporter) -> Iterator[None]:
+    """Let torch compute with so many threads inside the block, and note the number and the reason.
+
+    Raises RequestError if this process was forked from a process that has computed with several threads: OpenMP would
+    wait forever for threads that a fork does not copy.
+    """
+    global _computed_in
+    import torch
+
+    if choice.count > 1:
+        if _computed_in not in (None, os.getpid()):
+            raise RequestError(
+                f"this process was forked from one that has computed, and cannot compute with {choice.count} threads",
+                hint='start it by multiprocessing.get_context("spawn"), or let it compute with one thread',
+            )
+        _computed_in = os.getpid()
+    reporter.note(f"threads: {choice.line()}")
+    before = torch.get_num_threads()
+    torch.set_num_threads(choice.count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def read_cores(root: Path = Path("/")) -> tuple[int, float | None]:
+    """Return the cores that this process may use, and the least quota of its groups, in cores; None means no limit."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quotas = []
     for folder, is_v2 in _group_folders(root, "cpu"):
@@ -46,11 +150,10 @@ def read_cores(root: Path = Path("/")) -> Cores:
             continue
         if quota > 0 and period > 0:
             quotas.append(quota / period)
-    return Cores(allowed=allowed, quota=min(quotas, default=None))
+    return allowed, min(quotas, default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class PrivateMemory:
+class PrivateMemory(NamedTuple):
     """Memory that this process can have for itself, in bytes."""
 
     free_bytes: int
@@ -75,7 +178,7 @@ def read_private_memory(root: Path = Path("/")) -> PrivateMemory:
             cache = sum(sign * int(sizes[name]) for name, sign in signs if sizes.get(name, "").isdigit())
             in_use = max(0, int(used[0]) - max(0, cache))
             free, total = min(free, min(limits) - in_use), min(total, *limits)
-    return PrivateMemory(free_bytes=max(0, free), total_bytes=total)
+    return PrivateMemory(max(0, free), total)
 
 
 @contextmanager

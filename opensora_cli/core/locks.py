@@ -1,8 +1,8 @@
 """Safe opening of files with predictable names, and locks that let one process at a time use a folder or a file.
 
 Another account, or the archive of a folder, may contain something else under such a name: a link to a file of the
-user, a pipe that blocks forever, or a device. `filelock` does not suffice: it truncates the lock file when it opens
-it, and also opens a file that has other names.
+user, a pipe that blocks forever, or a device. `filelock` does not suffice: it opens a file that has other names, and
+does not say who holds a lock.
 """
 
 import errno
@@ -29,11 +29,9 @@ _held: set[int] = set()
 def open_regular(path: str | os.PathLike[str], flags: int) -> int:
     """Open a regular file and return its descriptor. It can serve in `open(path, mode, opener=open_regular)`.
 
-    A file that is opened for writing must have no other name. It must belong to this user or to the owner of its
-    folder, who can replace it anyway: some network disks give all files to one owner. The file is truncated only after
-    it has passed these checks. The path may contain links to folders.
-
-    Raises OSError if the system refuses, or with the reason if the file is not regular.
+    A file that is opened for writing must have no other name, and belong to this user or to the owner of its folder,
+    who can replace it anyway: some network disks give all files to one owner. It is truncated only after these checks.
+    The path may contain links to folders. Raises OSError, with the reason if the file is not regular.
     """
     with suppress(FileNotFoundError):  # Opening has effects on some devices, so check first.
         _check_kind(path, os.lstat(path))
@@ -54,16 +52,21 @@ def open_regular(path: str | os.PathLike[str], flags: int) -> int:
 
 
 def hint_for(error: OSError) -> str | None:
-    """Return the hint for a refusal of `open_regular`; None for another error."""
     return "move it away, or choose another folder" if error.errno in _REFUSALS else None
 
 
+def kind_of_file(mode: int) -> str | None:
+    """Return the kind of a special file for a message; None for a regular file."""
+    kinds = {stat.S_IFREG: None, stat.S_IFDIR: "folder", stat.S_IFLNK: "link", stat.S_IFIFO: "pipe"}
+    return kinds.get(stat.S_IFMT(mode), "socket" if stat.S_ISSOCK(mode) else "device")
+
+
 def _check_kind(path: str | os.PathLike[str], status: os.stat_result) -> None:
-    if stat.S_ISDIR(status.st_mode):
+    kind = kind_of_file(status.st_mode)
+    if kind == "folder":
         raise OSError(errno.EISDIR, os.strerror(errno.EISDIR), path)
-    if not stat.S_ISREG(status.st_mode):
-        kinds = {stat.S_IFLNK: "link", stat.S_IFIFO: "pipe", stat.S_IFSOCK: "socket"}
-        raise OSError(errno.EPERM, f"it is a {kinds.get(stat.S_IFMT(status.st_mode), 'device')}", path)
+    if kind is not None:
+        raise OSError(errno.EPERM, f"it is a {kind}", path)
 
 
 def _check_owner(path: str | os.PathLike[str], status: os.stat_result) -> None:
@@ -79,9 +82,9 @@ def _check_owner(path: str | os.PathLike[str], status: os.stat_result) -> None:
 def locked_file(path: Path) -> Iterator[bool]:
     """Lock a file for the duration of the block, and yield whether this process holds the lock.
 
-    The system releases the lock when the process ends, however it ends; a remaining file has no meaning. On Windows,
-    and on file systems without locks, the lock has no effect. A missing folder is created, and the file is removed at
-    the end. Raises OutputError if the file cannot be created.
+    The system releases the lock when the process ends; a remaining file has no meaning. On Windows, and on file systems
+    without locks, the lock has no effect. A missing folder is created, and the file is removed at the end. Raises
+    OutputError if the file cannot be created.
     """
     if sys.platform == "win32":
         yield True
@@ -103,12 +106,9 @@ def locked_file(path: Path) -> Iterator[bool]:
 
 @contextmanager
 def sole_run(lock: Path, *, problem: str, hint: str) -> Iterator[None]:
-    """Lock a file like `locked_file`, and raise an error if another process holds the lock.
+    """Lock a file like `locked_file`, or raise OutputError (`PROBLEM: process N on HOST`) if another process holds it.
 
     A folder that was created for the lock is removed again if it is empty at the end.
-
-    Raises:
-        OutputError: another process holds it: `PROBLEM: process N on HOST`; or the file cannot be created.
     """
     is_new = not lock.parent.exists()
     try:
@@ -142,19 +142,19 @@ def _open_locked(path: Path) -> int | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = open_regular(path, os.O_RDWR | os.O_CREAT)
         _held.add(lock)
-        is_kept = False
         try:
             if not _lock(lock):
+                _close(lock)
                 return None
             # The previous holder may have removed the file after it was opened here.
             with suppress(FileNotFoundError):
                 if os.path.samestat(path.lstat(), os.fstat(lock)):
                     _write_owner(lock, path)
-                    is_kept = True
                     return lock
-        finally:
-            if not is_kept:
-                _close(lock)
+        except BaseException:
+            _close(lock)
+            raise
+        _close(lock)
 
 
 def _lock(lock: int) -> bool:
@@ -162,10 +162,8 @@ def _lock(lock: int) -> bool:
 
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:
-        return True  # a file system without locks
+    except OSError as error:  # another one is of a file system without locks
+        return not isinstance(error, BlockingIOError)
     return True
 
 
@@ -178,16 +176,12 @@ def _write_owner(lock: int, path: Path) -> None:
         raise
 
 
-def _close(lock: int) -> None:
-    _held.discard(lock)
-    os.close(lock)
-
-
-def _close_all() -> None:
-    for lock in [*_held]:
-        _close(lock)
+def _close(*locks: int) -> None:
+    for lock in locks:
+        _held.discard(lock)
+        os.close(lock)
 
 
 if sys.platform != "win32":
     # A forked process shares its parent's lock, and would hold it after the parent has ended.
-    os.register_at_fork(after_in_child=_close_all)
+    os.register_at_fork(after_in_child=lambda: _close(*_held))

@@ -18,10 +18,7 @@ Json = Any
 
 
 def broadcast_json(value: Json, group: dist.ProcessGroup | None = None) -> Json:
-    """Return the first rank's value on all ranks of the group. None means the default group.
-
-    Values of other ranks are ignored. Tuples arrive as lists.
-    """
+    """Return the first rank's value on all ranks of the group. Tuples arrive as lists. None means the default group."""
     device = _device(group)
     is_first = dist.get_rank(group) == 0
     text = _encoded(value, device) if is_first else None

@@ -1,7 +1,7 @@
 """Rank of this process, from the environment of torchrun, Slurm or osora's launcher."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -82,18 +82,8 @@ def first_host(nodelist: str) -> str:
 def _of_torchrun(environment: Mapping[str, str]) -> RankContext:
     store, log = (Path(text) if (text := environment.get(name)) else None for name in (STORE_VARIABLE, LOG_VARIABLE))
     needed = [name for name in _TORCHRUN if store is None or name not in _MEETING]
-    missing = [name for name in needed if not environment.get(name)]
-    if missing:
-        there = [name for name in _TORCHRUN[:3] if name in environment]
-        raise RequestError(
-            f"{' and '.join(there)} {_is(there)} set, but {' and '.join(missing)} {_is(missing)} not: torchrun sets "
-            f"all of {', '.join(_TORCHRUN)}",
-            hint=f"start with torchrun or --gpus; to run alone: unset {' '.join(there)}",
-        )
-    rank, local_rank, world_size = (_number(environment, name) for name in _TORCHRUN[:3])
-    nnodes = _number(environment, "GROUP_WORLD_SIZE") if "GROUP_WORLD_SIZE" in environment else 1
-    _check_ranks({"RANK": rank, "LOCAL_RANK": local_rank}, "WORLD_SIZE", world_size)
-    _check_even(world_size, nnodes)
+    _require(environment, needed, "torchrun", "start with torchrun or --gpus; to run alone: unset")
+    rank, local_rank, world_size, nnodes = _counts(environment, *_TORCHRUN[:3], "GROUP_WORLD_SIZE")
     if "LOCAL_WORLD_SIZE" in environment and _number(environment, "LOCAL_WORLD_SIZE") * nnodes != world_size:
         raise _uneven(f"{world_size} on {nnodes}, and {environment['LOCAL_WORLD_SIZE']} on this one")
     return RankContext(
@@ -113,24 +103,11 @@ def _of_slurm(environment: Mapping[str, str]) -> RankContext | None:
     tasks_name = _first_set(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     nodes_name = _first_set(environment, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES")
     hosts_name = _first_set(environment, "SLURM_STEP_NODELIST", "SLURM_NODELIST", "SLURM_JOB_NODELIST")
-    needed = ("SLURM_LOCALID", tasks_name, nodes_name, hosts_name, "SLURM_JOB_ID")
-    missing = [name for name in needed if name not in environment]
-    if missing:
-        raise RequestError(
-            f"SLURM_PROCID is set, but {' and '.join(missing)} {_is(missing)} not: srun sets all of them",
-            hint="start with srun; to run alone: unset SLURM_PROCID",
-        )
-    rank, local_rank, world_size, nnodes = (
-        _number(environment, name) for name in ("SLURM_PROCID", "SLURM_LOCALID", tasks_name, nodes_name)
-    )
-    _check_ranks({"SLURM_PROCID": rank, "SLURM_LOCALID": local_rank}, tasks_name, world_size)
-    if "WORLD_SIZE" in environment and _number(environment, "WORLD_SIZE") != world_size:
-        raise RequestError(
-            f"WORLD_SIZE={environment['WORLD_SIZE']} contradicts {tasks_name}={world_size}", hint="unset WORLD_SIZE"
-        )
+    needed = ("SLURM_PROCID", "SLURM_LOCALID", tasks_name, nodes_name, hosts_name, "SLURM_JOB_ID")
+    _require(environment, needed, "srun", "start with srun; to run alone: unset")
+    rank, local_rank, world_size, nnodes = _counts(environment, *needed[:4])
     if world_size == 1:
         return None
-    _check_even(world_size, nnodes)
     # For example, 4(x2),3 means twice 4 and once 3.
     shares = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
     if len({share.partition("(")[0] for share in shares.split(",")}) > 1:
@@ -151,8 +128,25 @@ def _first_set(environment: Mapping[str, str], *names: str) -> str:
     return next((name for name in names if name in environment), names[1])
 
 
-def _is(names: list[str]) -> str:
-    return "is" if len(names) == 1 else "are"
+def _require(environment: Mapping[str, str], names: Sequence[str], starter: str, hint: str) -> None:
+    missing = [name for name in names if not environment.get(name)]
+    if missing:
+        there, verb = next(name for name in names if name in environment), "is" if len(missing) == 1 else "are"
+        raise RequestError(
+            f"{there} is set, but {' and '.join(missing)} {verb} not: {starter} sets all of them",
+            hint=f"{hint} {there}",
+        )
+
+
+def _counts(environment: Mapping[str, str], rank: str, local: str, size: str, nodes: str) -> tuple[int, int, int, int]:
+    """Return the rank, the local rank, the number of ranks and that of machines. Raises RequestError if they differ."""
+    world_size, nnodes = _number(environment, size), _number(environment, nodes) if nodes in environment else 1
+    for name in (rank, local):
+        if _number(environment, name) >= world_size:
+            raise RequestError(f"{name}={environment[name]} contradicts {size}={world_size}: ranks are 0 to {size} - 1")
+    if nnodes == 0 or world_size % nnodes:
+        raise _uneven(f"{world_size} on {nnodes}")
+    return _number(environment, rank), _number(environment, local), world_size, nnodes
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:
@@ -160,17 +154,6 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text):
         raise RequestError(f"{name}={text!r} must be a whole number from 0 on")
     return int(text)
-
-
-def _check_ranks(ranks: Mapping[str, int], size_name: str, world_size: int) -> None:
-    for name, rank in ranks.items():
-        if rank >= world_size:
-            raise RequestError(f"{name}={rank} contradicts {size_name}={world_size}: ranks are 0 to {size_name} - 1")
-
-
-def _check_even(world_size: int, nnodes: int) -> None:
-    if nnodes == 0 or world_size % nnodes:
-        raise _uneven(f"{world_size} on {nnodes}")
 
 
 def _uneven(how: str) -> RequestError:

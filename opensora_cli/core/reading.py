@@ -7,7 +7,6 @@ lack of memory. Every other error while reading a file is a bug, and keeps its t
 import errno
 import json
 import os
-import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -15,6 +14,7 @@ from typing import Any
 
 from opensora_cli.core.exceptions import FileProblem, HardwareError, OsoraError
 from opensora_cli.core.formatting import is_unicode, shown, shown_path
+from opensora_cli.core.locks import kind_of_file
 
 MAX_TEXT_BYTES = 10_000_000
 """Largest size of settings, a sidecar, a caption or an index: 10 MB, far above real files."""
@@ -34,6 +34,7 @@ _NO_MEMORY = (
     *("failed to map segment", "can't start new thread"),
 )
 """Texts in error messages of torch, of the loader of shared libraries and of Python's threads."""
+_NO_NAME = "does not exist: no file can have this name"
 _NO_KERNEL = "could not create a primitive"
 """Message of oneDNN if it gets no memory for a kernel's code. A missing kernel is a "primitive descriptor"."""
 
@@ -54,10 +55,8 @@ def reading(
 ) -> Iterator[None]:
     """Translate expected errors of the block, which reads the user's file `path`, to errors that name it.
 
-    Raises:
-        FileProblem, or the subclass `problem`: The system refuses access, no file can have this name, or the text is
-            not UTF-8 or nested too deeply. The error has `hint`, and names a file inside `path` if the system does.
-        HardwareError: The file does not fit in memory, or too many files are open.
+    Raises FileProblem, or the subclass `problem`, with `hint`, which names a file inside `path` if the system does, and
+    HardwareError if the file does not fit in memory, or too many files are open.
     """
     try:
         yield
@@ -93,14 +92,11 @@ def refused_by_system(error: OSError) -> OsoraError | None:
 def require_file(
     path: str | os.PathLike[str], *, problem: type[FileProblem] = FileProblem, hint: str | None = None
 ) -> os.stat_result:
-    """Return the status of a regular file. Folders, and pipes and devices, which may never end, are refused.
-
-    Raises FileProblem, or the subclass `problem`, if it is no regular file or cannot be accessed.
-    """
+    """Return the status of a regular file. Folders, and pipes and devices, which may never end, raise `problem`."""
     with reading(path, problem=problem, hint=hint):
         status = os.stat(path)
-    if not stat.S_ISREG(status.st_mode):
-        raise problem(f"{shown_path(path)} is not a file: it is a {_kind(status.st_mode)}", hint=hint)
+    if kind := kind_of_file(status.st_mode):
+        raise problem(f"{shown_path(path)} is not a file: it is a {kind}", hint=hint)
     return status
 
 
@@ -138,11 +134,7 @@ def read_text(path: str | os.PathLike[str], *, max_bytes: int = MAX_TEXT_BYTES, 
 
 
 def parse_object(content: bytes) -> dict[str, Any]:
-    """Return the object in `content`, which is UTF-8 JSON.
-
-    Raises:
-        ValueError: It is no object, too large or too deep, or has a duplicate key or text that is not Unicode.
-    """
+    """Return the object in `content`, which is UTF-8 JSON. Raises ValueError if it is not, or is too large."""
     if len(content) > MAX_TEXT_BYTES or sum(map(content.count, (b"[", b"{", b",", b":"))) > _MAX_SEPARATORS:
         raise ValueError("JSON with more values than any model needs")
     try:
@@ -203,22 +195,22 @@ def _explained(
         path = _inside(error.filename, path)
     if lack := lack_of_machine(error, path):
         return lack
-    name = shown_path(path)
     match error:
+        case FileNotFoundError():
+            reason = "does not exist"
         case OSError():
-            if isinstance(error, FileNotFoundError):
-                return problem(f"{name} does not exist", hint=hint)
-            return problem(f"{name} cannot be read: {error.strerror or error}", hint=hint)
+            reason = f"cannot be read: {error.strerror or error}"
         case UnicodeEncodeError():
-            return problem(f"{name} does not exist: no file can have this name", hint=hint)
+            reason = _NO_NAME
         case UnicodeError():
-            return problem(f"{name} is not text in UTF-8", hint=hint)
+            reason = "is not text in UTF-8"
         case ValueError() if str(error).startswith("embedded null"):
-            return problem(f"{name} does not exist: no file can have this name", hint=hint)
+            reason = _NO_NAME
         case RecursionError():
-            return problem(f"{name} is nested too deeply", hint=hint)
+            reason = "is nested too deeply"
         case _:
             return None
+    return problem(f"{shown_path(path)} {reason}", hint=hint)
 
 
 def _inside(filename: object, path: str | os.PathLike[str]) -> str | os.PathLike[str]:
@@ -228,12 +220,6 @@ def _inside(filename: object, path: str | os.PathLike[str]) -> str | os.PathLike
         if Path(path) in named.parents:
             return named
     return path
-
-
-def _kind(mode: int) -> str:
-    if stat.S_ISDIR(mode):
-        return "folder"
-    return "pipe" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
 
 
 def _checked_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -43,12 +43,10 @@ def is_relevant(name: str) -> bool:
 
 
 def shown_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the relevant variables without secrets, sorted by name."""
     return {name: shown_value(name, environment[name]) for name in sorted(filter(is_relevant, environment))}
 
 
 def shown_value(name: str, value: str) -> str:
-    """Return the value of an environment variable without secrets."""
     if _SECRET_NAME.search(name):
         return _HIDDEN
     return without_credentials(_TOKENS.sub(_HIDDEN, value))
@@ -82,7 +80,6 @@ class Redactor:
         return cls(names, folders=[str(Path.home()), str(Path.cwd()), sys.prefix, *folders])
 
     def text(self, text: str) -> str:
-        """Return `text` without secrets and identifying names."""
         text = _ASSIGNED.sub(lambda match: f"{match[1]}={_variable(match[1], match[2])}", text)
         text = _SERIALS.sub(_HIDDEN, without_credentials(_TOKENS.sub(_HIDDEN, text)))
         for folder in self._folders:

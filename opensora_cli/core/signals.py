@@ -65,7 +65,7 @@ def blocked_in_children() -> Iterator[None]:
 def held_back() -> Iterator[None]:
     """Delay Ctrl-C, and requests to end that have a handler, and send the first at the end of the block.
 
-    It is also sent if the block raises. Without effect outside of the main thread, the only one that gets signals.
+    Without effect outside of the main thread, the only one that gets signals.
     """
     held: list[int] = []
     try:

@@ -28,6 +28,7 @@ from opensora_cli.engine.generate.references import Reference, references_of
 from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.run import chain_of, plan_here
 from opensora_cli.engine.generate.sample import Sample
+from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.media.similarity import SSIM_WINDOW, psnr_db, ssim
 from opensora_cli.memory.monitor import Spread
 from opensora_cli.settings.generate import GenerateSettings
@@ -186,7 +187,7 @@ def bench_generate(
     with ExitStack() as stack:
         ranks = ALONE
         if context is not None:
-            reporter = generate_ranks.watched(reporter)
+            reporter = WatchedReporter(reporter)
             settings, ranks = stack.enter_context(generate_ranks.joined_ranks(settings, context, reporter))
         models = stack.enter_context(LoadedModels(stay=True, ranks=ranks))
         chain = plan_here(settings, models, reporter=reporter) if context is None else chain_of(settings, models)

@@ -17,6 +17,7 @@ from opensora_cli.core.files import (
     atomic_path,
     flush,
     json_bytes,
+    remove,
     take_name,
     temporary_beside,
     writing,
@@ -24,7 +25,6 @@ from opensora_cli.core.files import (
 from opensora_cli.core.formatting import shown_path
 from opensora_cli.core.reading import read_text, reading, require_file
 from opensora_cli.core.signals import held_back
-from opensora_cli.core.temporary_files import remove
 
 _MUXER_KEYS = {"major_brand", "minor_version", "compatible_brands", "encoder"}
 

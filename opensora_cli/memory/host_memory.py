@@ -15,14 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opensora_cli.core.device import (
-    current_stream,
-    has_streams,
-    in_stream,
-    new_stream,
-    sleeping_event,
-    synchronize,
-)
+from opensora_cli.core.device import device_module, has_streams, sleeping_event, synchronize
 from opensora_cli.core.limits import read_private_memory
 from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
 
@@ -44,7 +37,7 @@ class SideStream:
     """Stream for copies. On a device without streams, where calls are synchronous, it does nothing."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = new_stream(device) if has_streams(device) else None
+        self._stream = device_module(device).Stream(device) if has_streams(device) else None
 
     def mark(self) -> torch.Event | None:
         """Return an event after all work queued on the current stream."""
@@ -53,7 +46,8 @@ class SideStream:
     def wait(self, mark: torch.Event | None) -> None:
         """Make work that is queued from now on wait for a mark; the caller does not wait."""
         if self._stream is not None and mark is not None:
-            current_stream(self._stream.device).wait_event(mark)
+            device = self._stream.device
+            device_module(device).current_stream(device).wait_event(mark)
 
     @contextmanager
     def after(self, mark: torch.Event | None) -> Iterator[None]:
@@ -61,7 +55,7 @@ class SideStream:
         if self._stream is None:
             yield
             return
-        with in_stream(self._stream):
+        with device_module(self._stream.device).stream(self._stream):
             self.wait(mark)
             yield
 

@@ -6,7 +6,7 @@ process with all data, whose loss is the sum of the ranks' losses. Results share
 does nothing, and no tensor is saved for backward.
 
 Dimensions may be negative. `sizes` are the lengths of the shares along `dim`, one for each rank. None means equal
-lengths. A tensor that contradicts its sizes raises ValueError.
+lengths. A tensor that contradicts its sizes raises ValueError. Uneven shares are padded except in `all_to_all`.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,6 @@ reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single
 Group = dist.ProcessGroup | None
 Sizes = tuple[int, ...]
 GradScale = Literal["up", "down"] | None
-
 
 Exchange = Callable[[Tensor, Parts], Tensor]
 """All-to-all of flat tensors without gradients: function from the sent tensor to the received one."""
@@ -52,19 +51,14 @@ class Layout:
         self.parts = Parts(self._count * others, gather[1], scatter[1], row)
 
     def pack(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """Return the flat tensor to send."""
         return _pack(tensors, self._scatter[1], self._scatter[0])
 
     def unpack(self, received: Tensor) -> tuple[Tensor, ...]:
-        """Return the tensors from the received flat tensor."""
         return _unpack(received, self._received, self._gather[1], self._gather[0], count=self._count)
 
 
 def all_gather(x: Tensor, group: Group, *, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-    """Return the shares of all ranks, joined along `dim` in the order of ranks; the gradients of all are summed.
-
-    Uneven shares are padded to the longest.
-    """
+    """Return the shares of all ranks, joined along `dim` in the order of ranks; the gradients of all are summed."""
     if _alone(group):
         return x
     dim, sizes = dim % x.ndim, _shares_of(x, group, dim, sizes)
@@ -76,10 +70,7 @@ def all_gather(x: Tensor, group: Group, *, dim: int, sizes: Sequence[int] | None
 
 
 def reduce_scatter(x: Tensor, group: Group, *, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
-    """Return this rank's share of the sum over all ranks, divided along `dim` in the order of ranks.
-
-    `x` has the same shape on all ranks. Uneven shares are padded to the longest.
-    """
+    """Return this rank's share of the sum over all ranks of `x`, which has the same shape on all ranks."""
     if _alone(group):
         return x
     dim, sizes = dim % x.ndim, _of_whole(x, dist.get_world_size(group), dim, sizes)
@@ -100,9 +91,8 @@ def all_to_all(
 ) -> Tensor:
     """Divide a tensor along one dimension, and join its shares along another.
 
-    Nothing is padded. `input_` is whole along `scatter_dim`, and this rank's share along `gather_dim`. `exchange` sends
-    the parts. None means that every rank sends to every other. Raises ValueError if the tensor does not have the sizes
-    it should have, or both dimensions are the same.
+    `input_` is whole along `scatter_dim`, and this rank's share along `gather_dim`. `exchange` sends the parts. None
+    means that every rank sends to every other. Raises ValueError if both dimensions are the same.
     """
     if process_group is None or _alone(process_group):
         return input_
@@ -139,10 +129,10 @@ def gather_forward_split_backward(
     if _alone(process_group):
         return input_
     dim, sizes = dim % input_.ndim, _shares_of(input_, process_group, dim, sizes)
-    factor = _factor(grad_scale, process_group)
 
     def back(gradient: Tensor) -> Tensor:
-        return _times(split_forward_gather_backward(gradient, dim, process_group, sizes=sizes), factor)
+        gradient = split_forward_gather_backward(gradient, dim, process_group, sizes=sizes)
+        return _scaled(gradient, grad_scale, process_group)
 
     return _apply(input_, partial(_gathered, group=process_group, dim=dim, sizes=sizes), back)
 
@@ -157,10 +147,10 @@ def split_forward_gather_backward(
     if _alone(process_group):
         return input_
     dim, sizes = dim % input_.ndim, _of_whole(input_, dist.get_world_size(process_group), dim, sizes)
-    factor = _factor(grad_scale, process_group)
 
     def back(gradient: Tensor) -> Tensor:
-        return _times(gather_forward_split_backward(gradient, dim, process_group, sizes=sizes), factor)
+        gradient = gather_forward_split_backward(gradient, dim, process_group, sizes=sizes)
+        return _scaled(gradient, grad_scale, process_group)
 
     def own(whole: Tensor) -> Tensor:
         # Copy because a view would keep the whole tensor alive.
@@ -171,10 +161,7 @@ def split_forward_gather_backward(
 
 
 def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
-    """Return the sum over all ranks; the gradient passes unchanged.
-
-    It is for ranks that compute the same from the sum: after a linear layer with divided input features.
-    """
+    """Return the sum over all ranks; the gradient passes unchanged, as after a linear layer with divided inputs."""
 
     def total(x: Tensor) -> Tensor:
         total = x.clone(memory_format=torch.contiguous_format)
@@ -185,10 +172,7 @@ def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
 
 
 def copy_to_group(x: Tensor, group: Group) -> Tensor:
-    """Return `x` unchanged; the gradients of all ranks are summed.
-
-    It is for ranks that compute different parts from the same tensor: before a linear layer with divided outputs.
-    """
+    """Return `x` unchanged; the gradients of all ranks are summed, as before a linear layer with divided outputs."""
     return x if _alone(group) else _apply(x, lambda x: x.view_as(x), partial(all_reduce_sum, group=group))
 
 
@@ -218,10 +202,7 @@ def exchange_directly(group: dist.ProcessGroup, sent: Tensor, parts: Parts) -> T
 
 
 def exchange_flat(sent: Tensor, lengths: list[int], expected: list[int], group: dist.ProcessGroup) -> Tensor:
-    """Send every rank its part of a flat tensor, and return the received parts in the order of ranks.
-
-    `lengths` are the lengths of sent parts in elements, and `expected` those of received parts.
-    """
+    """Send every rank its part of a flat tensor, of `lengths` elements, and return the `expected` received parts."""
     received = sent.new_empty(sum(expected))
     dist.all_to_all_single(as_bytes(received), as_bytes(sent), expected, lengths, group=group)
     return received
@@ -302,8 +283,8 @@ def _of_whole(x: Tensor, ranks: int, dim: int, sizes: Sequence[int] | None) -> S
     return tuple(sizes)
 
 
-def _of_shares(x: Tensor, ranks: int, rank: int, dim: int, sizes: Sequence[int] | None) -> Sizes:
-    own = x.shape[dim]
+def _shares_of(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -> Sizes:
+    ranks, rank, own = dist.get_world_size(group), dist.get_rank(group), x.shape[dim]
     if sizes is None:
         return (own,) * ranks
     if len(sizes) != ranks or sizes[rank] != own:
@@ -311,20 +292,6 @@ def _of_shares(x: Tensor, ranks: int, rank: int, dim: int, sizes: Sequence[int] 
     return tuple(sizes)
 
 
-def _shares_of(x: Tensor, group: Group, dim: int, sizes: Sequence[int] | None) -> Sizes:
-    return _of_shares(x, dist.get_world_size(group), dist.get_rank(group), dim, sizes)
-
-
-def _factor(grad_scale: GradScale, group: Group) -> float:
+def _scaled(gradient: Tensor, grad_scale: GradScale, group: Group) -> Tensor:
     ranks = dist.get_world_size(group)
-    match grad_scale:
-        case None:
-            return 1.0
-        case "up":
-            return float(ranks)
-        case "down":
-            return 1.0 / ranks
-
-
-def _times(gradient: Tensor, factor: float) -> Tensor:
-    return gradient if factor == 1.0 else gradient * factor
+    return gradient if grad_scale is None else gradient * (ranks if grad_scale == "up" else 1.0 / ranks)

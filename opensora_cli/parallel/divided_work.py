@@ -21,10 +21,10 @@ _TILES_AHEAD = 2
 
 
 class SharedBranches:
-    """Velocity whose branches are divided among the ranks of a group; every rank gets all of them.
+    """Velocity whose branches are divided among the ranks of a group; every rank asks for all of them, and gets them.
 
-    All ranks ask for the same branches. `velocity` is the function of a single process, and calls `on_evaluation`
-    for its own branches. This class calls `on_evaluation` for each branch that another rank evaluates.
+    `velocity` is the function of a single process, and calls `on_evaluation` for its own branches. This class calls
+    `on_evaluation` for each branch that another rank evaluates.
     """
 
     def __init__(

@@ -21,8 +21,7 @@ _JOINT_AXES = (("replicate", "shard"), ("ring", "ulysses"))
 class ParallelMesh:
     """Process groups of a rank. All ranks create them once, at the same time, after `dist.init_process_group`.
 
-    Ranks are in row-major order. The groups of every axis, of (replicate, shard) and of (ring, ulysses) are created
-    here, in the same order on all ranks. Raises ValueError if the number of ranks is not that of `shape`.
+    Ranks are in row-major order. Raises ValueError if the number of ranks is not that of `shape`.
     """
 
     def __init__(self, shape: MeshShape, *, device_type: str) -> None:
@@ -42,7 +41,6 @@ class ParallelMesh:
         """Mesh as torch's `DeviceMesh` with all of `AXES`: `device_mesh["replicate", "shard"]` is for FSDP."""
 
     def coordinate(self, axis: str) -> int:
-        """Return the coordinate of this rank along `axis`, from 0."""
         return self.shape.coordinates(dist.get_rank())[axis]
 
     def group(self, *axes: str) -> dist.ProcessGroup:
@@ -51,27 +49,21 @@ class ParallelMesh:
         `axes` are from `AXES`, in any order; without axes, the group is this rank alone. The first call for new axes
         creates a group, so that all ranks must make it. Raises ValueError for an unknown axis.
         """
-        unknown = set(axes) - set(AXES)
-        if unknown:
+        if unknown := set(axes) - set(AXES):
             raise ValueError(f"{sorted(unknown)} are not axes of the mesh: use {AXES}")
         wanted = tuple(axis for axis in AXES if axis in axes and getattr(self.shape, axis) > 1)
         if wanted not in self._groups:
-            self._groups[wanted] = self._make(wanted)
+            inner = [AXES.index(axis) for axis in wanted]
+            outer = [index for index in range(len(AXES)) if index not in inner]
+            lines = self._ranks.permute(*outer, *inner).reshape(-1, prod(getattr(self.shape, axis) for axis in wanted))
+            world = dist.group.WORLD if len(lines) == 1 else None
+            self._groups[wanted] = world or _own_group(lines.tolist())
         return self._groups[wanted]
 
     def stages(self, axis: str, *, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
         """Create two groups along an axis, see `stage_groups`. All ranks must call this."""
         lines = self._ranks.movedim(AXES.index(axis), -1).reshape(-1, getattr(self.shape, axis))
         return stage_groups(lines.tolist(), inner=inner)
-
-    def _make(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
-        inner = [AXES.index(axis) for axis in axes]
-        outer = [index for index in range(len(AXES)) if index not in inner]
-        size = prod(getattr(self.shape, axis) for axis in axes)
-        if size == self.shape.size:
-            assert dist.group.WORLD is not None
-            return dist.group.WORLD
-        return _own_group(self._ranks.permute(*outer, *inner).reshape(-1, size).tolist())
 
 
 def stage_groups(lines: list[list[int]], *, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -148,6 +140,16 @@ def set_data_parallel_group(group: dist.ProcessGroup | None, mixed_group: dist.P
     _groups["mixed"] = group if mixed_group is None else mixed_group
 
 
+def set_sequence_parallel_group(group: dist.ProcessGroup | None) -> None:
+    """Set the ranks that divide the tokens of one sample between them (ring x ulysses)."""
+    _groups["sequence"] = group
+
+
+def set_tensor_parallel_group(group: dist.ProcessGroup | None) -> None:
+    """Set the ranks that divide the heads and features of each block between them."""
+    _groups["tensor"] = group
+
+
 def get_data_parallel_group(get_mixed_dp_pg: bool = False) -> dist.ProcessGroup | None:
     """Return the data-parallel ranks that divide the weights of one copy between them (shard).
 
@@ -157,19 +159,9 @@ def get_data_parallel_group(get_mixed_dp_pg: bool = False) -> dist.ProcessGroup 
     return _groups.get("mixed" if get_mixed_dp_pg else "data", dist.group.WORLD)
 
 
-def set_sequence_parallel_group(group: dist.ProcessGroup | None) -> None:
-    """Set the ranks that divide the tokens of one sample between them (ring x ulysses)."""
-    _groups["sequence"] = group
-
-
 def get_sequence_parallel_group() -> dist.ProcessGroup | None:
     """Return the ranks that divide the tokens of one sample, None if they are not divided."""
     return _groups.get("sequence")
-
-
-def set_tensor_parallel_group(group: dist.ProcessGroup | None) -> None:
-    """Set the ranks that divide the heads and features of each block between them."""
-    _groups["tensor"] = group
 
 
 def get_tensor_parallel_group() -> dist.ProcessGroup | None:

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from opensora_cli.core.attention import AttentionBackend, AttentionFn, PartKernel, accumulation_dtype
+from opensora_cli.core.attention import AttentionBackend, AttentionFn, PartKernel
+from opensora_cli.core.device import accumulation_dtype
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.parallel.shares import SequenceLengths
 

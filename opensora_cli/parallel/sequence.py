@@ -12,11 +12,10 @@ from opensora_cli.parallel.collectives import (
     gather_forward_split_backward,
     split_forward_gather_backward,
 )
-from opensora_cli.parallel.exchanges import TwoStages
 from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.ring import RingAttention
 from opensora_cli.parallel.shares import ExchangePlan, SequenceLengths, shares
-from opensora_cli.parallel.ulysses import UlyssesAttention
+from opensora_cli.parallel.ulysses import TwoStages, UlyssesAttention
 
 
 def sequence_attention(

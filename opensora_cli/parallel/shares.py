@@ -20,10 +20,8 @@ SCALE_BYTES = 4
 def shares(total: int, parts: int) -> tuple[int, ...]:
     """Return `parts` sizes that add up to `total`, as equal as possible, larger ones first: 7 in 3 is (3, 2, 2).
 
-    With a total under `parts` the last shares are empty. Raises ValueError if `total` is negative, or `parts` under 1.
+    With a total under `parts` the last shares are empty.
     """
-    if total < 0 or parts < 1:
-        raise ValueError(f"{total} cannot be divided into {parts} shares")
     size, rest = divmod(total, parts)
     return (size + 1,) * rest + (size,) * (parts - rest)
 
@@ -51,14 +49,8 @@ class MeshShape:
     tensor: int = 1
     """Ranks that divide the heads and features of each block."""
 
-    def __post_init__(self) -> None:
-        """Check the numbers."""
-        if min(astuple(self)) < 1:
-            raise ValueError(f"every axis has at least one rank: {self}")
-
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return prod(astuple(self))
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -82,15 +74,12 @@ class Parts(NamedTuple):
     """Number of elements along the last dimension, which parts keep whole. None means that parts divide it."""
 
     def length(self, source: int, target: int) -> int:
-        """Return the number of elements that one rank sends another."""
         return self.unit * self.sources[source] * self.targets[target]
 
     def sent(self, rank: int) -> list[int]:
-        """Return the number of elements that `rank` sends each rank."""
         return [self.length(rank, target) for target in range(len(self.targets))]
 
     def received(self, rank: int) -> list[int]:
-        """Return the number of elements that `rank` receives from each rank."""
         return [self.length(source, rank) for source in range(len(self.sources))]
 
     def on_wire(self, wire: WireFormat | None) -> "Parts":
@@ -130,41 +119,29 @@ class ExchangePlan:
         }
 
 
+@dataclass(slots=True)
 class SequenceLengths:
     """Numbers of tokens of the joint sequence that each rank currently holds, for attention between ranks.
 
-    The code that cuts the sequence sets this shared object, and attention reads it. `ring` and `ulysses` are the
-    numbers of ranks along these axes of the mesh, at least 1. Raises ValueError if `ring_rank` is outside of the ring.
+    The code that cuts the sequence sets `of_ranks`, and attention reads it.
     """
 
-    def __init__(self, *, ring: int, ulysses: int, ring_rank: int) -> None:
-        if not 0 <= ring_rank < ring or ulysses < 1:
-            raise ValueError(f"ring={ring}, ulysses={ulysses}, ring_rank={ring_rank} fit no mesh")
-        self.ring = ring
-        self.ulysses = ulysses
-        self._ring_rank = ring_rank
-        self._of_ranks: tuple[int, ...] = ()
+    ring: int
+    ulysses: int
+    """Numbers of ranks along these axes of the mesh, at least 1."""
+    ring_rank: int
+    of_ranks: tuple[int, ...] = ()
+    """Number of tokens of each rank, ordered by ring place."""
 
     @classmethod
     def of_mesh(cls, mesh: "ParallelMesh") -> "SequenceLengths":
         """Return the object for this rank of a mesh, without lengths."""
-        return cls(ring=mesh.shape.ring, ulysses=mesh.shape.ulysses, ring_rank=mesh.coordinate("ring"))
-
-    @property
-    def of_ranks(self) -> tuple[int, ...]:
-        """Number of tokens of each rank, ordered by ring place."""
-        return self._of_ranks
-
-    @of_ranks.setter
-    def of_ranks(self, lengths: tuple[int, ...]) -> None:
-        if len(lengths) != self.ring * self.ulysses:
-            raise ValueError(f"{lengths} are not the tokens of {self.ring} x {self.ulysses} ranks")
-        self._of_ranks = lengths
+        return cls(mesh.shape.ring, mesh.shape.ulysses, mesh.coordinate("ring"))
 
     @property
     def of_ulysses(self) -> tuple[int, ...]:
         """Number of tokens of each rank in this rank's Ulysses group."""
-        return self._of_place(self._ring_rank)
+        return self._of_place(self.ring_rank)
 
     @property
     def of_ring(self) -> tuple[int, ...]:
@@ -172,4 +149,4 @@ class SequenceLengths:
         return tuple(sum(self._of_place(place)) for place in range(self.ring))
 
     def _of_place(self, place: int) -> tuple[int, ...]:
-        return self._of_ranks[place * self.ulysses : (place + 1) * self.ulysses]
+        return self.of_ranks[place * self.ulysses : (place + 1) * self.ulysses]

@@ -7,7 +7,7 @@ features, each rank computes with its own features; one sum over the ranks ends 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -17,25 +17,8 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.parallel.collectives import all_reduce_sum, copy_to_group
 from opensora_cli.parallel.shares import shares, span
 
-
-class LinearPlan(Protocol):
-    """Plan for dividing the features of a linear layer."""
-
-    @property
-    def path(self) -> str:
-        """Module path inside the block."""
-
-    @property
-    def split(self) -> str:
-        """Division: `column` by output features, or `row` by input features."""
-
-    @property
-    def pieces(self) -> Sequence[int]:
-        """Sizes of the pieces, in order. Each piece is divided separately."""
-
-    @property
-    def units(self) -> Sequence[int]:
-        """Number of adjacent features, for each piece, that stay on one rank."""
+if TYPE_CHECKING:
+    from opensora_cli.models.linears import ShardedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +31,14 @@ class FeatureCut:
     """Slices of each rank's parts in the whole, one for each piece of the plan."""
 
     @classmethod
-    def of_weight(cls, plan: LinearPlan, ranks: int) -> "FeatureCut":
+    def of_weight(cls, plan: "ShardedLinear", ranks: int) -> "FeatureCut":
         """Return the division of a linear layer's weight between `ranks` ranks.
         Raises RequestError if there are more ranks than units in a piece.
         """
         return cls(0 if plan.split == "column" else 1, tuple(_spans(plan, ranks, rank) for rank in range(ranks)))
 
     @classmethod
-    def of_bias(cls, plan: LinearPlan, ranks: int) -> "FeatureCut":
+    def of_bias(cls, plan: "ShardedLinear", ranks: int) -> "FeatureCut":
         """Return the division of the bias of a layer that is divided by output features; other biases stay whole."""
         return cls(0, tuple(_spans(plan, ranks, rank) for rank in range(ranks)))
 
@@ -98,7 +81,6 @@ class ColumnLinear(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """Bias of this rank's features, (out_features)."""
         return self.linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,7 +113,11 @@ class RowLinear(nn.Module):
 
 
 def shard_linears(
-    block: nn.Module, linears: Iterable[LinearPlan], group: dist.ProcessGroup, *, used_by_all_heads: Iterable[str] = ()
+    block: nn.Module,
+    linears: Iterable["ShardedLinear"],
+    group: dist.ProcessGroup,
+    *,
+    used_by_all_heads: Iterable[str] = (),
 ) -> None:
     """Replace linear layers inside a block by this rank's shares, one after the other.
 
@@ -152,7 +138,7 @@ def shard_linears(
             parameter.register_hook(partial(all_reduce_sum, group=group))  # type: ignore[no-untyped-call]
 
 
-def _share(whole: nn.Linear, plan: LinearPlan, group: dist.ProcessGroup) -> nn.Module:
+def _share(whole: nn.Linear, plan: "ShardedLinear", group: dist.ProcessGroup) -> nn.Module:
     by_rows = plan.split == "column"
     features = whole.out_features if by_rows else whole.in_features
     if sum(plan.pieces) != features:
@@ -173,7 +159,7 @@ def _cut(whole: Tensor, cut: FeatureCut, rank: int) -> nn.Parameter:
     return nn.Parameter(cut.cut(whole, rank), requires_grad=whole.requires_grad)
 
 
-def _spans(plan: LinearPlan, ranks: int, rank: int) -> tuple[slice, ...]:
+def _spans(plan: "ShardedLinear", ranks: int, rank: int) -> tuple[slice, ...]:
     spans, start = [], 0
     for piece, unit in zip(plan.pieces, plan.units, strict=True):
         units = piece // unit

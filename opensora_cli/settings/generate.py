@@ -9,7 +9,7 @@ from itertools import pairwise
 from pydantic import Field, model_validator
 
 from opensora_cli.core import device_names
-from opensora_cli.core.attention_kinds import attention_problems
+from opensora_cli.core.attention import attention_problems
 from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.conditions import CONDITION_MODES, CONTINUING, ConditionMode, Source
 from opensora_cli.core.section import Section, Words

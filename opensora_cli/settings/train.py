@@ -8,7 +8,7 @@ from typing import Annotated, NamedTuple
 from pydantic import Field
 
 from opensora_cli.core import device_names
-from opensora_cli.core.attention_kinds import attention_problems
+from opensora_cli.core.attention import attention_problems
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.formatting import shown_path

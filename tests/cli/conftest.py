@@ -61,4 +61,4 @@ def _no_osora_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def every_stage_takes_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have stages of tiny models and files printed, which take no time that would be shown."""
-    monkeypatch.setattr("opensora_cli.core.console.NO_TIME", "")
+    monkeypatch.setattr("opensora_cli.core.progress.NO_TIME", "")

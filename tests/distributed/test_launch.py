@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from opensora_cli.cli import errors
-from opensora_cli.core.threads import RANK_VARIABLE, VARIABLES
+from opensora_cli.core.limits import RANK_VARIABLE, VARIABLES
 from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch
 from opensora_cli.engine.launch.process import RankFailure
 from opensora_cli.settings.devices import ParallelSettings
@@ -199,8 +199,9 @@ def test_a_rank_is_stopped_while_the_others_wait_in_a_collective_with_the_usual_
 
 
 @pytest.mark.slow
-def test_waiting_on_a_peer_that_works_is_no_failure(tmp_path, capfd):
-    run(tmp_path, "--gloo", "--rank", "1", "--stage", "load", "--act", "compute", "--silence", "1")
+def test_waiting_on_a_peer_that_works_is_no_failure(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr("opensora_cli.core.rank_link.SILENCE_S", 1.0)
+    run(tmp_path, "--gloo", "--rank", "1", "--stage", "load", "--act", "compute")
     assert capfd.readouterr().out == "result of rank 0 of 2 on 1\n"
 
 

@@ -8,7 +8,7 @@ from attention_parts import gradients, merged
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from opensora_cli.core.attention_kinds import ATTENTION_KINDS
+from opensora_cli.core.attention import ATTENTION_KINDS
 from opensora_cli.engine.components.attention import AttentionUse, choose_attention, why_unusable
 from opensora_cli.models.attention import BACKENDS
 from opensora_cli.models.attention import sdpa as kernels

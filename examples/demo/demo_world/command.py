@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from demo_world.settings import TextRecipe, list_recipes, load_recipe
 from opensora_cli.cli import errors
-from opensora_cli.core.console import ConsoleReporter
+from opensora_cli.core.progress import ConsoleReporter
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

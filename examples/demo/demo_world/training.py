@@ -13,9 +13,9 @@ from demo_world.source import SceneSource
 from demo_world.text_encoders import VOCABULARY_FILE, TextTask, sample_captions
 from demo_world.thing_weights import ThingWeights
 from opensora_cli.core.exceptions import OutputError
+from opensora_cli.core.limits import pick_threads, threads_used
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import find_context
-from opensora_cli.core.threads import pick_threads, threads_used
 from opensora_cli.data.batches import SampledBatches
 from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.train.checkpoints import whole_weights

@@ -24,8 +24,8 @@ from opensora_cli.parallel.collectives import (
     exchange_directly,
     reduce_scatter_single,
 )
-from opensora_cli.parallel.exchanges import TwoStages, compressed, to_wire, unpacked
 from opensora_cli.parallel.shares import Parts, WireFormat
+from opensora_cli.parallel.ulysses import TwoStages, compressed, to_wire, unpacked
 from opensora_cli.settings.enums import Collective
 
 _LIMIT_S = 10.0

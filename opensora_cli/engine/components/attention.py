@@ -14,8 +14,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from opensora_cli.core.attention import AttentionBackend
-from opensora_cli.core.attention_kinds import ATTENTION_KINDS
+from opensora_cli.core.attention import ATTENTION_KINDS, AttentionBackend
 from opensora_cli.core.device import capability, has_flash_kernels, has_gpu, is_gpu
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError

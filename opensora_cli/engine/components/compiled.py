@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.core.attention import AttentionBackend, AttentionFn
-from opensora_cli.core.attention_kinds import ATTENTION_KINDS
+from opensora_cli.core.attention import ATTENTION_KINDS, AttentionBackend, AttentionFn
 from opensora_cli.core.compiled_code import use_private_caches
 from opensora_cli.core.python_processes import safe_environment
 from opensora_cli.models.mmdit.blocks import repeated_blocks

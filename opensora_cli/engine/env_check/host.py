@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # it ships none
 
-from opensora_cli.core.attention_kinds import ATTENTION_KINDS
+from opensora_cli.core.attention import ATTENTION_KINDS
 from opensora_cli.core.device import GIB
 from opensora_cli.core.files import nearest_existing
 from opensora_cli.core.limits import read_private_memory

@@ -9,7 +9,7 @@ from opensora_cli.core.choices import LinearProducts
 from opensora_cli.settings.devices import MemorySettings
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 
-ON_DEVICE = TEXT, ENCODE, DENOISE, DECODE = "text", "encode", "denoise", "decode"
+TEXT, ENCODE, DENOISE, DECODE = "text", "encode", "denoise", "decode"
 """Stages that compute on the device."""
 
 TEXT_ENCODERS, TRANSFORMER, AUTOENCODER = "text encoders", "transformer", "autoencoder"

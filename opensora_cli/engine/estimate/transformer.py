@@ -7,9 +7,10 @@ from math import ceil, gcd, prod
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.core.attention import AttentionBackend, AttentionFn, accumulation_dtype
+from opensora_cli.core.attention import AttentionBackend, AttentionFn
 from opensora_cli.core.choices import LinearProducts, Solver
 from opensora_cli.core.conditions import ConditionMode, ReferenceLengths
+from opensora_cli.core.device import accumulation_dtype
 from opensora_cli.core.device_names import GPU
 from opensora_cli.engine.components.architectures import with_depth
 from opensora_cli.engine.components.attention import attention_stand_in
@@ -311,7 +312,7 @@ def _for_heads(
 
 
 def _exchanged(exchange: ExchangePlan, tensors: list[Tensor], shape: tuple[int, ...]) -> list[Tensor]:
-    from opensora_cli.parallel.exchanges import compressed
+    from opensora_cli.parallel.ulysses import compressed
 
     sent = tensors[0].new_empty(sum(tensor.numel() for tensor in tensors))
     # One rank represents all senders.

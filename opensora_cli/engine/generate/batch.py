@@ -15,11 +15,11 @@ from pydantic import ValidationError
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, InUseError, OsoraError, RequestError
+from opensora_cli.core.files import remove_left
 from opensora_cli.core.progress import Reporter, SilentReporter, StageProgress
 from opensora_cli.core.rank_link import beat
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.ranks import RankContext
-from opensora_cli.core.temporary_files import remove_left
 from opensora_cli.engine.components.weights import require_weights_of
 from opensora_cli.engine.generate.chain import require_fit, require_weights
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
@@ -27,11 +27,12 @@ from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.pipeline import computing
 from opensora_cli.engine.generate.prompts import Row
-from opensora_cli.engine.generate.ranks import device_for_rows, joined_for_rows, require_devices, start_ranks, watched
+from opensora_cli.engine.generate.ranks import device_for_rows, joined_for_rows, require_devices, start_ranks
 from opensora_cli.engine.generate.request import request_of_rank, resolve
 from opensora_cli.engine.generate.run import generate, plan_here
 from opensora_cli.engine.generate.sidecar import choose_outputs
 from opensora_cli.engine.generate.text import text_embeds
+from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.generate_sections import OutputSettings
@@ -203,7 +204,7 @@ def generate_rows(
             with joined_for_rows(context) as group:
                 own = _OwnRows(request_of_rank(request, context), own_rows, models, reporter)
                 own.device = device_for_rows(own.valid[0][1], context) if own.valid else None
-                part = own.make(watched(own.shown))
+                part = own.make(WatchedReporter(own.shown))
                 beat("rows")  # The other ranks may take long.
                 parts = [_Part.model_validate(each) for each in all_gather_json(part.to_json(), group)]
     outputs = {number: paths for part in parts for number, paths in part.outputs.items()}

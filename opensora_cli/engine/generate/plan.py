@@ -5,14 +5,13 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 
-from opensora_cli.core.attention_kinds import attention_problems
+from opensora_cli.core.attention import attention_problems
 from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.conditions import CONTINUING, ConditionMode, condition_mode
 from opensora_cli.core.device import GIB, is_accelerator
 from opensora_cli.core.device_names import indexed
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.limits import read_private_memory
-from opensora_cli.core.threads import ThreadChoice
+from opensora_cli.core.limits import ThreadChoice, read_private_memory
 from opensora_cli.engine.components.architectures import (
     count_parameters,
     decodes_in_chunks,

@@ -18,13 +18,11 @@ from opensora_cli.core.rank_link import beat
 from opensora_cli.core.rank_messages import Json, all_gather_json, broadcast_json, broadcast_tensors
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.hardware import UNKNOWN_BYTES, Hardware
-from opensora_cli.engine.estimate.offload import ON_DEVICE
 from opensora_cli.engine.generate.outputs import sample_files
-from opensora_cli.engine.generate.plan import DRAFT, PICTURE, Plan
+from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.request import refined_with_mode
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder, write_settings
 from opensora_cli.engine.launch.rank import (
-    WatchedReporter,
     agreed,
     device_type,
     joined,
@@ -34,10 +32,10 @@ from opensora_cli.engine.launch.rank import (
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.divided_work import SharedBranches
-from opensora_cli.parallel.exchanges import open_stages
 from opensora_cli.parallel.mesh import ParallelMesh, new_group, use_mesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape, SequenceLengths
+from opensora_cli.parallel.ulysses import open_stages
 from opensora_cli.sampling.denoise import VelocityFn
 from opensora_cli.settings.enums import DType
 from opensora_cli.settings.generate import GenerateSettings
@@ -228,9 +226,3 @@ def device_for_rows(settings: GenerateSettings, context: RankContext) -> str:
     device = rank_device(context, device_type(settings.runtime.device))
     use_device(device)
     return str(device)
-
-
-def watched(reporter: Reporter) -> WatchedReporter:
-    """Return a reporter of a rank, whose stages the launcher watches."""
-    first = [f"{role} {stage}" for role in (PICTURE, DRAFT) for stage in ON_DEVICE]
-    return WatchedReporter(reporter, on_device=[*ON_DEVICE, *first])

@@ -12,10 +12,10 @@ from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.device import peak_memory_gib
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import MediaError, OutputError, RequestError
+from opensora_cli.core.files import remove_left
+from opensora_cli.core.limits import ThreadChoice
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
-from opensora_cli.core.temporary_files import remove_left
-from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.components.attention import AttentionPlan, keep_attention
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.generate.chain import Chain, make_chain, require_room, require_weights
@@ -37,13 +37,13 @@ from opensora_cli.engine.generate.ranks import (
     joined_ranks,
     require_devices,
     start_ranks,
-    watched,
 )
 from opensora_cli.engine.generate.references import references_of
 from opensora_cli.engine.generate.request import refined_with_mode, resolve, with_mode
 from opensora_cli.engine.generate.sample import Sample, open_latents, read_saved, unfinished
 from opensora_cli.engine.generate.sidecar import choose_outputs, refuse_pictures, request_hashes
 from opensora_cli.engine.generate.text import warn_about_prompts
+from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.settings.applies import used_settings
 from opensora_cli.settings.enums import AttentionChoice
 from opensora_cli.settings.generate import GenerateSettings
@@ -161,7 +161,7 @@ def generate(
         return _generate_in_ranks(settings, reporter, rank_flags)
     with ExitStack() as stack:
         if context is not None:
-            reporter = watched(reporter)
+            reporter = WatchedReporter(reporter)
             settings, joined = stack.enter_context(joined_ranks(settings, context, reporter))
             models = stack.enter_context(LoadedModels(ranks=joined))
         models = models or stack.enter_context(LoadedModels(stay=num_samples(settings) > 1))

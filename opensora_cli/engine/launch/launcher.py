@@ -13,7 +13,7 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,19 +24,17 @@ import torch
 from opensora_cli.core.device import device_count, device_name
 from opensora_cli.core.device_names import GPU
 from opensora_cli.core.exceptions import HardwareError, OutputError, RequestError
-from opensora_cli.core.files import write_json_atomic
+from opensora_cli.core.files import remove_left, temporary_folder, write_json_atomic
+from opensora_cli.core.limits import variables_of_ranks
 from opensora_cli.core.python_processes import module_command, safe_environment
-from opensora_cli.core.rank_link import INTERRUPTED, OwnTime
+from opensora_cli.core.rank_link import INTERRUPTED
 from opensora_cli.core.ranks import STORE_VARIABLE
 from opensora_cli.core.signals import held_back
-from opensora_cli.core.temporary_files import remove_left_by, temporary_folder
-from opensora_cli.core.threads import variables_of_ranks
 from opensora_cli.engine.launch import process
 from opensora_cli.engine.launch.process import RankFailure, RankProcess
 from opensora_cli.settings.devices import DeviceSettings
 
 COMMAND = tuple(module_command("opensora_cli"))
-_LATE_LOOKS = 2.0
 _LOOPBACK = "127.0.0.1"
 
 
@@ -61,51 +59,67 @@ class LaunchRequest:
         Raises RequestError for several machines and for GPU indexes with other devices, and HardwareError if the
         machine has fewer GPUs.
         """
-        nodes, devices = self.parallel.nnodes, self.parallel.devices
+        kind, gpus, nodes, devices = self.device_type, self.gpus, self.parallel.nnodes, self.parallel.devices
+        listed = ",".join(map(str, devices or ()))
         if nodes > 1:
             raise RequestError(
                 f"parallel.nnodes={nodes}, and ranks are started here on this machine only",
-                hint=f"on each machine: torchrun --nnodes {nodes} --nproc-per-node {self.gpus} --rdzv-backend "
+                hint=f"on each machine: torchrun --nnodes {nodes} --nproc-per-node {gpus} --rdzv-backend "
                 "c10d --rdzv-endpoint HOST:29500 --no-python osora ... (srun does it, too)",
             )
-        if devices is not None and self.device_type != GPU:
-            listed = ",".join(map(str, devices))
-            raise RequestError(f"devices={listed} picks GPUs, and the device is {self.device_type}: drop one of them")
-        if self.device_type != "cpu":
-            _require_devices(self.device_type, self.gpus, devices)
+        if devices is not None and kind != GPU:
+            raise RequestError(f"devices={listed} picks GPUs, and the device is {kind}: drop one of them")
+        if kind != "cpu":
+            count = device_count(kind)
+            if count == 0:
+                vendor = "NVIDIA GPU" if kind == GPU else f"{kind} device"
+                raise HardwareError(f"gpus={gpus}, and this machine has no usable {vendor}", hint="use --device cpu")
+            names = [f"{kind}:{index} ({device_name(torch.device(kind, index))})" for index in range(count)]
+            there = f"this machine has {count}: {', '.join(names)}"
+            if gpus > count:
+                raise HardwareError(f"gpus={gpus}, and {there}", hint=f"use --gpus {count}")
+            if absent := [index for index in devices or () if index >= count]:
+                raise HardwareError(f"devices={listed}: there is no {kind}:{absent[0]}, and {there}")
         if sys.platform == "win32":
             raise HardwareError("several ranks can be started on Linux and macOS only")
 
-    def visible_devices(self) -> str | None:
-        """Return the value of CUDA_VISIBLE_DEVICES for the chosen devices. None means that it stays unchanged."""
-        devices = self.parallel.devices
-        if devices is None:
-            return None
-        seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = seen.split(",") if seen else [str(index) for index in range(max(devices) + 1)]
-        return ",".join(names[index].strip() for index in devices)
+    def environment(self, store: Path) -> dict[str, str]:
+        """Return the environment that all ranks share, with the names of variables that torchrun uses."""
+        environment = {
+            # The launcher reports the errors behind these warnings in one message.
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            **_loopback_interfaces(),
+            **os.environ,
+            **variables_of_ranks(os.environ, ranks=self.gpus),
+            STORE_VARIABLE: str(store),
+            "WORLD_SIZE": str(self.gpus),
+            "LOCAL_WORLD_SIZE": str(self.gpus),
+            "GROUP_RANK": "0",
+            "GROUP_WORLD_SIZE": "1",
+            # The log then contains the output of a rank that was killed.
+            "PYTHONUNBUFFERED": "1",
+        }
+        if (devices := self.parallel.devices) is not None:
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+            names = seen.split(",") if seen else [str(index) for index in range(max(devices) + 1)]
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(names[index].strip() for index in devices)
+        return safe_environment(environment)
 
 
-def _require_devices(kind: str, gpus: int, devices: tuple[int, ...] | None) -> None:
-    count = device_count(kind)
-    if count == 0:
-        vendor = "NVIDIA GPU" if kind == GPU else f"{kind} device"
-        raise HardwareError(f"gpus={gpus}, and this machine has no usable {vendor}", hint="use --device cpu")
-    names = [f"{kind}:{index} ({device_name(torch.device(kind, index))})" for index in range(count)]
-    there = f"this machine has {count}: {', '.join(names)}"
-    if gpus > count:
-        raise HardwareError(f"gpus={gpus}, and {there}", hint=f"use --gpus {count}")
-    absent = [index for index in devices or () if index >= count]
-    if absent:
-        raise HardwareError(f"devices={','.join(map(str, devices or ()))}: there is no {kind}:{absent[0]}, and {there}")
+def _loopback_interfaces() -> dict[str, str]:
+    """Return variables that keep connections of ranks on this machine; empty without a loopback interface."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == _LOOPBACK for address in addresses):
+            return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
+    return {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
     """Intervals and timeouts of the launcher, in seconds.
 
-    After a rank stops, the run takes `stopped_s`, `interrupt_s` and `terminate_s` to end: half of the promised time.
-    It takes longer if the launcher itself is late.
+    After a rank stops, the run takes `stopped_s`, `interrupt_s` and `terminate_s` to end, half of the promised time, or
+    longer if the launcher itself is late.
     """
 
     look_s: float = 0.1
@@ -131,12 +145,8 @@ def launch(
     Rank 0 prints; the others write to their log files. No rank remains when this function ends. The caller handles
     signals: an exception during the wait, such as Ctrl-C, ends the ranks.
 
-    Raises:
-        RequestError: the request contradicts itself.
-        HardwareError: the machine has fewer GPUs.
-        OutputError: the log files cannot be written.
-        RankFailure: a rank failed; its exit code is that of the rank's error.
-        KeyboardInterrupt: its argument tells where work is saved, or why saving failed.
+    Raises OutputError if the log files cannot be written, RankFailure with the exit code of the first rank that failed,
+    the errors of `LaunchRequest.check`, and KeyboardInterrupt, whose argument tells where work is saved or why not.
     """
     pace = pace or Pace()
     request.check()
@@ -167,7 +177,9 @@ def log_folder(name: str) -> Iterator[Path]:
             yield folder
         except RankFailure as failure:
             kept = folder.with_name(f"osora-{name}-{secrets.token_hex(4)}")
-            if failure.rename(folder, kept):
+            if str(folder) in f"{failure.message} {failure.hint}":
+                failure.message = failure.message.replace(str(folder), str(kept))
+                failure.hint = failure.hint and failure.hint.replace(str(folder), str(kept))
                 folder.rename(kept)
             raise
 
@@ -181,14 +193,10 @@ def write_settings(log_dir: Path, document: object) -> Path:
 
 
 class _Run:
-    """Ranks of one run."""
+    """Ranks of one run. It counts time in looks, so that a launcher that is stopped or slow causes no timeouts."""
 
-    def __init__(
-        self, pace: Pace, *, output_dir: Path | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._pace = pace
-        self._output_dir = output_dir
-        self._time = OwnTime(_LATE_LOOKS * pace.look_s, clock=clock)
+    def __init__(self, pace: Pace, *, output_dir: Path | None = None) -> None:
+        self._pace, self._output_dir = pace, output_dir
         self._ranks: list[RankProcess] = []
         self._memory_kills = process.count_memory_kills()
 
@@ -201,19 +209,18 @@ class _Run:
             rank.close()
         pids = [rank.pid for rank in self._ranks]
         for folder in filter(None, (self._output_dir, Path(tempfile.gettempdir()))):
-            remove_left_by(pids, folder)
+            remove_left(folder, by=pids)
 
     def start(self, request: LaunchRequest, command: Sequence[str], *, store: Path) -> None:
-        """Start all ranks; `store` is their file store."""
-        shared = _environment(request, store)
+        shared = request.environment(store)
         for number in range(request.gpus):
             environment = {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}
             log = request.log_dir / f"rank{number}.log"
             try:
                 log.parent.mkdir(parents=True, exist_ok=True)
                 with held_back():  # so that every started rank is recorded
-                    on_gpu, now = request.device_type != "cpu", self._time.look()
-                    self._ranks.append(RankProcess(number, command, environment, log, on_gpu=on_gpu, now=now))
+                    on_gpu = request.device_type != "cpu"
+                    self._ranks.append(RankProcess(number, command, environment, log, on_gpu=on_gpu))
             except OSError as error:
                 raise OutputError(f"cannot start rank {number} with the log {log}: {error.strerror}") from error
 
@@ -222,27 +229,37 @@ class _Run:
         settle_until: float | None = None
         while True:
             have_ended = all(rank.exit_code() is not None for rank in self._ranks)
-            found = self.look()
-            if found:
+            if found := self.look():
                 first = process.origin(found)
                 settle_until = settle_until or time.monotonic() + self._pace.settle_s
                 if not first.may_follow or have_ended or time.monotonic() > settle_until:
                     for rank in self._ranks:
-                        if rank.is_idle or rank.is_late:
+                        if rank.is_idle:
                             rank.log_traceback()
                     return process.shared_error(self._ranks) or first
             elif have_ended:
                 return None
             else:
-                settle_until = None  # a step that took too long has ended
+                settle_until = None
             time.sleep(self._pace.look_s)
 
     def look(self) -> list[RankFailure]:
-        """Receive the reports of the ranks, and return the failures."""
-        now = self._time.look()
         for rank in self._ranks:
-            rank.look(now)
-        return self._failures()
+            rank.look(self._pace.look_s)
+        running = [rank for rank in self._ranks if rank.exit_code() is None]
+        found = []
+        # A single rank never waits for another.
+        are_idle = len(running) > 1 and all(rank.is_idle for rank in running)
+        if are_idle and not sum(rank.children_work() for rank in running):
+            found.append(process.behind(running).hung())
+        for rank in self._ranks:
+            code = rank.exit_code()
+            if code is None and rank.stopped_s > self._pace.stopped_s:
+                found.append(rank.stopped())
+            elif code:
+                out_of_memory = process.count_memory_kills() > self._memory_kills
+                found.append(rank.failure(code, out_of_memory=out_of_memory))
+        return found
 
     def end(self, *, finish_s: float) -> None:
         """Escalate from SIGINT to SIGTERM to SIGKILL; a second Ctrl-C kills at once.
@@ -253,11 +270,8 @@ class _Run:
         try:
             for rank in self._ranks:
                 rank.interrupt()
-            have_begun = all(rank.has_begun for rank in self._ranks)
-            self._wait(
-                self._pace.interrupt_s + (finish_s if have_begun else 0.0),
-                after_one=max(self._pace.interrupt_s, self._pace.follow_s),
-            )
+            usual_s, have_begun = self._pace.interrupt_s, all(rank.has_begun for rank in self._ranks)
+            self._wait(usual_s + have_begun * finish_s, after_one=max(usual_s, self._pace.follow_s))
             for rank in self._ranks:
                 rank.terminate()
             self._wait(self._pace.terminate_s)
@@ -277,61 +291,13 @@ class _Run:
                 errors.append("\n".join(filter(None, (report.message, report.hint))))
         return [text for text in (*left, *errors) if text][:1]
 
-    def _failures(self) -> list[RankFailure]:
-        found = []
-        running = [rank for rank in self._ranks if rank.exit_code() is None]
-        without_progress = [rank for rank in running if rank.is_late or rank.is_idle]
-        # A single rank never waits for another.
-        are_all_idle = len(running) > 1 and all(rank.is_idle for rank in running)
-        # A step of a waiting rank takes as long as the step of the others, which a busy machine may slow down.
-        is_one_late = any(rank.is_late and (without_progress == running or not rank.state.waits) for rank in running)
-        if are_all_idle or is_one_late:
-            found.append(process.behind(without_progress).hung())
-        for rank in self._ranks:
-            code = rank.exit_code()
-            if code is None and rank.stopped_s > self._pace.stopped_s:
-                found.append(rank.stopped())
-            elif code:
-                out_of_memory = process.count_memory_kills() > self._memory_kills
-                found.append(rank.failure(code, out_of_memory=out_of_memory))
-        return found
-
     def _wait(self, seconds: float, *, after_one: float = float("inf")) -> None:
         """Wait up to `seconds` for all ranks to end, and at most `after_one` once one of them has ended."""
-        deadline, latest = time.monotonic() + seconds, float("inf")
+        deadline = time.monotonic() + seconds
         while any(rank.exit_code() is None and not rank.is_stopped() for rank in self._ranks):
             now = time.monotonic()
             if any(rank.exit_code() is not None for rank in self._ranks):
-                latest = min(latest, now + after_one)
-            if now >= min(deadline, latest):
+                deadline, after_one = min(deadline, now + after_one), float("inf")
+            if now >= deadline:
                 return
             time.sleep(self._pace.look_s)
-
-
-def _environment(request: LaunchRequest, store: Path) -> dict[str, str]:
-    """Return the environment that all ranks share, with the names of variables that torchrun uses."""
-    environment = {
-        # The launcher reports the errors behind these warnings in one message.
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        **_loopback_interfaces(),
-        **os.environ,
-        **variables_of_ranks(os.environ, ranks=request.gpus),
-        STORE_VARIABLE: str(store),
-        "WORLD_SIZE": str(request.gpus),
-        "LOCAL_WORLD_SIZE": str(request.gpus),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        # The log then contains the output of a rank that was killed.
-        "PYTHONUNBUFFERED": "1",
-    }
-    if (devices := request.visible_devices()) is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = devices
-    return safe_environment(environment)
-
-
-def _loopback_interfaces() -> dict[str, str]:
-    """Return variables that keep connections of ranks on this machine; empty without a loopback interface."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(address.address == _LOOPBACK for address in addresses):
-            return {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": name}
-    return {}

@@ -22,12 +22,14 @@ from opensora_cli.core.rank_link import (
     TRACEBACK_SIGNAL,
     Heartbeat,
     RankReport,
+    idle_limit,
 )
 from opensora_cli.core.ranks import LOG_VARIABLE
 
 _CHUNK = 2**16
 _LOG_END = 4096
 _SHOW_CURSOR = "\x1b[?25h"
+_LEAST_WORK_S = 0.1
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP}
 _HINTS: dict[int, str] = {
     signal.SIGKILL: "if no user killed it, the system did for lack of memory: see the system's log (dmesg)",
@@ -59,45 +61,29 @@ class RankFailure(OsoraError):
         """Whether to wait for more failures: this may follow from another, or others may report the same error."""
         return self.kind in ("error", "silent", "abort", "lost")
 
-    def rename(self, folder: Path, kept: Path) -> bool:
-        """Replace the path of a folder in the texts, and return whether one has it."""
-        before = self.message, self.hint
-        self.message = self.message.replace(str(folder), str(kept))
-        self.hint = self.hint and self.hint.replace(str(folder), str(kept))
-        return before != (self.message, self.hint)
-
 
 class RankProcess:
     """Process of a rank, started and watched by the launcher.
 
-    Signs of work are progress reports, used processor time of the main thread, and bytes read and written. Processor
-    time counts because a rank that is still importing, or is in a library that blocks other threads, cannot send
-    messages.
+    Signs of work are progress reports, processor time of the main thread, and bytes read and written. Processor time
+    counts because a rank that imports, or is in a library that blocks other threads, cannot send messages. It does not
+    count between the steps of a GPU, which the main thread may poll.
 
-    Rank 0 inherits stdout and stderr, so that its progress bars work. The other ranks print to their logs, which are
-    overwritten and also get tracebacks. `environment` is complete. With `on_gpu`, processor time does not count in
-    stages that compute on the device. `now` is the time of the launcher.
+    Rank 0 inherits stdout and stderr, so that its progress bars work. The other ranks print to their logs.
     """
 
     def __init__(
-        self,
-        rank: int,
-        command: Sequence[str],
-        environment: Mapping[str, str],
-        log: Path,
-        *,
-        on_gpu: bool = False,
-        now: float = 0.0,
+        self, rank: int, command: Sequence[str], environment: Mapping[str, str], log: Path, *, on_gpu: bool = False
     ) -> None:
         self.rank, self.log = rank, log
         self.state = Heartbeat()
         self.report: RankReport | None = None
         self.left: str | None = None
-        self.stopped_s = self.idle_s = self.still_s = 0.0
-        """Seconds for which the rank is stopped, gives no sign of work, and makes no progress."""
+        self.stopped_s = self.idle_s = 0.0
+        """Seconds for which the rank is stopped, and gives no sign of work."""
         self._on_gpu = on_gpu
         self._signs: tuple[int, object] = (0, None)
-        self._running_at = self._worked_at = self._moved_at = now
+        self._children_s = 0.0
         self._unread = b""
         self._code: int | None = None
         self._channel, theirs = socket.socketpair()
@@ -120,22 +106,15 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """ID of the process, which leads its own process group."""
         return self._process.pid
 
     @property
     def is_idle(self) -> bool:
         """Whether the rank has given no sign of work for too long. This is no error if it waits for a working rank."""
-        return self.idle_s >= self.state.idle_s
-
-    @property
-    def is_late(self) -> bool:
-        """Whether a step takes too long, even if the rank works."""
-        return self.state.late_s is not None and self.still_s >= self.state.late_s
+        return self.idle_s >= idle_limit(self.state.step_s, on_gpu=self._on_gpu)
 
     @property
     def has_begun(self) -> bool:
-        """Whether the rank has reported a stage."""
         return self.state.stage != FIRST_STAGE
 
     def exit_code(self) -> int | None:
@@ -160,26 +139,31 @@ class RankProcess:
             if "report" in message and self.report is None:
                 self.report = RankReport(**message["report"])
 
-    def look(self, now: float) -> None:
-        """Receive messages, and look for signs of work."""
+    def look(self, passed_s: float) -> None:
+        """Receive messages, and look for signs of work; `passed_s` seconds have passed since the last look."""
         self.listen()
-        moves, work = self.state.moves, None if self._on_gpu and self.state.on_device else self._work()
-        if moves != self._signs[0]:
-            self._moved_at = now
-        if (moves, work) != self._signs:
-            self._worked_at = now
-        self._signs = moves, work
-        if not self.is_stopped():
-            self._running_at = now
-        self.stopped_s, self.idle_s = now - self._running_at, now - self._worked_at
-        self.still_s = now - self._moved_at
+        signs = self.state.moves, None if self._on_gpu and self.state.step_s is not None else self._work()
+        self.idle_s = self.idle_s + passed_s if signs == self._signs else 0.0
+        self.stopped_s = self.stopped_s + passed_s if self.is_stopped() else 0.0
+        self._signs = signs
 
     def is_stopped(self) -> bool:
-        """Return whether the process is stopped by a signal."""
         try:
             return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
         except psutil.Error:
             return False
+
+    def children_work(self) -> bool:
+        """Return whether child processes, such as compilers and readers of data, have worked since the last call."""
+        before, self._children_s = self._children_s, 0.0
+        with suppress(psutil.Error):
+            for child in psutil.Process(self.pid).children(recursive=True):
+                with suppress(psutil.Error):
+                    self._children_s += sum(child.cpu_times()[:2])
+        if self._children_s < before + _LEAST_WORK_S:
+            return False
+        self.idle_s = 0.0
+        return True
 
     def log_traceback(self) -> None:
         """Let a running rank write its traceback to its log."""
@@ -187,10 +171,7 @@ class RankProcess:
             self._process.send_signal(TRACEBACK_SIGNAL)
 
     def interrupt(self) -> None:
-        """Send SIGINT to the rank only, which then ends its child processes.
-
-        A rank that has not yet begun is killed: it has nothing to save, and would print a traceback.
-        """
+        """Send SIGINT to the rank, or kill it if it has not begun: it would only print a traceback."""
         self.listen()
         if not self.has_begun:
             self.kill()
@@ -198,7 +179,6 @@ class RankProcess:
             self._process.send_signal(signal.SIGINT)
 
     def terminate(self) -> None:
-        """Send SIGTERM to the rank and its child processes, unless it has ended."""
         if self.exit_code() is None:
             self._signal_group(signal.SIGTERM)
 
@@ -208,11 +188,13 @@ class RankProcess:
             self._signal_group(signal.SIGKILL)
             self._process.wait()
 
-    def failure(self, code: int, *, out_of_memory: bool) -> RankFailure:
-        """Return the failure of a rank that ended with `code`, which is not 0, and negative for a signal.
+    def close(self) -> None:
+        self._channel.close()
+        if self.rank == 0 and sys.stderr is not None and sys.stderr.isatty():
+            sys.stderr.write(_SHOW_CURSOR)  # a rank that is killed during its progress bar leaves the cursor hidden
 
-        `out_of_memory` tells whether the system has killed processes for lack of memory during the run.
-        """
+    def failure(self, code: int, *, out_of_memory: bool) -> RankFailure:
+        """Return the failure of a rank that ended with `code`, which is not 0, and negative for a signal."""
         self.listen()  # receive messages between the last look and its end
         report = self.report
         if report is None and code < 0:
@@ -231,30 +213,21 @@ class RankProcess:
         return self._failure(report.kind, cause, hint=report.hint, exit_code=report.exit_code)
 
     def stopped(self) -> RankFailure:
-        """Return the failure of a stopped rank."""
         return self._failure("stopped", f"stopped (SIGSTOP), no sign of life for {self.stopped_s:.0f} s")
 
     def hung(self) -> RankFailure:
-        """Return the failure of a running rank without progress."""
         if self.is_stopped():
             return self.stopped()
-        cause = f"no progress for {self.still_s if self.is_late else self.idle_s:.0f} s"
+        cause = f"no progress for {self.idle_s:.0f} s"
         if self.state.waits:
             return self._failure("silent", f"{cause}, it waits for other ranks", hint=_HUNG_HINT)
         return self._failure("behind", cause, hint=_HUNG_HINT)
-
-    def close(self) -> None:
-        """Close the link, after the end of the process."""
-        self._channel.close()
-        if self.rank == 0 and sys.stderr is not None and sys.stderr.isatty():
-            sys.stderr.write(_SHOW_CURSOR)  # a rank that is killed during its progress bar leaves the cursor hidden
 
     @property
     def _where(self) -> str:
         return f"rank {self.rank} on {socket.gethostname()}, in the stage {self.state.stage}"
 
     def _last_line(self) -> str:
-        """Return the last line of the log that is not blank."""
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - _LOG_END))
             lines = file.read().decode("utf-8", "replace").splitlines()
@@ -300,7 +273,6 @@ class RankProcess:
 
 
 def origin(found: Iterable[RankFailure]) -> RankFailure:
-    """Return the failure that explains the others."""
     return min(found, key=lambda failure: _KINDS.index(failure.kind))
 
 

@@ -1,43 +1,44 @@
-"""Functions for ranks: joining the others, and reporting progress to the launcher."""
+"""Functions for ranks: joining the others through a store, and reporting progress to the launcher."""
 
+import importlib
+import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol, Self, TypeVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import FileStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not marked so
 from torch.nn.modules.module import register_module_forward_hook
 
-from opensora_cli.core.device import device_count, has_gpu, use_device
+from opensora_cli.core.device import collective_backends, device_count, has_gpu, use_device
 from opensora_cli.core.device_names import GPU, type_of
 from opensora_cli.core.exceptions import HardwareError, RequestError
-from opensora_cli.core.formatting import escaped
+from opensora_cli.core.formatting import escaped, first_few
 from opensora_cli.core.progress import BYTES, Reporter, StageProgress
 from opensora_cli.core.rank_link import beat, move
 from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.section import Section
-from opensora_cli.parallel.mesh import use_mesh
-from opensora_cli.parallel.rendezvous import init_with_retry
-from opensora_cli.settings.devices import DeviceSettings
+from opensora_cli.parallel.mesh import libraries_on_stderr, use_mesh
 
+if TYPE_CHECKING:
+    from opensora_cli.settings.generate import GenerateSettings
+    from opensora_cli.settings.train import TrainSettings
 
-class _Settings(Protocol):
-    """Settings of a run on several devices."""
-
-    @property
-    def parallel(self) -> DeviceSettings: ...
-
-    def replace(self, changes: Mapping[str, object], /) -> Self: ...
-
-
-S = TypeVar("S", bound=_Settings)
+S = TypeVar("S", "GenerateSettings", "TrainSettings")
 M = TypeVar("M", bound=Section)
 
 TIMEOUT_S = 600.0
+_CONNECT_S = 10.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SHORTEST_PAUSE_S = 1.0, 5.0, 0.01
+_FIRST_NOTICE_S = 10.0
+_RETRY_HINT = "see what became of the other ranks, and start the run again"
+_HERE = "here"
 
 
 def device_type(device: str) -> str:
@@ -97,17 +98,12 @@ def joined(context: RankContext, *, device_type: str, timeout_s: float = TIMEOUT
     device = rank_device(context, device_type)
     use_device(device)
     beat("join")
-    init_with_retry(device_type, context, timeout_s=timeout_s, report=log_wait if context.log is None else None)
+    init_with_retry(device_type, context, timeout_s=timeout_s)
     # A first evaluation may take minutes. Each module call is a sign of progress.
     with register_module_forward_hook(lambda *_: move()):
         yield device
     use_mesh(None)
     dist.destroy_process_group()
-
-
-def log_wait(text: str) -> None:
-    """Print on standard error what a rank waits for, on every rank because no other rank knows it."""
-    print(escaped(text), file=sys.stderr, flush=True)
 
 
 def agreed(settings: M) -> M:
@@ -118,41 +114,145 @@ def agreed(settings: M) -> M:
 class WatchedReporter:
     """Reporter that forwards to `reporter`, and reports each stage and the time of its steps to the launcher.
 
-    From the second step of a stage on, no step may take longer than `rank_link.linked` allows. Other times have no
-    limit while there are signs of work: the first step includes warm-up, work of any kind may follow the last step,
-    and disks may be slow. `on_device` names the stages that compute on the rank's device.
+    From the second step of a stage on, steps have a timeout, see `rank_link.idle_limit`. The first step includes
+    warm-up, and work of any kind may follow the last step.
     """
 
-    def __init__(
-        self, reporter: Reporter, *, on_device: Collection[str] = (), clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, reporter: Reporter, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.note, self.warn = reporter.note, reporter.warn
-        self._reporter, self._on_device, self._clock = reporter, on_device, clock
+        self._reporter, self._clock = reporter, clock
 
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
-        """Run a stage, and report its steps to the launcher."""
-        on_device = name in self._on_device
-        beat(name, on_device=on_device)
+        """Run a stage, and report its steps to the launcher. Disks may be slow: reading has no steps."""
+        beat(name)
         with self._reporter.stage(name, total=total, unit=unit) as progress:
-            yield progress if unit == BYTES else _WatchedStage(name, progress, total, on_device, self._clock)
+            yield progress if unit == BYTES else _WatchedStage(name, progress, total, self._clock)
         beat(name)
 
 
 class _WatchedStage:
-    def __init__(
-        self, name: str, progress: StageProgress, total: int | None, on_device: bool, clock: Callable[[], float]
-    ) -> None:
-        self._name, self._progress, self._left = name, progress, total
-        self._on_device, self._clock = on_device, clock
+    def __init__(self, name: str, progress: StageProgress, total: int | None, clock: Callable[[], float]) -> None:
+        self._name, self._progress, self._left, self._clock = name, progress, total, clock
         self._last, self._longest_s = clock(), 0.0
 
     def advance(self, amount: int = 1) -> None:
         now = self._clock()
-        self._longest_s = max(self._longest_s, now - self._last)
-        self._last = now
+        self._longest_s, self._last = max(self._longest_s, now - self._last), now
         if self._left is not None:
             self._left -= amount
         is_last = self._left is not None and self._left <= 0
-        beat(self._name, None if is_last else self._longest_s, on_device=self._on_device)
+        beat(self._name, None if is_last else self._longest_s)
         self._progress.advance(amount)
+
+
+def init_with_retry(device_type: str, context: RankContext, *, timeout_s: float = TIMEOUT_S) -> None:
+    """Join the other ranks and create the default group like `dist.init_process_group`, with retries.
+
+    Without a file store, rank 0 opens the store once, unless torchrun has it. The others retry the connection after
+    pauses that double. Later failures are not retried because keys from the first attempt would confuse the second.
+    `device_type` chooses gloo or NCCL. `timeout_s` is the timeout of collectives and of the rendezvous. Without a
+    launcher, ranks print a line about missing ones after 10, 20, 40 s and so on.
+
+    Raises:
+        HardwareError: The store cannot be reached, or not all ranks arrived.
+    """
+    rank, world_size, limit = context.rank, context.world_size, timedelta(seconds=timeout_s)
+    wait = _Wait(f"rank {rank} of {world_size}", timeout_s)
+    store: Store
+    if context.store is not None:
+        # Without the number of ranks, torch does not remove the file. The launcher removes it.
+        store = FileStore(str(context.store))
+    elif rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        store = _opened_store(context, limit)
+    else:
+        store = _reached_store(context, wait)
+    store.set_timeout(limit)
+    try:
+        with libraries_on_stderr():
+            if context.log is None:
+                _wait_for_all(store, rank, world_size, wait)
+            # Its functions store the current default group as a default argument. After a later import, they would keep
+            # gloo's threads alive, and a thread that frees a tensor while Python ends aborts the process.
+            importlib.import_module("torch.distributed.nn.functional")
+            dist.init_process_group(
+                collective_backends(device_type), store=store, rank=rank, world_size=world_size, timeout=limit
+            )
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise HardwareError(f"{wait.who}: the ranks did not meet: {reason}", hint=_RETRY_HINT) from error
+
+
+class _Wait:
+    """Time of a wait, and lines about its reason: the first after ten seconds, each next one after twice the time."""
+
+    def __init__(self, who: str, timeout_s: float) -> None:
+        self.who, self.timeout_s = who, timeout_s
+        self._start, self._next_s = time.monotonic(), _FIRST_NOTICE_S
+
+    @property
+    def passed_s(self) -> float:
+        return time.monotonic() - self._start
+
+    def give(self, text: str) -> None:
+        if self.passed_s >= self._next_s:
+            self._next_s *= 2
+            line = escaped(f"{self.who}: {text} ({self.passed_s:.0f} s of {self.timeout_s:.0f} s)")
+            print(line, file=sys.stderr, flush=True)
+
+
+def _opened_store(context: RankContext, limit: timedelta) -> TCPStore:
+    try:
+        # It listens on all interfaces, and connects to itself: the address of the others may lead elsewhere.
+        return TCPStore("localhost", context.master_port, is_master=True, timeout=limit, wait_for_workers=False)
+    except dist.DistError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise HardwareError(
+            f"rank 0: cannot listen at port {context.master_port}: {reason}",
+            hint="set MASTER_PORT to a free port, on all ranks",
+        ) from error
+
+
+def _reached_store(context: RankContext, wait: _Wait) -> TCPStore:
+    host, port, pause_s = context.master_addr, context.master_port, _FIRST_PAUSE_S
+    while True:
+        limit_s = max(_SHORTEST_PAUSE_S, min(_CONNECT_S, wait.timeout_s - wait.passed_s))
+        try:
+            # TCPStore prints the stack of its errors, and signals have no effect while it connects.
+            socket.create_connection((host, port), timeout=limit_s).close()
+            return TCPStore(host, port, timeout=timedelta(seconds=limit_s), wait_for_workers=False)
+        except (OSError, dist.DistError) as error:
+            if wait.passed_s + pause_s > wait.timeout_s:
+                raise HardwareError(
+                    f"rank {context.rank}: no answer from {host}:{port} within {wait.passed_s:.0f} s",
+                    hint="check that the first machine runs, its address and port, and the firewall between",
+                ) from error
+        wait.give(f"waiting for an answer from {host}:{port}, where rank 0 or its launcher listens")
+        time.sleep(pause_s)
+        pause_s = min(_LONGEST_PAUSE_S, 2.0 * pause_s)
+
+
+def _wait_for_all(store: Store, rank: int, world_size: int, wait: _Wait) -> None:
+    """Wait until all ranks are present. Raises HardwareError, which names the missing ranks, after the timeout, and
+    RuntimeError if the store is lost.
+    """
+    keys = [f"{_HERE}/{each}" for each in range(world_size)]
+    store.set(keys[rank], "")
+    missing = list(range(world_size))
+    pause_s = _SHORTEST_PAUSE_S
+    # `store.wait` would print a warning after its timeout, and signals have no effect during it.
+    while missing := [each for each in missing if not store.check([keys[each]])]:
+        if wait.passed_s >= wait.timeout_s:
+            # Later ranks must not count this rank as present.
+            store.delete_key(keys[rank])
+            raise HardwareError(
+                f"{wait.who}: {_named(missing)} did not come within {wait.timeout_s:.0f} s", hint=_RETRY_HINT
+            )
+        if rank == min({*range(world_size)} - {*missing}):  # one rank reports for all present ones
+            wait.give(f"waiting for {_named(missing)}, here are {world_size - len(missing)}")
+        time.sleep(pause_s)
+        pause_s = min(1.0, 2 * pause_s)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {first_few([str(rank) for rank in ranks])}"

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from opensora_cli.core.attention import ComparedKernel
-from opensora_cli.core.attention_kinds import ATTENTION_KINDS
+from opensora_cli.core.attention import ATTENTION_KINDS, ComparedKernel
 from opensora_cli.core.device import release_memory, timed
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.attention import AttentionUse, why_unusable

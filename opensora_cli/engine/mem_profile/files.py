@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from opensora_cli.core.device import is_gpu, record_allocations, recorded_allocations
+from opensora_cli.core.device import device_module, is_gpu
 from opensora_cli.core.files import atomic_path
 from opensora_cli.engine.mem_profile.report import MIB, MemProfile, Timeline, mib
 from opensora_cli.media.plots import new_figure
@@ -79,11 +79,12 @@ def recorded_history(device: torch.device) -> Iterator[None]:
         yield
         return
     # C++ frames would make the file many times as large, and slow down every allocation.
-    record_allocations(max_entries=_MOST_EVENTS, stacks="python", clear_history=True)
+    record = device_module(device).memory._record_memory_history
+    record(max_entries=_MOST_EVENTS, stacks="python", clear_history=True)
     try:
         yield
     finally:
-        record_allocations(enabled=None)
+        record(enabled=None)
 
 
 def write_snapshot(path: Path, counters: Sequence[TensorBytes], *, device: torch.device, replace: bool) -> None:
@@ -92,7 +93,7 @@ def write_snapshot(path: Path, counters: Sequence[TensorBytes], *, device: torch
     """
     if is_gpu(device):
         # The history must still be recording, so this is called inside `recorded_history`.
-        history: dict[str, Any] = recorded_allocations(device)
+        history: dict[str, Any] = device_module(device).memory._snapshot(device)
     else:
         history = counted_history(counters)
     with atomic_path(path, replace=replace) as temporary:

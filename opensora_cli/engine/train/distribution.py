@@ -20,10 +20,10 @@ from opensora_cli.engine.components.parallelize import plan_exchange
 from opensora_cli.engine.launch.rank import agreed, device_type, joined, settings_of_ranks
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.collectives import all_gather
-from opensora_cli.parallel.exchanges import TwoStages, open_stages
 from opensora_cli.parallel.mesh import ParallelMesh, use_mesh
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape, span
 from opensora_cli.parallel.tensor import FeatureCut
+from opensora_cli.parallel.ulysses import TwoStages, open_stages
 from opensora_cli.settings.devices import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
 

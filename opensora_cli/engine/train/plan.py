@@ -12,9 +12,8 @@ from opensora_cli.core.device_names import GPU, type_of_ranks
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.formatting import first_few, format_bytes
-from opensora_cli.core.limits import read_private_memory
+from opensora_cli.core.limits import ThreadChoice, pick_threads, read_private_memory
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.core.threads import ThreadChoice, pick_threads
 from opensora_cli.engine.components.architectures import transformer_on_meta
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import OutOfMemoryError, pick_hardware

@@ -17,8 +17,8 @@ from opensora_cli.core.device import peak_memory_gib
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, MediaError, OsoraError
 from opensora_cli.core.formatting import aligned_rows
+from opensora_cli.core.limits import pick_threads, threads_used
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.core.threads import pick_threads, threads_used
 from opensora_cli.engine.components.architectures import load_autoencoder, vae_tiling
 from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory, pick_hardware, versions
 from opensora_cli.engine.vae.early import ENDINGS, find_weights, result_stems

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, MediaError
+from opensora_cli.core.limits import pick_threads, threads_used
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.core.threads import pick_threads, threads_used
 from opensora_cli.engine.components.architectures import load_autoencoder, vae_tiling
 from opensora_cli.engine.components.hardware import Hardware, pick_hardware
 from opensora_cli.engine.vae.early import find_weights

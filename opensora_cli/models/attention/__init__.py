@@ -1,4 +1,4 @@
-"""Table of the attention backends. `core/attention_kinds.py` describes them without importing torch."""
+"""Table of the attention backends. `core/attention.py` describes them without importing torch."""
 
 from opensora_cli.models.attention.libraries import flash2, flash3, flash4, xformers
 from opensora_cli.models.attention.torch_kernels import bf16_products, cudnn, math, sdpa

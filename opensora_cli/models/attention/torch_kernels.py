@@ -8,7 +8,8 @@ from torch.backends import cuda
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from opensora_cli.core.attention import AttentionBackend, AttentionFn, ComparedKernel, PartKernel, accumulation_dtype
+from opensora_cli.core.attention import AttentionBackend, AttentionFn, ComparedKernel, PartKernel
+from opensora_cli.core.device import accumulation_dtype
 
 _aten = torch.ops.aten
 _EFFICIENT_ALIGNMENT = 32

@@ -24,16 +24,15 @@ CONTEXT = RankContext(rank=1, local_rank=1, world_size=2, nnodes=1, master_addr=
 
 SILENT = """
 import time
-from opensora_cli.core.rank_link import beat, linked
+from opensora_cli.core import rank_link
 from opensora_cli.core.ranks import RankContext
 context = RankContext(rank=1, local_rank=1, world_size=2, nnodes=1, master_addr="localhost", master_port=1)
-with linked(context, silence_s=0.3, silent_steps=3):
-    beat("load")
-    time.sleep(0.7)  # as long as it takes
-    beat("denoise", {step_s})
-    time.sleep({sleep_s})
-    beat("decode")
-    print("decoded", flush=True)
+rank_link.SILENCE_S, rank_link._BEAT_S = 0.3, 0.1
+with rank_link.linked(context):
+    rank_link.beat("load")
+    time.sleep(1.5)  # as long as it takes
+    rank_link.beat("denoise", 0.01)
+    time.sleep(60)
 """
 
 
@@ -49,15 +48,9 @@ def test_without_a_launcher_the_caller_reports_errors():
         assert not report_left(lambda: pytest.fail("nobody asks"))
 
 
-def run_silent(**numbers):
-    code = SILENT.format(**numbers)
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
-
-
-def test_silence_ends_a_rank():
-    done = run_silent(step_s=0.01, sleep_s=60)
+def test_a_step_that_takes_far_too_long_ends_a_rank_without_a_launcher():
+    done = subprocess.run([sys.executable, "-c", SILENT], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 4
-    assert done.stdout == ""
     assert done.stderr.startswith("error: rank 1 on ")
     assert ", in the stage denoise: no progress for " in done.stderr
 
@@ -78,7 +71,7 @@ def compute():
     while time.monotonic() < start + 3.5:
         {between}
 
-with rank_link.linked(context, silence_s=1.5):
+with rank_link.linked(context):
     {before}
 """
 
@@ -100,12 +93,12 @@ def states(before, between="time.sleep(0.01)", log=None):
 
 
 @pytest.mark.slow
-def test_a_rank_reports_its_progress_and_timeouts_every_second():
-    received = states("rank_link.beat('denoise', 0.2, on_device=True); compute()", between="rank_link.move()")
+def test_a_rank_reports_its_progress_every_second():
+    received = states("rank_link.beat('denoise', 0.2); compute()", between="rank_link.move()")
     assert len(received) >= 3
     assert received[0]["stage"] == "start"
     last = received[-1]
-    assert (last["stage"], last["idle_s"], last["late_s"], last["on_device"]) == ("denoise", 2.0, 6.0, True)
+    assert (last["stage"], last["step_s"]) == ("denoise", 0.2)
     assert last["moves"] > received[1]["moves"]
 
 

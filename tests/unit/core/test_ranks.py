@@ -105,8 +105,6 @@ class TestSlurm:
             find_context(without(SLURM, missing))
 
     def test_contradictions(self):
-        with pytest.raises(RequestError, match="WORLD_SIZE=4 contradicts SLURM_NTASKS=8"):
-            find_context({**SLURM, "WORLD_SIZE": "4"})
         with pytest.raises(RequestError, match="SLURM_PROCID=8 contradicts SLURM_NTASKS=8"):
             find_context({**SLURM, "SLURM_PROCID": "8"})
         with pytest.raises(RequestError, match=r"different numbers of ranks: 8 on 3$"):

@@ -9,9 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from opensora_cli.core.files import atomic_folder, write_bytes_atomic
+from opensora_cli.core.files import (
+    atomic_folder,
+    is_abandoned,
+    remove_left,
+    temporary_folder,
+    temporary_name,
+    write_bytes_atomic,
+)
 from opensora_cli.core.locks import locked_file
-from opensora_cli.core.temporary_files import is_abandoned, remove_left_by, temporary_folder, temporary_name
 
 TWO_MINUTES, TWO_HOURS, TWO_DAYS = 120.0, 7200.0, 172800.0
 PARTS = re.compile(r"\.osora-([0-9a-f]{8})-(\d+)-(\w+)\.tmp")
@@ -20,7 +26,7 @@ PARTS = re.compile(r"\.osora-([0-9a-f]{8})-(\d+)-(\w+)\.tmp")
 @pytest.fixture(scope="module")
 def of_the_dead():
     """The name that a process has made which is gone."""
-    code = "from opensora_cli.core.temporary_files import temporary_name; print(temporary_name())"
+    code = "from opensora_cli.core.files import temporary_name; print(temporary_name())"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
@@ -48,7 +54,7 @@ def test_the_next_write_beside_it_removes_it(tmp_path, of_the_dead, is_folder):
 
 
 def test_that_of_a_living_process_is_kept_however_old(tmp_path):
-    code = "from opensora_cli.core.temporary_files import temporary_name; print(temporary_name(), flush=True); input()"
+    code = "from opensora_cli.core.files import temporary_name; print(temporary_name(), flush=True); input()"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as alive:
@@ -103,7 +109,7 @@ def test_those_of_processes_that_were_seen_to_end_are_removed_at_once(tmp_path, 
     others = [changed(of_the_dead, pid=pid + 1), changed(of_the_dead, place="00000000"), f".osora-{pid}.tmp"]
     for name in (of_the_dead, *others):
         left(tmp_path / name, age_s=0.0, is_folder=True)
-    remove_left_by([pid], tmp_path)
+    remove_left(tmp_path, by=[pid])
     assert sorted(os.listdir(tmp_path)) == sorted(others)
 
 

@@ -6,7 +6,7 @@ from attention_parts import gradients, merged
 from closeness import assert_close
 from torch.nn import functional
 
-from opensora_cli.core.attention import accumulation_dtype
+from opensora_cli.core.device import accumulation_dtype
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.models.attention import BACKENDS
 from opensora_cli.models.attention.torch_kernels import MATH_PARTS, math, sdpa

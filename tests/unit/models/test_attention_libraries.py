@@ -5,7 +5,7 @@ import torch
 from attention_libraries import HALF, fake_flash2, fake_flash3, fake_flash4, fake_xformers
 from attention_parts import gradients, merged
 
-from opensora_cli.core.attention_kinds import ATTENTION_KINDS
+from opensora_cli.core.attention import ATTENTION_KINDS
 from opensora_cli.models.attention import BACKENDS
 from opensora_cli.models.attention.torch_kernels import math
 from opensora_cli.settings.enums import AttentionChoice

@@ -6,8 +6,8 @@ import pytest
 import torch
 from attention_libraries import fake_flash2, fake_flash3, fake_xformers
 
-from opensora_cli.core import attention_kinds
-from opensora_cli.core.attention_kinds import ATTENTION_KINDS
+from opensora_cli.core import attention as core_attention
+from opensora_cli.core.attention import ATTENTION_KINDS
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.components import attention
 from opensora_cli.engine.components.attention import (
@@ -62,7 +62,7 @@ def test_auto_on_a_cpu_is_sdpa():
     ],
 )
 def test_a_library_that_is_not_installed_is_named_with_the_line_that_installs_it(monkeypatch, name, package, install):
-    monkeypatch.setattr(attention_kinds.importlib.util, "find_spec", lambda module: None)
+    monkeypatch.setattr(core_attention.importlib.util, "find_spec", lambda module: None)
     with pytest.raises(HardwareError, match=f"{SETTING}={name} .*: {package} is not installed") as error:
         choose(name, GPU, tries_device=False)
     assert error.value.exit_code == 4

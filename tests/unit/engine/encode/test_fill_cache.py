@@ -16,10 +16,11 @@ from torch import nn
 
 from opensora_cli.checkpoint import lazy
 from opensora_cli.core import files as core_files
-from opensora_cli.core import threads
+from opensora_cli.core import limits
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import BatchError, FileProblem, MediaError
 from opensora_cli.core.limits import Cores
+from opensora_cli.core.limits import ThreadChoice
 from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.engine.encode import fill_cache
@@ -54,7 +55,7 @@ def one_thread():
     """Give every run one thread: the rounding of sums depends on the number."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    with mock.patch.object(threads, "read_cores", return_value=Cores(allowed=1)):
+    with mock.patch.object(limits, "read_cores", return_value=(1, None)):
         yield
     torch.set_num_threads(before)
 

@@ -7,7 +7,7 @@ import psutil
 import pytest
 from tiny_world import DEMO_SIZES, demo_settings
 
-from opensora_cli.core import temporary_files
+from opensora_cli.core import files as core_files
 from opensora_cli.core.exceptions import BatchError, CheckpointError, InUseError, RequestError
 from opensora_cli.engine.generate import batch, denoise
 from opensora_cli.engine.generate import models as generate_models
@@ -133,7 +133,7 @@ def test_shards_make_different_rows(asked, rows_of, reporter, monkeypatch):
     assert [(part.rows, part.made) for part in parts] == [(1, 1), (1, 1)]
     left = parts[0].outputs[0].with_name(".osora-0123456789abcdef.lock")
     left.touch()
-    monkeypatch.setattr(temporary_files, "_looked_through", set())  # as in another process
+    monkeypatch.setattr(core_files, "_looked_through", set())  # as in another process
     whole = run(request, rows, reporter)
     assert (whole.made, whole.kept) == (0, 2)
     assert not left.exists()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_world import demo_settings, names, released_settings
 
-from opensora_cli.core import temporary_files
+from opensora_cli.core import files as core_files
 from opensora_cli.core.exceptions import OsoraWarning, OutputError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate import models
@@ -191,7 +191,7 @@ def test_a_whole_result_is_made_before_whatever_lies_beside_it(world, tmp_path, 
     generate(demo_settings(world, tmp_path / "a.mp4"))
     made = names(tmp_path)
     (tmp_path / ".osora-762069bc07a6e1b5.lock").touch()
-    monkeypatch.setattr(temporary_files, "_looked_through", set())  # as in another process
+    monkeypatch.setattr(core_files, "_looked_through", set())  # as in another process
     [video] = generate(demo_settings(world, tmp_path / "a.mp4", output__last_frame="true"), reporter=reporter).videos
     assert video.made_before
     assert names(tmp_path) == made

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from opensora_cli.core.exceptions import HardwareError, RequestError
-from opensora_cli.core.temporary_files import temporary_folder
+from opensora_cli.core.files import temporary_folder
 from opensora_cli.engine.launch.launcher import LaunchRequest, log_folder, write_settings
 from opensora_cli.engine.launch.process import RankFailure
 from opensora_cli.settings.devices import ParallelSettings
@@ -60,8 +60,9 @@ def test_picked_gpus(monkeypatch, seen, expected):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if seen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
-    assert request(device_type="cuda", devices=(0, 2)).visible_devices() == expected
-    assert request(device_type="cuda").visible_devices() is None
+    environment = request(device_type="cuda", devices=(0, 2)).environment(Path("store"))
+    assert environment["CUDA_VISIBLE_DEVICES"] == expected
+    assert request(device_type="cuda").environment(Path("store")).get("CUDA_VISIBLE_DEVICES") == seen
 
 
 def test_several_machines_are_started_by_torchrun_or_srun():

@@ -25,6 +25,7 @@ from toy_training import Listener
 
 from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.core.limits import ThreadChoice
 from opensora_cli.core.locks import LOCK_FILE, locked_file
 from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.train import objectives
