@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import as_unicode, is_unicode, plain
-from opensora_cli.core.section import Section, nested
+from opensora_cli.core.section import Section, all_keys, nested
 from opensora_cli.settings.explain import Given, explain, nearest, nearest_key
 
 Layer = Mapping[str, Given]
@@ -159,17 +159,6 @@ def check_key(schema: type[Section], key: str, *, source: str) -> None:
         f"{key} (from {source}) is not a setting",
         hint=f"did you mean {close}?" if close else f"there are {', '.join(siblings or schema.model_fields)}",
     )
-
-
-@cache
-def all_keys(schema: type[Section]) -> tuple[str, ...]:
-    """Return the dotted keys of all settings."""
-    keys: list[str] = []
-    for name, field in schema.model_fields.items():
-        kind = field.annotation
-        inside = all_keys(kind) if isinstance(kind, type) and issubclass(kind, Section) else ()
-        keys += [f"{name}.{key}" for key in inside] or [name]
-    return tuple(keys)
 
 
 def _variables(schema: type[Section]) -> dict[str, str]:

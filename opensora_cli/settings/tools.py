@@ -217,7 +217,7 @@ def _changes(text: str) -> Changes:
         if not equals or not key:
             raise RequestError(f"--try {text} must be KEY=VALUE,KEY=VALUE, and has {pair!r}")
         check_key(GenerateSettings, key, source=f"--try {text}")
-        if SAME_FOR_ALL_RUNS.covers(key):
+        if key in SAME_FOR_ALL_RUNS.covered(GenerateSettings):
             hint = f"drop it, or give it to all runs: --set {key}={value}"
             raise RequestError(f"--try {text}: {key} must be the same for all runs", hint=hint)
         if key in changes:
@@ -236,7 +236,7 @@ def benched_request(request: GenerateRequest) -> GenerateRequest:
 
 def refuse_unfit(settings: GenerateSettings) -> None:
     """Raise RequestError if settings ask for something other than one whole video from noise."""
-    for key, value in changed(settings):
+    for key, value in changed(settings).items():
         if key in ("from_latents", "resume", "sampling.num_samples", "sampling.stop_at", "output.explore"):
             what = "bench-generate makes one whole video with each setting"
             raise RequestError(f"{key}={shown(value)} cannot be compared: {what}", hint="drop it")

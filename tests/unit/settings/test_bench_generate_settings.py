@@ -3,9 +3,9 @@
 import pytest
 
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.section import all_keys
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.layers import all_keys
 from opensora_cli.settings.load import GenerateRequest, load_preset
 from opensora_cli.settings.tools import STANDARD, benched_request, read_tries, refuse_unfit, tried_settings
 

@@ -2,11 +2,10 @@
 
 import pytest
 
-from opensora_cli.core.section import Section
+from opensora_cli.core.section import Section, all_keys
 from opensora_cli.settings.applies import used_settings
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.layers import all_keys
 from opensora_cli.settings.load import (
     GenerateRequest,
     SavedSettings,
