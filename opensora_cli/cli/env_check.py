@@ -2,8 +2,7 @@
 
 import os
 
-from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import make_command
+from opensora_cli.cli.command import Call, make_command
 from opensora_cli.cli.output import print_lines
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.env_check.profiles import PROFILES

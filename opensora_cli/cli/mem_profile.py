@@ -2,8 +2,7 @@
 
 import os
 
-from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import ON, config_row, make_command, set_row
+from opensora_cli.cli.command import ON, Call, config_row, make_command, set_row
 from opensora_cli.core import device_names
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.tools import MemProfileSettings, profiled_settings, require_profile
@@ -49,12 +48,9 @@ _ROWS = {
     "--device": Option(kind=str, metavar="DEVICE", help=device_names.HELP, default="auto"),
     "--gpus": Option(metavar="N", help="Predict for each of N devices of any machine; measure nothing."),
     "--on": ON._replace(help="Predict for other GPUs, as in 8xH100 or 12GiB; measure nothing."),
-    "--compare": Option("compare", help="Measure techniques that save memory, one by one, and attention backends."),
-    "--runs": Option("runs", help="Timed runs after the measured one, by stage and block; 0 for none."),
-    "--adaptive-batch": Option("adaptive_batch"),
     "--memory-limit": Option("memory_limit", metavar="SIZE"),
-    "--snapshot": Option("snapshot", _FILES, "Write a file for PyTorch's memory viewer.", "FILE"),
-    "--plot": Option("plot", _FILES, "Write charts: .png, .svg or .pdf.", "FILE"),
+    "--snapshot": Option("snapshot", _FILES, metavar="FILE"),
+    "--plot": Option("plot", _FILES, metavar="FILE"),
     "--overwrite": Option("overwrite", _FILES),
 }
 COMMAND = make_command(mem_profile, _ROWS)

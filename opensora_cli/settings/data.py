@@ -114,7 +114,7 @@ class PreviewSettings(Section):
     """Table to make a contact sheet of."""
 
     table: TableFile = Field(description="CSV or parquet file.")
-    sheet: PictureFile = Field(description="Picture to write.")
+    sheet: PictureFile = Field(description="Picture to write: .png, .jpg or .webp.")
     count: int = Field(24, ge=1, le=1000, description="Number of random samples.")
     seed: int = Field(0, ge=0, le=2**62, description="Seed of the choice of samples.")
     overwrite: bool = Field(False, description="Replace an existing picture.")

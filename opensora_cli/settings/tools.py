@@ -40,8 +40,8 @@ class BenchCommSettings(Section):
     iters: int = Field(20, ge=1, le=100_000, description="Timed repeats of each size.")
     warmup: int = Field(5, ge=2, le=100_000, description="Repeats before the timed ones.")
     collectives: tuple[Collective, ...] = Field(tuple(Collective), min_length=1, description="Collectives to measure.")
-    scaling: Scaling | None = Field(None, description="Also time sampling at 1, 2, 4 .. ranks.")
-    plot: PlotFile | None = Field(None, description="Chart file: .png, .svg or .pdf.")
+    scaling: Scaling | None = Field(None, description="Also time steps of sampling at 1, 2, 4 .. ranks.")
+    plot: PlotFile | None = Field(None, description="Write a chart: .png, .svg or .pdf.")
     overwrite: bool = Field(False, description="Replace an existing file.")
 
     def rules(self) -> Iterator[str]:
@@ -77,12 +77,12 @@ class MemProfileSettings(Section):
 
     applies = (Applies("memory_limit", lambda s: s.adaptive_batch, "without adaptive_batch: give it, too"),)
 
-    compare: bool = Field(False, description="Measure techniques that save memory, one by one.")
+    compare: bool = Field(False, description="Measure techniques that save memory, one by one, and attention backends.")
     adaptive_batch: bool = Field(False, description="Predict the largest batch of a training.")
     memory_limit: ByteSize | None = Field(None, description="Memory for the batch, as in 24GiB. None: free memory.")
-    runs: int = Field(3, ge=0, le=1000, description="Timed repeats. 0 disables timing.")
-    snapshot: FileName | None = Field(None, description="File for PyTorch's memory viewer.")
-    plot: PlotFile | None = Field(None, description="Chart file: .png, .svg or .pdf.")
+    runs: int = Field(3, ge=0, le=1000, description="Timed runs after the measured one; 0 for none.")
+    snapshot: FileName | None = Field(None, description="Write a file for PyTorch's memory viewer.")
+    plot: PlotFile | None = Field(None, description="Write a chart: .png, .svg or .pdf.")
     overwrite: bool = Field(False, description="Replace existing files.")
 
     def rules(self) -> Iterator[str]:
