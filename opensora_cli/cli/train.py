@@ -8,6 +8,7 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.encode.inputs import require_tables
 from opensora_cli.engine.listings import describe_recipes
 from opensora_cli.engine.train.early import Resume, check_output, refuse_early, warn_of_missing_inputs
+from opensora_cli.settings.files import ConfigFile
 from opensora_cli.settings.flags import MACHINE, Option
 from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.layers import Layer, collect_overrides
@@ -56,11 +57,13 @@ def train(given: Layer, call: Call) -> None:
         _run(given, call)
 
 
-def load_settings(given: Layer, call: Call, *, machine: PlannedMachine | None = None) -> TrainSettings:
+def load_settings(
+    given: Layer, call: Call, *, config: ConfigFile | None = None, machine: PlannedMachine | None = None
+) -> TrainSettings:
     """Return the settings of a training run, with the GPUs of a planned machine."""
     overrides = collect_overrides(TrainSettings, given, call.assignments)
     return load_train_settings(
-        config=call.config,
+        config=config or call.config,
         overrides=overrides if machine is None else {**machine.counts(overrides), **overrides},
         environment=os.environ,
         saved=call.value("--from", Path),

@@ -58,9 +58,7 @@ RELEASED_BUCKETS: BucketTable = {
 class DataSettings(Section):
     """Clips, sorted into buckets of one size."""
 
-    table: FileName | None = Field(
-        None, description="CSV or parquet table of pictures and videos. None: clips come from a Python program."
-    )
+    table: FileName | None = Field(None, description="CSV or parquet table of clips. None: from a Python program.")
     buckets: BucketTable = Field(
         RELEASED_BUCKETS,
         min_length=1,

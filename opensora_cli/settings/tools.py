@@ -2,30 +2,42 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field, ValidationError
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.section import Applies, ByteSize, FileName, PlotFile, Section, changed, shown
-from opensora_cli.models.registry import AUTO, DEMO
+from opensora_cli.models.registry import AUTO
 from opensora_cli.settings.applies import PARALLEL, SAME_FOR_ALL_RUNS, refuse_without_effect
 from opensora_cli.settings.devices import DeviceKind, ParallelSettings
-from opensora_cli.settings.enums import Collective, Scaling
 from opensora_cli.settings.explain import Given, explain, nearest
-from opensora_cli.settings.files import open_config
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.generate_sections import OutputSettings
-from opensora_cli.settings.hardware import PlannedMachine
-from opensora_cli.settings.layers import check_key, collect_overrides
-from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, few_evaluations, generate_request
-from opensora_cli.settings.train import TrainSettings, load_train_settings
+from opensora_cli.settings.layers import check_key
+from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, few_evaluations
 
 MIB = 2**20
 _BenchBytes = Annotated[ByteSize, Field(le=2**40)]
+
+EnvProfile = StrEnum("EnvProfile", ["LOCAL", "CLOUD", "CLUSTER"])
+"""Kind of machine for recommended settings."""
+
+Collective = StrEnum(
+    "Collective",
+    "ALL_REDUCE ALL_GATHER REDUCE_SCATTER ALL_TO_ALL HIERARCHICAL ALL_TO_ALL_BF16 ALL_TO_ALL_FP8 BROADCAST SEND_RECV",
+)
+"""Collective that `osora bench-comm` measures.
+
+`hierarchical` is an all-to-all in two stages, inside and between machines. The compressed all-to-alls send fp32
+elements as bf16, or in 8 bits with a scale for each row.
+"""
+
+Scaling = StrEnum("Scaling", ["STRONG", "WEAK"])
+"""Scaling test of `osora bench-comm`: the total work (strong), or the work of each rank (weak) is constant."""
 
 
 class BenchCommSettings(Section):
@@ -121,50 +133,6 @@ class GallerySettings(Section):
     def rules(self) -> Iterator[str]:
         if self.output is not None and not self.output.endswith(".html"):
             yield f"output={self.output} must end with .html"
-
-
-def profiled_settings(
-    config: Path | None,
-    *,
-    assignments: Sequence[str],
-    device: str | None,
-    environment: Mapping[str, str],
-    gpus: int | str | None = None,
-    on: PlannedMachine | None = None,
-    report: Callable[[str], None] = lambda line: None,
-) -> GenerateRequest | TrainSettings:
-    """Return the request to generate, or the settings of a training run, to profile.
-
-    `config` is a YAML file, a `.py` file of the reference implementation, or the name of a packaged recipe or preset.
-    A file with the key `target` is for training. None means generation with the demo. `report` gets a line with the
-    names in a `.py` recipe that are not carried over. A request has such a line in its `notes`.
-    """
-    shared = {} if gpus is None else {"parallel.gpus": Given(gpus, "--gpus")}
-    if on is not None:
-        shared = {**on.counts(shared), **shared}
-    file = None if config is None else open_config(config, "train", "generate")
-    if file is not None and file.is_for_training:
-        if device not in (None, "auto", "cpu"):
-            raise RequestError(f"--device {device} is not possible: training is profiled on the CPU", hint="drop it")
-        overrides = collect_overrides(TrainSettings, shared, assignments)
-        return load_train_settings(config=file, overrides=overrides, environment=environment, report=report)
-    flags = {} if device is None else {"runtime.device": Given(device, "--device")}
-    overrides = collect_overrides(GenerateSettings, {**flags, **shared}, assignments)
-    overrides.setdefault("prompt", Given(ANY_PROMPT, "mem-profile"))
-    if file is None and on is None:
-        overrides.setdefault("runtime.model_choice", Given(DEMO, "mem-profile"))
-    return generate_request(overrides, config=file, environment=environment, on=on)
-
-
-def require_profile(settings: MemProfileSettings, what: GenerateRequest | TrainSettings) -> None:
-    """Raise RequestError if `settings` ask for what a profile of `what` does not have."""
-    if settings.adaptive_batch and not isinstance(what, TrainSettings):
-        raise RequestError(
-            "adaptive_batch=true needs a training recipe: a generation computes one clip at a time",
-            hint="name a recipe, as in --config demo_lora",
-        )
-    if settings.compare and isinstance(what, TrainSettings) and (ranks := what.parallel.world_size) > 1:
-        raise RequestError(f"compare measures in one process, and parallel.gpus={ranks}: drop one of them")
 
 
 Changes = Mapping[str, object]

@@ -22,10 +22,9 @@ from opensora_cli.engine.bench_comm.report import BenchReport
 from opensora_cli.engine.bench_comm.run import affordable_bytes, bench_comm
 from opensora_cli.parallel.exchanges import TwoStages
 from opensora_cli.parallel.mesh import stage_groups
-from opensora_cli.settings.enums import Collective, Scaling
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
-from opensora_cli.settings.tools import BenchCommSettings
+from opensora_cli.settings.tools import BenchCommSettings, Collective, Scaling
 
 Pool = Callable[[int], Any]
 CPU = torch.device("cpu")

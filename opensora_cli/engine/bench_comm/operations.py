@@ -24,7 +24,7 @@ from opensora_cli.parallel.collectives import (
 )
 from opensora_cli.parallel.exchanges import TwoStages, compressed, to_wire, unpacked
 from opensora_cli.parallel.shares import Parts, WireFormat
-from opensora_cli.settings.enums import Collective
+from opensora_cli.settings.tools import Collective
 
 _PERIOD = 31
 _ROW = 128

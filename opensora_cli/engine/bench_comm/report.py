@@ -11,7 +11,7 @@ from opensora_cli.engine.bench_comm.links import Verdict
 from opensora_cli.engine.bench_comm.scaling import ScalingTable
 from opensora_cli.engine.bench_comm.topology import Header
 from opensora_cli.media.plots import new_figure, write_figure
-from opensora_cli.settings.enums import Collective
+from opensora_cli.settings.tools import Collective
 
 TABLE_HEAD = (
     f"{'collective':<16}{'size (B)':>11}{'dtype':>9}{'avg (us)':>10}{'p99 (us)':>10}"

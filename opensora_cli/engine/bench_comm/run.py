@@ -24,8 +24,7 @@ from opensora_cli.engine.launch.rank import WatchedReporter, device_type, joined
 from opensora_cli.media.plots import new_figure
 from opensora_cli.parallel.exchanges import TwoStages
 from opensora_cli.parallel.mesh import stage_groups
-from opensora_cli.settings.enums import Collective
-from opensora_cli.settings.tools import BenchCommSettings
+from opensora_cli.settings.tools import BenchCommSettings, Collective
 
 Show = Callable[[Sequence[str]], None]
 

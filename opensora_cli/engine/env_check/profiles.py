@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from opensora_cli.core.documents import Document
-from opensora_cli.settings.enums import EnvProfile
+from opensora_cli.settings.tools import EnvProfile
 
 
 class Recommendation(Document):

@@ -13,7 +13,7 @@ from opensora_cli.engine.train.objectives import find_objective
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.sampling.sizes import training_sizes
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_loop import Checkpointing, Compute
+from opensora_cli.settings.train_sections import Checkpointing, Compute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

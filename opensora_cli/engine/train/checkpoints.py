@@ -42,7 +42,7 @@ from opensora_cli.engine.train.metrics import remove_records, truncate_log
 from opensora_cli.engine.train.state import read_running_states, tensors_of
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_loop import CheckpointSettings
+from opensora_cli.settings.train_sections import CheckpointSettings
 
 VALIDATION_LOSS, TRAINING_LOSS = "validation loss", "mean training loss"
 """Scores that compare checkpoints."""

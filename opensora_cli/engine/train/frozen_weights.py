@@ -22,9 +22,9 @@ from opensora_cli.engine.train.transformer import weights_dtype
 from opensora_cli.memory.host_weights import kept_blocks, streaming_bytes
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit.blocks import repeated_blocks
-from opensora_cli.settings.enums import HostWeights
+from opensora_cli.settings.devices import HostWeights
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_loop import WeightOffload
+from opensora_cli.settings.train_sections import WeightOffload
 
 _RESIDENT = 2
 """Default number of resident blocks: one computes while the next is copied."""

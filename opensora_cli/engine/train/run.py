@@ -33,7 +33,7 @@ from opensora_cli.engine.train.state import as_recorded, read_running_states, re
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.engine.train.transformer import plan_attention
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_loop import Compute
+from opensora_cli.settings.train_sections import Compute
 
 _Event = HeldOutLoss | SampleVideos
 _SMALLER = "use smaller batches or sizes, or memory.checkpointing=full; --dry-run prints the memory of a rank"

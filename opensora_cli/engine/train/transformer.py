@@ -21,7 +21,7 @@ from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.layout import converter, find_rotary
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_loop import Compute, WeightOffload
+from opensora_cli.settings.train_sections import Compute, WeightOffload
 
 _HOST = torch.device("cpu")
 # Models for pictures only lack it. It starts from zero, and so changes nothing at first.

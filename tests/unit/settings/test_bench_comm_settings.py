@@ -3,10 +3,9 @@
 import pytest
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.settings.enums import Collective
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.layers import validate
-from opensora_cli.settings.tools import BenchCommSettings
+from opensora_cli.settings.tools import BenchCommSettings, Collective
 
 
 def _settings(**values: object) -> BenchCommSettings:

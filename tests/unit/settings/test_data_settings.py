@@ -35,11 +35,11 @@ def test_buckets_may_be_text_or_mappings(written: object) -> None:
     ("values", "message"),
     [
         ({"buckets": {}}, "buckets"),
-        ({"buckets": {"256px": {}}}, "buckets.256px={} must have at least 1 values"),
+        ({"buckets": {"256px": {}}}, "buckets.256px={} must have at least 1 item"),
         ({"buckets": {"256px": {1: (0.0, 1)}}}, "data.buckets have probability 0"),
         ({"buckets": "foo"}, "buckets=foo must be resolutions, frames, probabilities and batch sizes"),
         ({"buckets": "{64: {1: [1, 1]}}"}, "buckets.64=64 must be a resolution, as in 256px or 720p"),
-        ({"buckets": "{64px: 3}"}, "buckets.64px=3 must be a mapping"),
+        ({"buckets": "{64px: 3}"}, "buckets.64px=3 must be a valid dictionary"),
         ({"buckets": "{64px: {a: [1, 1]}}"}, "buckets.64px.a=a must be a whole number"),
         ({"buckets": "{64px: {17: 1}}"}, "buckets.64px.17=1 must be [probability, batch size]"),
         ({"buckets": "{64px: {17: [1, 0.5]}}"}, "buckets.64px.17=0.5 must be a whole number"),

@@ -155,10 +155,11 @@ def test_lists_as_text(text: str) -> None:
     [("samples", None, "mp4"), ("samples", "gif", "gif"), ("dir/A.PNG", None, "png"), ("v1.5", None, "mp4")],
 )
 def test_output_format(path: str, format_: str | None, expected: str) -> None:
-    output = RELEASED.replace({"output.path": path, "output.format": format_}).output
-    assert output.resolved_format(num_frames=5) is MediaFormat(expected)
-    is_default = (output.format, output.named_format) == (None, None)
-    assert output.resolved_format(num_frames=1) is MediaFormat("png" if is_default else expected)
+    settings = RELEASED.replace({"output.path": path, "output.format": format_})
+    assert settings.output_format is MediaFormat(expected)
+    is_default = (settings.output.format, settings.output.named_format) == (None, None)
+    picture = settings.replace({"video.num_frames": 1})
+    assert picture.output_format is MediaFormat("png" if is_default else expected)
 
 
 @pytest.mark.parametrize(

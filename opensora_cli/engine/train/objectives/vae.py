@@ -34,7 +34,7 @@ from opensora_cli.engine.train.objectives.vae_terms import (
 from opensora_cli.engine.train.trainer import MODEL, Losses, Role, Task
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.train import VAE_FILE, TrainSettings
-from opensora_cli.settings.train_objectives import VAETrainSettings
+from opensora_cli.settings.train_sections import VAETrainSettings
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 

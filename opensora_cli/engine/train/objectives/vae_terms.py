@@ -15,8 +15,7 @@ from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.train.trainer import Role
 from opensora_cli.models.vae.dc_ae import ClipConv3d
 from opensora_cli.models.vae.resample import GroupNorm
-from opensora_cli.settings.train_loop import OptimizerName, OptimizerSettings
-from opensora_cli.settings.train_objectives import DiscriminatorSettings
+from opensora_cli.settings.train_sections import DiscriminatorSettings, OptimizerName, OptimizerSettings
 
 _PIXEL_RANGE = 2.0  # from -1 to 1
 _EPS = 1e-4

@@ -12,7 +12,7 @@ from opensora_cli.engine.bench_comm.report import BenchReport, Row
 from opensora_cli.engine.bench_comm.run import doubling_sizes
 from opensora_cli.engine.bench_comm.scaling import ScalingRow, ScalingTable
 from opensora_cli.engine.bench_comm.topology import Header, HostLinks
-from opensora_cli.settings.enums import Collective, Scaling
+from opensora_cli.settings.tools import Collective, Scaling
 
 NVLINK = Expectation(link="NVLink 4 x18", gb_per_s=450, stream_gb_per_s=450, good_share=0.7, source="NVIDIA")
 

@@ -13,7 +13,7 @@ from opensora_cli.engine.train.objectives.vae import cut_squares, to_pixels
 from opensora_cli.engine.train.objectives.vae import vae_task as build_task
 from opensora_cli.engine.train.objectives.vae_terms import PerceptualDistance
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_loop import OptimizerSettings
+from opensora_cli.settings.train_sections import OptimizerSettings
 
 CPU = torch.device("cpu")
 DISCRIMINATOR = {"weight": 0.05, "width": 8, "layers": 2}
