@@ -106,7 +106,15 @@ class TrainSettings(Section):
     def rules(self) -> Iterator[str]:
         yield from pair_problems(self, needs=_NEEDS, conflicts=_CONFLICTS)
         yield from _device_problems(self)
-        yield from _watching_problems(self)
+        first, last = self.watching.profile_steps or (1, 1)
+        if not first <= last <= self.loop.steps:
+            yield (
+                f"watching.profile_steps={first},{last} must be two steps of the run, the earlier one first: "
+                f"1 to {self.loop.steps}"
+            )
+        table = self.validation.table
+        if self.validation.every and table is not None and table == self.data.table:
+            yield f"validation.table={table} must be another table than data.table"
         yield from self.objective.rules(self)
 
 
@@ -120,13 +128,12 @@ def load_train_settings(
 ) -> TrainSettings:
     """Return the settings of a run: `overrides` over the environment over a file over the entry of `model.name`.
 
-    The file is `config`, a recipe's name, a YAML file or a `.py` file of the reference implementation, or `saved`, the
-    complete `settings.json` of an earlier run, which precedes the environment. A run writes only into the folder of
-    `saved`, or where `overrides` say. `report` gets a line for each setting of a `.py` file that osora does not have.
+    The file is `config` (a recipe by name, a YAML file or a `.py` file of the reference), or `saved`: the complete
+    `settings.json` of an earlier run, which precedes the environment. A run writes only into the folder of `saved`, or
+    where `overrides` say. `report` gets a line with the names in a `.py` file that are not carried over.
 
     Raises:
-        RequestError: Not exactly one file is given, a key is unknown, a value breaks a rule, an override has no effect,
-            or `saved` names another folder to write to.
+        RequestError: A key is unknown, a value breaks a rule, an override has no effect, or no file is named.
         FileProblem: The file is missing or broken.
     """
     if config is not None and saved is not None:
@@ -264,15 +271,6 @@ def _degree_problems(settings: TrainSettings) -> Iterator[str]:
         yield f"parallel.tensor_parallel_degree={tensor} must be at most model.num_heads={heads}"
     else:
         yield from parallel.head_problems(heads)
-
-
-def _watching_problems(settings: TrainSettings) -> Iterator[str]:
-    validation, data, steps = settings.validation, settings.data, settings.loop.steps
-    first, last = settings.watching.profile_steps or (1, 1)
-    if not first <= last <= steps:
-        yield f"watching.profile_steps={first},{last} must be two steps of the run, the earlier one first: 1 to {steps}"
-    if validation.every and validation.table is not None and validation.table == data.table:
-        yield f"validation.table={validation.table} must be another table than data.table"
 
 
 def _autoencoder_problems(settings: TrainSettings) -> Iterator[str]:
