@@ -76,17 +76,14 @@ class Call:
 
     @property
     def assignments(self) -> list[str]:
-        """Values of `--set`."""
         return self.value("--set", list) or []
 
     @property
     def config(self) -> Path | None:
-        """Value of `--config`."""
         return self.value("--config", Path)
 
     @property
     def as_json(self) -> bool:
-        """Whether results are printed as JSON."""
         return "--json" in self.given
 
     @property
@@ -189,7 +186,6 @@ def config_row(about: str, *kinds: str) -> Option:
 
 
 def set_row(about: str) -> Option:
-    """Return the row of `--set`."""
     return Option(kind=list[str], metavar="KEY=VALUE", help=about)
 
 
@@ -220,7 +216,6 @@ class Command(TyperCommand):
             raise
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the help."""
         self.describe(everything=_ALL not in self.rows or ctx.meta.get(_EVERYTHING, False))
         hide_types(self.get_params(ctx))
         super().format_help(ctx, formatter)
@@ -313,7 +308,6 @@ def _show_all(context: typer.Context, wanted: bool) -> None:
 
 
 def _name(label: str) -> str:
-    """Return the name of a parameter: `num_frames_` for `--num-frames`, since `from` and `list` are taken."""
     return f"{label.lstrip('-').replace('-', '_').lower()}_"
 
 
@@ -339,7 +333,6 @@ def _parameter(label: str, row: Option, field: Any) -> inspect.Parameter:
 
 
 def _field(row: Option, schema: Any) -> Any:
-    """Return the pydantic field of a row's setting; None for a row without a setting."""
     if not row.key or schema is None:
         return None
     *sections, name = row.key.split(".")

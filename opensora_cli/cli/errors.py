@@ -78,7 +78,6 @@ def _report_failure(error: Exception, context: RankContext | None) -> int:
 
 
 def _report(error: OsoraError) -> int:
-    """Send an error to the launcher, or print it; return its exit code."""
     if not rank_link.report_failure(error.message, hint=error.hint, exit_code=error.exit_code):
         print_failure(error)
     return error.exit_code

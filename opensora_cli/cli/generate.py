@@ -37,7 +37,7 @@ def generate(given: dict[str, Given], call: Call) -> None:
         given["sampling.num_samples"] = Given(call.given["--explore"], "--explore")
         given["sampling.stop_at"] = Given(call.given["--explore-steps"], "--explore-steps")
     request = generate_request(given, assignments=call.assignments, saved=sidecar, config=call.config, on=call.planned)
-    if request.on is not None and request.find("prompt") is None:
+    if request.on is not None and request.text("prompt") is None:
         request = replace(request, overrides={**request.overrides, "prompt": Given(ANY_PROMPT, "--on")})
     if (table := call.value("--prompts", Path)) is not None:
         _make_rows(request, call, table, dry_run=dry_run)

@@ -199,7 +199,6 @@ class _Results(io.FileIO):
 def _guarded(
     stream: TextIO, original: TextIO | None, raw: Callable[..., io.FileIO], text: type[io.TextIOWrapper]
 ) -> TextIO:
-    """Return a stream to the same file with the layers `raw` and `text`."""
     if original is None or stream is not original:
         return stream
     stream.flush()

@@ -66,7 +66,6 @@ def _mode(settings: Any) -> ConditionMode:
 
 
 def _modes(settings: Any) -> tuple[ConditionMode, ...]:
-    """Return the condition modes of all segments."""
     return (_mode(settings), CONTINUING) if settings.video.extend else (_mode(settings),)
 
 
@@ -195,7 +194,6 @@ SAME_FOR_ALL_RUNS = _row(
 
 
 def _for(keys: str, applies: Callable[[Any], object], fix: str, *, typed: bool = False) -> Applies:
-    """Return a row for settings of some training objectives."""
     return _row(keys, applies, f"with target={{s.target}}: {fix}", typed=typed)
 
 

@@ -177,10 +177,7 @@ def _data(node: ast.expr, names: Mapping[str, Any]) -> Any:
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `above` over `below`, section by section.
-
-    `_delete_=True` in a section of a `.py` file drops what is below. A YAML file cannot have it: its scalars are text.
-    """
+    """Return `above` over `below`, section by section. `_delete_=True` in a `.py` file drops a section below."""
     result = dict(below)
     for key, value in above.items():
         if isinstance(value, dict):

@@ -174,7 +174,6 @@ class PictureSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _start_from_entry(cls, values: object) -> object:
-        """Put the given fields over the entry of the picture's model."""
         return picture_values(values) if isinstance(values, Mapping) else values
 
 

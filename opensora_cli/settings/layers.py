@@ -70,7 +70,6 @@ def read_environment(schema: type[Section], environment: Mapping[str, str]) -> d
 
 
 def _variables(schema: type[Section]) -> dict[str, str]:
-    """Return the dotted key of each environment variable."""
     variables = {f"{ENVIRONMENT_PREFIX}{key.upper().replace('.', '__')}": key for key in all_keys(schema)}
     return variables | ({"OSORA_WEIGHTS": _WEIGHTS} if _WEIGHTS in variables.values() else {})
 

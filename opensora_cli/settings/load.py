@@ -150,10 +150,6 @@ class GenerateRequest:
             given["picture.first"] = Given(False, "the reference or mode")
         return given
 
-    def find(self, key: str) -> Given | None:
-        """Return the value and source of a setting; None if it is not given."""
-        return None if _value(self.given, key) is None else self.given[key]
-
     def text(self, key: str) -> str | None:
         """Return a setting as text before validation; None if it is not given or unset."""
         value = _value(self.given, key)
@@ -281,7 +277,6 @@ def usual_settings(model: str) -> GenerateSettings:
 
 
 def _preset_layer(model: str, resolution: str | None) -> Layer:
-    """Return the settings of a model in its preset for a resolution, or in its first preset."""
     presets = ARCHITECTURES[model].presets
     return _preset(resolution if resolution in presets else presets[0])
 
@@ -369,7 +364,6 @@ def _gives_no_picture(given: Layer) -> bool:
 
 
 def _value(layer: Layer, key: str) -> object:
-    """Return the value of a setting; None if it is not given."""
     return layer[key].value if key in layer else None
 
 

@@ -197,7 +197,7 @@ def _changes(text: str) -> Changes:
 def benched_request(request: GenerateRequest) -> GenerateRequest:
     """Return a request that names no result, with a prompt."""
     overrides = {**request.overrides, "output.path": Given(OutputSettings().path, "bench-generate")}
-    if request.find("prompt") is None:
+    if request.text("prompt") is None:
         overrides["prompt"] = Given(ANY_PROMPT, "bench-generate")
     return replace(request, overrides=overrides)
 
