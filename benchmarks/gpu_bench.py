@@ -20,7 +20,7 @@ from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.plan import Plan, make_plan
 from opensora_cli.engine.mem_profile.measured_stages import random_transformer
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.settings.enums import OffloadMode
+from opensora_cli.settings.devices import OffloadMode
 from opensora_cli.settings.load import load_preset
 from opensora_cli.settings.tools import tried_settings
 

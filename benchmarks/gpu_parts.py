@@ -12,6 +12,7 @@ from plain_mmdit import plain_forward
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.device import GIB
 from opensora_cli.core.progress import SilentReporter
+from opensora_cli.core.section import all_keys
 from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.encode.encoders import EmptyPrompt
@@ -29,7 +30,6 @@ from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.sampling.packing import position_ids
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.layers import all_keys
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 _SIDE, _TINY_SIDE = 8192, 64

@@ -2,7 +2,7 @@
 
 from opensora_cli.engine.estimate.offload import AUTOENCODER, DECODE, DENOISE, ENCODE, TEXT, OffloadPlan, StageMemory
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.settings.enums import OffloadMode
+from opensora_cli.settings.devices import OffloadMode
 
 
 def small_stages(plan: Plan, offload: OffloadPlan) -> tuple[StageMemory, ...]:

@@ -12,8 +12,7 @@ from opensora_cli.engine.components.architectures import new_autoencoder
 from opensora_cli.engine.train.objectives.vae import PerceptualDistance, VAETask, discriminator_role
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.components import VAESettings
-from opensora_cli.settings.train_loop import OptimizerSettings
-from opensora_cli.settings.train_objectives import VAETrainSettings
+from opensora_cli.settings.train_sections import OptimizerSettings, VAETrainSettings
 
 VAES: Mapping[str, VAESettings] = {
     "hunyuan": VAESettings.model_validate(

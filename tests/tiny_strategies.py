@@ -14,7 +14,7 @@ from opensora_cli.engine.train.trainer import Task, Trainer
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.mesh import ParallelMesh, use_mesh
 from opensora_cli.settings.devices import Strategy, TrainParallelSettings
-from opensora_cli.settings.train_loop import OptimizerSettings
+from opensora_cli.settings.train_sections import OptimizerSettings
 
 LATENT_TOKENS, TEXT_TOKENS, BATCH = 7, 4, 2
 OPTIMIZER = OptimizerSettings(learning_rate=1e-3, warmup_steps=0, max_grad_norm=2.5)

@@ -76,7 +76,6 @@ class _Root(Group):
         return super().parse_args(ctx, args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the named command, its name and its arguments."""
         self.load(args[0])
         return super().resolve_command(ctx, args)
 

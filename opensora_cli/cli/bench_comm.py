@@ -4,14 +4,15 @@ import os
 import sys
 from collections.abc import Sequence
 
-from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import DEVICES, make_command
+from opensora_cli.cli.command import DEVICES, Call, make_command
 from opensora_cli.cli.output import print_lines
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.core.ranks import find_context
 from opensora_cli.settings.enums import Collective
 from opensora_cli.settings.flags import MACHINE, Option
 from opensora_cli.settings.tools import BenchCommSettings
+from opensora_cli.settings.flags import MACHINE, OUTPUT, Option
+from opensora_cli.settings.tools import BenchCommSettings, Collective
 
 _SIZES = "Sizes and repeats"
 
@@ -26,36 +27,33 @@ def bench_comm(settings: BenchCommSettings, call: Call) -> None:
       osora bench-comm --gpus 2 --device cpu --max-bytes 64KiB
       osora bench-comm --gpus 4 --scaling strong
     """
-    context = find_context(os.environ)
     with call.loading():
         from opensora_cli.engine.bench_comm.run import measure_as_rank, start_ranks
 
+    context = call.context
     if context is None:
         start_ranks(settings, call.words)
         return
     grows = context.is_main and not call.as_json
 
-    def show(lines: Sequence[str]) -> None:
-        if grows:
-            print_lines(lines)
-        else:
-            for line in lines:
-                call.reporter.note(line)
+    def note(lines: Sequence[str]) -> None:
+        for line in lines:
+            call.reporter.note(line)
 
     # A bar would disturb a table that grows on the terminal.
     is_on_terminal = grows and sys.stdout is not None and sys.stdout.isatty()
     reporter = SilentReporter() if is_on_terminal else call.reporter
+    show = print_lines if grows else note
     report = measure_as_rank(settings, context, environment=os.environ, reporter=reporter, show=show)
     if grows:
         print_lines(report.closing_lines())
     else:
-        call.show(report, context=context)
+        call.show(report)
     report.raise_for_problems()
 
 
 _ROWS = {
     "--collective": Option("collectives", "", f"One of {', '.join(Collective)}.", "NAME", default="all"),
-    "--scaling": Option("scaling", help="Also time steps of sampling at 1, 2, 4 .. ranks."),
     "--gpus": Option("parallel.gpus", MACHINE, "GPUs, or processes on a CPU.", default="all GPUs, or 2 processes"),
     "--devices": DEVICES,
     "--device": Option("device", MACHINE, "auto means GPUs if there are any.", "DEVICE"),

@@ -1,13 +1,10 @@
 """`osora bench-generate`: seconds, memory and likeness of a video made with other settings."""
 
-import os
 from pathlib import Path
 
 from opensora_cli.cli import generate
-from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import make_command
+from opensora_cli.cli.command import Call, make_command
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.ranks import find_context
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer
@@ -37,10 +34,9 @@ def bench_generate(given: Layer, call: Call) -> None:
         raise RequestError(f"--repeats {repeats} must be from 1 to {_MOST_REPEATS}")
     sidecar = call.value("--from", Path)
     request = benched_request(generate_request(given, assignments=call.assignments, saved=sidecar, config=call.config))
-    context = find_context(os.environ)
-    exact = resolve(request, reporter=call.reporter, context=context, loading=call.loading)
+    exact = resolve(request, reporter=call.reporter, context=call.context, loading=call.loading)
     refuse_unfit(exact)
-    if context is None:
+    if call.context is None:
         refuse_early(exact, dry_run=False)
         for name, changes in (tries or {}).items():
             tried_settings(exact, changes, name=name)
@@ -48,8 +44,8 @@ def bench_generate(given: Layer, call: Call) -> None:
         from opensora_cli.engine.bench_generate import bench_generate as compare
 
     flags = call.again("--try", "--repeats")
-    report = compare(exact, tries, repeats=repeats or 1, reporter=call.reporter, context=context, rank_flags=flags)
-    call.show(report, context=context)
+    report = compare(exact, tries, repeats=repeats or 1, reporter=call.reporter, context=call.context, rank_flags=flags)
+    call.show(report)
 
 
 _SHARED = (

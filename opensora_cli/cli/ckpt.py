@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from opensora_cli.checkpoint.targets import check_target
-from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import make_command
+from opensora_cli.cli.command import Call, make_command
 from opensora_cli.cli.group import make_group
 from opensora_cli.core.reading import require_there
 from opensora_cli.settings.ckpt import (
@@ -18,12 +17,10 @@ from opensora_cli.settings.ckpt import (
 )
 from opensora_cli.settings.flags import OUTPUT, Option
 
-_WEIGHTS = "Weights"
-_SELECT = {"--select": Option("select", _WEIGHTS, "Weights of a training to use.", default="model")}
-_ONLY = {"--only": Option("only", _WEIGHTS, "Use only tensors named like 'double_blocks.*'.", "PATTERN")}
-_PRESET = {"--preset": Option("preset", _WEIGHTS, "Require names and shapes of a released model.", "NAME")}
+_ONLY = {"--only": Option("only", metavar="PATTERN")}
+_PRESET = {"--preset": Option("preset", metavar="NAME")}
 _WRITTEN = {
-    "--format": Option("format", OUTPUT, "Format to write.", default="by the ending of DST, else safetensors shards"),
+    "--format": Option("format", OUTPUT),
     "--shard-size": Option("shard_size", OUTPUT, metavar="SIZE"),
     "--no-hash": Option("hashing", OUTPUT, "Do not record hashes of SRC and of shards: faster.", is_negated=True),
     "--overwrite": Option("overwrite", OUTPUT),
@@ -136,49 +133,22 @@ _CONVERT_ROWS = {
     "SRC": Option("source"),
     "DST": Option("target"),
     "--dry-run": Option(kind=bool, help="Check everything, print what would be done, and do nothing."),
-    **_SELECT,
     **_ONLY,
-    "--drop": Option("drop", _WEIGHTS, "Drop tensors whose names in SRC match.", "PATTERN"),
-    "--rename": Option("rename", _WEIGHTS, "Replace starts of names, or re:PATTERN=NEW.", "OLD=NEW"),
-    "--qkv": Option("qkv", _WEIGHTS, "Write q, k and v as one tensor, or as three."),
-    "--rotary": Option("rotary", _WEIGHTS, "Order of rotary pairs in a head."),
-    "--dtype": Option("dtype", _WEIGHTS, "Dtype of all floating point weights."),
+    "--drop": Option("drop", metavar="PATTERN"),
+    "--rename": Option("rename", metavar="OLD=NEW"),
     **_PRESET,
     **_WRITTEN,
-}
-_INSPECT_ROWS = {
-    "PATH": Option("path"),
-    "--all": Option("all", help="Print a row for each tensor, too. --only prints those that match."),
-    **_SELECT,
-    **_ONLY,
 }
 _VERIFY_ROWS = {
     "PATH": Option("path"),
     "--sha256": Option("sha256", metavar="HEX"),
     "--no-data": Option("data", help="Read headers and indexes alone: no hashes, no search for NaN.", is_negated=True),
-    **_SELECT,
     **_PRESET,
 }
-_DIFF_ROWS = {
-    "A": Option("first"),
-    "B": Option("second"),
-    "--rtol": Option("rtol", help="Relative tolerance, of B. Dtypes may differ.", default="0"),
-    "--atol": Option("atol", help="Absolute tolerance. Dtypes may differ.", default="0"),
-    **_SELECT,
-    **_ONLY,
-}
-_MERGE_ROWS = {
-    "BASE": Option("base"),
-    "ADAPTER": Option("adapter", help="PEFT folder, or a diffusers, ComfyUI or kohya file."),
-    "OUT": Option("target"),
-    "--unmerge": Option("unmerge", help="Remove the adapter from BASE again."),
-    "--scale": Option("scale", help="Factor of the adapter."),
-    **_WRITTEN,
-}
+_MERGE_ROWS = {"BASE": Option("base"), "ADAPTER": Option("adapter"), "OUT": Option("target"), **_WRITTEN}
 _DOWNLOAD_ROWS = {
     "PRESET": Option("preset"),
-    "--to": Option("to", help="Folder for the files; osora generate looks in ckpts.", metavar="DIR"),
-    "--overwrite": Option("overwrite"),
+    "--to": Option("to", metavar="DIR"),
     "--dry-run": Option(kind=bool, help="Print files, sizes and licenses, and download nothing."),
 }
 
@@ -186,9 +156,9 @@ COMMAND = make_group(
     "ckpt",
     "Convert, inspect, verify, compare, merge and download weights.",
     make_command(convert, _CONVERT_ROWS),
-    make_command(inspect, _INSPECT_ROWS),
+    make_command(inspect, {"PATH": Option("path"), **_ONLY}),
     make_command(verify, _VERIFY_ROWS),
-    make_command(diff, _DIFF_ROWS),
+    make_command(diff, {"A": Option("first"), "B": Option("second"), **_ONLY}),
     make_command(merge_lora, _MERGE_ROWS),
     make_command(download, _DOWNLOAD_ROWS),
 )

@@ -1,8 +1,7 @@
 """`osora data`: make tables of pictures and videos, split them, preview them and encode them."""
 
 from opensora_cli.cli import train
-from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import config_row, device_rows, make_command, set_row
+from opensora_cli.cli.command import Call, config_row, device_rows, make_command, set_row
 from opensora_cli.cli.group import make_group
 from opensora_cli.core.reading import require_there
 from opensora_cli.engine.encode.inputs import require_cache_inputs
@@ -83,21 +82,11 @@ def cache(given: Layer, call: Call) -> None:
     call.show(cache_clips(settings, reporter=call.reporter))
 
 
-_SCAN_ROWS = {
-    "DIR": Option("folder"),
-    "--out": Option("table", metavar="TABLE", short="-o"),
-    "--workers": Option("workers"),
-    "--deep": Option("deep"),
-    "--overwrite": Option("overwrite"),
-}
-_SHARD_ROWS = {"TABLE": Option("table"), "--parts": Option("parts"), "--overwrite": Option("overwrite")}
+_SCAN_ROWS = {"DIR": Option("folder"), "--out": Option("table", metavar="TABLE", short="-o")}
 _PREVIEW_ROWS = {
     "TABLE": Option("table"),
-    "--out": Option("sheet", help="Picture to write: .png, .jpg or .webp.", metavar="FILE", short="-o"),
+    "--out": Option("sheet", metavar="FILE", short="-o"),
     "--config": config_row("Recipe of osora train whose buckets to show.", "train"),
-    "--count": Option("count"),
-    "--seed": Option("seed"),
-    "--overwrite": Option("overwrite"),
 }
 _CACHE_ROWS = {
     "--config": config_row(train.CONFIG_HELP, "train"),
@@ -110,7 +99,7 @@ COMMAND = make_group(
     "data",
     "Make tables of pictures and videos, split them, preview them and encode them.",
     make_command(scan, _SCAN_ROWS),
-    make_command(shard, _SHARD_ROWS),
+    make_command(shard, {"TABLE": Option("table")}),
     make_command(preview, _PREVIEW_ROWS),
     make_command(cache, _CACHE_ROWS, settings=TrainSettings),
 )

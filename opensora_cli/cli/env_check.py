@@ -2,15 +2,13 @@
 
 import os
 
-from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import make_command
+from opensora_cli.cli.command import Call, make_command
 from opensora_cli.cli.output import print_lines
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.env_check.report import PROFILES
 from opensora_cli.engine.env_check.variables import refused_by_torch
-from opensora_cli.settings.enums import EnvProfile
 from opensora_cli.settings.flags import Option
-from opensora_cli.settings.tools import EnvCheckSettings
+from opensora_cli.settings.tools import EnvCheckSettings, EnvProfile
 
 _RECOMMENDED = "Recommended settings"
 

@@ -1,17 +1,18 @@
 """Exit codes and messages of exceptions."""
 
+import os
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import typer
 
-from opensora_cli.cli.output import print_failure, rank_context
+from opensora_cli.cli.output import print_failure
 from opensora_cli.core import rank_link
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.rank_link import INTERRUPTED
-from opensora_cli.core.ranks import RankContext
+from opensora_cli.core.ranks import RankContext, find_context
 from opensora_cli.core.reading import is_lack_of_memory, refused_by_system
 from opensora_cli.core.signals import interrupts
 from opensora_cli.settings.flags import FLAGS, option_of
@@ -41,7 +42,10 @@ def run(command: Callable[[], object]) -> int:
     Errors that a user can act on are printed in a few lines on stderr. Any other error is a bug: it is raised, so that
     Python prints the traceback and exits with 1. A rank sends its message to the launcher, which prints it once.
     """
-    context = rank_context()
+    try:
+        context = find_context(os.environ)
+    except RequestError:  # Commands that run on several ranks report incomplete variables.
+        context = None
     try:
         with nullcontext() if context is None else rank_link.linked(context):
             try:
@@ -74,7 +78,6 @@ def _report_failure(error: Exception, context: RankContext | None) -> int:
 
 
 def _report(error: OsoraError) -> int:
-    """Send an error to the launcher, or print it; return its exit code."""
     if not rank_link.report_failure(error.message, hint=error.hint, exit_code=error.exit_code):
         print_failure(error)
     return error.exit_code

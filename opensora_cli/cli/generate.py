@@ -1,15 +1,11 @@
 """`osora generate`: from a prompt to a video."""
 
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
-from opensora_cli.cli.call import VERBOSE, Call
-from opensora_cli.cli.command import ON, config_row, make_command, set_row, shown_default
-from opensora_cli.core.documents import Document
-from opensora_cli.core.ranks import RankContext, find_context
+from opensora_cli.cli.command import ON, VERBOSE, Call, config_row, make_command, set_row, shown_default
 from opensora_cli.core.section import shown
 from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.explain import Given
@@ -31,16 +27,7 @@ def generate(given: dict[str, Given], call: Call) -> None:
       osora generate "the boat turns around" --continue boat.mp4
       osora generate --from samples/raining-sea_seed42.mp4 --seed 7
     """
-    sidecar = None
-    if sources := [label for label in _FROM if label in call.given]:
-        call.refuse(sources[1:], beside=sources[0])
-        file = call.value(sources[0], Path)
-        assert file is not None
-        from opensora_cli.engine.show import continued
-
-        sidecar = continued(file, given)
-        if sidecar is None and not {"resume", "from_latents"} & given.keys():
-            call.reporter.note(f"{file} has no sidecar: it gives its prompt and seed alone")
+    sidecar, dry_run = _continued(given, call), "--dry-run" in call.given
     _refuse_combinations(call, given)
     if (clip := call.value("--continue", Path)) is not None:
         given["condition.references"] = Given(str(clip), "--continue")
@@ -50,29 +37,42 @@ def generate(given: dict[str, Given], call: Call) -> None:
         given["sampling.num_samples"] = Given(call.given["--explore"], "--explore")
         given["sampling.stop_at"] = Given(call.given["--explore-steps"], "--explore-steps")
     request = generate_request(given, assignments=call.assignments, saved=sidecar, config=call.config, on=call.planned)
-    if request.on is not None and request.find("prompt") is None:
+    if request.on is not None and request.text("prompt") is None:
         request = replace(request, overrides={**request.overrides, "prompt": Given(ANY_PROMPT, "--on")})
-    context, dry_run = find_context(os.environ), "--dry-run" in call.given
-    result: Document | None
     if (table := call.value("--prompts", Path)) is not None:
-        call.show(_make_rows(request, call, table, context=context, dry_run=dry_run), context=context)
+        _make_rows(request, call, table, dry_run=dry_run)
         return
     from opensora_cli.engine.generate.request import refuse_early, resolve
 
-    settings = resolve(request, reporter=call.reporter, context=context, loading=call.loading)
-    if context is None:
+    settings = resolve(request, reporter=call.reporter, context=call.context, loading=call.loading)
+    if call.context is None:
         refuse_early(settings, dry_run=dry_run)
     if dry_run:
         with call.loading():
             from opensora_cli.engine.generate import dry_run as planning
 
-        result = planning.plan_generation(settings, reporter=call.reporter, on=request.on, context=context)
+        call.show(planning.plan_generation(settings, reporter=call.reporter, on=request.on, context=call.context))
     else:
         with call.loading():
             from opensora_cli.engine.generate import run
 
-        result = run.generate(settings, reporter=call.reporter, context=context, rank_flags=call.again())
-    call.show(result, context=context)
+        call.show(run.generate(settings, reporter=call.reporter, context=call.context, rank_flags=call.again()))
+
+
+def _continued(given: dict[str, Given], call: Call) -> Path | None:
+    """Return the sidecar that `--from` names, or add what its file records to `given`."""
+    sources = [label for label in _FROM if label in call.given]
+    if not sources:
+        return None
+    call.refuse(sources[1:], beside=sources[0])
+    file = call.value(sources[0], Path)
+    assert file is not None
+    from opensora_cli.engine.show import continued
+
+    sidecar = continued(file, given)
+    if sidecar is None and not {"resume", "from_latents"} & given.keys():
+        call.reporter.note(f"{file} has no sidecar: it gives its prompt and seed alone")
+    return sidecar
 
 
 def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:
@@ -91,20 +91,19 @@ def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:
             call.refuse((*others, *latents), beside=option)
 
 
-def _make_rows(
-    request: GenerateRequest, call: Call, table: Path, *, context: RankContext | None, dry_run: bool
-) -> Document | None:
+def _make_rows(request: GenerateRequest, call: Call, table: Path, *, dry_run: bool) -> None:
     from opensora_cli.engine.generate.prompts import read_prompts, rows_of_shard
 
-    shard = call.value("--shard", str)
-    own = rows_of_shard("1/1" if shard is None else shard)
+    own = rows_of_shard(call.value("--shard", str) or "1/1")
     rows = read_prompts(table)[own]
     with call.loading():
         from opensora_cli.engine.generate.batch import generate_rows, plan_rows
 
     if dry_run:
-        return plan_rows(request, rows, reporter=call.reporter)
-    return generate_rows(request, rows, reporter=call.reporter, context=context, rank_arguments=call.words[1:])
+        call.show(plan_rows(request, rows, reporter=call.reporter))
+    else:
+        made = generate_rows(request, rows, reporter=call.reporter, context=call.context, rank_arguments=call.words[1:])
+        call.show(made)
 
 
 def _preset_defaults() -> Mapping[str, str]:

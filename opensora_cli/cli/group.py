@@ -15,21 +15,18 @@ class Group(TyperGroup):
     """A group of commands; without arguments it prints its help."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the words of a command line."""
         if not args and not ctx.resilient_parsing:
             typer.echo(ctx.get_help())
             raise typer.Exit
         return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the help."""
         self.help = unwrapped(self.help or "")
         hide_types(self.get_params(ctx))
         super().format_help(ctx, formatter)
 
 
 def make_group(name: str, about: str, *commands: TyperCommand) -> Group:
-    """Return a group of commands."""
     return Group(name=name, help=about, commands=commands, context_settings=HELP)
 
 

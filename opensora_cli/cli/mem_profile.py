@@ -1,12 +1,16 @@
 """`osora mem-profile`: memory of a generation or a training, predicted and measured."""
 
-import os
-
-from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import ON, config_row, make_command, set_row
+from opensora_cli.cli import train
+from opensora_cli.cli.command import ON, Call, config_row, make_command, set_row
 from opensora_cli.core import device_names
+from opensora_cli.core.exceptions import RequestError
+from opensora_cli.models.registry import DEMO
+from opensora_cli.settings.explain import Given
+from opensora_cli.settings.files import open_config
 from opensora_cli.settings.flags import Option
-from opensora_cli.settings.tools import MemProfileSettings, profiled_settings, require_profile
+from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, generate_request
+from opensora_cli.settings.tools import MemProfileSettings
+from opensora_cli.settings.train import TrainSettings
 
 _FILES = "Files"
 
@@ -22,23 +26,37 @@ def mem_profile(settings: MemProfileSettings, call: Call) -> None:
       osora mem-profile --config 768px --json
       osora mem-profile --config stage1 --on 8xH100
     """
-    machine = call.planned
-    if machine is not None:
+    if "--on" in call.given:
         call.refuse(("--device", "--compare", "--snapshot"), beside="--on, which measures nothing")
-    what = profiled_settings(
-        call.config,
-        assignments=call.assignments,
-        device=call.value("--device", str),
-        gpus=call.value("--gpus", str),
-        on=machine,
-        environment=os.environ,
-        report=call.reporter.note,
-    )
-    require_profile(settings, what)
+    what = _profiled(call)
+    if settings.adaptive_batch and not isinstance(what, TrainSettings):
+        raise RequestError(
+            "adaptive_batch=true needs a training recipe: a generation computes one clip at a time",
+            hint="name a recipe, as in --config demo_lora",
+        )
+    if settings.compare and isinstance(what, TrainSettings) and (ranks := what.parallel.world_size) > 1:
+        raise RequestError(f"compare measures in one process, and parallel.gpus={ranks}: drop one of them")
     with call.loading():
         from opensora_cli.engine.mem_profile.profile import mem_profile as profile
 
-    call.show(profile(what, settings, reporter=call.reporter, on=machine))
+    call.show(profile(what, settings, reporter=call.reporter, on=call.planned))
+
+
+def _profiled(call: Call) -> GenerateRequest | TrainSettings:
+    """Return the request to generate, or the settings of the training run, that `--config` and `--set` describe."""
+    device, gpus = call.value("--device", str), call.value("--gpus", str)
+    given = {} if gpus is None else {"parallel.gpus": Given(gpus, "--gpus")}
+    file = None if call.config is None else open_config(call.config, "train", "generate")
+    if file is not None and file.is_for_training:
+        if device not in (None, "auto", "cpu"):
+            raise RequestError(f"--device {device} is not possible: training is profiled on the CPU", hint="drop it")
+        return train.load_settings(given, call, config=file, machine=call.planned)
+    if device is not None:
+        given["runtime.device"] = Given(device, "--device")
+    usual = {"prompt": Given(ANY_PROMPT, "mem-profile")}
+    if file is None and call.planned is None:
+        usual["runtime.model_choice"] = Given(DEMO, "mem-profile")
+    return generate_request(given, below=usual, assignments=call.assignments, config=file, on=call.planned)
 
 
 _ROWS = {
@@ -49,12 +67,9 @@ _ROWS = {
     "--device": Option(kind=str, metavar="DEVICE", help=device_names.HELP, default="auto"),
     "--gpus": Option(metavar="N", help="Predict for each of N devices of any machine; measure nothing."),
     "--on": ON._replace(help="Predict for other GPUs, as in 8xH100 or 12GiB; measure nothing."),
-    "--compare": Option("compare", help="Measure techniques that save memory, one by one, and attention backends."),
-    "--runs": Option("runs", help="Timed runs after the measured one, by stage and block; 0 for none."),
-    "--adaptive-batch": Option("adaptive_batch"),
     "--memory-limit": Option("memory_limit", metavar="SIZE"),
-    "--snapshot": Option("snapshot", _FILES, "Write a file for PyTorch's memory viewer.", "FILE"),
-    "--plot": Option("plot", _FILES, "Write charts: .png, .svg or .pdf.", "FILE"),
+    "--snapshot": Option("snapshot", _FILES, metavar="FILE"),
+    "--plot": Option("plot", _FILES, metavar="FILE"),
     "--overwrite": Option("overwrite", _FILES),
 }
 COMMAND = make_command(mem_profile, _ROWS)

@@ -11,6 +11,7 @@ import select
 import shutil
 import sys
 import textwrap
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -18,10 +19,9 @@ from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
-from opensora_cli.core.exceptions import OsoraError, OsoraWarning, OutputError, RequestError
+from opensora_cli.core.exceptions import OsoraError, OsoraWarning, OutputError
 from opensora_cli.core.formatting import as_unicode, escaped, without_credentials
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.core.ranks import RankContext, find_context
 from opensora_cli.core.signals import held_back
 
 if TYPE_CHECKING:
@@ -31,17 +31,6 @@ _LABEL = re.compile(r"\S+ +(?:ok|note|unknown|warning|problem) {2,}|(?:Fits|Does
 _COMMANDS = ("osora ", "-> osora ", "--")
 _LONGEST_LINE = 2000
 """Characters of a message; every list of choices is shorter."""
-
-
-def rank_context() -> RankContext | None:
-    """Return the rank of this process; None if it runs alone, or if the variables are incomplete.
-
-    Commands that run on several ranks report incomplete variables; the others ignore them.
-    """
-    try:
-        return find_context(os.environ)
-    except RequestError:
-        return None
 
 
 def make_reporter(*, quiet: bool, is_brief: bool = False) -> Reporter:
@@ -108,10 +97,9 @@ def _wrapped(line: str, width: int) -> list[str]:
         return [line]
     indent = " " * min(label.end(), width // 2)
     # The spaces of the label are no places to break.
-    text = textwrap.wrap(
-        line[label.end() :], max(1, width - label.end()), break_long_words=False, break_on_hyphens=False
-    )
-    return [label.group() + text[0], *(indent + part for part in text[1:])]
+    wrapper = textwrap.TextWrapper(max(1, width - label.end()), break_long_words=False, break_on_hyphens=False)
+    first, *others = wrapper.wrap(line[label.end() :])
+    return [label.group() + first, *(indent + part for part in others)]
 
 
 def _print(line: str) -> None:
@@ -147,19 +135,14 @@ def escape_foreign_texts() -> None:
     """Escape control characters in warnings and tracebacks, which quote files and servers; see `foreign_text`."""
 
     def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        import traceback
-
         print(foreign_text("".join(traceback.format_exception(kind, error, trace))), end="", file=sys.stderr)
-
-    sys.excepthook = print_traceback
-    python_format = warnings.formatwarning
 
     def format_warning(message: Warning | str, category: type[Warning], *place: Any, **options: Any) -> str:
         if issubclass(category, OsoraWarning):  # one line, without its place in the code
             return f"warning: {foreign_text(str(message))}\n"
         return foreign_text(python_format(message, category, *place, **options))
 
-    warnings.formatwarning = format_warning
+    python_format, warnings.formatwarning, sys.excepthook = warnings.formatwarning, format_warning, print_traceback
 
 
 @cache
@@ -216,7 +199,6 @@ class _Results(io.FileIO):
 def _guarded(
     stream: TextIO, original: TextIO | None, raw: Callable[..., io.FileIO], text: type[io.TextIOWrapper]
 ) -> TextIO:
-    """Return a stream to the same file with the layers `raw` and `text`."""
     if original is None or stream is not original:
         return stream
     stream.flush()

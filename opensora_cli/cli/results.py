@@ -2,17 +2,16 @@
 
 from pathlib import Path
 
-from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import make_command
+from opensora_cli.cli.command import Call, make_command
 from opensora_cli.core.reading import require_there
 from opensora_cli.engine.listings import describe_presets
 from opensora_cli.settings.ckpt import InspectSettings
 from opensora_cli.settings.flags import Option
-from opensora_cli.settings.layers import Layer
+from opensora_cli.settings.layers import Layer, validate
 from opensora_cli.settings.tools import GallerySettings
 
 
-def show(settings: InspectSettings, call: Call) -> None:
+def show(given: Layer, call: Call) -> None:
     """Print prompt, seed, settings and timings of a result, and what a checkpoint holds.
 
     FILE is a video or picture, its sidecar, a saved state, latents, weights, or a folder of a training run.
@@ -23,6 +22,7 @@ def show(settings: InspectSettings, call: Call) -> None:
     """
     from opensora_cli.engine.show import Shown, run_settings, show_recorded
 
+    settings = validate(InspectSettings, given)
     path = Path(settings.path)
     shown = show_recorded(path)
     if shown is None:
@@ -70,8 +70,7 @@ def presets(given: Layer, call: Call) -> None:
 _GALLERY_ROWS = {
     "FOLDER": Option("folder"),
     "--output": Option("output", metavar="FILE", short="-o"),
-    "--overwrite": Option("overwrite"),
 }
-SHOW = make_command(show, {"FILE": Option("path")})
+SHOW = make_command(show, {"FILE": Option("path")}, settings=InspectSettings)
 GALLERY = make_command(gallery, _GALLERY_ROWS)
 PRESETS = make_command(presets, {})

@@ -2,8 +2,7 @@
 
 import os
 
-from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import make_command, set_row
+from opensora_cli.cli.command import Call, make_command, set_row
 from opensora_cli.core.exceptions import missing_library
 from opensora_cli.core.ranks import find_context
 from opensora_cli.settings.explain import Given
@@ -41,12 +40,9 @@ def serve(settings: ServeSettings, call: Call) -> None:
 _ROWS = {
     "--model": Option("model", metavar="NAME"),
     "--host": Option("host", metavar="ADDRESS"),
-    "--port": Option("port"),
     "--folder": Option("folder", metavar="FOLDER"),
     "--token-file": Option("token_file", metavar="FILE"),
-    "--max-queue": Option("max_queue"),
     "--save-every": Option("save_every", metavar="SECONDS"),
-    "--groups": Option("groups"),
     "--gpus": Option(help="GPUs that share each video.", metavar="N", default="1"),
     "--set": set_row("Any setting of all videos, such as memory.offload=blocks."),
 }

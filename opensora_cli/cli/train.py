@@ -3,13 +3,12 @@
 import os
 from pathlib import Path
 
-from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import DEVICES, ON, config_row, device_rows, make_command, set_row
+from opensora_cli.cli.command import DEVICES, ON, Call, config_row, device_rows, make_command, set_row
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.ranks import find_context
 from opensora_cli.engine.encode.inputs import require_tables
 from opensora_cli.engine.listings import describe_recipes
 from opensora_cli.engine.train.early import Resume, check_output, refuse_early, warn_of_missing_inputs
+from opensora_cli.settings.files import ConfigFile
 from opensora_cli.settings.flags import MACHINE, Option
 from opensora_cli.settings.hardware import PlannedMachine
 from opensora_cli.settings.layers import Layer, collect_overrides
@@ -58,11 +57,13 @@ def train(given: Layer, call: Call) -> None:
         _run(given, call)
 
 
-def load_settings(given: Layer, call: Call, *, machine: PlannedMachine | None = None) -> TrainSettings:
+def load_settings(
+    given: Layer, call: Call, *, config: ConfigFile | None = None, machine: PlannedMachine | None = None
+) -> TrainSettings:
     """Return the settings of a training run, with the GPUs of a planned machine."""
     overrides = collect_overrides(TrainSettings, given, call.assignments)
     return load_train_settings(
-        config=call.config,
+        config=config or call.config,
         overrides=overrides if machine is None else {**machine.counts(overrides), **overrides},
         environment=os.environ,
         saved=call.value("--from", Path),
@@ -93,28 +94,27 @@ def _run(given: Layer, call: Call) -> None:
         check_output(settings, resume=resume, overwrite=overwrite)
     else:
         refuse_early(settings, resume=resume, overwrite=overwrite)
-    context = find_context(os.environ)
     with call.loading():
         from opensora_cli.engine.train import run
         from opensora_cli.engine.train.plan import plan_training, with_memory
 
     if dry_run:
         plan = plan_training(settings, resume=resume, overwrite=overwrite, machine=machine)
-        if context is None or context.is_main:
+        if call.is_main:
             if machine is None:
                 warn_of_missing_inputs(settings, call.reporter)
             plan = with_memory(plan, reporter=call.reporter, machine=machine)
-        call.show(plan, context=context)
+        call.show(plan)
         return
     result = run.train(
         settings,
         resume=resume,
         overwrite=overwrite,
         reporter=call.reporter,
-        context=context,
+        context=call.context,
         rank_flags=call.again("--resume", "--resume-from", "--allow-older", "--overwrite"),
     )
-    call.show(result, context=context)
+    call.show(result)
 
 
 CONFIG_HELP = "Recipe of osora (see --list), YAML file of settings, or .py configuration of the reference."

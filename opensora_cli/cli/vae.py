@@ -2,8 +2,7 @@
 
 import os
 
-from opensora_cli.cli.call import Call
-from opensora_cli.cli.command import config_row, device_rows, make_command, set_row
+from opensora_cli.cli.command import Call, config_row, device_rows, make_command, set_row
 from opensora_cli.cli.group import make_group
 from opensora_cli.engine.vae.early import refuse_early
 from opensora_cli.settings.flags import MACHINE, OUTPUT, Option

@@ -22,6 +22,8 @@ from opensora_cli.engine.train.objectives import mmdit
 from opensora_cli.engine.train.optimizer import rate_factor, warmup_share
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.train_loop import OptimizerSettings, ScheduleName
+from opensora_cli.parallel.rendezvous import init_with_retry
+from opensora_cli.settings.train_sections import OptimizerSettings, ScheduleName
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,19 +121,20 @@ class Applies(NamedTuple):
     is_recorded: bool = False
     """Whether sidecars always record the settings."""
 
-    def covers(self, key: str) -> bool:
-        """Return whether the row is about the setting `key`."""
-        return _covers(self.keys, self.but, key)
+    def covered(self, schema: "type[Section]") -> frozenset[str]:
+        """Return the dotted keys of the settings of `schema` that the row is about."""
+        return _covered(schema, self.keys, self.but)
 
 
 @cache
-def _covers(keys: str, but: str, key: str) -> bool:
-    for place in keys.split():
-        if key == place:
-            return True
-        if key.startswith(f"{place}."):
-            return key[len(place) + 1 :].split(".")[0] not in but.split()
-    return False
+def _covered(schema: "type[Section]", keys: str, but: str) -> frozenset[str]:
+    omitted = [f"{place}.{name}" for place in keys.split() for name in but.split()]
+    return frozenset(key for key in all_keys(schema) if is_inside(key, keys.split()) and not is_inside(key, omitted))
+
+
+def is_inside(key: str, places: Iterable[str]) -> bool:
+    """Return whether a dotted key is one of `places` or in one of these sections."""
+    return any(key == place or key.startswith(f"{place}.") for place in places)
 
 
 class Section(BaseModel):
@@ -169,12 +170,12 @@ class Section(BaseModel):
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
         rows = [row for row in self.applies if row.why and row.is_refused and not row.when(self)]
-        given = [*changed(self)] if rows else []
+        given = changed(self) if rows else {}
         problems = [
             f"{key}={shown(value)} has no effect {row.why.format(s=self)}"
             for row in rows
-            for key, value in given
-            if row.covers(key)
+            for key, value in given.items()
+            if key in row.covered(type(self))
         ]
         if problems := [*problems, *self.rules()]:
             raise ValueError("\n".join(problems))
@@ -189,14 +190,30 @@ class Section(BaseModel):
         return type(self).model_validate(nested(changes, into=self.model_dump()))
 
 
-def changed(section: Section, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the dotted key and the value of each setting that differs from its default."""
+@cache
+def all_keys(schema: type[Section]) -> tuple[str, ...]:
+    """Return the dotted keys of all settings."""
+    keys: list[str] = []
+    for name, field in schema.model_fields.items():
+        kind = field.annotation
+        inside = all_keys(kind) if isinstance(kind, type) and issubclass(kind, Section) else ()
+        keys += [f"{name}.{key}" for key in inside] or [name]
+    return tuple(keys)
+
+
+def leaves(section: Section, prefix: str = "") -> Iterator[tuple[str, object, bool]]:
+    """Yield the dotted key of each setting, its value, and whether that is its default."""
     for name, details in type(section).model_fields.items():
         value = getattr(section, name)
         if isinstance(value, Section):
-            yield from changed(value, f"{prefix}{name}.")
-        elif details.is_required() or value != details.default:
-            yield f"{prefix}{name}", value
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value, not details.is_required() and value == details.default
+
+
+def changed(section: Section) -> dict[str, object]:
+    """Return the settings that differ from their defaults, by dotted key."""
+    return {key: value for key, value, is_default in leaves(section) if not is_default}
 
 
 def shown(value: object) -> str:

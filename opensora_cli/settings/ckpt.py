@@ -37,17 +37,17 @@ class InspectSettings(Section):
     """Settings of `osora ckpt inspect`."""
 
     path: FileName = Field(description="File or folder.")
-    select: Selection | None = Field(None, description="Weights of a training run.")
-    only: Patterns = Field((), description="Shell patterns of the names to show.")
-    all: bool = Field(False, description="List all tensors.")
+    select: Selection | None = Field(None, description="Weights of a training to use. None: model.")
+    only: Patterns = Field((), description="Use only tensors named like 'double_blocks.*'.")
+    all: bool = Field(False, description="Print a row for each tensor, too. --only prints those that match.")
 
 
 class VerifySettings(Section):
     """Settings of `osora ckpt verify`."""
 
     path: FileName = Field(description="File or folder.")
-    select: Selection | None = Field(None, description="Weights of a training run.")
-    preset: str | None = Field(None, description="Released model whose names and shapes are required.")
+    select: Selection | None = Field(None, description="Weights of a training to use. None: model.")
+    preset: str | None = Field(None, description="Require names and shapes of a released model.")
     sha256: _Sha256 | None = Field(None, description="Required hash of the file.")
     data: bool = Field(True, description="Read all data to check hashes and find non-finite values.")
 
@@ -61,10 +61,10 @@ class DiffSettings(Section):
 
     first: FileName = Field(description="File or folder.")
     second: FileName = Field(description="File or folder.")
-    select: Selection | None = Field(None, description="Weights, if one of the two is a training run.")
-    only: Patterns = Field((), description="Shell patterns of the names to compare.")
-    rtol: _Tolerance = Field(0.0, description="Tolerance relative to the value in the second.")
-    atol: _Tolerance = Field(0.0, description="Absolute tolerance.")
+    select: Selection | None = Field(None, description="Weights of a training to use. None: model.")
+    only: Patterns = Field((), description="Use only tensors named like 'double_blocks.*'.")
+    rtol: _Tolerance = Field(0.0, description="Relative tolerance, of B. Dtypes may differ.")
+    atol: _Tolerance = Field(0.0, description="Absolute tolerance. Dtypes may differ.")
 
     @property
     def is_exact(self) -> bool:
@@ -76,7 +76,7 @@ class WriteSettings(Section):
     """Place and format of written weights."""
 
     target: FileName = Field(description="File or folder to write.")
-    format: Format | None = Field(None, description="Format. None means by the name of the target.")
+    format: Format | None = Field(None, description="Format to write. None: by the ending, else safetensors shards.")
     shard_size: ByteSize | None = Field(None, description="Size of a shard, as in 4GB. None means 4096 MiB.")
     hashing: bool = Field(True, description="Record the hashes of the source and of each shard.")
     overwrite: bool = Field(False, description="Replace existing files.")
@@ -108,14 +108,14 @@ class ConvertSettings(WriteSettings):
     """Settings of `osora ckpt convert`."""
 
     source: FileName = Field(description="File or folder to read.")
-    select: Selection | None = Field(None, description="Weights of a training run.")
-    only: Patterns = Field((), description="Shell patterns of the names in the source to write.")
-    drop: Patterns = Field((), description="Shell patterns of the names in the source to drop.")
-    rename: tuple[str, ...] = Field((), description="OLD=NEW for starts of names, re:PATTERN=NEW for patterns.")
-    qkv: QKV | None = Field(None, description="Layout of q, k and v. None keeps it.")
-    rotary: Rotary | None = Field(None, description="Layout of rotary pairs. None keeps it.")
-    dtype: WeightDType | None = Field(None, description="Type of floating point weights. None keeps it.")
-    preset: str | None = Field(None, description="Released model whose names and shapes are required.")
+    select: Selection | None = Field(None, description="Weights of a training to use. None: model.")
+    only: Patterns = Field((), description="Use only tensors named like 'double_blocks.*'.")
+    drop: Patterns = Field((), description="Drop tensors whose names in SRC match.")
+    rename: tuple[str, ...] = Field((), description="Replace starts of names, or re:PATTERN=NEW.")
+    qkv: QKV | None = Field(None, description="Write q, k and v as one tensor, or as three.")
+    rotary: Rotary | None = Field(None, description="Order of rotary pairs in a head.")
+    dtype: WeightDType | None = Field(None, description="Dtype of all floating point weights.")
+    preset: str | None = Field(None, description="Require names and shapes of a released model.")
 
     @property
     def options(self) -> dict[str, object]:
@@ -128,9 +128,9 @@ class MergeLoraSettings(WriteSettings):
     """Settings of `osora ckpt merge-lora`."""
 
     base: FileName = Field(description="File or folder of the model.")
-    adapter: FileName = Field(description="File or folder of the adapter.")
-    unmerge: bool = Field(False, description="Subtract the adapter.")
-    scale: float = Field(1.0, ge=-100, le=100, description="Strength. 1 is that of its training.")
+    adapter: FileName = Field(description="PEFT folder, or a diffusers, ComfyUI or kohya file.")
+    unmerge: bool = Field(False, description="Remove the adapter from BASE again.")
+    scale: float = Field(1.0, ge=-100, le=100, description="Factor of the adapter.")
 
     @property
     def options(self) -> dict[str, object]:
@@ -142,5 +142,5 @@ class DownloadSettings(Section):
     """Settings of `osora ckpt download`."""
 
     preset: DownloadName = Field(description=f"Model to download: {', '.join(DOWNLOADS)}.")
-    to: FileName = Field("ckpts", description="Folder for the files.")
+    to: FileName = Field("ckpts", description="Folder for the files; osora generate looks in ckpts.")
     overwrite: bool = Field(False, description="Replace files that differ from those on the Hub.")

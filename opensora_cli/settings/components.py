@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from enum import StrEnum
 from functools import cached_property
 from typing import Annotated, Any
 
@@ -13,10 +14,23 @@ from opensora_cli.core.section import FileName, Section, SplitAt, nested
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.registry import ARCHITECTURES, FLUX1_DEV, OPEN_SORA_V2, ModelName
 from opensora_cli.models.vae.config import AutoencoderConfig, DCAEConfig, FluxAEConfig, HunyuanSizes, HunyuanVAEConfig
-from opensora_cli.settings.enums import VAEKind
 
 DOWNLOAD_COMMAND = "osora ckpt download open-sora-v2"
 """Command that downloads the released weights."""
+
+
+class VAEKind(StrEnum):
+    """Autoencoder: a video model with compression 4x8x8 or 4x32x32, or a picture model with 1x8x8."""
+
+    HUNYUAN = "hunyuan"
+    DC_AE = "dc_ae"
+    FLUX_AE = "flux_ae"
+
+    @property
+    def makes_videos(self) -> bool:
+        """Whether models generate videos with it."""
+        return self is not VAEKind.FLUX_AE
+
 
 OF_ALL_KINDS = ("kind", "spatial_tiling", "temporal_tiling", "dc_ae", "flux_ae")
 """Keys of `VAESettings` that do not belong to the kind hunyuan."""
@@ -34,7 +48,7 @@ class Tf32Settings(Section):
 
     tf32: bool | None = Field(
         None,
-        description="Compute float32 in TF32 (GPU from 8.0): faster, with 10 bits of mantissa. None: torch decides.",
+        description="Compute float32 in TF32 (GPU from 8.0). None: torch decides.",
     )
 
 

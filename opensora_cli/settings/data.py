@@ -58,9 +58,7 @@ RELEASED_BUCKETS: BucketTable = {
 class DataSettings(Section):
     """Clips, sorted into buckets of one size."""
 
-    table: FileName | None = Field(
-        None, description="CSV or parquet table of pictures and videos. None: clips come from a Python program."
-    )
+    table: FileName | None = Field(None, description="CSV or parquet table of clips. None: from a Python program.")
     buckets: BucketTable = Field(
         RELEASED_BUCKETS,
         min_length=1,
@@ -114,7 +112,7 @@ class PreviewSettings(Section):
     """Table to make a contact sheet of."""
 
     table: TableFile = Field(description="CSV or parquet file.")
-    sheet: PictureFile = Field(description="Picture to write.")
+    sheet: PictureFile = Field(description="Picture to write: .png, .jpg or .webp.")
     count: int = Field(24, ge=1, le=1000, description="Number of random samples.")
     seed: int = Field(0, ge=0, le=2**62, description="Seed of the choice of samples.")
     overwrite: bool = Field(False, description="Replace an existing picture.")

@@ -10,7 +10,6 @@ from pydantic import Field, PositiveInt
 from opensora_cli.core import device_names
 from opensora_cli.core.section import ByteSize, Section, matching
 from opensora_cli.models.registry import ARCHITECTURES, AUTO, ModelChoice
-from opensora_cli.settings.enums import AllToAll, AttentionChoice, Compression, DType, HostWeights, OffloadMode
 
 Degree = Annotated[int, Field(ge=1, le=65_536)]
 """Number of devices that share one video or sample."""
@@ -26,6 +25,45 @@ INNER_DEGREES = ("ulysses_degree", "ring_degree", "tensor_parallel_degree")
 DeviceName = Annotated[str, matching(device_names.PATTERN, device_names.RULE)]
 DeviceKind = Annotated[str, matching(device_names.KIND_PATTERN, device_names.KIND_RULE)]
 """Type of the devices of all ranks."""
+
+DType = StrEnum("DType", ["AUTO", "FLOAT32", "BFLOAT16", "FLOAT16"])
+"""Floating point type of models. `auto` means bfloat16 on GPUs and float32 on a CPU."""
+
+AttentionChoice = StrEnum(
+    "AttentionChoice", ["AUTO", "SDPA", "CUDNN", "FLASH2", "FLASH3", "FLASH4", "XFORMERS", "MATH", "BF16_PRODUCTS"]
+)
+"""Attention backend of the transformer (see `core.attention_kinds`). `auto` means the first one that works."""
+
+OffloadMode = StrEnum("OffloadMode", ["AUTO", "NONE", "MODEL", "BLOCKS"])
+"""Weights that wait in host memory until they are needed. `auto` means the fastest mode that fits in memory."""
+
+AllToAll = StrEnum("AllToAll", ["DIRECT", "HIERARCHICAL"])
+"""All-to-all algorithm of Ulysses attention: between all ranks, or inside machines and then between them."""
+
+
+class HostWeights(StrEnum):
+    """Location of offloaded blocks: a page-locked copy, or the mapped file, which is as fast as the disk."""
+
+    PINNED = "pinned"
+    MAPPED = "mapped"
+
+
+class Compression(StrEnum):
+    """Rounding of elements in the exchanges of Ulysses attention.
+
+    The error of bf16 is at most 1/256 of an element. That of fp8 is at most 1/16 of an element, or 2^-18 of the largest
+    element of its token and head.
+    """
+
+    NONE = "none"
+    BF16 = "bf16"
+    FP8 = "fp8"
+
+    @property
+    def largest_error(self) -> str | None:
+        """Largest error as text. None means no rounding."""
+        errors = {Compression.BF16: "1/256", Compression.FP8: "1/16"}
+        return f"elements off by at most {errors[self]}" if self in errors else None
 
 
 class DeviceSettings(Section):
@@ -78,7 +116,7 @@ class ExchangeSettings(DeviceSettings):
     tensor_parallel_degree: Degree | None = Field(None, description="Devices that share each block's features.")
     all_to_all: AllToAll = Field(AllToAll.DIRECT, description="Exchange of tokens for heads in ulysses_degree.")
     fast_link_ranks: int | None = Field(
-        None, ge=2, le=65_536, description="Consecutive devices with fast links. None: a machine."
+        None, ge=2, le=65_536, description="Neighbors with fast links. None: a machine."
     )
     compression: Compression = Field(
         Compression.NONE, description="Rounding of exchanged elements: bf16 by up to 1/256, fp8 by up to 1/16."
@@ -130,9 +168,7 @@ class ParallelSettings(ExchangeSettings):
 
     data_parallel_degree: Copies | None = Field(None, description="Groups that share the rows of --prompts. None: all.")
     cfg_parallel_degree: PositiveInt | None = Field(None, le=3, description="Devices that share CFG branches.")
-    ulysses_chunks: Degree = Field(
-        1, description="Parts of an exchange of heads, which overlap with attention. 1: no overlap."
-    )
+    ulysses_chunks: Degree = Field(1, description="Parts of an exchange that overlap with attention. 1: no overlap.")
 
 
 class Strategy(StrEnum):
@@ -232,9 +268,7 @@ class RuntimeSettings(PlacementSettings):
     model_choice: ModelChoice = Field(
         AUTO, description=f"Model: auto (the best that can run here), {', '.join(ARCHITECTURES)}."
     )
-    attention: AttentionChoice = Field(
-        AttentionChoice.AUTO, description="Attention backend; auto is the first that works."
-    )
+    attention: AttentionChoice = Field(AttentionChoice.AUTO, description="Attention backend. auto: by device.")
     prompt_cache: bool = Field(True, description="Keep prompt embeddings in the user's cache folder.")
     prompt_cache_limit: ByteSize = Field(2 * 2**30, description="Largest size of the cache. A prompt takes 4 MiB.")
 
@@ -243,9 +277,7 @@ class MemorySettings(Section):
     """Memory use of generation. Only `fp8_storage` changes the result beyond rounding."""
 
     offload: OffloadMode = Field(OffloadMode.AUTO, description="Weights on the host: auto, none, model or blocks.")
-    resident_blocks: Blocks | None = Field(
-        None, description="With offload=blocks: blocks on the device at a time. None: as many as fit."
-    )
+    resident_blocks: Blocks | None = Field(None, description="Offloaded blocks on the device. None: as many as fit.")
     limit: ByteSize | None = Field(None, description="Most GPU memory to use, as in 24GiB. None: what is free.")
     host_weights: HostWeights | None = Field(None, description="Location of offloaded blocks. None: by memory.")
     fp8_storage: bool = Field(False, description="Store block weights in 8 bits, which changes the result.")

@@ -17,23 +17,16 @@ _LEADING_KEY = re.compile(r"[a-z0-9_]+(\.[a-z0-9_]+)*(?=[= ])")
 _PLAIN = re.compile(r"[^\s'\"]+")
 _RULES = {
     **dict.fromkeys(("bool_parsing", "bool_type"), "must be true or false"),
-    "finite_number": "must be a finite number",
     **dict.fromkeys(("float_parsing", "float_type"), "must be a number"),
+    **dict.fromkeys(("int_from_float", "int_parsing", "int_type"), "must be a whole number"),
     "greater_than": "must be over {gt}",
     "greater_than_equal": "must be at least {ge}",
-    **dict.fromkeys(("int_from_float", "int_parsing", "int_type"), "must be a whole number"),
-    "int_parsing_size": "is too large",
     "less_than": "must be under {lt}",
     "less_than_equal": "must be at most {le}",
-    "multiple_of": "must be a multiple of {multiple_of}",
-    "string_too_short": "must not be empty",
     "string_type": "must be text",
     "string_unicode": "must be valid Unicode text",
-    "too_long": "must have at most {max_length} values",
-    "too_short": "must have at least {min_length} values",
-    "tuple_type": "must be a list",
-    "dict_type": "must be a mapping",
 }
+"""Rules by the kind of error. Other errors have pydantic's own words."""
 _OF_KEYS = {
     "extra_forbidden": "is not a setting",
     "missing": "must be given",
@@ -52,14 +45,13 @@ class Given:
 
 def explain(error: ValidationError, given: Mapping[str, Given] | None = None) -> list[str]:
     """Return one line for each broken rule, with the source of the value where `given` has its key."""
-    lines: list[str] = []
+    given, lines = given or {}, []
     for line in (line for details in error.errors(include_url=False) for line in _lines(details)):
-        key = _LEADING_KEY.match(line)
-        origin = key.group() if key and given else ""
+        key = match.group() if (match := _LEADING_KEY.match(line)) else ""
         # An item of a list has the source of the list.
-        while origin and given and origin not in given:
-            origin = origin.rpartition(".")[0]
-        lines.append(f"{line} (from {given[origin].source})" if origin and given else line)
+        while key and key not in given:
+            key = key.rpartition(".")[0]
+        lines.append(f"{line} (from {given[key].source})" if key else line)
     return lines
 
 
@@ -100,20 +92,16 @@ def _lines(details: Any) -> list[str]:
     key = ".".join(part for part in details["loc"] if isinstance(part, str) and part != "[key]")
     if kind in _OF_KEYS:
         return [f"{key} {_OF_KEYS[kind]}"]
-    return [f"{key}={_shown(details['input'])} {_rule(kind, details, context)}"]
-
-
-def _rule(kind: str, details: Any, context: Mapping[str, Any]) -> str:
     if kind == "enum":
         choices = re.findall(r"'([^']*)'", context["expected"])
         close = nearest(str(details["input"]), choices)
-        return f"must be one of {', '.join(choices)}" + (f": did you mean {close}?" if close else "")
-    if kind == "rule":
-        return str(details["msg"])
-    if kind in _RULES:
+        rule = f"must be one of {', '.join(choices)}" + (f": did you mean {close}?" if close else "")
+    elif kind in _RULES:
         bounds = {name: f"{bound:g}" if isinstance(bound, float) else bound for name, bound in context.items()}
-        return _RULES[kind].format_map(bounds)
-    return f"is wrong: {details['msg']}"
+        rule = _RULES[kind].format_map(bounds)
+    else:
+        rule = re.sub(r"^\w+ should(.*?)( after validation.*)?$", r"must\1", details["msg"])
+    return [f"{key}={_shown(details['input'])} {rule}"]
 
 
 def _shown(value: object) -> str:

@@ -1,7 +1,8 @@
 """Files of settings: the packaged presets, and strict readers of YAML and of the reference's `.py` files.
 
 YAML 1.1 reads `16:9` as 969, `1e-4` as text and `no` as false, and it drops duplicate keys silently. This reader keeps
-every scalar as text for the settings to convert, and refuses duplicate keys. A `.py` file is parsed and never executed.
+every scalar as text for the settings to convert, and refuses duplicate keys, and aliases, which could mean billions of
+values. A `.py` file is parsed and never executed.
 """
 
 import ast
@@ -21,8 +22,8 @@ from opensora_cli.settings.explain import nearest
 EXTENDS = "extends"
 _EXTENDED = ("train", "hardware")
 """Kinds of presets that a user's file may extend by name."""
-_MAX_BYTES, _MAX_VALUES = 500_000, 100_000
-"""Largest file of settings, which takes a second to read, and most values in it with aliases expanded."""
+_MAX_BYTES = 500_000
+"""Largest file of settings, which takes a second to read."""
 CODE = ...
 """Value of an assignment in a `.py` file that is code and not data."""
 PLAIN_VALUES = "such files are parsed, not executed: write the value itself"
@@ -65,7 +66,13 @@ def preset_path(name: str, *kinds: str) -> Path:
 
 
 class _TextLoader(yaml.BaseLoader):
-    """Loader that keeps scalars as text and refuses duplicate keys."""
+    """Loader that keeps scalars as text, and refuses duplicate keys and aliases."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(None, None, "an alias (*name) stands for a value: write the value", mark)
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         seen: set[object] = set()
@@ -81,25 +88,13 @@ class _TextLoader(yaml.BaseLoader):
 def parse_yaml_text(text: str) -> object:
     """Return the value of a piece of YAML with scalars as text.
 
-    Raises:
-        yaml.YAMLError: The text is not YAML, is nested too deeply, or has too many values.
+    Raises yaml.YAMLError if the text is not YAML, or is nested too deeply.
     """
     # The loader is a subclass of the one that builds only text, lists and mappings.
     try:
-        value: object = yaml.load(text, Loader=_TextLoader)
+        return yaml.load(text, Loader=_TextLoader)
     except RecursionError:
         raise yaml.YAMLError("it is nested too deeply") from None
-    waiting, count = [value], 0
-    while waiting:
-        each = waiting.pop()
-        count += 1
-        if isinstance(each, dict):
-            waiting += each.values()
-        elif isinstance(each, list):
-            waiting += each
-        if count > _MAX_VALUES:
-            raise yaml.YAMLError(f"it means more than {_MAX_VALUES:,} values")
-    return value
 
 
 def read_settings_file(path: Path, *, chain: tuple[Path, ...] = ()) -> dict[str, Any]:
@@ -116,8 +111,8 @@ def read_settings_file(path: Path, *, chain: tuple[Path, ...] = ()) -> dict[str,
     values, bases = (_read_python if path.suffix == ".py" else _read_yaml)(path, text)
     below: dict[str, Any] = {}
     for base in bases:
-        below = merged(below, read_settings_file(base, chain=(*chain, here)))
-    return merged(below, values)
+        below = _merged(below, read_settings_file(base, chain=(*chain, here)))
+    return _merged(below, values)
 
 
 def _read_yaml(path: Path, text: str) -> tuple[dict[str, Any], list[Path]]:
@@ -181,18 +176,15 @@ def _data(node: ast.expr, names: Mapping[str, Any]) -> Any:
         return CODE
 
 
-def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `above` over `below`, section by section.
-
-    `_delete_=True` in a section of a `.py` file drops what is below. A YAML file cannot have it: its scalars are text.
-    """
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `above` over `below`, section by section. `_delete_=True` in a `.py` file drops a section below."""
     result = dict(below)
     for key, value in above.items():
         if isinstance(value, dict):
             under = result.get(key)
             if value.get("_delete_") is True:
                 under, value = {}, {name: each for name, each in value.items() if name != "_delete_"}
-            value = merged(under if isinstance(under, dict) else {}, value)
+            value = _merged(under if isinstance(under, dict) else {}, value)
         result[key] = value
     return result
 

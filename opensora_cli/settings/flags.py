@@ -163,9 +163,9 @@ def given_by(row: Option, value: object, source: str) -> dict[str, "Given"]:
 
 
 def _nearest(name: str) -> str:
+    from opensora_cli.core.section import all_keys
     from opensora_cli.settings.explain import nearest, nearest_key
     from opensora_cli.settings.generate import GenerateSettings
-    from opensora_cli.settings.layers import all_keys
 
     close = nearest(name, FLAGS)
     if close is None and (key := nearest_key(name, all_keys(GenerateSettings))) is not None:

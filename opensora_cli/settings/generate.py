@@ -3,7 +3,7 @@
 These rules need no files and no hardware, so that `--dry-run` and the library share them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 
 from pydantic import Field, model_validator
@@ -12,13 +12,13 @@ from opensora_cli.core import device_names
 from opensora_cli.core.attention import attention_problems
 from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.conditions import CONDITION_MODES, CONTINUING, ConditionMode, Source
-from opensora_cli.core.section import Section, Words
+from opensora_cli.core.section import Section, Words, split_list
 from opensora_cli.models.registry import AUTO, DEMO, TextInputs, WeightNames
 from opensora_cli.settings import components
 from opensora_cli.settings import generate_sections as sections
 from opensora_cli.settings.applies import GENERATE, Pair, pair_problems
-from opensora_cli.settings.devices import MemorySettings, ParallelSettings, RuntimeSettings
-from opensora_cli.settings.enums import DType, VAEKind
+from opensora_cli.settings.components import VAEKind
+from opensora_cli.settings.devices import DType, MemorySettings, ParallelSettings, RuntimeSettings
 from opensora_cli.settings.explain import either
 
 _NEEDS = (
@@ -80,12 +80,28 @@ class GenerateSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _read_short_forms(cls, values: object) -> object:
-        return sections.expand_short_forms(values)
+        """Read `prompt_suffix.motion_score=auto` as `refine.motion_score=true`, and the prompt at 0 s as the prompt."""
+        if not isinstance(values, Mapping):
+            return values
+        suffix, refine = values.get("prompt_suffix"), values.get("refine", {})
+        if isinstance(suffix, Mapping) and isinstance(refine, Mapping) and suffix.get("motion_score") == "auto":
+            others = {name: value for name, value in suffix.items() if name != "motion_score"}
+            values = {**values, "prompt_suffix": others, "refine": {**refine, "motion_score": True}}
+        if str(values.get("prompt") or "").strip():
+            return values
+        typed = values.get("prompts_at") or ()
+        first = next(iter(split_list(typed, separator=";") if isinstance(typed, str) else typed), None)
+        try:
+            at = sections.PromptAt.model_validate(first)
+        except ValueError:
+            return values  # The validation of `prompts_at` reports it.
+        return values if at.at_s else {**values, "prompt": at.prompt}
 
     @property
     def output_format(self) -> MediaFormat:
         """File format of the results."""
-        return self.output.resolved_format(num_frames=self.video.num_frames)
+        usual = MediaFormat.PNG if self.video.num_frames == 1 else MediaFormat.MP4
+        return self.output.format or self.output.named_format or usual
 
     @property
     def num_latent_frames(self) -> int:
@@ -95,9 +111,17 @@ class GenerateSettings(Section):
     @property
     def overlap(self) -> int:
         """Frames that a segment repeats from the previous one."""
+        return self._frames_of(CONTINUING)
+
+    @property
+    def given_frames(self) -> int:
+        """Frames that a reference gives at the head in the condition mode."""
+        return self._frames_of(CONDITION_MODES[self.condition.mode or CONTINUING.name])
+
+    def _frames_of(self, mode: ConditionMode) -> int:
         grid = self.vae.grid
         return self.condition.lengths.pixel_frames(
-            CONTINUING, causal=grid.is_causal, temporal_compression=grid.time_compression_ratio
+            mode, causal=grid.is_causal, temporal_compression=grid.time_compression_ratio
         )
 
     @property
@@ -118,14 +142,6 @@ class GenerateSettings(Section):
         clip = self.video.num_frames
         kept = max(0, (self.condition.continued or 0) - self.given_frames)
         return kept + clip - self.condition.seamless + self.video.extend * (clip - self.overlap)
-
-    @property
-    def given_frames(self) -> int:
-        """Frames that a reference gives at the head in the condition mode."""
-        grid, mode = self.vae.grid, CONDITION_MODES[self.condition.mode or CONTINUING.name]
-        return self.condition.lengths.pixel_frames(
-            mode, causal=grid.is_causal, temporal_compression=grid.time_compression_ratio
-        )
 
     @property
     def size_multiple(self) -> int:

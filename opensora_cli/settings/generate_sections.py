@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from enum import StrEnum
 from itertools import pairwise
 from pathlib import PurePath
 from typing import Annotated
@@ -20,11 +21,9 @@ from opensora_cli.core.section import (
     Words,
     matching,
     one_of,
-    split_list,
 )
 from opensora_cli.models.registry import ARCHITECTURES, FLUX1_DEV
 from opensora_cli.settings.components import ModelSettings, VAESettings, picture_values
-from opensora_cli.settings.enums import NameFrom, ReferenceRate
 from opensora_cli.settings.explain import either
 
 MAX_SEED = 2**62
@@ -32,6 +31,13 @@ _FLUX = ARCHITECTURES[FLUX1_DEV].files
 _AT = re.compile(r"\s*(?P<at_s>\d+(\.\d*)?|\.\d+)\s*s\s*=(?P<prompt>.*\S.*)", re.DOTALL)
 _OTHER_ENDINGS = frozenset(["apng", "avi", "bmp", "jpeg", "jpg", "m4v", "mkv", "mov", "mpeg", "mpg", "tiff", "webm"])
 """Endings that would otherwise become the name of a folder."""
+
+ReferenceRate = StrEnum("ReferenceRate", ["KEEP", "MATCH"])
+"""Frames of a reference video with another rate: the stored ones, or those visible at the video's times."""
+
+NameFrom = StrEnum("NameFrom", ["SEED", "PROMPT"])
+"""Name of results in a folder: `raining-sea_seed42`, or `raining, sea-0` as VBench expects."""
+
 
 _Frames = Annotated[int, Field(ge=1, le=MAX_FRAMES)]
 _Pixels = Annotated[int, Field(ge=1, le=16_384)]
@@ -72,7 +78,7 @@ class PromptSuffixSettings(Section):
     """Additions to a prompt, as in the captions of the training data."""
 
     motion_score: int | None = Field(
-        4, ge=0, le=100, description="Amount of motion. none omits it; auto asks the server of --refine."
+        4, ge=0, le=100, description="Amount of motion, or none. auto asks the server of --refine."
     )
     add_fps: bool = Field(True, description="Add the frames per second.")
 
@@ -82,9 +88,7 @@ class RefineSettings(Section):
 
     prompt: bool = Field(False, description="Rewrite the prompt with the language model at OSORA_REFINE_URL.")
     motion_score: bool = Field(False, description="Choose prompt_suffix.motion_score, from 1 to 15.")
-    instructions: FileName | None = Field(
-        None, description="Folder of other instructions: t2v.txt, t2i.txt, i2v.txt, motion_score.txt."
-    )
+    instructions: FileName | None = Field(None, description="Folder of t2v.txt, t2i.txt, i2v.txt, motion_score.txt.")
     timeout_s: float = Field(60.0, gt=0, le=3600, description="Timeout of a try in seconds.")
     tries: int = Field(3, ge=1, le=20, description="Largest number of tries.")
     original: Words | None = Field(None, description="Prompt before it was rewritten, set by that run.")
@@ -93,28 +97,6 @@ class RefineSettings(Section):
     def is_on(self) -> bool:
         """Whether the language model is asked."""
         return self.prompt or self.motion_score
-
-
-def expand_short_forms(sections: object) -> object:
-    """Return sections with short forms of prompts in full, before validation.
-
-    `prompt_suffix.motion_score=auto` becomes `refine.motion_score=true`. A missing prompt becomes the one at 0 s.
-    """
-    if not isinstance(sections, Mapping):
-        return sections
-    suffix, refine = sections.get("prompt_suffix"), sections.get("refine", {})
-    if isinstance(suffix, Mapping) and isinstance(refine, Mapping) and suffix.get("motion_score") == "auto":
-        others = {name: value for name, value in suffix.items() if name != "motion_score"}
-        sections = {**sections, "prompt_suffix": others, "refine": {**refine, "motion_score": True}}
-    if str(sections.get("prompt") or "").strip():
-        return sections
-    typed = sections.get("prompts_at") or ()
-    first = next(iter(split_list(typed, separator=";") if isinstance(typed, str) else typed), None)
-    try:
-        at = PromptAt.model_validate(first)
-    except ValueError:
-        return sections  # The validation of `prompts_at` reports it.
-    return sections if at.at_s else {**sections, "prompt": at.prompt}
 
 
 class VideoSettings(Section):
@@ -131,7 +113,7 @@ class VideoSettings(Section):
     max_frames: _Frames = Field(129, description="Largest number of frames that the model supports.")
     extend: int = Field(0, ge=0, le=100, description="Segments after the first; each continues the one before.")
     causal_lengths: bool = Field(
-        False, description="Count latent frames as a causal autoencoder does, and cut the video to num_frames."
+        False, description="Count latent frames as a causal autoencoder does, and cut the video."
     )
 
     def rules(self) -> Iterator[str]:
@@ -159,9 +141,7 @@ class ConditionSettings(Section):
         None, ge=0, le=10**6, description="Frames of the reference that begin the result, set by --continue. 0: all."
     )
     fit: Fit = Field(Fit.CROP, description="How a reference of another shape is fitted to the video.")
-    ref_fps: ReferenceRate = Field(
-        ReferenceRate.KEEP, description="Frames of a reference of another rate: keep or match."
-    )
+    ref_fps: ReferenceRate = Field(ReferenceRate.KEEP, description="Frames of other rates: keep or match.")
     video_latent_frames: _Frames = Field(8, description="Latent frames of a v2v reference, after the first.")
     seamless: bool = Field(False, description="Drop the last frame of i2v_loop, which equals the first.")
     easy_latent_frames: _Frames = Field(16, description="Latent frames of an easy v2v reference, after the first.")
@@ -194,7 +174,6 @@ class PictureSettings(Section):
     @model_validator(mode="before")
     @classmethod
     def _start_from_entry(cls, values: object) -> object:
-        """Put the given fields over the entry of the picture's model."""
         return picture_values(values) if isinstance(values, Mapping) else values
 
 
@@ -216,7 +195,7 @@ class SamplingSettings(Section):
     text_oscillation: bool = Field(True, description="Drop prompt guidance at odd steps from step 10 on.")
     image_oscillation: bool = Field(True, description="Drop reference guidance at odd steps from step 10 on.")
     mean_guidance_of: _Steps | None = Field(
-        None, description="Use the mean of guidance that oscillates over this many steps. None: no mean."
+        None, description="Mean of oscillating guidance over this many steps. None: no mean."
     )
     step_cache: float = Field(
         0.0,
@@ -229,7 +208,7 @@ class SamplingSettings(Section):
         (0.0, 1.0), description="Lowest and highest time of guided steps, from 0 (video) to 1 (noise)."
     )
     flow_shift: float | None = Field(
-        None, ge=0.001, le=1000, description="Shift of the timesteps. None: by the size of the video."
+        None, ge=0.001, le=1000, description="Shift of timesteps. None: by the video's size."
     )
     seed: int = Field(42, ge=0, le=MAX_SEED, description="Seed of the noise. Sample i uses seed + i.")
     num_samples: int = Field(1, ge=1, le=10_000, description="Number of videos.")
@@ -264,22 +243,14 @@ class OutputSettings(Section):
     """Files of results."""
 
     path: FileName = Field("samples", description="Folder, or file to write.")
-    format: MediaFormat | None = Field(
-        None, description="File format. None: from the file name, else mp4, or png for a picture."
-    )
-    name_from: NameFrom = Field(
-        NameFrom.SEED, description="Names of results in a folder: by seed (sea_seed42) or prompt (raining, sea-0)."
-    )
+    format: MediaFormat | None = Field(None, description="File format. None: by the file name, else mp4 or png.")
+    name_from: NameFrom = Field(NameFrom.SEED, description="Names in a folder: by seed (sea_seed42) or prompt (sea-0).")
     overwrite: bool = Field(False, description="Replace existing files.")
     metadata: bool = Field(True, description="Write prompt, seed and settings into and beside the file.")
     last_frame: bool = Field(False, description="Keep the last frame of a video as NAME.last.png.")
     save_latents: bool = Field(True, description="Save latents before decoding and when a run is stopped.")
-    save_state_every: Count | None = Field(
-        None, description="Steps between saves of the latents. None: only on Ctrl-C."
-    )
-    preview_every: Count | None = Field(
-        None, description="Steps between writes of the predicted video to NAME.preview.gif. None: never."
-    )
+    save_state_every: Count | None = Field(None, description="Steps between saves of latents. None: on Ctrl-C.")
+    preview_every: Count | None = Field(None, description="Steps between writes of NAME.preview.gif. None: never.")
     explore: bool = Field(False, description="Stop all samples early and make a contact sheet of them.")
 
     @property
@@ -291,10 +262,6 @@ class OutputSettings(Section):
     def named_format(self) -> MediaFormat | None:
         """Format that the ending of `path` names, or None for a folder."""
         return named_format(self.path)
-
-    def resolved_format(self, *, num_frames: int) -> MediaFormat:
-        """Return the format to write."""
-        return self.format or self.named_format or (MediaFormat.PNG if num_frames == 1 else MediaFormat.MP4)
 
     def rules(self) -> Iterator[str]:
         if self.named_format and self.format and self.named_format is not self.format:

@@ -13,10 +13,10 @@ from pydantic import Field
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import first_few
-from opensora_cli.core.section import ByteSize, FileName, Section
+from opensora_cli.core.section import ByteSize, FileName, Section, all_keys
 from opensora_cli.settings.explain import Given, nearest
 from opensora_cli.settings.files import EXTENDS, list_presets, preset_path, read_settings_file
-from opensora_cli.settings.layers import all_keys, read_sections, validate
+from opensora_cli.settings.layers import read_sections, validate
 
 PRODUCT_EFFICIENCY = 0.489
 ATTENTION_EFFICIENCY = 0.644
@@ -107,11 +107,12 @@ class PlannedMachine:
 
     def require(self, *, device: str, ranks: int, ranks_per_node: int) -> None:
         """Raise RequestError if settings ask for more GPUs than are named, or for another device."""
+        most = self.gpu.gpus_per_node
         if device == "cpu":
             raise RequestError(f"--on {self.given} plans for GPUs, and the device is cpu: drop one of them")
         if self.count is not None and ranks > self.count:
             raise RequestError(f"--on {self.given} has {self.count} devices, and {ranks} are asked for: use --gpus N")
-        if ranks_per_node > (most := self.gpu.gpus_per_node):
+        if ranks_per_node > most:
             raise RequestError(
                 f"{ranks_per_node} devices of one machine are asked for, and gpus_per_node={most} of {self.gpu.name}: "
                 f"use --on {ranks}x{self.gpu.name}"
@@ -125,19 +126,17 @@ def read_machine(text: str) -> PlannedMachine:
     count, name = (None, text) if Path(text).is_file() or match is None else (match["count"], match["name"].strip())
     if not name or count == "":
         raise RequestError(f"--on {text} must be NAME, NxNAME, SIZE or a YAML file, as in 8xH100 or 12GiB")
-    gpu, has_speed = _read_gpu(name), _SIZE.fullmatch(name) is None
-    if count is None:
-        return PlannedMachine(gpu=gpu, count=None, given=text, has_speed=has_speed)
-    number = int(count) if len(count) < 9 else _MAX_DEVICES + 1
-    if not 1 <= number <= _MAX_DEVICES:
+    gpu = _read_gpu(name)
+    number = None if count is None else int(count[:9])
+    if number is not None and not 1 <= number <= _MAX_DEVICES:
         raise RequestError(f"--on {text} must name 1 to {_MAX_DEVICES} devices")
-    if number > gpu.gpus_per_node and (over := number % gpu.gpus_per_node):
+    if number is not None and number > gpu.gpus_per_node and (over := number % gpu.gpus_per_node):
         below = number - over
         raise RequestError(
             f"--on {text} fills no whole machines of gpus_per_node={gpu.gpus_per_node}: "
             f"use {below} or {below + gpu.gpus_per_node}"
         )
-    return PlannedMachine(gpu=gpu, count=number, given=text, has_speed=has_speed)
+    return PlannedMachine(gpu=gpu, count=number, given=text, has_speed=_SIZE.fullmatch(name) is None)
 
 
 def find_gpu(device_name: str) -> GpuSettings | None:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import as_unicode, is_unicode, plain
-from opensora_cli.core.section import Section, nested
+from opensora_cli.core.section import Section, all_keys, is_inside, nested
 from opensora_cli.settings.explain import Given, explain, nearest, nearest_key
 
 Layer = Mapping[str, Given]
@@ -27,28 +27,24 @@ _WEIGHTS = "runtime.weights"
 
 
 def read_sections(
-    schema: type[Section], values: Mapping[str, object], *, source: str, is_saved: bool = False
+    schema: type[Section], values: Mapping[str, object], *, source: str, is_saved: bool = False, prefix: str = ""
 ) -> dict[str, Given]:
     """Return nested sections, as read from YAML or JSON, as a layer.
 
     In a file that an earlier version saved (`is_saved`), settings that were removed since are ignored.
     """
-    keys, layer = all_keys(schema), {}
-
-    def read(values: Mapping[str, object], prefix: str) -> None:
-        for name, value in values.items():
-            key = f"{prefix}{name}"
-            if is_saved and key in _REMOVED:
-                continue
-            if not any(known.startswith(f"{key}.") for known in keys):
-                check_key(schema, key, source=source)
-                layer[key] = Given(value, source)
-            elif isinstance(value, Mapping):
-                read(value, f"{key}.")
-            elif value not in (None, ""):
-                raise RequestError(f"{key}={value} (from {source}) is a section", hint="put its keys below it")
-
-    read(values, "")
+    layer: dict[str, Given] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if is_saved and key in _REMOVED.split():
+            continue
+        if not any(known.startswith(f"{key}.") for known in all_keys(schema)):
+            check_key(schema, key, source=source)
+            layer[key] = Given(value, source)
+        elif isinstance(value, Mapping):
+            layer |= read_sections(schema, value, source=source, is_saved=is_saved, prefix=f"{key}.")
+        elif value not in (None, ""):
+            raise RequestError(f"{key}={value} (from {source}) is a section", hint="put its keys below it")
     return layer
 
 
@@ -58,8 +54,7 @@ def read_environment(schema: type[Section], environment: Mapping[str, str]) -> d
     `OSORA_SAMPLING__SEED=1` sets `sampling.seed`, and `OSORA_WEIGHTS` is short for `OSORA_RUNTIME__WEIGHTS`. Empty
     variables count as unset. Variables for other commands are ignored.
     """
-    variables = _variables(schema)
-    layer = {}
+    variables, layer = _variables(schema), {}
     for name, value in sorted(environment.items()):
         if not name.startswith(ENVIRONMENT_PREFIX) or not value:
             continue
@@ -74,6 +69,11 @@ def read_environment(schema: type[Section], environment: Mapping[str, str]) -> d
     return layer
 
 
+def _variables(schema: type[Section]) -> dict[str, str]:
+    variables = {f"{ENVIRONMENT_PREFIX}{key.upper().replace('.', '__')}": key for key in all_keys(schema)}
+    return variables | ({"OSORA_WEIGHTS": _WEIGHTS} if _WEIGHTS in variables.values() else {})
+
+
 @cache
 def _all_variables() -> frozenset[str]:
     """Return the environment variables of all commands, whose modules are imported for this."""
@@ -86,11 +86,10 @@ def collect_overrides(
 ) -> dict[str, Given]:
     """Return named flags and assignments, from `--set` or by key, as one layer. The last assignment of a key wins."""
     overrides = dict(flags)
-    if isinstance(assignments, Mapping):
-        source, pairs = "set", [*assignments.items()]
-    else:
-        source, pairs = "--set", [_assignment(text) for text in assignments]
-    for key, value in pairs:
+    source, pairs = "set", assignments
+    if not isinstance(pairs, Mapping):
+        source, pairs = "--set", dict(map(_assignment, pairs))
+    for key, value in pairs.items():
         check_key(schema, key, source=source)
         flag = flags.get(key)
         if flag and str(flag.value) != str(value):
@@ -124,23 +123,15 @@ def validate(schema: type[S], given: Layer, *, below: Layer | None = None) -> S:
         raise RequestError("\n".join(lines) or "some text is not valid Unicode") from error
 
 
-MOVED_TO_DEMO = "the procedural world moved to examples/demo: see its README.md"
-_OF_THE_DEMO = """
-data.scenes train_mmdit.thing_weight train_vae.picture_steps train_vae.picture_batch_size train_vae.whitening_clips
-text.batch_size text.t5_width text.t5_layers text.t5_heads text.clip_width text.clip_layers text.clip_heads
-"""
-_WITHOUT_USE = """
+_REMOVED = """
 sampling.batch_size parallel.node_rank parallel.rdzv_endpoint parallel.watch parallel.watch_limit_s
 precision.fp8_linears precision.initial_loss_scale precision.loss_scale_window watching.exact_timers
+memory.activation_buffer memory.activation_offload memory.offload_above
+data.scenes train_mmdit.thing_weight train_vae.picture_steps train_vae.picture_batch_size train_vae.whitening_clips
+train_vae.whole_steps text.batch_size text.t5_width text.t5_layers text.t5_heads text.clip_width text.clip_layers
+text.clip_heads
 """
-_OFFLOADED = "memory.activation_buffer memory.activation_offload memory.offload_above"
-_REMOVED = {
-    **dict.fromkeys(_WITHOUT_USE.split(), "drop it"),
-    **dict.fromkeys(_OFFLOADED.split(), "use memory.checkpointing=offload"),
-    **dict.fromkeys(_OF_THE_DEMO.split(), MOVED_TO_DEMO),
-    "train_vae.whole_steps": "drop it, and continue with init and train_vae.crop_size=0 for whole clips",
-}
-"""Settings and sections of earlier versions, with the hint for users who still set them."""
+"""Settings and sections of earlier versions."""
 
 
 def check_key(schema: type[Section], key: str, *, source: str) -> None:
@@ -150,29 +141,12 @@ def check_key(schema: type[Section], key: str, *, source: str) -> None:
         return
     if inside := [known for known in keys if known.startswith(f"{key}.")]:
         raise RequestError(f"{key} (from {source}) is a section", hint=f"set one of its keys: {', '.join(inside)}")
-    for removed, hint in _REMOVED.items():
-        if key == removed or key.startswith(f"{removed}."):
-            raise RequestError(f"{key} (from {source}) was removed", hint=hint)
+    if is_inside(key, _REMOVED.split()):
+        hint = "drop it; see what replaces it under Removed in CHANGELOG.md"
+        raise RequestError(f"{key} (from {source}) was removed", hint=hint)
     close = nearest_key(key, keys if "." in key else [*schema.model_fields, *keys])
     siblings = [known for known in keys if "." in known and known.partition(".")[0] == key.partition(".")[0]]
     raise RequestError(
         f"{key} (from {source}) is not a setting",
         hint=f"did you mean {close}?" if close else f"there are {', '.join(siblings or schema.model_fields)}",
     )
-
-
-@cache
-def all_keys(schema: type[Section]) -> tuple[str, ...]:
-    """Return the dotted keys of all settings."""
-    keys: list[str] = []
-    for name, field in schema.model_fields.items():
-        kind = field.annotation
-        inside = all_keys(kind) if isinstance(kind, type) and issubclass(kind, Section) else ()
-        keys += [f"{name}.{key}" for key in inside] or [name]
-    return tuple(keys)
-
-
-def _variables(schema: type[Section]) -> dict[str, str]:
-    """Return the dotted key of each environment variable."""
-    variables = {f"{ENVIRONMENT_PREFIX}{key.upper().replace('.', '__')}": key for key in all_keys(schema)}
-    return variables | ({"OSORA_WEIGHTS": _WEIGHTS} if _WEIGHTS in variables.values() else {})

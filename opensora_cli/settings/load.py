@@ -11,7 +11,7 @@ weights to read and which devices to use.
 
 import os
 import shlex
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from operator import attrgetter
@@ -26,7 +26,7 @@ from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.formatting import escaped, plain
 from opensora_cli.core.ranks import is_of_launcher
 from opensora_cli.core.reading import read_json_object
-from opensora_cli.core.section import NO_VALUE
+from opensora_cli.core.section import NO_VALUE, is_inside
 from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.settings.applies import refuse_without_effect
 from opensora_cli.settings.components import LoraFile, settings_of
@@ -65,14 +65,8 @@ DESCRIPTION = frozenset(_KEYS.split())
 TYPED = frozenset({"refine.prompt", "refine.motion_score"})
 """Settings that only the command line can set beside such a file, whose prompt is rewritten already."""
 _SAMPLED_WITH = (
-    "files.transformer",
-    "files.t5",
-    "files.clip",
-    "files.turbo",
-    "picture.files.transformer",
-    "picture.files.vae",
-    "picture.files.hub_repo",
-    "loras",
+    *("files.transformer", "files.t5", "files.clip", "files.turbo"),
+    *("picture.files.transformer", "picture.files.vae", "picture.files.hub_repo", "loras"),
 )
 """Files that decoding does not read. A file of latents records them."""
 _FILES = ("runtime.weights", "files.vae", "files.hub_repo", *_SAMPLED_WITH)
@@ -80,7 +74,7 @@ _FILES = ("runtime.weights", "files.vae", "files.hub_repo", *_SAMPLED_WITH)
 
 def is_description(key: str) -> bool:
     """Return whether a file of an earlier run may bring a setting."""
-    return any(key == known or key.startswith(f"{known}.") for known in DESCRIPTION)
+    return is_inside(key, DESCRIPTION)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,16 +99,13 @@ class SavedSettings:
         """Return the settings that a run takes. If it decodes latents, it also records the weights that made them."""
         saved, recorded = self.layer, _SAMPLED_WITH if self.decodes else ()
         taken = {key: at for key, at in saved.items() if is_description(key) or key in recorded}
-        score = taken.get("prompt_suffix.motion_score")
-        if score is not None and score.value == "auto":
+        if str(_value(taken, "prompt_suffix.motion_score")) == "auto":
             # `auto` would ask a server.
             del taken["prompt_suffix.motion_score"]
-        path, frames = saved.get("output.path"), saved.get("video.num_frames")
-        ending = None if path is None else named_format(str(path.value))
-        usual = MediaFormat.PNG if frames is not None and str(frames.value) == "1" else MediaFormat.MP4
-        named = taken.get("output.format")
-        if path is not None and ending not in (None, usual) and not (named and _is_set(named.value)):
-            taken["output.format"] = Given(str(ending), path.source)
+        ending = named_format(str(_value(saved, "output.path")))
+        usual = MediaFormat.PNG if str(_value(saved, "video.num_frames")) == "1" else MediaFormat.MP4
+        if ending not in (None, usual) and not _is_set(_value(taken, "output.format")):
+            taken["output.format"] = Given(str(ending), self.source)
         return taken
 
     def adapters(self) -> tuple[LoraFile, ...]:
@@ -159,15 +150,10 @@ class GenerateRequest:
             given["picture.first"] = Given(False, "the reference or mode")
         return given
 
-    def find(self, key: str) -> Given | None:
-        """Return the value and source of a setting; None if it is not given."""
-        given = self.given.get(key)
-        return None if given is None or given.value is None else given
-
     def text(self, key: str) -> str | None:
         """Return a setting as text before validation; None if it is not given or unset."""
-        given = self.given.get(key)
-        return str(given.value) if given is not None and _is_set(given.value) else None
+        value = _value(self.given, key)
+        return str(value) if _is_set(value) else None
 
     @property
     def model(self) -> str:
@@ -192,8 +178,8 @@ class GenerateRequest:
         # Settings that the sidecar omits had no effect and must not come from the shell now.
         others = {**self.config, **self.environment}
         below = {key: at for key, at in others.items() if not is_description(key) and key not in TYPED}
-        taken, path = saved.description(), {**below, **self.overrides}.get("output.path")
-        if path is not None and named_format(str(path.value)) is not None:
+        taken = saved.description()
+        if named_format(str(_value({**below, **self.overrides}, "output.path"))) is not None:
             taken.pop("output.format", None)
         return {**below, **taken}
 
@@ -240,10 +226,9 @@ def generate_request(
 
 def load_generate_settings(request: GenerateRequest, *, model: str) -> GenerateSettings:
     """Return the settings of a request over the preset of `model`. A request is validated once for each model."""
-    loaded = request._loaded
-    if model not in loaded:
-        loaded[model] = _validated(request, model)
-    return loaded[model]
+    if model not in request._loaded:
+        request._loaded[model] = _validated(request, model)
+    return request._loaded[model]
 
 
 def _validated(request: GenerateRequest, model: str) -> GenerateSettings:
@@ -260,8 +245,7 @@ def _validated(request: GenerateRequest, model: str) -> GenerateSettings:
     saved, typed = request.saved, request.overrides
     if saved is not None and saved.decodes:
         # The settings that made the latents may be given again.
-        before = {key: str(at.value) for key, at in saved.layer.items()}
-        typed = {key: at for key, at in typed.items() if str(at.value) != before.get(key)}
+        typed = {key: at for key, at in typed.items() if str(at.value) != str(_value(saved.layer, key))}
     refuse_without_effect(settings, typed)
     if saved is None or saved.is_own:
         return settings
@@ -293,10 +277,7 @@ def usual_settings(model: str) -> GenerateSettings:
 
 
 def _preset_layer(model: str, resolution: str | None) -> Layer:
-    """Return the settings of a model in its preset for a resolution, or in its first preset."""
     presets = ARCHITECTURES[model].presets
-    if not presets:
-        return read_sections(GenerateSettings, settings_of(model), source=model)
     return _preset(resolution if resolution in presets else presets[0])
 
 
@@ -323,29 +304,19 @@ def read_sidecar(path: Path, *, is_own: bool = False) -> SavedSettings:
 def flags_again(settings: GenerateSettings, *, decodes: bool) -> list[str]:
     """Return the flags that continuing saved latents of `settings` needs."""
     values = {key: attrgetter(key)(settings) for key in _FILES}
-    needed = _files_needed(values, settings.loras, usual_settings(settings.model.name), decodes=decodes, given=())
-    flags, device = [*needed.values()], settings.runtime.device
-    if device != "auto":
-        flags.append(f"--device {device}")
-    return flags
+    needed = _files_needed(values, settings.loras, usual_settings(settings.model.name), decodes=decodes)
+    device = settings.runtime.device
+    return [*needed.values(), *([] if device == "auto" else [f"--device {device}"])]
 
 
 def _files_needed(
-    saved: Mapping[str, object],
-    adapters: Iterable[LoraFile],
-    settings: GenerateSettings,
-    *,
-    decodes: bool,
-    given: Collection[str],
+    saved: Mapping[str, object], adapters: Iterable[LoraFile], settings: GenerateSettings, *, decodes: bool
 ) -> dict[str, str]:
-    """Return the flags, by key, for the weights and adapters of an earlier run that differ from those of `settings`.
-
-    Keys in `given` are omitted because the user chose other files.
-    """
+    """Return the flags, by key, for the weights and adapters of an earlier run that differ from those of `settings`."""
     needed = {}
     for key in _FILES:
         value = saved.get(key)
-        if key in given or not _is_set(value) or (decodes and key in _SAMPLED_WITH):
+        if not _is_set(value) or (decodes and key in _SAMPLED_WITH):
             continue
         if key == "loras":
             words = [word for lora in adapters for word in ("--lora", lora.shown)]
@@ -359,9 +330,9 @@ def _files_needed(
 
 def _with_saved_files(saved: SavedSettings, given: Layer, settings: GenerateSettings) -> GenerateSettings:
     """Require that the weights and adapters of the earlier run are given again, with the same hashes if recorded."""
-    values, adapters = {key: at.value for key, at in saved.layer.items()}, saved.adapters()
-    needed = _files_needed(values, adapters, settings, decodes=saved.decodes, given=given)
-    if needed:
+    adapters = saved.adapters()
+    values = {key: at.value for key, at in saved.layer.items() if key not in given}
+    if needed := _files_needed(values, adapters, settings, decodes=saved.decodes):
         others = {"runtime.weights": "--weights none for the usual folder", "loras": "--set loras= for no adapter"}
         known = [words for key, words in others.items() if key in needed]
         raise RequestError(
@@ -370,11 +341,9 @@ def _with_saved_files(saved: SavedSettings, given: Layer, settings: GenerateSett
         )
     if saved.decodes or "loras" not in given or given["loras"].source in ("--set", "set"):
         return settings
-    hashes = {str(Path(lora.path).absolute()): lora.sha256 for lora in adapters}
-    loras = tuple(
-        lora.replace({"sha256": lora.sha256 or hashes.get(str(Path(lora.path).absolute()))}) for lora in settings.loras
-    )
-    return settings.model_copy(update={"loras": loras})
+    hashes = {os.path.abspath(lora.path): lora.sha256 for lora in adapters}
+    loras = [lora.replace({"sha256": lora.sha256 or hashes.get(os.path.abspath(lora.path))}) for lora in settings.loras]
+    return settings.model_copy(update={"loras": tuple(loras)})
 
 
 def _refuse_sending_files(saved: SavedSettings, overrides: Layer, settings: GenerateSettings) -> None:
@@ -390,9 +359,12 @@ def _refuse_sending_files(saved: SavedSettings, overrides: Layer, settings: Gene
 
 def _gives_no_picture(given: Layer) -> bool:
     """Return whether settings name references, or a mode that gives no picture."""
-    files, named = given.get("condition.references"), given.get("condition.mode")
-    mode = None if named is None else CONDITION_MODES.get(str(named.value))
-    return bool(files and files.value) or (mode is not None and not mode.gives_pictures)
+    mode = CONDITION_MODES.get(str(_value(given, "condition.mode")))
+    return bool(_value(given, "condition.references")) or (mode is not None and not mode.gives_pictures)
+
+
+def _value(layer: Layer, key: str) -> object:
+    return layer[key].value if key in layer else None
 
 
 def _is_set(value: object) -> bool:

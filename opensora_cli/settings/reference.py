@@ -49,6 +49,7 @@ SAMPLING_NAMES = {
     **_SAMPLING,
     "sampling_option.seed": "sampling.seed",
     "cond_type": "condition.mode",
+    "dtype": "runtime.dtype",
     "fps_save": "video.fps",
     "img_resolution": "picture.resolution",
     "motion_score": "prompt_suffix.motion_score",
@@ -106,6 +107,8 @@ type=flux type=text_embedder type=text type=video_text type=N_Layer_discriminato
 conv_cls=conv3d disc_loss_type=hinge mixed_strategy=mixed_video_image
 """
 """Values that need no setting here, by the last part of the name. Without references `t2v` is chosen anyway."""
+_REPEATED = frozenset(("patch_size", "ae_spatial_compression", "lr", "eps", "grad_ckpt_settings"))
+"""Names that other lines of the published files use."""
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _FOLDER = "ckpts"
 _DEEP_NAME = "dc-ae-f32t4c128"
@@ -163,9 +166,7 @@ def read_reference_generation(file: ConfigFile) -> Sections:
         for section, ours in (("img_flux", "transformer"), ("img_flux_ae", "vae")):
             found |= values.take_file(f"{section}.from_pretrained", f"picture.files.{ours}")
     found |= values.take({f"sampling_option.{name}": ours for name, ours in _SAMPLING.items()})
-    found |= values.take_dtype()
-    # The autoencoder and model.patch_size decide.
-    values.drop("patch_size", "ae_spatial_compression", "sampling_option.is_causal_vae")
+    values.drop("sampling_option.is_causal_vae")
     return nested(found | values.take(SAMPLING_NAMES)), values.left()
 
 
@@ -188,7 +189,7 @@ def read_reference_autoencoder(file: ConfigFile) -> Sections:
     if lengths := [length for row in rows for length in row if isinstance(length, int)]:
         found["clip.num_frames"] = max(lengths)
     values.drop("plugin")  # One device is used.
-    return nested(found | values.take_dtype() | values.take({"save_dir": "output.folder"})), values.left()
+    return nested(found | values.take({"dtype": "runtime.dtype", "save_dir": "output.folder"})), values.left()
 
 
 def read_reference_training(file: ConfigFile) -> Sections:
@@ -209,8 +210,6 @@ def read_reference_training(file: ConfigFile) -> Sections:
         found |= values.take_file("ae.from_pretrained", "train_mmdit.files.vae", folder="weights")
         if values.get("plugin") in ("zero1", "zero2"):
             found["strategy"] = values.pop("plugin")
-        # Names that other lines of the published files use.
-        values.drop("lr", "eps", "patch_size", "grad_ckpt_settings")
     for name, lengths in values.take_buckets().items():
         resolution, _, ratio = name.partition("_ar")
         found.setdefault("data.buckets", {})[resolution] = lengths
@@ -235,7 +234,8 @@ class _Values(dict[str, Any]):
         super().__init__(
             (name, value)
             for name, value in _leaves(file.values, "")
-            if isinstance(value, list | tuple) or f"{name.rpartition('.')[2]}={value}" not in usual
+            if name not in _REPEATED
+            and (isinstance(value, list | tuple) or f"{name.rpartition('.')[2]}={value}" not in usual)
         )
         self._path, self._all = file.path, tuple(self)
         self.dropped: list[str] = []
@@ -250,7 +250,8 @@ class _Values(dict[str, Any]):
             ):
                 raise FileProblem(f"{self._path}: {code} is not a plain value", hint=PLAIN_VALUES)
             if theirs in self:
-                found[ours] = self.pop(theirs)
+                value = self.pop(theirs)
+                found[ours] = _DTYPES.get(str(value), value) if ours == "runtime.dtype" else value
         return found
 
     def take_autoencoder(self, section: str, *, prefix: str = "") -> dict[str, Any]:
@@ -282,11 +283,6 @@ class _Values(dict[str, Any]):
             return {key: str(file.relative_to(_FOLDER))}
         # The names of text encoders are also those of their repositories.
         return {key: str(file) if key in ("files.t5", "files.clip") else os.path.abspath(file)}
-
-    def take_dtype(self) -> dict[str, Any]:
-        """Carry over the dtype of a generation or a reconstruction."""
-        known = str(self.get("dtype")) in _DTYPES
-        return {"runtime.dtype": _DTYPES[self.pop("dtype")]} if known else {}
 
     def take_buckets(self) -> dict[str, Any]:
         """Carry over the table of buckets, by resolution."""

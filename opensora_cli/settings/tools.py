@@ -2,30 +2,42 @@
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from enum import StrEnum
 from typing import Annotated
 
 from pydantic import Field, ValidationError
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.section import Applies, ByteSize, FileName, PlotFile, Section, changed, shown
-from opensora_cli.models.registry import AUTO, DEMO
+from opensora_cli.models.registry import AUTO
 from opensora_cli.settings.applies import PARALLEL, SAME_FOR_ALL_RUNS, refuse_without_effect
 from opensora_cli.settings.devices import DeviceKind, ParallelSettings
-from opensora_cli.settings.enums import Collective, Scaling
 from opensora_cli.settings.explain import Given, explain, nearest
-from opensora_cli.settings.files import open_config
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.generate_sections import OutputSettings
-from opensora_cli.settings.hardware import PlannedMachine
-from opensora_cli.settings.layers import check_key, collect_overrides
-from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, few_evaluations, generate_request
-from opensora_cli.settings.train import TrainSettings, load_train_settings
+from opensora_cli.settings.layers import check_key
+from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, few_evaluations
 
 MIB = 2**20
 _BenchBytes = Annotated[ByteSize, Field(le=2**40)]
+
+EnvProfile = StrEnum("EnvProfile", ["LOCAL", "CLOUD", "CLUSTER"])
+"""Kind of machine for recommended settings."""
+
+Collective = StrEnum(
+    "Collective",
+    "ALL_REDUCE ALL_GATHER REDUCE_SCATTER ALL_TO_ALL HIERARCHICAL ALL_TO_ALL_BF16 ALL_TO_ALL_FP8 BROADCAST SEND_RECV",
+)
+"""Collective that `osora bench-comm` measures.
+
+`hierarchical` is an all-to-all in two stages, inside and between machines. The compressed all-to-alls send fp32
+elements as bf16, or in 8 bits with a scale for each row.
+"""
+
+Scaling = StrEnum("Scaling", ["STRONG", "WEAK"])
+"""Scaling test of `osora bench-comm`: the total work (strong), or the work of each rank (weak) is constant."""
 
 
 class BenchCommSettings(Section):
@@ -40,7 +52,7 @@ class BenchCommSettings(Section):
     iters: int = Field(20, ge=1, le=100_000, description="Timed repeats of each size.")
     warmup: int = Field(5, ge=2, le=100_000, description="Repeats before the timed ones.")
     collectives: tuple[Collective, ...] = Field(tuple(Collective), min_length=1, description="Collectives to measure.")
-    scaling: Scaling | None = Field(None, description="Also time sampling at 1, 2, 4 .. ranks.")
+    scaling: Scaling | None = Field(None, description="Also time steps of sampling at 1, 2, 4 .. ranks.")
 
     def rules(self) -> Iterator[str]:
         parallel = self.parallel
@@ -75,12 +87,12 @@ class MemProfileSettings(Section):
 
     applies = (Applies("memory_limit", lambda s: s.adaptive_batch, "without adaptive_batch: give it, too"),)
 
-    compare: bool = Field(False, description="Measure techniques that save memory, one by one.")
+    compare: bool = Field(False, description="Measure techniques that save memory, one by one, and attention backends.")
     adaptive_batch: bool = Field(False, description="Predict the largest batch of a training.")
     memory_limit: ByteSize | None = Field(None, description="Memory for the batch, as in 24GiB. None: free memory.")
-    runs: int = Field(3, ge=0, le=1000, description="Timed repeats. 0 disables timing.")
-    snapshot: FileName | None = Field(None, description="File for PyTorch's memory viewer.")
-    plot: PlotFile | None = Field(None, description="Chart file: .png, .svg or .pdf.")
+    runs: int = Field(3, ge=0, le=1000, description="Timed runs after the measured one; 0 for none.")
+    snapshot: FileName | None = Field(None, description="Write a file for PyTorch's memory viewer.")
+    plot: PlotFile | None = Field(None, description="Write a chart: .png, .svg or .pdf.")
     overwrite: bool = Field(False, description="Replace existing files.")
 
     def rules(self) -> Iterator[str]:
@@ -119,50 +131,6 @@ class GallerySettings(Section):
     def rules(self) -> Iterator[str]:
         if self.output is not None and not self.output.endswith(".html"):
             yield f"output={self.output} must end with .html"
-
-
-def profiled_settings(
-    config: Path | None,
-    *,
-    assignments: Sequence[str],
-    device: str | None,
-    environment: Mapping[str, str],
-    gpus: int | str | None = None,
-    on: PlannedMachine | None = None,
-    report: Callable[[str], None] = lambda line: None,
-) -> GenerateRequest | TrainSettings:
-    """Return the request to generate, or the settings of a training run, to profile.
-
-    `config` is a YAML file, a `.py` file of the reference implementation, or the name of a packaged recipe or preset.
-    A file with the key `target` is for training. None means generation with the demo. `report` gets a line with the
-    names in a `.py` recipe that are not carried over. A request has such a line in its `notes`.
-    """
-    shared = {} if gpus is None else {"parallel.gpus": Given(gpus, "--gpus")}
-    if on is not None:
-        shared = {**on.counts(shared), **shared}
-    file = None if config is None else open_config(config, "train", "generate")
-    if file is not None and file.is_for_training:
-        if device not in (None, "auto", "cpu"):
-            raise RequestError(f"--device {device} is not possible: training is profiled on the CPU", hint="drop it")
-        overrides = collect_overrides(TrainSettings, shared, assignments)
-        return load_train_settings(config=file, overrides=overrides, environment=environment, report=report)
-    flags = {} if device is None else {"runtime.device": Given(device, "--device")}
-    overrides = collect_overrides(GenerateSettings, {**flags, **shared}, assignments)
-    overrides.setdefault("prompt", Given(ANY_PROMPT, "mem-profile"))
-    if file is None and on is None:
-        overrides.setdefault("runtime.model_choice", Given(DEMO, "mem-profile"))
-    return generate_request(overrides, config=file, environment=environment, on=on)
-
-
-def require_profile(settings: MemProfileSettings, what: GenerateRequest | TrainSettings) -> None:
-    """Raise RequestError if `settings` ask for what a profile of `what` does not have."""
-    if settings.adaptive_batch and not isinstance(what, TrainSettings):
-        raise RequestError(
-            "adaptive_batch=true needs a training recipe: a generation computes one clip at a time",
-            hint="name a recipe, as in --config demo_lora",
-        )
-    if settings.compare and isinstance(what, TrainSettings) and (ranks := what.parallel.world_size) > 1:
-        raise RequestError(f"compare measures in one process, and parallel.gpus={ranks}: drop one of them")
 
 
 Changes = Mapping[str, object]
@@ -215,7 +183,7 @@ def _changes(text: str) -> Changes:
         if not equals or not key:
             raise RequestError(f"--try {text} must be KEY=VALUE,KEY=VALUE, and has {pair!r}")
         check_key(GenerateSettings, key, source=f"--try {text}")
-        if SAME_FOR_ALL_RUNS.covers(key):
+        if key in SAME_FOR_ALL_RUNS.covered(GenerateSettings):
             hint = f"drop it, or give it to all runs: --set {key}={value}"
             raise RequestError(f"--try {text}: {key} must be the same for all runs", hint=hint)
         if key in changes:
@@ -227,14 +195,14 @@ def _changes(text: str) -> Changes:
 def benched_request(request: GenerateRequest) -> GenerateRequest:
     """Return a request that names no result, with a prompt."""
     overrides = {**request.overrides, "output.path": Given(OutputSettings().path, "bench-generate")}
-    if request.find("prompt") is None:
+    if request.text("prompt") is None:
         overrides["prompt"] = Given(ANY_PROMPT, "bench-generate")
     return replace(request, overrides=overrides)
 
 
 def refuse_unfit(settings: GenerateSettings) -> None:
     """Raise RequestError if settings ask for something other than one whole video from noise."""
-    for key, value in changed(settings):
+    for key, value in changed(settings).items():
         if key in ("from_latents", "resume", "sampling.num_samples", "sampling.stop_at", "output.explore"):
             what = "bench-generate makes one whole video with each setting"
             raise RequestError(f"{key}={shown(value)} cannot be compared: {what}", hint="drop it")

@@ -16,14 +16,20 @@ from opensora_cli.core.ranks import is_of_launcher
 from opensora_cli.core.reading import read_json_object
 from opensora_cli.core.section import FileName, Section, one_of
 from opensora_cli.models.registry import ARCHITECTURES
-from opensora_cli.settings import train_loop, train_objectives
+from opensora_cli.settings import train_sections as sections
 from opensora_cli.settings.applies import TRAIN, Pair, pair_problems, refuse_without_effect
 from opensora_cli.settings.components import ModelSettings, VAESettings, channel_problems, settings_of
 from opensora_cli.settings.data import DataSettings
-from opensora_cli.settings.devices import INNER_DEGREES, DeviceName, Strategy, Threads, TrainParallelSettings
-from opensora_cli.settings.enums import Compression
+from opensora_cli.settings.devices import (
+    INNER_DEGREES,
+    Compression,
+    DeviceName,
+    Strategy,
+    Threads,
+    TrainParallelSettings,
+)
 from opensora_cli.settings.files import ConfigFile, list_presets, open_config
-from opensora_cli.settings.layers import MOVED_TO_DEMO, Layer, read_environment, read_sections, validate
+from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
 from opensora_cli.settings.reference import read_reference_training, read_settings
 
 VAE_FILE = "vae.safetensors"
@@ -48,19 +54,19 @@ class TrainSettings(Section):
     data: DataSettings = DataSettings()
     model: ModelSettings = ModelSettings()
     vae: VAESettings = VAESettings()
-    text: train_objectives.TextTrainSettings = train_objectives.TextTrainSettings()
-    train_vae: train_objectives.VAETrainSettings = train_objectives.VAETrainSettings()
-    train_mmdit: train_objectives.MMDiTTrainSettings = train_objectives.MMDiTTrainSettings()
-    train_distill: train_objectives.DistillTrainSettings = train_objectives.DistillTrainSettings()
-    lora: train_loop.LoraSettings = train_loop.LoraSettings()
-    optimizer: train_loop.OptimizerSettings = train_loop.OptimizerSettings()
-    precision: train_loop.PrecisionSettings = train_loop.PrecisionSettings()
-    loop: train_loop.LoopSettings = train_loop.LoopSettings()
-    checkpoints: train_loop.CheckpointSettings = train_loop.CheckpointSettings()
-    watching: train_loop.WatchingSettings = train_loop.WatchingSettings()
-    validation: train_loop.ValidationSettings = train_loop.ValidationSettings()
-    samples: train_loop.SampleSettings = train_loop.SampleSettings()
-    memory: train_loop.TrainMemorySettings = train_loop.TrainMemorySettings()
+    text: sections.TextTrainSettings = sections.TextTrainSettings()
+    train_vae: sections.VAETrainSettings = sections.VAETrainSettings()
+    train_mmdit: sections.MMDiTTrainSettings = sections.MMDiTTrainSettings()
+    train_distill: sections.DistillTrainSettings = sections.DistillTrainSettings()
+    lora: sections.LoraSettings = sections.LoraSettings()
+    optimizer: sections.OptimizerSettings = sections.OptimizerSettings()
+    precision: sections.PrecisionSettings = sections.PrecisionSettings()
+    loop: sections.LoopSettings = sections.LoopSettings()
+    checkpoints: sections.CheckpointSettings = sections.CheckpointSettings()
+    watching: sections.WatchingSettings = sections.WatchingSettings()
+    validation: sections.ValidationSettings = sections.ValidationSettings()
+    samples: sections.SampleSettings = sections.SampleSettings()
+    memory: sections.TrainMemorySettings = sections.TrainMemorySettings()
     strategy: Strategy = Field(Strategy.DDP, description="Sharding of the model over devices.")
     parallel: TrainParallelSettings = TrainParallelSettings()
     compile: bool = Field(False, description="Compile the transformer's blocks with torch.compile.")
@@ -100,7 +106,15 @@ class TrainSettings(Section):
     def rules(self) -> Iterator[str]:
         yield from pair_problems(self, needs=_NEEDS, conflicts=_CONFLICTS)
         yield from _device_problems(self)
-        yield from _watching_problems(self)
+        first, last = self.watching.profile_steps or (1, 1)
+        if not first <= last <= self.loop.steps:
+            yield (
+                f"watching.profile_steps={first},{last} must be two steps of the run, the earlier one first: "
+                f"1 to {self.loop.steps}"
+            )
+        table = self.validation.table
+        if self.validation.every and table is not None and table == self.data.table:
+            yield f"validation.table={table} must be another table than data.table"
         yield from self.objective.rules(self)
 
 
@@ -114,13 +128,12 @@ def load_train_settings(
 ) -> TrainSettings:
     """Return the settings of a run: `overrides` over the environment over a file over the entry of `model.name`.
 
-    The file is `config`, a recipe's name, a YAML file or a `.py` file of the reference implementation, or `saved`, the
-    complete `settings.json` of an earlier run, which precedes the environment. A run writes only into the folder of
-    `saved`, or where `overrides` say. `report` gets a line for each setting of a `.py` file that osora does not have.
+    The file is `config` (a recipe by name, a YAML file or a `.py` file of the reference), or `saved`: the complete
+    `settings.json` of an earlier run, which precedes the environment. A run writes only into the folder of `saved`, or
+    where `overrides` say. `report` gets a line with the names in a `.py` file that are not carried over.
 
     Raises:
-        RequestError: Not exactly one file is given, a key is unknown, a value breaks a rule, an override has no effect,
-            or `saved` names another folder to write to.
+        RequestError: A key is unknown, a value breaks a rule, an override has no effect, or no file is named.
         FileProblem: The file is missing or broken.
     """
     if config is not None and saved is not None:
@@ -129,8 +142,8 @@ def load_train_settings(
     variables = read_environment(TrainSettings, environment)
     if config is not None:
         file = open_config(config, "train")
-        path, sections = file.path, read_settings(file, read_reference_training, report)
-        given = {**read_sections(TrainSettings, sections, source=str(path)), **variables}
+        path, values = file.path, read_settings(file, read_reference_training, report)
+        given = {**read_sections(TrainSettings, values, source=str(path)), **variables}
         if path.suffix == ".py" and "data.table" not in {*given, *overrides}:
             raise RequestError(f"{path} names no table of clips", hint="give one: --set data.table=clips.csv")
     elif saved is not None:
@@ -139,7 +152,9 @@ def load_train_settings(
         if "target" not in document:
             raise FileProblem(f"{saved} holds no settings of a run", hint=hint)
         if isinstance(data := document.get("data"), Mapping) and "scenes" in data and data.get("table") is None:
-            raise RequestError(f"{saved} is of a run on procedural scenes, which were removed", hint=MOVED_TO_DEMO)
+            raise RequestError(
+                f"{saved} is of a run on procedural scenes, which were removed", hint="see examples/demo/README.md"
+            )
         given = {**variables, **read_sections(TrainSettings, document, source=str(saved), is_saved=True)}
     else:
         recipes = " or ".join(f"--config {name}" for name in list_presets("train"))
@@ -157,7 +172,7 @@ def model_entry(given: Layer) -> Layer:
     name = str(given["model.name"].value) if "model.name" in given else ""
     if name not in ARCHITECTURES:
         return {}
-    entry, frozen = settings_of(name), train_objectives.FrozenFileSettings.model_fields
+    entry, frozen = settings_of(name), sections.FrozenFileSettings.model_fields
     values = {
         "model": entry["model"],
         "vae": entry["vae"],
@@ -258,15 +273,6 @@ def _degree_problems(settings: TrainSettings) -> Iterator[str]:
         yield from parallel.head_problems(heads)
 
 
-def _watching_problems(settings: TrainSettings) -> Iterator[str]:
-    validation, data, steps = settings.validation, settings.data, settings.loop.steps
-    first, last = settings.watching.profile_steps or (1, 1)
-    if not first <= last <= steps:
-        yield f"watching.profile_steps={first},{last} must be two steps of the run, the earlier one first: 1 to {steps}"
-    if validation.every and validation.table is not None and validation.table == data.table:
-        yield f"validation.table={validation.table} must be another table than data.table"
-
-
 def _autoencoder_problems(settings: TrainSettings) -> Iterator[str]:
     grid, crop = settings.vae.grid, settings.train_vae.crop_size
     yield from settings.data.length_problems(grid)
@@ -294,7 +300,7 @@ def _transformer_problems(settings: TrainSettings) -> Iterator[str]:
         train.attention,
         setting="train_mmdit.attention",
         ring_degree=settings.parallel.ring_degree,
-        is_fp32=settings.precision.compute is train_loop.Compute.FP32,
+        is_fp32=settings.precision.compute is sections.Compute.FP32,
     )
     for kind, most in (("double", model.depth), ("single", model.depth_single_blocks)):
         count = getattr(settings.memory, f"checkpoint_{kind}_blocks")

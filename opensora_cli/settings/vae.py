@@ -73,10 +73,10 @@ def load_vae_settings(
 ) -> EncodeSettingsT:
     """Return the settings of a run: `overrides` over the environment over the file over the defaults.
 
-    `config` is a YAML file, a `.py` file of the reference implementation, or the name of a packaged preset. None means
-    the demo. A recipe of `osora train`, or the `settings.json` of its run, gives the autoencoder and the folder of its
-    trained weights. `report` gets one line for each setting of a `.py` file that osora does not have. `OSORA_WEIGHTS`,
-    the folder of the released models, is ignored for other weights.
+    `config` is a preset by name, a YAML file, a `.py` file of the reference, or a recipe of `osora train` or the
+    `settings.json` of its run, for the autoencoder in its folder. None means the demo. `report` gets a line with the
+    names in a `.py` file that are not carried over. `OSORA_WEIGHTS`, the folder of the released models, is ignored for
+    other weights.
 
     Raises:
         RequestError: There is no such preset, a key is unknown, or a value breaks a rule.

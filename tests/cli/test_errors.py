@@ -10,7 +10,7 @@ from cli.fake_engine import FakeEngine
 
 from opensora_cli.cli import errors
 from opensora_cli.cli.app import main
-from opensora_cli.cli.call import importing
+from opensora_cli.cli.command import importing
 from opensora_cli.core.exceptions import CheckpointError, HardwareError, MediaError, OsoraError, OutputError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.settings.generate import GenerateSettings

@@ -35,12 +35,12 @@ pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="its shell has n
 
 LIBRARY = """
 import sys, types, warnings
-from opensora_cli.cli import app, call, generate
+from opensora_cli.cli import app, command, generate
 from opensora_cli.cli.command import make_command
 from opensora_cli.core.exceptions import OsoraWarning
 
 def work(*args, **kwargs):
-    with call.importing():
+    with command.importing():
         import logging
     logging.getLogger("library").warning("of a server: %s", chr(27) + "[2J, https://me:pass@word@host/x")
     warnings.warn("of a file: " + chr(0x202e) + chr(0x9b))

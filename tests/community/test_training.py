@@ -25,7 +25,7 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.architectures import new_autoencoder
 from opensora_cli.engine.train.optimizer import rate_factor
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.settings.train_loop import OptimizerSettings
+from opensora_cli.settings.train_sections import OptimizerSettings
 
 
 def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:

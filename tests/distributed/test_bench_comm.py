@@ -28,7 +28,7 @@ from opensora_cli.parallel.ulysses import TwoStages
 from opensora_cli.settings.enums import Collective, Scaling
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
-from opensora_cli.settings.tools import BenchCommSettings
+from opensora_cli.settings.tools import BenchCommSettings, Collective, Scaling
 
 Pool = Callable[[int], Any]
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_loop import CheckpointSettings
+from opensora_cli.settings.train_sections import CheckpointSettings
 
 STEPS = 6
 

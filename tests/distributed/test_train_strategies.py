@@ -48,7 +48,7 @@ from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.sampling.packing import position_ids
 from opensora_cli.settings.devices import Strategy
-from opensora_cli.settings.train_loop import CheckpointSettings, Compute, LoraSettings
+from opensora_cli.settings.train_sections import CheckpointSettings, Compute, LoraSettings
 
 Pool = Callable[[int], Any]
 

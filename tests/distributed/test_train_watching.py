@@ -19,7 +19,7 @@ from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.evaluate import HeldOutLoss, open_samples, open_validation
 from opensora_cli.media.read import read_video
-from opensora_cli.settings.train_loop import ValidationSettings
+from opensora_cli.settings.train_sections import ValidationSettings
 
 Pool = Callable[[int], Any]
 

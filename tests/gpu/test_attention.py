@@ -13,7 +13,7 @@ from opensora_cli.engine.components.attention import AttentionUse, choose_attent
 from opensora_cli.models.attention import BACKENDS
 from opensora_cli.models.attention import sdpa as kernels
 from opensora_cli.models.attention.torch_kernels import MATH_PARTS, math, part_kernel
-from opensora_cli.settings.enums import AttentionChoice
+from opensora_cli.settings.devices import AttentionChoice
 
 LENGTH, CUTS = 333, (200, 132, 1)
 """None fills a tile of the kernels."""

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from opensora_cli.cli.app import main
 from opensora_cli.engine.bench_comm.operations import BUILDERS, Place, measure
 from opensora_cli.engine.bench_comm.topology import gather_header
-from opensora_cli.settings.enums import Collective
+from opensora_cli.settings.tools import Collective
 
 several = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 

@@ -16,7 +16,7 @@ from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import read_settings_file
 from opensora_cli.settings.layers import collect_overrides, read_sections, validate
 from opensora_cli.settings.train import TrainSettings, model_entry
-from opensora_cli.settings.train_loop import LoopSettings, OptimizerSettings, PrecisionSettings
+from opensora_cli.settings.train_sections import LoopSettings, OptimizerSettings, PrecisionSettings
 
 RECIPES = Path(__file__).parents[1] / "recipes"
 

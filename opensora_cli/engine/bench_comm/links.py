@@ -9,7 +9,7 @@ from enum import StrEnum
 
 from opensora_cli.core.device_facts import LinkKind
 from opensora_cli.core.documents import Document
-from opensora_cli.settings.enums import Collective
+from opensora_cli.settings.tools import Collective
 
 JUDGED_FROM_BYTES = 16 * 2**20
 """Below this size latency counts more than the link."""

@@ -25,6 +25,7 @@ from opensora_cli.parallel.mesh import stage_groups
 from opensora_cli.parallel.ulysses import TwoStages
 from opensora_cli.settings.enums import Collective
 from opensora_cli.settings.tools import BenchCommSettings
+from opensora_cli.settings.tools import BenchCommSettings, Collective
 
 Show = Callable[[Sequence[str]], None]
 

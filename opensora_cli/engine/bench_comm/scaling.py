@@ -21,8 +21,8 @@ from opensora_cli.parallel.shares import SequenceLengths
 from opensora_cli.parallel.ulysses import UlyssesAttention
 from opensora_cli.sampling.denoise import euler_step
 from opensora_cli.sampling.packing import position_ids
-from opensora_cli.settings.enums import Scaling
 from opensora_cli.settings.load import load_preset
+from opensora_cli.settings.tools import Scaling
 
 _LATENT_FRAMES = 5
 _SIDE = 4

@@ -28,8 +28,7 @@ from opensora_cli.models.vae.flux_ae import FluxAE
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.resample import lay_out_kernels
 from opensora_cli.models.vae.tiles import Tiling
-from opensora_cli.settings.components import ModelSettings, VAESettings
-from opensora_cli.settings.enums import VAEKind
+from opensora_cli.settings.components import ModelSettings, VAEKind, VAESettings
 from opensora_cli.settings.generate import GenerateSettings
 
 AUTOENCODERS: Mapping[VAEKind, type[Autoencoder]] = {

@@ -20,7 +20,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.models.attention import BACKENDS
 from opensora_cli.models.attention.torch_kernels import math
-from opensora_cli.settings.enums import AttentionChoice
+from opensora_cli.settings.devices import AttentionChoice
 
 _HOPPER = 9
 _TOKENS = 77

@@ -18,8 +18,7 @@ from opensora_cli.models.text.encoders import T5Encoder
 from opensora_cli.models.text.t5 import keep_heads, t5_linears
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape, Parts, WireFormat, shares, span
 from opensora_cli.sampling.guidance import Branch, GuidanceScales, branches_needed, busiest
-from opensora_cli.settings.devices import ExchangeSettings, ParallelSettings
-from opensora_cli.settings.enums import AllToAll, Compression
+from opensora_cli.settings.devices import AllToAll, Compression, ExchangeSettings, ParallelSettings
 from opensora_cli.settings.generate import GenerateSettings
 
 _EVEN = 1.05

@@ -26,7 +26,7 @@ from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.data.batches import ClipRequest
 from opensora_cli.engine.encode.encoders import Encoders
 from opensora_cli.sampling.conditioning import prepare_inference_condition
-from opensora_cli.settings.train_objectives import MMDiTTrainSettings
+from opensora_cli.settings.train_sections import MMDiTTrainSettings
 
 LATENTS = "latents"
 PROMPT_EMBEDS = "prompt_embeds"

@@ -28,7 +28,7 @@ from opensora_cli.engine.estimate.weights import (
 )
 from opensora_cli.sampling.guidance import busiest
 from opensora_cli.sampling.step_cache import one_of_each_phase
-from opensora_cli.settings.enums import OffloadMode
+from opensora_cli.settings.devices import OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 
 if TYPE_CHECKING:

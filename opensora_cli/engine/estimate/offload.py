@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from opensora_cli.core.choices import LinearProducts
-from opensora_cli.settings.devices import MemorySettings
-from opensora_cli.settings.enums import HostWeights, OffloadMode
+from opensora_cli.settings.devices import HostWeights, MemorySettings, OffloadMode
 
 TEXT, ENCODE, DENOISE, DECODE = "text", "encode", "denoise", "decode"
 """Stages that compute on the device."""

@@ -35,7 +35,7 @@ from opensora_cli.models.mmdit.layout import converter, find_rotary
 from opensora_cli.models.text.sizes import T5Sizes
 from opensora_cli.models.text.t5 import KEPT_IN_FP32, LAYERS
 from opensora_cli.settings.components import ModelSettings
-from opensora_cli.settings.enums import OffloadMode
+from opensora_cli.settings.devices import OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 
 _RELEASED_DTYPE = torch.bfloat16

@@ -35,7 +35,7 @@ from opensora_cli.engine.generate.text import text_embeds
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.generate_sections import OutputSettings
+from opensora_cli.settings.generate_sections import named_format
 from opensora_cli.settings.load import GenerateRequest
 
 _ROWS_AHEAD = 64
@@ -364,7 +364,6 @@ def _row_settings(row: Row, request: GenerateRequest, reporter: Reporter) -> Gen
 
 def _refuse_one_file(request: GenerateRequest) -> None:
     """Raise RequestError if the request names one file for the results of all rows."""
-    given = request.find("output.path")
-    output = OutputSettings() if given is None else OutputSettings(path=str(given.value))
-    if output.named_format is not None:
-        raise RequestError(f"output.path={output.path} is one file: name a folder for the results of all rows")
+    path = request.text("output.path")
+    if path is not None and named_format(path) is not None:
+        raise RequestError(f"output.path={path} is one file: name a folder for the results of all rows")

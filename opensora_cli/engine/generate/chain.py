@@ -27,7 +27,7 @@ from opensora_cli.engine.generate.plan import (
     rank_hardware,
 )
 from opensora_cli.engine.generate.request import draft_settings, picture_settings
-from opensora_cli.settings.enums import DType, HostWeights, OffloadMode
+from opensora_cli.settings.devices import DType, HostWeights, OffloadMode
 from opensora_cli.settings.explain import either
 from opensora_cli.settings.generate import GenerateSettings
 

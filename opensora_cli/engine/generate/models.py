@@ -46,7 +46,7 @@ from opensora_cli.models.mmdit.layout import converter, find_rotary
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.settings.enums import HostWeights, OffloadMode
+from opensora_cli.settings.devices import HostWeights, OffloadMode
 
 if TYPE_CHECKING:
     from opensora_cli.memory.eight_bit import ProductError

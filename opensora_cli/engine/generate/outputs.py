@@ -25,8 +25,8 @@ from opensora_cli.media.results import (
     result_bytes,
     sidecar_path,
 )
-from opensora_cli.settings.enums import NameFrom
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.generate_sections import NameFrom
 from opensora_cli.settings.load import SIDECAR_SCHEMAS, flags_again
 
 if TYPE_CHECKING:

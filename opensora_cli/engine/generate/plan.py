@@ -57,7 +57,7 @@ from opensora_cli.sampling.guidance import (
 from opensora_cli.sampling.schedule import flow_timesteps, latent_size
 from opensora_cli.sampling.sizes import image_size
 from opensora_cli.sampling.step_cache import CachedStep, Phase, cached_steps
-from opensora_cli.settings.enums import HostWeights
+from opensora_cli.settings.devices import HostWeights
 from opensora_cli.settings.generate import GenerateSettings
 
 PICTURE, DRAFT, VIDEO, SEGMENT = "picture", "draft", "video", "extend"

@@ -41,7 +41,7 @@ from opensora_cli.engine.generate.chain import Chain
 from opensora_cli.engine.generate.plan import SEGMENT, VIDEO, Plan
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.shares import shares
-from opensora_cli.settings.enums import HostWeights
+from opensora_cli.settings.devices import HostWeights
 from opensora_cli.settings.hardware import GpuSettings, PlannedMachine, find_gpu
 
 LOAD = "load"

@@ -37,7 +37,7 @@ from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape, SequenceLengths
 from opensora_cli.parallel.ulysses import open_stages
 from opensora_cli.sampling.denoise import VelocityFn
-from opensora_cli.settings.enums import DType
+from opensora_cli.settings.devices import DType
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import GpuSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA

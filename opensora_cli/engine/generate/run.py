@@ -45,7 +45,7 @@ from opensora_cli.engine.generate.sidecar import choose_outputs, refuse_pictures
 from opensora_cli.engine.generate.text import warn_about_prompts
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.settings.applies import used_settings
-from opensora_cli.settings.enums import AttentionChoice
+from opensora_cli.settings.devices import AttentionChoice
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import SIDECAR_SCHEMA, GenerateRequest
 

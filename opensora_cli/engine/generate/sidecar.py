@@ -32,8 +32,8 @@ from opensora_cli.engine.generate.sample import REQUEST_KEY, open_latents
 from opensora_cli.engine.generate.text import full_prompt
 from opensora_cli.media.results import refuse_existing, sidecar_path
 from opensora_cli.settings.applies import used_settings
-from opensora_cli.settings.enums import NameFrom
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.generate_sections import NameFrom
 from opensora_cli.settings.load import SIDECAR_SCHEMA
 
 

@@ -20,7 +20,7 @@ from opensora_cli.engine.train.estimate import STEP, estimate_training, measure_
 from opensora_cli.memory.monitor import peak_bytes
 from opensora_cli.models.attention import BACKENDS
 from opensora_cli.settings.components import ModelSettings
-from opensora_cli.settings.enums import OffloadMode
+from opensora_cli.settings.devices import OffloadMode
 from opensora_cli.settings.train import TrainSettings
 
 LENGTHS = (512, 1024, 2048, 4096, 8192)

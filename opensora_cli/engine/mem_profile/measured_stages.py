@@ -47,7 +47,7 @@ from opensora_cli.models.text.clip import ClipTextModel
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import T5Model
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.settings.enums import OffloadMode
+from opensora_cli.settings.devices import OffloadMode
 
 MOST_ON_A_CPU = 4 * 2**30
 """Limit in bytes; with much more, a CPU would compute for hours."""

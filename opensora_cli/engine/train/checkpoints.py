@@ -57,7 +57,7 @@ from opensora_cli.engine.train.metrics import remove_records, truncate_log
 from opensora_cli.engine.train.optimizer import module_state, state_names
 from opensora_cli.engine.train.trainer import MODEL, Trainer
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_loop import CheckpointSettings
+from opensora_cli.settings.train_sections import CheckpointSettings
 
 _VALIDATION_LOSS, _TRAINING_LOSS = "validation loss", "mean training loss"
 """Scores that compare checkpoints."""

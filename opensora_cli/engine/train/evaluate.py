@@ -35,7 +35,7 @@ from opensora_cli.sampling.guidance import NO_GUIDANCE, Guidance, guidance_scale
 from opensora_cli.sampling.packing import pack_latents, position_ids, unpack_latents
 from opensora_cli.sampling.schedule import flow_timesteps, noise_latents
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_loop import ValidationSettings
+from opensora_cli.settings.train_sections import ValidationSettings
 
 _SAMPLES = "number of samples"
 _HOST = torch.device("cpu")

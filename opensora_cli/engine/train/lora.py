@@ -20,7 +20,7 @@ from opensora_cli.engine.components.loras import open_fitting
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.settings.train_loop import LoraSettings, LoraTarget
+from opensora_cli.settings.train_sections import LoraSettings, LoraTarget
 
 _ADAPTER = "default"
 CRITIC = "critic"

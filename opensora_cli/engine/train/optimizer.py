@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from opensora_cli.core.device import multiplies_bf16
 from opensora_cli.engine.train.distribution import Distribution, local
-from opensora_cli.settings.train_loop import OptimizerName, OptimizerSettings, ScheduleName
+from opensora_cli.settings.train_sections import OptimizerName, OptimizerSettings, ScheduleName
 
 _MOMENTUM = 0.95
 # Coefficients of the quintic iteration (Jordan et al. 2024). It increases small singular values fastest; results are

@@ -22,7 +22,7 @@ from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
 from opensora_cli.parallel.shares import SequenceLengths
 from opensora_cli.parallel.tensor import FeatureCut, shard_linears
-from opensora_cli.settings.train_loop import Checkpointing
+from opensora_cli.settings.train_sections import Checkpointing
 
 if TYPE_CHECKING:
     from opensora_cli.engine.train.memory import ActivationPlan

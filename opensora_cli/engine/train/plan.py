@@ -45,9 +45,11 @@ from opensora_cli.engine.train.memory import (
 from opensora_cli.engine.train.metrics import require_tensorboard
 from opensora_cli.engine.train.predicted import predict_step
 from opensora_cli.settings.enums import DType, HostWeights
+from opensora_cli.engine.train.transformer import plan_attention
+from opensora_cli.settings.devices import DType, HostWeights
 from opensora_cli.settings.hardware import PlannedMachine, find_gpu
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_loop import WeightOffload
+from opensora_cli.settings.train_sections import WeightOffload
 
 _LAYERS = 1000
 """Number of layers that surely exceeds a step; the released transformer saves the values of 300 for backward."""

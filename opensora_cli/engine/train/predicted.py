@@ -46,10 +46,10 @@ from opensora_cli.engine.train.memory import largest_batch_shape, plan_activatio
 from opensora_cli.engine.train.objectives import find_objective
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
-from opensora_cli.settings.enums import HostWeights
+from opensora_cli.settings.devices import HostWeights
 from opensora_cli.settings.hardware import GpuSettings, find_gpu
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_loop import Checkpointing, Compute
+from opensora_cli.settings.train_sections import Checkpointing, Compute
 
 ENCODE, PASSES, SHARING, STEP = "encode", "forward and backward", "sharing weights and gradients", "update"
 

@@ -46,7 +46,7 @@ from opensora_cli.engine.train.objectives import TokenWeights
 from opensora_cli.engine.train.plan import TrainPlan, plan_training, refuse_lack_of_memory
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_loop import Compute
+from opensora_cli.settings.train_sections import Compute
 
 _Event = HeldOutLoss | SampleVideos
 _SAVING_S = 1800.0

@@ -22,7 +22,7 @@ from opensora_cli.data.loading import BatchStream
 from opensora_cli.engine.train.distribution import Distribution, local
 from opensora_cli.engine.train.optimizer import Learner, averaged_copy, module_state, swapped_in, update_ema
 from opensora_cli.engine.train.parallelize import Recipe, shard
-from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
+from opensora_cli.settings.train_sections import Compute, LoopSettings, OptimizerSettings
 
 MODEL = "model"
 """Role of the weights that a run exports, with the optimizer of the settings."""

@@ -19,8 +19,7 @@ from opensora_cli.engine.vae.early import find_weights
 from opensora_cli.engine.vae.reconstruct import Failed, attempt, center, cropped_size, pixels
 from opensora_cli.media.read import media_files, probe, read_cut
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.settings.components import VAESettings
-from opensora_cli.settings.enums import VAEKind
+from opensora_cli.settings.components import VAEKind, VAESettings
 from opensora_cli.settings.vae import EncodeSettings
 
 

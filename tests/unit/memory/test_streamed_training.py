@@ -12,7 +12,7 @@ from opensora_cli.memory.eight_bit import store_in_fp8
 from opensora_cli.memory.host_weights import BlockWeights, streaming_bytes
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.settings.train_loop import LoraSettings
+from opensora_cli.settings.train_sections import LoraSettings
 
 DOUBLE, SINGLE = 2, 3
 

@@ -8,7 +8,7 @@ from attention_parts import gradients, merged
 from opensora_cli.core.attention import ATTENTION_KINDS
 from opensora_cli.models.attention import BACKENDS
 from opensora_cli.models.attention.torch_kernels import math
-from opensora_cli.settings.enums import AttentionChoice
+from opensora_cli.settings.devices import AttentionChoice
 
 LIBRARIES = {
     "flash2": [("flash2", fake_flash2)],

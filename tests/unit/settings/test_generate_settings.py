@@ -5,6 +5,7 @@ from pydantic import ValidationError
 
 from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.conditions import CONDITION_MODES
+from opensora_cli.settings.devices import ParallelSettings
 from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
@@ -19,6 +20,8 @@ EXTENDED = {"video.extend": 2}
 HEAD = {"condition.mode": "i2v_head"}
 PICTURE = {**HEAD, "condition.references": "a.png"}
 LATER = {"condition.continued": 0}
+TWO_BY_TWO = {"parallel.ulysses_degree": 2, "parallel.ring_degree": 2}
+TENSOR = {"parallel.gpus": 2, "parallel.tensor_parallel_degree": 2}
 WRONG_TIMES = ("2=snow", "2s=", "2s= ", "-1s=snow", "nans=snow", "infs=snow", "=snow", "snow", "2 3s=snow")
 WITHOUT_OSCILLATION = {"sampling.text_oscillation": False, "sampling.image_oscillation": False}
 BROKEN = {
@@ -69,6 +72,15 @@ BROKEN = {
         ({"video.resolution": "768px"}, "use 128px, or get the released model: osora ckpt download open-sora-v2"),
         ({"video.aspect_ratio": "16:9"}, "video.aspect_ratio=16:9 does not suit the demo model: use 1:1"),
         ({"video.num_frames": 129}, "at most 33 with the demo model: use 33"),
+        ({"parallel.gpus": 3, "parallel.devices": "0,2"}, "parallel.gpus=3 must be the number of parallel.devices, 2"),
+        ({"parallel.devices": "1,1"}, "parallel.devices=1,1 names a GPU twice"),
+        ({"parallel.devices": "0,x"}, "parallel.devices=x must be a whole number"),
+        ({"parallel.gpus": 8, "parallel.ulysses_degree": 3}, "parallel.ulysses_degree=3 must divide the 8 devices"),
+        ({**TWO_BY_TWO, "parallel.gpus": 6}, "parallel.ulysses_degree=2 x parallel.ring_degree=2 must divide the 6"),
+        ({"parallel.gpus": 5, "parallel.tensor_parallel_degree": 5}, "must divide model.num_heads=4: use 1, 2 or 4"),
+        ({**TENSOR, "compile": "true"}, "compile=true does not go with parallel.tensor_parallel_degree=2"),
+        ({"parallel.gpus": 8, "parallel.ulysses_degree": 8}, "must be at most the 4 heads"),
+        ({"parallel.gpus": 2, "runtime.device": "cuda:1"}, "is one GPU"),
     ],
     "high compression": [
         ({"video.num_frames": 129}, "video.num_frames=129 must be 1, or a multiple of 4 from 8 on, and at most 128"),
@@ -155,10 +167,11 @@ def test_lists_as_text(text: str) -> None:
     [("samples", None, "mp4"), ("samples", "gif", "gif"), ("dir/A.PNG", None, "png"), ("v1.5", None, "mp4")],
 )
 def test_output_format(path: str, format_: str | None, expected: str) -> None:
-    output = RELEASED.replace({"output.path": path, "output.format": format_}).output
-    assert output.resolved_format(num_frames=5) is MediaFormat(expected)
-    is_default = (output.format, output.named_format) == (None, None)
-    assert output.resolved_format(num_frames=1) is MediaFormat("png" if is_default else expected)
+    settings = RELEASED.replace({"output.path": path, "output.format": format_})
+    assert settings.output_format is MediaFormat(expected)
+    is_default = (settings.output.format, settings.output.named_format) == (None, None)
+    picture = settings.replace({"video.num_frames": 1})
+    assert picture.output_format is MediaFormat("png" if is_default else expected)
 
 
 @pytest.mark.parametrize(
@@ -208,3 +221,12 @@ def test_an_automatic_motion_score_asks_the_server() -> None:
     assert GenerateSettings.model_validate(settings.model_dump(mode="json")) == settings
     with pytest.raises(ValidationError):
         RELEASED.replace({"refine": "auto", "prompt_suffix.motion_score": "auto"})
+
+
+@pytest.mark.parametrize(
+    ("given", "ranks", "world"),
+    [({}, 1, 1), ({"gpus": "8"}, 8, 8), ({"devices": "0,2"}, 2, 2), ({"gpus": 4, "nnodes": 2}, 4, 8)],
+)
+def test_ranks(given: dict[str, object], ranks: int, world: int) -> None:
+    settings = ParallelSettings.model_validate(given)
+    assert (settings.ranks_per_node, settings.world_size) == (ranks, world)

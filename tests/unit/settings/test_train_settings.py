@@ -141,6 +141,7 @@ def test_single_modes_can_be_weighed() -> None:
         ("vae_hunyuan", "train_vae.decoder_only=true; train_vae.kl_weight=0.1; init=demo", "decoder_only=true: use 0"),
         ("vae_hunyuan", "train_vae.crop_size=30", "train_vae.crop_size=30 must be a multiple of 8, the side"),
         ("demo_lora", "lora.rank=257", "lora.rank=257 must be at most model.hidden_size=256"),
+        ("vae_hunyuan", "samples.every=100", "samples.every=100 (from --set) has no effect with target=vae"),
         ("vae_dc_ae", "train_vae.discriminator.width=8", "discriminator.width=8 (from --set) has no effect"),
     ],
     ids=str,
@@ -166,6 +167,18 @@ def test_settings_of_an_earlier_run(tmp_path: Path) -> None:
     path.write_text(json.dumps(document))
     with pytest.raises(RequestError, match="is of a run on procedural scenes, which were removed"):
         load(None, saved=path)
+
+
+def test_prompts_of_samples_are_a_text_or_a_list() -> None:
+    def prompts(text: str) -> tuple[str, ...]:
+        return load("demo_lora", samples__every="100", samples__prompts=text).samples.prompts
+
+    assert prompts("raining, sea") == ("raining, sea",)
+    assert prompts('["raining, sea", snow]') == ("raining, sea", "snow")
+    with pytest.raises(RequestError, match=r"samples\.every=100 needs samples.prompts"):
+        prompts(" ")
+    with pytest.raises(RequestError, match=r"samples\.prompts=.* must be a list"):
+        prompts('["rain')
 
 
 def test_sizes_that_are_not_used_may_be_anything() -> None:

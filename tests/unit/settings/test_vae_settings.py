@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from opensora_cli.engine.components.architectures import autoencoder_on_meta
-from opensora_cli.settings.enums import VAEKind
+from opensora_cli.settings.components import VAEKind
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.vae import ReconstructSettings, load_vae_settings

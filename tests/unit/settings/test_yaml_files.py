@@ -1,7 +1,6 @@
 """Strict YAML: scalars stay text, keys are there once, files may extend others."""
 
 import os
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -66,11 +65,8 @@ def test_broken_files(tmp_path: Path, text: str, message: str) -> None:
     ("content", "message"),
     [
         ("a: " + "[" * 600 + "]" * 600, "is not valid YAML: it is nested too deeply"),
-        ("a: &a [*a]\n", "line 1, is not valid YAML: found unconstructable recursive node"),
-        (
-            "a: &a [x]\n" + "".join(f"{b}: &{b} [{', '.join([f'*{a}'] * 9)}]\n" for a, b in pairwise("abcdefghi")),
-            "100,000",
-        ),
+        ("a: &a [*a]\n", "line 1, is not valid YAML: an alias"),
+        ("a: &a [x]\nb: [*a, *a]\n", r"line 2, is not valid YAML: an alias \(\*name\) stands for a value: write the"),
         ("# " + "x" * 500_000, "has more than 500,000 bytes"),
         ("extends: a\\0b.yaml", "does not exist"),
         ('extends: "a\\0b.yaml"', "no file can have this name"),

@@ -14,7 +14,7 @@ from opensora_cli.engine.bench_comm.links import (
     expected_bandwidth,
     judge,
 )
-from opensora_cli.settings.enums import Collective
+from opensora_cli.settings.tools import Collective
 
 H100 = PortFacts(capability=(9, 0), nvlinks=18, pcie_generation=5, pcie_lanes=16)
 A100 = PortFacts(capability=(8, 0), nvlinks=12, pcie_generation=4, pcie_lanes=16)

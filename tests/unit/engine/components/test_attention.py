@@ -22,7 +22,7 @@ from opensora_cli.engine.estimate.transformer import fake_attention
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention import BACKENDS
 from opensora_cli.parallel.shares import MeshShape
-from opensora_cli.settings.enums import AttentionChoice
+from opensora_cli.settings.devices import AttentionChoice
 
 CPU = AttentionUse(device=torch.device("cpu"), dtype=torch.bfloat16, head_dim=16)
 GPU = replace(CPU, device=torch.device("cuda", 0))

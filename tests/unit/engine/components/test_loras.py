@@ -36,7 +36,7 @@ from opensora_cli.models.linears import LowRankLinear
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.ckpt import MergeLoraSettings
-from opensora_cli.settings.enums import HostWeights, OffloadMode
+from opensora_cli.settings.devices import HostWeights, OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
 

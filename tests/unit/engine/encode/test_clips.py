@@ -5,7 +5,7 @@ import pytest
 
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
 from opensora_cli.engine.encode.clips import encoded_parts, fitting_modes, pick_mode, training_caption
-from opensora_cli.settings.train_objectives import MMDiTTrainSettings
+from opensora_cli.settings.train_sections import MMDiTTrainSettings
 
 ALL = dict.fromkeys(CONDITION_MODES, 1.0)
 RELEASED = ReferenceLengths()

@@ -12,8 +12,7 @@ from opensora_cli.engine.estimate.offload import (
     keep_models,
     stronger_offload,
 )
-from opensora_cli.settings.devices import MemorySettings
-from opensora_cli.settings.enums import HostWeights, OffloadMode
+from opensora_cli.settings.devices import HostWeights, MemorySettings, OffloadMode
 
 BLOCKS = 10
 ALL = Offloadable(num_blocks=BLOCKS)

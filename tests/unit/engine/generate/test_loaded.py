@@ -28,7 +28,7 @@ from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.memory.eight_bit import ProductError, store_in_fp8
 from opensora_cli.models.attention import BACKENDS
-from opensora_cli.settings.enums import HostWeights, OffloadMode
+from opensora_cli.settings.devices import HostWeights, OffloadMode
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 

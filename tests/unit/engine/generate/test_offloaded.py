@@ -24,7 +24,7 @@ from opensora_cli.engine.generate.references import references_of
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.media.read import read_video
-from opensora_cli.settings.enums import HostWeights, OffloadMode
+from opensora_cli.settings.devices import HostWeights, OffloadMode
 
 PICTURE = {"condition__mode": "i2v_head", "model__depth_single_blocks": "1", "output__save_latents": "false"}
 BLOCK_BY_BLOCK = {

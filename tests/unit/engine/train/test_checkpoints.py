@@ -24,7 +24,7 @@ from opensora_cli.engine.train.checkpoints import (
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.settings.train_loop import CheckpointSettings
+from opensora_cli.settings.train_sections import CheckpointSettings
 
 ALONE = Distribution(torch.device("cpu"))
 

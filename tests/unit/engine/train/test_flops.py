@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from opensora_cli.core.attention import AttentionFn
 from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.predicted import training_flops
-from opensora_cli.settings.train_loop import LoraSettings
+from opensora_cli.settings.train_sections import LoraSettings
 
 BATCH, TOKENS, TEXT = 2, 7, 4
 

@@ -16,7 +16,7 @@ from opensora_cli.engine.train.optimizer import (
     orthogonalized,
     rate_factor,
 )
-from opensora_cli.settings.train_loop import OptimizerSettings
+from opensora_cli.settings.train_sections import OptimizerSettings
 
 
 class Convolutions(nn.Module):

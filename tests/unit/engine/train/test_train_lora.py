@@ -19,7 +19,7 @@ from opensora_cli.memory.checkpointing import HostActivations, set_grad_checkpoi
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.components import LoraFile
-from opensora_cli.settings.train_loop import LoraSettings
+from opensora_cli.settings.train_sections import LoraSettings
 
 RANK_4 = LoraSettings(rank=4, alpha=2.0)
 

@@ -13,7 +13,7 @@ from opensora_cli.data.batches import SampleRng, Stream
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.evaluate import HeldOutLoss, evaluating, open_validation
 from opensora_cli.engine.train.run import train
-from opensora_cli.settings.train_loop import ValidationSettings
+from opensora_cli.settings.train_sections import ValidationSettings
 
 
 def held_out(index):

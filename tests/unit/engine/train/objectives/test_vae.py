@@ -10,7 +10,7 @@ from toy_training import Listener
 from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.train.objectives.vae import PerceptualDistance, VAETask, cut_squares, to_pixels
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_loop import OptimizerSettings
+from opensora_cli.settings.train_sections import OptimizerSettings
 
 CPU = torch.device("cpu")
 DISCRIMINATOR = {"weight": 0.05, "width": 8, "layers": 2}

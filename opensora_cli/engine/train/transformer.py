@@ -1,0 +1,154 @@
+"""Transformer for training, and its first weights."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from opensora_cli.checkpoint.load import read_weights
+from opensora_cli.checkpoint.opening import open_checkpoint
+from opensora_cli.core.choices import Rotary
+from opensora_cli.core.device import torch_dtype
+from opensora_cli.engine.components.architectures import transformer_on_meta
+from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
+from opensora_cli.engine.train.distribution import Distribution, local
+from opensora_cli.engine.train.early import find_first_weights
+from opensora_cli.engine.train.lora import add_lora, first_adapter, open_first_adapter, read_adapter
+from opensora_cli.memory.eight_bit import Fp8Linear
+from opensora_cli.models.attention import BACKENDS
+from opensora_cli.models.mmdit.blocks import repeated_blocks
+from opensora_cli.models.mmdit.layout import converter, find_rotary
+from opensora_cli.models.mmdit.model import MMDiT
+from opensora_cli.settings.train import TrainSettings
+from opensora_cli.settings.train_sections import Compute, WeightOffload
+
+_HOST = torch.device("cpu")
+# Models for pictures only lack it. It starts from zero, and so changes nothing at first.
+_MAY_BE_MISSING = ("cond_in.*",)
+
+
+def plan_attention(settings: TrainSettings, *, device: torch.device, tries_device: bool = True) -> AttentionPlan | None:
+    """Return the attention backend for training, including gradients; None if no transformer is trained."""
+    if not settings.trains_transformer:
+        return None
+    use = AttentionUse(
+        device=device,
+        dtype=torch_dtype(settings.precision.compute),
+        head_dim=settings.model.hidden_size // settings.model.num_heads,
+        gradients=True,
+        in_parts=(settings.parallel.ring_degree or 1) > 1,
+    )
+    return choose_attention(
+        settings.train_mmdit.attention, use, setting="train_mmdit.attention", tries_device=tries_device
+    )
+
+
+def build_transformer(settings: TrainSettings, *, distribution: Distribution) -> MMDiT:
+    """Return the transformer with attention and first weights, or on the meta device if `distribution` divides it."""
+    device = distribution.device
+    transformer = empty_transformer(settings) if distribution.divides else new_transformer(settings, device=device)
+    plan = plan_attention(settings, device=device)
+    assert plan is not None
+    transformer.set_attention(BACKENDS[plan.backend].attend)
+    return transformer
+
+
+def empty_transformer(settings: TrainSettings) -> MMDiT:
+    """Return the transformer on the meta device, in fp32, with its adapter if there is one."""
+    return with_adapter(transformer_on_meta(settings.model), settings)
+
+
+def with_adapter(transformer: MMDiT, settings: TrainSettings) -> MMDiT:
+    """Add the run's adapter, if it has one, to a transformer in place, and return the transformer."""
+    if settings.lora.is_on:
+        lora, has_critic = settings.lora, settings.objective.has_critic
+        add_lora(transformer.to(weights_dtype(settings)), lora, seed=settings.loop.seed, has_critic=has_critic)
+    return transformer
+
+
+@torch.no_grad()
+def new_transformer(settings: TrainSettings, *, device: torch.device) -> MMDiT:
+    """Return the transformer with its first weights on `device`, and frozen weights of blocks in 8 bits if set.
+
+    With `memory.offload`, frozen weights of blocks are on the host, for `streamed_weights`. On a CPU they stay mapped,
+    in the dtype of their file.
+    """
+    transformer, memory = empty_transformer(settings), settings.memory
+    stacks = tuple(f"{stack.module_path}." for stack in repeated_blocks(transformer.config))
+    for name, first in first_weights(settings):
+        path, _, key = name.rpartition(".")
+        layer = transformer.get_submodule(path)
+        old = layer.get_parameter(key)
+        is_frozen = name.startswith(stacks) and not old.requires_grad
+        waits = is_frozen and memory.offload is WeightOffload.BLOCKS
+        in_8_bits = is_frozen and memory.fp8_storage and key == "weight"
+        dtype = first.dtype if waits and not memory.fp8_storage and device.type == "cpu" else old.dtype
+        place = _HOST if waits or in_8_bits else device
+        # Weights on a CPU are mapped from the file, which others may write to. Only frozen weights may stay mapped.
+        weight = first.to(place, dtype, copy=not settings.lora.is_on).contiguous()
+        setattr(layer, key, nn.Parameter(weight, requires_grad=old.requires_grad))
+        if in_8_bits and isinstance(layer, nn.Linear):
+            parent, _, own = path.rpartition(".")
+            setattr(transformer.get_submodule(parent), own, Fp8Linear(layer))
+    assert not any(weight.is_meta for weight in transformer.parameters()), "every weight has a first value"
+    return transformer if memory.offload is WeightOffload.BLOCKS else transformer.to(device)
+
+
+@torch.no_grad()
+def fill_parts(transformer: nn.Module, settings: TrainSettings, *, distribution: Distribution) -> None:
+    """Fill a sharded `empty_transformer` with this rank's part of the first weights, one whole weight at a time."""
+    parts = {distribution.whole_name(name): (name, weight) for name, weight in transformer.named_parameters()}
+    for whole_name, whole in first_weights(settings):
+        name, weight = parts.pop(whole_name)
+        local(weight).copy_(distribution.part(name, whole))
+    assert not parts, "every weight has a first value"
+
+
+def first_weights(settings: TrainSettings) -> Iterator[tuple[str, Tensor]]:
+    """Yield the first weights of a transformer, whole and with their names, one at a time on the host.
+
+    They come from the file `init`, of any published layout, in its dtype, or are random from `loop.seed`, in fp32.
+    Weights of an adapter come from `lora.init`, or are new. Raises CheckpointError if a file is missing or broken, or
+    does not fit the sizes.
+    """
+    path = find_first_weights(settings)
+    weights = _random_weights(settings) if path is None else _read(settings, path)
+    if not settings.lora.is_on:
+        yield from weights
+        return
+    transformer = empty_transformer(settings)
+    names = {name.replace(".base_layer.", "."): name for name, _ in transformer.named_parameters()}
+    for name, weight in weights:
+        yield names[name], weight
+    adapter = dict(first_adapter(transformer, seed=settings.loop.seed))
+    if settings.lora.init is not None:
+        adapter.update(read_adapter(open_first_adapter(transformer_on_meta(settings.model), settings.lora)))
+    yield from adapter.items()
+
+
+def _random_weights(settings: TrainSettings) -> Iterator[tuple[str, Tensor]]:
+    outline, generator = transformer_on_meta(settings.model), torch.Generator().manual_seed(settings.loop.seed)
+    for name, parameter in outline.named_parameters():
+        weight = torch.empty(parameter.shape, dtype=torch.float32)
+        outline.initialize_weight(name, weight, generator=generator)
+        yield name, weight
+
+
+def _read(settings: TrainSettings, path: Path) -> Iterator[tuple[str, Tensor]]:
+    outline, checkpoint = transformer_on_meta(settings.model), open_checkpoint(path)
+    rotary = find_rotary(checkpoint.entries, checkpoint.metadata)
+    return read_weights(
+        outline,
+        path,
+        dtype=weights_dtype(settings),
+        convert=converter(outline.config, interleaved=rotary is Rotary.INTERLEAVED),
+        allowed_missing=_MAY_BE_MISSING if settings.model.cond_embed else (),
+    )
+
+
+def weights_dtype(settings: TrainSettings) -> torch.dtype:
+    """Return the dtype of the transformer's weights; weights of an adapter are in float32."""
+    # In float16, sums over the blocks may overflow.
+    halves = settings.lora.is_on and settings.precision.compute is Compute.BF16
+    return torch.bfloat16 if halves else torch.float32
