@@ -77,7 +77,7 @@ class Video:
         chain = held.chain.change(lambda plan: replace(plan, settings=settings), only=VIDEO)
 
         def figures() -> Figures:
-            return held.figures.with_times(save=time.perf_counter() - start)
+            return held.figures.with_saving(time.perf_counter() - start)
 
         with ExitStack() as claims:
             check_outputs(chain, create=True)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, InUseError, OsoraError, RequestError
-from opensora_cli.core.progress import Reporter, SilentReporter, StageProgress
+from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_link import beat
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.ranks import RankContext
@@ -28,7 +28,7 @@ from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.pipeline import computing
 from opensora_cli.engine.generate.prompts import Row
 from opensora_cli.engine.generate.ranks import device_for_rows, joined_for_rows, require_devices, start_ranks, watched
-from opensora_cli.engine.generate.request import request_of_rank, resolve
+from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.run import generate, plan_here
 from opensora_cli.engine.generate.sidecar import choose_outputs
 from opensora_cli.engine.generate.text import text_embeds
@@ -62,11 +62,6 @@ class FailedRow(Document):
     """Name of the result in the table; None without one."""
     error: str
 
-    @classmethod
-    def of(cls, row: Row, error: OsoraError) -> "FailedRow":
-        """Return the document of a row."""
-        return cls(row=row.number, prompt=row.prompt, name=row.name, error=error.message)
-
 
 class BatchResult(Document):
     """Results of a run over many prompts."""
@@ -83,11 +78,9 @@ class BatchResult(Document):
     """Results of all finished rows, in the order of the file."""
 
     def lines(self) -> list[str]:
-        """Return the path of every result."""
         return [str(path) for path in self.outputs]
 
     def raise_for_problems(self) -> None:
-        """Raise BatchError if rows failed."""
         if self.failed:
             others = "the others are finished; " if self.outputs else ""
             raise BatchError(
@@ -97,7 +90,6 @@ class BatchResult(Document):
 
 
 def _failed_lines(failed: Sequence[FailedRow]) -> list[str]:
-    """Return a line for each of the first failed rows, and one with the number of the others."""
     lines = [f"row {each.row}: {each.error}" for each in failed[:_LISTED_ROWS]]
     return lines if len(failed) <= _LISTED_ROWS else [*lines, f"and {len(failed) - _LISTED_ROWS} more"]
 
@@ -129,9 +121,77 @@ class BatchPlan(Document):
         return [*plans, head, *_failed_lines(self.failed)]
 
     def raise_for_problems(self) -> None:
-        """Raise HardwareError if a stage of a shape needs more memory than may be used."""
         for shape in self.shapes:
             shape.plan.raise_for_problems()
+
+
+def plan_rows(request: GenerateRequest, rows: Sequence[Row], *, reporter: Reporter) -> BatchPlan:
+    """Return a plan for each group of rows that differ only in prompts, seed, references and name."""
+    own = _Rows(request, rows, reporter)
+    plans: dict[str, PlanDocument] = {}
+    counts: Counter[str] = Counter()
+    for row, settings in own.valid:
+        with own.failing(row):
+            shape = settings.model_dump_json(exclude=_OF_A_ROW)
+            if shape not in plans:
+                plans[shape] = plan_generation(settings, reporter=own.shown, on=request.on)
+            counts[shape] += 1
+    shapes = tuple(PlannedShape(rows=counts[shape], plan=plan) for shape, plan in plans.items())
+    return BatchPlan(rows=len(rows), failed=_in_order(own.failed), shapes=shapes)
+
+
+def generate_rows(
+    request: GenerateRequest,
+    rows: Sequence[Row],
+    *,
+    reporter: Reporter,
+    context: RankContext | None = None,
+    rank_arguments: Sequence[str] = (),
+) -> BatchResult | None:
+    """Make and save the videos of every row, with models that stay loaded.
+
+    A row with results of the same request is kept, and a row that fails stops no other. Processes that
+    work on the same rows make each row once. Several devices make different rows, in ranks that this process starts.
+
+    Args:
+        context: set in one of several ranks, each of which returns the result of all ranks.
+        rank_arguments: arguments of `osora generate` for ranks that are started here.
+
+    Returns None if ranks were started; rank 0 prints the result.
+    """
+    with LoadedModels(stay=True) as models:
+        if context is None:
+            own = _Rows(request, rows, reporter)
+            if own.valid:
+                first = own.valid[0][1]
+                if first.parallel.world_size > 1:
+                    require_devices(first)
+                    start_ranks(first, "generate", rank_arguments, gives_settings=False)
+                    return None
+                require_weights_of(first)
+            parts = [own.make(models, own.shown)]
+            if own.error is not None and not own.outputs and len({row.error for row in own.failed}) == 1:
+                raise own.error  # What is wrong with every row is wrong with the request.
+        else:
+            with joined_for_rows(context) as group:
+                own = _Rows(request, rows[context.rank :: context.world_size], reporter, context)
+                device = device_for_rows(own.valid[0][1], context) if own.valid else None
+                part = own.make(models, watched(own.shown), device=device)
+                beat("rows")  # The other ranks may take long.
+                parts = [_Part.model_validate(each) for each in all_gather_json(part.to_json(), group)]
+    outputs = {number: paths for part in parts for number, paths in part.outputs.items()}
+    made = sum(part.made for part in parts)
+    return BatchResult(
+        rows=len(rows),
+        made=made,
+        kept=len(outputs) - made,
+        failed=_in_order([row for part in parts for row in part.failed]),
+        outputs=tuple(path for number in sorted(outputs) for path in outputs[number]),
+    )
+
+
+def _in_order(failed: Sequence[FailedRow]) -> tuple[FailedRow, ...]:
+    return tuple(sorted(failed, key=lambda each: each.row))
 
 
 class _RowReporter(SilentReporter):
@@ -157,7 +217,7 @@ class _RowReporter(SilentReporter):
 
 
 class _Part(Document):
-    """Rows of one process."""
+    """Results of one process."""
 
     made: int
     outputs: dict[int, tuple[Path, ...]]
@@ -165,180 +225,107 @@ class _Part(Document):
     failed: tuple[FailedRow, ...]
 
 
-def generate_rows(
-    request: GenerateRequest,
-    rows: Sequence[Row],
-    *,
-    reporter: Reporter,
-    context: RankContext | None = None,
-    rank_arguments: Sequence[str] = (),
-) -> BatchResult | None:
-    """Make and save the videos of every row, with models that stay loaded.
+class _Rows:
+    """Rows of this process."""
 
-    A row with results of the same request is kept, and a row that fails stops no other. Processes that
-    work on the same rows make each row once. Several devices make different rows, in ranks that this process starts.
-
-    Args:
-        context: set in one of several ranks, each of which returns the result of all ranks.
-        rank_arguments: arguments of `osora generate` for ranks that are started here.
-
-    Returns None if ranks were started; rank 0 prints the result.
-    """
-    _refuse_one_file(request)
-    with LoadedModels(stay=True) as models:
-        if context is None:
-            own = _OwnRows(request, rows, models, reporter)
-            if own.valid:
-                first = own.valid[0][1]
-                if first.parallel.world_size > 1:
-                    require_devices(first)
-                    start_ranks(first, "generate", rank_arguments, gives_settings=False)
-                    return None
-                require_weights_of(first)
-            parts = [own.make(own.shown)]
-            if not own.outputs and len({error.message for _, error in own.errors}) == 1:
-                raise own.errors[0][1]  # What is wrong with every row is wrong with the request.
-        else:
-            own_rows = rows[context.rank :: context.world_size]
-            with joined_for_rows(context) as group:
-                own = _OwnRows(request_of_rank(request, context), own_rows, models, reporter)
-                own.device = device_for_rows(own.valid[0][1], context) if own.valid else None
-                part = own.make(watched(own.shown))
-                beat("rows")  # The other ranks may take long.
-                parts = [_Part.model_validate(each) for each in all_gather_json(part.to_json(), group)]
-    outputs = {number: paths for part in parts for number, paths in part.outputs.items()}
-    made = sum(part.made for part in parts)
-    return BatchResult(
-        rows=len(rows),
-        made=made,
-        kept=len(outputs) - made,
-        failed=tuple(sorted((row for part in parts for row in part.failed), key=lambda failed: failed.row)),
-        outputs=tuple(path for number in sorted(outputs) for path in outputs[number]),
-    )
-
-
-def plan_rows(request: GenerateRequest, rows: Sequence[Row], *, reporter: Reporter) -> BatchPlan:
-    """Return a plan for each group of rows that differ only in prompts, seed, references and name."""
-    _refuse_one_file(request)
-    shown = _RowReporter(reporter)
-    failed: list[FailedRow] = []
-    plans: dict[str, PlanDocument] = {}
-    counts: Counter[str] = Counter()
-    for row in rows:
-        shown.row = row.number
-        try:
-            settings = _row_settings(row, request, shown)
-            shape = settings.model_dump_json(exclude=_OF_A_ROW)
-            if shape not in plans:
-                plans[shape] = plan_generation(settings, reporter=shown, on=request.on)
-            counts[shape] += 1
-        except OsoraError as error:
-            failed.append(FailedRow.of(row, error))
-    shapes = tuple(PlannedShape(rows=counts[shape], plan=plan) for shape, plan in plans.items())
-    return BatchPlan(rows=len(rows), failed=tuple(failed), shapes=shapes)
-
-
-class _OwnRows:
-    """Rows of this process, with models that stay loaded."""
-
-    def __init__(self, request: GenerateRequest, rows: Sequence[Row], models: LoadedModels, reporter: Reporter) -> None:
-        self._count, self._models, self._reporter = len(rows), models, reporter
+    def __init__(
+        self, request: GenerateRequest, rows: Sequence[Row], reporter: Reporter, context: RankContext | None = None
+    ) -> None:
+        given = request.find("output.path")
+        output = OutputSettings() if given is None else OutputSettings(path=str(given.value))
+        if output.named_format is not None:
+            raise RequestError(f"output.path={output.path} is one file: name a folder for the results of all rows")
+        self._count, self._reporter = len(rows), reporter
         self.shown = _RowReporter(reporter)
-        self.device: str | None = None
-        """Device of this rank; None for the device of the settings."""
         self.valid: list[tuple[Row, GenerateSettings]] = []
         self.outputs: dict[int, tuple[Path, ...]] = {}
-        self.errors: list[tuple[Row, OsoraError]] = []
+        self.failed: list[FailedRow] = []
+        self.error: OsoraError | None = None
         for row in rows:
-            with self._failing(row):
-                self.valid.append((row, _row_settings(row, request, self.shown)))
-        for line in _failed_lines(self._failed) if self.valid else ():
-            reporter.warn(f"{line}; the others are made")
-
-    @property
-    def _failed(self) -> tuple[FailedRow, ...]:
-        return tuple(FailedRow.of(row, error) for row, error in self.errors)
-
-    def make(self, reporter: Reporter) -> _Part:
-        """Make the rows that are not finished; `reporter` is that of each row."""
-        made, in_use = 0, list[tuple[Row, GenerateSettings]]()
-        with self._reporter.stage("rows", total=self._count, unit="rows") as progress:
-
-            def make(row: Row, settings: GenerateSettings) -> None:
-                nonlocal made
-                with self._failing(row, progress):
-                    try:
-                        result = generate(settings, reporter=reporter, models=self._models, device=self.device)
-                    except InUseError:  # Another process makes it now.
-                        in_use.append((row, settings))
-                        return
-                    assert result is not None
-                    made += not all(video.made_before for video in result.videos)
-                    self._finish(row, [video.path for video in result.videos], progress)
-
-            progress.advance(len(self.errors))
-            try:
-                for start in range(0, len(self.valid), _ROWS_AHEAD):
-                    rows = self.valid[start : start + _ROWS_AHEAD]
-                    for left in [self._encode(*row, reporter, progress) for row in rows]:
-                        if left is not None:
-                            make(*left)
-                while waiting := in_use[:]:
-                    in_use.clear()
-                    for each in waiting:
-                        make(*each)
-                    beat("rows")
-                    if in_use:
-                        time.sleep(_LOOK_S)
-            except KeyboardInterrupt as interrupt:
-                finished = f"{len(self.outputs)} of {self._count} rows are finished: the same command continues"
-                raise KeyboardInterrupt(finished) from interrupt
-        return _Part(made=made, outputs=self.outputs, failed=self._failed)
-
-    def _encode(
-        self, row: Row, settings: GenerateSettings, reporter: Reporter, progress: StageProgress
-    ) -> tuple[Row, GenerateSettings] | None:
-        """Encode the prompts of a row into the prompt cache; return what to make, None if it is finished or failed."""
-        with self._failing(row, progress):
-            chain = plan_here(settings, self._models, reporter=self.shown, device=self.device).with_threads()
-            plan, files = chain.video, choose_outputs(chain)
-            if all(sample.made_before for sample in files):
-                # A run that was killed right after the result may have left temporary files.
-                remove_left(files[0].media.parent)
-                self._finish(row, [sample.media for sample in files], progress)
-                return None
-            if plan.settings.runtime.prompt_cache and self._models.prompts.is_writable and not plan.decodes_only:
-                require_weights(chain, reporter)
-                require_fit(chain)
-                with computing(plan, reporter):
-                    for each in chain.by_role.values():
-                        text_embeds(each, self._models, Events(reporter))
-            # These settings have the number of threads of a CPU, on which embeddings depend.
-            return row, chain.settings
-        return None
-
-    def _finish(self, row: Row, paths: Sequence[Path], progress: StageProgress) -> None:
-        self.outputs[row.number] = tuple(paths)
-        progress.advance()
+            with self.failing(row):
+                self.valid.append((row, _row_settings(row, request, self.shown, context)))
 
     @contextmanager
-    def _failing(self, row: Row, progress: StageProgress | None = None) -> Iterator[None]:
+    def failing(self, row: Row) -> Iterator[None]:
         """Record an error of the block as the failure of a row."""
         self.shown.row = row.number
         try:
             yield
         except OsoraError as error:
-            self.errors.append((row, error))
-            if progress is not None:
-                progress.advance()
+            self.error = error
+            self.failed.append(FailedRow(row=row.number, prompt=row.prompt, name=row.name, error=error.message))
+
+    def make(self, models: LoadedModels, of_row: Reporter, *, device: str | None = None) -> _Part:
+        """Make the rows that are not finished. `of_row` is the reporter of each, and `device` that of a rank."""
+        for line in _failed_lines(self.failed) if self.valid else ():
+            self._reporter.warn(f"{line}; the others are made")
+        made, left, done = 0, self.valid, 0
+        with self._reporter.stage("rows", total=self._count, unit="rows") as progress:
+
+            def advance() -> None:
+                nonlocal done
+                before, done = done, len(self.outputs) + len(self.failed)
+                progress.advance(done - before)
+
+            advance()
+            try:
+                while left:
+                    in_use = []
+                    for start in range(0, len(left), _ROWS_AHEAD):
+                        encoded = self._encoded(left[start : start + _ROWS_AHEAD], models, of_row, device)
+                        advance()
+                        for row, settings in encoded:
+                            with self.failing(row):
+                                try:
+                                    result = generate(settings, reporter=of_row, models=models, device=device)
+                                except InUseError:  # Another process makes it now.
+                                    in_use.append((row, settings))
+                                    continue
+                                assert result is not None
+                                made += not all(video.made_before for video in result.videos)
+                                self.outputs[row.number] = tuple(video.path for video in result.videos)
+                            advance()
+                    left = in_use
+                    beat("rows")
+                    if left:
+                        time.sleep(_LOOK_S)
+            except KeyboardInterrupt as interrupt:
+                finished = f"{len(self.outputs)} of {self._count} rows are finished: the same command continues"
+                raise KeyboardInterrupt(finished) from interrupt
+        return _Part(made=made, outputs=self.outputs, failed=tuple(self.failed))
+
+    def _encoded(
+        self, rows: Sequence[tuple[Row, GenerateSettings]], models: LoadedModels, of_row: Reporter, device: str | None
+    ) -> list[tuple[Row, GenerateSettings]]:
+        """Encode the prompts of rows into the prompt cache; return the rows that are neither finished nor failed."""
+        left = []
+        for row, settings in rows:
+            with self.failing(row):
+                chain = plan_here(settings, models, reporter=self.shown, device=device).with_threads()
+                plan, files = chain.video, choose_outputs(chain)
+                if all(sample.made_before for sample in files):
+                    # A run that was killed right after the result may have left temporary files.
+                    remove_left(files[0].media.parent)
+                    self.outputs[row.number] = tuple(sample.media for sample in files)
+                    continue
+                if plan.settings.runtime.prompt_cache and models.prompts.is_writable and not plan.decodes_only:
+                    require_weights(chain, of_row)
+                    require_fit(chain)
+                    with computing(plan, of_row):
+                        for each in chain.by_role.values():
+                            text_embeds(each, models, Events(of_row))
+                # These settings have the number of threads of a CPU, on which embeddings depend.
+                left.append((row, chain.settings))
+        return left
 
 
-def _row_settings(row: Row, request: GenerateRequest, reporter: Reporter) -> GenerateSettings:
-    """Return the settings of a row."""
+def _row_settings(
+    row: Row, request: GenerateRequest, reporter: Reporter, context: RankContext | None
+) -> GenerateSettings:
     if row.problem is not None:
         raise RequestError(row.problem)
     request = replace(request, overrides={**request.overrides, **row.given})
-    settings = resolve(request, reporter=reporter, is_row=True)
+    settings = resolve(request, reporter=reporter, context=context, is_row=True)
     if settings.output.explore:
         raise RequestError("output.explore=true leaves no videos, and --prompts makes them: drop one of them")
     parallel = settings.parallel
@@ -359,11 +346,3 @@ def _row_settings(row: Row, request: GenerateRequest, reporter: Reporter) -> Gen
         return settings.replace(changes)
     except ValidationError as error:
         raise RequestError("; ".join(explain(error))) from error
-
-
-def _refuse_one_file(request: GenerateRequest) -> None:
-    """Raise RequestError if the request names one file for the results of all rows."""
-    given = request.find("output.path")
-    output = OutputSettings() if given is None else OutputSettings(path=str(given.value))
-    if output.named_format is not None:
-        raise RequestError(f"output.path={output.path} is one file: name a folder for the results of all rows")

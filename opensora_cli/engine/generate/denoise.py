@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +15,7 @@ from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.previews import Previews, preview_map
 from opensora_cli.engine.generate.ranks import ALONE, Ranks
 from opensora_cli.engine.generate.references import reference_latents
 from opensora_cli.engine.generate.sample import DenoisedSample, Sample, save_latents, unfinished
@@ -27,18 +27,12 @@ from opensora_cli.sampling.packing import pack_conditioning, pack_latents, posit
 from opensora_cli.sampling.schedule import noise_latents
 from opensora_cli.sampling.step_cache import Phase
 
-if TYPE_CHECKING:
-    from opensora_cli.engine.generate.previews import Previews
-
 OnPredicted = Callable[[int, Callable[[], torch.Tensor]], None]
 """Called after each step with the number of steps done and a function that returns the predicted latents_CTHW."""
 
 
 def denoise_samples(
-    samples: Sequence[Sample],
-    embeds: Sequence[PromptEmbeds],
-    models: LoadedModels,
-    events: Events,
+    samples: Sequence[Sample], embeds: Sequence[PromptEmbeds], models: LoadedModels, events: Events
 ) -> None:
     """Denoise every sample of one job that has no complete latents.
 
@@ -57,11 +51,9 @@ def denoise_samples(
         drafts = [sample.draft_CTHW for sample in fresh if sample.draft_CTHW is not None]
         for sample, draft_CTHW in zip(fresh, ranks.same_tensors(drafts), strict=True):
             sample.draft_CTHW = draft_CTHW
-    previews: Previews | None = None
+    previews = None
     if ranks.is_main and plan.settings.output.makes_previews:
-        from opensora_cli.engine.generate import previews as own
-
-        previews = own.Previews(plan, own.preview_map(plan, models, events), events)
+        previews = Previews(plan, preview_map(plan, models, events), events)
 
     def attempt(plan: Plan) -> None:
         left = unfinished(samples)

@@ -56,17 +56,9 @@ T = TypeVar("T")
 
 TextEncoders = tuple[T5Encoder, ClipEncoder]
 
-_PARTS = {
-    TEXT_ENCODERS: (Component.T5, Component.CLIP),
-    TRANSFORMER: (Component.TRANSFORMER,),
-    AUTOENCODER: (Component.VAE,),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Loaded model."""
-
     model: object
     key: object
     """Settings and files of the model; another value means another model."""
@@ -136,7 +128,6 @@ class LoadedModels:
         )
 
     def release(self) -> None:
-        """Release all models."""
         self._release(self._held)
 
     def release_others(self, stage: str, *, for_good: bool = False) -> None:
@@ -166,13 +157,10 @@ class LoadedModels:
 
         def load(ends: ExitStack) -> MMDiT:
             errors: list[ProductError] = []
+            group, machine_group = self.ranks.of(plan).tensor_group, self.ranks.machine_group
             with _loading(plan, Component.TRANSFORMER, events) as advance:
                 transformer = load_transformer(
-                    plan,
-                    group=self.ranks.of(plan).tensor_group,
-                    machine_group=self.ranks.machine_group,
-                    advance=advance,
-                    measured=errors.append,
+                    plan, group=group, machine_group=machine_group, advance=advance, measured=errors.append
                 )
             self._products = LinearProductsReport.of(plan.offload.linear, errors) if errors else None
             if self._products is not None:
@@ -197,25 +185,16 @@ class LoadedModels:
         return self._provide(TRANSFORMER, plan, load, use=use)
 
     def autoencoder(self, plan: Plan, events: Events) -> AbstractContextManager[Autoencoder]:
-        """Provide the autoencoder."""
-
         def load(_: ExitStack) -> Autoencoder:
-            path, hardware = plan.weights.path(Component.VAE), plan.hardware
+            path, device, dtype = plan.weights.path(Component.VAE), plan.hardware.device, plan.hardware.dtype
             with _loading(plan, Component.VAE, events) as advance:
-                return load_autoencoder(
-                    plan.settings.vae, path, device=hardware.device, dtype=hardware.dtype, advance=advance
-                )
+                return load_autoencoder(plan.settings.vae, path, device=device, dtype=dtype, advance=advance)
 
         return self._provide(AUTOENCODER, plan, load)
 
     @contextmanager
     def _provide(
-        self,
-        name: str,
-        plan: Plan,
-        load: Callable[[ExitStack], T],
-        *,
-        use: Callable[[T], object] = lambda model: None,
+        self, name: str, plan: Plan, load: Callable[[ExitStack], T], *, use: Callable[[T], object] = lambda model: None
     ) -> Iterator[T]:
         """Provide a model, loaded if it is missing or has another form; `use` is called with it each time."""
         key = _model_key(plan, name)
@@ -254,27 +233,17 @@ def _loading(plan: Plan, component: Component, events: Events) -> Iterator[Calla
 
 def _model_key(plan: Plan, name: str) -> object:
     """Return the files and the settings on which a model depends."""
-    paths = [plan.weights.path(part) for part in _PARTS[name]]
     settings, offload = plan.settings, plan.offload
-    made_of: object
-    if name == TEXT_ENCODERS:
-        made_of = settings.text.t5_max_length, settings.text.clip_max_length, offload.stream_text
-    elif name == AUTOENCODER:
-        made_of = settings.vae
-    else:
-        streams = offload.mode is OffloadMode.BLOCKS
-        loras = tuple((lora.path, lora.scale, lora.sha256) for lora in plan.loras)
-        made_of = (
-            settings.model,
-            settings.compile,
-            loras,
-            plan.mesh.tensor,
-            offload.fp8_storage,
-            offload.linear,
-            offload.modulation_on_host,
-            streams and (offload.resident_blocks, offload.host_weights),
-        )
-    files = [(path, stamp_of(path)) for path in paths]
+    streams = offload.mode is OffloadMode.BLOCKS and (offload.resident_blocks, offload.host_weights)
+    loras = tuple((lora.path, lora.scale, lora.sha256) for lora in plan.loras)
+    form = offload.fp8_storage, offload.linear, offload.modulation_on_host, streams
+    parts: dict[str, tuple[tuple[Component, ...], object]] = {
+        TEXT_ENCODERS: ((Component.T5, Component.CLIP), (settings.text, offload.stream_text)),
+        TRANSFORMER: ((Component.TRANSFORMER,), (settings.model, settings.compile, loras, plan.mesh.tensor, form)),
+        AUTOENCODER: ((Component.VAE,), settings.vae),
+    }
+    components, made_of = parts[name]
+    files = [(path, stamp_of(path)) for path in map(plan.weights.path, components)]
     return files, plan.hardware.device, plan.hardware.dtype, made_of
 
 
@@ -411,11 +380,9 @@ def streamed_blocks(
     """Return a context that copies offloaded blocks to the device when needed; `source` None is the planned place."""
     from opensora_cli.memory.streaming import stream_blocks
 
+    stacks = repeated_blocks(transformer.config)
     return stream_blocks(
-        [
-            cast(nn.ModuleList, transformer.get_submodule(stack.module_path))
-            for stack in repeated_blocks(transformer.config)
-        ],
+        [cast(nn.ModuleList, transformer.get_submodule(stack.module_path)) for stack in stacks],
         device=plan.hardware.device,
         resident=plan.offload.resident_blocks or 1,
         source=(source or plan.offload.host_weights).value,

@@ -110,7 +110,6 @@ class Plan:
 
     @property
     def components(self) -> tuple[Component, ...]:
-        """Components whose weights are read."""
         return needed_components(self.settings)
 
     @property
@@ -120,12 +119,10 @@ class Plan:
 
     @property
     def missing_weights(self) -> tuple[str, ...]:
-        """Names of missing files of weights."""
         return tuple(name for component in self.components for name in self.weights.missing.get(component, ()))
 
     @property
     def summary(self) -> str:
-        """Description of one sample as text."""
         clip = self.settings.video.num_frames
         frames = "" if clip == 1 else f", {clip} frames"
         return f"{self.width}x{self.height}{frames}, by {self.settings.model.name} in {self.num_steps} steps"
@@ -149,12 +146,10 @@ class Plan:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the schedule."""
         return len(self.timesteps) - 1
 
     @property
     def scales(self) -> tuple[GuidanceScales, ...]:
-        """Guidance scales of each step."""
         frames = self.settings.num_latent_frames
         return guidance_scales(self.guidance, mode=self.mode, timesteps=self.timesteps, num_latent_frames=frames)
 
@@ -265,7 +260,6 @@ class Plan:
         )
 
     def with_offload(self, offload: OffloadPlan) -> "Plan":
-        """Return the plan with another offload."""
         return replace(self, offload=offload, stages=self._estimate(offload))
 
     def with_best_offload(self) -> "Plan":
@@ -404,7 +398,6 @@ def _decoding_bytes(stages: tuple[StageMemory, ...]) -> int:
 
 
 def _pixel_size(settings: GenerateSettings) -> tuple[int, int, str | None]:
-    """Return height, width, and a note if the shape is not the requested one."""
     video = settings.video
     if video.height is not None and video.width is not None:
         return video.height, video.width, None

@@ -40,10 +40,14 @@ from opensora_cli.engine.generate.ranks import (
     watched,
 )
 from opensora_cli.engine.generate.references import references_of
+from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.request import refined_with_mode, resolve, with_mode
 from opensora_cli.engine.generate.sample import Sample, open_latents, read_saved, unfinished
 from opensora_cli.engine.generate.sidecar import choose_outputs, refuse_pictures, request_hashes
 from opensora_cli.engine.generate.text import warn_about_prompts
+from opensora_cli.media.read import read_video
+from opensora_cli.media.sheets import contact_sheet, film_strip
+from opensora_cli.media.write import write_media
 from opensora_cli.settings.applies import used_settings
 from opensora_cli.settings.enums import AttentionChoice
 from opensora_cli.settings.generate import GenerateSettings
@@ -65,7 +69,6 @@ class ExploredSeed(Document):
 
     @classmethod
     def of(cls, sample: SampleFiles) -> "ExploredSeed":
-        """Return the document of an explored seed."""
         assert sample.latents is not None
         steps = sample.saved_steps if sample.is_explored else sample.settings.sampling.stop_at
         return cls(
@@ -111,7 +114,6 @@ class GenerateResult(Document):
         return {**document, "settings": used_settings(self.settings)}
 
     def lines(self) -> list[str]:
-        """Return the path of every result, and the command that finishes each explored seed."""
         lines = [str(video.path) for video in self.videos]
         if self.sheet is not None:
             lines.append(str(self.sheet))
@@ -191,8 +193,7 @@ def generate(
         events, output = Events(reporter, hooks=hooks), chain.settings.output
         stack.enter_context(computing(chain.video, reporter))
         if is_main:
-            # Without a sidecar no later run can tell which request has made a result.
-            stack.enter_context(events.rescue(files, can_repeat=output.metadata and not output.overwrite))
+            stack.enter_context(events.rescue(files))
         samples = [
             Sample(chain, chain.video, sample, references, latents)
             for sample, latents in zip(files, saved, strict=True)
@@ -245,8 +246,6 @@ def _generate_in_ranks(
     settings: GenerateSettings, reporter: Reporter, rank_flags: Sequence[str]
 ) -> GenerateResult | None:
     """Run the request in ranks, unless all of it was made before. Rank 0 checks the rest."""
-    from opensora_cli.engine.generate.refinement import refined
-
     require_devices(settings)
     settings = refined(settings, reporter=reporter)
     # Reading the free memory of a device creates a CUDA context that stays until this process ends.
@@ -276,10 +275,6 @@ def _earlier_result(chain: Chain, files: Sequence[SampleFiles], reporter: Report
 
 def _write_sheet(files: Sequence[SampleFiles], reporter: Reporter) -> Path | None:
     """Write the sheet with the last preview of each explored seed; return None, with a warning, if that fails."""
-    from opensora_cli.media.read import read_video
-    from opensora_cli.media.sheets import contact_sheet, film_strip
-    from opensora_cli.media.write import write_media
-
     cells = []
     for sample in files:
         try:
@@ -326,6 +321,6 @@ def hold_from_request(
     sample = Sample(chain, chain.video, files, references, saved)
     with computing(chain.video, reporter):
         [video] = make(chain, [sample], models, Events(reporter), finish=hold)
-    made_first = chain.find(PICTURE) is not None
-    report_given_frames(video.figures.given_frames_psnr_db, files.seed, reporter, made_first=made_first)
+    psnr_db, made_first = video.figures.given_frames_psnr_db, chain.find(PICTURE) is not None
+    report_given_frames(psnr_db, files.seed, reporter, made_first=made_first)
     return video, hashes

@@ -176,7 +176,7 @@ def test_a_stage_that_does_not_fit_is_named(world, tmp_path, monkeypatch):
 def test_limit_of_memory(world, tmp_path, monkeypatch):
     on_machine_with(10 * GIB, monkeypatch)
     # It takes seconds, and has tests of its own.
-    monkeypatch.setattr(chains, "_what_would_fit", lambda plan: "")
+    monkeypatch.setattr(chains, "_smaller_requests", lambda plan: ())
     made = make_plan(released_settings(world, tmp_path, memory__limit="100kB", memory__offload="none"))
     assert made.budget_bytes == 100_000
     with pytest.raises(HardwareError, match=r"memory\.limit allows 97\.66 KiB"):
