@@ -42,23 +42,19 @@ class Shown(Document):
     """Lines about a checkpoint."""
 
     def lines(self) -> list[str]:
-        """Return a line for each fact and each setting."""
+        sizes = [self.recorded.get(key) for key in ("width", "height", "num_frames", "fps")]
         facts = {
             "file": f"{self.path} ({self.kind})",
             "prompt": self.prompt,
             "negative": self.negative_prompt,
             "seed": self.seed,
             "model": ", ".join(str(self.recorded[key]) for key in _MODEL_KEYS if key in self.recorded),
-            "video": self._video(),
+            "video": None if None in sizes else "{}x{}, {} frames at {} fps".format(*sizes),
             "steps": self.recorded.get(STEPS_KEY),
             "timings": ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in self.timings_s.items()),
         }
         known = [f"{name:9} {value}" for name, value in facts.items() if value not in (None, "")]
         return [*known, *self.summary, *(f"setting   {line}" for line in _flat(self.settings))]
-
-    def _video(self) -> str:
-        values = [self.recorded.get(key) for key in ("width", "height", "num_frames", "fps")]
-        return "" if None in values else "{}x{}, {} frames at {} fps".format(*values)
 
 
 def show_recorded(path: Path) -> Shown | None:

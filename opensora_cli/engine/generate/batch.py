@@ -113,7 +113,6 @@ class BatchPlan(Document):
     shapes: tuple[PlannedShape, ...]
 
     def lines(self) -> list[str]:
-        """Return the plans as lines of text. The plan that needs the most memory comes first."""
         shapes = "1 shape" if len(self.shapes) == 1 else f"{len(self.shapes)} shapes"
         head = f"rows      {self.rows} of {shapes}, and {len(self.failed)} that would be refused"
         largest_first = sorted(self.shapes, key=lambda shape: -shape.plan.peak_bytes)
@@ -203,11 +202,8 @@ class _RowReporter(SilentReporter):
         self._shown: set[str] = set()
 
     def note(self, text: str) -> None:
-        kind = text.partition(":")[0].partition(" ")[0]
-        # The number of threads is chosen for a row, and then a setting of it.
-        line = kind if kind == "threads" else text
-        if kind in _MACHINE_NOTES and line not in self._shown:
-            self._shown.add(line)
+        if text.partition(":")[0].partition(" ")[0] in _MACHINE_NOTES and text not in self._shown:
+            self._shown.add(text)
             self._reporter.note(text)
 
     def warn(self, text: str) -> None:

@@ -69,7 +69,6 @@ class Chain:
 
     @property
     def segments(self) -> tuple[Plan, ...]:
-        """Plans of the video and of the segments that extend it."""
         return tuple(plan for plan in self.jobs if plan.role in (VIDEO, SEGMENT))
 
     @property
@@ -78,7 +77,6 @@ class Chain:
 
     @property
     def num_steps(self) -> int:
-        """Steps of all segments of a sample."""
         return sum(plan.num_steps for plan in self.segments)
 
     @property
@@ -118,7 +116,6 @@ class Chain:
 
     @property
     def peak_bytes(self) -> int:
-        """Device memory of the largest stage."""
         return max(stage.total_bytes for stage in self.stages)
 
     @property
@@ -137,7 +134,6 @@ class Chain:
         return self.video.budget_bytes if is_known else None
 
     def verdict(self, seconds: float | None) -> str:
-        """Return the verdict of the request, with its predicted time if that is known."""
         return verdict_line(
             needed=self.peak_bytes,
             usable=self.usable_bytes,
@@ -205,7 +201,6 @@ class Chain:
 
 
 def alone(plan: Plan) -> Chain:
-    """Return a chain of one job."""
     return Chain((replace(plan, role=VIDEO),))
 
 

@@ -51,11 +51,9 @@ class Figures:
     """Figures of each segment of an extended video, as its sidecar has them."""
 
     def with_saving(self, seconds: float) -> "Figures":
-        """Return the figures with the time of saving."""
         return replace(self, timings_s={**self.timings_s, _SAVE: seconds})
 
     def to_json(self) -> dict[str, object]:
-        """Return the figures for a sidecar."""
         db, products = self.given_frames_psnr_db, self.linear_products
         return {
             "timings_s": {stage: round(seconds, 3) for stage, seconds in self.timings_s.items()},
@@ -95,7 +93,6 @@ class HeldVideo:
 
 
 def hold(clip: Clip) -> HeldVideo:
-    """Return a sample in memory."""
     frames_THWC = torch.cat([*clip.pieces])
     return HeldVideo(clip.chain, clip.files, clip.latents, frames_THWC, clip.figures())
 

@@ -191,23 +191,17 @@ def sample_latents(
     """Return latents_CTHW of one sample with given frames restored, or the prediction after `sampling.stop_at`.
 
     Args:
-        plan: sizes, schedule and guidance.
         transformer: transformer on the plan's device, called like `MMDiT`.
-        embeds: prompt and negative prompt.
         reference_latents: latents_CTHW of each reference; None without references.
-        seed: seed of the noise.
         begun: state after `steps_done`; None for a sample that starts from noise or from a draft.
         draft_CTHW: latents of the draft. The noise is mixed with them to (1-t)·data + t·noise at the time t of the
             next step (Liu et al., arXiv 2209.03003; Meng et al., "SDEdit", arXiv 2108.01073).
         steps_done: steps that are computed or skipped.
         ranks: processes that share the work, all of which get the latents.
-        on_evaluation: called after each evaluation of the transformer.
-        on_step: called after each step.
         on_predicted: called after each step with a function that returns the prediction.
     """
-    device, settings = plan.hardware.device, plan.settings
+    device, settings, patch_size = plan.hardware.device, plan.settings, plan.settings.model.patch_size
     channels, num_latent_frames, rows, columns = plan.latent_shape
-    patch_size = settings.model.patch_size
     noise_BCTHW = noise_latents(
         [seed],
         num_latent_frames=num_latent_frames,
@@ -226,7 +220,7 @@ def sample_latents(
         plan.mode,
         None if reference_latents is None else [reference_latents],
         settings.vae.grid.is_causal,
-        lengths=plan.settings.condition.lengths,
+        lengths=settings.condition.lengths,
     )
     velocity = GuidedVelocity(
         transformer,

@@ -97,7 +97,6 @@ class LoadedModels:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the loaded models."""
         return tuple(self._held)
 
     def bytes_on(self, device: torch.device) -> int:
@@ -136,7 +135,6 @@ class LoadedModels:
         self._release(self._held.keys() - {MODEL_OF[stage]})
 
     def text_encoders(self, plan: Plan, events: Events) -> AbstractContextManager[TextEncoders]:
-        """Provide T5 and CLIP, with T5's layers streamed if the plan says so."""
         device, dtype = plan.hardware.device, plan.hardware.dtype
 
         def load(ends: ExitStack) -> TextEncoders:
@@ -153,8 +151,6 @@ class LoadedModels:
         return self._provide(TEXT_ENCODERS, plan, load)
 
     def transformer(self, plan: Plan, events: Events) -> AbstractContextManager[MMDiT]:
-        """Provide the transformer, ready to run, with as much of it on the device as planned."""
-
         def load(ends: ExitStack) -> MMDiT:
             errors: list[ProductError] = []
             group, machine_group = self.ranks.of(plan).tensor_group, self.ranks.machine_group
@@ -225,7 +221,6 @@ class LoadedModels:
 
 @contextmanager
 def _loading(plan: Plan, component: Component, events: Events) -> Iterator[Callable[[int], None]]:
-    """Show the loading of a file of weights as part of the stage `load`."""
     total = sum(entry.nbytes for entry in open_checkpoint(plan.weights.path(component)).entries.values())
     with events.stage("load", total=total, unit=BYTES) as progress:
         yield progress.advance
@@ -303,8 +298,8 @@ def load_transformer(
     Offloaded blocks stay on the CPU, for `streamed_blocks`.
 
     Args:
-        group: ranks that share each block's heads and features.
-        machine_group: ranks of this machine, which share one copy of the weights that are offloaded to the CPU.
+        group: `Ranks.tensor_group`.
+        machine_group: `Ranks.machine_group`.
         advance: called with the bytes of each tensor.
         measured: called with the error of each layer that multiplies in 8 bits.
     """

@@ -57,7 +57,6 @@ class PreviewMap(BaseModel):
         return to_uint8(pixels_THW3.permute(3, 0, 1, 2))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document that `read_map` reads."""
         return self.model_dump(mode="json", by_alias=True)
 
 

@@ -199,7 +199,6 @@ def note_plan(settings: GenerateSettings, reporter: Reporter) -> None:
 
 
 def _kinds(settings: GenerateSettings) -> list[str]:
-    """Return the kinds of questions that `refined` asks, in order."""
     if settings.from_latents is not None:
         return []
     made = "t2i" if settings.video.num_frames == 1 else "t2v"

@@ -121,7 +121,6 @@ def _with_saved_latents(request: GenerateRequest) -> tuple[GenerateRequest, Path
 
 
 def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
-    """Refuse missing and conflicting files that can be detected without torch."""
     for reference in settings.condition.references:
         readable_file(reference)
     for lora in settings.loras if settings.from_latents is None else ():
@@ -226,7 +225,6 @@ def _as_continued(settings: GenerateSettings, reporter: Reporter) -> GenerateSet
 
 
 def draft_settings(settings: GenerateSettings, *, height: int, width: int) -> GenerateSettings | None:
-    """Return the settings of a video's draft; None without one. Raises RequestError if it is not smaller."""
     resolution, multiple = settings.draft.resolution, settings.size_multiple
     if resolution is None or settings.from_latents is not None:
         return None

@@ -11,7 +11,7 @@ from pydantic import Field
 from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.device import peak_memory_gib
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import MediaError, OutputError, RequestError
+from opensora_cli.core.exceptions import MediaError, RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.temporary_files import remove_left
@@ -205,7 +205,7 @@ def generate(
         return GenerateResult(
             videos=tuple(sorted([*kept, *videos], key=lambda video: video.seed)),
             explored=tuple(map(ExploredSeed.of, files)) if output.explore else None,
-            sheet=_write_sheet(chosen, reporter) if output.explore and is_main else None,
+            sheet=_write_sheet(chosen) if output.explore and is_main else None,
             model=chain.settings.model.name,
             device=str(chain.video.hardware.device),
             model_evaluations=evaluations,
@@ -273,8 +273,8 @@ def _earlier_result(chain: Chain, files: Sequence[SampleFiles], reporter: Report
     )
 
 
-def _write_sheet(files: Sequence[SampleFiles], reporter: Reporter) -> Path | None:
-    """Write the sheet with the last preview of each explored seed; return None, with a warning, if that fails."""
+def _write_sheet(files: Sequence[SampleFiles]) -> Path:
+    """Write the sheet with the last preview of each explored seed."""
     cells = []
     for sample in files:
         try:
@@ -282,11 +282,7 @@ def _write_sheet(files: Sequence[SampleFiles], reporter: Reporter) -> Path | Non
         except MediaError:
             strip_HWC = None
         cells.append((f"seed {sample.seed}" + (" (finished)" if sample.made_before else ""), strip_HWC))
-    try:
-        return write_media([contact_sheet(cells)[None]], files[0].sheet, fps=1, format=MediaFormat.PNG)
-    except OutputError as error:
-        reporter.warn(f"there is no sheet of the seeds: {error.message}")
-        return None
+    return write_media([contact_sheet(cells)[None]], files[0].sheet, fps=1, format=MediaFormat.PNG)
 
 
 def _with_attention_before(chain: Chain, files: Sequence[SampleFiles], ranks: Ranks) -> Chain:

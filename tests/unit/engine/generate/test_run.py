@@ -2,7 +2,6 @@
 
 import json
 import socket
-from dataclasses import replace
 
 import pytest
 import torch
@@ -210,33 +209,6 @@ class TestPrompts:
         many = " ".join(f"word{index}" for index in range(14))
         plan_generation(demo_settings(world, tmp_path, prompt=many), reporter=reporter)
         assert '"word9" and 4 more words' in reporter.warnings[3]
-
-    def test_the_negative_prompt_gets_no_suffix(self, world, tmp_path, monkeypatch):
-        encoded = []
-        encode = models.T5Encoder.encode
-        monkeypatch.setattr(
-            models.T5Encoder, "encode", lambda self, texts: encoded.append(texts) or encode(self, texts)
-        )
-        generate(released_settings(world, tmp_path, negative_prompt="night", prompt_suffix__motion_score="2"))
-        assert encoded == [["raining, sea. 24 FPS. 2 motion score."], ["night"]]
-
-
-class TestRequests:
-    def test_auto_says_in_one_line(self, world, tmp_path, reporter, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        request = GenerateRequest(
-            overrides={
-                "prompt": Given("sea", "PROMPT"),
-                "output.path": Given(str(tmp_path), "--out"),
-                "runtime.weights": Given(str(world.released), "--weights"),
-            }
-        )
-        wrong = replace(request, overrides={**request.overrides, "video.resolution": Given("768px", "--res")})
-        with pytest.raises(RequestError):
-            resolve(wrong, reporter=reporter)
-        assert reporter.notes == []
-        assert resolve(request, reporter=reporter).model.name == "demo"
-        assert reporter.notes == ["model: demo (there is no CUDA device)"]
 
 
 def test_a_seamless_loop_leaves_out_its_last_frame(world, tmp_path, reporter):
