@@ -11,8 +11,6 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, InUseError, OsoraError, RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter
@@ -28,11 +26,10 @@ from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.pipeline import computing
 from opensora_cli.engine.generate.prompts import Row
 from opensora_cli.engine.generate.ranks import device_for_rows, joined_for_rows, require_devices, start_ranks, watched
-from opensora_cli.engine.generate.request import resolve
+from opensora_cli.engine.generate.request import replaced, resolve
 from opensora_cli.engine.generate.run import generate, plan_here
 from opensora_cli.engine.generate.sidecar import choose_outputs
 from opensora_cli.engine.generate.text import text_embeds
-from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.generate_sections import OutputSettings
 from opensora_cli.settings.load import GenerateRequest
@@ -266,25 +263,24 @@ class _Rows:
             advance()
             try:
                 while left:
+                    encoded, left = self._encoded(left[:_ROWS_AHEAD], models, of_row, device), left[_ROWS_AHEAD:]
+                    advance()
                     in_use = []
-                    for start in range(0, len(left), _ROWS_AHEAD):
-                        encoded = self._encoded(left[start : start + _ROWS_AHEAD], models, of_row, device)
+                    for row, settings in encoded:
+                        with self.failing(row):
+                            try:
+                                result = generate(settings, reporter=of_row, models=models, device=device)
+                            except InUseError:  # Another process makes it now.
+                                in_use.append((row, settings))
+                                continue
+                            assert result is not None
+                            made += not all(video.made_before for video in result.videos)
+                            self.outputs[row.number] = tuple(video.path for video in result.videos)
                         advance()
-                        for row, settings in encoded:
-                            with self.failing(row):
-                                try:
-                                    result = generate(settings, reporter=of_row, models=models, device=device)
-                                except InUseError:  # Another process makes it now.
-                                    in_use.append((row, settings))
-                                    continue
-                                assert result is not None
-                                made += not all(video.made_before for video in result.videos)
-                                self.outputs[row.number] = tuple(video.path for video in result.videos)
-                            advance()
-                    left = in_use
-                    beat("rows")
-                    if left:
+                    if in_use and not left:
+                        beat("rows")
                         time.sleep(_LOOK_S)
+                    left = [*left, *in_use]
             except KeyboardInterrupt as interrupt:
                 finished = f"{len(self.outputs)} of {self._count} rows are finished: the same command continues"
                 raise KeyboardInterrupt(finished) from interrupt
@@ -338,7 +334,4 @@ def _row_settings(
         ending = f".{settings.output_format}"
         name = row.name if row.name.lower().endswith(ending) else row.name + ending
         changes["output.path"] = str(Path(settings.output.path) / name)
-    try:
-        return settings.replace(changes)
-    except ValidationError as error:
-        raise RequestError("; ".join(explain(error))) from error
+    return replaced(settings, changes)

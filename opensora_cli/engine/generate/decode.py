@@ -28,6 +28,7 @@ from opensora_cli.engine.generate.sidecar import FirstPicture, first_picture, si
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import LastFrame, write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.parallel.divided_work import shared_tiles
 
 V = TypeVar("V")
 
@@ -164,8 +165,6 @@ def decode_samples(
     results: list[V] = []
     with ExitStack() as shared:
         if ranks.count > 1 and count_decoder_tiles(plan.latent_shape, plan.settings.vae) > 1:
-            from opensora_cli.parallel.divided_work import shared_tiles
-
             models.make_room(plan, DECODE)
             autoencoder = shared.enter_context(models.autoencoder(plan, events))
             decoder = shared.enter_context(shared_tiles(autoencoder))

@@ -7,7 +7,7 @@ is retried in less of it.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self, TypeVar, cast
+from typing import Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from opensora_cli.engine.components.architectures import load_autoencoder, mmdit
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.hardware import OutOfMemoryError
 from opensora_cli.engine.components.linear_products import LinearProductsReport, use_in_block
+from opensora_cli.engine.components.loras import add_loras
 from opensora_cli.engine.components.parallelize import shard_block, shard_t5
 from opensora_cli.engine.components.weights import Component, stamp_of
 from opensora_cli.engine.encode.prompt_cache import PromptCache
@@ -40,6 +41,9 @@ from opensora_cli.engine.estimate.offload import (
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.ranks import ALONE, Ranks
+from opensora_cli.memory.eight_bit import ProductError, store_in_fp8
+from opensora_cli.memory.host_memory import SharedCopies
+from opensora_cli.memory.streaming import StreamingFigures, stream_blocks
 from opensora_cli.models.attention import BACKENDS
 from opensora_cli.models.mmdit.blocks import modulation_layers, repeated_blocks
 from opensora_cli.models.mmdit.layout import converter, find_rotary
@@ -47,10 +51,6 @@ from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.enums import HostWeights, OffloadMode
-
-if TYPE_CHECKING:
-    from opensora_cli.memory.eight_bit import ProductError
-    from opensora_cli.memory.streaming import StreamingFigures
 
 T = TypeVar("T")
 
@@ -150,7 +150,8 @@ class LoadedModels:
 
         return self._provide(TEXT_ENCODERS, plan, load)
 
-    def transformer(self, plan: Plan, events: Events) -> AbstractContextManager[MMDiT]:
+    @contextmanager
+    def transformer(self, plan: Plan, events: Events) -> Iterator[MMDiT]:
         def load(ends: ExitStack) -> MMDiT:
             errors: list[ProductError] = []
             group, machine_group = self.ranks.of(plan).tensor_group, self.ranks.machine_group
@@ -174,11 +175,10 @@ class LoadedModels:
                         ends.enter_context(streamed_blocks(plan, transformer, source=HostWeights.MAPPED))
             return transformer
 
-        def use(transformer: MMDiT) -> None:
+        with self._provide(TRANSFORMER, plan, load) as transformer:
             prepare(transformer, plan)
             events.linear_products = self._products
-
-        return self._provide(TRANSFORMER, plan, load, use=use)
+            yield transformer
 
     def autoencoder(self, plan: Plan, events: Events) -> AbstractContextManager[Autoencoder]:
         def load(_: ExitStack) -> Autoencoder:
@@ -189,10 +189,8 @@ class LoadedModels:
         return self._provide(AUTOENCODER, plan, load)
 
     @contextmanager
-    def _provide(
-        self, name: str, plan: Plan, load: Callable[[ExitStack], T], *, use: Callable[[T], object] = lambda model: None
-    ) -> Iterator[T]:
-        """Provide a model, loaded if it is missing or has another form; `use` is called with it each time."""
+    def _provide(self, name: str, plan: Plan, load: Callable[[ExitStack], T]) -> Iterator[T]:
+        """Provide a model, loaded if it is missing or has another form, and released if the block fails."""
         key = _model_key(plan, name)
         try:
             if name in self._held and self._held[name].key != key:
@@ -203,7 +201,6 @@ class LoadedModels:
                     loaded = load(ends)
                     self._held[name] = _Held(loaded, key, plan.hardware.device, own, ends.pop_all())
                 del loaded
-            use(cast(T, self._held[name].model))
             yield cast(T, self._held[name].model)
         except BaseException:
             if name in self._held:
@@ -291,7 +288,7 @@ def load_transformer(
     group: dist.ProcessGroup | None = None,
     machine_group: dist.ProcessGroup | None = None,
     advance: Callable[[int], None] | None = None,
-    measured: "Callable[[ProductError], object]" = lambda error: None,
+    measured: Callable[[ProductError], object] = lambda error: None,
 ) -> MMDiT:
     """Return the transformer with its adapters. Files in another published layout are converted.
 
@@ -317,8 +314,6 @@ def load_transformer(
     with ExitStack() as ends:
         hold: Callable[[torch.Tensor], torch.Tensor] | None = None
         if machine_group is not None:
-            from opensora_cli.memory.host_memory import SharedCopies
-
             hold = ends.enter_context(SharedCopies(machine_group)).hold
 
         def finish_block(path: str) -> None:
@@ -329,8 +324,6 @@ def load_transformer(
                 for error in use_in_block(block, blocks[path], offload.linear):
                     measured(replace(error, path=f"{path}.{error.path}"))
             if offload.fp8_storage:
-                from opensora_cli.memory.eight_bit import store_in_fp8
-
                 store_in_fp8(block)
             if not streams and device.type != "cpu":
                 move_except(host_modulation(transformer, offload), block, device)
@@ -355,8 +348,6 @@ def load_transformer(
             advance=advance,
         )
     if plan.loras:
-        from opensora_cli.engine.components.loras import add_loras
-
         add_loras(transformer, plan.loras, dtype=plan.hardware.dtype, group=group)
     prepare(transformer, plan)
     return transformer
@@ -371,10 +362,8 @@ def prepare(transformer: MMDiT, plan: Plan) -> None:
 
 def streamed_blocks(
     plan: Plan, transformer: MMDiT, *, source: HostWeights | None = None
-) -> "AbstractContextManager[StreamingFigures]":
+) -> AbstractContextManager[StreamingFigures]:
     """Return a context that copies offloaded blocks to the device when needed; `source` None is the planned place."""
-    from opensora_cli.memory.streaming import stream_blocks
-
     stacks = repeated_blocks(transformer.config)
     return stream_blocks(
         [cast(nn.ModuleList, transformer.get_submodule(stack.module_path)) for stack in stacks],

@@ -178,10 +178,11 @@ def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSetting
     if references:
         given = "reference" if len(references) == 1 else f"{len(references)} references"
         reporter.note(f"condition: {name}, which suits the {given} given")
-    return _replaced(settings, {"condition.mode": name})
+    return replaced(settings, {"condition.mode": name})
 
 
-def _replaced(settings: GenerateSettings, changes: Mapping[str, object], *, what: str = "") -> GenerateSettings:
+def replaced(settings: GenerateSettings, changes: Mapping[str, object], *, what: str = "") -> GenerateSettings:
+    """Return settings with changes by key. Raises RequestError if they break a rule."""
     try:
         return settings.replace(changes)
     except ValidationError as error:
@@ -221,7 +222,7 @@ def _as_continued(settings: GenerateSettings, reporter: Reporter) -> GenerateSet
     if abs(fps - facts.fps) > 1e-3:
         reporter.note(f"continue: {facts.fps:g} frames a second become {fps}")
     changes = {"video.height": height, "video.width": width, "video.fps": fps}
-    return _replaced(settings, {"condition.mode": mode, "condition.continued": facts.num_frames, **changes})
+    return replaced(settings, {"condition.mode": mode, "condition.continued": facts.num_frames, **changes})
 
 
 def draft_settings(settings: GenerateSettings, *, height: int, width: int) -> GenerateSettings | None:
@@ -283,7 +284,7 @@ def picture_settings(settings: GenerateSettings) -> GenerateSettings | None:
         for key, given in asked_sampling(settings).items():
             if attrgetter(key)(settings) == given.value:
                 changes[key] = attrgetter(key)(usual)
-    return _replaced(settings, changes, what="the picture: ")
+    return replaced(settings, changes, what="the picture: ")
 
 
 def size_of_picture(settings: GenerateSettings, resolution: str) -> tuple[int, int, str | None]:

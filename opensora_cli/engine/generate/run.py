@@ -183,8 +183,6 @@ def generate(
             check_outputs(chain, create=True)
         chosen = choose_outputs(chain, claims=stack, ranks=ranks)
         files = [sample for sample in chosen if not sample.made_before]
-        if not files:  # another run has finished them since the first look
-            return _earlier_result(chain, chosen, reporter)
         note_earlier_work(chosen, reporter)
         if is_main:
             refuse_pictures(chain, files)

@@ -190,24 +190,6 @@ class TestFailures:
             f"continue with: osora generate --from {tmp_path / LATENTS} --weights {world.released}"
         ]
 
-    @pytest.mark.parametrize("overwrite", ["false", "true"])
-    def test_full_disk_while_saving_the_sidecar(self, world, tmp_path, monkeypatch, overwrite):
-        if overwrite == "true":
-            generate(released_settings(world, tmp_path))
-        before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
-        real = core_files._flush_to_disk
-
-        def full(path):
-            if path.is_file() and path.read_bytes()[:1] == b"{":
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            real(path)
-
-        monkeypatch.setattr(core_files, "_flush_to_disk", full)
-        with pytest.raises(OutputError, match="No space left"):
-            generate(released_settings(world, tmp_path, output__overwrite=overwrite))
-        assert names(tmp_path) == sorted([LATENTS, *before])
-        assert all((tmp_path / name).read_bytes() == content for name, content in before.items())
-
     def test_space_is_checked_before_loading(self, world, tmp_path, monkeypatch, reporter):
         monkeypatch.setattr(models, "load_t5", lambda plan: pytest.fail("nothing may be loaded"))
         usage = shutil.disk_usage(tmp_path)

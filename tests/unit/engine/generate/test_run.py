@@ -5,16 +5,13 @@ import socket
 
 import pytest
 import torch
-from closeness import assert_close
 from tiny_world import RecordingReporter, dc_ae_settings, demo_settings, flux_settings, names, released_settings
 
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import denoise, models, references
 from opensora_cli.engine.generate import request as requests
 from opensora_cli.engine.generate.dry_run import plan_generation
-from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.files import read_tags
@@ -135,45 +132,6 @@ def test_samples_are_what_their_seeds_make_alone(world, tmp_path):
     assert [output["seed"] for output in document["outputs"]] == [5, 6, 7]
     assert (document["schema"], document["model_evaluations"]) == ("osora.generate/2", 12)
     assert document["settings"]["prompt"] == "raining, sea"
-
-
-class CountingTransformer:
-    """Says zero, and remembers what each branch of a batch was shown."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __call__(self, packed_latents, **inputs):
-        for row in range(packed_latents.shape[0]):
-            self.calls.append({name: None if each is None else each[row % len(each)] for name, each in inputs.items()})
-        return torch.zeros_like(packed_latents)
-
-
-def test_what_the_branches_are_shown(world, tmp_path, monkeypatch):
-    transformer = CountingTransformer()
-    embeds = PromptEmbeds(torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[3.0], [4.0]]))
-    settings = released_settings(
-        world,
-        tmp_path,
-        condition__mode="i2v_head",
-        condition__references=str(world.picture),
-        sampling__num_inference_steps="1",
-    )
-    plan = make_plan(settings)
-    reference = torch.full((4, 1, 2, 4), 0.5)
-    latents = denoise.sample_latents(plan, transformer, embeds, [reference], seed=0)
-    shown = [
-        (
-            call["prompt_embeds_BLC"].item(),
-            call["pooled_prompt_embeds_BV"].item(),
-            call["conditioning_BNK"].abs().sum().item() > 0,
-            call["embedded_guidance_B"],
-        )
-        for call in transformer.calls
-    ]
-    assert shown == [(2.0, 4.0, False, None), (2.0, 4.0, True, None), (1.0, 3.0, True, None)]
-    assert transformer.calls[0]["timesteps_B"].item() == 1.0
-    assert_close(latents[:, :1], reference)
 
 
 class TestPrompts:
