@@ -59,9 +59,7 @@ class Chain:
     @property
     def video(self) -> Plan:
         """Plan of the video, or of its first segment."""
-        plan = self.find(VIDEO)
-        assert plan is not None
-        return plan
+        return next(plan for plan in self.jobs if plan.role == VIDEO)
 
     @property
     def settings(self) -> GenerateSettings:

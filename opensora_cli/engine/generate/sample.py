@@ -204,16 +204,6 @@ def remove_latents(latents: Path) -> None:
         warnings.warn(message, OsoraWarning, stacklevel=2)
 
 
-def read_header(path: Path) -> dict[str, str] | None:
-    """Return the metadata of saved latents; None for other files, and for broken ones."""
-    try:
-        with _opened(path, framework="numpy") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-    except (CheckpointError, ValueError):
-        return None
-    return metadata if metadata.get("schema", "").startswith("osora.latents/") else None
-
-
 def open_latents(path: str | Path) -> SavedLatents:
     """Open the latents of a sample. Raises CheckpointError if the file is missing, truncated, or of another kind."""
     if not Path(path).is_file():
