@@ -75,7 +75,7 @@ def generate_clips(
 
 
 def _frames(clip: Clip) -> torch.Tensor:
-    return torch.cat([*clip.pieces()])
+    return torch.cat([*clip.pieces])
 
 
 def given_of(plan: Plan, filmed_THWC: NDArray[np.uint8]) -> list[Reference]:

@@ -151,7 +151,8 @@ class Pipeline(AbstractContextManager["Pipeline"]):
             if self._references is None:
                 self._references = Path(tempfile.mkdtemp(prefix="osora-references-"))
                 weakref.finalize(self, shutil.rmtree, self._references, ignore_errors=True)
-            flags = {**flags, "ref": _reference_files(references, self._references)}
+            given = references if isinstance(references, list | tuple) else [references]
+            flags = {**flags, "ref": [_reference_file(reference, self._references) for reference in given]}
         return collect_overrides(GenerateSettings, given_flags(flags), assignments or {})
 
     def close(self) -> None:
@@ -178,18 +179,11 @@ def generate(
         return pipe(prompt, from_=from_, set=set, **flags)
 
 
-def _reference_files(given: object, folder: Path) -> list[str]:
-    """Return the files of references; those in memory are written to `folder` without loss.
-
-    A reference is a path, a picture of PIL, a `Video` or an array; several are a list or tuple. Arrays are RGB of
-    uint8, (H, W, 3) for a picture and (T, H, W, 3) for a video. Equal references have equal files. Raises RequestError
-    for other arrays and objects.
-    """
-    references = given if isinstance(given, list | tuple) else [given]
-    return [_reference_file(reference, folder) for reference in references]
-
-
 def _reference_file(reference: object, folder: Path) -> str:
+    """Return the file of a reference; one in memory is written to `folder` without loss. Equal ones have one file.
+
+    Raises RequestError for arrays and objects that are no references.
+    """
     if isinstance(reference, str | os.PathLike):
         return os.fspath(reference)
     if isinstance(reference, Image.Image):
@@ -273,8 +267,7 @@ class _Stage:
 
     def advance(self, amount: int = 1) -> None:
         self._progress = self._progress._replace(done=self._progress.done + amount)
-        now = time.monotonic()
-        is_edge = self._progress.done in (0, self._progress.total)
+        is_edge, now = self._progress.done in (0, self._progress.total), time.monotonic()
         if self._on_progress is not None and (is_edge or now - self._called_s >= _EVERY_S):
             self._called_s = now
             self._on_progress(self._progress)

@@ -15,17 +15,16 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
 from opensora_cli.core.choices import MediaFormat
-from opensora_cli.core.exceptions import HardwareError, RequestError
+from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.generate.decode import Figures, HeldVideo, write_video
 from opensora_cli.engine.generate.outputs import check_outputs, find_target
 from opensora_cli.engine.generate.plan import VIDEO
+from opensora_cli.engine.generate.request import replaced
 from opensora_cli.engine.generate.sample import remove_latents
 from opensora_cli.engine.generate.sidecar import sample_settings
 from opensora_cli.media.write import write_media
-from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
 
 _SMALL = 128
@@ -70,14 +69,11 @@ class Video:
         changes: dict[str, object] = {"output.overwrite": overwrite or held.chain.settings.output.overwrite}
         if path is not None:
             changes["output.path"] = os.fspath(path)
-        try:
-            settings = held.chain.settings.replace(changes)
-        except ValidationError as error:
-            raise RequestError("\n".join(explain(error))) from error
+        settings = replaced(held.chain.settings, changes)
         chain = held.chain.change(lambda plan: replace(plan, settings=settings), only=VIDEO)
 
         def figures() -> Figures:
-            return held.figures.with_times(save=time.perf_counter() - start)
+            return held.figures.with_saving(time.perf_counter() - start)
 
         with ExitStack() as claims:
             check_outputs(chain, create=True)

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from opensora_cli.core.choices import Fit
-from opensora_cli.core.conditions import RELEASED_LENGTHS, condition_mode
+from opensora_cli.core.conditions import RELEASED_LENGTHS, condition_mode, reference_parts
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.files import write_bytes_atomic
 from opensora_cli.core.progress import SilentReporter
@@ -37,23 +37,15 @@ def collect_references_batch(
 
     `reference_paths` are the files of each sample, separated by `;`. `image_size` is (height, width) in pixels.
     """
-    mode, (height, width) = condition_mode(cond_type), image_size
+    mode, (height, width), ratio = condition_mode(cond_type), image_size, model_ae.grid.time_compression_ratio
+    parts = reference_parts(mode, causal=is_causal, temporal_compression=ratio, lengths=RELEASED_LENGTHS)
     batch: list[list[Tensor] | None] = []
     for paths in reference_paths:
         files = [path.strip() for path in paths.split(";") if path.strip()]
         if not files or not mode.needs_reference:
             batch.append(None)
             continue
-        references = read_references(
-            files,
-            mode,
-            height=height,
-            width=width,
-            fit=Fit.CROP,
-            causal=is_causal,
-            temporal_compression=model_ae.grid.time_compression_ratio,
-            lengths=RELEASED_LENGTHS,
-        )
+        references = read_references(files, mode, parts, height=height, width=width)
         batch.append(encode_references(references, model_ae, tiling=NO_TILING))
     return batch
 

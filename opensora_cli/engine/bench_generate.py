@@ -56,7 +56,6 @@ class RunTime(Document):
 
     @classmethod
     def over(cls, seconds: Sequence[float]) -> "RunTime":
-        """Return the mean and the deviation of at least one run."""
         spread = Spread.of(seconds)
         return cls(mean=round(spread.mean_s, 4), deviation=round(spread.deviation_s, 4))
 
@@ -106,38 +105,25 @@ class BenchGenerateReport(Document):
     """Names of the standard set that were not run, with the reason."""
 
     def lines(self) -> list[str]:
-        """Return a table of times and one of results as text, with the deviation of the total if runs were repeated."""
+        stages = list(dict.fromkeys(name for row in self.settings for name in row.stages_s if not is_loading(name)))
+        times = [["setting", *(f"{name} s" for name in [*stages, "total"])]]
+        measures = [["setting", "evaluations", "speed-up", "peak GiB", "PSNR dB", "SSIM", "latents"]]
+        for row in self.settings:
+            means = (f"{row.stages_s[name].mean:.2f}" if name in row.stages_s else "-" for name in stages)
+            total = f"{row.seconds.mean:.2f}" + (f" ±{row.seconds.deviation:.2f}" if self.repeats > 1 else "")
+            times.append([row.name, *means, total])
+            values = row.peak_memory_gib, row.psnr_db, row.ssim, row.latents_error
+            forms = ".2f", ".2f", ".4f", ".2%" if (row.latents_error or 1) >= _SMALL_ERROR else ".1e"
+            shown = ("-" if value is None else f"{value:{form}}" for value, form in zip(values, forms, strict=True))
+            measures.append([row.name, str(row.evaluations), f"{row.speedup:.2f}", *shown])
         on = f"{self.device} ({self.device_name})" + (f", {self.ranks} ranks" if self.ranks > 1 else "")
         return [
             f"compared    {self.of}, seed {self.seed}, on {on}",
-            *self._times(),
+            *_aligned(times),
             "",
-            *self._measures(),
+            *_aligned(measures),
             *(f"skipped     {name}: {why}" for name, why in self.skipped.items()),
         ]
-
-    def _times(self) -> list[str]:
-        stages = list(dict.fromkeys(name for row in self.settings for name in row.stages_s if not is_loading(name)))
-        table = [["setting", *(f"{name} s" for name in [*stages, "total"])]]
-        for row in self.settings:
-            total = f"{row.seconds.mean:.2f}" + (f" ±{row.seconds.deviation:.2f}" if self.repeats > 1 else "")
-            means = (f"{row.stages_s[name].mean:.2f}" if name in row.stages_s else "-" for name in stages)
-            table.append([row.name, *means, total])
-        return _aligned(table)
-
-    def _measures(self) -> list[str]:
-        table = [["setting", "evaluations", "speed-up", "peak GiB", "PSNR dB", "SSIM", "latents"]]
-        for row in self.settings:
-            cells = [
-                str(row.evaluations),
-                f"{row.speedup:.2f}",
-                _number(row.peak_memory_gib, ".2f"),
-                _number(row.psnr_db, ".2f"),
-                _number(row.ssim, ".4f"),
-                _number(row.latents_error, ".2%" if (row.latents_error or 1) >= _SMALL_ERROR else ".1e"),
-            ]
-            table.append([row.name, *cells])
-        return _aligned(table)
 
 
 def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
@@ -152,10 +138,6 @@ def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
 def is_loading(stage: str) -> bool:
     """Return whether a stage loads or offloads models, which a program that makes many videos does once."""
     return stage.split()[-1] in ("load", "offload")
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else f"{value:{form}}"
 
 
 def bench_generate(
@@ -223,7 +205,6 @@ class _Row:
 
     @property
     def seconds(self) -> list[float]:
-        """Seconds of each timed run, without loading."""
         return [sum(seconds for name, seconds in run.items() if not is_loading(name)) for run in self.stages_s]
 
     def document(self, exact: "_Row") -> BenchedSetting:
@@ -266,6 +247,10 @@ def _planned(exact: Chain, tries: Tries, models: LoadedModels, reporter: Reporte
     return rows, skipped
 
 
+def _with_few_steps(plan: Plan) -> Plan:
+    return replace(plan, timesteps=plan.timesteps[: plan.start + _WARM_UP_STEPS + 1])
+
+
 def _run_all(rows: Sequence[_Row], repeats: int, make_video: Callable[[Chain], _Made], reporter: Reporter) -> None:
     """Run all rows `repeats` times, back and forth, so that a machine that slows down favors no row."""
     exact, warm, done = None, set(), 0
@@ -277,7 +262,7 @@ def _run_all(rows: Sequence[_Row], repeats: int, make_video: Callable[[Chain], _
             kernels = json.dumps(row.chain.settings.model_dump(mode="json", exclude={"sampling"}), sort_keys=True)
             if kernels not in warm:
                 reporter.note(f"{place}, a few steps to warm up")
-                make_video(row.chain.change(_shortened))
+                make_video(row.chain.change(_with_few_steps))
                 warm.add(kernels)
             video, stages_s, peaks_gib = make_video(row.chain)
             row.stages_s.append(stages_s)
@@ -291,11 +276,6 @@ def _run_all(rows: Sequence[_Row], repeats: int, make_video: Callable[[Chain], _
             exact = exact or video
     except KeyboardInterrupt as interrupt:
         raise KeyboardInterrupt(f"{done} of {len(turns)} runs were finished; there is no table") from interrupt
-
-
-def _shortened(plan: Plan) -> Plan:
-    """Return a plan with a few steps that loads and computes everything."""
-    return replace(plan, timesteps=plan.timesteps[: plan.start + _WARM_UP_STEPS + 1])
 
 
 def likeness(video: HeldVideo, exact: HeldVideo, *, on_frame: Callable[[], None]) -> tuple[float, float | None, float]:

@@ -1,7 +1,7 @@
 """Presets of generation with their needs and GPUs, and recipes of training. Needs no torch."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from opensora_cli.core.documents import Document
 from opensora_cli.settings.files import describe_preset, list_presets, preset_path
@@ -11,23 +11,16 @@ from opensora_cli.settings.load import load_preset
 _GIB = 2**30
 
 
-class Needs(NamedTuple):
-    """Needs of a preset on one GPU, as `osora generate --dry-run --on` predicts them."""
-
-    memory_gib: float
-    least_memory_gib: float
-    disk_gib: float
-
-
 NEEDS = {
-    "256px": Needs(23.0, 15.8, 31.7),
-    "768px": Needs(24.7, 20.9, 31.7),
-    "demo": Needs(0.2, 0.2, 0.1),
-    "flux1_dev": Needs(22.5, 9.2, 31.4),
-    "high_compression": Needs(24.1, 9.2, 54.4),
-    "t2i2v_256px": Needs(23.5, 15.8, 54.0),
-    "t2i2v_768px": Needs(25.1, 20.9, 54.0),
+    "256px": (23.0, 15.8, 31.7),
+    "768px": (24.7, 20.9, 31.7),
+    "demo": (0.2, 0.2, 0.1),
+    "flux1_dev": (22.5, 9.2, 31.4),
+    "high_compression": (24.1, 9.2, 54.4),
+    "t2i2v_256px": (23.5, 15.8, 54.0),
+    "t2i2v_768px": (25.1, 20.9, 54.0),
 }
+"""`memory_gib`, `least_memory_gib` and `disk_gib` of each preset, as `osora generate --dry-run --on` predicts them."""
 
 
 class Preset(Document):
@@ -47,13 +40,12 @@ class Preset(Document):
     settings: dict[str, Any]
 
     def lines(self) -> list[str]:
-        """Return a heading, the needs and the GPUs."""
         video, steps = self.settings["video"], self.settings["sampling"]["num_inference_steps"]
+        model, size = self.settings["model"]["name"], f"{video['resolution']} {video['aspect_ratio']}"
         offloaded = f"; with offload {', '.join(self.fits_with_offload)}" if self.fits_with_offload else ""
         length = "a picture" if video["num_frames"] == 1 else f"{video['num_frames']} frames at {video['fps']} fps"
         return [
-            f"{self.name}: {self.settings['model']['name']}, {video['resolution']} {video['aspect_ratio']}, "
-            f"{length}, {steps} steps",
+            f"{self.name}: {model}, {size}, {length}, {steps} steps",
             f"  needs {self.memory_gib} GiB of GPU memory ({self.least_memory_gib} GiB with --offload blocks), "
             f"{self.disk_gib} GiB on disk",
             f"  fits {', '.join(self.fits)}{offloaded}",
@@ -68,22 +60,21 @@ class Presets(Document):
     presets: tuple[Preset, ...]
 
     def lines(self) -> list[str]:
-        """Return the lines of all presets."""
         return [line for preset in self.presets for line in preset.lines()]
 
 
 def describe_presets() -> Presets:
-    """Return all presets of generation."""
     gpus = sorted((read_machine(name).gpu for name in list_presets("hardware")), key=lambda gpu: gpu.memory)
 
     def describe(name: str) -> Preset:
-        needs = NEEDS[name]
-        least, most = needs.least_memory_gib * _GIB, needs.memory_gib * _GIB
+        most, least, disk = NEEDS[name]
         return Preset(
             name=name,
-            **needs._asdict(),
-            fits=tuple(gpu.name for gpu in gpus if gpu.free_bytes >= most),
-            fits_with_offload=tuple(gpu.name for gpu in gpus if least <= gpu.free_bytes < most),
+            memory_gib=most,
+            least_memory_gib=least,
+            disk_gib=disk,
+            fits=tuple(gpu.name for gpu in gpus if gpu.free_bytes >= most * _GIB),
+            fits_with_offload=tuple(gpu.name for gpu in gpus if least * _GIB <= gpu.free_bytes < most * _GIB),
             settings=load_preset(name, prompt="any").model_dump(mode="json", exclude={"prompt"}),
         )
 
@@ -106,13 +97,11 @@ class Recipes(Document):
     recipes: tuple[Recipe, ...]
 
     def lines(self) -> list[str]:
-        """Return a line for each recipe."""
         width = max(len(recipe.name) for recipe in self.recipes)
         return [f"{recipe.name:{width}}  {recipe.description}" for recipe in self.recipes]
 
 
 def describe_recipes() -> Recipes:
-    """Return all packaged recipes of training."""
     return Recipes(
         recipes=tuple(
             Recipe(name=name, description=describe_preset("train", name), file=preset_path(name, "train"))

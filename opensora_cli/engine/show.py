@@ -8,11 +8,15 @@ from typing import Any
 from pydantic import Field
 
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import FileProblem
+from opensora_cli.core.exceptions import CheckpointError, FileProblem
 from opensora_cli.core.formatting import duration, plain
 from opensora_cli.core.reading import parse_object, read_json_object, reading
 from opensora_cli.engine.generate.sample import STEPS_KEY, read_header
 from opensora_cli.media.results import read_tags, sidecar_path
+from opensora_cli.core.reading import read_json_object, reading
+from opensora_cli.engine.generate.sample import REQUEST_KEY, STEPS_KEY, open_latents
+from opensora_cli.media.files import read_tags
+from opensora_cli.media.results import sidecar_path
 from opensora_cli.settings.explain import Given
 
 _MEDIA_ENDINGS = frozenset({".gif", ".mp4", ".png", ".webp"})
@@ -41,23 +45,19 @@ class Shown(Document):
     """Lines about a checkpoint."""
 
     def lines(self) -> list[str]:
-        """Return a line for each fact and each setting."""
+        sizes = [self.recorded.get(key) for key in ("width", "height", "num_frames", "fps")]
         facts = {
             "file": f"{self.path} ({self.kind})",
             "prompt": self.prompt,
             "negative": self.negative_prompt,
             "seed": self.seed,
             "model": ", ".join(str(self.recorded[key]) for key in _MODEL_KEYS if key in self.recorded),
-            "video": self._video(),
+            "video": None if None in sizes else "{}x{}, {} frames at {} fps".format(*sizes),
             "steps": self.recorded.get(STEPS_KEY),
             "timings": ", ".join(f"{stage} {duration(seconds)}" for stage, seconds in self.timings_s.items()),
         }
         known = [f"{name:9} {value}" for name, value in facts.items() if value not in (None, "")]
         return [*known, *self.summary, *(f"setting   {line}" for line in _flat(self.settings))]
-
-    def _video(self) -> str:
-        values = [self.recorded.get(key) for key in ("width", "height", "num_frames", "fps")]
-        return "" if None in values else "{}x{}, {} frames at {} fps".format(*values)
 
 
 def show_recorded(path: Path) -> Shown | None:
@@ -76,20 +76,36 @@ def show_recorded(path: Path) -> Shown | None:
             document = {**tags, "seed": int(tags["seed"])} if tags.get("seed", "").isdecimal() else dict(tags)
         else:
             raise FileProblem(f"{path} records nothing, and has no sidecar {sidecar.name} beside it")
-    elif path.suffix == _WEIGHTS_ENDING and (metadata := read_header(path)) is not None:
-        kind = "state" if STEPS_KEY in metadata else "latents"
+    elif path.suffix == _WEIGHTS_ENDING:
         try:
-            settings = parse_object(metadata.get("settings", "").encode("utf-8", "surrogatepass"))
-        except ValueError as error:
-            raise FileProblem(f"{path} does not record the settings that made it") from error
-        document = {**metadata, "settings": settings}
+            latents = open_latents(path)
+        except CheckpointError:
+            return None
+        kind = "latents" if latents.steps is None else "state"
+        document = {"settings": latents.settings, REQUEST_KEY: latents.request_sha256, STEPS_KEY: latents.steps}
     elif path.suffix == ".json":
         document = read_json_object(path, hint="osora show reads sidecars and settings")
         if not isinstance(document.get("settings"), dict):
             kind, document = "settings", {"settings": document}
     else:
         return None
-    return _shown(path, kind, document)
+    # Prompt and seed may be in the settings only.
+    settings = found if isinstance(found := document.get("settings"), dict) else {}
+    sampling = settings.get("sampling")
+    own = ("prompt", "negative_prompt", "seed", "timings_s", "settings")
+    try:
+        return Shown(
+            path=path,
+            kind=kind,
+            prompt=document.get("prompt", settings.get("prompt")),
+            negative_prompt=document.get("negative_prompt", settings.get("negative_prompt")),
+            seed=document.get("seed", sampling.get("seed") if isinstance(sampling, dict) else None),
+            timings_s=document.get("timings_s", {}),
+            settings=settings,
+            recorded={key: value for key, value in document.items() if key not in own},
+        )
+    except ValueError as error:
+        raise FileProblem(f"{path} is damaged: {plain(str(error).splitlines()[0])}") from error
 
 
 def continued(path: Path, given: dict[str, Given]) -> Path | None:
@@ -101,8 +117,8 @@ def continued(path: Path, given: dict[str, Given]) -> Path | None:
     Raises FileProblem if a result has no sidecar, and no prompt in itself.
     """
     if path.name.endswith(_WEIGHTS_ENDING):
-        metadata = read_header(path) or {}
-        given["resume" if STEPS_KEY in metadata else "from_latents"] = Given(str(path), "--from")
+        key = "from_latents" if open_latents(path).steps is None else "resume"
+        given[key] = Given(str(path), "--from")
         return None
     if not _is_media(path):
         return path
@@ -121,27 +137,6 @@ def continued(path: Path, given: dict[str, Given]) -> Path | None:
 def _is_media(path: Path) -> bool:
     """Return whether a path is a result: a picture, a video, or the folder of a PNG sequence."""
     return any(path.glob("frame_*.png")) if path.is_dir() else path.suffix.lower() in _MEDIA_ENDINGS
-
-
-def _shown(path: Path, kind: str, document: Mapping[str, Any]) -> Shown:
-    """Return the facts of a document, whose prompt and seed may be in its settings only."""
-    settings = found if isinstance(found := document.get("settings"), dict) else {}
-    sampling = settings.get("sampling")
-    seed = document.get("seed", sampling.get("seed") if isinstance(sampling, dict) else None)
-    own = ("prompt", "negative_prompt", "seed", "timings_s", "settings")
-    try:
-        return Shown(
-            path=path,
-            kind=kind,
-            prompt=document.get("prompt", settings.get("prompt")),
-            negative_prompt=document.get("negative_prompt", settings.get("negative_prompt")),
-            seed=seed,
-            timings_s=document.get("timings_s", {}),
-            settings=settings,
-            recorded={key: value for key, value in document.items() if key not in own},
-        )
-    except ValueError as error:
-        raise FileProblem(f"{path} is damaged: {plain(str(error).splitlines()[0])}") from error
 
 
 def run_settings(path: Path) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,17 +16,6 @@ FEWER = ["--try", "sampling.num_inference_steps=2"]
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.mark.slow
-def test_the_demo_is_compared_and_nothing_is_kept(osora) -> None:
-    captured = osora(*SHORT, *FEWER, "--json", "--quiet")
-    assert captured.err == ""
-    document = json.loads(captured.out)
-    assert (document["schema"], document["prompt"]) == ("osora.bench-generate/2", "raining, sea")
-    rows = [(row["name"], row["evaluations"]) for row in document["settings"]]
-    assert rows == [("exact", 8), ("sampling.num_inference_steps=2", 4)]
-    assert os.listdir() == []
 
 
 def test_the_exact_run_alone_is_timed_by_stage(osora) -> None:
@@ -49,18 +37,3 @@ def test_two_processes_compare_what_one_does() -> None:
     assert (document["ranks"], exact["evaluations"], fewer["evaluations"]) == (2, 8, 4)
     assert 0 < fewer["psnr_db"] < 99
     assert os.listdir() == []
-
-
-@pytest.mark.slow
-def test_ctrl_c_says_how_many_runs_were_finished() -> None:
-    many = [word for steps in range(100, 200) for word in ("--try", f"sampling.num_inference_steps={steps}")]
-    command = [sys.executable, "-m", "opensora_cli", *SHORT, *FEWER, *many, "--gpus", "2"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert process.stderr is not None
-    for line in process.stderr:
-        if line.startswith("run 2 of") and line.endswith(" s\n"):
-            break
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert (process.returncode, out) == (130, "")
-    assert "2 of 102 runs were finished; there is no table" in err

@@ -196,7 +196,7 @@ def test_a_dry_run_plans_for_gpus_that_are_not_here(
     )
     assert document["jobs"][0]["mesh"]["ulysses"] == 2
     # A limit of memory is known. What would fit takes seconds, and has tests of its own.
-    monkeypatch.setattr("opensora_cli.engine.generate.chain._what_would_fit", lambda plan: "")
+    monkeypatch.setattr("opensora_cli.engine.generate.chain._smaller_requests", lambda plan: ())
     assert main([*command, "--memory-limit", "1MiB"]) == 4
     assert "memory.limit allows 1.00 MiB" in capsys.readouterr().err
 

@@ -11,12 +11,11 @@ from dataclasses import replace
 from math import prod
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, InUseError, OsoraError, RequestError
 from opensora_cli.core.files import remove_left
 from opensora_cli.core.progress import Reporter, SilentReporter, StageProgress
+from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_link import beat
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.ranks import RankContext
@@ -34,6 +33,11 @@ from opensora_cli.engine.generate.sidecar import choose_outputs
 from opensora_cli.engine.generate.text import text_embeds
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.settings.explain import explain
+from opensora_cli.engine.generate.ranks import device_for_rows, joined_for_rows, require_devices, start_ranks, watched
+from opensora_cli.engine.generate.request import replaced, resolve
+from opensora_cli.engine.generate.run import generate, plan_here
+from opensora_cli.engine.generate.sidecar import choose_outputs
+from opensora_cli.engine.generate.text import text_embeds
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.generate_sections import named_format
 from opensora_cli.settings.load import GenerateRequest
@@ -63,11 +67,6 @@ class FailedRow(Document):
     """Name of the result in the table; None without one."""
     error: str
 
-    @classmethod
-    def of(cls, row: Row, error: OsoraError) -> "FailedRow":
-        """Return the document of a row."""
-        return cls(row=row.number, prompt=row.prompt, name=row.name, error=error.message)
-
 
 class BatchResult(Document):
     """Results of a run over many prompts."""
@@ -84,11 +83,9 @@ class BatchResult(Document):
     """Results of all finished rows, in the order of the file."""
 
     def lines(self) -> list[str]:
-        """Return the path of every result."""
         return [str(path) for path in self.outputs]
 
     def raise_for_problems(self) -> None:
-        """Raise BatchError if rows failed."""
         if self.failed:
             others = "the others are finished; " if self.outputs else ""
             raise BatchError(
@@ -98,7 +95,6 @@ class BatchResult(Document):
 
 
 def _failed_lines(failed: Sequence[FailedRow]) -> list[str]:
-    """Return a line for each of the first failed rows, and one with the number of the others."""
     lines = [f"row {each.row}: {each.error}" for each in failed[:_LISTED_ROWS]]
     return lines if len(failed) <= _LISTED_ROWS else [*lines, f"and {len(failed) - _LISTED_ROWS} more"]
 
@@ -122,7 +118,6 @@ class BatchPlan(Document):
     shapes: tuple[PlannedShape, ...]
 
     def lines(self) -> list[str]:
-        """Return the plans as lines of text. The plan that needs the most memory comes first."""
         shapes = "1 shape" if len(self.shapes) == 1 else f"{len(self.shapes)} shapes"
         head = f"rows      {self.rows} of {shapes}, and {len(self.failed)} that would be refused"
         largest_first = sorted(self.shapes, key=lambda shape: -shape.plan.peak_bytes)
@@ -130,40 +125,23 @@ class BatchPlan(Document):
         return [*plans, head, *_failed_lines(self.failed)]
 
     def raise_for_problems(self) -> None:
-        """Raise HardwareError if a stage of a shape needs more memory than may be used."""
         for shape in self.shapes:
             shape.plan.raise_for_problems()
 
 
-class _RowReporter(SilentReporter):
-    """Reporter of saved videos, of warnings with the number of their row, and of notes about the machine, each once."""
-
-    def __init__(self, reporter: Reporter) -> None:
-        self.row = 0
-        self._reporter = reporter
-        self._shown: set[str] = set()
-
-    def note(self, text: str) -> None:
-        kind = text.partition(":")[0].partition(" ")[0]
-        # The number of threads is chosen for a row, and then a setting of it.
-        line = kind if kind == "threads" else text
-        if kind in _MACHINE_NOTES and line not in self._shown:
-            self._shown.add(line)
-            self._reporter.note(text)
-
-    def warn(self, text: str) -> None:
-        if (line := f"row {self.row}: {text}") not in self._shown:
-            self._shown.add(line)
-            self._reporter.warn(line)
-
-
-class _Part(Document):
-    """Rows of one process."""
-
-    made: int
-    outputs: dict[int, tuple[Path, ...]]
-    """Results of the finished rows, by row number."""
-    failed: tuple[FailedRow, ...]
+def plan_rows(request: GenerateRequest, rows: Sequence[Row], *, reporter: Reporter) -> BatchPlan:
+    """Return a plan for each group of rows that differ only in prompts, seed, references and name."""
+    own = _Rows(request, rows, reporter)
+    plans: dict[str, PlanDocument] = {}
+    counts: Counter[str] = Counter()
+    for row, settings in own.valid:
+        with own.failing(row):
+            shape = settings.model_dump_json(exclude=_OF_A_ROW)
+            if shape not in plans:
+                plans[shape] = plan_generation(settings, reporter=own.shown, on=request.on)
+            counts[shape] += 1
+    shapes = tuple(PlannedShape(rows=counts[shape], plan=plan) for shape, plan in plans.items())
+    return BatchPlan(rows=len(rows), failed=_in_order(own.failed), shapes=shapes)
 
 
 def generate_rows(
@@ -185,10 +163,9 @@ def generate_rows(
 
     Returns None if ranks were started; rank 0 prints the result.
     """
-    _refuse_one_file(request)
     with LoadedModels(stay=True) as models:
         if context is None:
-            own = _OwnRows(request, rows, models, reporter)
+            own = _Rows(request, rows, reporter)
             if own.valid:
                 first = own.valid[0][1]
                 if first.parallel.world_size > 1:
@@ -196,15 +173,14 @@ def generate_rows(
                     start_ranks(first, "generate", rank_arguments, gives_settings=False)
                     return None
                 require_weights_of(first)
-            parts = [own.make(own.shown)]
-            if not own.outputs and len({error.message for _, error in own.errors}) == 1:
-                raise own.errors[0][1]  # What is wrong with every row is wrong with the request.
+            parts = [own.make(models, own.shown)]
+            if own.error is not None and not own.outputs and len({row.error for row in own.failed}) == 1:
+                raise own.error  # What is wrong with every row is wrong with the request.
         else:
-            own_rows = rows[context.rank :: context.world_size]
             with joined_for_rows(context) as group:
-                own = _OwnRows(request_of_rank(request, context), own_rows, models, reporter)
-                own.device = device_for_rows(own.valid[0][1], context) if own.valid else None
-                part = own.make(WatchedReporter(own.shown))
+                own = _Rows(request, rows[context.rank :: context.world_size], reporter, context)
+                device = device_for_rows(own.valid[0][1], context) if own.valid else None
+                part = own.make(models, WatchedReporter(own.shown), device=device)
                 beat("rows")  # The other ranks may take long.
                 parts = [_Part.model_validate(each) for each in all_gather_json(part.to_json(), group)]
     outputs = {number: paths for part in parts for number, paths in part.outputs.items()}
@@ -213,133 +189,143 @@ def generate_rows(
         rows=len(rows),
         made=made,
         kept=len(outputs) - made,
-        failed=tuple(sorted((row for part in parts for row in part.failed), key=lambda failed: failed.row)),
+        failed=_in_order([row for part in parts for row in part.failed]),
         outputs=tuple(path for number in sorted(outputs) for path in outputs[number]),
     )
 
 
-def plan_rows(request: GenerateRequest, rows: Sequence[Row], *, reporter: Reporter) -> BatchPlan:
-    """Return a plan for each group of rows that differ only in prompts, seed, references and name."""
-    _refuse_one_file(request)
-    shown = _RowReporter(reporter)
-    failed: list[FailedRow] = []
-    plans: dict[str, PlanDocument] = {}
-    counts: Counter[str] = Counter()
-    for row in rows:
-        shown.row = row.number
-        try:
-            settings = _row_settings(row, request, shown)
-            shape = settings.model_dump_json(exclude=_OF_A_ROW)
-            if shape not in plans:
-                plans[shape] = plan_generation(settings, reporter=shown, on=request.on)
-            counts[shape] += 1
-        except OsoraError as error:
-            failed.append(FailedRow.of(row, error))
-    shapes = tuple(PlannedShape(rows=counts[shape], plan=plan) for shape, plan in plans.items())
-    return BatchPlan(rows=len(rows), failed=tuple(failed), shapes=shapes)
+def _in_order(failed: Sequence[FailedRow]) -> tuple[FailedRow, ...]:
+    return tuple(sorted(failed, key=lambda each: each.row))
 
 
-class _OwnRows:
-    """Rows of this process, with models that stay loaded."""
+class _RowReporter(SilentReporter):
+    """Reporter of saved videos, of warnings with the number of their row, and of notes about the machine, each once."""
 
-    def __init__(self, request: GenerateRequest, rows: Sequence[Row], models: LoadedModels, reporter: Reporter) -> None:
-        self._count, self._models, self._reporter = len(rows), models, reporter
+    def __init__(self, reporter: Reporter) -> None:
+        self.row = 0
+        self._reporter = reporter
+        self._shown: set[str] = set()
+
+    def note(self, text: str) -> None:
+        if text.partition(":")[0].partition(" ")[0] in _MACHINE_NOTES and text not in self._shown:
+            self._shown.add(text)
+            self._reporter.note(text)
+
+    def warn(self, text: str) -> None:
+        if (line := f"row {self.row}: {text}") not in self._shown:
+            self._shown.add(line)
+            self._reporter.warn(line)
+
+
+class _Part(Document):
+    """Results of one process."""
+
+    made: int
+    outputs: dict[int, tuple[Path, ...]]
+    """Results of the finished rows, by row number."""
+    failed: tuple[FailedRow, ...]
+
+
+class _Rows:
+    """Rows of this process."""
+
+    def __init__(
+        self, request: GenerateRequest, rows: Sequence[Row], reporter: Reporter, context: RankContext | None = None
+    ) -> None:
+        given = request.find("output.path")
+        output = OutputSettings() if given is None else OutputSettings(path=str(given.value))
+        if output.named_format is not None:
+            raise RequestError(f"output.path={output.path} is one file: name a folder for the results of all rows")
+        self._count, self._reporter = len(rows), reporter
         self.shown = _RowReporter(reporter)
-        self.device: str | None = None
-        """Device of this rank; None for the device of the settings."""
         self.valid: list[tuple[Row, GenerateSettings]] = []
         self.outputs: dict[int, tuple[Path, ...]] = {}
-        self.errors: list[tuple[Row, OsoraError]] = []
+        self.failed: list[FailedRow] = []
+        self.error: OsoraError | None = None
         for row in rows:
-            with self._failing(row):
-                self.valid.append((row, _row_settings(row, request, self.shown)))
-        for line in _failed_lines(self._failed) if self.valid else ():
-            reporter.warn(f"{line}; the others are made")
-
-    @property
-    def _failed(self) -> tuple[FailedRow, ...]:
-        return tuple(FailedRow.of(row, error) for row, error in self.errors)
-
-    def make(self, reporter: Reporter) -> _Part:
-        """Make the rows that are not finished; `reporter` is that of each row."""
-        made, in_use = 0, list[tuple[Row, GenerateSettings]]()
-        with self._reporter.stage("rows", total=self._count, unit="rows") as progress:
-
-            def make(row: Row, settings: GenerateSettings) -> None:
-                nonlocal made
-                with self._failing(row, progress):
-                    try:
-                        result = generate(settings, reporter=reporter, models=self._models, device=self.device)
-                    except InUseError:  # Another process makes it now.
-                        in_use.append((row, settings))
-                        return
-                    assert result is not None
-                    made += not all(video.made_before for video in result.videos)
-                    self._finish(row, [video.path for video in result.videos], progress)
-
-            progress.advance(len(self.errors))
-            try:
-                for start in range(0, len(self.valid), _ROWS_AHEAD):
-                    rows = self.valid[start : start + _ROWS_AHEAD]
-                    for left in [self._encode(*row, reporter, progress) for row in rows]:
-                        if left is not None:
-                            make(*left)
-                while waiting := in_use[:]:
-                    in_use.clear()
-                    for each in waiting:
-                        make(*each)
-                    beat("rows")
-                    if in_use:
-                        time.sleep(_LOOK_S)
-            except KeyboardInterrupt as interrupt:
-                finished = f"{len(self.outputs)} of {self._count} rows are finished: the same command continues"
-                raise KeyboardInterrupt(finished) from interrupt
-        return _Part(made=made, outputs=self.outputs, failed=self._failed)
-
-    def _encode(
-        self, row: Row, settings: GenerateSettings, reporter: Reporter, progress: StageProgress
-    ) -> tuple[Row, GenerateSettings] | None:
-        """Encode the prompts of a row into the prompt cache; return what to make, None if it is finished or failed."""
-        with self._failing(row, progress):
-            chain = plan_here(settings, self._models, reporter=self.shown, device=self.device).with_threads()
-            plan, files = chain.video, choose_outputs(chain)
-            if all(sample.made_before for sample in files):
-                # A run that was killed right after the result may have left temporary files.
-                remove_left(files[0].media.parent)
-                self._finish(row, [sample.media for sample in files], progress)
-                return None
-            if plan.settings.runtime.prompt_cache and self._models.prompts.is_writable and not plan.decodes_only:
-                require_weights(chain, reporter)
-                require_fit(chain)
-                with computing(plan, reporter):
-                    for each in chain.by_role.values():
-                        text_embeds(each, self._models, Events(reporter))
-            # These settings have the number of threads of a CPU, on which embeddings depend.
-            return row, chain.settings
-        return None
-
-    def _finish(self, row: Row, paths: Sequence[Path], progress: StageProgress) -> None:
-        self.outputs[row.number] = tuple(paths)
-        progress.advance()
+            with self.failing(row):
+                self.valid.append((row, _row_settings(row, request, self.shown, context)))
 
     @contextmanager
-    def _failing(self, row: Row, progress: StageProgress | None = None) -> Iterator[None]:
+    def failing(self, row: Row) -> Iterator[None]:
         """Record an error of the block as the failure of a row."""
         self.shown.row = row.number
         try:
             yield
         except OsoraError as error:
-            self.errors.append((row, error))
-            if progress is not None:
-                progress.advance()
+            self.error = error
+            self.failed.append(FailedRow(row=row.number, prompt=row.prompt, name=row.name, error=error.message))
+
+    def make(self, models: LoadedModels, of_row: Reporter, *, device: str | None = None) -> _Part:
+        """Make the rows that are not finished. `of_row` is the reporter of each, and `device` that of a rank."""
+        for line in _failed_lines(self.failed) if self.valid else ():
+            self._reporter.warn(f"{line}; the others are made")
+        made, left, done = 0, self.valid, 0
+        with self._reporter.stage("rows", total=self._count, unit="rows") as progress:
+
+            def advance() -> None:
+                nonlocal done
+                before, done = done, len(self.outputs) + len(self.failed)
+                progress.advance(done - before)
+
+            advance()
+            try:
+                while left:
+                    encoded, left = self._encoded(left[:_ROWS_AHEAD], models, of_row, device), left[_ROWS_AHEAD:]
+                    advance()
+                    in_use = []
+                    for row, settings in encoded:
+                        with self.failing(row):
+                            try:
+                                result = generate(settings, reporter=of_row, models=models, device=device)
+                            except InUseError:  # Another process makes it now.
+                                in_use.append((row, settings))
+                                continue
+                            assert result is not None
+                            made += not all(video.made_before for video in result.videos)
+                            self.outputs[row.number] = tuple(video.path for video in result.videos)
+                        advance()
+                    if in_use and not left:
+                        beat("rows")
+                        time.sleep(_LOOK_S)
+                    left = [*left, *in_use]
+            except KeyboardInterrupt as interrupt:
+                finished = f"{len(self.outputs)} of {self._count} rows are finished: the same command continues"
+                raise KeyboardInterrupt(finished) from interrupt
+        return _Part(made=made, outputs=self.outputs, failed=tuple(self.failed))
+
+    def _encoded(
+        self, rows: Sequence[tuple[Row, GenerateSettings]], models: LoadedModels, of_row: Reporter, device: str | None
+    ) -> list[tuple[Row, GenerateSettings]]:
+        """Encode the prompts of rows into the prompt cache; return the rows that are neither finished nor failed."""
+        left = []
+        for row, settings in rows:
+            with self.failing(row):
+                chain = plan_here(settings, models, reporter=self.shown, device=device).with_threads()
+                plan, files = chain.video, choose_outputs(chain)
+                if all(sample.made_before for sample in files):
+                    # A run that was killed right after the result may have left temporary files.
+                    remove_left(files[0].media.parent)
+                    self.outputs[row.number] = tuple(sample.media for sample in files)
+                    continue
+                if plan.settings.runtime.prompt_cache and models.prompts.is_writable and not plan.decodes_only:
+                    require_weights(chain, of_row)
+                    require_fit(chain)
+                    with computing(plan, of_row):
+                        for each in chain.by_role.values():
+                            text_embeds(each, models, Events(of_row))
+                # These settings have the number of threads of a CPU, on which embeddings depend.
+                left.append((row, chain.settings))
+        return left
 
 
-def _row_settings(row: Row, request: GenerateRequest, reporter: Reporter) -> GenerateSettings:
-    """Return the settings of a row."""
+def _row_settings(
+    row: Row, request: GenerateRequest, reporter: Reporter, context: RankContext | None
+) -> GenerateSettings:
     if row.problem is not None:
         raise RequestError(row.problem)
     request = replace(request, overrides={**request.overrides, **row.given})
-    settings = resolve(request, reporter=reporter, is_row=True)
+    settings = resolve(request, reporter=reporter, context=context, is_row=True)
     if settings.output.explore:
         raise RequestError("output.explore=true leaves no videos, and --prompts makes them: drop one of them")
     parallel = settings.parallel
@@ -356,14 +342,4 @@ def _row_settings(row: Row, request: GenerateRequest, reporter: Reporter) -> Gen
         ending = f".{settings.output_format}"
         name = row.name if row.name.lower().endswith(ending) else row.name + ending
         changes["output.path"] = str(Path(settings.output.path) / name)
-    try:
-        return settings.replace(changes)
-    except ValidationError as error:
-        raise RequestError("; ".join(explain(error))) from error
-
-
-def _refuse_one_file(request: GenerateRequest) -> None:
-    """Raise RequestError if the request names one file for the results of all rows."""
-    path = request.text("output.path")
-    if path is not None and named_format(path) is not None:
-        raise RequestError(f"output.path={path} is one file: name a folder for the results of all rows")
+    return replaced(settings, changes)

@@ -54,34 +54,27 @@ class Chain:
     jobs: tuple[Plan, ...]
 
     def find(self, role: str) -> Plan | None:
-        """Return the plan of the first job with a role; None if there is none."""
         return next((plan for plan in self.jobs if plan.role == role), None)
 
     @property
     def video(self) -> Plan:
         """Plan of the video, or of its first segment."""
-        plan = self.find(VIDEO)
-        assert plan is not None
-        return plan
+        return next(plan for plan in self.jobs if plan.role == VIDEO)
 
     @property
     def settings(self) -> GenerateSettings:
-        """Settings of the request."""
         return self.video.settings
 
     @property
     def segments(self) -> tuple[Plan, ...]:
-        """Plans of the video and of the segments that extend it."""
         return tuple(plan for plan in self.jobs if plan.role in (VIDEO, SEGMENT))
 
     @property
     def num_samples(self) -> int:
-        """Number of videos."""
         return num_samples(self.settings)
 
     @property
     def num_steps(self) -> int:
-        """Steps of all segments of a sample."""
         return sum(plan.num_steps for plan in self.segments)
 
     @property
@@ -121,12 +114,10 @@ class Chain:
 
     @property
     def peak_bytes(self) -> int:
-        """Device memory of the largest stage."""
         return max(stage.total_bytes for stage in self.stages)
 
     @property
     def fits(self) -> bool:
-        """Whether every stage fits in memory."""
         return self.peak_bytes <= self.video.budget_bytes
 
     @property
@@ -141,7 +132,6 @@ class Chain:
         return self.video.budget_bytes if is_known else None
 
     def verdict(self, seconds: float | None) -> str:
-        """Return the verdict of the request, with its predicted time if that is known."""
         return verdict_line(
             needed=self.peak_bytes,
             usable=self.usable_bytes,
@@ -161,9 +151,7 @@ class Chain:
         offload = plan.offload.lines()
         if plan.offload.modulation_on_host and plan.offload.mode is not OffloadMode.BLOCKS and plan.files is None:
             offload.insert(0, "modulation on the host, computed before the first step")
-        extended = (
-            f"{segments} segments of {video.num_frames} frames, the last {settings.overlap} of each given to the next"
-        )
+        given = f"the last {settings.overlap} of each given to the next"
         found = {
             "model": f"{settings.model.name} on {hardware.device} ({hardware.device_name}), {hardware.dtype_name}",
             "picture": size if frames == 1 else None,
@@ -174,7 +162,9 @@ class Chain:
             "draft": draft and f"{draft.summary}, from which it starts after step {plan.start}",
             "sampling": f"{plan.mode.name}, {plan.num_steps} steps by {settings.sampling.solver}, {reused}"
             f"{self.model_evaluations * self.num_samples} model evaluations",
-            "extend": f"{extended}: {frames} frames" if segments > 1 else None,
+            "extend": f"{segments} segments of {video.num_frames} frames, {given}: {frames} frames"
+            if segments > 1
+            else None,
             "memory": ", ".join(f"{stage.name} {gib_or_less(stage.total_bytes)}" for stage in self.stages),
             "devices": f"{plan.mesh.size}, {describe_mesh(plan.mesh)}" if plan.mesh.size > 1 else None,
             "exchange": plan.planned_exchange and plan.planned_exchange.line(),
@@ -209,7 +199,6 @@ class Chain:
 
 
 def alone(plan: Plan) -> Chain:
-    """Return a chain of one job."""
     return Chain((replace(plan, role=VIDEO),))
 
 
@@ -232,7 +221,7 @@ def make_chain(settings: GenerateSettings, *, hardware: Hardware | None = None, 
 def require_weights(chain: Chain, reporter: Reporter) -> None:
     """Raise CheckpointError if weights are missing, with a warning if they would not fit either."""
     for plan in chain.jobs:
-        if plan.missing_weights and not chain.fits:
+        if plan.missing_weights:
             # The user should know before downloading 40 GB.
             try:
                 require_fit(chain)
@@ -261,19 +250,15 @@ def note_exceptions(plan: Plan, reporter: Reporter) -> None:
         reporter.note(plan.size_note)
     if plan.files is None:
         return
-    memory, ignored = plan.settings.memory, []
-    can_stream = plan.decodes_only or plan.offloadable.num_blocks > 0
-    if memory.offload is OffloadMode.BLOCKS and not can_stream:
-        ignored.append("memory.offload=blocks")
-    if memory.resident_blocks is not None and not can_stream:
-        ignored.append(f"memory.resident_blocks={memory.resident_blocks}")
-    if memory.host_weights is HostWeights.PINNED or (memory.host_weights is not None and not can_stream):
-        ignored.append(f"memory.host_weights={memory.host_weights}")
-    if ignored:
-        reporter.note(
-            f"memory: {', '.join(ignored)} has no effect on a CPU, which computes with weights where they are mapped "
-            "from their file"
-        )
+    memory, can_stream = plan.settings.memory, plan.decodes_only or plan.offloadable.num_blocks > 0
+    given = {
+        "offload": memory.offload is OffloadMode.BLOCKS and not can_stream,
+        "resident_blocks": memory.resident_blocks is not None and not can_stream,
+        "host_weights": memory.host_weights is HostWeights.PINNED or (memory.host_weights and not can_stream),
+    }
+    if ignored := ", ".join(f"memory.{name}={getattr(memory, name)}" for name, is_idle in given.items() if is_idle):
+        why = "computes with weights where they are mapped from their file"
+        reporter.note(f"memory: {ignored} has no effect on a CPU, which {why}")
 
 
 def require_fit(chain: Chain) -> None:
@@ -285,13 +270,7 @@ def require_fit(chain: Chain) -> None:
     usable = f"{device} has {budget} free"
     if plan.budget_bytes < plan.hardware.free_bytes:
         usable = f"memory.limit allows {budget} on {device}"
-    raise HardwareError(
-        f"the stage {worst.name} needs {gib_or_less(worst.total_bytes)}, and {usable}", hint=_what_would_fit(plan)
-    )
-
-
-def _what_would_fit(plan: Plan) -> str:
-    """Name the changes that each make the request fit without the others."""
+    # Changes that each make the request fit without the others.
     fitting = []
     for flag, changes in _smaller_requests(plan):
         try:
@@ -304,9 +283,10 @@ def _what_would_fit(plan: Plan) -> str:
             continue  # such as a video too short for its references
         if smaller.fits:
             fitting.append(f"{flag} ({gib_or_less(smaller.peak_bytes)})")
-    if not fitting:
-        return "use a device with more memory, or --model demo"
-    return f"{either(fitting)} would fit"
+    raise HardwareError(
+        f"the stage {worst.name} needs {gib_or_less(worst.total_bytes)}, and {usable}",
+        hint=f"{either(fitting)} would fit" if fitting else "use a device with more memory, or --model demo",
+    )
 
 
 def _smaller_requests(plan: Plan) -> Iterator[tuple[str, dict[str, object]]]:

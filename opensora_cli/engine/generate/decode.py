@@ -1,7 +1,6 @@
 """Decoding: decode the latents of a sample, and write each piece of the video as soon as it is decoded."""
 
 import time
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -29,6 +28,7 @@ from opensora_cli.engine.generate.sidecar import FirstPicture, first_picture, si
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import LastFrame, write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.parallel.divided_work import shared_tiles
 
 V = TypeVar("V")
 
@@ -49,14 +49,12 @@ class Figures:
     linear_products: LinearProductsReport | None
     """Errors of 8-bit products; None without any."""
     segments: tuple[Mapping[str, object], ...] = ()
-    """Figures of each segment of an extended video; see `ExtendedVideo.add`."""
+    """Figures of each segment of an extended video, as its sidecar has them."""
 
-    def with_times(self, **seconds: float) -> "Figures":
-        """Return the figures with the seconds of other stages."""
-        return replace(self, timings_s={**self.timings_s, **seconds})
+    def with_saving(self, seconds: float) -> "Figures":
+        return replace(self, timings_s={**self.timings_s, _SAVE: seconds})
 
     def to_json(self) -> dict[str, object]:
-        """Return the figures for a sidecar."""
         db, products = self.given_frames_psnr_db, self.linear_products
         return {
             "timings_s": {stage: round(seconds, 3) for stage, seconds in self.timings_s.items()},
@@ -67,21 +65,19 @@ class Figures:
         }
 
 
-class Clip(ABC):
+@dataclass(frozen=True, slots=True)
+class Clip:
     """Decoded sample, or a segment of one, whose frames are produced once, piece by piece."""
 
-    def __init__(self, chain: Chain, files: SampleFiles, events: Events) -> None:
-        self.chain, self.files, self.events = chain, files, events
-        self.latents: tuple[torch.Tensor, ...] = ()
-        """latents_CTHW of each segment, on the CPU."""
-
-    @abstractmethod
-    def pieces(self) -> Generator[torch.Tensor]:
-        """Yield the frames (t, H, W, 3), uint8 on the CPU. Can be called once."""
-
-    @abstractmethod
-    def figures(self) -> Figures:
-        """Return the figures of the sample, after the last piece."""
+    chain: Chain
+    files: SampleFiles
+    events: Events
+    latents: tuple[torch.Tensor, ...]
+    """latents_CTHW of each segment, on the CPU."""
+    pieces: Generator[torch.Tensor]
+    """Frames (t, H, W, 3), uint8 on the CPU."""
+    figures: Callable[[], Figures]
+    """Function that returns the figures of the sample, after the last piece."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,41 +94,38 @@ class HeldVideo:
 
 
 def hold(clip: Clip) -> HeldVideo:
-    """Return a sample in memory."""
-    frames_THWC = torch.cat([*clip.pieces()])
+    frames_THWC = torch.cat([*clip.pieces])
     return HeldVideo(clip.chain, clip.files, clip.latents, frames_THWC, clip.figures())
 
 
-class _DecodedSample(Clip):
-    """Sample that is decoded while its pieces are read. `plan` may have a stronger offload than that of the sample."""
+def _decoded(sample: Sample, plan: Plan, autoencoder: Autoencoder, events: Events) -> Clip:
+    """Return a sample that is decoded while its pieces are read; `plan` may have a stronger offload than its own."""
+    assert sample.denoised is not None
+    latents_CTHW, denoise_s = sample.denoised.latents_CTHW, sample.denoised.denoise_s
+    psnr = GivenFramesPSNR(sample.references, num_frames=plan.settings.video.num_frames)
+    before_s = events.timings_s.setdefault(DECODE, 0.0)
 
-    def __init__(self, sample: Sample, plan: Plan, autoencoder: Autoencoder, events: Events) -> None:
-        super().__init__(sample.chain.change(lambda each: plan if each is sample.plan else each), sample.files, events)
-        assert sample.denoised is not None
-        self.latents, self._denoise_s = (sample.denoised.latents_CTHW,), sample.denoised.denoise_s
-        self._plan, self._autoencoder = plan, autoencoder
-        self._psnr = GivenFramesPSNR(sample.references, num_frames=plan.settings.video.num_frames)
-        self._decode_s_before = events.timings_s.setdefault(DECODE, 0.0)
+    def pieces() -> Generator[torch.Tensor]:
+        left, tiles = plan.num_frames, count_decoder_tiles(plan.latent_shape, plan.settings.vae)
+        with (
+            events.stage(DECODE, total=tiles, unit="tiles") as progress,
+            closing(decode_latents(plan, autoencoder, latents_CTHW, on_tile=progress.advance)) as decoded,
+        ):
+            for piece_THWC in decoded:
+                psnr.add(piece_THWC)
+                if left > 0:  # A seamless loop drops its last frame.
+                    yield piece_THWC[:left]
+                left -= len(piece_THWC)
+                # Free the piece while the next one is decoded.
+                del piece_THWC
 
-    def pieces(self) -> Generator[torch.Tensor]:
-        plan, left = self._plan, self._plan.num_frames
-        tiles = count_decoder_tiles(plan.latent_shape, plan.settings.vae)
-        with self.events.stage(DECODE, total=tiles, unit="tiles") as progress:
-            decoded = decode_latents(plan, self._autoencoder, self.latents[0], on_tile=progress.advance)
-            with closing(decoded):
-                for piece_THWC in decoded:
-                    self._psnr.add(piece_THWC)
-                    if left > 0:  # A seamless loop drops its last frame.
-                        yield piece_THWC[:left]
-                    left -= len(piece_THWC)
-                    # Free the piece while the next one is decoded.
-                    del piece_THWC
+    def figures() -> Figures:
+        own = {DENOISE: denoise_s, DECODE: events.timings_s[DECODE] - before_s}
+        peaks = peak_memory_gib(plan.hardware.device)
+        return Figures({**events.timings_s, **own}, peaks, psnr.db, events.linear_products)
 
-    def figures(self) -> Figures:
-        timings_s = self.events.timings_s
-        own = {DENOISE: self._denoise_s, DECODE: timings_s[DECODE] - self._decode_s_before}
-        peaks = peak_memory_gib(self._plan.hardware.device)
-        return Figures({**timings_s, **own}, peaks, self._psnr.db, self.events.linear_products)
+    chain = sample.chain.change(lambda each: plan if each is sample.plan else each)
+    return Clip(chain, sample.files, events, (latents_CTHW,), pieces(), figures)
 
 
 def decode_latents(
@@ -164,11 +157,7 @@ def _pieces(plan: Plan, vae: Autoencoder, latents_CTHW: torch.Tensor) -> Iterato
 
 
 def decode_samples(
-    samples: Sequence[Sample],
-    models: LoadedModels,
-    events: Events,
-    *,
-    finish: Callable[[Clip], V],
+    samples: Sequence[Sample], models: LoadedModels, events: Events, *, finish: Callable[[Clip], V]
 ) -> tuple[V, ...]:
     """Decode the samples of one plan in turn; return the result of `finish` for each, on rank 0 alone."""
     plan = samples[0].plan
@@ -176,8 +165,6 @@ def decode_samples(
     results: list[V] = []
     with ExitStack() as shared:
         if ranks.count > 1 and count_decoder_tiles(plan.latent_shape, plan.settings.vae) > 1:
-            from opensora_cli.parallel.divided_work import shared_tiles
-
             models.make_room(plan, DECODE)
             autoencoder = shared.enter_context(models.autoencoder(plan, events))
             decoder = shared.enter_context(shared_tiles(autoencoder))
@@ -195,7 +182,7 @@ def decode_samples(
 
             def decode(plan: Plan, sample: Sample = sample) -> V:
                 with models.autoencoder(plan, events) as autoencoder:
-                    return finish(_DecodedSample(sample, plan, autoencoder, events))
+                    return finish(_decoded(sample, plan, autoencoder, events))
 
             # The next sample starts with the offload that was enough for this one.
             result, plan = retried(decode, plan, DECODE, models, events)
@@ -219,12 +206,13 @@ class GeneratedVideo(Document):
 
     @classmethod
     def of(cls, chain: Chain, sample: SampleFiles, psnr_db: float | None = None) -> "GeneratedVideo":
-        """Return the result of a sample. The PSNR of a result that an earlier run made is in its sidecar."""
+        if sample.made_before:
+            psnr_db = read_made(sample).get("given_frames_psnr_db")
         return cls(
             path=sample.media,
             sidecar=sample.sidecar,
             seed=sample.seed,
-            given_frames_psnr_db=read_made(sample).get("given_frames_psnr_db") if sample.made_before else psnr_db,
+            given_frames_psnr_db=psnr_db,
             picture=first_picture(chain, sample),
             made_before=sample.made_before,
         )
@@ -237,7 +225,7 @@ def save(clip: Clip) -> GeneratedVideo:
     start, decode_s = time.perf_counter(), timings_s.get(DECODE, 0.0)
 
     def decoded() -> Generator[torch.Tensor]:
-        with closing(clip.pieces()) as pieces:
+        with closing(clip.pieces) as pieces:
             for piece_THWC in pieces:
                 with events.timed(_SAVE):
                     yield piece_THWC
@@ -247,7 +235,7 @@ def save(clip: Clip) -> GeneratedVideo:
 
     def figures() -> Figures:
         save_s = time.perf_counter() - start - (timings_s.get(DECODE, 0.0) - decode_s)
-        return clip.figures().with_times(save=save_s)
+        return clip.figures().with_saving(save_s)
 
     with events.timed(_SAVE), ExitStack() as saving, closing(decoded()) as pieces:
         write_video(pieces, chain, sample, figures)

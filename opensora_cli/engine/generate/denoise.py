@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,6 +15,7 @@ from opensora_cli.engine.estimate.offload import DENOISE
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.generate.previews import Previews, preview_map
 from opensora_cli.engine.generate.ranks import ALONE, Ranks
 from opensora_cli.engine.generate.references import reference_latents
 from opensora_cli.engine.generate.sample import DenoisedSample, Sample, save_latents, unfinished
@@ -27,18 +27,12 @@ from opensora_cli.sampling.packing import pack_conditioning, pack_latents, posit
 from opensora_cli.sampling.schedule import noise_latents
 from opensora_cli.sampling.step_cache import Phase
 
-if TYPE_CHECKING:
-    from opensora_cli.engine.generate.previews import Previews
-
 OnPredicted = Callable[[int, Callable[[], torch.Tensor]], None]
 """Called after each step with the number of steps done and a function that returns the predicted latents_CTHW."""
 
 
 def denoise_samples(
-    samples: Sequence[Sample],
-    embeds: Sequence[PromptEmbeds],
-    models: LoadedModels,
-    events: Events,
+    samples: Sequence[Sample], embeds: Sequence[PromptEmbeds], models: LoadedModels, events: Events
 ) -> None:
     """Denoise every sample of one job that has no complete latents.
 
@@ -57,11 +51,9 @@ def denoise_samples(
         drafts = [sample.draft_CTHW for sample in fresh if sample.draft_CTHW is not None]
         for sample, draft_CTHW in zip(fresh, ranks.same_tensors(drafts), strict=True):
             sample.draft_CTHW = draft_CTHW
-    previews: Previews | None = None
+    previews = None
     if ranks.is_main and plan.settings.output.makes_previews:
-        from opensora_cli.engine.generate import previews as own
-
-        previews = own.Previews(plan, own.preview_map(plan, models, events), events)
+        previews = Previews(plan, preview_map(plan, models, events), events)
 
     def attempt(plan: Plan) -> None:
         left = unfinished(samples)
@@ -199,23 +191,17 @@ def sample_latents(
     """Return latents_CTHW of one sample with given frames restored, or the prediction after `sampling.stop_at`.
 
     Args:
-        plan: sizes, schedule and guidance.
         transformer: transformer on the plan's device, called like `MMDiT`.
-        embeds: prompt and negative prompt.
         reference_latents: latents_CTHW of each reference; None without references.
-        seed: seed of the noise.
         begun: state after `steps_done`; None for a sample that starts from noise or from a draft.
         draft_CTHW: latents of the draft. The noise is mixed with them to (1-t)·data + t·noise at the time t of the
             next step (Liu et al., arXiv 2209.03003; Meng et al., "SDEdit", arXiv 2108.01073).
         steps_done: steps that are computed or skipped.
         ranks: processes that share the work, all of which get the latents.
-        on_evaluation: called after each evaluation of the transformer.
-        on_step: called after each step.
         on_predicted: called after each step with a function that returns the prediction.
     """
-    device, settings = plan.hardware.device, plan.settings
+    device, settings, patch_size = plan.hardware.device, plan.settings, plan.settings.model.patch_size
     channels, num_latent_frames, rows, columns = plan.latent_shape
-    patch_size = settings.model.patch_size
     noise_BCTHW = noise_latents(
         [seed],
         num_latent_frames=num_latent_frames,
@@ -234,7 +220,7 @@ def sample_latents(
         plan.mode,
         None if reference_latents is None else [reference_latents],
         settings.vae.grid.is_causal,
-        lengths=plan.settings.condition.lengths,
+        lengths=settings.condition.lengths,
     )
     velocity = GuidedVelocity(
         transformer,

@@ -25,8 +25,6 @@ class Hooks:
     """Asked after each step whether to save the state."""
     on_preview: Callable[[Path], None] = lambda path: None
     """Called with each preview that is written."""
-    on_saved: Callable[[Path], None] = lambda path: None
-    """Called with each file of latents that is saved."""
 
 
 class Events:
@@ -35,23 +33,16 @@ class Events:
     The `role` of a job is a prefix of the names of its stages; None for the video.
     """
 
-    def __init__(
-        self,
-        reporter: Reporter,
-        *,
-        hooks: Hooks | None = None,
-        role: str | None = None,
-    ) -> None:
+    def __init__(self, reporter: Reporter, *, hooks: Hooks | None = None, role: str | None = None) -> None:
         self.reporter = reporter
         self.hooks = hooks or Hooks()
         self.timings_s: dict[str, float] = {}
         """Seconds of each stage."""
         self.linear_products: LinearProductsReport | None = None
         """Errors of 8-bit products, once they are measured."""
-        self._role = role
+        self._prefix = "" if role is None else f"{role} "
         self._saved_at = time.monotonic()
         self._files: Sequence[SampleFiles] = ()
-        self._can_repeat = False
         self._finished: list[Path] = []
         self._latents: dict[Path, tuple[SampleFiles, bool]] = {}
         """Saved latents in order, with their sample and whether steps are missing."""
@@ -59,7 +50,7 @@ class Events:
     @contextmanager
     def stage(self, name: str, *, total: int | None = None, unit: str = "it") -> Iterator[StageProgress]:
         """Show and time a stage of `total` units of work (None: unknown); may raise OutOfMemoryError."""
-        with self.timed(name), self.reporter.stage(self._shown(name), total=total, unit=unit) as progress:
+        with self.timed(name), self.reporter.stage(f"{self._prefix}{name}", total=total, unit=unit) as progress:
             yield progress
 
     @contextmanager
@@ -68,14 +59,13 @@ class Events:
         start, timed_s = time.perf_counter(), sum(self.timings_s.values())
         hint = "ask for a smaller --res or fewer --num-frames, or close what else uses the device"
         try:
-            with out_of_memory_reported(f" in the stage {self._shown(name)}", hint=hint):
+            with out_of_memory_reported(f" in the stage {self._prefix}{name}", hint=hint):
                 yield
         finally:
             inside_s = sum(self.timings_s.values()) - timed_s
             self.timings_s[name] = self.timings_s.get(name, 0.0) + time.perf_counter() - start - inside_s
 
     def check_cancelled(self) -> None:
-        """Raise KeyboardInterrupt, as Ctrl-C does, if the run is cancelled; called after each step."""
         if self.hooks.is_cancelled():
             raise KeyboardInterrupt
 
@@ -86,7 +76,7 @@ class Events:
         try:
             yield events
         finally:
-            self.timings_s |= {events._shown(name): seconds for name, seconds in events.timings_s.items()}
+            self.timings_s |= {f"{role} {name}": seconds for name, seconds in events.timings_s.items()}
 
     @contextmanager
     def saving(self, latents: Path, sample: SampleFiles, *, is_begun: bool) -> Iterator[None]:
@@ -95,7 +85,6 @@ class Events:
         self._latents[latents] = sample, is_begun
         yield
         report_left(self._left)
-        self.hooks.on_saved(latents)
 
     def complete(self, sample: SampleFiles, *, keeps_latents: bool) -> None:
         """Record a finished result, and remove the latents that were saved for it unless a run can continue them."""
@@ -108,17 +97,16 @@ class Events:
         report_left(self._left)
 
     def note_saved(self, path: Path) -> None:
-        """Report a file of the result of a sample, with the time since the one before."""
         before, self._saved_at = self._saved_at, time.monotonic()
         self.reporter.note(f"saved {path} ({duration(self._saved_at - before)})")
 
     @contextmanager
-    def rescue(self, files: Sequence[SampleFiles], *, can_repeat: bool) -> Iterator[None]:
+    def rescue(self, files: Sequence[SampleFiles]) -> Iterator[None]:
         """Report finished samples and how to continue if the block ends early: in KeyboardInterrupt, or as warnings.
 
-        A launcher knows the lines at any time. `can_repeat` says whether the same command makes the rest.
+        A launcher knows the lines at any time.
         """
-        self._files, self._can_repeat = files, can_repeat
+        self._files = files
         self._latents |= {
             sample.saved: (sample, sample.saved_steps is not None) for sample in files if sample.saved is not None
         }
@@ -138,22 +126,16 @@ class Events:
                 error.add_note("\n".join(left))
             raise
 
-    def _shown(self, name: str) -> str:
-        return name if self._role is None else f"{self._role} {name}"
-
     def _left(self) -> list[str]:
-        finished = [f"finished: {path}" for path in self._finished]
         # The last file of each sample. A file that was being saved when the run ended may not exist.
-        there = {
-            sample.index: (path, sample, is_begun)
-            for path, (sample, is_begun) in self._latents.items()
-            if path.is_file()
-        }
-        saved = [
-            f"continue with: {sample.command(path, is_begun=is_begun)}" for path, sample, is_begun in there.values()
-        ]
-        rest = len(self._files) - len(finished) - len(there)
-        if not (finished or saved) or rest <= 0:
-            return [*finished, *saved]
-        line = f"of {len(self._files)} samples: {len(finished)} finished, {len(there)} begun, {rest} still to be made"
-        return [*finished, *saved, line + (": the same command continues" if self._can_repeat else "")]
+        there = {saved[0].index: (path, *saved) for path, saved in self._latents.items() if path.is_file()}
+        lines = [f"finished: {path}" for path in self._finished]
+        lines += [f"continue with: {sample.command(path, is_begun=begun)}" for path, sample, begun in there.values()]
+        finished, rest = len(self._finished), len(self._files) - len(self._finished) - len(there)
+        if not lines or rest <= 0:
+            return lines
+        # Without a sidecar no later run can tell which request has made a result.
+        output = self._files[0].settings.output
+        advice = ": the same command continues" if output.metadata and not output.overwrite else ""
+        counts = f"{finished} finished, {len(there)} begun, {rest} still to be made"
+        return [*lines, f"of {len(self._files)} samples: {counts}{advice}"]

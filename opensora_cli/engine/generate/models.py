@@ -7,7 +7,7 @@ is retried in less of it.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Self, TypeVar, cast
+from typing import Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from opensora_cli.engine.components.architectures import load_autoencoder, mmdit
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.hardware import OutOfMemoryError
 from opensora_cli.engine.components.linear_products import LinearProductsReport, use_in_block
+from opensora_cli.engine.components.loras import add_loras
 from opensora_cli.engine.components.parallelize import shard_block, shard_t5
 from opensora_cli.engine.components.weights import Component, stamp_of
 from opensora_cli.engine.encode.prompt_cache import PromptCache
@@ -40,6 +41,9 @@ from opensora_cli.engine.estimate.offload import (
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.ranks import ALONE, Ranks
+from opensora_cli.memory.eight_bit import ProductError, store_in_fp8
+from opensora_cli.memory.host_memory import SharedCopies
+from opensora_cli.memory.streaming import StreamingFigures, stream_blocks
 from opensora_cli.models.attention import BACKENDS
 from opensora_cli.models.mmdit.blocks import modulation_layers, repeated_blocks
 from opensora_cli.models.mmdit.layout import converter, find_rotary
@@ -48,25 +52,13 @@ from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.devices import HostWeights, OffloadMode
 
-if TYPE_CHECKING:
-    from opensora_cli.memory.eight_bit import ProductError
-    from opensora_cli.memory.streaming import StreamingFigures
-
 T = TypeVar("T")
 
 TextEncoders = tuple[T5Encoder, ClipEncoder]
 
-_PARTS = {
-    TEXT_ENCODERS: (Component.T5, Component.CLIP),
-    TRANSFORMER: (Component.TRANSFORMER,),
-    AUTOENCODER: (Component.VAE,),
-}
-
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """Loaded model."""
-
     model: object
     key: object
     """Settings and files of the model; another value means another model."""
@@ -105,7 +97,6 @@ class LoadedModels:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the loaded models."""
         return tuple(self._held)
 
     def bytes_on(self, device: torch.device) -> int:
@@ -136,7 +127,6 @@ class LoadedModels:
         )
 
     def release(self) -> None:
-        """Release all models."""
         self._release(self._held)
 
     def release_others(self, stage: str, *, for_good: bool = False) -> None:
@@ -145,7 +135,6 @@ class LoadedModels:
         self._release(self._held.keys() - {MODEL_OF[stage]})
 
     def text_encoders(self, plan: Plan, events: Events) -> AbstractContextManager[TextEncoders]:
-        """Provide T5 and CLIP, with T5's layers streamed if the plan says so."""
         device, dtype = plan.hardware.device, plan.hardware.dtype
 
         def load(ends: ExitStack) -> TextEncoders:
@@ -161,18 +150,14 @@ class LoadedModels:
 
         return self._provide(TEXT_ENCODERS, plan, load)
 
-    def transformer(self, plan: Plan, events: Events) -> AbstractContextManager[MMDiT]:
-        """Provide the transformer, ready to run, with as much of it on the device as planned."""
-
+    @contextmanager
+    def transformer(self, plan: Plan, events: Events) -> Iterator[MMDiT]:
         def load(ends: ExitStack) -> MMDiT:
             errors: list[ProductError] = []
+            group, machine_group = self.ranks.of(plan).tensor_group, self.ranks.machine_group
             with _loading(plan, Component.TRANSFORMER, events) as advance:
                 transformer = load_transformer(
-                    plan,
-                    group=self.ranks.of(plan).tensor_group,
-                    machine_group=self.ranks.machine_group,
-                    advance=advance,
-                    measured=errors.append,
+                    plan, group=group, machine_group=machine_group, advance=advance, measured=errors.append
                 )
             self._products = LinearProductsReport.of(plan.offload.linear, errors) if errors else None
             if self._products is not None:
@@ -190,34 +175,22 @@ class LoadedModels:
                         ends.enter_context(streamed_blocks(plan, transformer, source=HostWeights.MAPPED))
             return transformer
 
-        def use(transformer: MMDiT) -> None:
+        with self._provide(TRANSFORMER, plan, load) as transformer:
             prepare(transformer, plan)
             events.linear_products = self._products
-
-        return self._provide(TRANSFORMER, plan, load, use=use)
+            yield transformer
 
     def autoencoder(self, plan: Plan, events: Events) -> AbstractContextManager[Autoencoder]:
-        """Provide the autoencoder."""
-
         def load(_: ExitStack) -> Autoencoder:
-            path, hardware = plan.weights.path(Component.VAE), plan.hardware
+            path, device, dtype = plan.weights.path(Component.VAE), plan.hardware.device, plan.hardware.dtype
             with _loading(plan, Component.VAE, events) as advance:
-                return load_autoencoder(
-                    plan.settings.vae, path, device=hardware.device, dtype=hardware.dtype, advance=advance
-                )
+                return load_autoencoder(plan.settings.vae, path, device=device, dtype=dtype, advance=advance)
 
         return self._provide(AUTOENCODER, plan, load)
 
     @contextmanager
-    def _provide(
-        self,
-        name: str,
-        plan: Plan,
-        load: Callable[[ExitStack], T],
-        *,
-        use: Callable[[T], object] = lambda model: None,
-    ) -> Iterator[T]:
-        """Provide a model, loaded if it is missing or has another form; `use` is called with it each time."""
+    def _provide(self, name: str, plan: Plan, load: Callable[[ExitStack], T]) -> Iterator[T]:
+        """Provide a model, loaded if it is missing or has another form, and released if the block fails."""
         key = _model_key(plan, name)
         try:
             if name in self._held and self._held[name].key != key:
@@ -228,7 +201,6 @@ class LoadedModels:
                     loaded = load(ends)
                     self._held[name] = _Held(loaded, key, plan.hardware.device, own, ends.pop_all())
                 del loaded
-            use(cast(T, self._held[name].model))
             yield cast(T, self._held[name].model)
         except BaseException:
             if name in self._held:
@@ -246,7 +218,6 @@ class LoadedModels:
 
 @contextmanager
 def _loading(plan: Plan, component: Component, events: Events) -> Iterator[Callable[[int], None]]:
-    """Show the loading of a file of weights as part of the stage `load`."""
     total = sum(entry.nbytes for entry in open_checkpoint(plan.weights.path(component)).entries.values())
     with events.stage("load", total=total, unit=BYTES) as progress:
         yield progress.advance
@@ -254,27 +225,17 @@ def _loading(plan: Plan, component: Component, events: Events) -> Iterator[Calla
 
 def _model_key(plan: Plan, name: str) -> object:
     """Return the files and the settings on which a model depends."""
-    paths = [plan.weights.path(part) for part in _PARTS[name]]
     settings, offload = plan.settings, plan.offload
-    made_of: object
-    if name == TEXT_ENCODERS:
-        made_of = settings.text.t5_max_length, settings.text.clip_max_length, offload.stream_text
-    elif name == AUTOENCODER:
-        made_of = settings.vae
-    else:
-        streams = offload.mode is OffloadMode.BLOCKS
-        loras = tuple((lora.path, lora.scale, lora.sha256) for lora in plan.loras)
-        made_of = (
-            settings.model,
-            settings.compile,
-            loras,
-            plan.mesh.tensor,
-            offload.fp8_storage,
-            offload.linear,
-            offload.modulation_on_host,
-            streams and (offload.resident_blocks, offload.host_weights),
-        )
-    files = [(path, stamp_of(path)) for path in paths]
+    streams = offload.mode is OffloadMode.BLOCKS and (offload.resident_blocks, offload.host_weights)
+    loras = tuple((lora.path, lora.scale, lora.sha256) for lora in plan.loras)
+    form = offload.fp8_storage, offload.linear, offload.modulation_on_host, streams
+    parts: dict[str, tuple[tuple[Component, ...], object]] = {
+        TEXT_ENCODERS: ((Component.T5, Component.CLIP), (settings.text, offload.stream_text)),
+        TRANSFORMER: ((Component.TRANSFORMER,), (settings.model, settings.compile, loras, plan.mesh.tensor, form)),
+        AUTOENCODER: ((Component.VAE,), settings.vae),
+    }
+    components, made_of = parts[name]
+    files = [(path, stamp_of(path)) for path in map(plan.weights.path, components)]
     return files, plan.hardware.device, plan.hardware.dtype, made_of
 
 
@@ -327,15 +288,15 @@ def load_transformer(
     group: dist.ProcessGroup | None = None,
     machine_group: dist.ProcessGroup | None = None,
     advance: Callable[[int], None] | None = None,
-    measured: "Callable[[ProductError], object]" = lambda error: None,
+    measured: Callable[[ProductError], object] = lambda error: None,
 ) -> MMDiT:
     """Return the transformer with its adapters. Files in another published layout are converted.
 
     Offloaded blocks stay on the CPU, for `streamed_blocks`.
 
     Args:
-        group: ranks that share each block's heads and features.
-        machine_group: ranks of this machine, which share one copy of the weights that are offloaded to the CPU.
+        group: `Ranks.tensor_group`.
+        machine_group: `Ranks.machine_group`.
         advance: called with the bytes of each tensor.
         measured: called with the error of each layer that multiplies in 8 bits.
     """
@@ -353,8 +314,6 @@ def load_transformer(
     with ExitStack() as ends:
         hold: Callable[[torch.Tensor], torch.Tensor] | None = None
         if machine_group is not None:
-            from opensora_cli.memory.host_memory import SharedCopies
-
             hold = ends.enter_context(SharedCopies(machine_group)).hold
 
         def finish_block(path: str) -> None:
@@ -365,8 +324,6 @@ def load_transformer(
                 for error in use_in_block(block, blocks[path], offload.linear):
                     measured(replace(error, path=f"{path}.{error.path}"))
             if offload.fp8_storage:
-                from opensora_cli.memory.eight_bit import store_in_fp8
-
                 store_in_fp8(block)
             if not streams and device.type != "cpu":
                 move_except(host_modulation(transformer, offload), block, device)
@@ -391,8 +348,6 @@ def load_transformer(
             advance=advance,
         )
     if plan.loras:
-        from opensora_cli.engine.components.loras import add_loras
-
         add_loras(transformer, plan.loras, dtype=plan.hardware.dtype, group=group)
     prepare(transformer, plan)
     return transformer
@@ -407,15 +362,11 @@ def prepare(transformer: MMDiT, plan: Plan) -> None:
 
 def streamed_blocks(
     plan: Plan, transformer: MMDiT, *, source: HostWeights | None = None
-) -> "AbstractContextManager[StreamingFigures]":
+) -> AbstractContextManager[StreamingFigures]:
     """Return a context that copies offloaded blocks to the device when needed; `source` None is the planned place."""
-    from opensora_cli.memory.streaming import stream_blocks
-
+    stacks = repeated_blocks(transformer.config)
     return stream_blocks(
-        [
-            cast(nn.ModuleList, transformer.get_submodule(stack.module_path))
-            for stack in repeated_blocks(transformer.config)
-        ],
+        [cast(nn.ModuleList, transformer.get_submodule(stack.module_path)) for stack in stacks],
         device=plan.hardware.device,
         resident=plan.offload.resident_blocks or 1,
         source=(source or plan.offload.host_weights).value,

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -69,12 +70,10 @@ class SampleFiles:
 
     @property
     def last_frame(self) -> Path:
-        """File for the last frame of the video."""
         return self.target.with_name(f"{self.target.stem}.last.png")
 
     @property
     def preview(self) -> Path:
-        """File for the latest preview."""
         return self.target.with_name(f"{self.target.stem}.preview.gif")
 
     @property
@@ -102,7 +101,6 @@ class SampleFiles:
 
 
 def num_samples(settings: GenerateSettings) -> int:
-    """Return the number of videos of a run."""
     return 1 if settings.from_latents is not None else settings.sampling.num_samples
 
 
@@ -149,13 +147,12 @@ def find_target(
     is_named = settings.output.named_format is not None or settings.output.name_from is NameFrom.PROMPT
     has_one_name = is_named or settings.output.overwrite
 
-    def named(number: int) -> SampleFiles:
-        return sample_files(settings, index, number=number, request_sha256=request_sha256)
+    named = partial(sample_files, settings, index, request_sha256=request_sha256)
 
     def in_use(what: str, lock: Path) -> InUseError:
         return InUseError(f"{what}: {lock_holder(lock)}", hint="wait until it ends, or use another --out")
 
-    sample = named(1)
+    sample = named()
     with ExitStack() as locks:
         if claims is not None and not is_named:
             lock = lock_beside(sample.media, f"{request_sha256} {sample.media.name}")
@@ -165,9 +162,9 @@ def find_target(
             # Files that the request has made or begun, else the files of the first name.
             while request_sha256 not in (_sidecar_of(sample).get(REQUEST_KEY), _begun(sample)[0]):
                 if not any(path and is_there(path) for path in (sample.media, sample.sidecar, sample.latents)):
-                    sample = named(1)
+                    sample = named()
                     break
-                sample = named(sample.number + 1)
+                sample = named(number=sample.number + 1)
         while True:
             # Results of one name in several formats have the same latents.
             lock = lock_beside(sample.media, sample.target.stem)
@@ -182,7 +179,7 @@ def find_target(
                         return found
                 elif has_one_name:
                     raise in_use(f"{sample.media} is being made by another run", lock)
-            sample = named(sample.number + 1)
+            sample = named(number=sample.number + 1)
 
 
 def _usable(sample: SampleFiles, *, has_one_name: bool) -> SampleFiles | None:
@@ -209,11 +206,8 @@ def _usable(sample: SampleFiles, *, has_one_name: bool) -> SampleFiles | None:
         return replace(sample, saved=sample.latents, saved_steps=steps)
     if has_one_name:
         refuse_existing(sample.media, sample.sidecar)
-        raise OutputError(
-            f"{sample.latents} is there from a run that did not finish",
-            hint=f"continue with osora generate --from {shlex.quote(str(sample.latents))}, or start again with "
-            "--overwrite",
-        )
+        again = f"osora generate --from {shlex.quote(str(sample.latents))}, or start again with --overwrite"
+        raise OutputError(f"{sample.latents} is there from a run that did not finish", hint=f"continue with {again}")
     return None
 
 
@@ -223,8 +217,7 @@ def note_earlier_work(files: Sequence[SampleFiles], reporter: Reporter) -> None:
     for sample in files:
         if sample.made_before:
             reporter.note(f"made before by the same request: {sample.media}{advice}")
-            if sample.settings.output.last_frame and not sample.last_frame.exists():
-                last = sample.last_frame
+            if sample.settings.output.last_frame and not (last := sample.last_frame).exists():
                 reporter.warn(f"{last} is not there: the video was made without it; --overwrite makes both")
         elif sample.saved is not None and sample.settings.from_latents is None:
             after = "" if sample.saved_steps is None else f", after step {sample.saved_steps}"
@@ -263,7 +256,6 @@ def _begun(sample: SampleFiles) -> tuple[str | None, int | None]:
 
 
 def _saved_request(latents: Path) -> tuple[str | None, int | None]:
-    """Return the hash of the request of saved latents and their steps; None for both if they are unreadable."""
     try:
         saved = open_latents(latents)
     except CheckpointError:
@@ -273,21 +265,20 @@ def _saved_request(latents: Path) -> tuple[str | None, int | None]:
 
 def check_outputs(chain: "Chain", *, create: bool) -> None:
     """Raise OutputError if the folder of results has no space or cannot be written; with `create` it is made."""
-    settings, plan = chain.settings, chain.video
-    folder = sample_files(settings, 0).media.parent
-    hint = "choose another folder with --out"
-    if create:
-        try:
+    plan, files = chain.video, sample_files(chain.settings, 0)
+    folder, hint = files.media.parent, "choose another folder with --out"
+    try:
+        if create:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder) as probe:
                 probe.write(b"osora")
-        except OSError as error:
-            raise OutputError(f"cannot write in {folder}: {error.strerror or error}", hint=hint) from error
+    except OSError as error:
+        raise OutputError(f"cannot write in {folder}: {error.strerror or error}", hint=hint) from error
     parent = nearest_existing(folder)
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise OutputError(f"cannot write in {folder}", hint=hint)
-    saves_latents = settings.output.save_latents and settings.from_latents is None
-    of_sample = plan.height * plan.width * plan.num_frames * _BYTES_PER_PIXEL + saves_latents * chain.latent_bytes
+    of_sample = plan.height * plan.width * plan.num_frames * _BYTES_PER_PIXEL
+    of_sample += 0 if files.latents is None else chain.latent_bytes
     needed = int(chain.num_samples * of_sample) + _HEADROOM
     free = shutil.disk_usage(parent).free
     if free < needed:

@@ -22,7 +22,7 @@ from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse
 from opensora_cli.engine.components.few_steps import adapters_of
 from opensora_cli.engine.components.hardware import Hardware, pick_hardware
 from opensora_cli.engine.components.linear_products import require_products
-from opensora_cli.engine.components.loras import Lora
+from opensora_cli.engine.components.loras import Lora, open_loras
 from opensora_cli.engine.components.parallelize import (
     PlannedExchange,
     choose_mesh,
@@ -109,7 +109,6 @@ class Plan:
 
     @property
     def components(self) -> tuple[Component, ...]:
-        """Components whose weights are read."""
         return needed_components(self.settings)
 
     @property
@@ -119,12 +118,10 @@ class Plan:
 
     @property
     def missing_weights(self) -> tuple[str, ...]:
-        """Names of missing files of weights."""
         return tuple(name for component in self.components for name in self.weights.missing.get(component, ()))
 
     @property
     def summary(self) -> str:
-        """Description of one sample as text."""
         clip = self.settings.video.num_frames
         frames = "" if clip == 1 else f", {clip} frames"
         return f"{self.width}x{self.height}{frames}, by {self.settings.model.name} in {self.num_steps} steps"
@@ -148,12 +145,10 @@ class Plan:
 
     @property
     def num_steps(self) -> int:
-        """Steps of the schedule."""
         return len(self.timesteps) - 1
 
     @property
     def scales(self) -> tuple[GuidanceScales, ...]:
-        """Guidance scales of each step."""
         frames = self.settings.num_latent_frames
         return guidance_scales(self.guidance, mode=self.mode, timesteps=self.timesteps, num_latent_frames=frames)
 
@@ -167,7 +162,6 @@ class Plan:
 
     @property
     def reused_steps(self) -> tuple[int, ...]:
-        """Steps that reuse block outputs."""
         return tuple(step for step, each in enumerate(self.cache or ()) if each.is_reused)
 
     def past_times(self, steps_done: int) -> dict[Branch | Phase, float]:
@@ -198,7 +192,6 @@ class Plan:
 
     @property
     def model_evaluations(self) -> int:
-        """Model evaluations for one sample."""
         return self.evaluations_after(0)
 
     # Ranks and memory
@@ -264,15 +257,7 @@ class Plan:
         )
 
     def with_offload(self, offload: OffloadPlan) -> "Plan":
-        """Return the plan with another offload."""
         return replace(self, offload=offload, stages=self._estimate(offload))
-
-    def with_best_offload(self) -> "Plan":
-        """Return the plan with the least offload that fits; if nothing fits, with the least memory."""
-        memory = self.settings.memory
-        if self.files is not None:  # A copy gains nothing over the mapped file.
-            memory = memory.replace({"host_weights": None})
-        return self.with_offload(choose_offload(memory, self.offloadable, self._estimate, budget=self.budget_bytes))
 
     def with_stronger_offload(self, stage: str) -> "Plan | None":
         """Return a plan in which `stage` needs much less memory; None without one, and for several ranks."""
@@ -299,7 +284,6 @@ def make_plan(
 
     Args:
         settings: settings with a condition mode; see `request.with_mode`.
-        role: role of the job.
         hardware: device of one of several ranks; None means a rank's share of the device of `settings`.
         tries_device: whether this process may use the device, to check attention kernels.
         held_frames: frames of the whole video, for a segment that extends it; None for any other clip.
@@ -338,35 +322,28 @@ def make_plan(
     mesh = choose_mesh(settings, video_tokens=prod(latent_shape[1:]) // model.patch_size**2)
     require_branches(mesh, scales)
 
-    exchange, attention, loras = ExchangePlan(), None, tuple[Lora, ...]()
-    if samples and (adapters := adapters_of(settings)):
-        from opensora_cli.engine.components.loras import open_loras
-
-        loras = open_loras(adapters, model)
+    exchange, attention, loras, dtype = ExchangePlan(), None, tuple[Lora, ...](), hardware.dtype
     if samples:
-        itemsize = hardware.dtype.itemsize
-        exchange = plan_exchange(settings.parallel, mesh, num_heads=model.num_heads, itemsize=itemsize)
+        if adapters := adapters_of(settings):
+            loras = open_loras(adapters, model)
+        exchange = plan_exchange(settings.parallel, mesh, num_heads=model.num_heads, itemsize=dtype.itemsize)
         choice, setting = settings.runtime.attention, "runtime.attention"
         # The degree of a ring that the settings leave open is known only now.
         for problem in attention_problems(choice, setting=setting, ring_degree=mesh.ring, is_fp32=False):
             raise RequestError(problem)
         use = attention_use(settings, hardware, mesh)
         attention = choose_attention(choice, use, setting=setting, tries_device=tries_device)
-        if settings.precision.linear is not LinearProducts.EXACT:
+        if (linear := settings.precision.linear) is not LinearProducts.EXACT:
+            on = hardware.device
             require_products(
-                settings.precision.linear,
-                mmdit_config(model),
-                device=hardware.device,
-                dtype=hardware.dtype,
-                tensor=mesh.tensor,
-                tries_device=tries_device,
+                linear, mmdit_config(model), device=on, dtype=dtype, tensor=mesh.tensor, tries_device=tries_device
             )
 
     parameters, files = count_parameters(settings, weights), None
     if hardware.device.type == "cpu":
         # Storage in 8 bits copies modulation with the blocks.
         modulation_first = computes_modulation_first(settings) and not settings.memory.fp8_storage
-        files = file_weights(settings, weights, parameters, hardware.dtype, modulation_first=modulation_first)
+        files = file_weights(settings, weights, parameters, dtype, modulation_first=modulation_first)
     plan = Plan(
         role=role,
         settings=settings,
@@ -395,7 +372,10 @@ def make_plan(
             f"sampling.step_cache={change:g} has no effect on {plan.num_steps} steps, which are further apart",
             hint="use a larger one, or more steps",
         )
-    return plan.with_best_offload()
+    memory = settings.memory
+    if files is not None:  # A copy gains nothing over the mapped file.
+        memory = memory.replace({"host_weights": None})
+    return plan.with_offload(choose_offload(memory, plan.offloadable, plan._estimate, budget=plan.budget_bytes))
 
 
 def _decoding_bytes(stages: tuple[StageMemory, ...]) -> int:
@@ -403,7 +383,6 @@ def _decoding_bytes(stages: tuple[StageMemory, ...]) -> int:
 
 
 def _pixel_size(settings: GenerateSettings) -> tuple[int, int, str | None]:
-    """Return height, width, and a note if the shape is not the requested one."""
     video = settings.video
     if video.height is not None and video.width is not None:
         return video.height, video.width, None

@@ -52,14 +52,11 @@ class PreviewMap(BaseModel):
 
     def frames(self, latents_CTHW: torch.Tensor) -> torch.Tensor:
         """Return scaled latents as uint8 RGB (T, H, W, 3) on the CPU, with a pixel for each position."""
-        device = latents_CTHW.device
-        weights_C3 = torch.tensor(self.weights, dtype=torch.float32, device=device)
-        bias_3 = torch.tensor(self.bias, dtype=torch.float32, device=device)
+        weights_C3, bias_3 = (latents_CTHW.new_tensor(each, dtype=torch.float32) for each in (self.weights, self.bias))
         pixels_THW3 = latents_CTHW.float().permute(1, 2, 3, 0) @ weights_C3 + bias_3
         return to_uint8(pixels_THW3.permute(3, 0, 1, 2))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the document that `read_map` reads."""
         return self.model_dump(mode="json", by_alias=True)
 
 
@@ -124,7 +121,6 @@ def color_blocks(autoencoder: Autoencoder) -> tuple[int, Iterator[torch.Tensor]]
 
 
 def demo_map_file() -> Path:
-    """Return the file of the demo's map."""
     return packaged_demo() / "vae.preview.json"
 
 
@@ -157,17 +153,15 @@ class Previews:
 
     def step(self, sample: SampleFiles, steps: int, predicted_CTHW: Callable[[], torch.Tensor]) -> None:
         """Write the predicted video of a sample after `steps` if a preview is due."""
-        settings = self._settings
-        every = settings.output.preview_every
+        settings, every = self._settings, self._settings.output.preview_every
         ends_exploring = settings.output.explore and steps == settings.sampling.stop_at
         if self._colors is None or not (ends_exploring or (every is not None and steps % every == 0)):
             return
         fps = settings.video.fps / settings.vae.grid.time_compression_ratio
         try:
             frames_THWC = enlarged(self._colors.frames(predicted_CTHW()), longest_side=_GIF_SIDE)
-            path = sample.preview
-            write_media([frames_THWC], path, fps=fps, format=MediaFormat.GIF)
-            self._events.hooks.on_preview(path)
+            write_media([frames_THWC], sample.preview, fps=fps, format=MediaFormat.GIF)
+            self._events.hooks.on_preview(sample.preview)
         except (OsoraError, OSError, RuntimeError) as error:
             self._colors = None
             self._events.reporter.warn(f"there are no more previews: {error}")

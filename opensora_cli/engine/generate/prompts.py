@@ -32,8 +32,6 @@ _LONGEST_NAME = 200
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Row of a file of prompts."""
-
     number: int
     """Number of the row from 1, without the header and blank lines."""
     given: Mapping[str, Given] = field(default_factory=dict)
@@ -45,7 +43,6 @@ class Row:
 
     @property
     def prompt(self) -> str:
-        """Prompt of the row; empty without one."""
         return str(self.given["prompt"].value) if "prompt" in self.given else ""
 
 
@@ -68,7 +65,12 @@ def read_prompts(path: Path) -> list[Row]:
             rows.append(Row(number, problem=cells))
             continue
         for column in cells.keys() - columns.keys():
-            _require_column(column, path)
+            if column not in _COLUMNS:
+                close, known = nearest(column, _COLUMNS), "columns are prompt, negative, ref, seed, name, and settings"
+                hint = f"did you mean {close}?" if close else known
+                raise RequestError(f"{path}: there is no column {plain(column)}", hint=hint)
+            if _COLUMNS[column].startswith(_OF_ALL_ROWS):
+                raise RequestError(f"{path}: {column} is the same for all rows", hint="give it on the command line")
         columns |= dict.fromkeys(cells)
         row = _row(number, cells, path.absolute().parent)
         if row.name is not None and names.setdefault(row.name, number) != number:
@@ -120,7 +122,6 @@ def _table(path: Path) -> Iterator[dict[str, object] | str]:
 
 
 def _row(number: int, cells: Mapping[str, object], folder: Path) -> Row:
-    """Return the settings of a row. Wrong values are found when the row is planned."""
     given: dict[str, Given] = {}
     name = problem = None
     for column, value in cells.items():
@@ -139,15 +140,3 @@ def _row(number: int, cells: Mapping[str, object], folder: Path) -> Row:
     elif name and (name.startswith(".") or {*"/\\\0"} & {*name} or len(os.fsencode(name)) > _LONGEST_NAME):
         problem = f"name={plain(name)} must be the name of a file, without a folder, of at most {_LONGEST_NAME} bytes"
     return Row(number, given, name, problem)
-
-
-def _require_column(column: str, path: Path) -> None:
-    """Raise RequestError for an unknown column, or for a setting that all rows share."""
-    if column not in _COLUMNS:
-        close = nearest(column, _COLUMNS)
-        raise RequestError(
-            f"{path}: there is no column {plain(column)}",
-            hint=f"did you mean {close}?" if close else "columns are prompt, negative, ref, seed, name, and settings",
-        )
-    if _COLUMNS[column].startswith(_OF_ALL_ROWS):
-        raise RequestError(f"{path}: {column} is the same for all rows", hint="give it on the command line")

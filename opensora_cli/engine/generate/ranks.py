@@ -29,6 +29,7 @@ from opensora_cli.engine.launch.rank import (
     rank_device,
     settings_of_ranks,
 )
+from opensora_cli.engine.launch.rank import WatchedReporter, agreed, device_type, joined, rank_device, settings_of_ranks
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.divided_work import SharedBranches
@@ -82,7 +83,6 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0."""
         return self.device is None or dist.get_rank() == 0
 
     def of(self, plan: Plan) -> "Ranks":
@@ -190,9 +190,9 @@ def planned_hardware(settings: GenerateSettings, reporter: Reporter) -> Hardware
 
 def hardware_of_ranks(settings: GenerateSettings, *, gpu: GpuSettings | None = None) -> Hardware:
     """Return the kind of device of the ranks, without asking a device; `gpu` describes a GPU of another machine."""
-    kind = type_of_ranks(settings.runtime.device)
+    kind, dtype_name = type_of_ranks(settings.runtime.device), settings.runtime.dtype
     auto = "float32" if kind == "cpu" else "bfloat16"
-    dtype = torch_dtype(auto if settings.runtime.dtype is DType.AUTO else settings.runtime.dtype)
+    dtype = torch_dtype(auto if dtype_name is DType.AUTO else dtype_name)
     if gpu is not None:
         return Hardware(torch.device(GPU), gpu.device_name, dtype, gpu.free_bytes, gpu.memory, gpu.host_memory)
     return Hardware(torch.device(kind), kind, dtype, free_bytes=UNKNOWN_BYTES, total_bytes=UNKNOWN_BYTES)

@@ -8,18 +8,14 @@ from pathlib import Path
 import torch
 
 from opensora_cli.core.choices import Fit
-from opensora_cli.core.conditions import (
-    RELEASED_LENGTHS,
-    ConditionMode,
-    ReferenceLengths,
-    reference_parts,
-)
+from opensora_cli.core.conditions import ConditionMode, ReferencePart, reference_parts
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.architectures import vae_tiling
 from opensora_cli.engine.estimate.offload import ENCODE
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.media.read import is_picture, read_picture, read_video
 from opensora_cli.media.resize import fit_frames, to_uint8
 from opensora_cli.media.similarity import HIGHEST_PSNR_DB
 from opensora_cli.models.vae.autoencoder import Autoencoder
@@ -43,19 +39,17 @@ class Reference:
 
 
 def references_of(plan: Plan, reporter: Reporter) -> list[Reference]:
-    """Return the references of a plan from its files."""
-    condition = plan.settings.condition
+    condition, grid = plan.settings.condition, plan.settings.vae.grid
     if plan.decodes_only or plan.settings.picture.first or not condition.references:
         return []
+    ratio, lengths = grid.time_compression_ratio, condition.lengths
     return read_references(
         condition.references,
         plan.mode,
+        reference_parts(plan.mode, causal=grid.is_causal, temporal_compression=ratio, lengths=lengths),
         height=plan.height,
         width=plan.width,
         fit=condition.fit,
-        causal=plan.settings.vae.grid.is_causal,
-        temporal_compression=plan.settings.vae.grid.time_compression_ratio,
-        lengths=plan.settings.condition.lengths,
         continues=condition.continued is not None,
         fps=plan.settings.video.fps,
         resample=condition.ref_fps is ReferenceRate.MATCH,
@@ -66,13 +60,11 @@ def references_of(plan: Plan, reporter: Reporter) -> list[Reference]:
 def read_references(
     paths: Sequence[str | Path],
     mode: ConditionMode,
+    parts: Sequence[ReferencePart],
     *,
     height: int,
     width: int,
     fit: Fit | str = Fit.CROP,
-    causal: bool = True,
-    temporal_compression: int = 4,
-    lengths: ReferenceLengths = RELEASED_LENGTHS,
     continues: bool = False,
     fps: float | None = None,
     resample: bool = False,
@@ -84,15 +76,9 @@ def read_references(
     in this way.
 
     Args:
-        causal: Whether the autoencoder encodes the first frame alone.
-        temporal_compression: Frames per latent frame.
-        lengths: Latent frames given by the video modes.
-        continues: Whether the head is the end of the file.
-        fps: Frames per second of the video.
+        continues: whether the head is the end of the file.
+        fps: frames per second of the video.
     """
-    from opensora_cli.media.read import is_picture, read_picture, read_video
-
-    parts = reference_parts(mode, causal=causal, temporal_compression=temporal_compression, lengths=lengths)
     references: list[Reference] = []
     warnings: dict[str, None] = {}
     for part, at_head in zip(parts, mode.parts_at_head, strict=True):
@@ -171,7 +157,6 @@ class GivenFramesPSNR:
         self._squares, self._count = 0.0, 0
 
     def add(self, piece_THWC: torch.Tensor) -> None:
-        """Compare the next frames of the video, uint8."""
         for index, shown_HWC in enumerate(piece_THWC, start=self._passed):
             for pixels_CTHW, start in self._given:
                 if start <= index < start + pixels_CTHW.shape[1]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
-from time import monotonic, sleep
+from time import sleep
 from typing import Any, TypeVar
 from urllib.error import HTTPError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
@@ -41,7 +41,6 @@ _THOUGHTS = re.compile(r".*</think>", re.DOTALL)
 _QUOTES = ('""', "''", "“”", "„“", "«»", "``")
 _ADDRESS = re.compile(r"https?://([\w.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?(/[\w.~%/-]*)?", re.ASCII | re.IGNORECASE)
 """Address without user, query and fragment, which may hold secrets."""
-_LONGEST_WAIT_S = 30.0
 _BUSY = frozenset({408, 425, 429, *range(500, 600)})
 """Statuses after which another try may help."""
 
@@ -107,7 +106,6 @@ class ChatServer:
     def _try(self, attempt: Callable[[], T]) -> T:
         """Return the result of `attempt`, which is repeated after an error that may pass."""
         for number in range(1, self._tries + 1):
-            wait_s = min(2.0 ** (number - 1), _LONGEST_WAIT_S)
             try:
                 return attempt()
             except HTTPError as error:
@@ -118,32 +116,25 @@ class ChatServer:
                 if error.code not in _BUSY:
                     hint = f"check {REFINE_KEY}" if error.code in (401, 403) else None
                     raise ServerProblem(f"{self.url} refuses: {reason}", hint=hint) from None
-                asked = error.headers.get("Retry-After", "")
-                wait_s = min(float(asked), _LONGEST_WAIT_S) if asked.isdecimal() else wait_s
             except (LookupError, TypeError):
                 reason = "an answer of another form"
-            except (HTTPException, OSError, ValueError, OverflowError) as error:
+            except (HTTPException, OSError, ValueError) as error:
                 cause = getattr(error, "reason", error)
                 reason = self._shown(getattr(cause, "strerror", None) or str(cause) or type(cause).__name__)
             if number < self._tries:
-                self.reporter.note(f"{self.url}: {reason}; try {number + 1} of {self._tries} in {wait_s:.0f} s")
+                wait_s = min(2 ** (number - 1), 30)
+                self.reporter.note(f"{self.url}: {reason}; try {number + 1} of {self._tries} in {wait_s} s")
                 sleep(wait_s)
         tried = "1 try" if self._tries == 1 else f"{self._tries} tries"
         raise ServerProblem(f"{self.url} gives no answer after {tried}: {reason}", hint="is the server up?")
 
     def _send(self, path: str, body: object) -> Any:
-        """Return the JSON of an answer."""
         data = None if body is None else json.dumps(body).encode()
         request = Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
         if self._key:
             request.add_unredirected_header("Authorization", f"Bearer {self._key}")
-        end, content = monotonic() + self._timeout_s, bytearray()
         with build_opener(_NoRedirects).open(request, timeout=self._timeout_s) as response:
-            while len(content) <= MAX_TEXT_BYTES and (part := response.read1(2**16)):
-                content += part
-                if monotonic() > end:  # The timeout of a socket is that of one read.
-                    raise TimeoutError("timed out")
-        return parse_object(bytes(content))
+            return parse_object(response.read(MAX_TEXT_BYTES + 1))
 
     def _shown(self, text: str) -> str:
         return plain(" ".join(text.split()).replace(self._key or "\0", "<hidden>"))
@@ -161,28 +152,27 @@ def refined(settings: GenerateSettings, *, reporter: Reporter) -> GenerateSettin
     server = require_refinement(settings, reporter)
     if server is None:
         return settings
-    changes: dict[str, object] = {"refine": {"original": wanted.original}}
+    original, score = wanted.original, settings.prompt_suffix.motion_score
     with reporter.stage("refine", total=len(kinds)) as progress:
         for kind in kinds:
             is_score = kind == MOTION_SCORE
-            asked = prompt if is_score else wanted.original or prompt
+            asked = prompt if is_score else original or prompt
             references, folder = settings.condition.references, wanted.instructions
             try:
                 answer = refine(asked, kind, server=server, references=references, instructions=folder)
             except ServerProblem as error:
-                score = settings.prompt_suffix.motion_score
                 kept = f"the motion score stays {'unset' if score is None else score}"
                 reason = f"{error.message} ({error.hint})" if error.hint else error.message
                 reporter.warn(f"{kept if is_score else 'the prompt stays unchanged'}: {reason}")
             else:
                 reporter.note(f"{'motion score' if is_score else 'refined prompt'}: {escaped(answer)}")
                 if is_score:
-                    changes["prompt_suffix.motion_score"] = int(answer)
+                    score = int(answer)
                 else:
-                    prompt = answer
-                    changes["refine"] = {"original": asked}
+                    prompt, original = answer, asked
             progress.advance()
-    return settings.replace({**changes, "prompt": prompt})
+    changes = {"prompt": prompt, "prompt_suffix.motion_score": score, "refine": {"original": original}}
+    return settings.replace(changes)
 
 
 def require_refinement(settings: GenerateSettings, reporter: Reporter) -> ChatServer | None:
@@ -209,18 +199,11 @@ def note_plan(settings: GenerateSettings, reporter: Reporter) -> None:
 
 
 def _kinds(settings: GenerateSettings) -> list[str]:
-    """Return the kinds of questions that `refined` asks, in order."""
     if settings.from_latents is not None:
         return []
-    kinds = []
-    if settings.refine.prompt:
-        if settings.condition.references:
-            kinds.append("i2v")
-        else:
-            kinds.append("t2i" if settings.video.num_frames == 1 else "t2v")
-    if settings.refine.motion_score:
-        kinds.append(MOTION_SCORE)
-    return kinds
+    made = "t2i" if settings.video.num_frames == 1 else "t2v"
+    kinds = ["i2v" if settings.condition.references else made] if settings.refine.prompt else []
+    return [*kinds, MOTION_SCORE] if settings.refine.motion_score else kinds
 
 
 def read_instructions(kind: str, folder: str | None) -> str:
@@ -283,7 +266,6 @@ def refine(
 
 
 def _jpeg_of(path: str | Path) -> bytes:
-    """Return the first frame of a picture or video as a small JPEG file."""
     from opensora_cli.media.read import is_picture, read_picture, read_video
     from opensora_cli.media.write import jpeg_bytes
 
@@ -307,7 +289,6 @@ def _read_prompt(answer: str) -> str:
 
 
 def _read_score(answer: str) -> str:
-    """Return the number in an answer. Raises ValueError if there is none."""
     text = _THOUGHTS.sub("", answer).strip()
     numbers = re.findall(r"[0-9]{1,9}", text)
     if len(numbers) != 1 or int(numbers[0]) not in _MOTION_SCORES:

@@ -62,8 +62,11 @@ def resolve(
         is_row: whether the request is a row of `--prompts`, which devices share by rows.
         loading: context of an import of torch.
     """
-    if context is not None:
-        request = request_of_rank(request, context)
+    if context is not None and {"parallel.gpus", "parallel.devices", "parallel.nnodes"}.isdisjoint(request.overrides):
+        from opensora_cli.engine.launch.rank import rank_counts
+
+        counted = {key: Given(value, "the number of ranks") for key, value in rank_counts(context).items()}
+        request = replace(request, overrides={**counted, **request.overrides})
     request, latents = _with_saved_latents(request)
     choice, weights, device = request.model, request.text("runtime.weights"), request.text("runtime.device") or "auto"
 
@@ -98,17 +101,6 @@ def resolve(
     return settings
 
 
-def request_of_rank(request: GenerateRequest, context: RankContext) -> GenerateRequest:
-    """Return the request with the number of ranks, also if torchrun or Slurm started them."""
-    from opensora_cli.engine.launch.rank import rank_counts
-
-    given = request.overrides
-    if not {"parallel.gpus", "parallel.devices", "parallel.nnodes"}.isdisjoint(given):
-        return request
-    counted = {key: Given(value, "the number of ranks") for key, value in rank_counts(context).items()}
-    return replace(request, overrides={**counted, **given})
-
-
 def _with_saved_latents(request: GenerateRequest) -> tuple[GenerateRequest, Path | None]:
     """Return the request with the settings in the latents that it decodes or continues, and their file, if any."""
     decodes = "resume" not in request.overrides
@@ -128,7 +120,6 @@ def _with_saved_latents(request: GenerateRequest) -> tuple[GenerateRequest, Path
 
 
 def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
-    """Refuse missing and conflicting files that can be detected without torch."""
     for reference in settings.condition.references:
         readable_file(reference)
     for lora in settings.loras if settings.from_latents is None else ():
@@ -136,11 +127,10 @@ def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
             raise CheckpointError(f"{lora.path} is no folder with an adapter, and no file of one")
     if dry_run:
         return
-    require_turbo(settings)
-    if settings.refine.is_on:
-        from opensora_cli.engine.generate.refinement import require_refinement
+    from opensora_cli.engine.generate.refinement import require_refinement
 
-        require_refinement(settings, SilentReporter())
+    require_turbo(settings)
+    require_refinement(settings, SilentReporter())
     for part in filter(None, (picture_settings(settings), settings)):
         require_weights_of(part)
     if settings.output.named_format is None or settings.output.overwrite:
@@ -155,11 +145,9 @@ def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
 
 def refined_with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
     """Return `settings` with the prompt refined if requested, and with a condition mode."""
-    if settings.refine.is_on:
-        from opensora_cli.engine.generate.refinement import refined
+    from opensora_cli.engine.generate.refinement import refined
 
-        settings = refined(settings, reporter=reporter)
-    return with_mode(settings, reporter)
+    return with_mode(refined(settings, reporter=reporter), reporter)
 
 
 def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
@@ -189,10 +177,11 @@ def with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSetting
     if references:
         given = "reference" if len(references) == 1 else f"{len(references)} references"
         reporter.note(f"condition: {name}, which suits the {given} given")
-    return _replaced(settings, {"condition.mode": name})
+    return replaced(settings, {"condition.mode": name})
 
 
-def _replaced(settings: GenerateSettings, changes: Mapping[str, object], *, what: str = "") -> GenerateSettings:
+def replaced(settings: GenerateSettings, changes: Mapping[str, object], *, what: str = "") -> GenerateSettings:
+    """Return settings with changes by key. Raises RequestError if they break a rule."""
     try:
         return settings.replace(changes)
     except ValidationError as error:
@@ -221,25 +210,21 @@ def _as_continued(settings: GenerateSettings, reporter: Reporter) -> GenerateSet
     fps = min(max(round(facts.fps), 1), _MOST_FPS)
     needed, free = facts.num_frames * height * width * 3, read_private_memory().free_bytes
     if needed > free // 2:
-        hint = f"continue its end alone: ffmpeg -sseof -10 -i {shlex.quote(str(path))} end.mp4"
         raise MediaError(
             f"{path} is too large: its {facts.num_frames:,} frames take {format_bytes(needed)} of memory, and "
             f"{format_bytes(free)} are free",
-            hint=hint,
+            hint=f"continue its end alone: ffmpeg -sseof -10 -i {shlex.quote(str(path))} end.mp4",
         )
     if (width, height) != (facts.width, facts.height):
-        reporter.note(
-            f"continue: {facts.width}x{facts.height} becomes {width}x{height}, a size of the {settings.model.name} "
-            f"model (condition.fit={settings.condition.fit})"
-        )
+        size = f"{facts.width}x{facts.height} becomes {width}x{height}, a size of the {settings.model.name} model"
+        reporter.note(f"continue: {size} (condition.fit={settings.condition.fit})")
     if abs(fps - facts.fps) > 1e-3:
         reporter.note(f"continue: {facts.fps:g} frames a second become {fps}")
-    size = {"video.height": height, "video.width": width, "video.fps": fps}
-    return _replaced(settings, {"condition.mode": mode, "condition.continued": facts.num_frames, **size})
+    changes = {"video.height": height, "video.width": width, "video.fps": fps}
+    return replaced(settings, {"condition.mode": mode, "condition.continued": facts.num_frames, **changes})
 
 
 def draft_settings(settings: GenerateSettings, *, height: int, width: int) -> GenerateSettings | None:
-    """Return the settings of a video's draft; None without one. Raises RequestError if it is not smaller."""
     resolution, multiple = settings.draft.resolution, settings.size_multiple
     if resolution is None or settings.from_latents is not None:
         return None
@@ -292,26 +277,22 @@ def picture_settings(settings: GenerateSettings) -> GenerateSettings | None:
             "runtime.model_choice": picture.model.name,
             "loras": (),
             "sampling.turbo": False,
-            **_own_sampling(settings),
         }
-    return _replaced(settings, changes, what="the picture: ")
-
-
-def _own_sampling(settings: GenerateSettings) -> dict[str, object]:
-    """Return the sampling without what an adapter of the video asks for, for a picture of another model."""
-    usual = usual_settings(settings.model.name)
-    asked = {key: given.value for key, given in asked_sampling(settings).items()}
-    return {key: attrgetter(key)(usual) for key, value in asked.items() if attrgetter(key)(settings) == value}
+        # An adapter of the video asks for sampling that another model does not want.
+        usual = usual_settings(settings.model.name)
+        for key, given in asked_sampling(settings).items():
+            if attrgetter(key)(settings) == given.value:
+                changes[key] = attrgetter(key)(usual)
+    return replaced(settings, changes, what="the picture: ")
 
 
 def size_of_picture(settings: GenerateSettings, resolution: str) -> tuple[int, int, str | None]:
     """Return the height and width of a picture of the video's shape, and a note if that is not the requested shape."""
     video = settings.video
-    asked, shape = str(video.aspect_ratio), ratio_value(video.aspect_ratio)
     wanted: str | float = video.aspect_ratio
+    asked, shape = str(wanted), ratio_value(video.aspect_ratio)
     if video.height is not None and video.width is not None:
-        asked, shape = f"{video.width}x{video.height}", video.width / video.height
-        wanted = shape
+        asked, wanted = f"{video.width}x{video.height}", (shape := video.width / video.height)
     ratio, height, width = nearest_training_size(resolution, wanted, multiple=settings.size_multiple)
     if asked == ratio or width / height == shape:
         return height, width, None
@@ -320,5 +301,4 @@ def size_of_picture(settings: GenerateSettings, resolution: str) -> tuple[int, i
 
 
 def picture_path(video: Path) -> Path:
-    """Return the path of the picture that is kept beside a video."""
     return video.with_name(f"{video.stem}.picture.png")

@@ -14,6 +14,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import MediaError, OutputError, RequestError
 from opensora_cli.core.files import remove_left
 from opensora_cli.core.limits import ThreadChoice
+from opensora_cli.core.exceptions import MediaError, RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.attention import AttentionPlan, keep_attention
@@ -39,11 +40,15 @@ from opensora_cli.engine.generate.ranks import (
     start_ranks,
 )
 from opensora_cli.engine.generate.references import references_of
+from opensora_cli.engine.generate.refinement import refined
 from opensora_cli.engine.generate.request import refined_with_mode, resolve, with_mode
 from opensora_cli.engine.generate.sample import Sample, open_latents, read_saved, unfinished
 from opensora_cli.engine.generate.sidecar import choose_outputs, refuse_pictures, request_hashes
 from opensora_cli.engine.generate.text import warn_about_prompts
 from opensora_cli.engine.launch.rank import WatchedReporter
+from opensora_cli.media.read import read_video
+from opensora_cli.media.sheets import contact_sheet, film_strip
+from opensora_cli.media.write import write_media
 from opensora_cli.settings.applies import used_settings
 from opensora_cli.settings.devices import AttentionChoice
 from opensora_cli.settings.generate import GenerateSettings
@@ -65,7 +70,6 @@ class ExploredSeed(Document):
 
     @classmethod
     def of(cls, sample: SampleFiles) -> "ExploredSeed":
-        """Return the document of an explored seed."""
         assert sample.latents is not None
         steps = sample.saved_steps if sample.is_explored else sample.settings.sampling.stop_at
         return cls(
@@ -111,7 +115,6 @@ class GenerateResult(Document):
         return {**document, "settings": used_settings(self.settings)}
 
     def lines(self) -> list[str]:
-        """Return the path of every result, and the command that finishes each explored seed."""
         lines = [str(video.path) for video in self.videos]
         if self.sheet is not None:
             lines.append(str(self.sheet))
@@ -181,8 +184,6 @@ def generate(
             check_outputs(chain, create=True)
         chosen = choose_outputs(chain, claims=stack, ranks=ranks)
         files = [sample for sample in chosen if not sample.made_before]
-        if not files:  # another run has finished them since the first look
-            return _earlier_result(chain, chosen, reporter)
         note_earlier_work(chosen, reporter)
         if is_main:
             refuse_pictures(chain, files)
@@ -191,8 +192,7 @@ def generate(
         events, output = Events(reporter, hooks=hooks), chain.settings.output
         stack.enter_context(computing(chain.video, reporter))
         if is_main:
-            # Without a sidecar no later run can tell which request has made a result.
-            stack.enter_context(events.rescue(files, can_repeat=output.metadata and not output.overwrite))
+            stack.enter_context(events.rescue(files))
         samples = [
             Sample(chain, chain.video, sample, references, latents)
             for sample, latents in zip(files, saved, strict=True)
@@ -204,7 +204,7 @@ def generate(
         return GenerateResult(
             videos=tuple(sorted([*kept, *videos], key=lambda video: video.seed)),
             explored=tuple(map(ExploredSeed.of, files)) if output.explore else None,
-            sheet=_write_sheet(chosen, reporter) if output.explore and is_main else None,
+            sheet=_write_sheet(chosen) if output.explore and is_main else None,
             model=chain.settings.model.name,
             device=str(chain.video.hardware.device),
             model_evaluations=evaluations,
@@ -245,8 +245,6 @@ def _generate_in_ranks(
     settings: GenerateSettings, reporter: Reporter, rank_flags: Sequence[str]
 ) -> GenerateResult | None:
     """Run the request in ranks, unless all of it was made before. Rank 0 checks the rest."""
-    from opensora_cli.engine.generate.refinement import refined
-
     require_devices(settings)
     settings = refined(settings, reporter=reporter)
     # Reading the free memory of a device creates a CUDA context that stays until this process ends.
@@ -274,12 +272,8 @@ def _earlier_result(chain: Chain, files: Sequence[SampleFiles], reporter: Report
     )
 
 
-def _write_sheet(files: Sequence[SampleFiles], reporter: Reporter) -> Path | None:
-    """Write the sheet with the last preview of each explored seed; return None, with a warning, if that fails."""
-    from opensora_cli.media.read import read_video
-    from opensora_cli.media.sheets import contact_sheet, film_strip
-    from opensora_cli.media.write import write_media
-
+def _write_sheet(files: Sequence[SampleFiles]) -> Path:
+    """Write the sheet with the last preview of each explored seed."""
     cells = []
     for sample in files:
         try:
@@ -287,11 +281,7 @@ def _write_sheet(files: Sequence[SampleFiles], reporter: Reporter) -> Path | Non
         except MediaError:
             strip_HWC = None
         cells.append((f"seed {sample.seed}" + (" (finished)" if sample.made_before else ""), strip_HWC))
-    try:
-        return write_media([contact_sheet(cells)[None]], files[0].sheet, fps=1, format=MediaFormat.PNG)
-    except OutputError as error:
-        reporter.warn(f"there is no sheet of the seeds: {error.message}")
-        return None
+    return write_media([contact_sheet(cells)[None]], files[0].sheet, fps=1, format=MediaFormat.PNG)
 
 
 def _with_attention_before(chain: Chain, files: Sequence[SampleFiles], ranks: Ranks) -> Chain:
@@ -326,6 +316,6 @@ def hold_from_request(
     sample = Sample(chain, chain.video, files, references, saved)
     with computing(chain.video, reporter):
         [video] = make(chain, [sample], models, Events(reporter), finish=hold)
-    made_first = chain.find(PICTURE) is not None
-    report_given_frames(video.figures.given_frames_psnr_db, files.seed, reporter, made_first=made_first)
+    psnr_db, made_first = video.figures.given_frames_psnr_db, chain.find(PICTURE) is not None
+    report_given_frames(psnr_db, files.seed, reporter, made_first=made_first)
     return video, hashes

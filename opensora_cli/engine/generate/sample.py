@@ -37,8 +37,7 @@ STEPS_KEY = "steps_done"
 """Key of saved latents for the number of steps done; absent after all steps."""
 
 _HINT = "--from takes the .latents.safetensors file of an unfinished run"
-_KEY, _FINISHED_KEY, _PAST_KEY = "latents", "finished", "past"
-_ATTENTION = "attention"
+_KEY, _FINISHED_KEY, _PAST_KEY, _ATTENTION = "latents", "finished", "past", "attention"
 _DTYPES = ("F32", "F16", "BF16")
 
 
@@ -93,17 +92,15 @@ class Sample:
 
 
 def unfinished(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples without complete latents."""
     return [sample for sample in samples if sample.denoised is None]
 
 
 def read_saved(chain: "Chain", files: "SampleFiles", ranks: "Ranks") -> tuple[DenoisedSample, ...]:
     """Return the saved latents of each begun segment of a sample, which rank 0 reads; empty without a file."""
-    if files.saved is None:
-        return ()
     plan, saved, saved_steps = chain.video, files.saved, files.saved_steps
-    stop = plan.settings.sampling.stop_at
-    keeps = plan.decodes_only or plan.settings.output.explore
+    if saved is None:
+        return ()
+    stop, keeps = plan.settings.sampling.stop_at, plan.decodes_only or plan.settings.output.explore
     if stop is not None and not keeps and (saved_steps is None or saved_steps >= stop):
         after = "all steps" if saved_steps is None else f"step {saved_steps}"
         raise RequestError(
@@ -143,7 +140,6 @@ class SavedLatents:
     settings: Mapping[str, object]
     """Sections as in `GenerateSettings.model_dump(mode="json")`, for this one sample."""
     request_sha256: str | None
-    """Hash of the request that made the latents."""
     steps: int | None = None
     """Steps done, including those of earlier segments; None for all steps."""
     attention: str | None = None
@@ -206,16 +202,6 @@ def remove_latents(latents: Path) -> None:
     except OSError as error:
         message = f"{latents} is not needed any more, but cannot be removed: {error.strerror or error}"
         warnings.warn(message, OsoraWarning, stacklevel=2)
-
-
-def read_header(path: Path) -> dict[str, str] | None:
-    """Return the metadata of saved latents; None for other files, and for broken ones."""
-    try:
-        with _opened(path, framework="numpy") as file:
-            metadata: dict[str, str] = file.metadata() or {}
-    except (CheckpointError, ValueError):
-        return None
-    return metadata if metadata.get("schema", "").startswith("osora.latents/") else None
 
 
 def open_latents(path: str | Path) -> SavedLatents:

@@ -45,18 +45,13 @@ def choose_outputs(chain: Chain, *, claims: ExitStack | None = None, ranks: Rank
         for index in range(chain.num_samples):
             of_sample = request(settings.sampling.seed + index, settings.output_format)
             chosen.append(find_target(settings, index, of_sample, claims=claims))
-    known = ranks.same(
-        [(each.number, each.made_before, each.saved and str(each.saved), each.saved_steps) for each in chosen]
-    )
-    return tuple(chosen) or tuple(
-        replace(
-            sample_files(settings, index, number=number),
-            made_before=made_before,
-            saved=saved and Path(saved),
-            saved_steps=steps,
-        )
-        for index, (number, made_before, saved, steps) in enumerate(known)
-    )
+    known = ranks.same([(each.number, each.made_before, str(each.saved or ""), each.saved_steps) for each in chosen])
+    if ranks.is_main:
+        return tuple(chosen)
+    for index, (number, made_before, saved, steps) in enumerate(known):
+        files, path = sample_files(settings, index, number=number), Path(saved) if saved else None
+        chosen.append(replace(files, made_before=made_before, saved=path, saved_steps=steps))
+    return tuple(chosen)
 
 
 def request_hashes(chain: Chain) -> Callable[[int, str], str]:
@@ -108,7 +103,7 @@ def _request_of_latents(settings: GenerateSettings, latents: str) -> str | None:
         )
 
     def deciding(settings: GenerateSettings) -> dict[str, Any]:
-        places = ("files", "runtime", "output", "memory", "parallel", "refine")
+        places = "files", "runtime", "output", "memory", "parallel", "refine"
         return {key: value for key, value in used_settings(settings).items() if key not in places}
 
     try:
@@ -141,31 +136,23 @@ def picture_files(chain: Chain, files: Sequence[SampleFiles]) -> list[SampleFile
     request = request_hashes(alone(plan))
     pictures = []
     for sample in files:
-        path = picture_path(sample.target)
-        picture = replace(
-            sample,
-            target=path,
-            media=path,
-            sidecar=sample.sidecar and sidecar_path(path),
-            latents=None,
-            saved=None,
-            saved_steps=None,
-            request_sha256=request(sample.seed, MediaFormat.PNG),
-        )
-        is_there = read_made(picture).get(REQUEST_KEY) == picture.request_sha256
-        pictures.append(replace(picture, made_before=is_there and not chain.settings.output.overwrite))
+        path, sha256 = picture_path(sample.target), request(sample.seed, MediaFormat.PNG)
+        own = replace(sample, target=path, media=path, sidecar=sample.sidecar and sidecar_path(path))
+        is_made = not chain.settings.output.overwrite and read_made(own).get(REQUEST_KEY) == sha256
+        own = replace(own, latents=None, saved=None, saved_steps=None, request_sha256=sha256, made_before=is_made)
+        pictures.append(own)
     return pictures
 
 
 def refuse_pictures(chain: Chain, files: Sequence[SampleFiles]) -> None:
     """Raise OutputError if a picture beside a video would replace another file."""
-    settings = chain.settings
-    if settings.output.overwrite:
+    output = chain.settings.output
+    if output.overwrite:
         return
-    for sample in files if settings.output.last_frame else ():
-        if not is_begun(sample):
+    for sample in files:
+        if output.last_frame and not is_begun(sample):
             refuse_existing(sample.last_frame, None)
-    for picture in picture_files(chain, files) if settings.picture.save else ():
+    for picture in picture_files(chain, files) if chain.settings.picture.save else ():
         if not picture.made_before:
             refuse_existing(picture.media, picture.sidecar)
 
@@ -231,12 +218,7 @@ def sidecar_document(
     """Return the sidecar of a sample whose media has `num_bytes`. `figures` are measurements of its run."""
     plan, draft, picture = chain.video, chain.find(DRAFT), first_picture(chain, sample)
     settings, exchange = plan.settings, plan.planned_exchange
-    of_draft = draft and {
-        "height": draft.height,
-        "width": draft.width,
-        "model_evaluations": draft.model_evaluations,
-        "skipped_steps": plan.start,
-    }
+    of_draft = draft and {name: getattr(draft, name) for name in ("height", "width", "model_evaluations")}
     return {
         "schema": SIDECAR_SCHEMA,
         "file": sample.media.name,
@@ -255,7 +237,7 @@ def sidecar_document(
         "fps": settings.video.fps,
         "model_evaluations": chain.model_evaluations,
         "picture": picture and {**picture.to_json(), "file": picture.file and picture.file.name},
-        "draft": of_draft,
+        "draft": of_draft and {**of_draft, "skipped_steps": plan.start},
         **figures,
         "device": str(plan.hardware.device),
         "device_name": plan.hardware.device_name,

@@ -32,8 +32,7 @@ _LISTED_WORDS = 10
 
 def full_prompt(settings: GenerateSettings, prompt: str | None = None) -> str:
     """Return a prompt, by default that of `settings`, with the suffixes that the model was trained on."""
-    prompts = [settings.prompt if prompt is None else prompt]
-    suffix = settings.prompt_suffix
+    prompts, suffix = [settings.prompt if prompt is None else prompt], settings.prompt_suffix
     if suffix.add_fps:
         prompts = add_fps_info_to_text(prompts, settings.video.fps)
     if suffix.motion_score is not None:
@@ -61,19 +60,18 @@ def encode_prompts(
     plan: Plan, models: LoadedModels, events: Events, known: Mapping[str, TextEmbeds] | None = None
 ) -> tuple[PromptEmbeds, ...]:
     """Return the embeddings of the prompt of each segment; encode and cache the texts that are not `known`."""
-    runtime, found = plan.settings.runtime, dict(known or {})
+    runtime, ranks, found = plan.settings.runtime, models.ranks, dict(known or {})
     missing = [text for text in _texts_of(plan.settings) if text not in found]
     with models.text_encoders(plan, events) as (t5, clip), events.stage(TEXT):
         for text, embeds in encode_texts(missing, t5, clip):
             found[text] = embeds
-            if runtime.prompt_cache and models.ranks.is_main:
-                key, limit = name_in_cache(plan, text, ranks=models.ranks.count), runtime.prompt_cache_limit
+            if runtime.prompt_cache and ranks.is_main:
+                key, limit = name_in_cache(plan, text, ranks=ranks.count), runtime.prompt_cache_limit
                 models.prompts.keep(key, embeds, limit=limit, reporter=events.reporter)
         return _of_segments(plan, found)
 
 
 def encode_texts(texts: Iterable[str], t5: T5Encoder, clip: ClipEncoder) -> Iterator[tuple[str, TextEmbeds]]:
-    """Yield each text with its embeddings."""
     for text in texts:
         yield text, TextEmbeds(t5.encode([text]), clip.encode([text]))
 
@@ -81,16 +79,14 @@ def encode_texts(texts: Iterable[str], t5: T5Encoder, clip: ClipEncoder) -> Iter
 def _of_segments(plan: Plan, known: Mapping[str, TextEmbeds]) -> tuple[PromptEmbeds, ...]:
     """Return the embeddings of each segment's prompt and of the negative prompt; refuse encoders of other widths."""
     settings, negative = plan.settings, known[plan.settings.negative_prompt]
-    for component, key, needed, given in (
-        (Component.T5, "context_in_dim", settings.model.context_in_dim, negative.prompt_embeds_1LC.shape[-1]),
-        (Component.CLIP, "vec_in_dim", settings.model.vec_in_dim, negative.pooled_prompt_embeds_1V.shape[-1]),
+    for component, key, embeds in (
+        (Component.T5, "context_in_dim", negative.prompt_embeds_1LC),
+        (Component.CLIP, "vec_in_dim", negative.pooled_prompt_embeds_1V),
     ):
+        given, needed = embeds.shape[-1], getattr(settings.model, key)
         if needed != given:
-            folder = plan.weights.path(component)
-            raise CheckpointError(
-                f"{folder} encodes to {given} numbers, and the transformer reads model.{key}={needed}"
-            )
-
+            encodes = f"{plan.weights.path(component)} encodes to {given} numbers"
+            raise CheckpointError(f"{encodes}, and the transformer reads model.{key}={needed}")
     prompts = [known[full_prompt(settings, prompt)] for prompt in settings.segment_prompts]
     return tuple(
         PromptEmbeds(
@@ -108,32 +104,26 @@ def warn_about_prompts(plan: Plan, reporter: Reporter) -> None:
     settings, t5_folder = plan.settings, plan.weights.path(Component.T5)
     t5 = T5Encoder.reader(t5_folder, max_length=settings.text.t5_max_length)
     clip = ClipEncoder.reader(plan.weights.path(Component.CLIP), max_length=settings.text.clip_max_length)
-    texts, truncating = _texts_of(settings), list[str]()
-    for name, reader in (("T5", t5), ("CLIP", clip)):
-        if any(map(reader.truncated, texts)):
-            truncating.append(f"{name} after {reader.max_length} tokens")
-    if truncating:
-        reporter.warn(f"the prompt is too long and is cut: {', '.join(truncating)}")
+    readers, texts = {"T5": t5, "CLIP": clip}.items(), _texts_of(settings)
+    cut = [f"{name} after {each.max_length} tokens" for name, each in readers if any(map(each.truncated, texts))]
+    if cut:
+        reporter.warn(f"the prompt is too long and is cut: {', '.join(cut)}")
     if not settings.text.known_words_warning:
         return
     # Without the suffixes, which the user did not type.
     unknown = t5.unknown_words(" ".join((*dict.fromkeys(settings.segment_prompts), settings.negative_prompt)))
     if not unknown:
         return
-    known_words = sorted(t5.tokenizer.words)
-    # Words of other languages are rarely meant.
     listed = []
     for word in unknown[:_LISTED_WORDS]:
-        alike = [known for known in known_words if known[:1] == word[:1].lower()]
+        # Words of other languages are rarely meant.
+        alike = [known for known in sorted(t5.tokenizer.words) if known[:1] == word[:1].lower()]
         near = nearest(word.lower(), alike, cutoff=0.75)
         listed.append(f'"{word}"' if near is None else f'"{word}" (nearest: "{near}")')
-    words = ", ".join(listed)
     more = f" and {len(unknown) - _LISTED_WORDS} more words" if len(unknown) > _LISTED_WORDS else ""
-    vocabulary = read_vocabulary(t5_folder.parent)
-    knows = "; ".join(f"{kind}: {', '.join(known)}" for kind, known in vocabulary.items())
-    reporter.warn(
-        f"the {settings.model.name} model does not know {words}{more}" + (f"; it knows {knows}" if knows else "")
-    )
+    knows = "; ".join(f"{kind}: {', '.join(known)}" for kind, known in read_vocabulary(t5_folder.parent).items())
+    known = f"; it knows {knows}" if knows else ""
+    reporter.warn(f"the {settings.model.name} model does not know {', '.join(listed)}{more}{known}")
 
 
 def read_vocabulary(folder: Path) -> dict[str, list[str]]:
@@ -171,13 +161,11 @@ def _cached_embeds(plan: Plan, models: LoadedModels, reporter: Reporter) -> Mapp
     """Return the cached texts of a plan, on its device. With several ranks, the cache of rank 0 counts."""
     if not plan.settings.runtime.prompt_cache:
         return {}
-    device, found = plan.hardware.device, dict[str, TextEmbeds]()
-    if models.ranks.is_main:
-        for text in _texts_of(plan.settings):
-            embeds = models.prompts.read(name_in_cache(plan, text, ranks=models.ranks.count), reporter)
-            if embeds is not None:
-                found[text] = embeds.to(device)
-    cached = models.ranks.same([*found])
-    prompts = models.ranks.same_tensors([embeds.prompt_embeds_1LC for embeds in found.values()])
-    pooled = models.ranks.same_tensors([embeds.pooled_prompt_embeds_1V for embeds in found.values()])
+    ranks, found = models.ranks, dict[str, TextEmbeds]()
+    for text in _texts_of(plan.settings) if ranks.is_main else ():
+        if embeds := models.prompts.read(name_in_cache(plan, text, ranks=ranks.count), reporter):
+            found[text] = embeds.to(plan.hardware.device)
+    cached = ranks.same([*found])
+    prompts = ranks.same_tensors([embeds.prompt_embeds_1LC for embeds in found.values()])
+    pooled = ranks.same_tensors([embeds.pooled_prompt_embeds_1V for embeds in found.values()])
     return {text: TextEmbeds(*tensors) for text, *tensors in zip(cached, prompts, pooled, strict=True)}

@@ -6,11 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from stopping import stop_after
-from tiny_world import (
-    RecordingReporter,
-    demo_settings,
-    released_settings,
-)
+from tiny_world import RecordingReporter, demo_settings, released_settings
 
 from opensora_cli.engine.bench_generate import bench_generate, likeness
 from opensora_cli.engine.generate.run import generate

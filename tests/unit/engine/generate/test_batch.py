@@ -164,12 +164,6 @@ def test_names_for_evaluation(asked, rows_of, reporter):
     result = run(request, rows_of("A cat, and a dog.\n", kind="txt"), reporter)
     assert [path.name for path in result.outputs] == ["A cat, and a dog.-0.png", "A cat, and a dog.-1.png"]
     assert run(request, rows_of("A cat, and a dog.\n", kind="txt"), reporter).kept == 1
-    other = run(
-        asked(video__num_frames=1, output__name_from="prompt", sampling__seed=9),
-        rows_of("sea\nsea\n", kind="txt"),
-        reporter,
-    )
-    assert (other.made, other.kept, [path.name for path in other.outputs]) == (1, 1, ["sea-0.png", "sea-0.png"])
 
 
 def test_what_is_wrong_with_every_row_is_wrong_with_the_request(tmp_path, asked, rows_of, reporter):

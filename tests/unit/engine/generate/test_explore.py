@@ -86,17 +86,6 @@ def test_more_seeds_and_more_steps_begin_what_is_missing(world, tmp_path):
     assert (fewer.model_evaluations, [seed.steps for seed in fewer.explored]) == (0, [2, 2])
 
 
-@pytest.mark.slow
-def test_a_sheet_that_cannot_be_written_loses_no_seed(world, tmp_path):
-    (tmp_path / "out" / SHEET).mkdir(parents=True)
-    reporter = RecordingReporter()
-    result = generate(demo_settings(world, tmp_path / "out", **EXPLORED), reporter=reporter)
-    assert result.sheet is None
-    assert [seed.state.is_file() for seed in result.explored] == [True, True]
-    assert any(warning.startswith("there is no sheet of the seeds: ") for warning in reporter.warnings)
-    assert "sheet" not in result.to_json()
-
-
 def test_a_plan_counts_the_steps_of_explored_seeds(world, tmp_path):
     document = plan_generation(demo_settings(world, tmp_path, **EXPLORED), reporter=RecordingReporter())
     assert document.model_evaluations == 2 * 2 * BEGUN

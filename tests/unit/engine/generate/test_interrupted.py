@@ -111,16 +111,16 @@ class TestCtrlC:
             generate(released_settings(world, tmp_path))
         assert open_latents(tmp_path / LATENTS).steps is None
 
-    @pytest.mark.parametrize(("can_repeat", "advice"), [(True, ": the same command continues"), (False, "")])
-    def test_what_is_finished_and_saved_is_listed(self, world, tmp_path, reporter, can_repeat, advice):
-        several = released_settings(world, tmp_path, sampling__num_samples="4")
+    @pytest.mark.parametrize(("overwrite", "advice"), [("false", ": the same command continues"), ("true", "")])
+    def test_what_is_finished_and_saved_is_listed(self, world, tmp_path, reporter, overwrite, advice):
+        several = released_settings(world, tmp_path, sampling__num_samples="4", output__overwrite=overwrite)
         first, second, third, last = (sample_files(several, index) for index in range(4))
         state = tmp_path / "state.latents.safetensors"
         state.touch()
         first, events = replace(first, saved=state, saved_steps=1), Events(reporter)
 
         def interrupted():
-            with events.rescue([first, second, third, last], can_repeat=can_repeat):
+            with events.rescue([first, second, third, last]):
                 for sample, is_begun in ((first, False), (second, False), (third, True)):
                     with events.saving(sample.latents, sample, is_begun=is_begun):
                         sample.latents.touch()
@@ -189,24 +189,6 @@ class TestFailures:
         assert reporter.warnings == [
             f"continue with: osora generate --from {tmp_path / LATENTS} --weights {world.released}"
         ]
-
-    @pytest.mark.parametrize("overwrite", ["false", "true"])
-    def test_full_disk_while_saving_the_sidecar(self, world, tmp_path, monkeypatch, overwrite):
-        if overwrite == "true":
-            generate(released_settings(world, tmp_path))
-        before = {name: (tmp_path / name).read_bytes() for name in names(tmp_path)}
-        real = core_files._flush_to_disk
-
-        def full(path):
-            if path.is_file() and path.read_bytes()[:1] == b"{":
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            real(path)
-
-        monkeypatch.setattr(core_files, "_flush_to_disk", full)
-        with pytest.raises(OutputError, match="No space left"):
-            generate(released_settings(world, tmp_path, output__overwrite=overwrite))
-        assert names(tmp_path) == sorted([LATENTS, *before])
-        assert all((tmp_path / name).read_bytes() == content for name, content in before.items())
 
     def test_space_is_checked_before_loading(self, world, tmp_path, monkeypatch, reporter):
         monkeypatch.setattr(models, "load_t5", lambda plan: pytest.fail("nothing may be loaded"))
@@ -317,11 +299,9 @@ class TestFromLatents:
 
 
 def test_a_cancelled_run_saves_its_state_after_the_step(world, tmp_path, reporter):
-    saved = []
-    events = Events(reporter, hooks=Hooks(is_cancelled=lambda: True, on_saved=saved.append))
+    events = Events(reporter, hooks=Hooks(is_cancelled=lambda: True))
     chain = make_chain(with_mode(demo_settings(world, tmp_path), reporter)).with_threads()
     sample = Sample(chain, chain.video, sample_files(chain.settings, 0))
     with LoadedModels() as loaded, computing(chain.video, reporter), pytest.raises(KeyboardInterrupt):
         make(chain, [sample], loaded, events, finish=None)
-    assert saved == [tmp_path / LATENTS]
     assert open_latents(tmp_path / LATENTS).steps == 1

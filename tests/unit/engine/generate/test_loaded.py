@@ -250,15 +250,7 @@ def load_vae(plan):
     return load_autoencoder(plan.settings.vae, path, device=hardware.device, dtype=hardware.dtype)
 
 
-@pytest.mark.parametrize(
-    "format",
-    [
-        "safetensors-shards",
-        "torch",
-        "dcp",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("torch-shards", "colossalai")),
-    ],
-)
+@pytest.mark.parametrize("format", ["safetensors-shards", "torch", "dcp", "colossalai"])
 def test_every_form(world, tmp_path, format):
     weights = tmp_path / "weights"
     shutil.copytree(world.released, weights, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -282,18 +274,6 @@ def test_every_layout(world, tmp_path, qkv, rotary):
     plan = make_plan(released_settings(world, tmp_path, runtime__weights=str(weights)))
     original = make_plan(released_settings(world, tmp_path))
     assert bit_equal(load_transformer(plan).state_dict(), load_transformer(original).state_dict())
-
-
-def test_eight_bits(world, tmp_path):
-    weights = shutil.copytree(world.released, tmp_path / "weights")
-    (weights / TRANSFORMER_FILE).unlink()
-    converted(world.released / TRANSFORMER_FILE, weights / TRANSFORMER_FILE, dtype="fp8_e4m3")
-    plan = make_plan(released_settings(world, tmp_path, runtime__weights=str(weights)))
-    original = load_transformer(make_plan(released_settings(world, tmp_path))).state_dict()
-    for name, loaded in load_transformer(plan).state_dict().items():
-        assert loaded.dtype == original[name].dtype
-        # Three bits after the point: half a step is 1/16 of the largest at most.
-        assert (loaded - original[name]).abs().max() <= original[name].abs().max() / 16
 
 
 @pytest.mark.parametrize("in_8_bits", [False, True])

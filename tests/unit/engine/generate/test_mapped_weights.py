@@ -9,11 +9,8 @@ from mapped_memory import NO_FILE, are_mapped, mapped_files, needs_maps
 from tiny_weights import write_holes
 from tiny_world import released_settings
 
-from opensora_cli.core.device import GIB
-from opensora_cli.engine.components.architectures import autoencoder_on_meta, mmdit_config, transformer_on_meta
-from opensora_cli.engine.components.weights import Component, find_weights
-from opensora_cli.engine.estimate.offload import OffloadPlan
-from opensora_cli.engine.estimate.weights import file_weights, transformer_on_cpu
+from opensora_cli.engine.components.architectures import transformer_on_meta
+from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.generate import models
 from opensora_cli.engine.generate.models import host_modulation, streamed_blocks
 from opensora_cli.engine.generate.plan import make_plan
@@ -23,11 +20,10 @@ from opensora_cli.models.registry import OPEN_SORA_V2
 from opensora_cli.settings.devices import HostWeights, OffloadMode
 from opensora_cli.settings.explain import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
+from opensora_cli.settings.enums import HostWeights, OffloadMode
 
 BF16 = {"runtime__dtype": "bfloat16"}
 LARGE = {"model__depth": "3", "model__depth_single_blocks": "16", "model__hidden_size": "64", "model__num_heads": "4"}
-PARAMETERS, IN_BLOCKS, MODULATION = 11_891_390_528, 11_837_283_328, 3_247_448_064
-"""Of the released transformer, of its blocks, and of the layers of modulation, of which one is in no block."""
 
 
 def private_bytes(tensors):
@@ -140,48 +136,3 @@ class TestOfAnotherDtype:
         largest = max(sum(4 * weight.numel() for weight in block.parameters()) for block in transformer.double_blocks)
         assert held == pytest.approx(stage(made).weight_bytes, rel=0.1)
         assert counter.peak_bytes < held + 2 * largest
-
-
-@pytest.fixture(scope="module")
-def full_size(tmp_path_factory):
-    """The released weights' folder in full size, on no disk."""
-    folder = tmp_path_factory.mktemp("released")
-    settings = full_settings(folder)
-    write_holes(folder / "Open_Sora_v2.safetensors", transformer_on_meta(settings.model).state_dict(), dtype="BF16")
-    vae = autoencoder_on_meta(settings.vae)
-    write_holes(folder / "hunyuan_vae.safetensors", vae.state_dict(), dtype="BF16")
-    return folder
-
-
-def full_settings(folder, **changes):
-    overrides = {"prompt": "raining, sea", "runtime.weights": str(folder), "runtime.device": "cpu", **changes}
-    given = {key: Given(value, "the test") for key, value in overrides.items()}
-    return load_generate_settings(GenerateRequest(overrides=given), model=OPEN_SORA_V2)
-
-
-class TestOfFullSize:
-    @pytest.mark.parametrize(
-        ("dtype", "offload", "private", "mapped"),
-        [
-            (torch.bfloat16, OffloadPlan(), (0, 0), 2 * PARAMETERS),
-            (torch.bfloat16, OffloadPlan(modulation_on_host=True), (0, 0), 2 * (PARAMETERS - MODULATION)),
-            # 1.27 GiB a slot.
-            (torch.float32, OffloadPlan(mode=OffloadMode.BLOCKS, resident_blocks=2), (2.5, 2.9), 2 * IN_BLOCKS),
-            (torch.float32, OffloadPlan(), (44.2, 44.4), 0),
-            (torch.bfloat16, OffloadPlan(fp8_storage=True), (11.0, 11.3), 2 * (PARAMETERS - IN_BLOCKS)),
-        ],
-        ids=["as in the file", "modulation first", "cast block by block", "cast", "in 8 bits"],
-    )
-    def test_what_is_private_and_what_is_mapped(self, full_size, dtype, offload, private, mapped):
-        made = settings_and_files(full_size, dtype, modulation_first=offload.modulation_on_host)
-        own, read = transformer_on_cpu(*made, dtype, offload, tensor=1, loras=())
-        assert private[0] * GIB <= own <= private[1] * GIB
-        assert read == pytest.approx(mapped, rel=0.01)
-
-
-def settings_and_files(folder, dtype, *, modulation_first):
-    settings = full_settings(folder)
-    found = find_weights(settings)
-    assert Component.TRANSFORMER in found.paths
-    files = file_weights(settings, found, {Component.TRANSFORMER: PARAMETERS}, dtype, modulation_first=modulation_first)
-    return mmdit_config(settings.model), files[Component.TRANSFORMER]

@@ -115,24 +115,6 @@ def test_8_bits_change_little_and_are_the_same_streamed(plan, resident, reporter
     assert torch.equal(streamed, coarse)
 
 
-def test_only_what_is_used_is_on_the_device(plan, reporter, monkeypatch):
-    """The blocks are on the CPU before and after their turn, whatever the mode."""
-    loaded = []
-    load_transformer = generate_models.load_transformer
-
-    def remember(plan, group, machine_group, advance, measured):
-        loaded.append((load_transformer(plan, group=group, advance=advance), plan.offload))
-        return loaded[-1][0]
-
-    monkeypatch.setattr(generate_models, "load_transformer", remember)
-    latents_and_frames(with_offload(plan, **BLOCK_BY_BLOCK), reporter)
-    [(transformer, _)] = loaded
-    state = transformer.state_dict()
-    fresh = load_transformer(plan).state_dict()
-    assert state.keys() == fresh.keys()
-    assert all(torch.equal(state[name], fresh[name]) for name in fresh)
-
-
 class TestSecondAttempt:
     @pytest.fixture(scope="class")
     @classmethod

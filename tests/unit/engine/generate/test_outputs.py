@@ -60,20 +60,6 @@ def test_sidecar_makes_the_same_file_again(world, tmp_path):
     assert again.path.read_bytes() == video.path.read_bytes()
 
 
-@pytest.mark.slow
-def test_sidecar_without_what_took_no_part_makes_the_same_file_again(world, tmp_path):
-    idle = {"sampling__image_guidance_scale": "9", "condition__fit": "pad", "condition__video_latent_frames": "3"}
-    settings = released_settings(world, tmp_path / "a", vae__sample_tsize="16", sampling__embedded_guidance="1", **idle)
-    video = generate(settings).videos[0]
-    saved = read_sidecar(video.sidecar)
-    assert set(saved.values["condition"]) == {"mode"}
-    assert not {"image_guidance_scale", "embedded_guidance"} & saved.values["sampling"].keys()
-    environment = {"OSORA_SAMPLING__IMAGE_GUIDANCE_SCALE": "5", "OSORA_VAE__SAMPLE_TSIZE": "64"}
-    again = again_from(video.sidecar, world, tmp_path / "b", environment)
-    assert again.path.read_bytes() == video.path.read_bytes()
-    assert json.loads(again.sidecar.read_text())["settings"]["vae"] == saved.values["vae"]
-
-
 def test_sidecar_knows_where_its_references_are(world, tmp_path, monkeypatch):
     monkeypatch.chdir(world.picture.parent)
     result = generate(released_settings(world, tmp_path, condition__references=world.picture.name))

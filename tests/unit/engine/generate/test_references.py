@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_world import RecordingReporter, moving_frames, released_settings
 
-from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
+from opensora_cli.core.conditions import CONDITION_MODES, RELEASED_LENGTHS, ReferenceLengths, reference_parts
 from opensora_cli.core.exceptions import MediaError, RequestError
 from opensora_cli.engine.generate.decode import report_given_frames
 from opensora_cli.engine.generate.dry_run import plan_generation
@@ -17,10 +17,11 @@ from opensora_cli.media.write import write_media
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
 
-def read(paths, mode, **options):
+def read(paths, mode, lengths=RELEASED_LENGTHS, **options):
     """Return the references with the warnings about them."""
-    reporter = RecordingReporter()
-    found = read_references(paths, CONDITION_MODES[mode], height=16, width=32, reporter=reporter, **options)
+    reporter, mode = RecordingReporter(), CONDITION_MODES[mode]
+    parts = reference_parts(mode, causal=True, temporal_compression=4, lengths=lengths)
+    found = read_references(paths, mode, parts, height=16, width=32, reporter=reporter, **options)
     return found, reporter.warnings
 
 

@@ -168,23 +168,6 @@ def state(kept, tmp_path):
     return Path(shutil.copy(kept, tmp_path))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"sampling__seed": "7"},
-        {"prompt": "snow"},
-        {"runtime__dtype": "bfloat16"},
-        {"sampling__num_inference_steps": "5"},
-    ],
-    ids=str,
-)
-def test_a_state_of_another_request_is_refused(state, changes):
-    before = state.read_bytes()
-    with pytest.raises(CheckpointError, match="is of another request"):
-        go_on(state, **changes)
-    assert (names(state.parent), state.read_bytes()) == ([STATE], before)
-
-
 def test_a_state_is_no_finished_latents(state, reporter):
     with pytest.raises(RequestError, match=f"was saved after step 2 of {STEPS}") as caught:
         continued(state, reporter, key="from_latents")

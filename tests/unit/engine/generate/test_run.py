@@ -2,20 +2,16 @@
 
 import json
 import socket
-from dataclasses import replace
 
 import pytest
 import torch
-from closeness import assert_close
 from tiny_world import RecordingReporter, dc_ae_settings, demo_settings, flux_settings, names, released_settings
 
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.generate import denoise, models, references
 from opensora_cli.engine.generate import request as requests
 from opensora_cli.engine.generate.dry_run import plan_generation
-from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_picture, read_video
@@ -138,45 +134,6 @@ def test_samples_are_what_their_seeds_make_alone(world, tmp_path):
     assert document["settings"]["prompt"] == "raining, sea"
 
 
-class CountingTransformer:
-    """Says zero, and remembers what each branch of a batch was shown."""
-
-    def __init__(self):
-        self.calls = []
-
-    def __call__(self, packed_latents, **inputs):
-        for row in range(packed_latents.shape[0]):
-            self.calls.append({name: None if each is None else each[row % len(each)] for name, each in inputs.items()})
-        return torch.zeros_like(packed_latents)
-
-
-def test_what_the_branches_are_shown(world, tmp_path, monkeypatch):
-    transformer = CountingTransformer()
-    embeds = PromptEmbeds(torch.tensor([[[1.0]], [[2.0]]]), torch.tensor([[3.0], [4.0]]))
-    settings = released_settings(
-        world,
-        tmp_path,
-        condition__mode="i2v_head",
-        condition__references=str(world.picture),
-        sampling__num_inference_steps="1",
-    )
-    plan = make_plan(settings)
-    reference = torch.full((4, 1, 2, 4), 0.5)
-    latents = denoise.sample_latents(plan, transformer, embeds, [reference], seed=0)
-    shown = [
-        (
-            call["prompt_embeds_BLC"].item(),
-            call["pooled_prompt_embeds_BV"].item(),
-            call["conditioning_BNK"].abs().sum().item() > 0,
-            call["embedded_guidance_B"],
-        )
-        for call in transformer.calls
-    ]
-    assert shown == [(2.0, 4.0, False, None), (2.0, 4.0, True, None), (1.0, 3.0, True, None)]
-    assert transformer.calls[0]["timesteps_B"].item() == 1.0
-    assert_close(latents[:, :1], reference)
-
-
 class TestPrompts:
     def test_five_thousand_characters(self, world, tmp_path, reporter):
         prompt = "a boat on the sea at night, " * 180
@@ -210,33 +167,6 @@ class TestPrompts:
         many = " ".join(f"word{index}" for index in range(14))
         plan_generation(demo_settings(world, tmp_path, prompt=many), reporter=reporter)
         assert '"word9" and 4 more words' in reporter.warnings[3]
-
-    def test_the_negative_prompt_gets_no_suffix(self, world, tmp_path, monkeypatch):
-        encoded = []
-        encode = models.T5Encoder.encode
-        monkeypatch.setattr(
-            models.T5Encoder, "encode", lambda self, texts: encoded.append(texts) or encode(self, texts)
-        )
-        generate(released_settings(world, tmp_path, negative_prompt="night", prompt_suffix__motion_score="2"))
-        assert encoded == [["raining, sea. 24 FPS. 2 motion score."], ["night"]]
-
-
-class TestRequests:
-    def test_auto_says_in_one_line(self, world, tmp_path, reporter, monkeypatch):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-        request = GenerateRequest(
-            overrides={
-                "prompt": Given("sea", "PROMPT"),
-                "output.path": Given(str(tmp_path), "--out"),
-                "runtime.weights": Given(str(world.released), "--weights"),
-            }
-        )
-        wrong = replace(request, overrides={**request.overrides, "video.resolution": Given("768px", "--res")})
-        with pytest.raises(RequestError):
-            resolve(wrong, reporter=reporter)
-        assert reporter.notes == []
-        assert resolve(request, reporter=reporter).model.name == "demo"
-        assert reporter.notes == ["model: demo (there is no CUDA device)"]
 
 
 def test_a_seamless_loop_leaves_out_its_last_frame(world, tmp_path, reporter):

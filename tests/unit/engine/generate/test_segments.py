@@ -19,9 +19,9 @@ from opensora_cli.engine.generate import text
 from opensora_cli.engine.generate.chain import make_chain
 from opensora_cli.engine.generate.decode import HeldVideo
 from opensora_cli.engine.generate.dry_run import PlanDocument
-from opensora_cli.engine.generate.extend import follow
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.outputs import sample_files
+from opensora_cli.engine.generate.pipeline import follow
 from opensora_cli.engine.generate.plan import SEGMENT
 from opensora_cli.engine.generate.ranks import ALONE
 from opensora_cli.engine.generate.references import references_of

@@ -16,12 +16,7 @@ from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.run import generate
-from opensora_cli.engine.generate.text import (
-    encode_prompts,
-    name_in_cache,
-    read_vocabulary,
-    text_embeds,
-)
+from opensora_cli.engine.generate.text import encode_prompts, name_in_cache, read_vocabulary, text_embeds
 from opensora_cli.media.read import read_video
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
