@@ -15,13 +15,14 @@ from opensora_cli.core.device_names import GPU
 from opensora_cli.engine.components.architectures import new_autoencoder, vae_tiling
 from opensora_cli.engine.estimate.fake_tensors import (
     Need,
+    Work,
+    WorkCounter,
     extrapolated,
     fake_device,
     fake_module,
     repeat_calls,
 )
 from opensora_cli.engine.estimate.outlines import HOST
-from opensora_cli.engine.estimate.work import Work, WorkCounter
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.vae.autoencoder import COLORS, Autoencoder

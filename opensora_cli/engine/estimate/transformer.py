@@ -16,8 +16,15 @@ from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras, in_first_block
 from opensora_cli.engine.components.parallelize import largest_share
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds, modulation_values
-from opensora_cli.engine.estimate.fake_tensors import Need, extrapolated, fake_device, fake_module, repeat_calls
-from opensora_cli.engine.estimate.work import Work, WorkCounter
+from opensora_cli.engine.estimate.fake_tensors import (
+    Need,
+    Work,
+    WorkCounter,
+    extrapolated,
+    fake_device,
+    fake_module,
+    repeat_calls,
+)
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention.torch_kernels import MATH_PARTS, sdpa
 from opensora_cli.models.linears import Split

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import ClassVar
+from types import MappingProxyType
+from typing import ClassVar, Self
 
 from opensora_cli.core.documents import Document
 from opensora_cli.engine.estimate.verdict import HostMemory
@@ -79,6 +80,37 @@ class StageProfile(Document):
     times: Mapping[str, Spread] = {}
     """Seconds of the stage, then of each call of a block in the order of the models, in the runs after a first one. On
     CUDA the device times blocks by events."""
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        predicted: Mapping[str, int],
+        measured: Mapping[str, int] | None,
+        *,
+        peaks: tuple[int, int | None],
+        reason: str | None = None,
+        counter: TensorBytes | None = None,
+        modules: tuple[ModuleShare, ...] = (),
+        times: Mapping[str, Spread] = MappingProxyType({}),
+    ) -> Self:
+        """Return the profile of a stage from the bytes of each kind at the peak, and the predicted and measured peak.
+
+        `reason` is why the stage was not measured.
+        """
+        real = measured or {}
+        return cls(
+            name=name,
+            parts=tuple(
+                Part(name=kind, predicted_bytes=size, measured_bytes=real.get(kind)) for kind, size in predicted.items()
+            ),
+            predicted_bytes=peaks[0],
+            measured_bytes=peaks[1],
+            not_measured=reason,
+            modules=modules,
+            timeline=None if counter is None else Timeline.of(counter),
+            times=times,
+        )
 
     def lines(self) -> list[str]:
         """Return a table for people."""
