@@ -130,9 +130,9 @@ class Exchanged:
 
         `keys_and_values` is how many times keys and values go around the ring; a backward pass adds their gradients.
         """
-        mesh = self.mesh
-        sharing = mesh.ring * mesh.ulysses
+        mesh, sharing = self.mesh, self.mesh.ring * self.mesh.ulysses
         hidden = (self.video_tokens + self.text_tokens) / sharing * self.config.hidden_size * self.itemsize
+        velocity = self.video_tokens * self.config.in_channels * self.itemsize
         waited = 0.0
         for stage, num_bytes in self.for_heads.items():
             rate = self.links.gpu.gpu_link if stage == "inside" else self.links.between(mesh.ulysses * mesh.tensor)
@@ -148,16 +148,11 @@ class Exchanged:
             waited += self.links.ring_seconds(2 * (mesh.tensor - 1) / mesh.tensor * sums * hidden, mesh.tensor)
         if sharing > 1:
             # Rank by rank, the velocity is gathered along tokens.
-            waited += self.links.ring_seconds(self._velocity * (sharing - 1) / sharing, sharing * mesh.tensor)
+            waited += self.links.ring_seconds(velocity * (sharing - 1) / sharing, sharing * mesh.tensor)
+        if mesh.guidance > 1:
+            # The velocity is sent to ranks with other branches of guidance.
+            waited += self.links.between(mesh.size).seconds(velocity)
         return waited
-
-    def between_branches(self) -> float:
-        """Return the seconds to send the velocity to ranks with other branches of guidance."""
-        return self.links.between(self.mesh.size).seconds(self._velocity) if self.mesh.guidance > 1 else 0.0
-
-    @property
-    def _velocity(self) -> int:
-        return self.video_tokens * self.config.in_channels * self.itemsize
 
 
 class PredictedTime(Document):

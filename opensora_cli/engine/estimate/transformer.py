@@ -98,7 +98,7 @@ def sampling_need(facts: Sampling) -> Need:
         shape = channels, frames, config.patch_size, config.patch_size * tokens
         return _with_few_blocks(replace(facts, latent_shape=shape))
 
-    found = extrapolated(count, tokens, step=step, few=step)
+    found = Need(*extrapolated(count, tokens, step=step, few=step))
     # Modulation was computed for one block of each kind.
     all_blocks, one_block = (modulation_values(facts.num_times, each) for each in (config, with_depth(config, 1)))
     return found._replace(data=found.data + (all_blocks - one_block) * facts.dtype.itemsize)

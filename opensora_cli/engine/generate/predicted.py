@@ -130,7 +130,7 @@ def evaluation(plan: Plan, gpu: GpuSettings) -> Seconds:
         itemsize=dtype.itemsize,
     )
     computed = found.total
-    found[COLLECTIVES] = exchanged.seconds(attention=found[ATTENTION]) + exchanged.between_branches()
+    found[COLLECTIVES] = exchanged.seconds(attention=found[ATTENTION])
     if streamed := streamed_bytes(config, dtype, plan.offload, tensor=plan.mesh.tensor):
         found += copied(gpu, streamed, pinned=plan.offload.host_weights is HostWeights.PINNED, behind=computed)
     return found

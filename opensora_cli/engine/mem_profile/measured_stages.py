@@ -35,7 +35,7 @@ from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.models import host_modulation, move_except, prepare, streamed_blocks
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.references import Reference, encode_references
-from opensora_cli.engine.mem_profile.report import StageProfile, mib, module_shares
+from opensora_cli.engine.mem_profile.report import StageProfile, Timeline, mib, module_shares, parts_of
 from opensora_cli.memory.checkpointing import blocks_of
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.eight_bit import store_in_fp8
@@ -110,20 +110,21 @@ def profile_generation(
             reason = why_not_measured(weights + beside, plan.hardware, weights=_streamed_bytes(plan, stage.name))
             if plan.mesh.size > 1:
                 reason = f"this is one of {plan.mesh.size} ranks, and the others do not run"
-            predicted = partial(StageProfile.of, stage.name, {_WEIGHTS: weights, _BESIDE_WEIGHTS: beside})
             result = try_stage(plan, stage.name, runs=runs) if reason is None else None
+            sizes = {_WEIGHTS: weights, _BESIDE_WEIGHTS: beside}
+            profile = partial(StageProfile, name=stage.name, predicted_bytes=weights + beside)
             if result is None:
-                profiles.append(predicted(None, peaks=(weights + beside, None), reason=reason or OUT_OF_MEMORY))
+                profiles.append(profile(parts=parts_of(sizes), not_measured=reason or OUT_OF_MEMORY))
             else:
                 counter, held = result.counter, result.counter.marks[0].live_bytes
-                profile = predicted(
-                    {_WEIGHTS: held, _BESIDE_WEIGHTS: result.peak_bytes - held},
-                    peaks=(weights + beside, result.peak_bytes),
-                    counter=counter,
+                measured = profile(
+                    parts=parts_of(sizes, {_WEIGHTS: held, _BESIDE_WEIGHTS: result.peak_bytes - held}),
+                    measured_bytes=result.peak_bytes,
                     modules=module_shares(result.parameters, counter.peak_by_owner()),
+                    timeline=Timeline.of(counter),
                     times=result.times,
                 )
-                profiles.append(profile)
+                profiles.append(measured)
                 counters.append(counter)
             progress.advance()
     return tuple(profiles), counters

@@ -16,13 +16,20 @@ from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.mem_profile.compare import attention_costs, compare_generation, compare_training
 from opensora_cli.engine.mem_profile.files import profile_figure, recorded_history, write_snapshot
 from opensora_cli.engine.mem_profile.measured_stages import profile_generation, why_not_measured
-from opensora_cli.engine.mem_profile.report import LargestBatch, MemProfile, StageProfile, module_shares
+from opensora_cli.engine.mem_profile.report import (
+    LargestBatch,
+    MemProfile,
+    StageProfile,
+    Timeline,
+    module_shares,
+    parts_of,
+)
 from opensora_cli.engine.train.activations import largest_batch_shape, with_batch_size
 from opensora_cli.engine.train.early import warn_of_missing_inputs
 from opensora_cli.engine.train.estimate import STEP, estimate_training, measure_training
-from opensora_cli.engine.train.fake_ranks import BUFFERS
 from opensora_cli.engine.train.objectives import find_objective
 from opensora_cli.engine.train.plan import estimate_rank, judge, settings_on
+from opensora_cli.engine.train.stand_ins import BUFFERS
 from opensora_cli.media.plots import new_figure, write_figure
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import PlannedMachine
@@ -128,16 +135,17 @@ def _profile_training(
     compares_attention = settings.compare and what.trains_transformer
     devices = f", devices {what.parallel.describe(what.strategy)}" if ranks > 1 else ""
     kinds = {name: size for name, size in predicted.at_peak.items() if name != BUFFERS or size}
-    stage = StageProfile.of(
-        STEP,
-        {**kinds, _HELD: predicted.held_for_backward},
-        None if measured is None else {**measured.at_peak, _HELD: measured.held_for_backward},
-        peaks=(predicted.rank.peak_bytes, None if measured is None else measured.rank.peak_bytes),
-        reason=reason,
-        counter=shown.counter,
+    held = None if measured is None else {**measured.at_peak, _HELD: measured.held_for_backward}
+    stage = StageProfile(
+        name=STEP,
+        parts=parts_of({**kinds, _HELD: predicted.held_for_backward}, held),
+        predicted_bytes=predicted.rank.peak_bytes,
+        measured_bytes=None if measured is None else measured.rank.peak_bytes,
+        not_measured=reason,
         modules=module_shares(
             {f"model.{name}": sizes for name, sizes in shown.by_weight.items()}, shown.activations_by_module
         ),
+        timeline=Timeline.of(shown.counter),
         times=shown.times,
     )
     steps = len(find_objective(what).measured_steps(what))

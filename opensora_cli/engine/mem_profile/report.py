@@ -1,8 +1,7 @@
 """The result of a memory profile: a document, and lines for people."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import takewhile
-from types import MappingProxyType
 from typing import ClassVar, Self
 
 from opensora_cli.core.documents import Document
@@ -28,6 +27,14 @@ class Part(Document):
         return f"  {self.name:34}{mib(self.predicted_bytes):>14}{mib(self.measured_bytes):>14}"
 
 
+def parts_of(predicted: Mapping[str, int], measured: Mapping[str, int] | None = None) -> tuple[Part, ...]:
+    """Return the kinds of memory of a stage, from their bytes by name."""
+    real = measured or {}
+    return tuple(
+        Part(name=name, predicted_bytes=size, measured_bytes=real.get(name)) for name, size in predicted.items()
+    )
+
+
 class ModuleShare(Document):
     """Memory of a part of a model."""
 
@@ -51,7 +58,7 @@ class Timeline(Document):
     """Name and position of each mark, from 0 to 1."""
 
     @classmethod
-    def of(cls, counter: TensorBytes) -> "Timeline":
+    def of(cls, counter: TensorBytes) -> Self:
         """Return the timeline of a counter, reduced to a few points."""
         count = max(len(counter.changes), 1)
         points = [0] * min(count, _TIMELINE_POINTS)
@@ -71,7 +78,7 @@ class StageProfile(Document):
     parts: tuple[Part, ...]
     predicted_bytes: int
     """Predicted peak."""
-    measured_bytes: int | None
+    measured_bytes: int | None = None
     """Measured peak of the allocator on CUDA, or of counted tensors on a CPU; None means not measured."""
     not_measured: str | None = None
     """Reason why the stage was not measured."""
@@ -80,37 +87,6 @@ class StageProfile(Document):
     times: Mapping[str, Spread] = {}
     """Seconds of the stage, then of each call of a block in the order of the models, in the runs after a first one. On
     CUDA the device times blocks by events."""
-
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        predicted: Mapping[str, int],
-        measured: Mapping[str, int] | None,
-        *,
-        peaks: tuple[int, int | None],
-        reason: str | None = None,
-        counter: TensorBytes | None = None,
-        modules: tuple[ModuleShare, ...] = (),
-        times: Mapping[str, Spread] = MappingProxyType({}),
-    ) -> Self:
-        """Return the profile of a stage from the bytes of each kind at the peak, and the predicted and measured peak.
-
-        `reason` is why the stage was not measured.
-        """
-        real = measured or {}
-        return cls(
-            name=name,
-            parts=tuple(
-                Part(name=kind, predicted_bytes=size, measured_bytes=real.get(kind)) for kind, size in predicted.items()
-            ),
-            predicted_bytes=peaks[0],
-            measured_bytes=peaks[1],
-            not_measured=reason,
-            modules=modules,
-            timeline=None if counter is None else Timeline.of(counter),
-            times=times,
-        )
 
     def lines(self) -> list[str]:
         """Return a table for people."""
@@ -145,7 +121,7 @@ class Technique(Document):
     reason: str | None = None
 
     @classmethod
-    def compared(cls, name: str, *, before: tuple[int, float], after: tuple[int, float], of: str) -> "Technique":
+    def compared(cls, name: str, *, before: tuple[int, float], after: tuple[int, float], of: str) -> Self:
         """Return the row of a technique from bytes and seconds without it and with it."""
         saved = before[0] - after[0]
         added = after[1] / before[1] - 1 if before[1] else 0.0
@@ -244,10 +220,9 @@ def module_shares(by_weight: Mapping[str, tuple[int, int]], made: Mapping[str, i
     `by_weight` maps a name to the number of parameters and bytes of a weight, and `made` the name of a module to the
     bytes that its forward allocated.
     """
+    shares: dict[str, list[int]] = {}
     rows = [(name.rpartition(".")[0], (*sizes, 0)) for name, sizes in by_weight.items()]
-    rows += [(name, (0, 0, size)) for name, size in made.items() if name]
-    shares: dict[str, Sequence[int]] = {}
-    for path, sizes in rows:
+    for path, sizes in (*rows, *((name, (0, 0, size)) for name, size in made.items() if name)):
         stack = ".".join([*takewhile(lambda part: not part.isdigit(), path.split("."))][:3])
         shares[stack] = [*map(sum, zip(shares.get(stack, (0, 0, 0)), sizes, strict=True))]
     found = (

@@ -21,7 +21,6 @@ from opensora_cli.engine.estimate.outlines import HOST
 from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.activations import largest_batch_shape, plan_activations
 from opensora_cli.engine.train.distribution import Distribution, local
-from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS, ExchangeOwners, FakeDistribution, fake_rank
 from opensora_cli.engine.train.few_blocks import FewBlocks, with_few_blocks
 from opensora_cli.engine.train.frozen_weights import (
     FrozenWeights,
@@ -34,7 +33,14 @@ from opensora_cli.engine.train.frozen_weights import (
 from opensora_cli.engine.train.objectives import find_objective
 from opensora_cli.engine.train.optimizer import kept_tensors
 from opensora_cli.engine.train.parallelize import checkpoint_blocks
-from opensora_cli.engine.train.stand_ins import largest_batches
+from opensora_cli.engine.train.stand_ins import (
+    BUFFERS,
+    GRADIENTS,
+    ExchangeOwners,
+    FakeDistribution,
+    fake_rank,
+    largest_batches,
+)
 from opensora_cli.engine.train.trainer import MODEL, Clock, Losses, Task, Trainer
 from opensora_cli.memory.checkpointing import blocks_of
 from opensora_cli.memory.counting import TensorBytes

@@ -10,7 +10,7 @@ import pytest
 import torch
 from adapter_styles import kohya
 from closeness import assert_close
-from estimated_stages import beside_weights, denoise_peak, estimated
+from estimated_stages import beside_weights, estimated, measured
 from mapped_files import are_mapped, needs_maps
 from safetensors.torch import load_file, save_file
 from storage_sizes import storage_bytes
@@ -285,7 +285,7 @@ class TestMemory:
         )
         offload, transformer = OffloadPlan(chunk_tokens=tokens), models.load_transformer(plan)
         stage = estimated(plan, offload)["denoise"]
-        assert beside_weights(stage) == pytest.approx(denoise_peak(plan, offload, transformer), rel=0.1)
+        assert beside_weights(stage) == pytest.approx(measured(plan, offload, "denoise"), rel=0.1)
         assert stage.weight_bytes == pytest.approx(storage_bytes(transformer.parameters()), rel=0.01)
         alone = estimated(plan_of(**{"memory.offload": "none"}), offload)["denoise"]
         assert stage.weight_bytes > 1.03 * alone.weight_bytes

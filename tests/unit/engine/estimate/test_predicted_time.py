@@ -83,8 +83,7 @@ def test_exchanges_for_heads_and_sums_are_waited_for() -> None:
     sums = exchanged(MeshShape(tensor=2)).seconds(attention=1.0)
     assert sums == pytest.approx(76 * 8192 * 3072 * 2 / 370e9)
     assert exchanged(MeshShape()).seconds(attention=0.0) == 0.0
-    assert exchanged(MeshShape()).between_branches() == 0.0
-    assert exchanged(MeshShape(guidance=2)).between_branches() == pytest.approx(8000 * 64 * 2 / 370e9)
+    assert exchanged(MeshShape(guidance=2)).seconds(attention=0.0) == pytest.approx(8000 * 64 * 2 / 370e9)
 
 
 def test_a_document_says_that_it_is_predicted_and_begins_with_what_dominates() -> None:
