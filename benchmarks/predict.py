@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from opensora_cli.core.device import GIB
 from opensora_cli.core.formatting import duration
-from opensora_cli.engine.estimate.predicted_time import TRAFFIC, Seconds, added, times, total
+from opensora_cli.engine.estimate.predicted_time import TRAFFIC
 from opensora_cli.engine.generate.chain import alone
 from opensora_cli.engine.generate.plan import Plan, make_plan
 from opensora_cli.engine.generate.predicted import decoding, evaluation, loading, predict_time, text
@@ -95,7 +95,7 @@ def measured_times() -> list[Measured]:
 def of_ours(time: Measured, gpu: GpuSettings) -> float:
     """Return the predicted seconds of a measured time."""
     plan = plan_on(time.resolution, "1xH100")
-    return total((evaluation if time.what == "evaluation" else decoding)(plan, gpu))
+    return (evaluation if time.what == "evaluation" else decoding)(plan, gpu).total
 
 
 def measured_table(gpu: GpuSettings) -> list[str]:
@@ -112,14 +112,10 @@ def measured_table(gpu: GpuSettings) -> list[str]:
 def of_reference(time: Published, gpu: GpuSettings) -> float:
     """Return the predicted seconds of the reference: ring attention, all branches, and each rank decodes everything."""
     plan = plan_on(time.resolution, f"{time.gpus}xH100", ring=time.gpus > 1)
-    of_branch = {**evaluation(plan, gpu), TRAFFIC: gpu.memory_rate.seconds(time.traffic_gb * 1e9)}
-    stages: Sequence[Seconds] = (
-        loading(plan, gpu),
-        text(plan, gpu),
-        times(of_branch, EVALUATIONS),
-        decoding(plan, gpu, shared=False),
-    )
-    return total(added(*stages))
+    evaluated = evaluation(plan, gpu)
+    evaluated[TRAFFIC] = gpu.memory_rate.seconds(time.traffic_gb * 1e9)
+    parts = evaluated * EVALUATIONS + loading(plan, gpu) + text(plan, gpu) + decoding(plan, gpu, shared=False)
+    return parts.total
 
 
 def fit(
@@ -202,7 +198,7 @@ def train_plan(recipe: str, machine: str, changes: Mapping[str, object]) -> Trai
 def step_bytes(recipe: str, ranks: int, changes: tuple[tuple[str, object], ...]) -> int:
     """Return the bytes of the first rank on its GPU, equal for all GPUs with enough page-locked host memory."""
     settings = train_plan(recipe, f"{ranks}x{GPUS[-1]}", dict(changes)).settings
-    return estimate_training(settings).device_peak_bytes
+    return estimate_training(settings).rank.device_peak_bytes
 
 
 def stage2_changes(recipe: str, ranks: int) -> dict[str, object]:

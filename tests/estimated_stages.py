@@ -5,13 +5,11 @@ from dataclasses import replace
 
 import torch
 
-from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.estimate.generation import estimate_generation
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
-from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.plan import Plan
+from opensora_cli.engine.mem_profile.measured_stages import measure_stage
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.mmdit.model import MMDiT
 
 
 def estimated(plan: Plan, offload: OffloadPlan, device_type: str = "cpu") -> dict[str, StageMemory]:
@@ -26,26 +24,15 @@ def beside_weights(stage: StageMemory) -> int:
     return stage.data_bytes + stage.activation_bytes
 
 
+def measured(plan: Plan, offload: OffloadPlan, name: str) -> int:
+    """Return the peak of a stage with random weights beside these."""
+    found = measure_stage(replace(plan, offload=offload), name)
+    return found.peak_bytes - found.counter.marks[0].live_bytes
+
+
 def counted(run: Callable[[], object]) -> int:
     """Return the peak of the bytes of the tensors that a function makes."""
     with torch.inference_mode(), TensorBytes() as counter:
         kept = run()
         del kept
     return counter.peak_bytes
-
-
-def denoise_peak(plan: Plan, offload: OffloadPlan, transformer: MMDiT) -> int:
-    """Return the peak of sampling beside the weights."""
-    transformer.set_sequence_chunk(offload.chunk_tokens)
-    plan = replace(plan, offload=offload)
-    text, dtype = plan.settings.model, plan.hardware.dtype
-    latents = [torch.zeros(plan.latent_shape, dtype=dtype)] * 2 if plan.mode.needs_reference else None
-
-    def run() -> object:
-        embeds = PromptEmbeds(
-            torch.zeros(2, plan.settings.text.t5_max_length, text.context_in_dim, dtype=dtype),
-            torch.zeros(2, text.vec_in_dim, dtype=dtype),
-        )
-        return sample_latents(plan, transformer, embeds, latents, seed=0)
-
-    return counted(run)

@@ -207,7 +207,7 @@ def memory_offloading_inference(model: nn.Module, input_data: Any) -> Any:
 
 def adaptive_batch_size(model: nn.Module, input_shape: Sequence[int], max_memory_gb: float = 40) -> int:
     """Return the largest batch, 1 to 1024, of inputs (b, *input_shape) that fits in 0.8 of the memory."""
-    from opensora_cli.engine.mem_profile.batch import largest_batch
+    from opensora_cli.engine.mem_profile.profile import largest_batch
 
     weight = next(model.parameters())
     held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

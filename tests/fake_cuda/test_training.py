@@ -88,7 +88,7 @@ def test_ranks_ask_for_what_they_may_and_take_the_memory_that_is_planned(tmp_pat
     assert wrong(turns) == []
     first_and_last = {0, row.size - 1} & turns.keys() or turns.keys()
     for rank in first_and_last if row.plans_memory else ():
-        planned = estimate_training(turns[rank].settings, rank=rank).device_peak_bytes
+        planned = estimate_training(turns[rank].settings, rank=rank).rank.device_peak_bytes
         assert list(memory_faults(turns[rank].log, {STEP: planned})) == []
 
 

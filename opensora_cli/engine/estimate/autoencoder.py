@@ -1,31 +1,32 @@
 """Memory and work of an autoencoder: one tile of each shape is run, and every other tile takes the same."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import lru_cache, partial
 from itertools import accumulate
 from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from opensora_cli.core.device_names import GPU
 from opensora_cli.engine.components.architectures import new_autoencoder, vae_tiling
 from opensora_cli.engine.estimate.fake_tensors import (
     Need,
+    Work,
+    WorkCounter,
     extrapolated,
     fake_device,
     fake_module,
     repeat_calls,
 )
 from opensora_cli.engine.estimate.outlines import HOST
-from opensora_cli.engine.estimate.work import Work, WorkCounter
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.vae.autoencoder import COLORS, Autoencoder
 from opensora_cli.models.vae.hunyuan import Decoder, Encoder
+from opensora_cli.models.vae.hunyuan_blocks import CausalConv3d
 from opensora_cli.settings.components import VAESettings
 
 _FEW_FRAMES = 4
@@ -43,28 +44,27 @@ def decoding_need(
     chunk_frames: int | None,
     store_on_host: bool,
 ) -> Need:
-    """Return the need of decoding; that of a long clip follows from shorter ones.
+    """Return the need of decoding.
 
     `shown` are the height and width of the pixels that are kept. `chunk_frames` and `store_on_host` are fields of
     `OffloadPlan`.
     """
-    channels, _frames, *sides = latent_shape
+    channels, num_frames, *sides = latent_shape
     height, width = shown
 
     def count(frames: int) -> Need:
-        with coder.counting() as counter:
-            latents_1CTHW = torch.empty(1, channels, frames, *sides, dtype=dtype, device=coder.device)
+        with TensorBytes(device_type=device.type) as counter:
+            latents_1CTHW = torch.empty(1, channels, frames, *sides, dtype=dtype, device=device)
             # The same steps as in `decode_latents` of generation.
-            pieces_1CTHW = coder.vae.decode_pieces(
+            pieces_1CTHW = vae.decode_pieces(
                 latents_1CTHW, tiling=vae_tiling(settings), canvas=HOST, chunk_frames=chunk_frames, store=store
             )
             deque(map(lambda piece_1CTHW: _shown(piece_1CTHW[0, :, :, :height, :width]), pieces_1CTHW), maxlen=0)
             return Need.of(counter)
 
     with fake_device(device_type) as device:
-        coder = _Coder(settings, device, dtype, decodes=True)
-        store = HOST if store_on_host else device
-        return coder.extrapolated(count, latent_shape, chunk_frames)
+        vae, store = _fake_coder(settings, device, dtype, decodes=True), HOST if store_on_host else device
+        return _of_few_tiles(count, num_frames, settings, decodes=True)
 
 
 def _shown(pixels_CTHW: Tensor) -> Tensor:
@@ -89,81 +89,95 @@ def encoding_need(
 
 @lru_cache(maxsize=64)
 def _encoding_need(
-    settings: VAESettings, frames: int, sides: tuple[int, int], dtype: torch.dtype, device_type: str
+    settings: VAESettings, num_frames: int, sides: tuple[int, int], dtype: torch.dtype, device_type: str
 ) -> Need:
     def count(frames: int) -> Need:
-        with coder.counting() as counter:
-            pixels_1CTHW = torch.empty(1, COLORS, frames, *sides, dtype=dtype, device=coder.device)
-            latents_1CTHW = coder.vae.encode(pixels_1CTHW, tiling=vae_tiling(settings))
+        with TensorBytes(device_type=device.type) as counter:
+            pixels_1CTHW = torch.empty(1, COLORS, frames, *sides, dtype=dtype, device=device)
+            latents_1CTHW = vae.encode(pixels_1CTHW, tiling=vae_tiling(settings))
             need = Need.of(counter)
             del latents_1CTHW
             return need
 
     with fake_device(device_type) as device:
-        coder = _Coder(settings, device, dtype, decodes=False)
-        return coder.extrapolated(count, (COLORS, frames, *sides), None)
+        vae = _fake_coder(settings, device, dtype, decodes=False)
+        return _of_few_tiles(count, num_frames, settings, decodes=False)
 
 
-class _Coder:
-    """Fake autoencoder whose encoder or decoder runs once for each shape of a tile, and then takes the same memory.
+def _of_few_tiles(count: Callable[[int], Need], frames: int, settings: VAESettings, *, decodes: bool) -> Need:
+    """Return `count(frames)`; each further temporal tile takes the same amount."""
+    time = settings.sizes.tile_grids()[decodes].time
+    if not settings.temporal_tiling or frames <= time.size:
+        return count(frames)
+    return Need(*extrapolated(count, frames, step=time.stride, few=time.size + 2 * time.stride))
+
+
+def _fake_coder(settings: VAESettings, device: torch.device, dtype: torch.dtype, *, decodes: bool) -> Autoencoder:
+    """Return an autoencoder whose encoder or decoder allocates the peak of each tile at once.
 
     Blocks of a width are equal except the first, so that few represent all. Call it inside `fake_device`.
     """
+    few_layers = settings.replace({"layers_per_block": min(settings.layers_per_block, 1 if decodes else 2)})
+    vae = fake_module(lambda: new_autoencoder(few_layers), device=device, dtype=dtype)
+    part, grid = vae.decoder if decodes else vae.encoder, settings.grid
+    run = part.forward
+    known: dict[torch.Size, tuple[int, int]] = {}
+    """Bytes at the peak of a tile and channels of its result, by the shape of the tile."""
 
-    def __init__(self, settings: VAESettings, device: torch.device, dtype: torch.dtype, *, decodes: bool) -> None:
-        few_layers = settings.replace({"layers_per_block": min(settings.layers_per_block, 1 if decodes else 2)})
-        self.device = device
-        self.vae = fake_module(lambda: new_autoencoder(few_layers), device=device, dtype=dtype)
-        self._settings, self._decodes = settings, decodes
-        self._part = self.vae.decoder if decodes else self.vae.encoder
-        self._run = self._part.forward
-        self._counter = TensorBytes(device_type=device.type)
-        self._known: dict[torch.Size, tuple[int, int]] = {}
-        """Peak of a tile and channels of its result, by the shape of the tile."""
-        self._part.forward = self._forward
-
-    @contextmanager
-    def counting(self) -> Iterator[TensorBytes]:
-        """Count the bytes of a call."""
-        self._counter, self._known = TensorBytes(device_type=self.device.type), {}
-        with self._counter:
-            yield self._counter
-
-    def extrapolated(
-        self, count: Callable[[int], Need], shape: tuple[int, int, int, int], chunk_frames: int | None
-    ) -> Need:
-        """Return the need of a clip of `shape`, in which each further chunk or tile takes the same amount."""
-        settings, (channels, frames, *sides) = self._settings, shape
-        grid = settings.sizes.tile_grids()[self._decodes]
-        if settings.temporal_tiling and frames > grid.time.size:
-            return extrapolated(count, frames, step=grid.time.stride, few=grid.time.size + 2 * grid.time.stride)
-        if settings.spatial_tiling and max(sides) > grid.space.size:
-            sides = [min(side, grid.space.size) for side in sides]
-        if chunk_frames is None and isinstance(self._part, (Encoder, Decoder)):
-            chunk_frames = self._part.chunk_frames_for(torch.empty(1, channels, frames, *sides, device=self.device))
-        # In a shorter clip, kernels could need more than frames.
-        step = frames if chunk_frames is None else chunk_frames * -(-_FEW_FRAMES // chunk_frames)
-        return extrapolated(count, frames, step=step, few=step + 1)
-
-    def _forward(self, clip_1CTHW: Tensor, **options: Any) -> Tensor:
-        counter, known = self._counter, self._known.get(clip_1CTHW.shape)
-        if known is None:
-            counter.mark("begin")
-            out: Tensor = self._run(clip_1CTHW, **options)
-            counter.mark("end")
-            # The result stays.
-            stays = counter.live_bytes - (out.nbytes if out.device == clip_1CTHW.device else 0)
-            self._known[clip_1CTHW.shape] = counter.marks[-1].peak_bytes - stays, out.shape[1]
-            return out
-        peak_bytes, out_channels = known
+    def forward(clip_1CTHW: Tensor, **options: Any) -> Tensor:
+        shape = clip_1CTHW.shape
+        if shape not in known:
+            chunk_frames = options.get("chunk_frames")
+            if chunk_frames is None and isinstance(part, (Encoder, Decoder)):
+                chunk_frames = part.chunk_frames_for(clip_1CTHW)
+            known[shape] = _tile_peak(part, partial(run, **options), clip_1CTHW, chunk_frames)
+        peak_bytes, channels = known[shape]
         clip_1CTHW.new_empty(peak_bytes, dtype=torch.uint8)
-        grid, (frames, height, width) = self._settings.grid, clip_1CTHW.shape[2:]
-        if self._decodes:
+        frames, height, width = shape[2:]
+        if decodes:
             space = grid.spatial_compression_ratio
             size = grid.num_frames(frames), height * space, width * space
-            return torch.empty(1, out_channels, *size, dtype=clip_1CTHW.dtype, device=HOST)
-        size = grid.latent_frames(frames), *grid.latent_size(height, width)
-        return clip_1CTHW.new_empty(1, out_channels, *size)
+            return torch.empty(1, channels, *size, dtype=clip_1CTHW.dtype, device=HOST)
+        return clip_1CTHW.new_empty(1, channels, grid.latent_frames(frames), *grid.latent_size(height, width))
+
+    part.forward = forward
+    return vae
+
+
+def _tile_peak(
+    part: nn.Module, run: Callable[[Tensor], Tensor], clip_1CTHW: Tensor, chunk_frames: int | None
+) -> tuple[int, int]:
+    """Return the bytes at the peak of a tile, extrapolated from few frames, and the channels of its result.
+
+    Layers run one after the other, each for all chunks. The peak of each layer grows at a rate of its own.
+    """
+    _, _, num_frames, *sides = clip_1CTHW.shape
+    convolutions = [module for module in part.modules() if isinstance(module, CausalConv3d)]
+    channels: list[int] = []
+
+    def count(frames: int) -> list[int]:
+        piece_1CTHW = clip_1CTHW
+        if frames < num_frames:
+            piece_1CTHW = clip_1CTHW.new_empty(1, clip_1CTHW.shape[1], frames, *sides)
+        with TensorBytes(device_type=clip_1CTHW.device.type) as counter:
+            for each in convolutions:
+                _mark_first_call(each, counter)
+            channels.append(run(piece_1CTHW).shape[1])
+        counter.mark("end")
+        return [mark.peak_bytes for mark in counter.marks]
+
+    # In a shorter clip, kernels could need more than frames.
+    step = num_frames if chunk_frames is None else chunk_frames * -(-_FEW_FRAMES // chunk_frames)
+    return max(extrapolated(count, num_frames, step=step, few=step + 1)), channels[0]
+
+
+def _mark_first_call(convolution: CausalConv3d, counter: TensorBytes) -> None:
+    def pad(*inputs: Any, **options: Any) -> Tensor:
+        counter.mark("convolution")
+        convolution.__dict__.pop("pad")
+        return convolution.pad(*inputs, **options)
+
+    convolution.pad = pad  # type: ignore[method-assign]
 
 
 @lru_cache(maxsize=64)

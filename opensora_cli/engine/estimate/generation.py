@@ -8,17 +8,24 @@ of fused attention, and the workspace of cuDNN's convolutions. Not counted are w
 matrix products of cuBLAS), the CUDA context, and the rounding and fragmentation of an allocator.
 """
 
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
 from typing import TYPE_CHECKING
+
+import torch
 
 from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.conditions import reference_parts
 from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.engine.components.loras import lora_ranks
+from opensora_cli.engine.components.parallelize import largest_share
+from opensora_cli.engine.components.text_encoders import STREAMED_LAYERS
 from opensora_cli.engine.components.velocity import modulation_comes_first
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.autoencoder import decoding_need, encoding_need
-from opensora_cli.engine.estimate.offload import AUTOENCODER, DECODE, DENOISE, ENCODE, OffloadPlan, StageMemory
-from opensora_cli.engine.estimate.text import text_memory
+from opensora_cli.engine.estimate.fake_tensors import Need, Work, fake_device, fake_module
+from opensora_cli.engine.estimate.offload import AUTOENCODER, DECODE, DENOISE, ENCODE, TEXT, OffloadPlan, StageMemory
 from opensora_cli.engine.estimate.transformer import Sampling, sampling_need
 from opensora_cli.engine.estimate.weights import (
     dequantized_bytes,
@@ -26,6 +33,11 @@ from opensora_cli.engine.estimate.weights import (
     transformer_bytes,
     transformer_on_cpu,
 )
+from opensora_cli.memory.counting import TensorBytes
+from opensora_cli.memory.host_weights import aligned, streaming_bytes
+from opensora_cli.models.text.clip import ClipTextModel
+from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
+from opensora_cli.models.text.t5 import T5Model, t5_linears
 from opensora_cli.sampling.guidance import busiest
 from opensora_cli.sampling.step_cache import one_of_each_phase
 from opensora_cli.settings.devices import OffloadMode
@@ -33,6 +45,9 @@ from opensora_cli.settings.generate import GenerateSettings
 
 if TYPE_CHECKING:
     from opensora_cli.engine.generate.plan import Plan
+
+_TEXTS = 2
+"""The prompt and the negative prompt."""
 
 
 def estimate_generation(plan: "Plan", offload: OffloadPlan) -> tuple[StageMemory, ...]:
@@ -59,7 +74,7 @@ def estimate_generation(plan: "Plan", offload: OffloadPlan) -> tuple[StageMemory
     decode = StageMemory(DECODE, weights[Component.VAE], decoding.data, decoding.activations, vae_mapped)
     if plan.decodes_only:
         return (decode,)
-    stages = [text_memory(plan, streamed=offload.stream_text)]
+    stages = [_text(plan, streamed=offload.stream_text)]
     frames = reference_frames(plan)
     encoded = (*frames, plan.settings.video.num_frames) if plan.start else frames
     if encoded:
@@ -67,6 +82,68 @@ def estimate_generation(plan: "Plan", offload: OffloadPlan) -> tuple[StageMemory
         stages.append(StageMemory(ENCODE, weights[Component.VAE], encoding.data, encoding.activations, vae_mapped))
     kept = ((AUTOENCODER, weights[Component.VAE]),) if frames and offload.mode is OffloadMode.NONE else ()
     return *stages, _denoise(plan, offload, weights[Component.TRANSFORMER], kept), decode
+
+
+def _text(plan: "Plan", *, streamed: bool) -> StageMemory:
+    """Return the memory of the stage that encodes the prompts. Encoders without a folder have the released sizes.
+
+    With `streamed` T5's layers move to the device one by one; otherwise ranks share them, if there are enough heads.
+    """
+    text, dtype, files, ranks = plan.settings.text, plan.hardware.dtype, plan.files, plan.mesh.size
+    t5_sizes = T5Sizes.of(plan.weights.paths.get(Component.T5))
+    clip_sizes = ClipSizes.of(plan.weights.paths.get(Component.CLIP))
+    slots, whole, share = _t5_layers(t5_sizes, dtype.itemsize, ranks)
+    held = streaming_bytes(slots, resident=STREAMED_LAYERS) if streamed else share
+    parameters = plan.parameters[Component.T5] + plan.parameters[Component.CLIP]
+    own_bytes, mapped_bytes = parameters * dtype.itemsize - whole + held, 0
+    if files is not None:
+        t5, clip = files[Component.T5], files[Component.CLIP].total
+        # Layers that ranks share are copies.
+        layers = t5.in_blocks.held(streamed) if streamed or ranks == 1 else (0, 0)
+        copies = held if streamed or ranks > 1 else 0
+        parts = t5.outside.held(), clip.held(), layers, (copies, 0)
+        own_bytes, mapped_bytes = (sum(column) for column in zip(*parts, strict=True))
+    t5_need = _text_need(t5_sizes, text.t5_max_length, dtype)
+    # A longer length is refused when the encoder is loaded.
+    clip_need = _text_need(clip_sizes, min(text.clip_max_length, clip_sizes.max_length), dtype)
+    # Texts are encoded one by one, each by T5 and then by CLIP, and their embeddings are joined at the end. Earlier
+    # results stay while the next text is encoded.
+    one = t5_need.data + clip_need.data
+    last = max(t5_need.activations, clip_need.data + clip_need.activations)
+    peak = max((_TEXTS - 1) * one + t5_need.data + last, 2 * _TEXTS * one)
+    return StageMemory(TEXT, own_bytes, _TEXTS * one, peak - _TEXTS * one, mapped_bytes)
+
+
+def _t5_layers(sizes: T5Sizes, itemsize: int, ranks: int) -> tuple[list[int], int, int]:
+    """Return the bytes of each T5 layer in a slot, of all layers outside slots, and of a rank's share of all."""
+    weights = sizes.layer_weights
+    slots = [sum(aligned(count * itemsize) for count in weights.values())] * sizes.num_layers
+    slots[0] += aligned(sizes.position_biases * itemsize)
+    whole = (sizes.num_layers * sum(weights.values()) + sizes.position_biases) * itemsize
+    if ranks > sizes.num_heads:
+        return slots, whole, whole
+    elsewhere = sum(weights[linear.path] * (1 - largest_share(linear, ranks)) for linear in t5_linears(sizes))
+    return slots, whole, whole - int(sizes.num_layers * elsewhere * itemsize)
+
+
+@lru_cache(maxsize=64)
+def _text_need(sizes: T5Sizes | ClipSizes, length: int, dtype: torch.dtype) -> Need:
+    """Return the need of an encoder for a text of `length` tokens.
+
+    Two layers represent all, because every layer frees what it allocates except its result.
+    """
+    few = replace(sizes, num_layers=min(sizes.num_layers, 2))
+    with fake_device("cpu") as device:
+        encoder = fake_module(
+            lambda: T5Model(few) if isinstance(few, T5Sizes) else ClipTextModel(few), device=device, dtype=dtype
+        )
+        with TensorBytes() as counter:
+            ids_1L = torch.empty((1, length), dtype=torch.int64, device=device)
+            embeds = encoder(ids_1L)
+            del ids_1L
+            need = Need.of(counter)
+            del embeds
+            return need
 
 
 def _denoise(plan: "Plan", offload: OffloadPlan, whole: int, kept: tuple[tuple[str, int], ...]) -> StageMemory:
@@ -126,3 +203,18 @@ def reference_frames(plan: "Plan") -> tuple[int, ...]:
         lengths=plan.settings.condition.lengths,
     )
     return tuple(part.num_frames for part in parts)
+
+
+def text_work(t5: T5Sizes, clip: ClipSizes, lengths: tuple[int, int], itemsize: int, *, prompts: int = 2) -> Work:
+    """Return the work of encoding prompts of `lengths` tokens in T5 and CLIP, by arithmetic like their memory.
+
+    The weights are read once for each prompt.
+    """
+    weights = t5.num_layers * sum(t5.layer_weights.values()), clip.parameters
+    tokens = lengths[0], min(lengths[1], clip.max_length)
+    widths = t5.num_layers * t5.num_heads * t5.d_kv, clip.num_layers * clip.hidden_size
+    return Work(
+        product_flops=prompts * 2 * sum(map(prod, zip(weights, tokens, strict=True))),
+        attention_flops=prompts * sum(4 * length**2 * width for length, width in zip(tokens, widths, strict=True)),
+        product_bytes=prompts * sum(weights) * itemsize,
+    )

@@ -5,16 +5,17 @@ the other. `docs/explanations/predictions.md` has the assumptions.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, Self
 
 import torch
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.formatting import duration
-from opensora_cli.engine.estimate.work import Work
+from opensora_cli.engine.components.parallelize import exchanged_bytes
+from opensora_cli.engine.estimate.fake_tensors import Work
 from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.parallel.shares import MeshShape
+from opensora_cli.parallel.shares import ExchangePlan, MeshShape
 from opensora_cli.settings.hardware import GpuSettings, Rate
 
 PRODUCTS, ATTENTION, TRAFFIC = "matrix products", "attention", "memory traffic"
@@ -22,40 +23,46 @@ LAUNCHES, COLLECTIVES, COPIES = "starting kernels", "collectives", "host copies"
 EIGHT_BITS = "matrix products in 8 bits"
 TEXT, ENCODING, DECODING, UPDATE = "text", "encoding", "decoding", "optimizer"
 
-Seconds = dict[str, float]
-"""Part -> seconds."""
-
 _PAGEABLE = 0.5
 """Assumed share of a link's speed for copies from memory that is not page-locked."""
 
 
+class Seconds(dict[str, float]):
+    """Seconds of each part of a computation."""
+
+    def __add__(self, other: Mapping[str, float]) -> "Seconds":
+        return Seconds({part: self.get(part, 0.0) + other.get(part, 0.0) for part in (*self, *other)})
+
+    def __mul__(self, count: float) -> "Seconds":
+        return Seconds({part: count * each for part, each in self.items()})
+
+    @property
+    def total(self) -> float:
+        """Sum of the parts."""
+        return sum(self.values())
+
+
 def kernel_seconds(
-    work: Work,
-    gpu: GpuSettings,
-    dtype: torch.dtype,
-    *,
-    eight_bit_tflops: float | None = None,
+    work: Work, gpu: GpuSettings, dtype: torch.dtype, *, eight_bit_tflops: float | None = None
 ) -> Seconds:
     """Return the seconds that a GPU takes for `work` in `dtype`.
 
     `eight_bit_tflops` is the peak for `work.eight_bit_flops`, and is required if there are any.
     """
     peak = _peak_flops(gpu, dtype)
-    found = {
-        PRODUCTS: max(
-            work.product_flops / (peak * gpu.product_efficiency),
-            gpu.memory_rate.seconds(work.product_bytes),
-        ),
-        ATTENTION: work.attention_flops / (peak * gpu.attention_efficiency),
-        TRAFFIC: gpu.memory_rate.seconds(work.traffic_bytes),
-    }
+    products = work.product_flops / (peak * gpu.product_efficiency)
+    found = Seconds(
+        {
+            PRODUCTS: max(products, gpu.memory_rate.seconds(work.product_bytes)),
+            ATTENTION: work.attention_flops / (peak * gpu.attention_efficiency),
+            TRAFFIC: gpu.memory_rate.seconds(work.traffic_bytes),
+        }
+    )
     if work.eight_bit_flops:
         assert eight_bit_tflops is not None
-        found[EIGHT_BITS] = max(
-            work.eight_bit_flops / (eight_bit_tflops * 1e12 * gpu.product_efficiency),
-            gpu.memory_rate.seconds(work.eight_bit_bytes),
-        )
-    waited = work.kernels * gpu.launch_us * 1e-6 - total(found)
+        products = work.eight_bit_flops / (eight_bit_tflops * 1e12 * gpu.product_efficiency)
+        found[EIGHT_BITS] = max(products, gpu.memory_rate.seconds(work.eight_bit_bytes))
+    waited = work.kernels * gpu.launch_us * 1e-6 - found.total
     if waited > 0:
         found[LAUNCHES] = waited
     return found
@@ -71,25 +78,10 @@ def _peak_flops(gpu: GpuSettings, dtype: torch.dtype) -> float:
     return peaks.get(dtype, gpu.fp32_tflops) * 1e12
 
 
-def total(seconds: Seconds) -> float:
-    """Return the sum of the parts."""
-    return sum(seconds.values())
-
-
-def times(seconds: Seconds, count: float) -> Seconds:
-    """Return the seconds of each part times `count`."""
-    return {part: count * each for part, each in seconds.items()}
-
-
-def added(*several: Seconds) -> Seconds:
-    """Return the sums of the seconds of each part."""
-    parts = dict.fromkeys(part for seconds in several for part in seconds)
-    return {part: sum(seconds.get(part, 0.0) for seconds in several) for part in parts}
-
-
-def copied(gpu: GpuSettings, num_bytes: float, *, pinned: bool) -> float:
-    """Return the seconds to copy bytes from the host's memory, page-locked or not."""
-    return gpu.host_link.seconds(num_bytes) / (1.0 if pinned else _PAGEABLE)
+def copied(gpu: GpuSettings, num_bytes: float, *, pinned: bool, behind: float = 0.0) -> Seconds:
+    """Return the seconds to copy bytes from the host's memory; page-locked copies overlap with `behind` seconds."""
+    seconds = gpu.host_link.seconds(num_bytes)
+    return Seconds({COPIES: max(0.0, seconds - behind) if pinned else seconds / _PAGEABLE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +115,24 @@ class Exchanged:
     """Video tokens of all clips."""
     text_tokens: int
     itemsize: int
-    for_heads: Mapping[str, int]
-    """Bytes that all ranks send for heads: `sent`, or `inside` and `between`, as in `PlannedExchange`."""
+    exchange: ExchangePlan = field(default_factory=ExchangePlan)
+
+    @property
+    def for_heads(self) -> Mapping[str, int]:
+        """Bytes that all ranks send for heads: `sent`, or `inside` and `between`, as in `PlannedExchange`."""
+        if self.mesh.ulysses == 1:
+            return {}
+        sizes = {"video_tokens": self.video_tokens, "text_tokens": self.text_tokens, "itemsize": self.itemsize}
+        return exchanged_bytes(self.exchange, self.mesh, self.config, **sizes)
 
     def seconds(self, *, attention: float, keys_and_values: float = 1.0) -> float:
         """Return the seconds that a rank waits. Ring attention exchanges during the `attention` seconds.
 
         `keys_and_values` is how many times keys and values go around the ring; a backward pass adds their gradients.
         """
-        mesh = self.mesh
-        sharing = mesh.ring * mesh.ulysses
+        mesh, sharing = self.mesh, self.mesh.ring * self.mesh.ulysses
         hidden = (self.video_tokens + self.text_tokens) / sharing * self.config.hidden_size * self.itemsize
+        velocity = self.video_tokens * self.config.in_channels * self.itemsize
         waited = 0.0
         for stage, num_bytes in self.for_heads.items():
             rate = self.links.gpu.gpu_link if stage == "inside" else self.links.between(mesh.ulysses * mesh.tensor)
@@ -149,16 +148,11 @@ class Exchanged:
             waited += self.links.ring_seconds(2 * (mesh.tensor - 1) / mesh.tensor * sums * hidden, mesh.tensor)
         if sharing > 1:
             # Rank by rank, the velocity is gathered along tokens.
-            waited += self.links.ring_seconds(self._velocity * (sharing - 1) / sharing, sharing * mesh.tensor)
+            waited += self.links.ring_seconds(velocity * (sharing - 1) / sharing, sharing * mesh.tensor)
+        if mesh.guidance > 1:
+            # The velocity is sent to ranks with other branches of guidance.
+            waited += self.links.between(mesh.size).seconds(velocity)
         return waited
-
-    def between_branches(self) -> float:
-        """Return the seconds to send the velocity to ranks with other branches of guidance."""
-        return self.links.between(self.mesh.size).seconds(self._velocity) if self.mesh.guidance > 1 else 0.0
-
-    @property
-    def _velocity(self) -> int:
-        return self.video_tokens * self.config.in_channels * self.itemsize
 
 
 class PredictedTime(Document):
@@ -181,13 +175,13 @@ class PredictedTime(Document):
         cls, stages: Mapping[str, Seconds], gpu: GpuSettings, *, devices: int, of: str, left_out: str
     ) -> Self:
         """Return the document of stages that run one after the other."""
-        parts = dict(sorted(added(*stages.values()).items(), key=lambda item: -item[1]))
+        parts = sum(stages.values(), Seconds())
         return cls(
             hardware=f"{devices}x{gpu.name}",
             of=of,
-            seconds=total(parts),
-            stages_s={name: total(seconds) for name, seconds in stages.items()},
-            parts_s=parts,
+            seconds=parts.total,
+            stages_s={name: seconds.total for name, seconds in stages.items()},
+            parts_s=dict(sorted(parts.items(), key=lambda item: -item[1])),
             left_out=left_out,
         )
 

@@ -17,8 +17,15 @@ from opensora_cli.engine.components.attention import attention_stand_in
 from opensora_cli.engine.components.loras import LoraRanks, add_fake_loras, in_first_block
 from opensora_cli.engine.components.parallelize import largest_share
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds, modulation_values
-from opensora_cli.engine.estimate.fake_tensors import Need, extrapolated, fake_device, fake_module, repeat_calls
-from opensora_cli.engine.estimate.work import Work, WorkCounter
+from opensora_cli.engine.estimate.fake_tensors import (
+    Need,
+    Work,
+    WorkCounter,
+    extrapolated,
+    fake_device,
+    fake_module,
+    repeat_calls,
+)
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention.torch_kernels import MATH_PARTS, sdpa
 from opensora_cli.models.linears import Split
@@ -92,7 +99,7 @@ def sampling_need(facts: Sampling) -> Need:
         shape = channels, frames, config.patch_size, config.patch_size * tokens
         return _with_few_blocks(replace(facts, latent_shape=shape))
 
-    found = extrapolated(count, tokens, step=step, few=step)
+    found = Need(*extrapolated(count, tokens, step=step, few=step))
     # Modulation was computed for one block of each kind.
     all_blocks, one_block = (modulation_values(facts.num_times, each) for each in (config, with_depth(config, 1)))
     return found._replace(data=found.data + (all_blocks - one_block) * facts.dtype.itemsize)

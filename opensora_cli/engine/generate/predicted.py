@@ -13,28 +13,21 @@ from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.engine.components.architectures import count_decoder_tiles, mmdit_config
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.autoencoder import decoding_work, encoding_work
-from opensora_cli.engine.estimate.generation import reference_frames
-from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, OffloadPlan
-from opensora_cli.engine.estimate.offload import TEXT as TEXT_STAGE
+from opensora_cli.engine.estimate.generation import reference_frames, text_work
+from opensora_cli.engine.estimate.offload import DECODE, DENOISE, ENCODE, TEXT, OffloadPlan
 from opensora_cli.engine.estimate.predicted_time import (
     ATTENTION,
     COLLECTIVES,
-    COPIES,
     DECODING,
     ENCODING,
-    TEXT,
     Exchanged,
     Links,
     PredictedTime,
     Seconds,
-    added,
     autoencoder_seconds,
     copied,
     kernel_seconds,
-    times,
-    total,
 )
-from opensora_cli.engine.estimate.text import text_work
 from opensora_cli.engine.estimate.transformer import evaluation_work
 from opensora_cli.engine.estimate.weights import bytes_of_blocks, modulation_bytes, streamed_bytes
 from opensora_cli.engine.generate.chain import Chain
@@ -52,20 +45,16 @@ def predict_time(chain: Chain, gpu: GpuSettings) -> PredictedTime:
     samples, stages = chain.num_samples, dict[str, Seconds]()
     for role, plan in chain.by_role.items():
         count = sum(job.role == role for job in chain.jobs)
-        clips, own = count * samples, dict[str, Seconds]()
-        # Segments use the models and the prompts of the video.
-        if role != SEGMENT:
-            own[LOAD] = loading(plan, gpu)
+        own = {LOAD: loading(plan, gpu)}
         if not plan.decodes_only:
-            if role != SEGMENT:
-                own[TEXT_STAGE] = text(plan, gpu)
-            if encoded := encoding(plan, gpu):
-                own[ENCODE] = times(encoded, count)
             evaluations = plan.evaluations_after(0, ranks=plan.mesh.guidance)
-            evaluated = times(evaluation(plan, gpu), clips * evaluations)
-            own[DENOISE] = added(evaluated, times(modulation(plan, gpu), clips))
-        own[DECODE] = times(decoding(plan, gpu), clips)
-        stages |= {name if role == VIDEO else f"{role} {name}": seconds for name, seconds in own.items()}
+            sampled = evaluation(plan, gpu) * evaluations + modulation(plan, gpu)
+            own |= {TEXT: text(plan, gpu), ENCODE: encoding(plan, gpu) * count, DENOISE: sampled * (count * samples)}
+        own[DECODE] = decoding(plan, gpu) * (count * samples)
+        for name, seconds in own.items():
+            # Segments use the models and the prompts of the video.
+            if seconds and not (role == SEGMENT and name in (LOAD, TEXT)):
+                stages[name if role == VIDEO else f"{role} {name}"] = seconds
     return PredictedTime.of_stages(
         stages,
         gpu,
@@ -86,31 +75,24 @@ def predict_known_time(chain: Chain, machine: PlannedMachine | None) -> Predicte
 
 def loading(plan: Plan, gpu: GpuSettings) -> Seconds:
     """Return the seconds in which weights are copied to the GPU once, from mapped files in the page cache."""
-    dtype, config = plan.hardware.dtype, mmdit_config(plan.settings.model)
+    dtype, config, offload = plan.hardware.dtype, mmdit_config(plan.settings.model), plan.offload
     sizes = {name: count * dtype.itemsize for name, count in plan.parameters.items() if name in plan.components}
     if Component.TRANSFORMER in sizes:
-        if plan.offload.in_8_bits:
-            before, after = (
-                sum(bytes_of_blocks(config, dtype, offload))
-                for offload in (OffloadPlan(modulation_on_host=plan.offload.modulation_on_host), plan.offload)
-            )
-            sizes[Component.TRANSFORMER] += after - before
+        plain = OffloadPlan(modulation_on_host=offload.modulation_on_host)
+        saved = sum(bytes_of_blocks(config, dtype, plain)) - sum(bytes_of_blocks(config, dtype, offload))
         # Weights that are streamed, or copied before the first step, count there.
-        later = streamed_bytes(config, dtype, plan.offload, tensor=1)
-        if plan.offload.modulation_on_host:
-            later += modulation_bytes(config, dtype)
-        sizes[Component.TRANSFORMER] = max(0, sizes[Component.TRANSFORMER] - later)
-    return {COPIES: copied(gpu, sum(sizes.values()), pinned=False)}
+        later = streamed_bytes(config, dtype, offload, tensor=1)
+        later += offload.modulation_on_host * modulation_bytes(config, dtype)
+        sizes[Component.TRANSFORMER] = max(0, sizes[Component.TRANSFORMER] - saved - later)
+    return copied(gpu, sum(sizes.values()), pinned=False)
 
 
 def modulation(plan: Plan, gpu: GpuSettings) -> Seconds:
     """Return the seconds in which modulation on the host is copied, once for each sample."""
     if not plan.offload.modulation_on_host:
-        return {}
+        return Seconds()
     size = modulation_bytes(mmdit_config(plan.settings.model), plan.hardware.dtype)
-    if plan.offload.fp8_storage:
-        size //= plan.hardware.dtype.itemsize
-    return {COPIES: copied(gpu, size, pinned=False)}
+    return copied(gpu, size // (plan.hardware.dtype.itemsize if plan.offload.fp8_storage else 1), pinned=False)
 
 
 def text(plan: Plan, gpu: GpuSettings) -> Seconds:
@@ -119,7 +101,7 @@ def text(plan: Plan, gpu: GpuSettings) -> Seconds:
     t5, clip = T5Sizes.of(paths.get(Component.T5)), ClipSizes.of(paths.get(Component.CLIP))
     work = text_work(t5, clip, (lengths.t5_max_length, lengths.clip_max_length), dtype.itemsize)
     sharing = plan.mesh.size if plan.mesh.size <= t5.num_heads and not plan.offload.stream_text else 1
-    return {TEXT: total(kernel_seconds(work, gpu, dtype)) / sharing}
+    return Seconds({TEXT: kernel_seconds(work, gpu, dtype).total / sharing})
 
 
 def encoding(plan: Plan, gpu: GpuSettings) -> Seconds:
@@ -128,33 +110,29 @@ def encoding(plan: Plan, gpu: GpuSettings) -> Seconds:
     dtype, size = plan.hardware.dtype, (plan.height, plan.width)
     works = (encoding_work(plan.settings.vae, frames, *size, dtype) for frames in (*reference_frames(plan), *drafted))
     seconds = sum(autoencoder_seconds(work, gpu, dtype) for work in works)
-    return {ENCODING: seconds} if seconds else {}
+    return Seconds({ENCODING: seconds} if seconds else {})
 
 
 def evaluation(plan: Plan, gpu: GpuSettings) -> Seconds:
     """Return the seconds of one evaluation of the transformer, for one clip and one branch of guidance."""
-    settings, dtype, exchange = plan.settings, plan.hardware.dtype, plan.planned_exchange
-    config = mmdit_config(settings.model)
+    settings, dtype, config = plan.settings, plan.hardware.dtype, mmdit_config(plan.settings.model)
     linear, text_tokens = settings.precision.linear, settings.text.t5_max_length
     on_clip = replace(plan.mesh, guidance=1)
     work = evaluation_work(config, plan.video_tokens, text_tokens, dtype, on_clip, plan.exchange, linear)
     found = kernel_seconds(work, gpu, dtype, eight_bit_tflops=_eight_bit_tflops(gpu, linear))
-    computed = total(found)
     exchanged = Exchanged(
         config=config,
         mesh=plan.mesh,
+        exchange=plan.exchange,
         links=Links(gpu, settings.parallel.ranks_per_node),
         video_tokens=plan.video_tokens,
         text_tokens=text_tokens,
         itemsize=dtype.itemsize,
-        for_heads={} if exchange is None else exchange.bytes_per_evaluation,
     )
-    found[COLLECTIVES] = exchanged.seconds(attention=found[ATTENTION]) + exchanged.between_branches()
-    streamed = streamed_bytes(config, dtype, plan.offload, tensor=plan.mesh.tensor)
-    if streamed:
-        pinned = plan.offload.host_weights is HostWeights.PINNED
-        waited = copied(gpu, streamed, pinned=pinned)
-        found[COPIES] = max(0.0, waited - computed) if pinned else waited
+    computed = found.total
+    found[COLLECTIVES] = exchanged.seconds(attention=found[ATTENTION])
+    if streamed := streamed_bytes(config, dtype, plan.offload, tensor=plan.mesh.tensor):
+        found += copied(gpu, streamed, pinned=plan.offload.host_weights is HostWeights.PINNED, behind=computed)
     return found
 
 
@@ -177,5 +155,4 @@ def decoding(plan: Plan, gpu: GpuSettings, *, shared: bool = True) -> Seconds:
     dtype, vae = plan.hardware.dtype, plan.settings.vae
     whole = autoencoder_seconds(decoding_work(vae, plan.latent_shape, dtype), gpu, dtype)
     tiles = count_decoder_tiles(plan.latent_shape, vae)
-    share = shares(tiles, plan.mesh.size)[0] / tiles if shared else 1.0
-    return {DECODING: whole * share}
+    return Seconds({DECODING: whole * (shares(tiles, plan.mesh.size)[0] / tiles if shared else 1.0)})

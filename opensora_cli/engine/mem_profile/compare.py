@@ -28,8 +28,6 @@ LENGTHS = (512, 1024, 2048, 4096, 8192)
 _REPEATS = 3
 _FEW_BLOCKS = 2
 _MANY_TOKENS = 8192
-_HOST_IS_DEVICE = "not measured: without a GPU, its weights would move from the host's memory to the same"
-_WHOLE_TILES = "not measured: this autoencoder decodes all frames of a tile at once"
 _STEP, _HELD = "a training step", "what is held for backward"
 _CHECKPOINTING, _ACTIVATION_OFFLOAD = "gradient checkpointing", "activation offload"
 _MIXED_PRECISION = "mixed precision (bf16 autocast)"
@@ -49,7 +47,7 @@ def compare_generation(plan: Plan, *, reporter: Reporter) -> tuple[Technique, ..
     """Return the effect of techniques on the stages of a generation. The plan's own offload is ignored."""
     all_tokens = plan.video_tokens + plan.settings.text.t5_max_length
     plain = OffloadPlan(host_weights=plan.offload.host_weights, chunk_tokens=all_tokens)
-    return tuple(_counted(_generation_rows(replace(plan, offload=plain)), reporter))
+    return tuple(_counted(_generation_rows(plan.with_offload(plain)), reporter))
 
 
 def _counted(rows: Rows, reporter: Reporter) -> Rows:
@@ -60,7 +58,7 @@ def _counted(rows: Rows, reporter: Reporter) -> Rows:
 
 
 def _training_rows(plain: TrainSettings, hardware: Hardware) -> Rows:
-    reason = why_not_measured(estimate_training(plain).peak_bytes, hardware)
+    reason = why_not_measured(estimate_training(plain).rank.peak_bytes, hardware)
     if reason is not None:
         for name in (_CHECKPOINTING, _ACTIVATION_OFFLOAD, _MIXED_PRECISION):
             yield Technique(name=name, reason=f"not measured: without it, {reason}")
@@ -84,44 +82,42 @@ def _training_cost(settings: TrainSettings) -> tuple[Cost, Cost]:
     """Return the cost of a step, by its peak and by the bytes held for backward, without weights and states."""
     memory = measure_training(settings, runs=_REPEATS)
     seconds = memory.times[STEP].mean_s
-    return (memory.device_peak_bytes, seconds), (memory.held_for_backward, seconds)
+    return (memory.rank.device_peak_bytes, seconds), (memory.held_for_backward, seconds)
 
 
 def _generation_rows(plan: Plan) -> Rows:
     tokens = min(_MANY_TOKENS, max(plan.video_tokens // 4, 1))
+    streamed = {"mode": OffloadMode.BLOCKS, "resident_blocks": _FEW_BLOCKS}
     changes: dict[str, tuple[str, dict[str, object]]] = {
         "block streaming": (
             DENOISE,
-            {
-                "mode": OffloadMode.BLOCKS,
-                "resident_blocks": _FEW_BLOCKS,
-                "modulation_on_host": computes_modulation_first(plan.settings),
-            },
+            {**streamed, "modulation_on_host": computes_modulation_first(plan.settings)},
         ),
         f"{tokens} tokens at a time": (DENOISE, {"chunk_tokens": tokens}),
         "weights stored in 8 bits": (DENOISE, {"fp8_storage": True}),
         "decoding 4 frames at a time": (DECODE, {"chunk_frames": 4}),
     }
-    sizes = {stage.name: stage.total_bytes + stage.mapped_bytes for stage in plan.with_offload(plan.offload).stages}
+    sizes = {stage.name: stage.total_bytes + stage.mapped_bytes for stage in plan.stages}
     costs: dict[str, Cost | None] = {}
     for name, (stage, change) in changes.items():
-        if name == "block streaming" and plan.hardware.device.type == "cpu":
-            yield Technique(name=name, reason=_HOST_IS_DEVICE)
+        problem = None
+        if "mode" in change and plan.hardware.device.type == "cpu":
+            problem = "without a GPU, its weights would move from the host's memory to the same"
         elif stage == DECODE and not plan.offloadable.frames:
-            yield Technique(name=name, reason=_WHOLE_TILES)
+            problem = "this autoencoder decodes all frames of a tile at once"
         elif stage not in sizes:
-            yield Technique(name=name, reason=f"not measured: there is no stage {stage}")
-        elif (problem := why_not_measured(sizes[stage], plan.hardware)) is not None:
-            yield Technique(name=name, reason=f"not measured: without it, {problem}")
-        else:
+            problem = f"there is no stage {stage}"
+        elif reason := why_not_measured(sizes[stage], plan.hardware):
+            problem = f"without it, {reason}"
+        if problem is None:
             if stage not in costs:
                 costs[stage] = _stage_cost(plan, stage)
             changed = replace(plan, offload=replace(plan.offload, **change))  # type: ignore[arg-type]
             before, after = costs[stage], _stage_cost(changed, stage)
-            if before is None or after is None:
-                yield Technique(name=name, reason=f"not measured: {OUT_OF_MEMORY}")
-            else:
+            if before is not None and after is not None:
                 yield Technique.compared(name, before=before, after=after, of=f"the stage {stage}")
+                continue
+        yield Technique(name=name, reason=f"not measured: {problem or OUT_OF_MEMORY}")
 
 
 def _stage_cost(plan: Plan, stage: str) -> Cost | None:

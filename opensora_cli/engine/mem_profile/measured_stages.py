@@ -35,7 +35,7 @@ from opensora_cli.engine.generate.denoise import sample_latents
 from opensora_cli.engine.generate.models import host_modulation, move_except, prepare, streamed_blocks
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.references import Reference, encode_references
-from opensora_cli.engine.mem_profile.report import Part, StageProfile, Timeline, mib, module_shares
+from opensora_cli.engine.mem_profile.report import StageProfile, Timeline, mib, module_shares, parts_of
 from opensora_cli.memory.checkpointing import blocks_of
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.eight_bit import store_in_fp8
@@ -102,47 +102,32 @@ def profile_generation(
     with reporter.stage("profile", total=len(plan.stages), unit="stages") as progress:
         for stage in plan.stages:
             # Random weights are not mapped from a file.
-            weight_bytes = stage.weight_bytes + stage.mapped_bytes
+            weights, beside = stage.weight_bytes + stage.mapped_bytes, stage.data_bytes + stage.activation_bytes
             if stage.name == DENOISE and plan.files is not None:
                 # Nor does modulation wait in its file until the first step.
                 waiting = plan.files[Component.TRANSFORMER].modulation
-                weight_bytes += waiting.mapped + (waiting.cast if plan.offload.mode is OffloadMode.BLOCKS else 0)
-            others = stage.data_bytes + stage.activation_bytes
-            reason = why_not_measured(weight_bytes + others, plan.hardware, weights=_streamed_bytes(plan, stage.name))
+                weights += waiting.mapped + (waiting.cast if plan.offload.mode is OffloadMode.BLOCKS else 0)
+            reason = why_not_measured(weights + beside, plan.hardware, weights=_streamed_bytes(plan, stage.name))
             if plan.mesh.size > 1:
                 reason = f"this is one of {plan.mesh.size} ranks, and the others do not run"
-            result = None if reason is not None else try_stage(plan, stage.name, runs=runs)
-            if reason is None and result is None:
-                reason = OUT_OF_MEMORY
-            profile = StageProfile(
-                name=stage.name,
-                parts=(
-                    Part(name=_WEIGHTS, predicted_bytes=weight_bytes, measured_bytes=None),
-                    Part(name=_BESIDE_WEIGHTS, predicted_bytes=others, measured_bytes=None),
-                ),
-                predicted_bytes=weight_bytes + others,
-                measured_bytes=None,
-                not_measured=reason,
-            )
-            profiles.append(profile if result is None else _with_measured(profile, result))
-            counters += [] if result is None else [result.counter]
+            result = try_stage(plan, stage.name, runs=runs) if reason is None else None
+            sizes = {_WEIGHTS: weights, _BESIDE_WEIGHTS: beside}
+            profile = partial(StageProfile, name=stage.name, predicted_bytes=weights + beside)
+            if result is None:
+                profiles.append(profile(parts=parts_of(sizes), not_measured=reason or OUT_OF_MEMORY))
+            else:
+                counter, held = result.counter, result.counter.marks[0].live_bytes
+                measured = profile(
+                    parts=parts_of(sizes, {_WEIGHTS: held, _BESIDE_WEIGHTS: result.peak_bytes - held}),
+                    measured_bytes=result.peak_bytes,
+                    modules=module_shares(result.parameters, counter.peak_by_owner()),
+                    timeline=Timeline.of(counter),
+                    times=result.times,
+                )
+                profiles.append(measured)
+                counters.append(counter)
             progress.advance()
     return tuple(profiles), counters
-
-
-def _with_measured(profile: StageProfile, measured: Measured) -> StageProfile:
-    weights = measured.counter.marks[0].live_bytes
-    sizes = weights, measured.peak_bytes - weights
-    changes = {
-        "parts": tuple(
-            part.model_copy(update={"measured_bytes": size}) for part, size in zip(profile.parts, sizes, strict=True)
-        ),
-        "measured_bytes": measured.peak_bytes,
-        "modules": module_shares(measured.parameters, measured.counter.peak_by_owner()),
-        "timeline": Timeline.of(measured.counter),
-        "times": measured.times,
-    }
-    return profile.model_copy(update=changes)
 
 
 def _streamed_bytes(plan: Plan, name: str) -> int:

@@ -1,5 +1,6 @@
 """`osora mem-profile`: predicted and measured memory of a generation or a training."""
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from opensora_cli.engine.generate.dry_run import chain_to_plan
 from opensora_cli.engine.generate.plan import VIDEO
 from opensora_cli.engine.generate.predicted import predict_known_time
 from opensora_cli.engine.generate.request import resolve
-from opensora_cli.engine.mem_profile.batch import training_batch
+from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.mem_profile.compare import attention_costs, compare_generation, compare_training
 from opensora_cli.engine.mem_profile.files import profile_figure, recorded_history, write_snapshot
 from opensora_cli.engine.mem_profile.measured_stages import profile_generation, why_not_measured
@@ -20,8 +21,20 @@ from opensora_cli.engine.train.early import warn_of_missing_inputs
 from opensora_cli.engine.train.estimate import STEP, TrainingMemory, estimate_training, measure_training
 from opensora_cli.engine.train.fake_ranks import BUFFERS
 from opensora_cli.engine.train.memory import largest_batch_shape
+from opensora_cli.engine.mem_profile.report import (
+    LargestBatch,
+    MemProfile,
+    StageProfile,
+    Timeline,
+    module_shares,
+    parts_of,
+)
+from opensora_cli.engine.train.activations import largest_batch_shape, with_batch_size
+from opensora_cli.engine.train.early import warn_of_missing_inputs
+from opensora_cli.engine.train.estimate import STEP, estimate_training, measure_training
 from opensora_cli.engine.train.objectives import find_objective
-from opensora_cli.engine.train.plan import RankMemory, judge, settings_on
+from opensora_cli.engine.train.plan import estimate_rank, judge, settings_on
+from opensora_cli.engine.train.stand_ins import BUFFERS
 from opensora_cli.media.plots import new_figure, write_figure
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import PlannedMachine
@@ -29,7 +42,9 @@ from opensora_cli.settings.load import GenerateRequest
 from opensora_cli.settings.tools import MemProfileSettings
 from opensora_cli.settings.train import TrainSettings
 
-_RANDOM = "random weights of the model's sizes, since memory does not depend on their values"
+LARGEST_BATCH = 1024
+"""Largest batch that is tried."""
+_HELD = "held for backward"
 
 
 def mem_profile(
@@ -47,10 +62,9 @@ def mem_profile(
         OutputError: a file exists already, or cannot be written.
         HardwareError: the device is missing, or has not enough memory.
     """
-    files = {"snapshot": settings.snapshot, "plot": settings.plot}
-    paths = {kind: path for kind, path in files.items() if path is not None}
-    for path in paths.values():
-        require_writable(Path(path), overwrite=settings.overwrite)
+    for path in (settings.snapshot, settings.plot):
+        if path is not None:
+            require_writable(Path(path), overwrite=settings.overwrite)
     if settings.plot is not None:
         new_figure()  # a missing matplotlib fails before the measurement
     if isinstance(what, GenerateRequest):
@@ -58,23 +72,19 @@ def mem_profile(
     hint = "profile fewer frames or a smaller batch with --set, or close what else uses the device"
     with out_of_memory_reported(hint=hint):
         if isinstance(what, TrainSettings):
-            profile = _of_training(what, settings, paths, reporter, on)
+            profile = _profile_training(what, settings, reporter, on)
         else:
-            profile = _of_generation(what, settings, paths, reporter, on)
+            profile = _profile_generation(what, settings, reporter, on)
     if settings.plot is not None:
         write_figure(profile_figure(profile), settings.plot, replace=settings.overwrite)
     return profile
 
 
-def _of_generation(
-    what: GenerateSettings,
-    settings: MemProfileSettings,
-    files: dict[str, str],
-    reporter: Reporter,
-    on: PlannedMachine | None,
+def _profile_generation(
+    what: GenerateSettings, settings: MemProfileSettings, reporter: Reporter, on: PlannedMachine | None
 ) -> MemProfile:
     chain = chain_to_plan(what, reporter=reporter, on=on)
-    plan, hardware = chain.video, chain.video.hardware
+    plan, hardware, model = chain.video, chain.video.hardware, chain.settings.model
     if others := ", ".join(role for role in chain.by_role if role != VIDEO):
         reporter.note(f"the verdict includes {others}, which is no part of the stages")
     with ExitStack() as stack:
@@ -83,7 +93,7 @@ def _of_generation(
         stages, counters = profile_generation(plan, runs=settings.runs, reporter=reporter)
         if settings.snapshot is not None:
             write_snapshot(Path(settings.snapshot), counters, device=hardware.device, replace=settings.overwrite)
-    model, predicted = plan.settings.model, predict_known_time(chain, on)
+    predicted = predict_known_time(chain, on)
     return MemProfile(
         verdict=chain.verdict(None if predicted is None else predicted.seconds),
         fits=None if chain.usable_bytes is None else chain.fits,
@@ -91,21 +101,17 @@ def _of_generation(
         of=f"generating with {model.name}, {plan.width}x{plan.height}, {plan.settings.video.num_frames} frames",
         device=str(hardware.device),
         device_name=hardware.device_name,
-        how=_how(hardware, "two sampling steps", measured=bool(counters)),
+        how=_how(hardware, "two sampling steps") if counters else _PREDICTED,
         stages=stages,
         notes=tuple(f"offload: {line}" for line in plan.offload.lines()),
         techniques=compare_generation(plan, reporter=reporter) if settings.compare else (),
         attention=attention_costs(hardware, model, reporter=reporter) if settings.compare else (),
-        files=files,
+        files=_files(settings),
     )
 
 
-def _of_training(
-    what: TrainSettings,
-    settings: MemProfileSettings,
-    files: dict[str, str],
-    reporter: Reporter,
-    on: PlannedMachine | None,
+def _profile_training(
+    what: TrainSettings, settings: MemProfileSettings, reporter: Reporter, on: PlannedMachine | None
 ) -> MemProfile:
     if on is not None:
         what = settings_on(what, on)
@@ -115,23 +121,38 @@ def _of_training(
     with reporter.stage("predict", total=1, unit="step") as progress:
         predicted = estimate_training(what)
         progress.advance()
-    reason = why_not_measured(predicted.peak_bytes, hardware)
     if on is not None:
-        reason = f"{on.given} is not in this machine"
+        reason: str | None = f"{on.given} is not in this machine"
     elif ranks > 1:
         reason = f"this is the first of {ranks} ranks, and the others do not run"
+    else:
+        reason = why_not_measured(predicted.rank.peak_bytes, hardware)
     measured = None
     if reason is None:
         with reporter.stage("measure", total=1, unit="step") as progress:
             measured = measure_training(what, runs=settings.runs)
             progress.advance()
-    judged = judge(what, RankMemory.of(predicted), machine=on)
+    shown = measured or predicted
+    judged = judge(what, predicted.rank, machine=on)
     if settings.snapshot is not None:
-        counters = [(measured or predicted).counter]
-        write_snapshot(Path(settings.snapshot), counters, device=hardware.device, replace=settings.overwrite)
+        write_snapshot(Path(settings.snapshot), [shown.counter], device=hardware.device, replace=settings.overwrite)
     limit = settings.memory_limit or judged.free_bytes or hardware.free_bytes
     compares_attention = settings.compare and what.trains_transformer
     devices = f", devices {what.parallel.describe(what.strategy)}" if ranks > 1 else ""
+    kinds = {name: size for name, size in predicted.at_peak.items() if name != BUFFERS or size}
+    held = None if measured is None else {**measured.at_peak, _HELD: measured.held_for_backward}
+    stage = StageProfile(
+        name=STEP,
+        parts=parts_of({**kinds, _HELD: predicted.held_for_backward}, held),
+        predicted_bytes=predicted.rank.peak_bytes,
+        measured_bytes=None if measured is None else measured.rank.peak_bytes,
+        not_measured=reason,
+        modules=module_shares(
+            {f"model.{name}": sizes for name, sizes in shown.by_weight.items()}, shown.activations_by_module
+        ),
+        timeline=Timeline.of(shown.counter),
+        times=shown.times,
+    )
     steps = len(find_objective(what).measured_steps(what))
     return MemProfile(
         verdict=judged.verdict,
@@ -140,41 +161,60 @@ def _of_training(
         of=f"training {what.target}, batch {largest_batch_shape(what).batch_size}{devices}",
         device=str(hardware.device) if on is None else GPU,
         device_name=hardware.device_name if on is None else on.gpu.device_name,
-        how=_how(hardware, f"{steps} steps", measured=measured is not None),
-        stages=(_training_stage(predicted, measured, reason),),
+        how=_PREDICTED if measured is None else _how(hardware, f"{steps} steps"),
+        stages=(stage,),
         techniques=compare_training(what, hardware, reporter=reporter) if settings.compare else (),
         attention=attention_costs(hardware, what.model, reporter=reporter) if compares_attention else (),
-        batch=training_batch(what, limit_bytes=limit, reporter=reporter) if settings.adaptive_batch else None,
-        files=files,
+        batch=_training_batch(what, limit_bytes=limit, reporter=reporter) if settings.adaptive_batch else None,
+        files=_files(settings),
     )
 
 
-def _training_stage(predicted: TrainingMemory, measured: TrainingMemory | None, reason: str | None) -> StageProfile:
-    """Return the profile of a step; a step that would not fit, or would take too long, is only predicted."""
-    shown, held = measured or predicted, "held for backward"
-    real = {} if measured is None else {**measured.at_peak, held: measured.held_for_backward}
-    return StageProfile(
-        name=STEP,
-        parts=tuple(
-            Part(name=name, predicted_bytes=size, measured_bytes=real.get(name))
-            for name, size in {**predicted.at_peak, held: predicted.held_for_backward}.items()
-            if name != BUFFERS or size
-        ),
-        predicted_bytes=predicted.peak_bytes,
-        measured_bytes=None if measured is None else measured.peak_bytes,
-        not_measured=reason,
-        modules=module_shares(
-            {f"model.{name}": sizes for name, sizes in shown.by_weight.items()}, shown.activations_by_module
-        ),
-        timeline=Timeline.of(shown.counter),
-        times=shown.times,
-    )
+_PREDICTED = "nothing: all is predicted"
 
 
-def _how(hardware: Hardware, steps: str, *, measured: bool) -> str:
-    if not measured:
-        return "nothing: all is predicted"
+def _how(hardware: Hardware, steps: str) -> str:
     counted = "what torch's allocator had in use"
     if hardware.device.type == "cpu":
         counted = "on the CPU, without a GPU: the bytes of all tensors, counted as they came and went"
-    return f"{counted}; {steps}, {_RANDOM}"
+    return f"{counted}; {steps}, random weights of the model's sizes, since memory does not depend on their values"
+
+
+def _files(settings: MemProfileSettings) -> dict[str, str]:
+    files = {"snapshot": settings.snapshot, "plot": settings.plot}
+    return {kind: path for kind, path in files.items() if path is not None}
+
+
+def _training_batch(settings: TrainSettings, *, limit_bytes: int, reporter: Reporter) -> LargestBatch:
+    """Predict the largest micro-batch of a rank, by the bytes of the verdict; the batch of the settings is ignored."""
+    on_gpu = device_type(settings.device_name) != "cpu"
+    with reporter.stage("batch", unit="attempts") as progress:
+
+        def peak_of(size: int) -> int:
+            memory = estimate_rank(with_batch_size(settings, size))
+            progress.advance()
+            return memory.device_peak_bytes if on_gpu else memory.peak_bytes - memory.mapped_bytes
+
+        return largest_batch(peak_of, limit_bytes=limit_bytes)
+
+
+def largest_batch(peak_of: Callable[[int], int | None], *, limit_bytes: int, most: int = LARGEST_BATCH) -> LargestBatch:
+    """Search for the largest batch, up to `most`, whose peak is at most `limit_bytes`, by doubling and bisection.
+
+    `peak_of` returns the bytes of a batch; None means that it ran out of memory.
+    """
+    peaks = {0: 0}
+
+    def fits(size: int) -> bool:
+        peak = peak_of(size)
+        peaks[size] = peak or 0
+        return peak is not None and peak <= limit_bytes
+
+    best, size = 0, 1
+    while size <= most and fits(size):
+        best, size = size, size * 2
+    too_large = min(size, most + 1)
+    while too_large - best > 1:
+        middle = (best + too_large) // 2
+        best, too_large = (middle, too_large) if fits(middle) else (best, middle)
+    return LargestBatch(batch_size=best, limit_bytes=limit_bytes, peak_bytes=peaks[best])

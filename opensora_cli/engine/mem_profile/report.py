@@ -1,8 +1,8 @@
 """The result of a memory profile: a document, and lines for people."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import takewhile
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from opensora_cli.core.documents import Document
 from opensora_cli.engine.estimate.verdict import HostMemory
@@ -25,6 +25,14 @@ class Part(Document):
 
     def line(self) -> str:
         return f"  {self.name:34}{mib(self.predicted_bytes):>14}{mib(self.measured_bytes):>14}"
+
+
+def parts_of(predicted: Mapping[str, int], measured: Mapping[str, int] | None = None) -> tuple[Part, ...]:
+    """Return the kinds of memory of a stage, from their bytes by name."""
+    real = measured or {}
+    return tuple(
+        Part(name=name, predicted_bytes=size, measured_bytes=real.get(name)) for name, size in predicted.items()
+    )
 
 
 class ModuleShare(Document):
@@ -50,7 +58,7 @@ class Timeline(Document):
     """Name and position of each mark, from 0 to 1."""
 
     @classmethod
-    def of(cls, counter: TensorBytes) -> "Timeline":
+    def of(cls, counter: TensorBytes) -> Self:
         """Return the timeline of a counter, reduced to a few points."""
         count = max(len(counter.changes), 1)
         points = [0] * min(count, _TIMELINE_POINTS)
@@ -70,7 +78,7 @@ class StageProfile(Document):
     parts: tuple[Part, ...]
     predicted_bytes: int
     """Predicted peak."""
-    measured_bytes: int | None
+    measured_bytes: int | None = None
     """Measured peak of the allocator on CUDA, or of counted tensors on a CPU; None means not measured."""
     not_measured: str | None = None
     """Reason why the stage was not measured."""
@@ -113,7 +121,7 @@ class Technique(Document):
     reason: str | None = None
 
     @classmethod
-    def compared(cls, name: str, *, before: tuple[int, float], after: tuple[int, float], of: str) -> "Technique":
+    def compared(cls, name: str, *, before: tuple[int, float], after: tuple[int, float], of: str) -> Self:
         """Return the row of a technique from bytes and seconds without it and with it."""
         saved = before[0] - after[0]
         added = after[1] / before[1] - 1 if before[1] else 0.0
@@ -212,10 +220,9 @@ def module_shares(by_weight: Mapping[str, tuple[int, int]], made: Mapping[str, i
     `by_weight` maps a name to the number of parameters and bytes of a weight, and `made` the name of a module to the
     bytes that its forward allocated.
     """
+    shares: dict[str, list[int]] = {}
     rows = [(name.rpartition(".")[0], (*sizes, 0)) for name, sizes in by_weight.items()]
-    rows += [(name, (0, 0, size)) for name, size in made.items() if name]
-    shares: dict[str, Sequence[int]] = {}
-    for path, sizes in rows:
+    for path, sizes in (*rows, *((name, (0, 0, size)) for name, size in made.items() if name)):
         stack = ".".join([*takewhile(lambda part: not part.isdigit(), path.split("."))][:3])
         shares[stack] = [*map(sum, zip(shares.get(stack, (0, 0, 0)), sizes, strict=True))]
     found = (

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.device import timed
+from opensora_cli.core.documents import Document
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.architectures import on_meta
@@ -19,7 +20,6 @@ from opensora_cli.engine.estimate.fake_tensors import fake_device, give_fake_wei
 from opensora_cli.engine.estimate.outlines import HOST
 from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.distribution import Distribution, local
-from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS, ExchangeOwners, FakeDistribution, fake_rank
 from opensora_cli.engine.train.few_blocks import FewBlocks, with_few_blocks
 from opensora_cli.engine.train.memory import (
     FrozenWeights,
@@ -34,7 +34,14 @@ from opensora_cli.engine.train.memory import (
 from opensora_cli.engine.train.objectives import find_objective
 from opensora_cli.engine.train.optimizer import kept_tensors
 from opensora_cli.engine.train.parallelize import checkpoint_blocks
-from opensora_cli.engine.train.stand_ins import largest_batches
+from opensora_cli.engine.train.stand_ins import (
+    BUFFERS,
+    GRADIENTS,
+    ExchangeOwners,
+    FakeDistribution,
+    fake_rank,
+    largest_batches,
+)
 from opensora_cli.engine.train.trainer import MODEL, Clock, Losses, Task, Trainer
 from opensora_cli.memory.checkpointing import blocks_of
 from opensora_cli.memory.counting import TensorBytes
@@ -55,19 +62,48 @@ _MICRO_BATCHES = 2
 """Number of micro-batches per update: in the second forward pass gradients exist; more change nothing."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingMemory:
-    """Memory of a training step in bytes."""
+class RankMemory(Document):
+    """Memory of the first rank in steps with the largest micro-batch: the peak of each kind at any time.
 
+    No rank has a larger share of weights and tokens. `peak_bytes` is the peak of the sum, which is lower if the kinds
+    have their peaks at different times.
+    """
+
+    weights_bytes: int
+    gradients_bytes: int
+    moments_bytes: int
+    """State of the optimizer."""
+    ema_bytes: int
+    frozen_bytes: int
+    """Frozen encoders."""
+    activations_bytes: int
+    """Activations saved for backward, and temporary results."""
+    buffers_bytes: int
+    """Gathered weights, gradients that are being reduced, and host buffers of offloaded activations."""
     peak_bytes: int
-    at_peak: dict[str, int]
-    """Bytes at the peak by kind: `WEIGHTS`, `GRADIENTS`, `BUFFERS`, `ACTIVATIONS` and so on."""
-    most: dict[str, int]
-    """Peak of each kind at any time."""
+    """Peak on a CPU, where offloaded memory also counts."""
     device_peak_bytes: int
-    """Peak on the device of a GPU, that is, without offloaded states and activations."""
+    """Peak on a GPU, without offloaded weights, averages, moments and activations."""
     mapped_bytes: int
     """Frozen weights, which a CPU maps from their files; a part of `peak_bytes`."""
+
+    def lines(self) -> list[str]:
+        """Return a table in MiB."""
+        sizes = self.weights_bytes, self.gradients_bytes, self.moments_bytes, self.ema_bytes, self.frozen_bytes
+        titles = "weights", "gradients", "moments", "EMA", "frozen", "activations", "buffers", "peak"
+        rows = list(zip(titles, (*sizes, self.activations_bytes, self.buffers_bytes, self.peak_bytes), strict=True))
+        if self.device_peak_bytes != self.peak_bytes:
+            rows.append(("on a GPU", self.device_peak_bytes))
+        return [f"{'memory':12}{'MiB a rank':>13}", *(f"{title:12}{size / 2**20:>13,.1f}" for title, size in rows)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingMemory:
+    """Memory of a training step on one rank."""
+
+    rank: RankMemory
+    at_peak: dict[str, int]
+    """Bytes at the peak by kind: `WEIGHTS`, `GRADIENTS`, `BUFFERS`, `ACTIVATIONS` and so on."""
     activations_by_module: dict[str, int]
     """Activations at the peak from forward passes, by the name of the module; the backward pass has no names."""
     by_weight: dict[str, tuple[int, int]]
@@ -221,30 +257,37 @@ def _trainer(settings: TrainSettings, task: Task, distribution: Distribution) ->
 def _memory(
     settings: TrainSettings, counter: TensorBytes, module: nn.Module, times: Mapping[str, int]
 ) -> TrainingMemory:
-    owners = counter.peak_by_owner()
-    kept = {name: owners.pop(name, 0) for name in _KEPT}
-    buffers = owners.pop(BUFFERS, 0) + owners.pop(OFFLOADED, 0)
-    before_backward, others = counter.owners_at(counter.marks[-1]), {*kept, BUFFERS, OFFLOADED}
+    at_peak = counter.peak_by_owner()
+    kept = {name: at_peak.pop(name, 0) for name in _KEPT}
+    buffers = at_peak.pop(BUFFERS, 0) + at_peak.pop(OFFLOADED, 0)
+    others = {*kept, BUFFERS, OFFLOADED}
     # Sharded gradients are on the host, too. They count, as do gradients of a block that are being copied.
     on_host = {OFFLOADED, *([WEIGHTS, AVERAGE, OPTIMIZER] if settings.optimizer.offload_states else [])}
     by_weight = {}
     for name, weight in module.named_parameters():
         count = next((count for path, count in times.items() if name.startswith(f"{path}.")), 1)
         by_weight[name] = count * local(weight).numel(), count * local(weight).nbytes
-    return TrainingMemory(
+    most = counter.most_of
+    rank = RankMemory(
+        weights_bytes=most(WEIGHTS.__eq__),
+        gradients_bytes=most(GRADIENTS.__eq__),
+        moments_bytes=most(OPTIMIZER.__eq__),
+        ema_bytes=most(AVERAGE.__eq__),
+        frozen_bytes=most(FROZEN.__eq__),
+        activations_bytes=most(lambda owner: owner not in others),
+        buffers_bytes=most((BUFFERS, OFFLOADED).__contains__),
         peak_bytes=counter.peak_bytes,
-        at_peak={**kept, BUFFERS: buffers, ACTIVATIONS: sum(owners.values())},
-        most={
-            **{name: counter.most_of(name.__eq__) for name in _KEPT},
-            BUFFERS: counter.most_of((BUFFERS, OFFLOADED).__contains__),
-            ACTIVATIONS: counter.most_of(lambda owner: owner not in others),
-        },
-        device_peak_bytes=counter.most_of(lambda owner: owner not in on_host),
+        device_peak_bytes=most(lambda owner: owner not in on_host),
         mapped_bytes=kept[FROZEN] + (kept[WEIGHTS] if settings.lora.is_on else 0),
-        activations_by_module={name: size for name, size in owners.items() if name},
+    )
+    before_backward = counter.owners_at(counter.marks[-1]).items()
+    return TrainingMemory(
+        rank=rank,
+        at_peak={**kept, BUFFERS: buffers, ACTIVATIONS: sum(at_peak.values())},
+        activations_by_module={name: size for name, size in at_peak.items() if name},
         by_weight=by_weight,
-        held_for_backward=sum(size for name, size in before_backward.items() if name not in others),
-        offloaded_bytes=counter.most_of(OFFLOADED.__eq__),
+        held_for_backward=sum(size for name, size in before_backward if name not in others),
+        offloaded_bytes=most(OFFLOADED.__eq__),
         counter=counter,
     )
 

@@ -34,6 +34,8 @@ from opensora_cli.engine.train.estimate import (
     estimate_training,
 )
 from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS
+from opensora_cli.engine.train.estimate import RankMemory, estimate_training
+from opensora_cli.engine.train.frozen_weights import FrozenWeights, plan_frozen_weights
 from opensora_cli.engine.train.lora import open_first_adapter
 from opensora_cli.engine.train.memory import (
     ActivationPlan,
@@ -55,64 +57,6 @@ _LAYERS = 1000
 """Number of layers that surely exceeds a step; the released transformer saves the values of 300 for backward."""
 _COPIES = 8
 """Number of copies of the trained weights that surely exceeds gradients, buckets, averages and moments."""
-
-
-class RankMemory(Document):
-    """Memory of the first rank in steps with the largest micro-batch: the peak of each kind at any time.
-
-    No rank has a larger share of weights and tokens. `peak_bytes` is the peak of the sum, which is lower if the kinds
-    have their peaks at different times.
-    """
-
-    weights_bytes: int
-    gradients_bytes: int
-    moments_bytes: int
-    """State of the optimizer."""
-    ema_bytes: int
-    frozen_bytes: int
-    """Frozen encoders."""
-    activations_bytes: int
-    """Activations saved for backward, and temporary results."""
-    buffers_bytes: int
-    """Gathered weights, gradients that are being reduced, and host buffers of offloaded activations."""
-    peak_bytes: int
-    """Peak on a CPU, where offloaded memory also counts."""
-    device_peak_bytes: int
-    """Peak on a GPU, without offloaded weights, averages, moments and activations."""
-    mapped_bytes: int
-    """Frozen weights, which a CPU maps from their files; a part of `peak_bytes`."""
-
-    @classmethod
-    def of(cls, memory: TrainingMemory) -> "RankMemory":
-        """Return the document of an estimate or a measurement."""
-        return cls(
-            weights_bytes=memory.most[WEIGHTS],
-            gradients_bytes=memory.most[GRADIENTS],
-            moments_bytes=memory.most[OPTIMIZER],
-            ema_bytes=memory.most[AVERAGE],
-            frozen_bytes=memory.most[FROZEN],
-            activations_bytes=memory.most[ACTIVATIONS],
-            buffers_bytes=memory.most[BUFFERS],
-            peak_bytes=memory.peak_bytes,
-            device_peak_bytes=memory.device_peak_bytes,
-            mapped_bytes=memory.mapped_bytes,
-        )
-
-    def lines(self) -> list[str]:
-        """Return a table in MiB."""
-        rows = [
-            ("weights", self.weights_bytes),
-            ("gradients", self.gradients_bytes),
-            ("moments", self.moments_bytes),
-            ("EMA", self.ema_bytes),
-            ("frozen", self.frozen_bytes),
-            ("activations", self.activations_bytes),
-            ("buffers", self.buffers_bytes),
-            ("peak", self.peak_bytes),
-        ]
-        if self.device_peak_bytes != self.peak_bytes:
-            rows.append(("on a GPU", self.device_peak_bytes))
-        return [f"{'memory':12}{'MiB a rank':>13}", *(f"{title:12}{size / 2**20:>13,.1f}" for title, size in rows)]
 
 
 class TrainPlan(Document):
@@ -277,14 +221,10 @@ def with_memory(plan: TrainPlan, *, reporter: Reporter, machine: PlannedMachine 
     return plan.model_copy(update={"memory": memory, **judge(plan.settings, memory, machine=machine)._asdict()})
 
 
-def estimate_rank(settings: TrainSettings, *, reporter: Reporter | None = None) -> RankMemory:
-    """Return the memory of the first rank.
-
-    Raises RequestError if sizes contradict each other, HardwareError if torch is too old, and RuntimeError in a process
-    that is a rank itself.
-    """
+def estimate_rank(settings: TrainSettings, *, rank: int = 0, reporter: Reporter | None = None) -> RankMemory:
+    """Return the memory of a rank; see `estimate_training`."""
     with (reporter or SilentReporter()).stage("estimate memory"):
-        return RankMemory.of(estimate_training(settings))
+        return estimate_training(settings, rank=rank).rank
 
 
 class Judged(NamedTuple):
@@ -340,8 +280,8 @@ def refuse_lack_of_memory(settings: TrainSettings, *, rank: int, reporter: Repor
     if free >= 4 * (_LAYERS * layer_values(settings) + _COPIES * count_parameters(settings)):
         return
     try:
-        with reporter.stage("estimate memory"), torch.random.fork_rng(devices=[]):
-            memory = estimate_training(settings, rank=rank)
+        with torch.random.fork_rng(devices=[]):
+            memory = estimate_rank(settings, rank=rank, reporter=reporter)
     except HardwareError as error:
         reporter.warn(error.message)
         return

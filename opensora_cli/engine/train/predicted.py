@@ -6,7 +6,7 @@ It has two and a half times the attention, whose scores flash attention computes
 computation: the longer time counts.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 
@@ -15,14 +15,14 @@ import torch
 from opensora_cli.core.device import device_name, is_gpu, torch_dtype
 from opensora_cli.core.device_names import GPU
 from opensora_cli.engine.components.architectures import mmdit_config, transformer_on_meta
-from opensora_cli.engine.components.parallelize import exchanged_bytes
 from opensora_cli.engine.encode.encoders import frozen_dtype
 from opensora_cli.engine.encode.inputs import find_frozen_parts
 from opensora_cli.engine.estimate.autoencoder import encoding_work
+from opensora_cli.engine.estimate.fake_tensors import Work
+from opensora_cli.engine.estimate.generation import text_work
 from opensora_cli.engine.estimate.predicted_time import (
     ATTENTION,
     COLLECTIVES,
-    COPIES,
     ENCODING,
     TEXT,
     TRAFFIC,
@@ -31,15 +31,12 @@ from opensora_cli.engine.estimate.predicted_time import (
     Links,
     PredictedTime,
     Seconds,
-    added,
     copied,
     kernel_seconds,
-    times,
-    total,
 )
-from opensora_cli.engine.estimate.text import text_work
 from opensora_cli.engine.estimate.transformer import evaluation_work
 from opensora_cli.engine.estimate.work import Work
+from opensora_cli.engine.train.activations import largest_batch_shape, plan_activations
 from opensora_cli.engine.train.build import count_parameters
 from opensora_cli.engine.train.distribution import Distribution, mesh_shape, training_exchange
 from opensora_cli.engine.train.memory import largest_batch_shape, plan_activations, plan_frozen_weights
@@ -47,6 +44,8 @@ from opensora_cli.engine.train.objectives import find_objective
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.settings.devices import HostWeights
+from opensora_cli.parallel.shares import MeshShape
+from opensora_cli.settings.enums import HostWeights
 from opensora_cli.settings.hardware import GpuSettings, find_gpu
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_sections import Checkpointing, Compute
@@ -71,15 +70,15 @@ def predict_step(settings: TrainSettings, gpu: GpuSettings) -> PredictedTime | N
     if not settings.trains_transformer:
         return None
     step = _Step(settings, gpu)
-    shape, rounds, passes = step.shape, step.rounds, step.passes()
+    shape, passes = step.shape, step.passes()
     stages = {
-        ENCODE: times(step.encoding(), rounds),
-        PASSES: times(passes, rounds),
-        SHARING: step.sharing(computed=total(passes)),
+        ENCODE: step.encoding() * step.rounds,
+        PASSES: passes * step.rounds,
+        SHARING: step.sharing(computed=passes.total),
         STEP: step.update(),
     }
     clips = f"{shape.batch_size} clips of {shape.num_frames} frames, {shape.width}x{shape.height}"
-    micro_batches = rounds * settings.parallel.data_ranks(settings.strategy)
+    micro_batches = step.rounds * settings.parallel.data_ranks(settings.strategy)
     return PredictedTime.of_stages(
         {name: seconds for name, seconds in stages.items() if seconds},
         gpu,
@@ -100,15 +99,18 @@ class _Step:
         data_ranks = settings.parallel.data_ranks(settings.strategy)
         self.rounds = (settings.loop.micro_batches or data_ranks) // data_ranks
         """Number of micro-batches of a rank in an update."""
-        self.mesh, self.exchange = mesh_shape(settings.strategy, settings.parallel), training_exchange(settings)
-        self.on_clip = replace(self.mesh, replicate=1, shard=1)
-        """Mesh of the ranks that share clips."""
+        self.mesh = mesh_shape(settings.strategy, settings.parallel)
         self.links = Links(gpu, settings.parallel.ranks_per_node)
         self.more = find_objective(settings).evaluations(settings)
         self.trained = count_parameters(settings)
         self.numbers = sum(weight.numel() for weight in transformer_on_meta(settings.model).parameters())
         """Number of parameters of the transformer, trained or not."""
-        self.sharing_ranks = self.mesh.shard * self.mesh.ring * self.mesh.ulysses if settings.strategy.shards else 1
+        strategy = settings.strategy
+        self.sharing_ranks = self.mesh.shard * self.mesh.ring * self.mesh.ulysses if strategy.shards else 1
+        self.gathers = 2 * self.rounds if strategy.gathers_twice else 1
+        """How often an update gathers weights."""
+        self.scatters = 1 if strategy.reduces_once else self.rounds
+        """How often an update reduces gradients."""
 
     def passes(self) -> Seconds:
         """Return the seconds of a forward and a backward pass, including recomputation."""
@@ -132,89 +134,76 @@ class _Step:
                 again = replace(again, attention_flops=0.0)
             passes.append((checkpointed, again, 1.0))
         passes.append((self.config, forward * self.more, self.more))
-        found: Seconds = {}
-        for config, work, keys_and_values in passes:
-            seconds = kernel_seconds(work, gpu, self.dtype)
-            waited = self._exchanged(config).seconds(attention=seconds[ATTENTION], keys_and_values=keys_and_values)
-            found = added(found, seconds, {COLLECTIVES: waited})
-        computed, weights = total(found), plan_frozen_weights(settings)
+        found = sum((self._pass(*each) for each in passes), Seconds())
+        computed, weights = found.total, plan_frozen_weights(settings)
         if plan is not None and plan.host_bytes:
-            found = added(found, {COPIES: copied(gpu, 2 * plan.host_bytes, pinned=True)})
+            found += copied(gpu, 2 * plan.host_bytes, pinned=True)
         if weights is not None and weights.fp8_storage:
             # Weights are dequantized in each forward pass of a block, and reused in its backward pass.
             dequantized = (1 + computes_again + self.more) * _DEQUANTIZED_BYTES * self.numbers
-            found = added(found, {TRAFFIC: gpu.memory_rate.seconds(dequantized)})
+            found += {TRAFFIC: gpu.memory_rate.seconds(dequantized)}
         if weights is not None and weights.host_weights is not None:
             # Weights are copied once for each forward pass, and again for backward.
             pinned = weights.host_weights is HostWeights.PINNED
-            waited = copied(gpu, (2 + self.more) * weights.host_bytes, pinned=pinned)
-            found = added(found, {COPIES: max(0.0, waited - computed) if pinned else waited})
+            found += copied(gpu, (2 + self.more) * weights.host_bytes, pinned=pinned, behind=computed)
         return found
 
     def _forward(self, config: MMDiTConfig) -> Work:
-        work = evaluation_work(config, self.tokens, self.text_tokens, self.dtype, self.on_clip, self.exchange)
+        mesh, exchange = self._mesh_of_clip, training_exchange(self.settings)
+        work = evaluation_work(config, self.tokens, self.text_tokens, self.dtype, mesh, exchange)
         return work * self.shape.batch_size
 
-    def _exchanged(self, config: MMDiTConfig) -> Exchanged:
-        mesh, clips, itemsize = self.on_clip, self.shape.batch_size, self.dtype.itemsize
-        video_tokens, text_tokens = clips * self.tokens, clips * self.text_tokens
-        for_heads: Mapping[str, int] = {}
-        if mesh.ulysses > 1:
-            for_heads = exchanged_bytes(
-                self.exchange, mesh, config, video_tokens=video_tokens, text_tokens=text_tokens, itemsize=itemsize
-            )
-        return Exchanged(
+    def _pass(self, config: MMDiTConfig, work: Work, keys_and_values: float) -> Seconds:
+        seconds = kernel_seconds(work, self.gpu, self.dtype)
+        exchanged = Exchanged(
             config=config,
-            mesh=mesh,
+            mesh=self._mesh_of_clip,
+            exchange=training_exchange(self.settings),
             links=self.links,
-            video_tokens=video_tokens,
-            text_tokens=text_tokens,
-            itemsize=itemsize,
-            for_heads=for_heads,
+            video_tokens=self.shape.batch_size * self.tokens,
+            text_tokens=self.shape.batch_size * self.text_tokens,
+            itemsize=self.dtype.itemsize,
         )
+        waited = exchanged.seconds(attention=seconds[ATTENTION], keys_and_values=keys_and_values)
+        return seconds + {COLLECTIVES: waited}
+
+    @property
+    def _mesh_of_clip(self) -> MeshShape:
+        return replace(self.mesh, replicate=1, shard=1)
 
     def sharing(self, *, computed: float) -> Seconds:
         """Return how long an update waits for weights and gradients; transfers overlap with `computed` seconds."""
         mesh, sharing, trained = self.mesh, self.sharing_ranks, self.trained / self.mesh.tensor
         held = self.numbers / mesh.tensor if self.settings.lora.is_on else trained
-        gathers, scatters = self._exchanges()
         more = self.rounds * self.more if self.settings.strategy.gathers_twice else 0.0
-        gathered = (gathers + more) * held * self.dtype.itemsize
-        scattered = scatters * trained * _FP32
+        gathered = (self.gathers + more) * held * self.dtype.itemsize
+        scattered = self.scatters * trained * _FP32
         # Copies of the weights then sum their gradients.
         summed = 2 * (mesh.replicate - 1) / mesh.replicate * scattered / sharing
         travel = self.links.ring_seconds((sharing - 1) / sharing * (gathered + scattered), sharing * mesh.tensor)
         travel += self.links.ring_seconds(summed, mesh.size)
-        return {COLLECTIVES: max(0.0, travel - computed)}
-
-    def _exchanges(self) -> tuple[int, int]:
-        """Return how often an update gathers weights, and how often it reduces gradients."""
-        strategy = self.settings.strategy
-        return 2 * self.rounds if strategy.gathers_twice else 1, 1 if strategy.reduces_once else self.rounds
+        return Seconds({COLLECTIVES: max(0.0, travel - computed)})
 
     def encoding(self) -> Seconds:
         """Return how long a rank encodes the clips and captions of a micro-batch; empty with a cache."""
         settings, shape, gpu = self.settings, self.shape, self.gpu
         if settings.train_mmdit.cache is not None:
-            return {}
+            return Seconds()
         dtype = frozen_dtype(settings.train_mmdit, torch.device(GPU))
         files, parts = settings.train_mmdit.files, find_frozen_parts(settings)
         of_clip = encoding_work(settings.vae, shape.num_frames, shape.height, shape.width, dtype)
         lengths = self.text_tokens, settings.text.clip_max_length
         sizes = T5Sizes.of(parts[files.t5]), ClipSizes.of(parts[files.clip])
         of_captions = text_work(*sizes, lengths, dtype.itemsize, prompts=shape.batch_size)
-        return {
-            ENCODING: shape.batch_size * total(kernel_seconds(of_clip, gpu, dtype)),
-            TEXT: total(kernel_seconds(of_captions, gpu, dtype)),
-        }
+        works = {ENCODING: of_clip * shape.batch_size, TEXT: of_captions}
+        return Seconds({part: kernel_seconds(work, gpu, dtype).total for part, work in works.items()})
 
     def update(self) -> Seconds:
         """Return how long a rank updates its weights, or with states on the host, how long their copies take."""
-        sharing = self.sharing_ranks * self.mesh.tensor if self.settings.strategy.shards else 1
-        own = self.trained / sharing
+        own = self.trained / (self.sharing_ranks * self.mesh.tensor if self.settings.strategy.shards else 1)
         if self.settings.optimizer.offload_states:
-            return {COPIES: copied(self.gpu, _FP32 * sum(self._exchanges()) * own, pinned=True)}
-        return {UPDATE: self.gpu.memory_rate.seconds(_UPDATE_BYTES * own)}
+            return copied(self.gpu, _FP32 * (self.gathers + self.scatters) * own, pinned=True)
+        return Seconds({UPDATE: self.gpu.memory_rate.seconds(_UPDATE_BYTES * own)})
 
 
 def open_mfu(settings: TrainSettings, distribution: Distribution) -> Callable[[int, int, float], float] | None:

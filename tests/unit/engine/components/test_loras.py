@@ -12,6 +12,8 @@ from adapter_styles import kohya
 from closeness import assert_close
 from estimated_stages import beside_weights, denoise_peak, estimated
 from mapped_memory import are_mapped, needs_maps
+from estimated_stages import beside_weights, estimated, measured
+from mapped_files import are_mapped, needs_maps
 from safetensors.torch import load_file, save_file
 from storage_sizes import storage_bytes
 from tiny_adapters import draw, factors, write_adapter, write_lora
@@ -261,7 +263,7 @@ def test_denoising_takes_what_was_estimated(style, everything, tokens):
     )
     offload, transformer = OffloadPlan(chunk_tokens=tokens), models.load_transformer(plan)
     stage = estimated(plan, offload)["denoise"]
-    assert beside_weights(stage) == pytest.approx(denoise_peak(plan, offload, transformer), rel=0.1)
+    assert beside_weights(stage) == pytest.approx(measured(plan, offload, "denoise"), rel=0.1)
     assert stage.weight_bytes == pytest.approx(storage_bytes(transformer.parameters()), rel=0.01)
     alone = estimated(plan_of(**{"memory.offload": "none"}), offload)["denoise"]
     assert stage.weight_bytes > 1.03 * alone.weight_bytes

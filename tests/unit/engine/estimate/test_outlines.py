@@ -12,7 +12,7 @@ from transformers import CLIPTextConfig, T5Config
 
 from opensora_cli.engine.components.architectures import count_parameters, mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.estimate import autoencoder, text, transformer
+from opensora_cli.engine.estimate import autoencoder, generation, transformer
 from opensora_cli.engine.estimate.fake_tensors import Need, fake_device, fake_module
 from opensora_cli.engine.estimate.outlines import HostOutline, OutlineMode
 from opensora_cli.engine.estimate.weights import _released
@@ -114,7 +114,7 @@ def test_a_text_takes_what_is_estimated_from_few_layers(config, sizes, model, dt
         del ids
         need = Need.of(counter)
         del embeds
-    found = text._need(of_folder, 16, dtype)
+    found = generation._text_need(of_folder, 16, dtype)
     assert found.data == need.data
     assert found.activations == pytest.approx(need.activations, rel=0.05)
 
@@ -126,7 +126,7 @@ def operations(changes, monkeypatch):
         transformer._with_few_blocks,
         autoencoder.decoding_need,
         autoencoder._encoding_need,
-        text._need,
+        generation._text_need,
     ):
         cached.cache_clear()
     dispatch = OutlineMode.__torch_dispatch__

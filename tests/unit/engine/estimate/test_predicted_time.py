@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from opensora_cli.engine.estimate.fake_tensors import Work
 from opensora_cli.engine.estimate.predicted_time import (
     ATTENTION,
     COPIES,
@@ -12,10 +13,10 @@ from opensora_cli.engine.estimate.predicted_time import (
     Exchanged,
     Links,
     PredictedTime,
+    Seconds,
     copied,
     kernel_seconds,
 )
-from opensora_cli.engine.estimate.work import Work
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.parallel.shares import MeshShape
 from opensora_cli.settings.hardware import read_machine
@@ -41,8 +42,10 @@ def test_many_small_kernels_wait_for_the_host() -> None:
 
 
 def test_copies_from_memory_that_is_not_page_locked_take_twice_as_long() -> None:
-    assert copied(H100, 52e9, pinned=True) == pytest.approx(1.0)
-    assert copied(H100, 52e9, pinned=False) == pytest.approx(2.0)
+    assert copied(H100, 52e9, pinned=True) == {COPIES: pytest.approx(1.0)}
+    assert copied(H100, 52e9, pinned=False) == {COPIES: pytest.approx(2.0)}
+    # Page-locked copies overlap with computation.
+    assert copied(H100, 52e9, pinned=True, behind=0.75) == {COPIES: pytest.approx(0.25)}
 
 
 def test_the_slowest_link_counts() -> None:
@@ -56,9 +59,9 @@ def test_the_slowest_link_counts() -> None:
     assert Links(slow, per_node=8).ring_seconds(1.4e9, 16) == pytest.approx(1 / 8)
 
 
-def exchanged(mesh: MeshShape, **changes: object) -> Exchanged:
-    sizes = {"video_tokens": 8000, "text_tokens": 192, "itemsize": 2, "for_heads": {}, **changes}
-    return Exchanged(config=CONFIG, mesh=mesh, links=Links(H100, per_node=8), **sizes)  # type: ignore[arg-type]
+def exchanged(mesh: MeshShape) -> Exchanged:
+    sizes = {"video_tokens": 8000, "text_tokens": 192, "itemsize": 2}
+    return Exchanged(config=CONFIG, mesh=mesh, links=Links(H100, per_node=8), **sizes)
 
 
 def test_ring_attention_hides_its_exchanges_behind_attention() -> None:
@@ -72,18 +75,19 @@ def test_ring_attention_hides_its_exchanges_behind_attention() -> None:
 
 
 def test_exchanges_for_heads_and_sums_are_waited_for() -> None:
-    velocity = exchanged(MeshShape(ulysses=2)).seconds(attention=1.0)
-    sent = exchanged(MeshShape(ulysses=2), for_heads={"sent": 2 * 370e9}).seconds(attention=1.0)
-    assert sent == pytest.approx(1.0 + velocity)
+    heads = exchanged(MeshShape(ulysses=2))
+    # Half of queries, keys, values and results of both ranks move, and the velocity is gathered.
+    moved = 57 * 4 * 8192 * 3072 * 2 / 2
+    assert heads.for_heads == {"sent": moved}
+    assert heads.seconds(attention=1.0) == pytest.approx((moved / 2 + 8000 * 64 * 2 / 2) / 370e9)
     sums = exchanged(MeshShape(tensor=2)).seconds(attention=1.0)
     assert sums == pytest.approx(76 * 8192 * 3072 * 2 / 370e9)
     assert exchanged(MeshShape()).seconds(attention=0.0) == 0.0
-    assert exchanged(MeshShape()).between_branches() == 0.0
-    assert exchanged(MeshShape(guidance=2)).between_branches() == pytest.approx(8000 * 64 * 2 / 370e9)
+    assert exchanged(MeshShape(guidance=2)).seconds(attention=0.0) == pytest.approx(8000 * 64 * 2 / 370e9)
 
 
 def test_a_document_says_that_it_is_predicted_and_begins_with_what_dominates() -> None:
-    stages = {"load": {COPIES: 1.0}, "denoise": {ATTENTION: 300.0, PRODUCTS: 100.0}}
+    stages = {"load": Seconds({COPIES: 1.0}), "denoise": Seconds({ATTENTION: 300.0, PRODUCTS: 100.0})}
     found = PredictedTime.of_stages(stages, H100, devices=8, of="for 1 sample", left_out="disks")
     assert found.seconds == 401.0
     assert found.stages_s == {"load": 1.0, "denoise": 400.0}

@@ -7,10 +7,9 @@ from torch import nn
 from torch.nn import functional
 
 from opensora_cli.engine.estimate import transformer as transformer_work
-from opensora_cli.engine.estimate.fake_tensors import fake_device, fake_module, repeat_calls
-from opensora_cli.engine.estimate.text import text_work
+from opensora_cli.engine.estimate.fake_tensors import Work, WorkCounter, fake_device, fake_module, repeat_calls
+from opensora_cli.engine.estimate.generation import text_work
 from opensora_cli.engine.estimate.transformer import evaluation_work
-from opensora_cli.engine.estimate.work import Work, WorkCounter
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.parallel.shares import MeshShape
 

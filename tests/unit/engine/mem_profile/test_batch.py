@@ -1,10 +1,10 @@
 import pytest
 
-from opensora_cli.engine.mem_profile.batch import MOST, largest_batch
+from opensora_cli.engine.mem_profile.profile import largest_batch
 from opensora_cli.engine.mem_profile.report import LargestBatch
 
 
-def search(bytes_each: int, limit: int, *, runs_out: bool = False, most: int = MOST) -> tuple[LargestBatch, list[int]]:
+def search(bytes_each: int, limit: int, *, runs_out: bool = False, most: int = 1024) -> tuple[LargestBatch, list[int]]:
     """Return the largest batch, and the sizes that were tried."""
     tried: list[int] = []
 

@@ -65,12 +65,12 @@ def slow(target: str, changes: dict[str, object], name: str) -> object:
 def test_a_step_takes_what_was_estimated(target: str, changes: dict[str, object], tmp_path: Path) -> None:
     settings = settings_of(target, tmp_path, changes)
     expected, found = estimate_training(settings), measure_training(settings)
-    assert expected.peak_bytes == pytest.approx(found.peak_bytes, rel=0.1)
+    assert expected.rank.peak_bytes == pytest.approx(found.rank.peak_bytes, rel=0.1)
     assert expected.held_for_backward == pytest.approx(found.held_for_backward, rel=0.1)
     for name in ("weights", "average", "optimizer", "frozen parts"):
         assert expected.at_peak[name] == pytest.approx(found.at_peak[name], rel=0.1), name
     assert (found.at_peak["frozen parts"] > 0) == (target == "mmdit" and settings.train_mmdit.cache is None)
-    assert sum(found.at_peak.values()) == found.peak_bytes
+    assert sum(found.at_peak.values()) == found.rank.peak_bytes
     assert expected.offloaded_bytes == pytest.approx(found.offloaded_bytes, rel=0.1)
     assert (found.offloaded_bytes > 0) == (settings.memory.checkpointing == "offload")
     assert not tmp_path.joinpath("log.jsonl").exists()

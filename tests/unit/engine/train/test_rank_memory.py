@@ -23,12 +23,12 @@ def free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
 
 def test_nothing_is_estimated_where_memory_is_plentiful(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     free(monkeypatch, 2**60)
-    monkeypatch.delattr(plan, "estimate_training")
+    monkeypatch.delattr(plan, "estimate_rank")
     refuse_lack_of_memory(tiny_training.vae_settings(tmp_path / "run"), rank=0, reporter=SilentReporter())
 
 
 def test_a_run_that_does_not_fit_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "estimate_training", lambda settings, *, rank: ESTIMATE)
+    monkeypatch.setattr(plan, "estimate_rank", lambda settings, *, rank, reporter: ESTIMATE)
     settings = tiny_training.vae_settings(tmp_path / "run")
     free(monkeypatch, 99)
     with pytest.raises(HardwareError, match=r"^a step needs 100 bytes of memory on each rank, and 99 ") as caught:
