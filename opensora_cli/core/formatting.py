@@ -3,7 +3,8 @@
 import os
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 _UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "kB": 10**3}
 """Decimal units and their bytes, largest first."""
@@ -116,3 +117,14 @@ def is_harmful(character: str) -> bool:
 
 def _escaped_character(character: str) -> str:
     return character.encode("unicode_escape").decode() if is_harmful(character) else character
+
+
+def either(choices: Sequence[str]) -> str:
+    """Return choices as a phrase: `a, b or c`."""
+    return " or ".join(filter(None, (", ".join(choices[:-1]), choices[-1])))
+
+
+def nearest(word: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the choice most similar to `word`, or None if none is similar."""
+    close = get_close_matches(word, list(choices), n=1, cutoff=cutoff)
+    return close[0] if close else None

@@ -14,7 +14,7 @@ from opensora_cli.core.reading import parse_object, read_json_object, reading
 from opensora_cli.engine.generate.sample import STEPS_KEY, read_header
 from opensora_cli.media.files import read_tags
 from opensora_cli.media.results import sidecar_path
-from opensora_cli.settings.explain import Given
+from opensora_cli.settings.layers import Given
 
 _MEDIA_ENDINGS = frozenset({".gif", ".mp4", ".png", ".webp"})
 _WEIGHTS_ENDING = ".safetensors"

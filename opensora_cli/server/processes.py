@@ -20,8 +20,8 @@ from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import OsoraError, RequestError
 from opensora_cli.core.python_processes import module_command, safe_environment
-from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import explain
 
 Report = Callable[..., None]
 

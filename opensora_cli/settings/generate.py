@@ -12,6 +12,7 @@ from opensora_cli.core import device_names
 from opensora_cli.core.attention_kinds import attention_problems
 from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.conditions import CONDITION_MODES, CONTINUING, ConditionMode, Source
+from opensora_cli.core.formatting import either
 from opensora_cli.core.section import Section, Words, split_list
 from opensora_cli.models.registry import AUTO, DEMO, TextInputs, WeightNames
 from opensora_cli.settings import components
@@ -19,7 +20,6 @@ from opensora_cli.settings import generate_sections as sections
 from opensora_cli.settings.applies import GENERATE, Pair, pair_problems
 from opensora_cli.settings.components import VAEKind
 from opensora_cli.settings.devices import DType, MemorySettings, ParallelSettings, RuntimeSettings
-from opensora_cli.settings.explain import either
 
 _NEEDS = (
     Pair("output.explore", "sampling.stop_at", "give --explore-steps, after which seeds are compared"),

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from opensora_cli.core.choices import Fit, MediaFormat, Solver
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
+from opensora_cli.core.formatting import either
 from opensora_cli.core.section import (
     MAX_FRAMES,
     Count,
@@ -24,7 +25,6 @@ from opensora_cli.core.section import (
 )
 from opensora_cli.models.registry import ARCHITECTURES, FLUX1_DEV
 from opensora_cli.settings.components import ModelSettings, VAESettings, picture_values
-from opensora_cli.settings.explain import either
 
 MAX_SEED = 2**62
 _FLUX = ARCHITECTURES[FLUX1_DEV].files
@@ -141,7 +141,7 @@ class ConditionSettings(Section):
         None, ge=0, le=10**6, description="Frames of the reference that begin the result, set by --continue. 0: all."
     )
     fit: Fit = Field(Fit.CROP, description="How a reference of another shape is fitted to the video.")
-    ref_fps: ReferenceRate = Field(ReferenceRate.KEEP, description="Frames of other rates: keep or match.")
+    ref_fps: ReferenceRate = Field(ReferenceRate.KEEP, description="Reference of another rate: keep or match.")
     video_latent_frames: _Frames = Field(8, description="Latent frames of a v2v reference, after the first.")
     seamless: bool = Field(False, description="Drop the last frame of i2v_loop, which equals the first.")
     easy_latent_frames: _Frames = Field(16, description="Latent frames of an easy v2v reference, after the first.")

@@ -10,14 +10,14 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.formatting import nearest
 from opensora_cli.core.section import Applies, ByteSize, FileName, PlotFile, Section, changed, shown
 from opensora_cli.models.registry import AUTO
 from opensora_cli.settings.applies import PARALLEL, SAME_FOR_ALL_RUNS, refuse_without_effect
 from opensora_cli.settings.devices import DeviceKind, ParallelSettings
-from opensora_cli.settings.explain import Given, explain, nearest
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.generate_sections import OutputSettings
-from opensora_cli.settings.layers import check_key
+from opensora_cli.settings.layers import Given, check_key, explain
 from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, few_evaluations
 
 MIB = 2**20

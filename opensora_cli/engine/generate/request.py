@@ -25,8 +25,8 @@ from opensora_cli.media.files import readable_file
 from opensora_cli.media.results import refuse_existing
 from opensora_cli.models.registry import AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.sampling.sizes import image_size, nearest_training_size, num_pixels, ratio_value
-from opensora_cli.settings.explain import Given, explain
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import Given, explain
 from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings, usual_settings
 
 PICTURE_MODE = "i2v_head"

@@ -4,8 +4,7 @@ import pytest
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.settings.ckpt import ConvertSettings, VerifySettings
-from opensora_cli.settings.explain import Given
-from opensora_cli.settings.layers import validate
+from opensora_cli.settings.layers import Given, validate
 
 
 def convert(target: str, **values: object) -> ConvertSettings:

@@ -8,9 +8,9 @@ import pytest
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.section import all_keys, alternatives
-from opensora_cli.settings.explain import Given
 from opensora_cli.settings.flags import FLAGS, Flags, given_flags
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import Given
 
 
 def test_each_names_a_setting_of_its_own() -> None:

@@ -4,9 +4,8 @@ import pytest
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.section import all_keys
-from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.layers import validate
+from opensora_cli.settings.layers import Given, validate
 from opensora_cli.settings.load import GenerateRequest, load_preset
 from opensora_cli.settings.tools import (
     STANDARD,

@@ -22,7 +22,7 @@ from opensora_cli.engine.generate.run import generate
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.registry import OPEN_SORA_V2
 from opensora_cli.settings.devices import HostWeights, OffloadMode
-from opensora_cli.settings.explain import Given
+from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 
 BF16 = {"runtime__dtype": "bfloat16"}

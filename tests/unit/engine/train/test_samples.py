@@ -28,7 +28,7 @@ from opensora_cli.media.names import file_stem
 from opensora_cli.media.read import probe
 from opensora_cli.media.write import write_media
 from opensora_cli.models.registry import DEMO
-from opensora_cli.settings.explain import Given
+from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 from opensora_cli.settings.train import load_train_settings
 
