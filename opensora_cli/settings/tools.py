@@ -143,16 +143,12 @@ EXACT = "exact"
 """Name of the run with the settings as they are given, with which the others are compared."""
 
 
-def _sampled(solver: str, steps: int) -> Changes:
-    return {"sampling.solver": solver, "sampling.num_inference_steps": steps, "sampling.timesteps": None}
-
-
 # Every other setting must be better than fewer Euler steps.
+_SAMPLED = (("euler", 30), ("euler", 15), ("ab2", 30), ("ab2", 15), ("heun", 15))
 STANDARD: Mapping[str, Changes] = {
-    **{f"{solver}-{steps}": _sampled(solver, steps) for solver in ("euler", "ab2") for steps in (30, 15)},
-    "heun-15": _sampled("heun", 15),
-    "fast": {"sampling.fast": True},
-}
+    f"{solver}-{steps}": {"sampling.solver": solver, "sampling.num_inference_steps": steps, "sampling.timesteps": None}
+    for solver, steps in _SAMPLED
+} | {"fast": {"sampling.fast": True}}
 """Settings that are compared if no `--try` is given."""
 
 
@@ -161,13 +157,9 @@ def read_tries(texts: Sequence[str]) -> Tries:
 
     No text means the standard set.
     """
-    tries: dict[str, Changes] = {}
-    for name in map(str.strip, texts):
-        if name in tries:
-            raise RequestError(f"--try {name} is given twice", hint="drop one of them")
-        tries[name] = {} if name == EXACT else STANDARD.get(name) or _changes(name)
-    tries.pop(EXACT, None)  # The exact run is always made.
-    return tries if texts else None
+    # The exact run is always made.
+    names = [name for name in map(str.strip, texts) if name != EXACT]
+    return {name: STANDARD.get(name) or _changes(name) for name in names} if texts else None
 
 
 def _changes(text: str) -> Changes:
@@ -188,8 +180,6 @@ def _changes(text: str) -> Changes:
         if key in SAME_FOR_ALL_RUNS.covered(GenerateSettings):
             hint = f"drop it, or give it to all runs: --set {key}={value}"
             raise RequestError(f"--try {text}: {key} must be the same for all runs", hint=hint)
-        if key in changes:
-            raise RequestError(f"--try {text} gives {key} twice", hint="drop one of them")
         changes[key] = value
     return changes
 
