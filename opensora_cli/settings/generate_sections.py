@@ -226,6 +226,17 @@ class SamplingSettings(Section):
                 f"sampling.guidance_interval={lowest:g},{highest:g} must be two times from 0 (video) to 1 (noise), the "
                 "lower one first: 0.2,0.9"
             )
+        most = MAX_SEED - self.num_samples + 1
+        if self.seed > most:
+            yield (
+                f"sampling.seed={self.seed} must leave room for the seeds of sampling.num_samples={self.num_samples}: "
+                f"use at most {most}"
+            )
+        if self.stop_at is not None and self.stop_at >= self.num_inference_steps:
+            yield (
+                f"sampling.stop_at={self.stop_at} must be less than "
+                f"sampling.num_inference_steps={self.num_inference_steps}: drop it, or use fewer"
+            )
         times = self.timesteps
         if times is None:
             return
