@@ -28,8 +28,8 @@ from opensora_cli.engine.train.stand_ins import largest_batches
 from opensora_cli.engine.train.trainer import Clock, Trainer
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.sampling.packing import position_ids
-from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import Given
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 _SIDE, _TINY_SIDE = 8192, 64

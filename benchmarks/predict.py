@@ -23,8 +23,8 @@ from opensora_cli.engine.generate.ranks import hardware_of_ranks
 from opensora_cli.engine.train.estimate import estimate_training
 from opensora_cli.engine.train.plan import TrainPlan, plan_training
 from opensora_cli.engine.train.predicted import predict_step
-from opensora_cli.settings.explain import Given
 from opensora_cli.settings.hardware import GpuSettings, read_machine
+from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import load_preset
 from opensora_cli.settings.train import load_train_settings
 

@@ -42,7 +42,7 @@ from opensora_cli.engine.train.metrics import Metrics
 from opensora_cli.engine.train.trainer import StepReport, Trainer
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids
 from opensora_cli.sampling.schedule import flow_shift_for
-from opensora_cli.settings.explain import Given
+from opensora_cli.settings.layers import Given
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 SCHEMA = "osora.bench.train/2"

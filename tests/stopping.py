@@ -7,7 +7,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate import denoise
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.run import generate
-from opensora_cli.settings.explain import Given
+from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import GenerateRequest
 
 

@@ -26,8 +26,8 @@ from opensora_cli.models.registry import DEMO, FLUX1_DEV, OPEN_SORA_V2, OPEN_SOR
 from opensora_cli.models.text.clip import ClipTextModel
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import T5Model
-from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 
 WORDS = [

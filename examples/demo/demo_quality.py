@@ -39,9 +39,8 @@ from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.plan import Plan, make_plan
 from opensora_cli.engine.generate.request import resolve, with_mode
 from opensora_cli.models.registry import DEMO
-from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.layers import collect_overrides
+from opensora_cli.settings.layers import Given, collect_overrides
 from opensora_cli.settings.load import GenerateRequest
 from quality_measures import (
     measure_conditions,

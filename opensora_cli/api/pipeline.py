@@ -25,10 +25,9 @@ from opensora_cli.core.progress import ConsoleReporter, Reporter, SilentReporter
 from opensora_cli.engine.generate import run as engine
 from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.show import continued
-from opensora_cli.settings.explain import Given
 from opensora_cli.settings.flags import Flags, given_flags
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.layers import Layer, collect_overrides
+from opensora_cli.settings.layers import Given, Layer, collect_overrides
 from opensora_cli.settings.load import generate_request
 
 _File = str | os.PathLike[str]

@@ -27,10 +27,10 @@ def bench_comm(settings: BenchCommSettings, call: Call) -> None:
       osora bench-comm --gpus 2 --device cpu --max-bytes 64KiB
       osora bench-comm --gpus 4 --scaling strong
     """
+    context = call.context
     with call.loading():
         from opensora_cli.engine.bench_comm.run import measure_as_rank, start_ranks
 
-    context = call.context
     if context is None:
         start_ranks(settings, call.words)
         return

@@ -56,16 +56,15 @@ _SHARED = (
 _ROWS = {
     "PROMPT": Option("prompt", help="Description of the video."),
     "--try": Option(
-        panel=_COMPARED,
-        kind=list[str],
-        metavar="NAME|SETTINGS",
-        help="Settings that differ from the exact run: KEY=VALUE,KEY=VALUE, or a name of the standard set such as "
-        "euler-15. `exact` times that run alone.",
+        "",
+        _COMPARED,
+        "Settings that differ from the exact run: KEY=VALUE,KEY=VALUE, or a name of the standard set such as euler-15. "
+        "`exact` times that run alone.",
+        "NAME|SETTINGS",
+        list[str],
         default="the standard set",
     ),
-    "--repeats": Option(
-        panel=_COMPARED, help="Timed runs of each setting, for mean and deviation.", metavar="N", kind=int, default="1"
-    ),
+    "--repeats": Option("", _COMPARED, "Timed runs of each setting, for mean and deviation.", "N", int, default="1"),
     **{label: generate.ROWS[label]._replace(is_common=False) for label in _SHARED},
 }
 COMMAND = make_command(bench_generate, _ROWS, settings=GenerateSettings, on_ranks=True)

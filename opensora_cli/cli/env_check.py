@@ -49,9 +49,7 @@ _ROWS = {
     "--no-all-reduce": Option("all_reduce", help="Do not run the all-reduce over the devices.", is_negated=True),
     "--timeout": Option("all_reduce_seconds", help="Timeout of the all-reduce.", metavar="SECONDS", default="60"),
     "--bug-report": Option("bug_report", help="Print a short report that hides users, hosts, folders and tokens."),
-    "--profile": Option(
-        panel=_RECOMMENDED, help="Print settings for one GPU, a cloud machine or a cluster.", kind=EnvProfile
-    ),
-    "--export": Option(panel=_RECOMMENDED, help="Print them as shell lines, for eval.", kind=bool),
+    "--profile": Option("", _RECOMMENDED, "Print settings for one GPU, a cloud machine or a cluster.", kind=EnvProfile),
+    "--export": Option("", _RECOMMENDED, "Print them as shell lines, for eval.", kind=bool),
 }
 COMMAND = make_command(env_check, _ROWS)

@@ -87,7 +87,7 @@ def translate(error: Exception) -> OsoraError | None:
     """Return the error that is reported for an exception, with one problem a line; None for a bug."""
     from pydantic import ValidationError
 
-    from opensora_cli.settings.explain import explain
+    from opensora_cli.settings.layers import explain
 
     match error:
         case OsoraError():

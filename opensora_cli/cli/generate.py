@@ -8,10 +8,10 @@ from pathlib import Path
 from opensora_cli.cli.command import ON, VERBOSE, Call, config_row, make_command, set_row, shown_default
 from opensora_cli.core.section import shown
 from opensora_cli.models.registry import DEMO
-from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.flags import FLAGS, MACHINE, OUTPUT, PROMPT, REFERENCE, SAMPLING, VIDEO, Option, option_of
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, generate_request, load_preset
 
 _FROM = ("--from", "--resume", "--from-latents")
@@ -123,26 +123,14 @@ _OWN_ROWS = {
     "--set": set_row("Set any setting, as in sampling.flow_shift=3."),
     "--from": Option(kind=Path, metavar="FILE", help="Continue a result or its latents.", is_common=True),
     **dict.fromkeys(_FROM[1:], Option(kind=Path, metavar="FILE", help="Other name of --from.")),
-    VERBOSE: Option(
-        panel=OUTPUT, help="Show every stage, and how the video is made on this machine.", kind=bool, short="-v"
-    ),
+    VERBOSE: Option("", OUTPUT, "Show every stage, and how the video is made on this machine.", kind=bool, short="-v"),
     "--dry-run": Option(kind=bool, help="Print the plan and whether it fits.", is_common=True),
     "--on": ON,
-    "--prompts": Option(
-        panel=PROMPT,
-        help="Make each row of a .txt, .csv, .jsonl or .parquet.",
-        metavar="FILE",
-        kind=Path,
-        is_common=True,
-    ),
-    "--shard": Option(panel=PROMPT, help="Make every N-th row of --prompts, from number I on.", metavar="I/N"),
-    "--continue": Option(
-        panel=REFERENCE, help="Continue a video at its size and rate.", metavar="FILE", kind=Path, is_common=True
-    ),
-    "--explore": Option(
-        panel=SAMPLING, help="Start K seeds and write a sheet of previews; --from finishes one.", metavar="K"
-    ),
-    "--explore-steps": Option(panel=SAMPLING, help="Steps of each seed of --explore.", metavar="N"),
+    "--prompts": Option("", PROMPT, "Make each row of a .txt, .csv, .jsonl or .parquet.", "FILE", Path, is_common=True),
+    "--shard": Option("", PROMPT, "Make every N-th row of --prompts, from number I on.", "I/N"),
+    "--continue": Option("", REFERENCE, "Continue a video at its size and rate.", "FILE", Path, is_common=True),
+    "--explore": Option("", SAMPLING, "Start K seeds and write a sheet of previews; --from finishes one.", "K"),
+    "--explore-steps": Option("", SAMPLING, "Steps of each seed of --explore.", "N"),
 }
 _ALL_ROWS = {**_OWN_ROWS, **{option_of(name): row for name, row in FLAGS.items() if row.key != "from_latents"}}
 ROWS = {

@@ -5,10 +5,9 @@ import os
 from opensora_cli.cli.command import Call, make_command, set_row
 from opensora_cli.core.exceptions import missing_library
 from opensora_cli.core.ranks import find_context
-from opensora_cli.settings.explain import Given
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.layers import collect_overrides
+from opensora_cli.settings.layers import Given, collect_overrides
 from opensora_cli.settings.tools import ServeSettings
 
 

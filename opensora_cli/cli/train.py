@@ -118,37 +118,23 @@ def _run(given: Layer, call: Call) -> None:
 
 
 CONFIG_HELP = "Recipe of osora (see --list), YAML file of settings, or .py configuration of the reference."
+_NEW = "Write DIR.yaml: a recipe that extends --config (demo_lora), with buckets for the clips of DIR."
 SET_HELP = "Set any setting, as in loop.steps=400; wins over FILE."
 _ROWS = {
     "RUN": Option(kind=list[str], help="With --plot: folder of a run."),
     "--config": config_row(CONFIG_HELP, "train")._replace(is_common=True),
     "--set": set_row(SET_HELP)._replace(is_common=True),
     "--from": Option(kind=Path, metavar="FILE", help="settings.json of an earlier run, in place of --config."),
-    "--new": Option(
-        help="Write DIR.yaml: a recipe that extends --config (demo_lora), with buckets for the clips of DIR.",
-        metavar="DIR",
-        kind=str,
-        is_common=True,
-    ),
+    "--new": Option("", "", _NEW, "DIR", is_common=True),
     "--list": Option(kind=bool, help="List the recipes of osora and exit.", is_common=True),
-    "--resume": Option(panel=_CHECKPOINTS, help="Continue from the newest checkpoint.", kind=bool, is_common=True),
-    "--resume-from": Option(
-        panel=_CHECKPOINTS, help="Continue from this checkpoint instead of the newest.", metavar="FOLDER", kind=Path
-    ),
-    "--allow-older": Option(
-        panel=_CHECKPOINTS, help="With --resume: skip a newest checkpoint that is broken.", kind=bool
-    ),
-    "--overwrite": Option(
-        panel=_CHECKPOINTS, help="Start again, and replace the earlier run.", kind=bool, is_common=True
-    ),
-    "--check-data": Option(
-        panel=_CHECKS, help="Print buckets, batches and bad rows; do not train.", kind=bool, is_common=True
-    ),
-    "--dry-run": Option(panel=_CHECKS, help="Print the plan and the memory of a rank.", kind=bool, is_common=True),
+    "--resume": Option("", _CHECKPOINTS, "Continue from the newest checkpoint.", kind=bool, is_common=True),
+    "--resume-from": Option("", _CHECKPOINTS, "Continue from this checkpoint instead of the newest.", "FOLDER", Path),
+    "--allow-older": Option("", _CHECKPOINTS, "With --resume: skip a newest checkpoint that is broken.", kind=bool),
+    "--overwrite": Option("", _CHECKPOINTS, "Start again, and replace the earlier run.", kind=bool, is_common=True),
+    "--check-data": Option("", _CHECKS, "Print buckets, batches and bad rows only.", kind=bool, is_common=True),
+    "--dry-run": Option("", _CHECKS, "Print the plan and the memory of a rank.", kind=bool, is_common=True),
     "--on": ON._replace(panel=_CHECKS),
-    "--plot": Option(
-        panel=_CHECKS, help="Draw the curves of each RUN: .png, .svg or .pdf; train nothing.", metavar="FILE", kind=Path
-    ),
+    "--plot": Option("", _CHECKS, "Draw the curves of each RUN: .png, .svg or .pdf; train nothing.", "FILE", Path),
     **device_rows(),
     "--gpus": Option("parallel.gpus", MACHINE, "GPUs that share the work, or processes on a CPU.", "N", is_common=True),
     "--devices": DEVICES,

@@ -3,7 +3,8 @@
 import os
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 
 _UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "kB": 10**3}
 """Decimal units and their bytes, largest first."""
@@ -110,3 +111,14 @@ def without_credentials(text: str) -> str:
 def is_harmful(character: str) -> bool:
     """Return whether a character breaks lines, controls terminals, or changes the direction of text."""
     return unicodedata.category(character) in ("Cc", "Cf", "Zl", "Zp") and character not in _JOINERS
+
+
+def either(choices: Sequence[str]) -> str:
+    """Return choices as a phrase: `a, b or c`."""
+    return " or ".join(filter(None, (", ".join(choices[:-1]), choices[-1])))
+
+
+def nearest(word: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the choice most similar to `word`, or None if none is similar."""
+    close = get_close_matches(word, list(choices), n=1, cutoff=cutoff)
+    return close[0] if close else None

@@ -17,7 +17,7 @@ from opensora_cli.core.reading import read_json_object, reading
 from opensora_cli.engine.generate.sample import REQUEST_KEY, STEPS_KEY, open_latents
 from opensora_cli.media.files import read_tags
 from opensora_cli.media.results import sidecar_path
-from opensora_cli.settings.explain import Given
+from opensora_cli.settings.layers import Given
 
 _MEDIA_ENDINGS = frozenset({".gif", ".mp4", ".png", ".webp"})
 _WEIGHTS_ENDING = ".safetensors"

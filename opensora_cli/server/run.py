@@ -23,8 +23,7 @@ from opensora_cli.server.jobs import JobStore
 from opensora_cli.server.scheduler import Scheduler
 from opensora_cli.server.uploads import LARGEST
 from opensora_cli.server.videos import Server
-from opensora_cli.settings.explain import Given
-from opensora_cli.settings.layers import Layer
+from opensora_cli.settings.layers import Given, Layer
 from opensora_cli.settings.load import ANY_PROMPT, generate_request
 from opensora_cli.settings.tools import LOOPBACK, ServeSettings
 

@@ -15,7 +15,7 @@ from opensora_cli.core.conditions import CONTINUING, ConditionMode, Length, Sour
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.section import Applies, Section, leaves, nested, shown
 from opensora_cli.settings.components import OF_ALL_KINDS
-from opensora_cli.settings.explain import Given
+from opensora_cli.settings.layers import Given
 
 Condition = str | Callable[[Any], object]
 

@@ -16,8 +16,8 @@ import yaml
 
 import opensora_cli
 from opensora_cli.core.exceptions import FileProblem, RequestError
+from opensora_cli.core.formatting import nearest
 from opensora_cli.core.reading import read_text, reading
-from opensora_cli.settings.explain import nearest
 
 EXTENDS = "extends"
 _EXTENDED = ("train", "hardware")

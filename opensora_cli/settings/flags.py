@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict, get_typ
 from opensora_cli.core.exceptions import RequestError
 
 if TYPE_CHECKING:
-    from opensora_cli.settings.explain import Given
+    from opensora_cli.settings.layers import Given
 
 PROMPT, VIDEO, REFERENCE, SAMPLING = "Prompt", "Video", "Reference", "Sampling"
 MACHINE, OUTPUT = "Memory and devices", "Output"
@@ -74,9 +74,7 @@ class Flags(TypedDict, total=False):
     t2i2v: Annotated[_Bool, Option("picture.first", REFERENCE)]
     steps: Annotated[_Int, Option("sampling.num_inference_steps", SAMPLING, is_common=True)]
     seed: Annotated[_Int, Option("sampling.seed", SAMPLING, is_common=True)]
-    fast: Annotated[
-        _Bool, Option("sampling.fast", SAMPLING, "Use fewer evaluations for a similar video.", is_common=True)
-    ]
+    fast: Annotated[_Bool, Option("sampling.fast", SAMPLING, "Fewer evaluations, a similar video.", is_common=True)]
     turbo: Annotated[_Bool, Option("sampling.turbo", SAMPLING, is_common=True)]
     solver: Annotated[_Text, Option("sampling.solver", SAMPLING)]
     guidance_scale: Annotated[_Float, Option("sampling.guidance_scale", SAMPLING)]
@@ -95,17 +93,13 @@ class Flags(TypedDict, total=False):
     dtype: Annotated[_Text, Option("runtime.dtype", MACHINE)]
     attention: Annotated[_Text, Option("runtime.attention", MACHINE)]
     threads: Annotated[_Int, Option("runtime.threads", MACHINE)]
-    no_cache: Annotated[
-        _Bool, Option("runtime.prompt_cache", MACHINE, "Do not cache prompt embeddings.", is_negated=True)
-    ]
+    no_cache: Annotated[_Bool, Option("runtime.prompt_cache", MACHINE, "Cache no embeddings.", is_negated=True)]
     out: Annotated[_File | None, Option("output.path", OUTPUT, metavar="PATH", short="-o", is_common=True)]
     format: Annotated[_Text, Option("output.format", OUTPUT)]
     name_from: Annotated[_Text, Option("output.name_from", OUTPUT)]
     overwrite: Annotated[_Bool, Option("output.overwrite", OUTPUT)]
     save_last_frame: Annotated[_Bool, Option("output.last_frame", OUTPUT)]
-    no_metadata: Annotated[
-        _Bool, Option("output.metadata", OUTPUT, "Write no sidecar, and no prompt into the file.", is_negated=True)
-    ]
+    no_metadata: Annotated[_Bool, Option("output.metadata", OUTPUT, "Write no sidecar and no tags.", is_negated=True)]
     from_latents: Annotated[_File | None, Option("from_latents", metavar="FILE")]
 
 
@@ -145,7 +139,7 @@ def given_by(row: Option, value: object, source: str) -> dict[str, "Given"]:
 
     Raises RequestError if one of several files is empty.
     """
-    from opensora_cli.settings.explain import Given
+    from opensora_cli.settings.layers import Given
 
     if value is not None and row.key in _EACH:
         files = value if isinstance(value, list | tuple) else [value]
@@ -163,9 +157,10 @@ def given_by(row: Option, value: object, source: str) -> dict[str, "Given"]:
 
 
 def _nearest(name: str) -> str:
+    from opensora_cli.core.formatting import nearest
     from opensora_cli.core.section import all_keys
-    from opensora_cli.settings.explain import nearest, nearest_key
     from opensora_cli.settings.generate import GenerateSettings
+    from opensora_cli.settings.layers import nearest_key
 
     close = nearest(name, FLAGS)
     if close is None and (key := nearest_key(name, all_keys(GenerateSettings))) is not None:

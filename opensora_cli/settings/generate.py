@@ -12,6 +12,7 @@ from opensora_cli.core import device_names
 from opensora_cli.core.attention import attention_problems
 from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.conditions import CONDITION_MODES, CONTINUING, ConditionMode, Source
+from opensora_cli.core.formatting import either
 from opensora_cli.core.section import Section, Words, split_list
 from opensora_cli.models.registry import AUTO, DEMO, TextInputs, WeightNames
 from opensora_cli.settings import components
@@ -19,7 +20,6 @@ from opensora_cli.settings import generate_sections as sections
 from opensora_cli.settings.applies import GENERATE, Pair, pair_problems
 from opensora_cli.settings.components import VAEKind
 from opensora_cli.settings.devices import DType, MemorySettings, ParallelSettings, RuntimeSettings
-from opensora_cli.settings.explain import either
 
 _NEEDS = (
     Pair("output.explore", "sampling.stop_at", "give --explore-steps, after which seeds are compared"),
@@ -153,7 +153,6 @@ class GenerateSettings(Section):
         yield from _request_problems(self)
         yield from _size_problems(self)
         yield from _length_problems(self)
-        yield from _sampling_problems(self)
         yield from _condition_problems(self)
         yield from _time_problems(self)
         yield from _parallel_problems(self)
@@ -218,17 +217,6 @@ def _length_problems(settings: GenerateSettings) -> Iterator[str]:
             f"video.num_frames={frames} must be {rule} and at most {longest} with the {name} model: "
             f"use {min(lengths, key=lambda length: (abs(length - frames), -length), default=1)}"
         )
-
-
-def _sampling_problems(settings: GenerateSettings) -> Iterator[str]:
-    seed, samples, stop = settings.sampling.seed, settings.sampling.num_samples, settings.sampling.stop_at
-    steps, most = settings.sampling.num_inference_steps, sections.MAX_SEED - samples + 1
-    if seed > most:
-        yield (
-            f"sampling.seed={seed} must leave room for the seeds of sampling.num_samples={samples}: use at most {most}"
-        )
-    if stop is not None and stop >= steps:
-        yield f"sampling.stop_at={stop} must be less than sampling.num_inference_steps={steps}: drop it, or use fewer"
 
 
 def _condition_problems(settings: GenerateSettings) -> Iterator[str]:

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 
 from opensora_cli.core.choices import Fit, MediaFormat, Solver
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
+from opensora_cli.core.formatting import either
 from opensora_cli.core.section import (
     MAX_FRAMES,
     Count,
@@ -24,7 +25,6 @@ from opensora_cli.core.section import (
 )
 from opensora_cli.models.registry import ARCHITECTURES, FLUX1_DEV
 from opensora_cli.settings.components import ModelSettings, VAESettings, picture_values
-from opensora_cli.settings.explain import either
 
 MAX_SEED = 2**62
 _FLUX = ARCHITECTURES[FLUX1_DEV].files
@@ -141,7 +141,7 @@ class ConditionSettings(Section):
         None, ge=0, le=10**6, description="Frames of the reference that begin the result, set by --continue. 0: all."
     )
     fit: Fit = Field(Fit.CROP, description="How a reference of another shape is fitted to the video.")
-    ref_fps: ReferenceRate = Field(ReferenceRate.KEEP, description="Frames of other rates: keep or match.")
+    ref_fps: ReferenceRate = Field(ReferenceRate.KEEP, description="Reference of another rate: keep or match.")
     video_latent_frames: _Frames = Field(8, description="Latent frames of a v2v reference, after the first.")
     seamless: bool = Field(False, description="Drop the last frame of i2v_loop, which equals the first.")
     easy_latent_frames: _Frames = Field(16, description="Latent frames of an easy v2v reference, after the first.")
@@ -225,6 +225,17 @@ class SamplingSettings(Section):
             yield (
                 f"sampling.guidance_interval={lowest:g},{highest:g} must be two times from 0 (video) to 1 (noise), the "
                 "lower one first: 0.2,0.9"
+            )
+        most = MAX_SEED - self.num_samples + 1
+        if self.seed > most:
+            yield (
+                f"sampling.seed={self.seed} must leave room for the seeds of sampling.num_samples={self.num_samples}: "
+                f"use at most {most}"
+            )
+        if self.stop_at is not None and self.stop_at >= self.num_inference_steps:
+            yield (
+                f"sampling.stop_at={self.stop_at} must be less than "
+                f"sampling.num_inference_steps={self.num_inference_steps}: drop it, or use fewer"
             )
         times = self.timesteps
         if times is None:

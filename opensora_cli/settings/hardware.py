@@ -12,11 +12,10 @@ from typing import Annotated
 from pydantic import Field
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.formatting import first_few
+from opensora_cli.core.formatting import first_few, nearest
 from opensora_cli.core.section import ByteSize, FileName, Section, all_keys
-from opensora_cli.settings.explain import Given, nearest
 from opensora_cli.settings.files import EXTENDS, list_presets, preset_path, read_settings_file
-from opensora_cli.settings.layers import read_sections, validate
+from opensora_cli.settings.layers import Given, read_sections, validate
 
 PRODUCT_EFFICIENCY = 0.489
 ATTENTION_EFFICIENCY = 0.644

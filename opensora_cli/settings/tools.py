@@ -10,14 +10,14 @@ from typing import Annotated
 from pydantic import Field, ValidationError
 
 from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.formatting import nearest
 from opensora_cli.core.section import Applies, ByteSize, FileName, PlotFile, Section, changed, shown
 from opensora_cli.models.registry import AUTO
 from opensora_cli.settings.applies import PARALLEL, SAME_FOR_ALL_RUNS, refuse_without_effect
 from opensora_cli.settings.devices import DeviceKind, ParallelSettings
-from opensora_cli.settings.explain import Given, explain, nearest
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.generate_sections import OutputSettings
-from opensora_cli.settings.layers import check_key
+from opensora_cli.settings.layers import Given, check_key, explain
 from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, few_evaluations
 
 MIB = 2**20
@@ -141,16 +141,12 @@ EXACT = "exact"
 """Name of the run with the settings as they are given, with which the others are compared."""
 
 
-def _sampled(solver: str, steps: int) -> Changes:
-    return {"sampling.solver": solver, "sampling.num_inference_steps": steps, "sampling.timesteps": None}
-
-
 # Every other setting must be better than fewer Euler steps.
+_SAMPLED = (("euler", 30), ("euler", 15), ("ab2", 30), ("ab2", 15), ("heun", 15))
 STANDARD: Mapping[str, Changes] = {
-    **{f"{solver}-{steps}": _sampled(solver, steps) for solver in ("euler", "ab2") for steps in (30, 15)},
-    "heun-15": _sampled("heun", 15),
-    "fast": {"sampling.fast": True},
-}
+    f"{solver}-{steps}": {"sampling.solver": solver, "sampling.num_inference_steps": steps, "sampling.timesteps": None}
+    for solver, steps in _SAMPLED
+} | {"fast": {"sampling.fast": True}}
 """Settings that are compared if no `--try` is given."""
 
 
@@ -159,13 +155,9 @@ def read_tries(texts: Sequence[str]) -> Tries:
 
     No text means the standard set.
     """
-    tries: dict[str, Changes] = {}
-    for name in map(str.strip, texts):
-        if name in tries:
-            raise RequestError(f"--try {name} is given twice", hint="drop one of them")
-        tries[name] = {} if name == EXACT else STANDARD.get(name) or _changes(name)
-    tries.pop(EXACT, None)  # The exact run is always made.
-    return tries if texts else None
+    # The exact run is always made.
+    names = [name for name in map(str.strip, texts) if name != EXACT]
+    return {name: STANDARD.get(name) or _changes(name) for name in names} if texts else None
 
 
 def _changes(text: str) -> Changes:
@@ -186,8 +178,6 @@ def _changes(text: str) -> Changes:
         if key in SAME_FOR_ALL_RUNS.covered(GenerateSettings):
             hint = f"drop it, or give it to all runs: --set {key}={value}"
             raise RequestError(f"--try {text}: {key} must be the same for all runs", hint=hint)
-        if key in changes:
-            raise RequestError(f"--try {text} gives {key} twice", hint="drop one of them")
         changes[key] = value
     return changes
 

@@ -12,9 +12,8 @@ from opensora_cli.models.registry import ARCHITECTURES, DEMO
 from opensora_cli.settings.applies import VAE
 from opensora_cli.settings.components import VAESettings, settings_of
 from opensora_cli.settings.devices import PlacementSettings
-from opensora_cli.settings.explain import Given
 from opensora_cli.settings.files import ConfigFile, open_config
-from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
+from opensora_cli.settings.layers import Given, Layer, read_environment, read_sections, validate
 from opensora_cli.settings.reference import read_reference_autoencoder, read_settings
 
 _DEFAULT_PRESET = "demo"

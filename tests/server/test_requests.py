@@ -6,7 +6,7 @@ from served import turbo_weights
 from opensora_cli.cli.app import main
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.server.requests import InvalidField, command_of, read_request, remixed
-from opensora_cli.settings.explain import Given
+from opensora_cli.settings.layers import Given
 
 
 def read(tmp_path, values, **options):

@@ -17,9 +17,9 @@ from opensora_cli.core.reading import parse_object
 from opensora_cli.core.section import shown
 from opensora_cli.engine.components.weights import DEFAULT_FOLDER, Component, find_weights
 from opensora_cli.settings.components import LoraFile
-from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.generate_sections import SamplingSettings
+from opensora_cli.settings.layers import Given
 
 METADATA_KEY = "osora.sampling"
 _ASKED = ("num_inference_steps", "timesteps", "solver", "guidance_scale", "image_guidance_scale")

@@ -40,6 +40,7 @@ from opensora_cli.engine.generate.sidecar import choose_outputs
 from opensora_cli.engine.generate.text import text_embeds
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.generate_sections import named_format
+from opensora_cli.settings.layers import explain
 from opensora_cli.settings.load import GenerateRequest
 
 _ROWS_AHEAD = 64

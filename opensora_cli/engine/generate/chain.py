@@ -9,6 +9,7 @@ import torch
 from opensora_cli.core.device import torch_dtype
 from opensora_cli.core.exceptions import HardwareError, OsoraError
 from opensora_cli.core.limits import pick_threads
+from opensora_cli.core.formatting import either
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.parallelize import describe_mesh
@@ -28,7 +29,6 @@ from opensora_cli.engine.generate.plan import (
 )
 from opensora_cli.engine.generate.request import draft_settings, picture_settings
 from opensora_cli.settings.devices import DType, HostWeights, OffloadMode
-from opensora_cli.settings.explain import either
 from opensora_cli.settings.generate import GenerateSettings
 
 _CONTINUATION: Mapping[str, object] = {

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from opensora_cli.core.exceptions import FileProblem, RequestError
-from opensora_cli.core.formatting import plain
+from opensora_cli.core.formatting import either, nearest, plain
 from opensora_cli.core.reading import reading, require_file
 from opensora_cli.data.table import CSV, PARQUET, read_rows
 from opensora_cli.core.section import all_keys
 from opensora_cli.data.table_files import CSV, PARQUET, read_rows
-from opensora_cli.settings.explain import Given, either, nearest
 from opensora_cli.settings.flags import FLAGS
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import Given
 
 ENDINGS = (".txt", CSV, ".jsonl", PARQUET)
 

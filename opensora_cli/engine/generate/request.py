@@ -24,8 +24,8 @@ from opensora_cli.engine.generate.sample import LATENTS_ENDING, open_latents
 from opensora_cli.media.results import readable_file, refuse_existing
 from opensora_cli.models.registry import AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.sampling.sizes import image_size, nearest_training_size, num_pixels, ratio_value
-from opensora_cli.settings.explain import Given, explain
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import Given, explain
 from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_generate_settings, usual_settings
 
 PICTURE_MODE = "i2v_head"

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.formatting import nearest
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.reading import read_json_object
 from opensora_cli.engine.components.hardware import versions
@@ -24,7 +25,6 @@ from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.sampling.text import add_fps_info_to_text, add_motion_score_to_text
-from opensora_cli.settings.explain import nearest
 from opensora_cli.settings.generate import GenerateSettings
 
 _LISTED_WORDS = 10

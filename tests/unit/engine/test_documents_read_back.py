@@ -28,8 +28,8 @@ from opensora_cli.media.results import read_sidecar as read_described
 from opensora_cli.models.registry import OPEN_SORA_V2
 from opensora_cli.models.text.files import missing_files
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
-from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import (
     SIDECAR_SCHEMA,
     GenerateRequest,

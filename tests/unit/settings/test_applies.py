@@ -6,8 +6,8 @@ from pydantic import Field
 from opensora_cli.core.section import Section, all_keys
 from opensora_cli.settings import generate, train
 from opensora_cli.settings.applies import Pair, _find, pair_problems, used_settings
-from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import (
     GenerateRequest,
     SavedSettings,

@@ -7,16 +7,10 @@ from typing import get_type_hints
 import pytest
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.section import all_keys, alternatives
-from opensora_cli.settings.explain import Given
+from opensora_cli.core.section import alternatives
 from opensora_cli.settings.flags import FLAGS, Flags, given_flags
 from opensora_cli.settings.generate import GenerateSettings
-
-
-def test_each_names_a_setting_of_its_own() -> None:
-    keys = [flag.key for flag in FLAGS.values()]
-    assert len(set(keys)) == len(keys)
-    assert set(keys) <= set(all_keys(GenerateSettings))
+from opensora_cli.settings.layers import Given
 
 
 def test_keywords_of_python_have_the_types_of_their_settings() -> None:

@@ -6,8 +6,8 @@ from pydantic import ValidationError
 from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.settings.devices import ParallelSettings
-from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import explain
 from opensora_cli.settings.load import load_preset
 
 RELEASED = load_preset("256px", prompt="raining, sea")

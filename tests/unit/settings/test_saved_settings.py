@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.section import all_keys
 from opensora_cli.models.registry import DEMO
-from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import (
     DESCRIPTION,
     TYPED,

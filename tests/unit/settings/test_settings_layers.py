@@ -3,9 +3,8 @@
 import pytest
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.layers import collect_overrides, read_environment, read_sections
+from opensora_cli.settings.layers import Given, collect_overrides, read_environment, read_sections
 
 
 def texts(layer: dict[str, Given]) -> dict[str, object]:

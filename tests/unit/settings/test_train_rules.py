@@ -11,7 +11,7 @@ from tiny_training import mmdit_settings
 from opensora_cli.core.conditions import CONDITION_MODES, LatentGrid
 from opensora_cli.settings.data import DataSettings
 from opensora_cli.settings.devices import Strategy, TrainParallelSettings
-from opensora_cli.settings.explain import explain
+from opensora_cli.settings.layers import explain
 from opensora_cli.settings.train import TrainSettings
 
 CAUSAL = {"vae": {"kind": "hunyuan"}}

@@ -8,8 +8,8 @@ from pydantic import ValidationError
 
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem, RequestError
-from opensora_cli.settings.explain import Given
-from opensora_cli.settings.files import list_presets, preset_path
+from opensora_cli.settings.files import list_presets
+from opensora_cli.settings.layers import Given
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 RECIPES = list_presets("train")
@@ -22,14 +22,6 @@ def load(
     config = None if recipe is None else Path(recipe)
     given = {key.replace("__", "."): Given(value, "--set") for key, value in overrides.items()}
     return load_train_settings(config=config, overrides=given, environment=environment or {}, saved=saved)
-
-
-@pytest.mark.parametrize(("recipe", "target"), [("demo_lora", "mmdit"), ("stage1", "mmdit"), ("vae_hunyuan", "vae")])
-def test_recipe_parses(recipe: str, target: str) -> None:
-    settings = load(recipe)
-    assert settings.target == target
-    assert settings.output == f"runs/{recipe}"
-    assert load(str(preset_path(recipe, "train"))) == settings
 
 
 def test_command_line_over_environment_over_file(tmp_path: Path) -> None:
@@ -55,6 +47,7 @@ class TestFrom:
             (tmp_path / "settings.json").write_text(json.dumps(settings.model_dump(mode="json")))
             given = {} if settings.clip_cache is None else {"train_mmdit__cache": settings.clip_cache}
             assert load(None, saved=tmp_path / "settings.json", **given) == settings
+            assert load(recipe).output == f"runs/{recipe}"
 
     def test_above_the_environment_and_below_the_command_line(self, tmp_path: Path) -> None:
         path = tmp_path / "settings.json"

@@ -22,8 +22,8 @@ from opensora_cli.engine.generate.sidecar import sample_settings
 from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.applies import used_settings
 from opensora_cli.settings.components import ModelSettings
-from opensora_cli.settings.explain import Given
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import GenerateRequest, SavedSettings, usual_settings
 
 FEW = {"num_inference_steps": 3, "timesteps": [1.0, 0.8, 0.4, 0.0], "solver": "euler", "guidance_scale": 1.0}

@@ -14,7 +14,7 @@ from opensora_cli.engine.generate import models as generate_models
 from opensora_cli.engine.generate.batch import generate_rows, plan_rows
 from opensora_cli.engine.generate.prompts import read_prompts, rows_of_shard
 from opensora_cli.engine.generate.run import generate
-from opensora_cli.settings.explain import Given
+from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import GenerateRequest
 
 pytestmark = pytest.mark.usefixtures("without_estimates")

@@ -30,7 +30,7 @@ from opensora_cli.engine.generate.pipeline import computing, make
 from opensora_cli.engine.generate.request import with_mode
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.sample import Sample, open_latents
-from opensora_cli.settings.explain import Given
+from opensora_cli.settings.layers import Given
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 

@@ -18,7 +18,7 @@ from opensora_cli.engine.generate.run import generate
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.registry import OPEN_SORA_V2
 from opensora_cli.settings.devices import HostWeights, OffloadMode
-from opensora_cli.settings.explain import Given
+from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 from opensora_cli.settings.enums import HostWeights, OffloadMode
 

@@ -20,7 +20,7 @@ from opensora_cli.engine.generate.request import resolve, with_mode
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.generate.sidecar import choose_outputs
 from opensora_cli.media.read import read_picture
-from opensora_cli.settings.explain import Given
+from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import generate_request, read_sidecar
 
 pytestmark = pytest.mark.usefixtures("without_estimates")

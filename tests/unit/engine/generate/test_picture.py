@@ -15,7 +15,7 @@ from opensora_cli.engine.generate.dry_run import PlanDocument
 from opensora_cli.engine.generate.plan import PICTURE
 from opensora_cli.engine.generate.request import picture_settings, refuse_early, resolve, size_of_picture, with_mode
 from opensora_cli.engine.generate.run import generate
-from opensora_cli.settings.explain import Given
+from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import GenerateRequest, load_preset, read_sidecar
 
 SAVED = {"picture__save": "true", "sampling__num_samples": "2"}

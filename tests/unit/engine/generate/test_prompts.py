@@ -6,7 +6,7 @@ import pytest
 
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.engine.generate.prompts import Row, read_prompts, rows_of_shard
-from opensora_cli.settings.explain import Given
+from opensora_cli.settings.layers import Given
 
 TABLE = [
     {"prompt": "raining, sea", "seed": 3, "num_frames": 5, "name": "wet"},

@@ -31,7 +31,7 @@ from opensora_cli.engine.generate.sample import read_saved, save_latents
 from opensora_cli.media.read import probe, read_video
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import write_media
-from opensora_cli.settings.explain import Given
+from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import GenerateRequest, SavedSettings, read_sidecar
 
 pytestmark = pytest.mark.usefixtures("without_estimates")

@@ -7,7 +7,7 @@ import tiny_training
 
 from opensora_cli.engine.train import few_blocks
 from opensora_cli.engine.train.estimate import TrainingMemory, estimate_training
-from opensora_cli.settings.explain import Given
+from opensora_cli.settings.layers import Given
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 TINY = {"train_mmdit.cache": "clips", "optimizer.name": "adamw", "precision.compute": "bf16"}

@@ -24,7 +24,7 @@ from opensora_cli.engine.train.run import train
 from opensora_cli.media.read import read_video
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.devices import Strategy
-from opensora_cli.settings.explain import Given
+from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import load_preset
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 

@@ -24,7 +24,7 @@ from opensora_cli.media.read import probe
 from opensora_cli.media.results import read_tags
 from opensora_cli.media.write import write_media
 from opensora_cli.models.registry import DEMO
-from opensora_cli.settings.explain import Given
+from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 
 PROMPTS = ("a red boat on the sea, raining", "a car")

@@ -15,7 +15,7 @@ from opensora_cli.media.read import read_picture, read_video
 from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.components import VAESettings
-from opensora_cli.settings.explain import Given
+from opensora_cli.settings.layers import Given
 from opensora_cli.settings.vae import EncodeSettings, load_vae_settings
 
 CPU = torch.device("cpu")
