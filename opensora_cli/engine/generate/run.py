@@ -277,8 +277,7 @@ def _earlier_result(chain: Chain, files: Sequence[SampleFiles], reporter: Report
 def _write_sheet(files: Sequence[SampleFiles], reporter: Reporter) -> Path | None:
     """Write the sheet with the last preview of each explored seed; return None, with a warning, if that fails."""
     from opensora_cli.media.read import read_video
-    from opensora_cli.media.sheets import contact_sheet, film_strip
-    from opensora_cli.media.write import write_media
+    from opensora_cli.media.write import contact_sheet, film_strip, write_media
 
     cells = []
     for sample in files:
