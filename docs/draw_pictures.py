@@ -25,7 +25,7 @@ import torch
 from PIL import Image
 
 from opensora_cli.media.read import read_video
-from opensora_cli.media.sheets import contact_sheet
+from opensora_cli.media.write import contact_sheet
 
 mpl.use("svg")
 import matplotlib.pyplot as plt

@@ -143,13 +143,15 @@ def _parquet_rows(path: Path, columns: Sequence[str] | None) -> Iterator[list[An
     parquet, size = _pyarrow().parquet, path.stat().st_size
     metadata = parquet.read_metadata(path)
     groups = map(metadata.row_group, range(metadata.num_row_groups))
-    unpacked = [group.column(index).total_uncompressed_size for group in groups for index in range(group.num_columns)]
-    most = _LITTLE_BYTES + _MOST_UNPACKED * size
-    if metadata.num_rows > _FEW_ROWS + size or sum(unpacked) > most:
+    chunks = [group.column(index) for group in groups for index in range(group.num_columns)]
+    unpacked, most = sum(chunk.total_uncompressed_size for chunk in chunks), _LITTLE_BYTES + _MOST_UNPACKED * size
+    if metadata.num_rows > _FEW_ROWS + size or unpacked > most:
         raise FileProblem(
-            f"{path} claims {metadata.num_rows:,} rows and {sum(unpacked):,} bytes in a file of {size:,} bytes"
+            f"{path} claims {metadata.num_rows:,} rows and {unpacked:,} bytes in a file of {size:,} bytes"
         )
-    rows = min(_ROWS_OF_BATCH, _LITTLE_BYTES // max([1, *unpacked]) + 1)
+    read = [chunk for chunk in chunks if not columns or chunk.path_in_schema.partition(".")[0] in columns]
+    longest = max((chunk.total_uncompressed_size for chunk in read), default=0)
+    rows = min(_ROWS_OF_BATCH, _LITTLE_BYTES // max(longest, 1) + 1)
     with parquet.ParquetFile(path) as file:
         yield list(columns or file.schema_arrow.names)
         for batch in file.iter_batches(batch_size=rows, columns=columns):

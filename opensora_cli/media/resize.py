@@ -71,3 +71,12 @@ def to_uint8(pixels_CTHW: torch.Tensor) -> torch.Tensor:
     for pixels_CHW, levels_HWC in zip(pixels_CTHW.unbind(1), levels_THWC, strict=True):
         levels_HWC.copy_(pixels_CHW.float().clamp(-1, 1).add(1).mul(127.5).round().to(torch.uint8).permute(1, 2, 0))
     return levels_THWC
+
+
+def enlarged(frames_THWC: torch.Tensor, *, longest_side: int) -> torch.Tensor:
+    """Return uint8 RGB frames, enlarged bicubically by the largest whole factor within `longest_side`."""
+    height, width = frames_THWC.shape[1:3]
+    factor = max(1, longest_side // max(height, width))
+    levels_TCHW = frames_THWC.permute(0, 3, 1, 2).float()
+    larger_TCHW = torch.nn.functional.interpolate(levels_TCHW, scale_factor=float(factor), mode="bicubic")
+    return larger_TCHW.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()

@@ -1,8 +1,9 @@
-"""Write videos and pictures, whole or not at all."""
+"""Write videos and pictures, whole or not at all; film strips and contact sheets are pictures of several."""
 
 import errno
 import io
 import json
+import math
 import os
 import re
 import struct
@@ -17,7 +18,7 @@ import av
 import numpy as np
 import torch
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
-from PIL import ExifTags, GifImagePlugin, Image
+from PIL import ExifTags, GifImagePlugin, Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 
 from opensora_cli.core.choices import MediaFormat
@@ -44,6 +45,11 @@ _GIF_PALETTE_PIXELS = 1 << 14
 _GIF_STEP_MS = 10
 _QUALITY = 90
 """Quality of JPEG and WebP."""
+_STRIP_FRAMES = 3
+_GAP = 8
+_SMALLEST_LETTERS = 10
+_EMPTY_SIZE = (64, 192)
+BACKGROUND, _LETTERS = (32, 32, 32), (240, 240, 240)
 
 
 def write_media(
@@ -310,3 +316,29 @@ def _mp4_tags(tags: Mapping[str, str]) -> dict[str, str]:
 def _storable(text: str) -> str:
     # No format holds a zero byte. Lone surrogates come from arguments that are not UTF-8.
     return text.replace("\0", "").encode("utf-8", "replace").decode("utf-8")
+
+
+def film_strip(frames_THWC: torch.Tensor) -> torch.Tensor:
+    """Return the first, middle and last of uint8 RGB frames side by side; fewer for a shorter clip."""
+    count = len(frames_THWC)
+    chosen = torch.linspace(0, count - 1, min(count, _STRIP_FRAMES)).round().long()
+    return torch.cat([*frames_THWC[chosen]], dim=1)
+
+
+def contact_sheet(cells: Sequence[tuple[str, torch.Tensor | None]]) -> torch.Tensor:
+    """Return uint8 RGB pictures (H, W, 3) on about a square, each below the lines of its label; None stays empty."""
+    sizes = [tuple(picture_HWC.shape[:2]) for _, picture_HWC in cells if picture_HWC is not None] or [_EMPTY_SIZE]
+    height, width = (max(size[axis] for size in sizes) for axis in range(2))
+    letters = max(_SMALLEST_LETTERS, height // 9)
+    label_height = max(label.count("\n") + 1 for label, _ in cells) * (letters + 6)
+    cell_height, cell_width = height + label_height + _GAP, width + _GAP
+    columns = max(1, min(len(cells), round(math.sqrt(len(cells) * cell_height / cell_width))))
+    rows = math.ceil(len(cells) / columns)
+    sheet = Image.new("RGB", (columns * cell_width + _GAP, rows * cell_height + _GAP), BACKGROUND)
+    draw = ImageDraw.Draw(sheet)
+    for index, (label, picture_HWC) in enumerate(cells):
+        left, top = _GAP + index % columns * cell_width, _GAP + index // columns * cell_height
+        draw.text((left, top), label, fill=_LETTERS, font_size=letters)
+        if picture_HWC is not None:
+            sheet.paste(Image.fromarray(picture_HWC.numpy()), (left, top + label_height))
+    return torch.from_numpy(np.array(sheet))

@@ -13,7 +13,7 @@ from tiny_strategies import Case
 from toy_training import ToyTask, draw, new_trainer, toy_trainer
 
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.data.batches import SampleRng
+from opensora_cli.data.batches import SampleRng, Stream
 from opensora_cli.engine.encode.datasets import open_batches
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.distribution import Distribution
@@ -34,7 +34,7 @@ def _toy(case: Case | None) -> tuple[list[float], list[float]]:
     """Return the losses of training, and of validations on three micro-batches, which two ranks cannot share evenly."""
     trainer = toy_trainer(ToyTask(), distribution=case.open() if case else _alone(), micro_batches=2)
     validation = HeldOutLoss(
-        read=lambda index: draw(SampleRng.of_data(99, index), index),
+        read=lambda index: draw(SampleRng.of(99, index, Stream.DATA), index),
         count=3,
         settings=ValidationSettings(every=1),
         last_step=9,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from opensora_cli.cli.app import main
-from opensora_cli.engine.bench_comm.operations import BUILDERS, Place, measure
+from opensora_cli.engine.bench_comm.operations import Place, make_operation, measure
 from opensora_cli.engine.bench_comm.topology import gather_header
 from opensora_cli.settings.tools import Collective
 
@@ -28,11 +28,11 @@ def alone(tmp_path: Path) -> Iterator[Place]:
 
 
 def test_one_rank_measures(alone: Place) -> None:
-    for collective, build in BUILDERS.items():
+    for collective in Collective:
         # NCCL sends nothing to itself, and one rank is not two stages.
         if collective in (Collective.SEND_RECV, Collective.HIERARCHICAL):
             continue
-        operation = build(alone, 4096, torch.float32)
+        operation = make_operation(collective, alone, 4096, torch.float32)
         times, iters = measure(operation.run, warmup=2, iters=5, device=alone.device, group=alone.group)
         assert (iters, operation.count_wrong()) == (5, 0)
         assert 0 <= times.min_s <= times.p50_s <= times.p99_s

@@ -22,7 +22,7 @@ from demo_world.text_encoders import (
 from demo_world.training import train_text_encoders
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.data.batches import SampleRng
+from opensora_cli.data.batches import SampleRng, Stream
 from opensora_cli.engine.components.text_encoders import load_clip, load_t5
 
 WIDTH, LENGTH = 16, 12
@@ -77,7 +77,7 @@ class TestTask:
         optimizer = torch.optim.AdamW(task.module.parameters(), lr=1e-2)
         right = []
         for step in range(30):
-            batch = sample_captions(SampleRng.of_data(0, step), step, batch_size=32)
+            batch = sample_captions(SampleRng.of(0, step, Stream.DATA), step, batch_size=32)
             loss, figures = task.loss(batch, SampleRng.of(0, step))
             optimizer.zero_grad()
             loss.backward()
@@ -88,7 +88,9 @@ class TestTask:
         assert np.all(last <= 1.0)
 
     def test_a_batch_is_of_its_number_alone(self):
-        one, same, other = (sample_captions(SampleRng.of_data(0, number), number, batch_size=3) for number in (5, 5, 6))
+        one, same, other = (
+            sample_captions(SampleRng.of(0, number, Stream.DATA), number, batch_size=3) for number in (5, 5, 6)
+        )
         assert one.captions == same.captions != other.captions
         assert torch.equal(one.answers_BQ, same.answers_BQ)
         task = TextTask(SIZES)

@@ -24,7 +24,7 @@ from opensora_cli.data.table import COLUMNS, ClipTable, check_table_name, read_t
 from opensora_cli.engine.encode.datasets import make_buckets
 from opensora_cli.media.containers import MediaFacts
 from opensora_cli.media.read import media_files, probe, read_cut
-from opensora_cli.media.sheets import BACKGROUND, contact_sheet
+from opensora_cli.media.write import BACKGROUND, contact_sheet
 from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettings, ShardSettings
 
 _FRAME = (160, 110)

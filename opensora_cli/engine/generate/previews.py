@@ -22,8 +22,7 @@ from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import SampleFiles
 from opensora_cli.engine.generate.plan import Plan
-from opensora_cli.media.resize import to_uint8
-from opensora_cli.media.sheets import enlarged
+from opensora_cli.media.resize import enlarged, to_uint8
 from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
 

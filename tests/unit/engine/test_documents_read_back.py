@@ -19,7 +19,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.core.reading import read_json_object
 from opensora_cli.data.batches import ClipRequest
 from opensora_cli.data.loading import BatchStream
-from opensora_cli.engine.encode.clip_cache import ClipCache, is_cache_of, threads_of
+from opensora_cli.engine.encode.clip_cache import ClipCache, is_cache_of
 from opensora_cli.engine.generate.previews import PreviewMap, read_map
 from opensora_cli.engine.generate.sample import open_latents
 from opensora_cli.engine.train.checkpoints import read_running_states
@@ -79,9 +79,7 @@ def _write_latents(path: Path, text: str) -> None:
 
 
 def _write_cache(path: Path, text: str) -> None:
-    save_file(
-        {"a.b": torch.zeros(1)}, path, metadata={"osora.clips": text, "osora.identity": text, "osora.threads": text}
-    )
+    save_file({"a.b": torch.zeros(1)}, path, metadata={"osora.clips": text, "osora.identity": text})
     (path.parent / "cache.safetensors").write_bytes(path.read_bytes())
 
 
@@ -91,7 +89,6 @@ def _write_config(path: Path, text: str) -> None:
 
 
 def _read_cache(path: Path) -> None:
-    threads_of(path.parent)
     cache = ClipCache(path.parent)
     request = ClipRequest(
         path="a", caption="a", motion_score=None, start=0, interval=1, num_frames=1, height=8, width=8, fps=1

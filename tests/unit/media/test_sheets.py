@@ -1,6 +1,7 @@
 import torch
 
-from opensora_cli.media.sheets import contact_sheet, enlarged, film_strip
+from opensora_cli.media.resize import enlarged
+from opensora_cli.media.write import contact_sheet, film_strip
 
 
 def frames(count, height=4, width=6):
