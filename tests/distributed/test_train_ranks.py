@@ -15,8 +15,7 @@ from toy_training import Listener, ToyTask, toy_trainer
 
 from opensora_cli.checkpoint import shared_folder
 from opensora_cli.checkpoint.shared_folder import wrong_files
-from opensora_cli.core.exceptions import CheckpointError, OutputError, TrainingError
-from opensora_cli.engine.train import checkpoints
+from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.engine.train.checkpoints import CheckpointWriter, choose_checkpoint, restore
 from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.run import train
@@ -56,22 +55,6 @@ def test_what_is_not_finite_on_one_rank_is_skipped_on_all(pool):
         # It was the other rank's, and both know whose.
         assert paths == ("toy5.mp4",)
         assert bias == found[0][1]
-
-
-def _ending() -> str:
-    trainer = _trainer(ToyTask(not_finite=tuple(range(0, 40, 4))))
-    for _ in range(4):
-        trainer.do_step()
-        trainer.raise_if_stuck()
-    trainer.do_step()
-    with pytest.raises(TrainingError) as caught:
-        trainer.raise_if_stuck()
-    return caught.value.message
-
-
-def test_several_in_a_row_end_all_ranks(pool):
-    for message in pool(2).run(_ending):
-        assert "5 steps in a row, up to step 5" in message
 
 
 def _first_half(folder: str) -> str:
@@ -115,38 +98,6 @@ def test_a_broken_file_is_found_whichever_rank_reads_it(pool, tmp_path):
             assert f"{folder / name} is not what was written" in message
         (folder / name).write_bytes(content)
     assert pool(2).run(_choose, str(tmp_path)) == ["epoch0-global_step3"] * 2
-
-
-def _failing(folder: str) -> list[str]:
-    """Save three times; the first time the first rank cannot remove an old checkpoint."""
-    listener, trainer = Listener(), _trainer()
-    left = [1 if trainer.distribution.is_main else 0]
-    real = checkpoints.remove_old
-
-    def fail(output: Path, settings: CheckpointSettings) -> None:
-        if left[0] > 0:
-            left[0] -= 1
-            raise OutputError("it is stuck")
-        real(output, settings)
-
-    checkpoints.remove_old = fail
-    writer = CheckpointWriter(Path(folder), CheckpointSettings(), reporter=listener)
-    try:
-        for _ in range(3):
-            trainer.do_step()
-            writer.save(trainer)
-        writer.wait()
-    finally:
-        checkpoints.remove_old = real
-    trainer.distribution.barrier()
-    return listener.warnings
-
-
-def test_a_failure_of_one_rank_after_a_save_is_a_warning_of_all(pool, tmp_path):
-    first, second = pool(2).run(_failing, str(tmp_path))
-    warning = "step 1 is saved, and an old checkpoint is not removed"
-    assert (first, second) == ([f"{warning}: it is stuck"], [f"{warning}: rank 0: it is stuck"])
-    assert wrong_files(tmp_path / "epoch0-global_step3") == []
 
 
 def _full(folder: str, failing: int, function: str) -> str:
@@ -221,26 +172,3 @@ def test_two_ranks_save_on_ctrl_c_and_one_resumes(tmp_path, processes, no_ranks_
     assert [line["step"] for line in _log(run)] == list(range(1, step + 3))
     # The first steps have the same rates, and so the same losses as one process alone.
     assert _log(run)[0] == pytest.approx(_log(whole)[0], rel=1e-4)
-
-
-@pytest.mark.slow
-def test_one_rank_is_resumed_as_two_with_larger_updates(tmp_path, processes, no_ranks_around):
-    run = tmp_path / "run"
-    changes = {"loop.steps": 2, "loop.micro_batches": None, "optimizer.decay_steps": 1}
-    train(_settings(run, **changes))
-
-    def resumed(*flags: str) -> tuple[int, str, str]:
-        ranks = ("--resume", "--gpus", "2", "--device", "cpu")
-        command = _command(_settings(run, **{**changes, "loop.steps": 4}), tmp_path, *ranks, *flags)
-        return processes.osora(tmp_path, command).end(120)
-
-    code, _, err = resumed()
-    assert code == 2, err
-    assert "larger updates from now on: --set loop.micro_batches=2" in err
-    code, _, err = resumed("--set", "loop.micro_batches=2")
-    assert code == 0, err
-    assert "an update has 2 micro-batches from now on, instead of 1" in err
-    (folder,) = run.glob("epoch*-global_step4")
-    assert wrong_files(folder) == []
-    running = json.loads((folder / "running_states.json").read_text())
-    assert running["sampler"]["number"] == 2 * 1 + 2 * 2

@@ -1,6 +1,5 @@
 """Every strategy of training and every objective on real ranks against one process: figures, weights, bytes, resume."""
 
-import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import cache
@@ -505,24 +504,3 @@ def test_parts_make_up_the_whole_bit_for_bit(pool: Pool, case: Case, mlp_ratio: 
     for count, wrong in pool(case.ranks).run(_round_trip, case, mlp_ratio):
         assert count > 40
         assert wrong == []
-
-
-def _warned_of_layouts() -> list[str]:
-    """Return the warnings in the backward pass of a 1x1x1 convolution."""
-    distribution = Case("ddp", 2).open()
-    torch.set_warn_always(True)
-    try:
-        with warnings.catch_warnings(record=True) as warned:
-            warnings.simplefilter("always")
-            forward = shard(torch.nn.Conv3d(8, 8, 1), distribution)
-            # From 16 clips on, oneDNN computes the gradient, with any number of threads, in a layout of its own.
-            clips = torch.ones(16, 8, 2, 4, 4).contiguous(memory_format=torch.channels_last_3d)
-            with distribution.accumulating(last=True):
-                forward(clips).square().sum().backward()
-    finally:
-        torch.set_warn_always(False)
-    return [str(each.message) for each in warned]
-
-
-def test_layouts_of_gradients_that_mean_nothing_are_not_warned_of(pool: Pool) -> None:
-    assert pool(2).run(_warned_of_layouts) == [[], []]

@@ -272,11 +272,8 @@ class TestChoose:
             self.choose(path(output), folder=folder)
         assert caught.value.hint == (f"use the one before: --resume-from {path(output) / 'epoch0-global_step1'}")
 
-    @pytest.mark.parametrize(
-        "name", ["ema.safetensors", "optimizer/moments.safetensors", "model/model.safetensors.index.json"]
-    )
-    def test_a_broken_one_is_reported(self, tmp_path, name):
-        run = self.run_folder(tmp_path)
+    def test_a_broken_one_is_reported(self, tmp_path):
+        run, name = self.run_folder(tmp_path), "optimizer/moments.safetensors"
         self.spoil(run / "epoch0-global_step3", name)
         with pytest.raises(CheckpointError, match=f"is broken:\n.*{name} is not what was written") as caught:
             self.choose(run)
