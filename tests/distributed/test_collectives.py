@@ -11,9 +11,7 @@ from torch import Tensor
 
 from opensora_cli.parallel.collectives import (
     all_gather,
-    all_reduce_sum,
     all_to_all,
-    copy_to_group,
     gather_forward_split_backward,
     reduce_scatter,
     split_forward_gather_backward,
@@ -142,25 +140,6 @@ def _gather_and_split(grad_scale: Any) -> int:
     return checked
 
 
-def _two_linears() -> None:
-    """Column-parallel, then row-parallel, against both layers in one process."""
-    group, rank, ranks = _group()
-    x, first, second = _random(3, 5, seed=1), _random(7, 5, seed=2), _random(4, 7, seed=3)
-    own = span(shares(7, ranks), rank)
-
-    def linears(x: Tensor, first: Tensor, second: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-        return all_reduce_sum((copy_to_group(x, group) @ first.T).tanh() @ second.T, group)
-
-    whole = [tensor.clone().requires_grad_() for tensor in (x, first, second)]
-    parts = [tensor.clone().requires_grad_() for tensor in (x, first[own], second[:, own])]
-    expected, out = linears(*whole, None), linears(*parts, group)
-    _equal(out, expected)
-    expected.sin().sum().backward()
-    out.sin().sum().backward()
-    for part, gradient in zip(parts, (whole[0].grad, whole[1].grad[own], whole[2].grad[:, own]), strict=True):
-        _equal(part.grad, gradient)
-
-
 def _refusals() -> list[str]:
     group, _, ranks = _group()
     x = torch.zeros(2 * ranks + 1, 2)
@@ -194,10 +173,6 @@ def test_each_of_the_pair_is_the_backward_of_the_other(
     pool: Callable[[int], Any], ranks: int, grad_scale: str | None
 ) -> None:
     assert pool(ranks).run(_gather_and_split, grad_scale) == [6] * ranks
-
-
-def test_parallel_linears_are_one_linear(pool: Callable[[int], Any]) -> None:
-    pool(4).run(_two_linears)
 
 
 def test_wrong_sizes_are_refused_before_anything_is_sent(pool: Callable[[int], Any]) -> None:

@@ -3,7 +3,6 @@
 Links, pipes and files of others under a name that osora writes are refused at once and stay unchanged.
 """
 
-import errno
 import os
 import signal
 import subprocess
@@ -102,20 +101,6 @@ def test_nothing_is_left_of_a_killed_one_although_its_child_lives(tmp_path):
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_second_one_in_this_process_is_refused(tmp_path):
-    refused = pytest.raises(OutputError, match=f"process {os.getpid()} ")
-    with locked_folder(tmp_path), refused, locked_folder(tmp_path):
-        pytest.fail("there were two")
-    with locked_folder(tmp_path), locked_folder(tmp_path / "another"):
-        pass
-
-
-def test_a_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match="cannot write"), locked_folder(tmp_path / "file"):
-        pytest.fail("there is no such folder")
-
-
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
     def flock(*_):
         raise OSError(38, "Function not implemented")
@@ -198,14 +183,3 @@ def test_no_lock_is_written_through_a_link(kept):
     assert refused.value.message == f"cannot write the lock file {path}: it is a link"
     assert refused.value.hint == "move it away, or choose another folder"
     assert kept.read_bytes() == _KEPT
-
-
-def test_a_lock_on_a_full_disk(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as failing:
-        failing.setattr(os, "pwrite", fail)
-        with pytest.raises(OutputError, match="No space left"), locked_file(tmp_path / ".lock"):
-            pytest.fail("it was locked")
-    assert list(tmp_path.iterdir()) == []

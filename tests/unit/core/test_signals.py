@@ -110,23 +110,6 @@ def test_what_was_held_back_is_sent_where_the_block_raises():
     assert isinstance(caught.value.__context__, OSError)
 
 
-def test_in_the_background_a_request_to_end_waits_for_the_end_of_a_block():
-    reached = []
-
-    def end_while_held() -> None:
-        with interrupts(), held_back():
-            signal.raise_signal(signal.SIGTERM)
-            reached.append("the end")
-
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            end_while_held()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert reached == ["the end"]
-
-
 @pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])
 def test_what_is_ignored_stays_so(name):
     """As in the background of a script, and with nohup."""
