@@ -23,8 +23,6 @@ LOCK_FILE = ".lock"
 _REFUSALS = (errno.ELOOP, errno.EPERM, errno.EISDIR)
 _LONGEST_BYTES = 300
 
-_held: set[int] = set()
-
 
 def open_regular(path: str | os.PathLike[str], flags: int) -> int:
     """Open a regular file and return its descriptor. It can serve in `open(path, mode, opener=open_regular)`.
@@ -101,7 +99,7 @@ def locked_file(path: Path) -> Iterator[bool]:
         if lock is not None:
             with suppress(OSError):
                 path.unlink()
-            _close(lock)
+            os.close(lock)
 
 
 @contextmanager
@@ -141,10 +139,9 @@ def _open_locked(path: Path) -> int | None:
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = open_regular(path, os.O_RDWR | os.O_CREAT)
-        _held.add(lock)
         try:
             if not _lock(lock):
-                _close(lock)
+                os.close(lock)
                 return None
             # The previous holder may have removed the file after it was opened here.
             with suppress(FileNotFoundError):
@@ -152,9 +149,9 @@ def _open_locked(path: Path) -> int | None:
                     _write_owner(lock, path)
                     return lock
         except BaseException:
-            _close(lock)
+            os.close(lock)
             raise
-        _close(lock)
+        os.close(lock)
 
 
 def _lock(lock: int) -> bool:
@@ -174,14 +171,3 @@ def _write_owner(lock: int, path: Path) -> None:
     except OSError:
         path.unlink(missing_ok=True)
         raise
-
-
-def _close(*locks: int) -> None:
-    for lock in locks:
-        _held.discard(lock)
-        os.close(lock)
-
-
-if sys.platform != "win32":
-    # A forked process shares its parent's lock, and would hold it after the parent has ended.
-    os.register_at_fork(after_in_child=lambda: _close(*_held))

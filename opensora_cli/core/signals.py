@@ -6,7 +6,6 @@ connection, sends SIGHUP; nohup ignores it. Some signals come twice: `timeout` s
 a shell forwards SIGHUP to its jobs, and torchrun forwards signals that the terminal has sent to its ranks already.
 """
 
-import _thread
 import ctypes
 import os
 import signal
@@ -15,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from types import FrameType
 
 END_REQUESTS = tuple(
@@ -26,7 +24,6 @@ _TERMINAL_GONE = getattr(signal, "SIGHUP", None)
 REPEAT_S = 0.3
 """Seconds within which a second Ctrl-C counts as a duplicate of the first; nobody presses keys so fast."""
 
-_MOMENT_S = 0.02
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl
 
 
@@ -111,36 +108,18 @@ def interrupts() -> Iterator[Callable[[], bool]]:
 
     An immediate repetition of a signal changes nothing, nor does SIGHUP after another request. SIGTERM always counts,
     the other requests unless they were ignored or handled before the block. Ctrl-C counts unless it is ignored, as in
-    the background of a script. Python drops exceptions in finalizers: the signal is then sent again a moment later.
+    the background of a script.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: False
-        return
-    hook, main = sys.unraisablehook, threading.get_ident()
-    was_asked = was_requested = was_swallowed = False
-    last_s, last_number = -REPEAT_S, signal.SIGINT
-    timers: list[threading.Timer] = []
+    was_asked = was_requested = False
+    last_s = -REPEAT_S
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        nonlocal was_asked, was_requested, was_swallowed, last_s, last_number
-        before_s, last_s, last_number = last_s, time.monotonic(), signal.Signals(number)
+        nonlocal was_asked, was_requested, last_s
+        before_s, last_s = last_s, time.monotonic()
         # A terminal closes only once: its shell sends SIGHUP again when the shell ends, at any later time.
-        is_repeated = last_s - before_s < REPEAT_S or (number == _TERMINAL_GONE and was_requested)
-        if is_repeated and not was_swallowed:
-            return
-        was_asked, was_requested, was_swallowed = True, was_requested or number in END_REQUESTS, False
-        signal.default_int_handler(number, frame)
-
-    def send_again(ignored: "sys.UnraisableHookArgs") -> None:
-        nonlocal was_swallowed
-        if ignored.exc_type is not KeyboardInterrupt:
-            hook(ignored)
-            return
-        was_swallowed = True
-        # A signal to the main thread also ends a wait.
-        send = _thread.interrupt_main if sys.platform == "win32" else partial(signal.pthread_kill, main, last_number)
-        timers.append(threading.Timer(_MOMENT_S, send))
-        timers[-1].start()
+        if last_s - before_s >= REPEAT_S and not (number == _TERMINAL_GONE and was_requested):
+            was_asked, was_requested = True, was_requested or number in END_REQUESTS
+            signal.default_int_handler(number, frame)
 
     def is_wanted(number: signal.Signals) -> bool:
         if number == signal.SIGINT:
@@ -148,14 +127,8 @@ def interrupts() -> Iterator[Callable[[], bool]]:
         # No program makes its children ignore SIGTERM on purpose.
         return number == signal.SIGTERM or signal.getsignal(number) is signal.SIG_DFL
 
-    sys.unraisablehook = send_again
-    try:
-        with _handled(interrupt, wanted=is_wanted):
-            yield lambda: was_asked
-    finally:
-        for timer in timers:
-            timer.cancel()
-        sys.unraisablehook = hook
+    with _handled(interrupt, wanted=is_wanted):
+        yield lambda: was_asked
 
 
 def _has_handler(number: signal.Signals) -> bool:

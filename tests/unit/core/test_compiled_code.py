@@ -69,15 +69,6 @@ def test_a_folder_of_another_account_is_refused(cache, tmp_path):
     assert f"set {TRITON} " in refused.value.hint
 
 
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root gives folders away")
-def test_the_folder_that_another_account_made_in_time_is_refused(cache, tmp_path):
-    cache.parent.mkdir(parents=True)
-    of_another(tmp_path).rename(cache)
-    with pytest.raises(OutputError, match=f"{cache} belongs to another user"):
-        use_private_caches({})
-    assert list(cache.iterdir()) == []
-
-
 def test_without_a_home_it_is_a_private_temporary_folder(tmp_path, monkeypatch):
     def no_home():
         raise RuntimeError("Could not determine home directory.")

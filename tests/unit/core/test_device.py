@@ -30,14 +30,6 @@ def test_cached_memory_of_the_allocator_counts_as_free(monkeypatch):
     assert device.free_and_total_bytes(torch.device("xpu", 0)) == (14, 100)
 
 
-@pytest.mark.parametrize(
-    ("kind", "backends"),
-    [("cpu", "gloo"), ("cuda", "cpu:gloo,cuda:nccl"), ("xpu", "cpu:gloo,xpu:xccl"), ("npu", "cpu:gloo,npu:hccl")],
-)
-def test_collectives_of_accelerators_use_the_backend_of_their_vendor(kind, backends):
-    assert device.collective_backends(kind) == backends
-
-
 def test_the_peak_of_a_cpu_is_that_of_the_process():
     cpu = torch.device("cpu")
     device.start_peak_memory(cpu)
@@ -53,15 +45,6 @@ def test_names_of_devices(monkeypatch):
     with pytest.raises(HardwareError, match=r"device=cuda is not there: .*(no usable|without CUDA)") as refused:
         device.pick_device("cuda")
     assert refused.value.hint.startswith("use --device cpu, or ")
-
-
-def test_memory_of_a_mac_is_what_its_driver_recommends(monkeypatch):
-    sizes = {"recommended_max_memory": 100, "current_allocated_memory": 30}
-    for name, value in sizes.items():
-        monkeypatch.setattr(torch.mps, name, lambda value=value: value)
-    mps = torch.device("mps")
-    assert device.free_and_total_bytes(mps) == (70, 100)
-    assert not device.has_peaks(mps)
 
 
 def test_a_limit_of_memory_is_a_share_that_ends_with_the_block(monkeypatch):

@@ -75,20 +75,6 @@ def test_json_keeps_every_language_and_undecodable_arguments(tmp_path):
     assert "雨" in text
 
 
-def test_a_failing_block_leaves_the_old_folder(tmp_path):
-    write_folder(tmp_path / "frames", "old")
-
-    def write_half():
-        with atomic_folder(tmp_path / "frames") as temporary:
-            (temporary / "new.txt").write_text("new")
-            raise OSError(errno.EIO, "broken disk")
-
-    with pytest.raises(OutputError, match="broken disk"):
-        write_half()
-    assert os.listdir(tmp_path) == ["frames"]
-    assert os.listdir(tmp_path / "frames" / "inner") == ["old"]
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux is asked to swap names")
 def test_the_old_folder_is_at_its_name_until_the_new_one_is(tmp_path, monkeypatch):
     """Where the kernel can swap names, there is no instant without a folder."""
@@ -183,14 +169,6 @@ def test_a_file_that_cannot_be_flushed_is_not_written(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["a.bin"]
 
 
-def test_a_temporary_name_that_cannot_be_removed_does_not_end_what_is_done(tmp_path, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "unlink", failing(errno.EIO))
-        with atomic_path(tmp_path / "a.bin", replace=False) as temporary:
-            temporary.write_bytes(b"new")
-    assert (tmp_path / "a.bin").read_bytes() == b"new"
-
-
 @pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize("race", [True, False])
 def test_a_file_that_appears_meanwhile_is_kept(tmp_path, monkeypatch, links, race):
@@ -210,20 +188,14 @@ def test_a_file_that_appears_meanwhile_is_kept(tmp_path, monkeypatch, links, rac
     assert os.listdir(tmp_path) == ["a.bin"]
 
 
-@pytest.mark.parametrize("theirs", ["folder", "file", "link"])
-def test_a_folder_that_appears_meanwhile_is_kept(tmp_path, theirs):
+def test_a_folder_that_appears_meanwhile_is_kept(tmp_path):
     target = tmp_path / "frames"
 
     def write():
         with atomic_folder(target, replace=False) as temporary:
             (temporary / "mine.txt").touch()
-            if theirs == "folder":
-                target.mkdir()
-                (target / "theirs.txt").touch()
-            elif theirs == "file":
-                target.touch()
-            else:
-                target.symlink_to(tmp_path)
+            target.mkdir()
+            (target / "theirs.txt").touch()
 
     with pytest.raises(OutputError, match="exists already"):
         write()

@@ -2,24 +2,20 @@
 
 import pytest
 
-from opensora_cli.core.formatting import duration, escaped, first_few, format_bytes, parse_bytes, plain
+from opensora_cli.core.formatting import duration, escaped, first_few, parse_bytes, plain
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("4096", 4096),
-        ("4GB", 4_000_000_000),
-        ("4GiB", 2**32),
-        (" 1.5 kB ", 1500),
-        ("0.5TiB", 2**39),
+        *(("4096", 4096), ("4GB", 4_000_000_000), ("4GiB", 2**32), (" 1.5 kB ", 1500), ("0.5TiB", 2**39)),
     ],
 )
 def test_parse(text, expected):
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-4GB", "4 G B", "4XB", "4G", "1e9", "0x10", "4,5GB", "٤GB", "nan"])
+@pytest.mark.parametrize("text", ["", "GB", "-4GB", "4XB", "4G", "1e9", "0x10", "4,5GB", "٤GB", "nan"])
 def test_no_sizes(text):
     with pytest.raises(ValueError, match="is not a size such as 4GB or 4096MiB"):
         parse_bytes(text)
@@ -30,19 +26,6 @@ def test_no_size_of_any_file(text):
     with pytest.raises(ValueError, match=r"\.\.\. is larger than any file") as caught:
         parse_bytes(text)
     assert len(str(caught.value)) < 60
-
-
-@pytest.mark.parametrize(
-    ("count", "expected"),
-    [
-        (0, "0 bytes"),
-        (1000, "1.0 kB"),
-        (23_782_000_000, "23.8 GB"),
-        (5 * 10**15, "5000.0 TB"),
-    ],
-)
-def test_format(count, expected):
-    assert format_bytes(count) == expected
 
 
 @pytest.mark.parametrize(

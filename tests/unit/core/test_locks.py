@@ -3,9 +3,7 @@
 Links, pipes and files of others under a name that osora writes are refused at once and stay unchanged.
 """
 
-import errno
 import os
-import signal
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -19,18 +17,12 @@ from opensora_cli.core.locks import LOCK_FILE, locked_file, open_regular, sole_r
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
 
 _HOLDER = """
-import os, sys, time
+import sys
 from pathlib import Path
 from opensora_cli.core.locks import sole_run
 with sole_run(Path(sys.argv[1]) / ".lock", problem="in use", hint="wait"):
-    # As a process that reads clips: it outlives the one that is killed.
-    child = os.fork()
-    if not child:
-        print(os.getpid(), flush=True)
-        time.sleep(60)
-        os._exit(0)
+    print("locked", flush=True)
     sys.stdin.read()
-os.kill(child, 9)
 """
 
 
@@ -40,20 +32,20 @@ def locked_folder(folder):
 
 @contextmanager
 def _held_elsewhere(folder):
-    """Let another process hold a folder; yields it, and the number of a process that it has forked."""
+    """Let another process hold a folder; yields it."""
     process = subprocess.Popen(
         [sys.executable, "-c", _HOLDER, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
-    child = int(process.stdout.readline())
+    assert process.stdout.readline() == "locked\n"
     try:
-        yield process, child
+        yield process
     finally:
         process.communicate()
 
 
 def test_a_second_process_is_refused_until_the_first_ends(tmp_path):
     folder = tmp_path / "runs" / "mine"
-    with _held_elsewhere(folder) as (process, _), pytest.raises(OutputError) as refused, locked_folder(folder):
+    with _held_elsewhere(folder) as process, pytest.raises(OutputError) as refused, locked_folder(folder):
         pytest.fail("there were two")
     assert refused.value.exit_code == 3
     assert refused.value.message.startswith(f"{folder} is in use by another run: process {process.pid} on ")
@@ -90,30 +82,12 @@ def test_a_file_that_its_owner_removes_in_between(tmp_path, monkeypatch):
             pytest.fail("there were two")
 
 
-def test_nothing_is_left_of_a_killed_one_although_its_child_lives(tmp_path):
-    with _held_elsewhere(tmp_path) as (process, child):
+def test_nothing_is_left_of_a_killed_one(tmp_path):
+    with _held_elsewhere(tmp_path) as process:
         process.kill()
         process.wait()
-        os.kill(child, 0)
-        try:
-            with locked_folder(tmp_path):
-                pass
-        finally:
-            os.kill(child, signal.SIGKILL)
-
-
-def test_a_second_one_in_this_process_is_refused(tmp_path):
-    refused = pytest.raises(OutputError, match=f"process {os.getpid()} ")
-    with locked_folder(tmp_path), refused, locked_folder(tmp_path):
-        pytest.fail("there were two")
-    with locked_folder(tmp_path), locked_folder(tmp_path / "another"):
-        pass
-
-
-def test_a_folder_that_cannot_be_made(tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(OutputError, match="cannot write"), locked_folder(tmp_path / "file"):
-        pytest.fail("there is no such folder")
+        with locked_folder(tmp_path):
+            pass
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
@@ -198,14 +172,3 @@ def test_no_lock_is_written_through_a_link(kept):
     assert refused.value.message == f"cannot write the lock file {path}: it is a link"
     assert refused.value.hint == "move it away, or choose another folder"
     assert kept.read_bytes() == _KEPT
-
-
-def test_a_lock_on_a_full_disk(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    with monkeypatch.context() as failing:
-        failing.setattr(os, "pwrite", fail)
-        with pytest.raises(OutputError, match="No space left"), locked_file(tmp_path / ".lock"):
-            pytest.fail("it was locked")
-    assert list(tmp_path.iterdir()) == []

@@ -57,11 +57,10 @@ def test_a_step_that_takes_far_too_long_ends_a_rank_without_a_launcher():
 
 WORKING = """
 import threading, time
-from pathlib import Path
 from opensora_cli.core import rank_link
 from opensora_cli.core.ranks import RankContext
 context = RankContext(
-    rank=1, local_rank=1, world_size=2, nnodes=1, master_addr="localhost", master_port=1, log={log}
+    rank=1, local_rank=1, world_size=2, nnodes=1, master_addr="localhost", master_port=1
 )
 lock = threading.Lock()
 lock.acquire()
@@ -76,10 +75,10 @@ with rank_link.linked(context):
 """
 
 
-def states(before, between="time.sleep(0.01)", log=None):
+def states(before, between="time.sleep(0.01)"):
     """Return the states that a rank reports while it works for more than 3 s; its launcher is not stopped."""
     ours, theirs = socket.socketpair()
-    code = WORKING.format(before=before, between=between, log=f"Path({str(log)!r})" if log else None)
+    code = WORKING.format(before=before, between=between)
     environment = {**os.environ, CHANNEL_VARIABLE: str(theirs.fileno())}
     with ours, theirs:
         rank = subprocess.Popen([sys.executable, "-c", code], env=environment, pass_fds=[theirs.fileno()])
@@ -107,10 +106,3 @@ def test_a_rank_in_a_collective_reports_that_it_waits():
     """Known by the module whose function waits."""
     waiting = "exec('lock.acquire(timeout=3.5)', {'__name__': 'torch.distributed.some', 'lock': lock})"
     assert states(waiting)[-1]["waits"]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signal")
-def test_a_signal_writes_the_traceback_to_the_log(tmp_path):
-    states("import os, signal; os.kill(os.getpid(), signal.SIGQUIT)", log=tmp_path / "log")
-    assert (tmp_path / "log").read_text().count("Current thread") == 1

@@ -95,10 +95,6 @@ class TestSlurm:
         context = find_context({**SLURM, **step})
         assert (context.world_size, context.nnodes, context.master_addr) == (6, 1, "node04")
 
-    def test_address_of_the_script(self):
-        context = find_context({**SLURM, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234", "WORLD_SIZE": "8"})
-        assert (context.master_addr, context.master_port) == ("10.0.0.1", 1234)
-
     @pytest.mark.parametrize("missing", ["SLURM_LOCALID", "SLURM_NTASKS"])
     def test_half_set(self, missing):
         with pytest.raises(RequestError, match=f"SLURM_PROCID is set, but {missing} is not"):

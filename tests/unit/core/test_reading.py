@@ -14,7 +14,6 @@ from opensora_cli.core.reading import (
     read_text,
     reading,
     require_file,
-    require_schema,
     stays_inside,
 )
 
@@ -156,9 +155,3 @@ def test_a_name_that_no_file_has_is_one_line(name):
 )
 def test_a_name_in_a_document_stays_inside_its_folder_on_every_system(name, expected):
     assert stays_inside(name) is expected
-
-
-def test_another_schema_is_refused_with_both():
-    require_schema({"schema": "a/1"}, "a/1", "x.json")
-    with pytest.raises(CheckpointError, match=r"x\.json has the schema 'a/2', and this version of osora reads 'a/1'"):
-        require_schema({"schema": "a/2"}, "a/1", "x.json", problem=CheckpointError)

@@ -1,9 +1,7 @@
 """Ctrl-C and requests to end: recorded while a step runs, held back, and left to the process that trains."""
 
 import signal
-import sys
 import threading
-import time
 
 import pytest
 
@@ -83,22 +81,6 @@ def test_ctrl_c_and_requests_to_end_interrupt_once(clock, number):
     assert signal.getsignal(number) is before
 
 
-def test_an_interrupt_in_a_finalizer_is_not_lost():
-    class Finalized:
-        def __del__(self) -> None:
-            signal.raise_signal(signal.SIGINT)
-
-    def collect() -> None:
-        with interrupts():
-            Finalized()
-            time.sleep(30)
-
-    hook = sys.unraisablehook
-    with pytest.raises(KeyboardInterrupt):
-        collect()
-    assert sys.unraisablehook is hook
-
-
 def test_what_was_held_back_is_sent_where_the_block_raises():
     def fail_while_held() -> None:
         with held_back():
@@ -108,23 +90,6 @@ def test_what_was_held_back_is_sent_where_the_block_raises():
     with pytest.raises(KeyboardInterrupt) as caught:
         fail_while_held()
     assert isinstance(caught.value.__context__, OSError)
-
-
-def test_in_the_background_a_request_to_end_waits_for_the_end_of_a_block():
-    reached = []
-
-    def end_while_held() -> None:
-        with interrupts(), held_back():
-            signal.raise_signal(signal.SIGTERM)
-            reached.append("the end")
-
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            end_while_held()
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert reached == ["the end"]
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGHUP"])

@@ -74,12 +74,6 @@ def test_that_of_another_machine_or_container_is_kept_for_a_day(tmp_path, of_the
     assert is_abandoned(left(tmp_path / name, age_s=age_s)) is expected
 
 
-def test_a_folder_in_which_something_has_just_changed_is_kept(tmp_path, of_the_dead):
-    folder = left(tmp_path / changed(of_the_dead, place="00000000"), age_s=TWO_DAYS, is_folder=True)
-    os.utime(folder / "inner" / "half")
-    assert not is_abandoned(folder)
-
-
 def test_an_old_folder_that_was_renamed_before_a_crash_is_kept(tmp_path, of_the_dead, monkeypatch):
     """Where names cannot be swapped in one step; a kill after the first renaming."""
     monkeypatch.setattr("opensora_cli.core.files._swap_in_one_step", lambda *_: False)

@@ -55,18 +55,6 @@ def test_runs_nest_and_failed_ones_restore_the_switches(outer):
         assert flags() == before
 
 
-def test_the_choice_of_a_program_is_restored():
-    matmul = torch.backends.cuda.matmul
-    try:
-        matmul.fp32_precision = "tf32"
-        with tf32_products(False, CUDA, note=nothing):
-            assert not matmul.allow_tf32
-        assert matmul.fp32_precision == "tf32"
-    finally:
-        matmul.allow_tf32 = False
-        matmul.fp32_precision = "none"
-
-
 def test_without_a_choice_or_a_gpu_nothing_changes():
     before, notes = flags(), []
     with tf32_products(None, CUDA, note=nothing), tf32_products(True, torch.device("cpu"), note=notes.append):

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -31,13 +30,6 @@ def test_gpus_are_not_picked_for_ranks_on_other_devices():
         request(devices=(0, 1)).check()
     with pytest.raises(RequestError, match="devices=0,1 picks GPUs, and the device is xpu"):
         request(devices=(0, 1), device_type="xpu").check()
-
-
-def test_sound_ones_pass(two_gpus):
-    request().check()
-    request(gpus=64).check()
-    request(device_type="cuda").check()
-    request(device_type="cuda", devices=(1, 0)).check()
 
 
 def test_more_gpus_than_there_are(two_gpus):
@@ -72,25 +64,6 @@ def test_several_machines_are_started_by_torchrun_or_srun():
     assert "torchrun --nnodes 2 --nproc-per-node 8 " in caught.value.hint
 
 
-def denied_to_others(*paths):
-    """Return for each file whether another account can neither read nor write it."""
-    if not (child := os.fork()):
-        answer = 0
-        os.setgroups([])
-        os.setgid(65534)
-        os.setuid(65534)
-        for place, path in enumerate(paths):
-            for flags in (os.O_RDONLY, os.O_WRONLY):
-                try:
-                    os.close(os.open(path, flags))
-                    answer |= 1 << place
-                except PermissionError:
-                    continue
-        os._exit(answer)
-    answer = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return [not answer & 1 << place for place in range(len(paths))]
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="ranks are started on Linux and macOS only")
 class TestLogFolder:
     @pytest.fixture(autouse=True)
@@ -110,17 +83,10 @@ class TestLogFolder:
             assert list(tmp_path.iterdir()) == [folder]
         assert list(tmp_path.iterdir()) == []
 
-    @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root becomes another account")
-    def test_another_account_reads_neither_the_settings_nor_the_store(self, monkeypatch):
-        with tempfile.TemporaryDirectory(dir="/tmp") as shared:
-            os.chmod(shared, 0o777)
-            monkeypatch.setattr("tempfile.tempdir", shared)
-            open_to_all = Path(shared, "open")
-            open_to_all.write_text("text")
-            with log_folder("generate") as folder, temporary_folder() as private:
-                secrets = [write_settings(folder, {"prompt": "a secret"}), private / "store"]
-                secrets[1].write_text("keys")
-                assert denied_to_others(open_to_all, *secrets) == [False, True, True]
+    def test_only_this_account_reads_the_settings_and_the_store(self):
+        with log_folder("generate") as folder, temporary_folder() as private:
+            settings = write_settings(folder, {"prompt": "a secret"})
+            assert [path.stat().st_mode & 0o777 for path in (folder, private, settings)] == [0o700, 0o700, 0o600]
 
     def test_one_that_a_message_names_stays(self, tmp_path):
         def run():
