@@ -26,7 +26,7 @@ from opensora_cli.engine.generate.plan import VIDEO, Plan
 from opensora_cli.engine.generate.ranks import ALONE
 from opensora_cli.engine.generate.references import Reference, references_of
 from opensora_cli.engine.generate.refinement import refined
-from opensora_cli.engine.generate.run import chain_of, plan_here
+from opensora_cli.engine.generate.run import plan_here
 from opensora_cli.engine.generate.sample import Sample
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.media.similarity import SSIM_WINDOW, psnr_db, ssim
@@ -172,7 +172,7 @@ def bench_generate(
             reporter = WatchedReporter(reporter)
             settings, ranks = stack.enter_context(generate_ranks.joined_ranks(settings, context, reporter))
         models = stack.enter_context(LoadedModels(stay=True, ranks=ranks))
-        chain = plan_here(settings, models, reporter=reporter) if context is None else chain_of(settings, models)
+        chain = plan_here(settings, models, reporter=reporter)
         rows, skipped = _planned(chain, tries, models, reporter)
         exact = rows[0].chain.video
         is_main = context is None or context.is_main
@@ -232,8 +232,9 @@ def _planned(exact: Chain, tries: Tries, models: LoadedModels, reporter: Reporte
     rows, skipped = [_Row(EXACT, {}, exact)], {}
     for name, changes in (STANDARD if tries is None else tries).items():
         try:
-            chain = chain_of(tried_settings(exact.settings, changes, name=name), models).with_threads()
-            require_weights(chain, SilentReporter())
+            changed, silent = tried_settings(exact.settings, changes, name=name), SilentReporter()
+            chain = plan_here(changed, models, reporter=silent).with_threads()
+            require_weights(chain, silent)
             require_fit(chain)
         except OsoraError as error:
             if tries is not None:

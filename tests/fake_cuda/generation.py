@@ -112,11 +112,9 @@ def rehearse(
         # There are no numbers to write.
         stack.enter_context(mock.patch.object(denoise, "save_latents"))
         ranks: Ranks = ALONE
-        if world.size == 1:
-            chain = generation_run.plan_here(settings, LoadedModels(), reporter=reporter)
-        else:
+        if world.size > 1:
             settings, ranks = stack.enter_context(joined_ranks(settings, turn.context, reporter))
-            chain = generation_run.chain_of(settings, LoadedModels(ranks=ranks))
+        chain = generation_run.plan_here(settings, LoadedModels(ranks=ranks), reporter=reporter)
         _make(chain, ranks, reporter, decodes=decodes)
         return Turn(rank, turn.log, chain)
 

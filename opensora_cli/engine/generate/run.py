@@ -169,10 +169,7 @@ def generate(
             models = stack.enter_context(LoadedModels(ranks=joined))
         models = models or stack.enter_context(LoadedModels(stay=num_samples(settings) > 1))
         ranks, is_main = models.ranks, models.ranks.is_main
-        if ranks.count == 1:
-            chain = plan_here(settings, models, reporter=reporter, device=device)
-        else:
-            chain = chain_of(settings, models)
+        chain = plan_here(settings, models, reporter=reporter, device=device)
         require_weights(chain, reporter)
         chosen = choose_outputs(chain, ranks=ranks)
         if all(sample.made_before for sample in chosen):
@@ -220,24 +217,21 @@ def generate(
 def plan_here(
     settings: GenerateSettings, models: LoadedModels, *, reporter: Reporter, device: str | None = None
 ) -> Chain:
-    """Return the jobs of a request for one process, with the prompt refined and the condition mode chosen."""
-    parallel = settings.parallel
-    if parallel.world_size > (parallel.data_parallel_degree or 1):
-        raise RequestError(
-            f"{parallel.world_size} devices are asked for, and this is one process",
-            hint="start with osora generate --gpus N, torchrun or srun",
-        )
-    return chain_of(refined_with_mode(settings, reporter), models, device=device)
+    """Return the jobs of a request for the rank with the least memory, in which loaded models count as free.
 
-
-def chain_of(settings: GenerateSettings, models: LoadedModels, *, device: str | None = None) -> Chain:
-    """Return the jobs for the rank with the least memory, in which loaded models count as free. All ranks call it.
-
-    Models that fit stay loaded.
+    All ranks call it, with settings that have a condition mode. A single process chooses the mode here, and refines the
+    prompt. Models that fit stay loaded.
     """
-    own = models.ranks.device
-    hardware = rank_hardware(settings, device=device if own is None else str(own))
-    free = models.ranks.least(hardware.free_bytes + models.bytes_on(hardware.device))
+    ranks, parallel = models.ranks, settings.parallel
+    if ranks.device is None:
+        if parallel.world_size > (parallel.data_parallel_degree or 1):
+            raise RequestError(
+                f"{parallel.world_size} devices are asked for, and this is one process",
+                hint="start with osora generate --gpus N, torchrun or srun",
+            )
+        settings = refined_with_mode(settings, reporter)
+    hardware = rank_hardware(settings, device=device if ranks.device is None else str(ranks.device))
+    free = ranks.least(hardware.free_bytes + models.bytes_on(hardware.device))
     return make_chain(settings, hardware=replace(hardware, free_bytes=free)).change(models.planned, only=VIDEO)
 
 
