@@ -147,7 +147,7 @@ def open_adapter(path: Path) -> Adapter:
         )
     if style == "PEFT" and fields is None:
         fields = _read_fields(config_file)
-    matrices, alphas = _sort(weights, entries)
+    matrices, alphas = _matrices_and_alphas(weights, entries)
     ranks = {module: a.shape[0] for module, (a, _) in matrices.items()}
     if fields is not None:
         scales = peft_scales(config_file, fields, ranks)
@@ -202,7 +202,7 @@ def _letter(match: re.Match[str]) -> str:
     return match["letter"] or {"down": "A", "up": "B"}[match["word"]]
 
 
-def _sort(
+def _matrices_and_alphas(
     path: Path, entries: Mapping[str, LazyTensor]
 ) -> tuple[dict[str, tuple[LazyTensor, LazyTensor]], dict[str, float]]:
     """Return the matrices A and B of each layer, which have a common rank, and the alphas of layers that have one."""

@@ -190,12 +190,19 @@ def _open_index(path: Path) -> Checkpoint:
         or not all(type(name) is str for name in weight_map.values())
     ):
         raise CheckpointError(f"{path} is no index of shards: it has no weight_map of tensor to file name")
-    shards = {name: _shard_path(path, name) for name in sorted(set(weight_map.values()))}
-    if missing := [name for name, shard in shards.items() if not _is_file(shard, path)]:
-        raise CheckpointError(
-            f"{path} names {len(shards)} shards, of which {len(missing)} are missing: {first_few(missing)}",
-            hint="fetch them",
-        )
+    shards = {}
+    for name in sorted(set(weight_map.values())):
+        if not stays_inside(name):
+            problem = f"{path} names a shard outside its folder: {shown(name)}"
+            raise CheckpointError(problem, hint="don't trust its source")
+        shards[name] = refuse_outside(path.parent / name, path.parent)
+    try:
+        missing = [name for name, shard in shards.items() if not shard.is_file()]
+    except OSError as error:
+        raise CheckpointError(f"{path} names a shard that cannot be read: {error.strerror or error}") from error
+    if missing:
+        problem = f"{path} names {len(shards)} shards, of which {len(missing)} are missing: {first_few(missing)}"
+        raise CheckpointError(problem, hint="fetch them")
     sha256 = metadata.get("sha256", {})
     if not isinstance(sha256, dict) or (sha256 and sha256.keys() != shards.keys()):
         raise CheckpointError(f"{path} is broken: its sha256 is no mapping of each shard to its hash")
@@ -223,19 +230,6 @@ def _open_index(path: Path) -> Checkpoint:
         files=(path, *shards.values()),
         sha256={shards[name]: digest for name, digest in sha256.items()},
     )
-
-
-def _shard_path(index: Path, name: str) -> Path:
-    if not stays_inside(name):
-        raise CheckpointError(f"{index} names a shard outside its folder: {shown(name)}", hint="don't trust its source")
-    return refuse_outside(index.parent / name, index.parent)
-
-
-def _is_file(shard: Path, index: Path) -> bool:
-    try:
-        return shard.is_file()
-    except OSError as error:
-        raise CheckpointError(f"{index} names a shard that cannot be read: {error.strerror or error}") from error
 
 
 def _find_weights(folder: Path) -> Path:

@@ -96,15 +96,12 @@ def log_cuda_max_memory(stage: str | None = None) -> None:
     _log_memory("most CUDA memory", stage, peak_allocated_bytes, peak_reserved_bytes)
 
 
-def _log_memory(
-    what: str, stage: str | None, allocated: Callable[[torch.device], int], reserved: Callable[[torch.device], int]
-) -> None:
-    what = what if stage is None else f"{what} at {stage}"
+def _log_memory(what: str, stage: str | None, *counts: Callable[[torch.device], int]) -> None:
+    text = "there is no CUDA device"
     if has_gpu():
-        device = current_gpu()
-        _logger.info(f"{what}: {allocated(device) / GIB:.3f} GiB in use, {reserved(device) / GIB:.3f} GiB reserved")
-    else:
-        _logger.info(f"{what}: there is no CUDA device")
+        used, reserved = (count(current_gpu()) / GIB for count in counts)
+        text = f"{used:.3f} GiB in use, {reserved:.3f} GiB reserved"
+    _logger.info(f"{what}: {text}" if stage is None else f"{what} at {stage}: {text}")
 
 
 def log_model_params(model: nn.Module) -> None:
