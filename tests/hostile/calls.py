@@ -113,25 +113,22 @@ class Calls:
         return found + _faults_of_results(judge.tree(folder), results, whole)
 
     def _results_of(self, ended: Ended) -> Mapping[str, bytes]:
-        """Return the results of a command of which no call breaks, from which the warm process learns."""
+        """Return the results of a command of which no call breaks."""
         if ended.base.name not in self._whole:
             with self.sandbox.folder() as folder:
                 self.inputs.put(ended.base, folder)
-                outcome = self._osora(ended.base.argv, folder, learn=True)
+                outcome = self._osora(ended.base.argv, folder)
                 assert outcome.code == 0, f"osora {' '.join(ended.base.argv)}: {outcome}\n{outcome.stderr}"
                 self._whole[ended.base.name] = dict(ended.results(folder.work))
         return self._whole[ended.base.name]
 
-    def _osora(
-        self, argv: Sequence[str], folder: Folder, *, learn: bool = False, calls: Sequence[object] = ()
-    ) -> Outcome:
+    def _osora(self, argv: Sequence[str], folder: Folder, *, calls: Sequence[object] = ()) -> Outcome:
         self.sandbox.give_away(folder)
-        return self.sandbox.run(argv, folder, learn=learn, calls=calls, grace_s=60.0, limit_s=300.0)
+        return self.sandbox.run(argv, folder, calls=calls, grace_s=60.0, limit_s=300.0)
 
     def _folder(self, ended: Ended) -> Folder:
         """Return the folder of a command, with what it reads."""
         if ended.base.name not in self._folders:
-            self._results_of(ended)  # the next runs make other calls where they know what this one learns
             self._folders[ended.base.name] = self.sandbox.new_folder()
         folder = self._folders[ended.base.name]
         empty(folder)

@@ -179,7 +179,7 @@ def _add(
     with sandbox.folder() as folder:
         inputs.put(Base("", argv, reads), folder)
         sandbox.give_away(folder)
-        outcome = sandbox.run(argv, folder, patch=patch, learn=True)
+        outcome = sandbox.run(argv, folder, patch=patch)
         assert outcome.code == code, f"osora {' '.join(argv)}: {outcome}\n{outcome.stderr}"
         for made in folder.work.iterdir():
             if made.name not in reads:

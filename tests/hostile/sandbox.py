@@ -186,7 +186,6 @@ class Sandbox:
         limit_s: float = TIME_LIMIT_S,
         grace_s: float = 5.0,
         patch: str | None = None,
-        learn: bool = False,
         uid: int | None = None,
         stdout: str = "",
         calls: Sequence[object] = (),
@@ -202,7 +201,6 @@ class Sandbox:
             limit_s: after which it counts as hung, and is ended.
             grace_s: in which the processes that it started are to end after it.
             patch: `module:function` to call before, in the process of the command.
-            learn: have the warm process import what this command imports, and remember what it estimates.
             uid: in place of nobody's, where the tests run as root.
             stdout: a device in place of a file, or `pipe` for one that nobody reads.
             calls: arguments of `failing_calls.arm`. The first such command in `folder` waits before its first call that
@@ -224,7 +222,6 @@ class Sandbox:
             "limit_s": limit_s,
             "grace_s": grace_s,
             "patch": patch,
-            "learn": str(self._root / "learned.json") if learn else None,
             "calls": list(calls),
         }
         answer = self._ask(request)

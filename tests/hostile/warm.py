@@ -23,7 +23,10 @@ from typing import IO, Any
 
 import psutil
 from hostile import confined, failing_calls
+from PIL import Image
 
+_IMPORTED_LATE = ("matplotlib.figure", "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg")
+"""Modules that commands import when they need them."""
 _ABORTED_S = 2.0
 """Until a child that hangs has printed where."""
 
@@ -58,6 +61,10 @@ def _import_everything() -> None:
     for module in pkgutil.walk_packages(opensora_cli.__path__, "opensora_cli."):
         if not module.name.endswith(("__main__", "_worker")):
             importlib.import_module(module.name)
+    for name in _IMPORTED_LATE:
+        with suppress(ImportError):
+            importlib.import_module(name)
+    Image.init()
     # With its first model, transformers compiles a thousand patterns: a fifth of the time of a small generation.
     with suppress(ImportError, AttributeError):
         importlib.import_module("transformers.conversion_mapping").get_checkpoint_conversion_mapping("t5")
@@ -75,30 +82,13 @@ def _forget_finalizers() -> None:
         atexit.unregister(dynamo.dump_compile_times)
 
 
-def _learned() -> dict[str, Any]:
-    """Return the modules that a command imported late, so that the next ones find them."""
-    return {"modules": sorted(sys.modules)}
-
-
-def _learn(learned: dict[str, Any]) -> None:
-    for name in learned["modules"]:
-        if name not in sys.modules:
-            try:
-                importlib.import_module(name)
-            except Exception:
-                continue
-
-
 def _run(request: dict[str, Any]) -> dict[str, Any]:
     if request["calls"]:
         return _ask_waiting(request)
     child = _fork()
     if not child:
         _become(request)
-    answer = _supervise(child, request)
-    if request["learn"] and (learned := Path(request["learn"]).read_text()):
-        _learn(json.loads(learned))
-    return answer
+    return _supervise(child, request)
 
 
 def _fork() -> int:
@@ -206,10 +196,9 @@ def _end_left_over(grace_s: float) -> list[str]:
 
 def _become(request: dict[str, Any]) -> None:
     """Run the command in this forked child, which never returns."""
-    code, learned = 1, None
+    code = 1
     try:
         os.setsid()
-        learned = os.open(request["learn"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC) if request["learn"] else None
         for name, number in (("stdout", 1), ("stderr", 2)):
             file = _output(request[name])
             os.dup2(file, number)
@@ -224,8 +213,6 @@ def _become(request: dict[str, Any]) -> None:
         traceback.print_exc()
     finally:
         code = _finish(code)
-        if learned is not None:
-            os.write(learned, json.dumps(_learned()).encode())
         os._exit(code)
 
 
