@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _pop_mode_temporarily
 
 from opensora_cli.core.device_names import GPU
 from opensora_cli.engine.components.architectures import new_autoencoder, vae_tiling
@@ -159,7 +160,8 @@ def _tile_peak(
         piece_1CTHW = clip_1CTHW
         if frames < num_frames:
             piece_1CTHW = clip_1CTHW.new_empty(1, clip_1CTHW.shape[1], frames, *sides)
-        with TensorBytes(device_type=clip_1CTHW.device.type) as counter:
+        # The counter of the clip would count each operation a second time.
+        with _pop_mode_temporarily(), TensorBytes(device_type=clip_1CTHW.device.type) as counter:
             for each in convolutions:
                 _mark_first_call(each, counter)
             channels.append(run(piece_1CTHW).shape[1])

@@ -29,13 +29,13 @@ from opensora_cli.engine.estimate.predicted_time import (
     UPDATE,
     Exchanged,
     Links,
-    PredictedTime,
     Seconds,
     copied,
     kernel_seconds,
 )
 from opensora_cli.engine.estimate.transformer import evaluation_work
 from opensora_cli.engine.estimate.work import Work
+from opensora_cli.engine.estimate.verdict import PredictedTime
 from opensora_cli.engine.train.activations import largest_batch_shape, plan_activations
 from opensora_cli.engine.train.build import count_parameters
 from opensora_cli.engine.train.distribution import Distribution, mesh_shape, training_exchange

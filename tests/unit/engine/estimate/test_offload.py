@@ -36,26 +36,20 @@ def choose(budget, **memory):
     return choose_offload(MemorySettings(**memory), ALL, estimate, budget=budget)
 
 
+BLOCK = {"mode": OffloadMode.BLOCKS, "resident_blocks": 1}
+LEAST = {**BLOCK, "chunk_tokens": 2048, "stream_text": True, "store_on_host": True}
+
+
 @pytest.mark.parametrize(
     ("budget", "expected"),
     [
         (140, {}),
         # 5 % stay free.
         (133, {"mode": OffloadMode.MODEL}),
-        (125, {"mode": OffloadMode.BLOCKS, "resident_blocks": 9}),
-        (60, {"mode": OffloadMode.BLOCKS, "resident_blocks": 3}),
-        (40, {"mode": OffloadMode.BLOCKS, "resident_blocks": 1, "stream_text": True}),
-        (
-            25,
-            {
-                "mode": OffloadMode.BLOCKS,
-                "resident_blocks": 1,
-                "chunk_tokens": 2048,
-                "stream_text": True,
-                "chunk_frames": 4,
-                "store_on_host": True,
-            },
-        ),
+        (125, {**BLOCK, "resident_blocks": 9}),
+        (60, {**BLOCK, "resident_blocks": 3}),
+        (40, {**BLOCK, "stream_text": True}),
+        (25, {**LEAST, "chunk_frames": 4}),
     ],
 )
 def test_least_that_fits(budget, expected):
@@ -64,15 +58,7 @@ def test_least_that_fits(budget, expected):
 
 
 def test_where_nothing_fits_the_least_is_taken():
-    chosen = choose(5)
-    assert chosen == OffloadPlan(
-        mode=OffloadMode.BLOCKS,
-        resident_blocks=1,
-        chunk_tokens=2048,
-        chunk_frames=1,
-        store_on_host=True,
-        stream_text=True,
-    )
+    assert choose(5) == OffloadPlan(**LEAST, chunk_frames=1)
 
 
 def test_without_a_transformer_none_is_offloaded():
@@ -85,18 +71,22 @@ def test_without_a_transformer_none_is_offloaded():
     assert plan == OffloadPlan()
 
 
-def test_modes_by_name():
-    assert choose(1000, offload="model") == OffloadPlan(mode=OffloadMode.MODEL)
-    assert choose(1000, offload="blocks") == OffloadPlan(mode=OffloadMode.BLOCKS, resident_blocks=9)
-    # What was asked for is not exceeded.
-    assert choose(60, offload="none") == OffloadPlan()
-
-
-def test_numbers_by_name():
-    plan = choose(1000, resident_blocks=3, host_weights="mapped", fp8_storage=True)
-    assert plan == OffloadPlan(
-        mode=OffloadMode.BLOCKS, resident_blocks=3, host_weights=HostWeights.MAPPED, fp8_storage=True
-    )
+@pytest.mark.parametrize(
+    ("budget", "memory", "expected"),
+    [
+        (1000, {"offload": "model"}, {"mode": OffloadMode.MODEL}),
+        (1000, {"offload": "blocks"}, {**BLOCK, "resident_blocks": 9}),
+        # What was asked for is not exceeded.
+        (60, {"offload": "none"}, {}),
+        (
+            1000,
+            {"resident_blocks": 3, "host_weights": "mapped", "fp8_storage": True},
+            {**BLOCK, "resident_blocks": 3, "host_weights": HostWeights.MAPPED, "fp8_storage": True},
+        ),
+    ],
+)
+def test_settings_name_modes_and_numbers(budget, memory, expected):
+    assert choose(budget, **memory) == OffloadPlan(**expected)
 
 
 @pytest.mark.parametrize(("budget", "resident"), [(140, None), (120, 2), (40, 1)])

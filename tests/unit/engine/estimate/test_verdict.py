@@ -2,7 +2,9 @@
 
 import pytest
 
-from opensora_cli.engine.estimate.verdict import HostMemory, verdict_line
+from opensora_cli.engine.estimate.predicted_time import ATTENTION, COPIES, PRODUCTS, Seconds
+from opensora_cli.engine.estimate.verdict import HostMemory, PredictedTime, verdict_line
+from opensora_cli.settings.hardware import read_machine
 
 GIB = 2**30
 HOST = HostMemory(pinned_bytes=20 * GIB, page_cache_bytes=4 * GIB)
@@ -29,3 +31,16 @@ def test_a_verdict(usable: int | None, fits: bool | None, on_gpu: bool, seconds:
 def test_a_time_has_one_unit(seconds: float, expected: str) -> None:
     line = verdict_line(needed=1, usable=1, fits=True, on_gpu=True, host=HOST, seconds=seconds)
     assert line.endswith(f"about {expected} (predicted)")
+
+
+def test_a_document_says_that_it_is_predicted_and_begins_with_what_dominates() -> None:
+    stages = {"load": Seconds({COPIES: 1.0}), "denoise": Seconds({ATTENTION: 300.0, PRODUCTS: 100.0})}
+    found = PredictedTime.of_stages(stages, read_machine("H100").gpu, devices=8, of="for 1 sample", left_out="disks")
+    assert found.seconds == 401.0
+    assert found.stages_s == {"load": 1.0, "denoise": 400.0}
+    assert list(found.parts_s.items()) == [(ATTENTION, 300.0), (PRODUCTS, 100.0), (COPIES, 1.0)]
+    assert found.to_json()["predicted"] is True
+    first, parts, left_out = found.lines()
+    assert first == "predicted 6 min 41 s for 1 sample on 8xH100, not measured: load 1 s, denoise 6 min 40 s"
+    assert parts == "parts     attention 5 min 00 s, matrix products 1 min 40 s, host copies 1 s"
+    assert left_out == "left out  disks"
