@@ -6,8 +6,6 @@ from torch import nn
 from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.engine.train.objectives import Objective
 from opensora_cli.engine.train.trainer import MODEL, Role
-from opensora_cli.settings.train_loop import OptimizerSettings
-from opensora_cli.engine.train.trainer import MODEL, Role, Task
 from opensora_cli.settings.train_sections import OptimizerSettings
 
 

@@ -11,8 +11,6 @@ from opensora_cli.data.batches import ClipBatch, ClipRequest
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives import find_objective
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.layers import Given
-from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 
 def settings_of(output: Path, **changes: object) -> TrainSettings:

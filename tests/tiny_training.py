@@ -7,7 +7,7 @@ from typing import Any
 
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.train.plan import RankMemory
-from opensora_cli.settings.explain import Given
+from opensora_cli.settings.layers import Given
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 WIDTH = 16

@@ -12,8 +12,6 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import SampledBatches, SampleRng
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.trainer import Clock, Losses, Role, Task, Trainer
-from opensora_cli.settings.train_loop import Compute, LoopSettings, OptimizerSettings
-from opensora_cli.engine.train.trainer import BatchSource, Clock, Losses, Role, Task, Trainer
 from opensora_cli.settings.train_sections import Compute, LoopSettings, OptimizerSettings
 
 ADAMW = OptimizerSettings(warmup_steps=2, decay_steps=2)

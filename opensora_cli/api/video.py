@@ -26,7 +26,6 @@ from opensora_cli.engine.generate.sample import remove_latents
 from opensora_cli.engine.generate.sidecar import sample_settings
 from opensora_cli.media.write import write_media
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.layers import explain
 
 _SMALL = 128
 """Longest side, in pixels, of a video that a notebook shows at twice its size."""

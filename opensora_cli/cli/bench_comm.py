@@ -7,11 +7,7 @@ from collections.abc import Sequence
 from opensora_cli.cli.command import DEVICES, Call, make_command
 from opensora_cli.cli.output import print_lines
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.core.ranks import find_context
-from opensora_cli.settings.enums import Collective
 from opensora_cli.settings.flags import MACHINE, Option
-from opensora_cli.settings.tools import BenchCommSettings
-from opensora_cli.settings.flags import MACHINE, OUTPUT, Option
 from opensora_cli.settings.tools import BenchCommSettings, Collective
 
 _SIZES = "Sizes and repeats"

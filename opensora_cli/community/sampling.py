@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor
 
-from opensora_cli.core.choices import Fit
 from opensora_cli.core.conditions import RELEASED_LENGTHS, condition_mode, reference_parts
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.files import write_bytes_atomic

@@ -21,8 +21,6 @@ from opensora_cli.engine.launch.rank import device_type, init_with_retry, rank_d
 from opensora_cli.engine.train.objectives import mmdit
 from opensora_cli.engine.train.optimizer import rate_factor, warmup_share
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.settings.train_loop import OptimizerSettings, ScheduleName
-from opensora_cli.parallel.rendezvous import init_with_retry
 from opensora_cli.settings.train_sections import OptimizerSettings, ScheduleName
 
 

@@ -10,13 +10,9 @@ from pydantic import Field
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, FileProblem
 from opensora_cli.core.formatting import duration, plain
-from opensora_cli.core.reading import parse_object, read_json_object, reading
-from opensora_cli.engine.generate.sample import STEPS_KEY, read_header
-from opensora_cli.media.results import read_tags, sidecar_path
 from opensora_cli.core.reading import read_json_object, reading
 from opensora_cli.engine.generate.sample import REQUEST_KEY, STEPS_KEY, open_latents
-from opensora_cli.media.files import read_tags
-from opensora_cli.media.results import sidecar_path
+from opensora_cli.media.results import read_tags, sidecar_path
 from opensora_cli.settings.layers import Given
 
 _MEDIA_ENDINGS = frozenset({".gif", ".mp4", ".png", ".webp"})

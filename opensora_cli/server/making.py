@@ -25,8 +25,8 @@ from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.server.results import write_extras
 from opensora_cli.server.uploads import without_paths
-from opensora_cli.settings.explain import explain
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import explain
 
 Report = Callable[..., None]
 

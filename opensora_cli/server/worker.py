@@ -27,11 +27,11 @@ from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.signals import end_with_parent
 from opensora_cli.engine.generate.dry_run import plan_generation
 from opensora_cli.engine.generate.models import LoadedModels
-from opensora_cli.engine.generate.ranks import Ranks, watched
+from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.generate.request import refined_with_mode
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
 from opensora_cli.engine.launch.process import RankFailure
-from opensora_cli.engine.launch.rank import joined
+from opensora_cli.engine.launch.rank import WatchedReporter, joined
 from opensora_cli.server.making import Commands, JobReporter, Reports, failure, make_video, settings_of
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer
@@ -191,7 +191,7 @@ def make_in_rank(context: RankContext, base: Layer) -> None:
             if command is None:
                 continue
             reporter = JobReporter(command["id"], reports) if context.is_main else SilentReporter()
-            make_video(settings_of(command), command, models, reports, reporter=watched(reporter))
+            make_video(settings_of(command), command, models, reports, reporter=WatchedReporter(reporter))
 
 
 def _next_command(stream: TextIO, reports: Reports) -> Mapping[str, Any] | None:

@@ -7,9 +7,7 @@ import pytest
 from rich.console import Console
 
 from opensora_cli.cli import output
-from opensora_cli.cli.call import Call
 from opensora_cli.cli.command import Call
-from opensora_cli.core.console import ConsoleReporter
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import ConsoleReporter
 

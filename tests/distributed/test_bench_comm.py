@@ -18,14 +18,8 @@ from opensora_cli.engine.bench_comm import run as bench
 from opensora_cli.engine.bench_comm import scaling as scaling_steps
 from opensora_cli.engine.bench_comm.operations import Place, bus_factor, make_operation
 from opensora_cli.engine.bench_comm.run import BenchReport, affordable_bytes, bench_comm
-from opensora_cli.parallel.exchanges import TwoStages
-from opensora_cli.engine.bench_comm.measure import counted_bytes
-from opensora_cli.engine.bench_comm.operations import BUILDERS, Place, bus_factor
-from opensora_cli.engine.bench_comm.report import BenchReport
-from opensora_cli.engine.bench_comm.run import affordable_bytes, bench_comm
 from opensora_cli.parallel.mesh import stage_groups
 from opensora_cli.parallel.ulysses import TwoStages
-from opensora_cli.settings.enums import Collective, Scaling
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.load import load_preset
 from opensora_cli.settings.tools import BenchCommSettings, Collective, Scaling

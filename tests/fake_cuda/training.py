@@ -31,9 +31,7 @@ from opensora_cli.engine.estimate.fake_tensors import give_fake_weights, repeat_
 from opensora_cli.engine.train import build, estimate
 from opensora_cli.engine.train import distribution as ranks
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.fake_ranks import FakeDistribution
 from opensora_cli.engine.train.memory import plan_frozen_weights, streamed_weights
-from opensora_cli.engine.train.frozen_weights import plan_frozen_weights, streamed_weights
 from opensora_cli.engine.train.objectives import find_objective, mmdit
 from opensora_cli.engine.train.stand_ins import FakeDistribution, random_text_encoders
 from opensora_cli.engine.train.trainer import Trainer

@@ -26,7 +26,6 @@ from opensora_cli.parallel.collectives import (
 )
 from opensora_cli.parallel.shares import Parts, WireFormat
 from opensora_cli.parallel.ulysses import TwoStages, compressed, to_wire, unpacked
-from opensora_cli.settings.enums import Collective
 from opensora_cli.settings.tools import Collective
 
 _LIMIT_S = 10.0

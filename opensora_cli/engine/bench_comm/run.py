@@ -19,12 +19,8 @@ from opensora_cli.engine.bench_comm.scaling import ScalingTable, measure_scaling
 from opensora_cli.engine.bench_comm.topology import Header, gather_header
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
 from opensora_cli.engine.launch.rank import WatchedReporter, device_type, joined
-from opensora_cli.parallel.exchanges import TwoStages
-from opensora_cli.media.plots import new_figure
 from opensora_cli.parallel.mesh import stage_groups
 from opensora_cli.parallel.ulysses import TwoStages
-from opensora_cli.settings.enums import Collective
-from opensora_cli.settings.tools import BenchCommSettings
 from opensora_cli.settings.tools import BenchCommSettings, Collective
 
 Show = Callable[[Sequence[str]], None]

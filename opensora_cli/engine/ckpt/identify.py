@@ -11,11 +11,8 @@ from opensora_cli.checkpoint.load import Shape, differences
 from opensora_cli.checkpoint.lora import describe_adapter
 from opensora_cli.core.choices import QKV, Rotary
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.formatting import plain
-from opensora_cli.models.mmdit.layout import HeadSizes, find_rotary, is_fused, plan_layout, planned_shapes
-from opensora_cli.settings.explain import nearest
 from opensora_cli.core.formatting import nearest, plain
-from opensora_cli.models.mmdit.layout import HeadSizes, is_fused, plan_layout, planned_shapes
+from opensora_cli.models.mmdit.layout import HeadSizes, find_rotary, is_fused, plan_layout, planned_shapes
 
 # A tensor that identifies a kind of model, and the kind. The first match decides.
 _HALLMARKS = {

@@ -11,10 +11,9 @@ from opensora_cli.checkpoint.formats.peft import require_peft
 from opensora_cli.checkpoint.readable import sha256_of
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, CheckpointError, MediaError
-from opensora_cli.core.limits import ThreadChoice, pick_threads, threads_used
+from opensora_cli.core.limits import pick_threads, threads_used
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.core.reading import require_file
-from opensora_cli.core.threads import pick_threads, threads_used
 from opensora_cli.data.batches import ClipSource
 from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.encode.clip_cache import (

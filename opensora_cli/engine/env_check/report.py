@@ -15,7 +15,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.formatting import aligned_rows
 from opensora_cli.core.redaction import Redactor
-from opensora_cli.settings.enums import EnvProfile
+from opensora_cli.settings.tools import EnvProfile
 
 _GIB = 2**30
 

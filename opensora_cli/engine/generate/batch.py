@@ -14,7 +14,6 @@ from pathlib import Path
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, InUseError, OsoraError, RequestError
 from opensora_cli.core.files import remove_left
-from opensora_cli.core.progress import Reporter, SilentReporter, StageProgress
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_link import beat
 from opensora_cli.core.rank_messages import all_gather_json
@@ -27,20 +26,13 @@ from opensora_cli.engine.generate.models import LoadedModels
 from opensora_cli.engine.generate.pipeline import computing
 from opensora_cli.engine.generate.prompts import Row
 from opensora_cli.engine.generate.ranks import device_for_rows, joined_for_rows, require_devices, start_ranks
-from opensora_cli.engine.generate.request import request_of_rank, resolve
-from opensora_cli.engine.generate.run import generate, plan_here
-from opensora_cli.engine.generate.sidecar import choose_outputs
-from opensora_cli.engine.generate.text import text_embeds
-from opensora_cli.engine.launch.rank import WatchedReporter
-from opensora_cli.settings.explain import explain
-from opensora_cli.engine.generate.ranks import device_for_rows, joined_for_rows, require_devices, start_ranks, watched
 from opensora_cli.engine.generate.request import replaced, resolve
 from opensora_cli.engine.generate.run import generate, plan_here
 from opensora_cli.engine.generate.sidecar import choose_outputs
 from opensora_cli.engine.generate.text import text_embeds
+from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.generate_sections import named_format
-from opensora_cli.settings.layers import explain
 from opensora_cli.settings.load import GenerateRequest
 
 _ROWS_AHEAD = 64
@@ -233,10 +225,9 @@ class _Rows:
     def __init__(
         self, request: GenerateRequest, rows: Sequence[Row], reporter: Reporter, context: RankContext | None = None
     ) -> None:
-        given = request.find("output.path")
-        output = OutputSettings() if given is None else OutputSettings(path=str(given.value))
-        if output.named_format is not None:
-            raise RequestError(f"output.path={output.path} is one file: name a folder for the results of all rows")
+        path = request.text("output.path")
+        if path is not None and named_format(path) is not None:
+            raise RequestError(f"output.path={path} is one file: name a folder for the results of all rows")
         self._count, self._reporter = len(rows), reporter
         self.shown = _RowReporter(reporter)
         self.valid: list[tuple[Row, GenerateSettings]] = []

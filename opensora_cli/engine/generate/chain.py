@@ -8,8 +8,8 @@ import torch
 
 from opensora_cli.core.device import torch_dtype
 from opensora_cli.core.exceptions import HardwareError, OsoraError
-from opensora_cli.core.limits import pick_threads
 from opensora_cli.core.formatting import either
+from opensora_cli.core.limits import pick_threads
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.engine.components.parallelize import describe_mesh

@@ -8,9 +8,8 @@ from typing import TypeVar
 import torch
 
 from opensora_cli.core.choices import Fit
-from opensora_cli.core.device import limited_memory, start_peak_memory, tf32_products
-from opensora_cli.core.limits import threads_used
 from opensora_cli.core.device import limited_memory, peak_memory_gib, start_peak_memory, tf32_products
+from opensora_cli.core.limits import threads_used
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE

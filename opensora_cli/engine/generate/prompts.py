@@ -9,9 +9,8 @@ from pathlib import Path
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.formatting import either, nearest, plain
 from opensora_cli.core.reading import reading, require_file
-from opensora_cli.data.table import CSV, PARQUET, read_rows
 from opensora_cli.core.section import all_keys
-from opensora_cli.data.table_files import CSV, PARQUET, read_rows
+from opensora_cli.data.table import CSV, PARQUET, read_rows
 from opensora_cli.settings.flags import FLAGS
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Given

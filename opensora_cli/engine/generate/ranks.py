@@ -29,7 +29,6 @@ from opensora_cli.engine.launch.rank import (
     rank_device,
     settings_of_ranks,
 )
-from opensora_cli.engine.launch.rank import WatchedReporter, agreed, device_type, joined, rank_device, settings_of_ranks
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.divided_work import SharedBranches

@@ -11,10 +11,9 @@ from pydantic import Field
 from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.device import peak_memory_gib
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import MediaError, OutputError, RequestError
+from opensora_cli.core.exceptions import MediaError, RequestError
 from opensora_cli.core.files import remove_left
 from opensora_cli.core.limits import ThreadChoice
-from opensora_cli.core.exceptions import MediaError, RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.attention import AttentionPlan, keep_attention
@@ -47,8 +46,7 @@ from opensora_cli.engine.generate.sidecar import choose_outputs, refuse_pictures
 from opensora_cli.engine.generate.text import warn_about_prompts
 from opensora_cli.engine.launch.rank import WatchedReporter
 from opensora_cli.media.read import read_video
-from opensora_cli.media.sheets import contact_sheet, film_strip
-from opensora_cli.media.write import write_media
+from opensora_cli.media.write import contact_sheet, film_strip, write_media
 from opensora_cli.settings.applies import used_settings
 from opensora_cli.settings.devices import AttentionChoice
 from opensora_cli.settings.generate import GenerateSettings

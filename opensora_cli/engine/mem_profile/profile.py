@@ -16,11 +16,6 @@ from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.mem_profile.compare import attention_costs, compare_generation, compare_training
 from opensora_cli.engine.mem_profile.files import profile_figure, recorded_history, write_snapshot
 from opensora_cli.engine.mem_profile.measured_stages import profile_generation, why_not_measured
-from opensora_cli.engine.mem_profile.report import MemProfile, Part, StageProfile, Timeline, module_shares
-from opensora_cli.engine.train.early import warn_of_missing_inputs
-from opensora_cli.engine.train.estimate import STEP, TrainingMemory, estimate_training, measure_training
-from opensora_cli.engine.train.fake_ranks import BUFFERS
-from opensora_cli.engine.train.memory import largest_batch_shape
 from opensora_cli.engine.mem_profile.report import (
     LargestBatch,
     MemProfile,
@@ -29,9 +24,9 @@ from opensora_cli.engine.mem_profile.report import (
     module_shares,
     parts_of,
 )
-from opensora_cli.engine.train.activations import largest_batch_shape, with_batch_size
 from opensora_cli.engine.train.early import warn_of_missing_inputs
 from opensora_cli.engine.train.estimate import STEP, estimate_training, measure_training
+from opensora_cli.engine.train.memory import largest_batch_shape, with_batch_size
 from opensora_cli.engine.train.objectives import find_objective
 from opensora_cli.engine.train.plan import estimate_rank, judge, settings_on
 from opensora_cli.engine.train.stand_ins import BUFFERS

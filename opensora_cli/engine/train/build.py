@@ -29,7 +29,7 @@ from opensora_cli.models.attention import BACKENDS
 from opensora_cli.models.mmdit.layout import converter, find_rotary
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_loop import WeightOffload
+from opensora_cli.settings.train_sections import WeightOffload
 
 # Models for pictures only lack it. It starts from zero, and so changes nothing at first.
 _MAY_BE_MISSING = ("cond_in.*",)

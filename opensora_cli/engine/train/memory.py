@@ -26,9 +26,9 @@ from opensora_cli.memory.host_weights import kept_blocks, streaming_bytes
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.sampling.sizes import training_sizes
-from opensora_cli.settings.enums import HostWeights
+from opensora_cli.settings.devices import HostWeights
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_loop import Checkpointing, Compute, WeightOffload
+from opensora_cli.settings.train_sections import Checkpointing, Compute, WeightOffload
 
 _RESIDENT = 2
 """Default number of resident blocks: one computes while the next is copied."""

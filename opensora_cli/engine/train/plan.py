@@ -24,17 +24,9 @@ from opensora_cli.engine.train.build import count_parameters, plan_attention
 from opensora_cli.engine.train.distribution import mesh_shape, training_device, training_exchange
 from opensora_cli.engine.train.early import Resume, checkpoints_to_try, find_frozen_weights
 from opensora_cli.engine.train.estimate import (
-    ACTIVATIONS,
-    AVERAGE,
-    FROZEN,
-    OPTIMIZER,
-    WEIGHTS,
-    TrainingMemory,
+    RankMemory,
     estimate_training,
 )
-from opensora_cli.engine.train.fake_ranks import BUFFERS, GRADIENTS
-from opensora_cli.engine.train.estimate import RankMemory, estimate_training
-from opensora_cli.engine.train.frozen_weights import FrozenWeights, plan_frozen_weights
 from opensora_cli.engine.train.lora import open_first_adapter
 from opensora_cli.engine.train.memory import (
     ActivationPlan,
@@ -45,8 +37,6 @@ from opensora_cli.engine.train.memory import (
 )
 from opensora_cli.engine.train.metrics import require_tensorboard
 from opensora_cli.engine.train.predicted import predict_step
-from opensora_cli.settings.enums import DType, HostWeights
-from opensora_cli.engine.train.transformer import plan_attention
 from opensora_cli.settings.devices import DType, HostWeights
 from opensora_cli.settings.hardware import PlannedMachine, find_gpu
 from opensora_cli.settings.train import TrainSettings

@@ -34,18 +34,15 @@ from opensora_cli.engine.estimate.predicted_time import (
     kernel_seconds,
 )
 from opensora_cli.engine.estimate.transformer import evaluation_work
-from opensora_cli.engine.estimate.work import Work
 from opensora_cli.engine.estimate.verdict import PredictedTime
-from opensora_cli.engine.train.activations import largest_batch_shape, plan_activations
 from opensora_cli.engine.train.build import count_parameters
 from opensora_cli.engine.train.distribution import Distribution, mesh_shape, training_exchange
 from opensora_cli.engine.train.memory import largest_batch_shape, plan_activations, plan_frozen_weights
 from opensora_cli.engine.train.objectives import find_objective
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
-from opensora_cli.settings.devices import HostWeights
 from opensora_cli.parallel.shares import MeshShape
-from opensora_cli.settings.enums import HostWeights
+from opensora_cli.settings.devices import HostWeights
 from opensora_cli.settings.hardware import GpuSettings, find_gpu
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_sections import Checkpointing, Compute

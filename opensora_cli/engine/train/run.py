@@ -13,13 +13,12 @@ from opensora_cli.core.device import multiplies_bf16, random_state_kept, tf32_pr
 from opensora_cli.core.device_names import type_of_ranks
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import OutputError, RequestError, TrainingError
-from opensora_cli.core.limits import threads_used
+from opensora_cli.core.limits import ThreadChoice, threads_used
 from opensora_cli.core.locks import LOCK_FILE, sole_run
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_link import beat
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.signals import deferred_interrupts
-from opensora_cli.core.threads import ThreadChoice, threads_used
 from opensora_cli.data.batches import ClipSource
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import OutOfMemoryError, out_of_memory_reported

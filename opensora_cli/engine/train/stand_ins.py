@@ -18,9 +18,8 @@ from opensora_cli.engine.encode.clips import LATENTS, POOLED_PROMPT_EMBEDS, PROM
 from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, frozen_dtype
 from opensora_cli.engine.encode.inputs import find_frozen_parts
 from opensora_cli.engine.launch.rank import device_type
-from opensora_cli.engine.train.memory import BatchShape, largest_batch_shape
-from opensora_cli.engine.train.activations import BatchShape, largest_batch_shape
 from opensora_cli.engine.train.distribution import Distribution, distribution_of
+from opensora_cli.engine.train.memory import BatchShape, largest_batch_shape
 from opensora_cli.memory.counting import DispatchMode, TensorBytes
 from opensora_cli.models.text.clip import ClipTextModel
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes

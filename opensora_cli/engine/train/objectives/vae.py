@@ -28,9 +28,12 @@ from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.models.vae.dc_ae import ClipConv3d
 from opensora_cli.models.vae.resample import GroupNorm
 from opensora_cli.settings.train import VAE_FILE, TrainSettings
-from opensora_cli.settings.train_loop import OptimizerName, OptimizerSettings
-from opensora_cli.settings.train_objectives import DiscriminatorSettings, VAETrainSettings
-from opensora_cli.settings.train_sections import VAETrainSettings
+from opensora_cli.settings.train_sections import (
+    DiscriminatorSettings,
+    OptimizerName,
+    OptimizerSettings,
+    VAETrainSettings,
+)
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _PIXEL_RANGE = 2.0  # from -1 to 1

@@ -2,7 +2,7 @@
 
 from opensora_cli.engine.bench_comm.operations import Times
 from opensora_cli.engine.bench_comm.scaling import ScalingRow, ScalingTable
-from opensora_cli.settings.enums import Scaling
+from opensora_cli.settings.tools import Scaling
 
 
 def test_times() -> None:

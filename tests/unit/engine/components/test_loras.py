@@ -10,10 +10,8 @@ import pytest
 import torch
 from adapter_styles import kohya
 from closeness import assert_close
-from estimated_stages import beside_weights, denoise_peak, estimated
-from mapped_memory import are_mapped, needs_maps
 from estimated_stages import beside_weights, estimated, measured
-from mapped_files import are_mapped, needs_maps
+from mapped_memory import are_mapped, needs_maps
 from safetensors.torch import load_file, save_file
 from storage_sizes import storage_bytes
 from tiny_adapters import draw, factors, write_adapter, write_lora

@@ -19,8 +19,6 @@ from opensora_cli.core import files as core_files
 from opensora_cli.core import limits
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import BatchError, FileProblem, MediaError
-from opensora_cli.core.limits import Cores
-from opensora_cli.core.limits import ThreadChoice
 from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.engine.encode import fill_cache

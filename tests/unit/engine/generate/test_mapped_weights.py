@@ -16,11 +16,7 @@ from opensora_cli.engine.generate.models import host_modulation, streamed_blocks
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.registry import OPEN_SORA_V2
 from opensora_cli.settings.devices import HostWeights, OffloadMode
-from opensora_cli.settings.layers import Given
-from opensora_cli.settings.load import GenerateRequest, load_generate_settings
-from opensora_cli.settings.enums import HostWeights, OffloadMode
 
 BF16 = {"runtime__dtype": "bfloat16"}
 LARGE = {"model__depth": "3", "model__depth_single_blocks": "16", "model__hidden_size": "64", "model__num_heads": "4"}

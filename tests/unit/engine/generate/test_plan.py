@@ -26,10 +26,8 @@ from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.registry import ARCHITECTURES, OPEN_SORA_V2, Architecture, TextInputs, WeightNames
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.vae.config import HunyuanVAEConfig
-from opensora_cli.settings.explain import Given
-from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 from opensora_cli.settings.layers import Given
-from opensora_cli.settings.load import GenerateRequest, load_generate_settings, load_preset
+from opensora_cli.settings.load import GenerateRequest, load_generate_settings
 
 H200 = Hardware(torch.device("cuda", 0), "a large GPU", torch.bfloat16, 139 * GIB, 141 * GIB)
 

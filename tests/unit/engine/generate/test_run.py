@@ -16,7 +16,6 @@ from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media.read import read_picture, read_video
 from opensora_cli.media.results import read_tags
-from opensora_cli.settings.explain import Given
 from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import GenerateRequest, generate_request, read_sidecar
 

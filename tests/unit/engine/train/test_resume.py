@@ -27,7 +27,6 @@ from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.limits import ThreadChoice
 from opensora_cli.core.locks import LOCK_FILE, locked_file
-from opensora_cli.core.threads import ThreadChoice
 from opensora_cli.engine.train import objectives
 from opensora_cli.engine.train.checkpoints import RunningStates, read_running_states
 from opensora_cli.engine.train.early import Resume

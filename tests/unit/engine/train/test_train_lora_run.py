@@ -25,7 +25,6 @@ from opensora_cli.engine.train.memory import streamed_weights, waiting_weights
 from opensora_cli.engine.train.plan import plan_training
 from opensora_cli.engine.train.run import train
 from opensora_cli.settings.ckpt import MergeLoraSettings
-from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import load_preset
 from opensora_cli.settings.train import TrainSettings
 
