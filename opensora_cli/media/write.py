@@ -120,10 +120,10 @@ def write_media(
                 temporary.write_bytes(webp_bytes(watched(), fps=fps, metadata=tags))
         return target
     except Exception:
-        # An error of the pieces is none of writing, which it has become on its way.
-        if failed:
-            raise failed[0] from None
-        raise
+        if not failed:
+            raise
+    # Outside of the handlers of errors in writing: it keeps its own causes.
+    raise failed[0]
 
 
 def _frames(pieces: Iterable[torch.Tensor], failed: list[Exception]) -> Iterator[torch.Tensor]:
