@@ -80,8 +80,9 @@ def write_checkpoint(
             shards = plan_shards(entries, shard_bytes, index=index)
             for name, shard in shards.items():
                 write(folder / name, shard, metadata=metadata, advance=advance)
-            hashes = dict(zip(shards, hash_each([folder / name for name in shards]), strict=False))
-            write_json_atomic(folder / index, make_index(shards, metadata=metadata, sha256=hashes))
+            hashes = hash_each([folder / name for name in shards])
+            sha256 = dict(zip(shards, hashes, strict=True)) if hashes else {}
+            write_json_atomic(folder / index, make_index(shards, metadata=metadata, sha256=sha256))
         # Hours may have passed since `check_target`.
         refuse_to_replace(path, format=format, overwrite=overwrite)
         written = [file.relative_to(temporary) for file in sorted(temporary.rglob("*")) if file.is_file()]
