@@ -107,6 +107,8 @@ def print_ports(context: RankContext) -> None:
 def act(asked: argparse.Namespace, context: RankContext, stage: str) -> None:
     if stage != asked.stage or asked.act == "none":
         return
+    if asked.act == "hang":
+        beat(stage, 0.1)  # the time of a step
     if asked.rank not in (context.rank, -1):
         if not asked.gloo and stage != "start":  # as a rank that waits for the others
             time.sleep(120)
@@ -134,7 +136,7 @@ def act(asked: argparse.Namespace, context: RankContext, stage: str) -> None:
             os._exit(7)
         case "wait" if stage == "start":  # as an import does
             compute(120)
-        case "wait" | "fail to save":
+        case "wait" | "fail to save" | "hang":
             time.sleep(120)
         case "share":
             share_weights(asked, context)

@@ -39,7 +39,7 @@ FIRST_STAGE = "start"
 
 SILENCE_S = 60.0
 """Shortest time without a sign of work after which a rank counts as hung."""
-STEP_SILENCE_S = 15.0
+STEP_SILENCE_S = 12.0
 """The same between two steps on a CPU, where all work uses processor time or the disk."""
 _SILENT_STEPS = 10
 _ALONE = 3

@@ -184,11 +184,12 @@ def kill_when(folder, rank, stage):
 
 
 @pytest.mark.slow
-def test_a_rank_is_stopped_while_the_others_wait_in_a_collective_with_the_usual_pace(tmp_path):
+@pytest.mark.parametrize("act", ["stop", "hang"])
+def test_a_rank_is_stopped_or_hangs_while_the_others_wait_in_a_collective_with_the_usual_pace(tmp_path, act):
     """Beside more busy processes than there are cores."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(20)]
     try:
-        failure = failing(tmp_path, "--gloo", "--rank", "0", "--act", "stop", pace=None)
+        failure = failing(tmp_path, "--gloo", "--rank", "0", "--act", act, pace=None)
     finally:
         for other in others:
             other.kill()

@@ -35,6 +35,7 @@ from opensora_cli.engine.launch.process import RankFailure, RankProcess
 from opensora_cli.settings.devices import DeviceSettings
 
 COMMAND = tuple(module_command("opensora_cli"))
+_LATE_LOOKS = 2.0
 _LOOPBACK = "127.0.0.1"
 
 
@@ -193,7 +194,7 @@ def write_settings(log_dir: Path, document: object) -> Path:
 
 
 class _Run:
-    """Ranks of one run. It counts time in looks, so that a launcher that is stopped or slow causes no timeouts."""
+    """Ranks of one run."""
 
     def __init__(self, pace: Pace, *, output_dir: Path | None = None) -> None:
         self._pace, self._output_dir = pace, output_dir
@@ -227,9 +228,12 @@ class _Run:
     def first_failure(self) -> RankFailure | None:
         """Wait until all ranks are done, and return None, or until one fails, and return the failure."""
         settle_until: float | None = None
+        looked = time.monotonic()
         while True:
             have_ended = all(rank.exit_code() is not None for rank in self._ranks)
-            if found := self.look():
+            passed_s, looked = time.monotonic() - looked, time.monotonic()
+            # A launcher that was stopped, or is slow, causes no timeouts.
+            if found := self.look(min(passed_s, _LATE_LOOKS * self._pace.look_s)):
                 first = process.origin(found)
                 settle_until = settle_until or time.monotonic() + self._pace.settle_s
                 if not first.may_follow or have_ended or time.monotonic() > settle_until:
@@ -243,9 +247,10 @@ class _Run:
                 settle_until = None
             time.sleep(self._pace.look_s)
 
-    def look(self) -> list[RankFailure]:
+    def look(self, passed_s: float) -> list[RankFailure]:
+        """Return the failures, `passed_s` seconds after the last look."""
         for rank in self._ranks:
-            rank.look(self._pace.look_s)
+            rank.look(passed_s)
         running = [rank for rank in self._ranks if rank.exit_code() is None]
         found = []
         # A single rank never waits for another.

@@ -40,7 +40,7 @@ class Machine:
             passed_s = look * self._pace.look_s
             if beats_every and passed_s % beats_every < self._pace.look_s:
                 self.set(moves=look)
-            if causes := self.run.look():
+            if causes := self.run.look(self._pace.look_s):
                 return [cause.message for cause in causes], passed_s
         return [], seconds
 
@@ -57,7 +57,7 @@ def sleeps(rank):
 def machine(tmp_path):
     machine = Machine(tmp_path, Pace())
     with machine.run:
-        machine.run.look()
+        machine.run.look(0.1)
         yield machine
 
 
@@ -83,7 +83,7 @@ def test_a_rank_that_is_stopped_for_a_moment_is_not_frozen(machine):
 
 
 @pytest.mark.parametrize(
-    ("step_s", "on_gpu", "limit_s"), [(None, False, 60), (0.2, False, 15), (3.0, False, 30), (0.2, True, 60)]
+    ("step_s", "on_gpu", "limit_s"), [(None, False, 60), (0.2, False, 12), (3.0, False, 30), (0.2, True, 60)]
 )
 def test_ranks_without_a_sign_of_work_hang(machine, step_s, on_gpu, limit_s):
     machine.set(stage="denoise", step_s=step_s)
@@ -150,5 +150,5 @@ def test_a_rank_that_waits_hangs_only_with_the_others(machine, first, second, be
     for rank, (idle_s, waits) in zip(machine.ranks, (first, second), strict=True):
         rank.idle_s, rank.state = idle_s, Heartbeat(stage="denoise", waits=waits)
         rank._signs = rank.state.moves, rank._work()
-    messages = [failure.message.split(" on ")[0] for failure in machine.run.look()]
+    messages = [failure.message.split(" on ")[0] for failure in machine.run.look(0.1)]
     assert messages == ([] if behind is None else [f"rank {behind}"])
