@@ -5,6 +5,7 @@ import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, NamedTuple, Self, Union, get_args, get_origin
 
 from pydantic import (
@@ -110,20 +111,55 @@ class Applies(NamedTuple):
 
     keys: str
     """Dotted keys of settings or whole sections, separated by blanks."""
-    when: Callable[[Any], object]
-    """Function that returns a true value if the settings take part."""
+    when: str | Callable[[Any], object]
+    """Condition as a function or text; see `find_setting`."""
     why: str = ""
-    """End of the sentence "KEY=VALUE has no effect WHY: FIX", formatted with the settings `s`. Empty: never refused."""
-    is_refused: bool = True
-    """Whether a value other than the default is refused from any source. Otherwise only a typed value is refused."""
+    """The fix, after the reason if `when` is a function, formatted with the settings `s`. Empty: never refused."""
     but: str = ""
     """Names in a section that the row does not cover."""
-    is_recorded: bool = False
+    typed: bool = False
+    """Whether only a typed value is refused. Otherwise every value other than the default is refused."""
+    saved: bool = False
     """Whether sidecars always record the settings."""
 
     def covered(self, schema: "type[Section]") -> frozenset[str]:
         """Return the dotted keys of the settings of `schema` that the row is about."""
         return _covered(schema, self.keys, self.but)
+
+    def holds(self, settings: "Section") -> bool:
+        """Return whether the settings take part in a run."""
+        return find_setting(settings, self.when)[0] if isinstance(self.when, str) else bool(self.when(settings))
+
+    def reason(self, settings: "Section") -> str:
+        """Return the end of the sentence "KEY=VALUE has no effect WHY: FIX"."""
+        if not isinstance(self.when, str):
+            return self.why.format(s=settings)
+        key, sign, _ = _parsed(self.when)
+        return f"{f'with {find_setting(settings, key)[1]}' if sign else f'without {key}'}: {self.why}"
+
+
+def find_setting(settings: "Section", condition: str) -> tuple[bool, str]:
+    """Return whether a condition holds, and its setting as `KEY=VALUE`.
+
+    A condition is `KEY` (set, and neither false nor 0), `KEY=VALUE`, `KEY=A|B`, `KEY!=VALUE` or `KEY>NUMBER`. No text
+    always holds.
+    """
+    if not condition:
+        return True, ""
+    key, sign, value = _parsed(condition)
+    found = attrgetter(key)(settings)
+    if not sign:
+        holds = bool(found)
+    elif sign == ">":
+        holds = found is not None and found > int(value)
+    else:
+        holds = (shown(found) in value.split("|")) == (sign == "=")
+    return holds, f"{key}={shown(found)}"
+
+
+def _parsed(condition: str) -> list[str]:
+    """Return the key, the sign and the value of a condition; `KEY` alone has neither sign nor value."""
+    return [*re.split("(!=|=|>)", condition, maxsplit=1), "", ""][:3]
 
 
 @cache
@@ -169,10 +205,10 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _check_rules(self) -> Self:
-        rows = [row for row in self.applies if row.why and row.is_refused and not row.when(self)]
+        rows = [row for row in self.applies if row.why and not row.typed and not row.holds(self)]
         given = changed(self) if rows else {}
         problems = [
-            f"{key}={shown(value)} has no effect {row.why.format(s=self)}"
+            f"{key}={shown(value)} has no effect {row.reason(self)}"
             for row in rows
             for key, value in given.items()
             if key in row.covered(type(self))
