@@ -4,11 +4,12 @@ Used by the tests of the engine and by those of the command line.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import cast
 
 import torch
@@ -34,6 +35,7 @@ WORDS = [
     *("<pad>", "</s>", "<unk>", "<s>", "a", "boat", "on", "the", "sea", "raining", "at", "night", ",", ".", "24"),
     *("fps", "4", "motion", "score", "12"),
 ]
+_IDS = {word: number for number, word in enumerate(WORDS)}
 MAX_LENGTH = 16
 
 SIZES = {
@@ -281,22 +283,24 @@ def save_clip(folder: Path) -> None:
     save_weights(folder / "model.safetensors", ClipTextModel(ClipSizes.of(folder)))
 
 
-def save_tokenizer(folder: Path, template: str | None, **config: object) -> None:
-    """Write a lower-casing tokenizer with a vocabulary of `WORDS`, and the configuration of a model if there is one.
+def save_tokenizer(
+    folder: Path, template: str | None, *, words: Mapping[str, int] = MappingProxyType(_IDS), **config: object
+) -> None:
+    """Write a lower-casing tokenizer with a vocabulary of `words`, and the configuration of a model if there is one.
 
     Without a template, a text has no end token.
     """
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    tokenizer = Tokenizer(models.WordLevel(dict(words), unk_token="<unk>"))
     tokenizer.normalizer = normalizers.Lowercase()
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens([*special.values()])
     if template is not None:
-        ends = [("<s>", 3), ("</s>", 1)]
+        ends = [(word, words[word]) for word in ("<s>", "</s>") if word in words]
         tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=ends)
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     about = {"tokenizer_class": "PreTrainedTokenizerFast", **special}
     (folder / "tokenizer_config.json").write_text(json.dumps(about))
     if config:
-        (folder / "config.json").write_text(json.dumps({"vocab_size": len(WORDS), **config}))
+        (folder / "config.json").write_text(json.dumps({"vocab_size": len(words), **config}))

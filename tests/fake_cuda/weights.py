@@ -5,10 +5,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-import transformers
 from tiny_adapters import CONFIG
 from tiny_weights import write_holes
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tiny_world import save_tokenizer
 from torch import Tensor, nn
 
 from opensora_cli.core.choices import MediaFormat
@@ -24,10 +23,10 @@ from opensora_cli.settings.load import load_preset
 _ADAPTER_RANK = 16
 _LONGEST_REFERENCE = 65
 _PROMPT = "raining, sea"
-_T5 = transformers.T5Config(
-    d_model=4096, d_kv=64, d_ff=10_240, num_layers=24, num_heads=64, feed_forward_proj="gated-gelu"
-)
-_CLIP = transformers.CLIPTextConfig(hidden_size=768, intermediate_size=3072, num_attention_heads=12)
+_T5 = {"model_type": "t5", "vocab_size": 32_128, "d_model": 4096, "d_kv": 64, "d_ff": 10_240, "num_layers": 24}
+_T5 |= {"num_heads": 64, "feed_forward_proj": "gated-gelu"}
+_CLIP = {"model_type": "clip_text_model", "hidden_size": 768, "intermediate_size": 3072, "num_attention_heads": 12}
+_CLIP |= {"vocab_size": 49_408, "eos_token_id": 49_407}
 
 
 def full_size_settings(
@@ -99,25 +98,12 @@ def _adapter(folder: Path, transformer: nn.Module) -> Path:
 
 
 def _text_folders(folder: Path) -> Iterator[tuple[str, str]]:
-    _save_tokenizer(folder / "t5", _T5, {"<pad>": 0, "</s>": 1, "<unk>": 2}, "$A </s>")
-    _save_tokenizer(folder / "clip", _CLIP, {"<pad>": 0, "<unk>": 1, "<s>": 49_406, "</s>": 49_407}, "<s> $A </s>")
+    words = {word: number for number, word in enumerate(_PROMPT.replace(",", " ,").split(), start=3)}
+    t5, clip = {"<pad>": 0, "</s>": 1, "<unk>": 2}, {"<pad>": 0, "<unk>": 1, "<s>": 49_406, "</s>": 49_407}
+    save_tokenizer(folder / "t5", "$A </s>", words=t5 | words, **_T5)
+    save_tokenizer(folder / "clip", "<s> $A </s>", words=clip | words, **_CLIP)
     with on_meta():
         encoders = {"t5": T5Model(T5Sizes.of(folder / "t5")), "clip": ClipTextModel(ClipSizes.of(folder / "clip"))}
     for name, model in encoders.items():
         write_holes(folder / name / "model.safetensors", model.state_dict(), dtype="BF16")
         yield f"files.{name}", str(folder / name)
-
-
-def _save_tokenizer(
-    folder: Path, config: transformers.PretrainedConfig, first: Mapping[str, int], template: str
-) -> None:
-    """Write the configuration of a text encoder, and a vocabulary of a few words."""
-    config.save_pretrained(folder)
-    words = {**first, **{word: index for index, word in enumerate(_PROMPT.replace(",", " ,").split(), start=3)}}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    ends = [(word, words[word]) for word in ("<s>", "</s>") if word in words]
-    tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=ends)
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
-    ).save_pretrained(folder)

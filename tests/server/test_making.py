@@ -46,7 +46,7 @@ def test_a_failure_and_its_traceback_name_no_folders(capfd):
     assert failure(bug.value)["code"] == "internal_error"
     logged = capfd.readouterr().err
     assert "file.txt is odd" in logged
-    assert 'File "test_processes.py", line' in logged
+    assert 'File "test_making.py", line' in logged
     assert "/srv" not in logged
 
 
