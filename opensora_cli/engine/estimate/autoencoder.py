@@ -53,19 +53,17 @@ def decoding_need(
     channels, num_frames, *sides = latent_shape
     height, width = shown
 
-    def count(frames: int) -> Need:
-        with TensorBytes(device_type=device.type) as counter:
-            latents_1CTHW = torch.empty(1, channels, frames, *sides, dtype=dtype, device=device)
-            # The same steps as in `decode_latents` of generation.
-            pieces_1CTHW = vae.decode_pieces(
-                latents_1CTHW, tiling=vae_tiling(settings), canvas=HOST, chunk_frames=chunk_frames, store=store
-            )
-            deque(map(lambda piece_1CTHW: _shown(piece_1CTHW[0, :, :, :height, :width]), pieces_1CTHW), maxlen=0)
-            return Need.of(counter)
+    def decode(vae: Autoencoder, empty: Callable[..., Tensor], frames: int) -> Tensor:
+        latents_1CTHW = empty(1, channels, frames, *sides)
+        store = HOST if store_on_host else latents_1CTHW.device
+        # The same steps as in `decode_latents` of generation.
+        pieces_1CTHW = vae.decode_pieces(
+            latents_1CTHW, tiling=vae_tiling(settings), canvas=HOST, chunk_frames=chunk_frames, store=store
+        )
+        deque(map(lambda piece_1CTHW: _shown(piece_1CTHW[0, :, :, :height, :width]), pieces_1CTHW), maxlen=0)
+        return latents_1CTHW
 
-    with fake_device(device_type) as device:
-        vae, store = _fake_coder(settings, device, dtype, decodes=True), HOST if store_on_host else device
-        return _of_few_tiles(count, num_frames, settings, decodes=True)
+    return _need(settings, dtype, device_type, num_frames, decode, decodes=True)
 
 
 def _shown(pixels_CTHW: Tensor) -> Tensor:
@@ -92,25 +90,37 @@ def encoding_need(
 def _encoding_need(
     settings: VAESettings, num_frames: int, sides: tuple[int, int], dtype: torch.dtype, device_type: str
 ) -> Need:
+    def encode(vae: Autoencoder, empty: Callable[..., Tensor], frames: int) -> tuple[Tensor, Tensor]:
+        pixels_1CTHW = empty(1, COLORS, frames, *sides)
+        return pixels_1CTHW, vae.encode(pixels_1CTHW, tiling=vae_tiling(settings))
+
+    return _need(settings, dtype, device_type, num_frames, encode, decodes=False)
+
+
+def _need(
+    settings: VAESettings,
+    dtype: torch.dtype,
+    device_type: str,
+    num_frames: int,
+    run: Callable[[Autoencoder, Callable[..., Tensor], int], object],
+    *,
+    decodes: bool,
+) -> Need:
+    """Return the need of `run`, which returns inputs and outputs. Each further temporal tile takes the same amount."""
+
     def count(frames: int) -> Need:
         with TensorBytes(device_type=device.type) as counter:
-            pixels_1CTHW = torch.empty(1, COLORS, frames, *sides, dtype=dtype, device=device)
-            latents_1CTHW = vae.encode(pixels_1CTHW, tiling=vae_tiling(settings))
+            kept = run(vae, partial(torch.empty, dtype=dtype, device=device), frames)
             need = Need.of(counter)
-            del latents_1CTHW
+            del kept
             return need
 
-    with fake_device(device_type) as device:
-        vae = _fake_coder(settings, device, dtype, decodes=False)
-        return _of_few_tiles(count, num_frames, settings, decodes=False)
-
-
-def _of_few_tiles(count: Callable[[int], Need], frames: int, settings: VAESettings, *, decodes: bool) -> Need:
-    """Return `count(frames)`; each further temporal tile takes the same amount."""
     time = settings.sizes.tile_grids()[decodes].time
-    if not settings.temporal_tiling or frames <= time.size:
-        return count(frames)
-    return Need(*extrapolated(count, frames, step=time.stride, few=time.size + 2 * time.stride))
+    with fake_device(device_type) as device:
+        vae = _fake_coder(settings, device, dtype, decodes=decodes)
+        if not settings.temporal_tiling or num_frames <= time.size:
+            return count(num_frames)
+        return Need(*extrapolated(count, num_frames, step=time.stride, few=time.size + 2 * time.stride))
 
 
 def _fake_coder(settings: VAESettings, device: torch.device, dtype: torch.dtype, *, decodes: bool) -> Autoencoder:

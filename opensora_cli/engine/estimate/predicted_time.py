@@ -5,7 +5,7 @@ the other. `docs/explanations/predictions.md` has the assumptions.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -101,52 +101,44 @@ class Links:
         return inside if span <= self.per_node else max(inside, self.gpu.node_link.seconds(num_bytes) / self.per_node)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exchanged:
-    """Exchange of ranks that share the tokens or features of clips, in one pass through the transformer."""
+def exchange_seconds(
+    config: MMDiTConfig,
+    mesh: MeshShape,
+    exchange: ExchangePlan,
+    links: Links,
+    *,
+    video_tokens: int,
+    text_tokens: int,
+    itemsize: int,
+    attention: float,
+    keys_and_values: float = 1.0,
+) -> float:
+    """Return the seconds that a rank waits for ranks that share the tokens, features or branches of clips, in one pass
+    through the transformer.
 
-    config: MMDiTConfig
-    mesh: MeshShape
-    links: Links
-    video_tokens: int
-    """Video tokens of all clips."""
-    text_tokens: int
-    itemsize: int
-    exchange: ExchangePlan = field(default_factory=ExchangePlan)
-
-    @property
-    def for_heads(self) -> Mapping[str, int]:
-        """Bytes that all ranks send for heads: `sent`, or `inside` and `between`, as in `PlannedExchange`."""
-        if self.mesh.ulysses == 1:
-            return {}
-        sizes = {"video_tokens": self.video_tokens, "text_tokens": self.text_tokens, "itemsize": self.itemsize}
-        return exchanged_bytes(self.exchange, self.mesh, self.config, **sizes)
-
-    def seconds(self, *, attention: float, keys_and_values: float = 1.0) -> float:
-        """Return the seconds that a rank waits. Ring attention exchanges during the `attention` seconds.
-
-        `keys_and_values` is how many times keys and values go around the ring; a backward pass adds their gradients.
-        """
-        mesh, sharing = self.mesh, self.mesh.ring * self.mesh.ulysses
-        hidden = (self.video_tokens + self.text_tokens) / sharing * self.config.hidden_size * self.itemsize
-        velocity = self.video_tokens * self.config.in_channels * self.itemsize
-        waited = 0.0
-        for stage, num_bytes in self.for_heads.items():
-            rate = self.links.gpu.gpu_link if stage == "inside" else self.links.between(mesh.ulysses * mesh.tensor)
+    Ring attention exchanges during the `attention` seconds. `keys_and_values` is how many times keys and values go
+    around the ring; a backward pass adds their gradients. Tokens are those of all clips.
+    """
+    sharing, waited = mesh.ring * mesh.ulysses, 0.0
+    hidden = (video_tokens + text_tokens) / sharing * config.hidden_size * itemsize
+    velocity = video_tokens * config.in_channels * itemsize
+    if mesh.ulysses > 1:
+        sizes = {"video_tokens": video_tokens, "text_tokens": text_tokens, "itemsize": itemsize}
+        for stage, num_bytes in exchanged_bytes(exchange, mesh, config, **sizes).items():
+            rate = links.gpu.gpu_link if stage == "inside" else links.between(mesh.ulysses * mesh.tensor)
             waited += rate.seconds(num_bytes / (sharing * mesh.tensor))
-        if mesh.ring > 1:
-            attentions = self.config.depth + self.config.depth_single_blocks
-            sent = keys_and_values * 2 * (mesh.ring - 1) * hidden / mesh.tensor * attentions
-            passed = self.links.between(sharing * mesh.tensor).seconds(sent)
-            waited += max(0.0, passed - attention)
-        if mesh.tensor > 1:
-            # A double-stream block sums after attention and after the MLP, a single-stream block once.
-            sums = 2 * self.config.depth + self.config.depth_single_blocks
-            waited += self.links.ring_seconds(2 * (mesh.tensor - 1) / mesh.tensor * sums * hidden, mesh.tensor)
-        if sharing > 1:
-            # Rank by rank, the velocity is gathered along tokens.
-            waited += self.links.ring_seconds(velocity * (sharing - 1) / sharing, sharing * mesh.tensor)
-        if mesh.guidance > 1:
-            # The velocity is sent to ranks with other branches of guidance.
-            waited += self.links.between(mesh.size).seconds(velocity)
-        return waited
+    if mesh.ring > 1:
+        attentions = config.depth + config.depth_single_blocks
+        sent = keys_and_values * 2 * (mesh.ring - 1) * hidden / mesh.tensor * attentions
+        waited += max(0.0, links.between(sharing * mesh.tensor).seconds(sent) - attention)
+    if mesh.tensor > 1:
+        # A double-stream block sums after attention and after the MLP, a single-stream block once.
+        sums = 2 * config.depth + config.depth_single_blocks
+        waited += links.ring_seconds(2 * (mesh.tensor - 1) / mesh.tensor * sums * hidden, mesh.tensor)
+    if sharing > 1:
+        # Rank by rank, the velocity is gathered along tokens.
+        waited += links.ring_seconds(velocity * (sharing - 1) / sharing, sharing * mesh.tensor)
+    if mesh.guidance > 1:
+        # The velocity is sent to ranks with other branches of guidance.
+        waited += links.between(mesh.size).seconds(velocity)
+    return waited

@@ -20,11 +20,11 @@ from opensora_cli.engine.estimate.predicted_time import (
     COLLECTIVES,
     DECODING,
     ENCODING,
-    Exchanged,
     Links,
     Seconds,
     autoencoder_seconds,
     copied,
+    exchange_seconds,
     kernel_seconds,
 )
 from opensora_cli.engine.estimate.transformer import evaluation_work
@@ -120,17 +120,17 @@ def evaluation(plan: Plan, gpu: GpuSettings) -> Seconds:
     on_clip = replace(plan.mesh, guidance=1)
     work = evaluation_work(config, plan.video_tokens, text_tokens, dtype, on_clip, plan.exchange, linear)
     found = kernel_seconds(work, gpu, dtype, eight_bit_tflops=_eight_bit_tflops(gpu, linear))
-    exchanged = Exchanged(
-        config=config,
-        mesh=plan.mesh,
-        exchange=plan.exchange,
-        links=Links(gpu, settings.parallel.ranks_per_node),
+    computed = found.total
+    found[COLLECTIVES] = exchange_seconds(
+        config,
+        plan.mesh,
+        plan.exchange,
+        Links(gpu, settings.parallel.ranks_per_node),
         video_tokens=plan.video_tokens,
         text_tokens=text_tokens,
         itemsize=dtype.itemsize,
+        attention=found[ATTENTION],
     )
-    computed = found.total
-    found[COLLECTIVES] = exchanged.seconds(attention=found[ATTENTION])
     if streamed := streamed_bytes(config, dtype, plan.offload, tensor=plan.mesh.tensor):
         found += copied(gpu, streamed, pinned=plan.offload.host_weights is HostWeights.PINNED, behind=computed)
     return found

@@ -214,10 +214,10 @@ def _steps(
                 held = (*module.parameters(), *module.buffers())
                 counter.add([tensor for tensor in held if id(tensor) not in waiting], WEIGHTS)
             counter.add(slots, WEIGHTS)
-            counter.add([tensor for _, tensor in _kept(trainer)], OPTIMIZER)
-            counter.add(list(_buckets(trainer).values()), GRADIENTS)
             for module in frozen:
                 counter.add(module, FROZEN)
+            for _, tensor, kind in _states(trainer):
+                counter.add(tensor, kind)
             _mark_forward(task, counter)
             few_blocks = FewBlocks(counter, task.module, times or {}, partial(_kept_all_the_time, trainer))
             plan = plan_activations(settings)
@@ -227,7 +227,8 @@ def _steps(
                     trainer.step = step
                     trainer.do_step()
                     counter.add(_gradients(_trained(task)), GRADIENTS)
-                    counter.add([tensor for _, tensor in _kept(trainer)], OPTIMIZER)
+                    for _, tensor, kind in _states(trainer):
+                        counter.add(tensor, kind)
             memory = _memory(settings, few_blocks.counted(), task.module, times or {})
         if not runs:
             return memory
@@ -324,22 +325,19 @@ def _gradients(modules: Sequence[nn.Module]) -> list[Tensor]:
     return [weight.grad for weight in weights if weight.grad is not None]
 
 
-def _kept(trainer: Trainer) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    """Yield the states of all optimizers, each with its weight."""
+def _states(trainer: Trainer) -> Iterator[tuple[nn.Parameter, Tensor, str]]:
+    """Yield states of optimizers and buckets of gradients, each with its weight and its kind."""
     for learner in trainer.learners.values():
         for optimizer in learner.optimizers:
-            yield from kept_tensors(optimizer)
-
-
-def _buckets(trainer: Trainer) -> Mapping[nn.Parameter, Tensor]:
-    return trainer.distribution.buckets if isinstance(trainer.distribution, FakeDistribution) else {}
+            yield from ((weight, tensor, OPTIMIZER) for weight, tensor in kept_tensors(optimizer))
+    if isinstance(trainer.distribution, FakeDistribution):
+        yield from ((weight, tensor, GRADIENTS) for weight, tensor in trainer.distribution.buckets.items())
 
 
 def _kept_all_the_time(trainer: Trainer, block: str) -> Iterator[Tensor]:
     """Yield the weights of a block, and their persistent tensors: averages, optimizer state and buckets."""
     module = trainer.task.module.get_submodule(block)
-    yield from module.buffers()
-    yield from (tensor for name, tensor in (trainer.ema or {}).items() if name.startswith(f"{block}."))
-    yield from module.parameters()
     weights = set(map(id, module.parameters()))
-    yield from (tensor for weight, tensor in (*_kept(trainer), *_buckets(trainer).items()) if id(weight) in weights)
+    yield from (*module.buffers(), *module.parameters())
+    yield from (tensor for name, tensor in (trainer.ema or {}).items() if name.startswith(f"{block}."))
+    yield from (tensor for weight, tensor, _ in _states(trainer) if id(weight) in weights)

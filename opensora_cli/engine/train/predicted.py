@@ -27,10 +27,10 @@ from opensora_cli.engine.estimate.predicted_time import (
     TEXT,
     TRAFFIC,
     UPDATE,
-    Exchanged,
     Links,
     Seconds,
     copied,
+    exchange_seconds,
     kernel_seconds,
 )
 from opensora_cli.engine.estimate.transformer import evaluation_work
@@ -152,16 +152,17 @@ class _Step:
 
     def _pass(self, config: MMDiTConfig, work: Work, keys_and_values: float) -> Seconds:
         seconds = kernel_seconds(work, self.gpu, self.dtype)
-        exchanged = Exchanged(
-            config=config,
-            mesh=self._mesh_of_clip,
-            exchange=training_exchange(self.settings),
-            links=self.links,
+        waited = exchange_seconds(
+            config,
+            self._mesh_of_clip,
+            training_exchange(self.settings),
+            self.links,
             video_tokens=self.shape.batch_size * self.tokens,
             text_tokens=self.shape.batch_size * self.text_tokens,
             itemsize=self.dtype.itemsize,
+            attention=seconds[ATTENTION],
+            keys_and_values=keys_and_values,
         )
-        waited = exchanged.seconds(attention=seconds[ATTENTION], keys_and_values=keys_and_values)
         return seconds + {COLLECTIVES: waited}
 
     @property

@@ -38,7 +38,6 @@ TOLERANCE = 0.1
 
 VARIANTS: dict[str, dict[str, object]] = {
     "the demo": {},
-    "higher, longer": {"video.height": 96, "video.width": 64, "video.num_frames": 33, "video.max_frames": 33},
     "a picture": {"video.height": 128, "video.width": 112, "video.num_frames": 1},
     "a wide model, two scales": {
         "model.hidden_size": 384,

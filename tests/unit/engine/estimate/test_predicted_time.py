@@ -10,13 +10,13 @@ from opensora_cli.engine.estimate.predicted_time import (
     LAUNCHES,
     PRODUCTS,
     TRAFFIC,
-    Exchanged,
     Links,
     copied,
+    exchange_seconds,
     kernel_seconds,
 )
 from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.parallel.shares import MeshShape
+from opensora_cli.parallel.shares import ExchangePlan, MeshShape
 from opensora_cli.settings.hardware import read_machine
 
 H100 = read_machine("H100").gpu.replace({"product_efficiency": 0.5, "attention_efficiency": 0.25})
@@ -57,28 +57,34 @@ def test_the_slowest_link_counts() -> None:
     assert Links(slow, per_node=8).ring_seconds(1.4e9, 16) == pytest.approx(1 / 8)
 
 
-def exchanged(mesh: MeshShape) -> Exchanged:
-    sizes = {"video_tokens": 8000, "text_tokens": 192, "itemsize": 2}
-    return Exchanged(config=CONFIG, mesh=mesh, links=Links(H100, per_node=8), **sizes)
+def waited(mesh: MeshShape, attention: float = 0.0, keys_and_values: float = 1.0) -> float:
+    return exchange_seconds(
+        CONFIG,
+        mesh,
+        ExchangePlan(),
+        Links(H100, per_node=8),
+        video_tokens=8000,
+        text_tokens=192,
+        itemsize=2,
+        attention=attention,
+        keys_and_values=keys_and_values,
+    )
 
 
 def test_ring_attention_hides_its_exchanges_behind_attention() -> None:
-    ring = exchanged(MeshShape(ring=4))
+    ring = MeshShape(ring=4)
     # Keys and values of a quarter of the tokens, three times in each of 57 attentions.
     passed = 57 * 3 * 2 * 2048 * 3072 * 2 / 370e9
-    hidden = ring.seconds(attention=1.0)
+    hidden = waited(ring, attention=1.0)
     assert hidden == pytest.approx(8000 * 64 * 2 * 3 / 4 / 370e9)
-    assert ring.seconds(attention=0.0) == pytest.approx(hidden + passed)
-    assert ring.seconds(attention=0.0, keys_and_values=3.0) == pytest.approx(hidden + 3 * passed)
+    assert waited(ring) == pytest.approx(hidden + passed)
+    assert waited(ring, keys_and_values=3.0) == pytest.approx(hidden + 3 * passed)
 
 
 def test_exchanges_for_heads_and_sums_are_waited_for() -> None:
-    heads = exchanged(MeshShape(ulysses=2))
     # Half of queries, keys, values and results of both ranks move, and the velocity is gathered.
     moved = 57 * 4 * 8192 * 3072 * 2 / 2
-    assert heads.for_heads == {"sent": moved}
-    assert heads.seconds(attention=1.0) == pytest.approx((moved / 2 + 8000 * 64 * 2 / 2) / 370e9)
-    sums = exchanged(MeshShape(tensor=2)).seconds(attention=1.0)
-    assert sums == pytest.approx(76 * 8192 * 3072 * 2 / 370e9)
-    assert exchanged(MeshShape()).seconds(attention=0.0) == 0.0
-    assert exchanged(MeshShape(guidance=2)).seconds(attention=0.0) == pytest.approx(8000 * 64 * 2 / 370e9)
+    assert waited(MeshShape(ulysses=2), attention=1.0) == pytest.approx((moved / 2 + 8000 * 64 * 2 / 2) / 370e9)
+    assert waited(MeshShape(tensor=2), attention=1.0) == pytest.approx(76 * 8192 * 3072 * 2 / 370e9)
+    assert waited(MeshShape()) == 0.0
+    assert waited(MeshShape(guidance=2)) == pytest.approx(8000 * 64 * 2 / 370e9)
