@@ -83,7 +83,7 @@ class LinkKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LinkFacts:
-    """Link between two GPUs."""
+    """Link between the GPUs with two indexes."""
 
     first: int
     second: int

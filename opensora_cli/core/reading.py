@@ -120,9 +120,8 @@ def read_bytes(
         # Read to find the size because files that the kernel generates, as in /proc, have no known size.
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise problem(
-            f"{shown_path(path)} has more than {max_bytes:,} bytes, too many for what it should be", hint=hint
-        )
+        excess = f"has more than {max_bytes:,} bytes, too many for what it should be"
+        raise problem(f"{shown_path(path)} {excess}", hint=hint)
     return content
 
 
@@ -170,12 +169,9 @@ def require_schema(
     hint: str | None = None,
 ) -> None:
     """Raise FileProblem, or the subclass `problem`, unless `document` has the schema `known`."""
-    schema = document.get("schema")
-    if schema != known:
-        raise problem(
-            f"{shown_path(path)} has the schema {shown(str(schema))}, and this version of osora reads {known!r}",
-            hint=hint,
-        )
+    if (schema := document.get("schema")) != known:
+        there = f"{shown_path(path)} has the schema {shown(str(schema))}"
+        raise problem(f"{there}, and this version of osora reads {known!r}", hint=hint)
 
 
 def stays_inside(name: object) -> bool:

@@ -183,7 +183,7 @@ class UlyssesAttention:
 
         def begin(index: int) -> _Running:
             tensors = tuple(torch.cat(of_tensor[index::chunks], 1) for of_tensor in split)
-            return self._begin(tensors, (1, tuple(pieces[index::chunks])), (2, lengths))
+            return _Running(tensors, (1, tuple(pieces[index::chunks])), (2, lengths), self._group, self._plan)
 
         coming, results = begin(0), list[_Running]()
         for index in range(chunks):
@@ -191,24 +191,22 @@ class UlyssesAttention:
             if index + 1 < chunks:
                 coming = begin(index + 1)
             out = self._attention(q, k, v)
-            results.append(self._begin((out,), (2, lengths), (1, tuple(pieces[index::chunks]))))
+            back = (2, lengths), (1, tuple(pieces[index::chunks]))
+            results.append(_Running((out,), *back, self._group, self._plan))
             del q, k, v, out
         outs = [torch.split(result.wait()[0], pieces[index::chunks], 1) for index, result in enumerate(results)]
         return torch.cat([of_chunk[rank] for rank in range(len(heads)) for of_chunk in outs], 1)
-
-    def _begin(self, tensors: tuple[Tensor, ...], scatter: Cut, gather: Cut) -> "_Running":
-        rank = dist.get_rank(self._group)
-        return _Running(Layout(tensors, rank, scatter, gather), tensors, self._group, self._plan)
 
 
 class _Running:
     """Exchange of tensors that is running."""
 
     def __init__(
-        self, layout: Layout, tensors: tuple[Tensor, ...], group: dist.ProcessGroup, plan: ExchangePlan
+        self, tensors: tuple[Tensor, ...], scatter: Cut, gather: Cut, group: dist.ProcessGroup, plan: ExchangePlan
     ) -> None:
-        self._layout, self._wire, self._dtype = layout, plan.wire, tensors[0].dtype
-        parts, rank = layout.parts.on_wire(plan.wire), dist.get_rank(group)
+        rank = dist.get_rank(group)
+        self._layout = layout = Layout(tensors, rank, scatter, gather)
+        self._wire, self._dtype, parts = plan.wire, tensors[0].dtype, layout.parts.on_wire(plan.wire)
         sent = layout.pack(tensors)
         # The sent tensor must stay alive until the end of the exchange.
         self._sent = sent if plan.wire is None else to_wire(sent, layout.parts, plan.wire)

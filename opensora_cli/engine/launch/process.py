@@ -166,7 +166,6 @@ class RankProcess:
         return True
 
     def log_traceback(self) -> None:
-        """Let a running rank write its traceback to its log."""
         if TRACEBACK_SIGNAL is not None and self.has_begun and self.exit_code() is None:
             self._process.send_signal(TRACEBACK_SIGNAL)
 

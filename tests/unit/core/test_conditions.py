@@ -3,7 +3,6 @@
 import pytest
 
 from opensora_cli.core.conditions import (
-    ReferenceLengths,
     ReferencePart,
     condition_mode,
     reference_parts,
@@ -39,20 +38,6 @@ def test_unknown_mode_names_the_nearest():
     with pytest.raises(RequestError, match=r"condition\.mode='i2v_haed' is not one of t2v, i2v_head") as error:
         condition_mode("i2v_haed")
     assert error.value.hint == "did you mean i2v_head?"
-
-
-@pytest.mark.parametrize(
-    ("name", "causal", "given"),
-    [
-        ("t2v", True, 0),
-        ("i2v_head", True, 1),
-        ("i2v_loop", True, 2),
-        ("v2v_head", True, 9),
-        ("v2v_tail_easy", False, 16),
-    ],
-)
-def test_latent_frames_given_over_all_positions(name, causal, given):
-    assert ReferenceLengths().given_latent_frames(condition_mode(name), causal=causal) == given
 
 
 @pytest.mark.parametrize(

@@ -36,12 +36,6 @@ def write_folder(path, content):
         (temporary / "inner" / content).write_text(content)
 
 
-def test_the_content_arrives_and_nothing_else_is_left(tmp_path):
-    write_bytes_atomic(tmp_path / "new" / "folder" / "a.bin", b"content")
-    assert (tmp_path / "new" / "folder" / "a.bin").read_bytes() == b"content"
-    assert os.listdir(tmp_path / "new" / "folder") == ["a.bin"]
-
-
 @pytest.mark.parametrize("interruption", [RuntimeError, KeyboardInterrupt])
 def test_a_failing_block_leaves_the_old_file(tmp_path, interruption):
     target = tmp_path / "a.bin"

@@ -70,19 +70,6 @@ class TestLogFolder:
     def temporary(self, tmp_path, monkeypatch):
         monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
 
-    def test_that_of_a_killed_launcher_is_removed_by_the_next(self, tmp_path):
-        if not (child := os.fork()):
-            with log_folder("train") as folder:
-                (folder / "rank0.log").touch()
-                os._exit(9)
-        os.waitpid(child, 0)
-        [killed] = tmp_path.iterdir()
-        for each in [*killed.iterdir(), killed]:
-            os.utime(each, (0, 0))
-        with log_folder("train") as folder:
-            assert list(tmp_path.iterdir()) == [folder]
-        assert list(tmp_path.iterdir()) == []
-
     def test_only_this_account_reads_the_settings_and_the_store(self):
         with log_folder("generate") as folder, temporary_folder() as private:
             settings = write_settings(folder, {"prompt": "a secret"})
