@@ -113,8 +113,11 @@ def continued(path: Path, given: dict[str, Given]) -> Path | None:
     Raises FileProblem if a result has no sidecar, and no prompt in itself.
     """
     if path.name.endswith(_WEIGHTS_ENDING):
-        key = "from_latents" if open_latents(path).steps is None else "resume"
-        given[key] = Given(str(path), "--from")
+        try:
+            is_begun = open_latents(path).steps is not None
+        except CheckpointError:  # The run says what is wrong with the file.
+            is_begun = False
+        given["resume" if is_begun else "from_latents"] = Given(str(path), "--from")
         return None
     if not _is_media(path):
         return path
