@@ -2,7 +2,7 @@
 
 import re
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import attrgetter
@@ -157,7 +157,8 @@ def find_setting(settings: "Section", condition: str) -> tuple[bool, str]:
     return holds, f"{key}={shown(found)}"
 
 
-def _parsed(condition: str) -> list[str]:
+@cache
+def _parsed(condition: str) -> Sequence[str]:
     """Return the key, the sign and the value of a condition; `KEY` alone has neither sign nor value."""
     return [*re.split("(!=|=|>)", condition, maxsplit=1), "", ""][:3]
 

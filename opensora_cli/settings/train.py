@@ -151,10 +151,6 @@ def load_train_settings(
         document = read_json_object(saved, hint=hint)
         if "target" not in document:
             raise FileProblem(f"{saved} holds no settings of a run", hint=hint)
-        if isinstance(data := document.get("data"), Mapping) and "scenes" in data and data.get("table") is None:
-            raise RequestError(
-                f"{saved} is of a run on procedural scenes, which were removed", hint="see examples/demo/README.md"
-            )
         given = {**variables, **read_sections(TrainSettings, document, source=str(saved), is_saved=True)}
     else:
         recipes = " or ".join(f"--config {name}" for name in list_presets("train"))

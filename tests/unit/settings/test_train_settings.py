@@ -156,10 +156,6 @@ def test_settings_of_an_earlier_run(tmp_path: Path) -> None:
     path.write_text(json.dumps(document))
     settings = load(None, saved=path)
     assert (settings.data.table, settings.memory.checkpointing) == ("clips.csv", "full")
-    document["data"]["table"] = None
-    path.write_text(json.dumps(document))
-    with pytest.raises(RequestError, match="is of a run on procedural scenes, which were removed"):
-        load(None, saved=path)
 
 
 def test_prompts_of_samples_are_a_text_or_a_list() -> None:
