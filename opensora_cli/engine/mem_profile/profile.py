@@ -188,7 +188,7 @@ def _training_batch(settings: TrainSettings, *, limit_bytes: int, reporter: Repo
         def peak_of(size: int) -> int:
             memory = estimate_rank(with_batch_size(settings, size))
             progress.advance()
-            return memory.device_peak_bytes if on_gpu else memory.peak_bytes - memory.mapped_bytes
+            return memory.needed_bytes(on_gpu=on_gpu)
 
         return largest_batch(peak_of, limit_bytes=limit_bytes)
 

@@ -87,6 +87,10 @@ class RankMemory(Document):
     mapped_bytes: int
     """Frozen weights, which a CPU maps from their files; a part of `peak_bytes`."""
 
+    def needed_bytes(self, *, on_gpu: bool) -> int:
+        """Return the memory that must be free on a GPU, or on a CPU, which maps frozen weights from their files."""
+        return self.device_peak_bytes if on_gpu else self.peak_bytes - self.mapped_bytes
+
     def lines(self) -> list[str]:
         """Return a table in MiB."""
         sizes = self.weights_bytes, self.gradients_bytes, self.moments_bytes, self.ema_bytes, self.frozen_bytes

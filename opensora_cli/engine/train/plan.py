@@ -232,11 +232,9 @@ def judge(settings: TrainSettings, memory: RankMemory, *, machine: PlannedMachin
     ranks, weights = settings.parallel.ranks_per_node, plan_frozen_weights(settings)
     free, gpu = None, None
     if not on_gpu:
-        needed = memory.peak_bytes - memory.mapped_bytes
         free = read_private_memory().free_bytes // ranks
         host = HostMemory(pinned_bytes=0, page_cache_bytes=memory.mapped_bytes)
     else:
-        needed = memory.device_peak_bytes
         offloaded = memory.peak_bytes - memory.device_peak_bytes
         waiting = 0 if weights is None else weights.host_bytes
         is_mapped = weights is not None and weights.host_weights is HostWeights.MAPPED
@@ -250,6 +248,7 @@ def judge(settings: TrainSettings, memory: RankMemory, *, machine: PlannedMachin
             hardware = pick_hardware(settings.device_name, "float32")
             free, gpu = hardware.free_bytes, find_gpu(hardware.device_name)
     predicted = None if gpu is None else predict_step(settings, gpu)
+    needed = memory.needed_bytes(on_gpu=on_gpu)
     fits = None if free is None else needed <= free
     seconds = None if predicted is None else settings.loop.steps * predicted.seconds
     verdict = verdict_line(needed=needed, usable=free, fits=fits, on_gpu=on_gpu, host=host, seconds=seconds)
@@ -274,7 +273,7 @@ def refuse_lack_of_memory(settings: TrainSettings, *, rank: int, reporter: Repor
     except HardwareError as error:
         reporter.warn(error.message)
         return
-    if (needed := memory.peak_bytes - memory.mapped_bytes) > free:
+    if (needed := memory.needed_bytes(on_gpu=False)) > free:
         raise OutOfMemoryError(
             f"a step needs {format_bytes(needed)} of memory on each rank, and {format_bytes(free)} are free",
             hint="use smaller batches (data.buckets), or memory.checkpointing=full; --dry-run "

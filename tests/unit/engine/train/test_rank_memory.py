@@ -1,7 +1,6 @@
 """A run on a CPU is refused before it starts where the memory is short."""
 
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import tiny_training
@@ -13,7 +12,7 @@ from opensora_cli.engine.train import plan
 from opensora_cli.engine.train.plan import refuse_lack_of_memory
 from opensora_cli.engine.train.run import train
 
-ESTIMATE = SimpleNamespace(peak_bytes=120, mapped_bytes=20)
+ESTIMATE = tiny_training.rank_memory(100)
 
 
 def free(monkeypatch: pytest.MonkeyPatch, num_bytes: int) -> None:
