@@ -277,6 +277,8 @@ def usual_settings(model: str) -> GenerateSettings:
 
 def _preset_layer(model: str, resolution: str | None) -> Layer:
     presets = ARCHITECTURES[model].presets
+    if not presets:
+        return read_sections(GenerateSettings, settings_of(model), source=model)
     return _preset(resolution if resolution in presets else presets[0])
 
 
