@@ -83,7 +83,7 @@ class LinkKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LinkFacts:
-    """Link between the GPUs with two indexes."""
+    """Link between two GPUs."""
 
     first: int
     second: int

@@ -255,7 +255,7 @@ class _Run:
         found = []
         # A single rank never waits for another.
         are_idle = len(running) > 1 and all(rank.is_idle for rank in running)
-        if are_idle and not sum(rank.children_work() for rank in running):
+        if are_idle and not sum(rank.has_hidden_work() for rank in running):
             found.append(process.behind(running).hung())
         for rank in self._ranks:
             code = rank.exit_code()

@@ -153,14 +153,16 @@ class RankProcess:
         except psutil.Error:
             return False
 
-    def children_work(self) -> bool:
-        """Return whether child processes, such as compilers and readers of data, have worked since the last call."""
-        before, self._children_s = self._children_s, 0.0
+    def has_hidden_work(self) -> bool:
+        """Return whether child processes have worked since the last call, or one or the rank waits for a disk."""
+        before, self._children_s, waits_for_disk = self._children_s, 0.0, False
         with suppress(psutil.Error):
-            for child in psutil.Process(self.pid).children(recursive=True):
+            rank = psutil.Process(self.pid)
+            for process in (rank, *rank.children(recursive=True)):
                 with suppress(psutil.Error):
-                    self._children_s += sum(child.cpu_times()[:2])
-        if self._children_s < before + _LEAST_WORK_S:
+                    waits_for_disk |= process.status() == psutil.STATUS_DISK_SLEEP
+                    self._children_s += sum(process.cpu_times()[:2]) if process != rank else 0.0
+        if self._children_s < before + _LEAST_WORK_S and not waits_for_disk:
             return False
         self.idle_s = 0.0
         return True

@@ -112,11 +112,11 @@ def test_a_child_process_that_works_is_a_sign_of_work(tmp_path):
     parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
     rank = RankProcess(0, [sys.executable, "-c", parent], os.environ, tmp_path / "log")
     try:
-        while not rank.children_work():
+        while not rank.has_hidden_work():
             time.sleep(1.0)
         rank._signal_group(signal.SIGSTOP)
-        rank.children_work()
-        assert not rank.children_work()
+        rank.has_hidden_work()
+        assert not rank.has_hidden_work()
     finally:
         rank.kill()
         rank.close()
