@@ -32,6 +32,7 @@ from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import json_bytes, replace_folder
 from opensora_cli.core.formatting import shown
 from opensora_cli.core.locks import open_regular
+from opensora_cli.core.rank_link import move
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.reading import stays_inside
 
@@ -40,6 +41,7 @@ SHA256 = "sha256"
 
 _PREFIX = ".saving-"
 _METADATA = {"format": "pt"}
+_SIGN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +88,9 @@ class BackgroundJob:
     def wait(self) -> BaseException | None:
         """Wait for the end of the job, and return its error once; after an interrupted wait, call this again."""
         if self._thread is not None:
-            self._thread.join()
+            while self._thread.is_alive():
+                self._thread.join(_SIGN_S)
+                move()  # The launcher sees the work of the main thread only.
             self._thread = None
         error, self.error = self.error, None
         return error

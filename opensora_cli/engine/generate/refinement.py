@@ -23,6 +23,7 @@ from opensora_cli.core.exceptions import FileProblem, HardwareError, OutputError
 from opensora_cli.core.files import user_cache, write_json_atomic
 from opensora_cli.core.formatting import escaped, is_harmful, plain
 from opensora_cli.core.progress import Reporter
+from opensora_cli.core.rank_link import beat
 from opensora_cli.core.reading import MAX_TEXT_BYTES, parse_object, read_json_object, read_text
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import SERVER_VARIABLES
@@ -34,6 +35,7 @@ REFINE_URL, REFINE_KEY, _ = SERVER_VARIABLES
 _SCHEMA = "osora.refined/1"
 _MAX_INSTRUCTION_BYTES = 100_000
 _LONGEST_PROMPT = 10_000
+_LONGEST_PAUSE_S = 30
 _PICTURE_SIDE = 1024
 _MOTION_SCORES = range(1, 16)
 _THOUGHTS = re.compile(r".*</think>", re.DOTALL)
@@ -106,6 +108,7 @@ class ChatServer:
     def _try(self, attempt: Callable[[], T]) -> T:
         """Return the result of `attempt`, which is repeated after an error that may pass."""
         for number in range(1, self._tries + 1):
+            beat("refine", self._timeout_s + _LONGEST_PAUSE_S)  # A rank that waits for the server does not hang.
             try:
                 return attempt()
             except HTTPError as error:
@@ -122,7 +125,7 @@ class ChatServer:
                 cause = getattr(error, "reason", error)
                 reason = self._shown(getattr(cause, "strerror", None) or str(cause) or type(cause).__name__)
             if number < self._tries:
-                wait_s = min(2 ** (number - 1), 30)
+                wait_s = min(2 ** (number - 1), _LONGEST_PAUSE_S)
                 self.reporter.note(f"{self.url}: {reason}; try {number + 1} of {self._tries} in {wait_s} s")
                 sleep(wait_s)
         tried = "1 try" if self._tries == 1 else f"{self._tries} tries"

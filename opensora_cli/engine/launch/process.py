@@ -161,7 +161,9 @@ class RankProcess:
             for process in (rank, *rank.children(recursive=True)):
                 with suppress(psutil.Error):
                     waits_for_disk |= process.status() == psutil.STATUS_DISK_SLEEP
-                    self._children_s += sum(process.cpu_times()[:2]) if process != rank else 0.0
+                    # The last two are of children that have ended: compilers start one after the other.
+                    times = process.cpu_times()[:4]
+                    self._children_s += sum(times[2:] if process == rank else times)
         if self._children_s < before + _LEAST_WORK_S and not waits_for_disk:
             return False
         self.idle_s = 0.0

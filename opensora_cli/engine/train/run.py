@@ -334,6 +334,7 @@ class _Run:
         with self._reporter.stage("train", total=steps, unit="steps") as progress:
             if trainer.step:
                 progress.advance(trainer.step)
+                beat("train")  # These steps took no time, and the next one includes warm-up.
             while True:
                 # An interrupted run leaves the rest to the resumed one because SIGKILL may follow soon.
                 self._stop_if(is_interrupted())

@@ -108,12 +108,15 @@ def test_processor_time_is_work_except_between_steps_of_a_gpu(machine):
     assert (working.is_idle, polling.is_idle) == (False, True)
 
 
-def test_a_child_process_that_works_is_a_sign_of_work(tmp_path):
-    parent = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'while True: pass'])"
+def test_child_processes_that_work_are_a_sign_of_work_also_after_their_end(tmp_path):
+    first, second = (f"import time\nwhile time.process_time() < {seconds}: pass" for seconds in (0.6, 99))
+    parent = f"import subprocess, sys\nfor each in {first!r}, {second!r}: subprocess.run([sys.executable, '-c', each])"
     rank = RankProcess(0, [sys.executable, "-c", parent], os.environ, tmp_path / "log")
     try:
-        while not rank.has_hidden_work():
-            time.sleep(1.0)
+        while sum(psutil.Process(rank.pid).cpu_times()[2:4]) < 0.5:
+            time.sleep(0.1)
+        rank._children_s = 0.3  # from a look at the first one
+        assert rank.has_hidden_work()
         rank._signal_group(signal.SIGSTOP)
         rank.has_hidden_work()
         assert not rank.has_hidden_work()
