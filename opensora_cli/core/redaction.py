@@ -31,7 +31,9 @@ _SERIALS = re.compile(
 _ASSIGNED = re.compile(r"\b([A-Za-z_]\w*)=(\S+)")
 _PART = r"[^\s/:,;'\"()<>]+"
 # Names of folders may contain blanks; only before the last slash, they can be distinguished from words.
-_PATH = re.compile(rf"(?<![\w/<>.@-])(?:/{_PART}(?: {_PART})*(?=/))*/{_PART}/?")
+BEFORE_PATH, ABSOLUTE_PATH = r"(?<![\w/<>.@-])", rf"(?:/{_PART}(?: {_PART})*(?=/))*/{_PART}/?"
+"""Patterns of the place before a path in a text, and of an absolute path there."""
+_PATH = re.compile(BEFORE_PATH + ABSOLUTE_PATH)
 _LOOPBACKS = ("lo", "lo0")
 _SYSTEM_ROOTS = frozenset({"dev", "etc", "lib", "lib64", "proc", "sys", "usr"})
 """Folders whose names do not identify a user."""

@@ -72,13 +72,10 @@ class ApiError(Exception):
         self.body = {"error": {"code": code, "message": message, "param": param, "type": kind}}
 
     def response(self) -> JSONResponse:
-        """Return the answer."""
         return JSONResponse(self.body, self.status, headers=self.headers)
 
 
 def add_errors(app: FastAPI) -> None:
-    """Answer exceptions with the errors of the API."""
-
     async def answer(_: Request, error: Exception) -> Response:
         return _api_error(error).response()
 
@@ -132,7 +129,6 @@ class Guard:
         self._app, self._hosts, self._token, self._largest = app, frozenset(hosts), token, largest_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -37,7 +37,6 @@ class Status(StrEnum):
 
     @property
     def is_over(self) -> bool:
-        """Whether the job will not change anymore."""
         return self in (Status.COMPLETED, Status.FAILED, Status.CANCELLED)
 
 
@@ -97,7 +96,6 @@ class JobStore:
             raise CheckpointError(f"{path} is not a file of jobs: {error}", hint=hint) from error
 
     def close(self) -> None:
-        """Close the file."""
         self._database.close()
 
     def add(self, job_id: str, rest: Mapping[str, Any]) -> Job:
@@ -136,7 +134,6 @@ class JobStore:
         return [row[0] for row in rows]
 
     def counts(self) -> dict[Status, int]:
-        """Return the number of jobs in each state."""
         rows = self._database.execute("SELECT status, COUNT(*) FROM jobs GROUP BY status").fetchall()
         return dict.fromkeys(Status, 0) | {Status(row[0]): row[1] for row in rows}
 
@@ -149,11 +146,9 @@ class JobStore:
         return self._change(queued[0], status=Status.IN_PROGRESS, started_at=started_at)
 
     def finish(self, job_id: str, status: Status, *, error: Mapping[str, Any] | None = None) -> Job:
-        """Record the end of a job."""
         return self._change(job_id, status=status, completed_at=int(time.time()), error=error)
 
     def cancel(self, job_id: str) -> None:
-        """Record that a running job must end."""
         self._change(job_id, is_cancelled=True)
 
     def requeue(self, job_id: str, *, has_died: bool = False) -> None:
@@ -187,7 +182,6 @@ class JobStore:
                 self._database.execute("UPDATE jobs SET place = ? WHERE id = ?", (float(place), each))
 
     def delete(self, job_id: str) -> None:
-        """Forget a job."""
         self._database.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
 
     def _change(self, job_id: str, **changes: Any) -> Job:

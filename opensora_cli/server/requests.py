@@ -148,7 +148,6 @@ def remixed(before: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, A
 
 
 def _key(name: str) -> str:
-    """Return the setting of an option."""
     row = FLAGS.get(name.replace("-", "_"))
     return name if row is None else row.key
 
@@ -162,7 +161,6 @@ def presets_of(model: str) -> tuple[str, ...]:
 
 
 def _options(values: object) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return options by name and settings by dotted key."""
     if values is None:
         return {}, {}
     if not isinstance(values, dict):
@@ -172,7 +170,6 @@ def _options(values: object) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _is_allowed(key: str) -> bool:
-    """Return whether requests may give a setting."""
     sections = key, ".".join(key.split(".")[:2]), key.partition(".")[0]
     return key not in _OF_ONE_VIDEO and not _ALLOWED.isdisjoint(sections)
 

@@ -58,7 +58,6 @@ class Gallery(Document):
     """Number of results in the page."""
 
     def lines(self) -> list[str]:
-        """Return the path."""
         return [str(self.path)]
 
 

@@ -82,7 +82,6 @@ class _Connection(H11Protocol):
     """Connection that ends if its client sends no request."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as uvicorn has it
-        """Wait a while for a request."""
         super().connection_made(transport)
         self.loop.call_later(PATIENCE_S, lambda: self.cycle is None and transport.close())
 
@@ -95,7 +94,6 @@ class _Uvicorn(uvicorn.Server):
         self._stop = stop
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Save the running job, and end all connections."""
         await self._stop()
         await super().shutdown(sockets)
 

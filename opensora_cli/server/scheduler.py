@@ -68,7 +68,6 @@ class Process:
             await self._process.stdin.drain()
 
     async def reports(self) -> AsyncIterator[Mapping[str, Any]]:
-        """Yield the reports of the process until it ends."""
         assert self._process.stdout is not None
         async for line in self._process.stdout:
             yield json.loads(line)
@@ -79,11 +78,9 @@ class Process:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has ended."""
         return self._process.returncode is not None
 
     def kill(self) -> None:
-        """End the process at once."""
         with suppress(ProcessLookupError):
             self._process.kill()
 
@@ -129,7 +126,6 @@ class Scheduler:
         """Seconds of work by stage since the start."""
 
     def job_folder(self, job_id: str) -> Path:
-        """Return the folder of a job."""
         return self._folder / "jobs" / job_id
 
     def is_disk_full(self) -> bool:
@@ -160,9 +156,10 @@ class Scheduler:
             if not _JOB_ID.fullmatch(folder.stem) or folder.is_symlink() or not folder.is_dir():
                 continue
             is_unknown = not folder.suffix and folder.stem not in known
+            has_uploads_alone = all(path.name.startswith("reference_") for path in folder.iterdir())
             if folder.suffix == _DELETED:
                 self._store.delete(folder.stem)
-            if folder.suffix == _DELETED or (is_unknown and all(_is_upload(path) for path in folder.iterdir())):
+            if folder.suffix == _DELETED or (is_unknown and has_uploads_alone):
                 shutil.rmtree(folder, ignore_errors=True)
 
     async def _work(self, number: int) -> None:
@@ -197,7 +194,6 @@ class Scheduler:
         return None
 
     async def _make(self, job: Job, worker: Process) -> None:
-        """Give a job to a worker, and record its end."""
         self._running[job.id] = worker
         self.publish({"event": "job", "id": job.id})
         self.publish({"event": "queue"})
@@ -282,7 +278,6 @@ class Scheduler:
         return job
 
     def wake(self) -> None:
-        """Look at the queue, which has changed."""
         self._wakes.set()
         self.publish({"event": "queue"})
 
@@ -341,7 +336,6 @@ class Scheduler:
         self._news.set()
 
     def publish(self, event: Mapping[str, Any]) -> None:
-        """Send an event to all listeners."""
         self._events.append(event)
         self.event_count += 1
         self._news.set()
@@ -361,7 +355,3 @@ class Scheduler:
                 await asyncio.wait_for(self._news.wait(), _PING_S)
             except TimeoutError:
                 yield None
-
-
-def _is_upload(path: Path) -> bool:
-    return path.name.startswith("reference_")

@@ -18,6 +18,7 @@ from starlette.datastructures import UploadFile
 from opensora_cli.core.exceptions import MediaError
 from opensora_cli.core.files import atomic_path
 from opensora_cli.core.python_processes import module_command, safe_environment
+from opensora_cli.core.redaction import ABSOLUTE_PATH, BEFORE_PATH
 
 LARGEST = 512 * 2**20
 """Most bytes of the uploaded files of a request."""
@@ -31,9 +32,7 @@ _MOST_FRAMES = 300
 _checks = asyncio.Semaphore(2)
 """Files that are decoded at the same time."""
 _PICTURES = {b"\x89PNG\r\n\x1a\n": ".png", b"\xff\xd8\xff": ".jpg", b"GIF8": ".gif"}
-_PART = r"[^\s/:,;'\"()<>]+"
-# Names of folders may contain blanks; only before the last slash, they can be distinguished from words.
-_PATH = re.compile(rf"(?<![\w/<>.@-])(?:~|\.\.?)?(?:/{_PART}(?: {_PART})*(?=/))*/{_PART}/?")
+_PATH = re.compile(rf"{BEFORE_PATH}(?:~|\.\.?)?{ABSOLUTE_PATH}")
 _REFERENCE = re.compile(r"reference_(\d+)_[0-9a-f]{8}\.\w+")
 
 

@@ -40,7 +40,6 @@ class Server:
 
     @property
     def model(self) -> str:
-        """Name of the model."""
         return self.usual.model.name
 
     def job(self, video_id: str, *, param: str = "video_id") -> Job:
@@ -60,11 +59,9 @@ class Server:
         raise ApiError(410, f"the file of {job.id} was removed", code="gone")
 
     def preview(self, job: Job) -> Path | None:
-        """Return the last preview of a running video."""
         return next(self.scheduler.job_folder(job.id).glob("*.preview.*"), None)
 
     def answer(self, job: Job) -> dict[str, Any]:
-        """Return a job as the API shows it."""
         stage, error, preview = self.scheduler.progress.get(job.id, {}), job.error or {}, self.preview(job)
         return {
             "id": job.id,

@@ -13,8 +13,7 @@ import pytest
 from served import Served, is_running
 
 from opensora_cli.cli.app import main
-from opensora_cli.server.making import Commands
-from opensora_cli.server.worker import _make_videos, _relayed
+from opensora_cli.server.worker import Commands, _make_videos, _relayed
 from opensora_cli.settings.load import usual_settings
 
 SETTINGS = {"num_frames": 5, "steps": 12}

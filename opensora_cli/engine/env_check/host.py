@@ -70,7 +70,6 @@ class WeightFacts:
 
 
 def read_host() -> HostFacts:
-    """Return the facts of this machine."""
     memory, own = psutil.virtual_memory(), read_private_memory()
     infiniband = Path("/sys/class/infiniband")
     locked = psutil.Process().rlimit(psutil.RLIMIT_MEMLOCK)[0] if sys.platform == "linux" else -1
@@ -87,7 +86,6 @@ def read_host() -> HostFacts:
 
 
 def read_weights(environment: Mapping[str, str]) -> WeightFacts:
-    """Return the missing weights of the released model, and the disk for them."""
     settings = preset_here("256px", environment)
     weights = find_weights(settings)
     sizes = {part: count * _WEIGHT_BYTES for part, count in count_parameters(settings, weights).items()}
@@ -154,7 +152,6 @@ def check_limits(host: HostFacts) -> Iterator[Finding]:
 
 
 def check_encoder() -> Iterator[Finding]:
-    """Judge the library that writes videos."""
     import av
 
     if "libx264" in av.codecs_available:

@@ -109,7 +109,6 @@ def _newest_cuda(driver: DriverFacts) -> str:
 
 
 def check_gpus(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Finding]:
-    """Judge each GPU."""
     if not gpus:
         yield note("none that torch can use")
     for kind in torch.untested:
@@ -146,7 +145,6 @@ def check_gpus(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Finding]
 
 
 def check_links(links: Sequence[LinkFacts]) -> Iterator[Finding]:
-    """Judge the links between GPUs."""
     for kind in LinkKind:
         pairs = [f"{link.first}-{link.second}" for link in links if link.kind is kind]
         if not pairs:

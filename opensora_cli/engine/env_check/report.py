@@ -58,12 +58,10 @@ class Finding(Document):
 
 
 def ok(message: str) -> Finding:
-    """Return a finding that needs no action."""
     return Finding(severity=Severity.OK, message=message)
 
 
 def note(message: str, *, why: str | None = None, fix: str | None = None) -> Finding:
-    """Return a finding that informs."""
     return Finding(severity=Severity.NOTE, message=message, why=why, fix=fix)
 
 
@@ -113,7 +111,6 @@ class EnvReport(Document):
         return type(self).model_validate({**fields, "is_bug_report": True})
 
     def raise_for_problems(self) -> None:
-        """Raise HardwareError if a finding prevents a run."""
         if count := self._count(Severity.PROBLEM):
             noun = "problem stops" if count == 1 else "problems stop"
             raise HardwareError(f"{count} {noun} a run", hint="each is marked problem, with its fix")

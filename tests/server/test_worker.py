@@ -4,9 +4,9 @@ import pytest
 
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.server import making
-from opensora_cli.server.making import failure
+from opensora_cli.server import worker
 from opensora_cli.server.uploads import without_paths
+from opensora_cli.server.worker import failure
 from opensora_cli.settings.load import usual_settings
 from opensora_cli.settings.tools import ServeSettings
 
@@ -46,21 +46,21 @@ def test_a_failure_and_its_traceback_name_no_folders(capfd):
     assert failure(bug.value)["code"] == "internal_error"
     logged = capfd.readouterr().err
     assert "file.txt is odd" in logged
-    assert 'File "test_making.py", line' in logged
+    assert 'File "test_worker.py", line' in logged
     assert "/srv" not in logged
 
 
 def test_the_state_is_due_after_each_interval_of_work(monkeypatch):
     now, due = [0.0], []
-    monkeypatch.setattr(making, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def generate(settings, *, hooks, **_):
         for now[0] in (29.0, 31.0, 60.0, 62.0):
             due.append(hooks.wants_state())
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(making, "generate", generate)
+    monkeypatch.setattr(worker, "generate", generate)
     job = {"id": "video_1", "folder": "", "save_every": ServeSettings().save_every}
     with pytest.raises(KeyboardInterrupt):
-        making.make_video(usual_settings("demo"), job, None, print, reporter=SilentReporter())
+        worker.make_video(usual_settings("demo"), job, None, print, reporter=SilentReporter())
     assert due == [False, True, False, True]
