@@ -65,7 +65,7 @@ class RankFailure(OsoraError):
 class RankProcess:
     """Process of a rank, started and watched by the launcher.
 
-    Signs of work are progress reports, processor time of the main thread, and bytes read and written. Processor time
+    Signs of work are progress reports, bytes read and written, and processor time of the main thread. Processor time
     counts because a rank that imports, or is in a library that blocks other threads, cannot send messages. It does not
     count between the steps of a GPU, which the main thread may poll.
 
@@ -82,7 +82,7 @@ class RankProcess:
         self.stopped_s = self.idle_s = 0.0
         """Seconds for which the rank is stopped, and gives no sign of work."""
         self._on_gpu = on_gpu
-        self._signs: tuple[int, object] = (0, None)
+        self._signs: tuple[object, ...] = ()
         self._children_s = 0.0
         self._unread = b""
         self._code: int | None = None
@@ -142,7 +142,8 @@ class RankProcess:
     def look(self, passed_s: float) -> None:
         """Receive messages, and look for signs of work; `passed_s` seconds have passed since the last look."""
         self.listen()
-        signs = self.state.moves, None if self._on_gpu and self.state.step_s is not None else self._work()
+        may_poll = self._on_gpu and self.state.step_s is not None
+        signs = self.state.moves, self._disk_bytes(), None if may_poll else self._processor_time()
         self.idle_s = self.idle_s + passed_s if signs == self._signs else 0.0
         self.stopped_s = self.stopped_s + passed_s if self.is_stopped() else 0.0
         self._signs = signs
@@ -159,8 +160,9 @@ class RankProcess:
         with suppress(psutil.Error):
             rank = psutil.Process(self.pid)
             for process in (rank, *rank.children(recursive=True)):
-                with suppress(psutil.Error):
-                    waits_for_disk |= process.status() == psutil.STATUS_DISK_SLEEP
+                with suppress(psutil.Error, OSError):
+                    threads = Path(f"/proc/{process.pid}/task").glob("*/stat")
+                    waits_for_disk |= any(_fields(thread)[0] == b"D" for thread in threads)
                     # The last two are of children that have ended: compilers start one after the other.
                     times = process.cpu_times()[:4]
                     self._children_s += sum(times[2:] if process == rank else times)
@@ -259,20 +261,28 @@ class RankProcess:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)
 
-    def _work(self) -> object:
-        """Return the processor time and major faults of the main thread, and what all threads read and wrote."""
+    def _disk_bytes(self) -> object:
+        """Return the bytes that all threads have read and written; None if unknown, as on macOS."""
+        with suppress(OSError, psutil.Error):
+            if sys.platform == "linux":
+                return psutil.Process(self.pid).io_counters()[2:4]
+        return None
+
+    def _processor_time(self) -> object:
+        """Return the processor time and major faults of the main thread; mapped files are read by major faults."""
         try:
-            process = psutil.Process(self.pid)
             if sys.platform != "linux":
                 # Of all threads: whole seconds hide the little that heartbeats use.
-                return int(sum(process.cpu_times()[:2]))
-            # The name of the program, in parentheses, may have spaces and parentheses too.
-            fields = Path(f"/proc/{self.pid}/task/{self.pid}/stat").read_bytes().rpartition(b")")[2].split()
-            disk = process.io_counters()
-            # Mapped files are read by major faults.
-            return fields[9], fields[11], fields[12], disk.read_bytes, disk.write_bytes
+                return int(sum(psutil.Process(self.pid).cpu_times()[:2]))
+            fields = _fields(Path(f"/proc/{self.pid}/task/{self.pid}/stat"))
+            return fields[9], fields[11], fields[12]
         except (OSError, IndexError, psutil.Error):
             return None
+
+
+def _fields(stat: Path) -> list[bytes]:
+    """Return the fields of a thread after its name, which is in parentheses and may contain spaces: see proc(5)."""
+    return stat.read_bytes().rpartition(b")")[2].split()
 
 
 def origin(found: Iterable[RankFailure]) -> RankFailure:

@@ -101,7 +101,7 @@ def test_slow_signs_of_life_are_no_failure(machine):
 def test_processor_time_is_work_except_between_steps_of_a_gpu(machine):
     working, polling = machine.ranks
     for rank in machine.ranks:
-        rank._work = iter(range(10**6)).__next__
+        rank._processor_time = iter(range(10**6)).__next__
         rank.state = Heartbeat(stage="denoise", step_s=1.0)
     polling._on_gpu = True
     machine.causes_within(70.0)
@@ -152,6 +152,6 @@ IDLE, WORKS = 99.0, 0.0
 def test_a_rank_that_waits_hangs_only_with_the_others(machine, first, second, behind):
     for rank, (idle_s, waits) in zip(machine.ranks, (first, second), strict=True):
         rank.idle_s, rank.state = idle_s, Heartbeat(stage="denoise", waits=waits)
-        rank._signs = rank.state.moves, rank._work()
+        rank._signs = rank.state.moves, rank._disk_bytes(), rank._processor_time()
     messages = [failure.message.split(" on ")[0] for failure in machine.run.look(0.1)]
     assert messages == ([] if behind is None else [f"rank {behind}"])
