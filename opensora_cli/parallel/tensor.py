@@ -33,14 +33,11 @@ class FeatureCut:
     @classmethod
     def of_weight(cls, plan: "ShardedLinear", ranks: int) -> "FeatureCut":
         """Return the division of a linear layer's weight between `ranks` ranks.
-        Raises RequestError if there are more ranks than units in a piece.
+
+        It is that of the bias, too, if output features are divided; other biases stay whole. Raises RequestError if
+        there are more ranks than units in a piece.
         """
         return cls(0 if plan.split == "column" else 1, tuple(_spans(plan, ranks, rank) for rank in range(ranks)))
-
-    @classmethod
-    def of_bias(cls, plan: "ShardedLinear", ranks: int) -> "FeatureCut":
-        """Return the division of the bias of a layer that is divided by output features; other biases stay whole."""
-        return cls(0, tuple(_spans(plan, ranks, rank) for rank in range(ranks)))
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -143,9 +140,9 @@ def _share(whole: nn.Linear, plan: "ShardedLinear", group: dist.ProcessGroup) ->
     features = whole.out_features if by_rows else whole.in_features
     if sum(plan.pieces) != features:
         raise ValueError(f"{plan.path} has {features} features, not {plan.pieces}")
-    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-    weight = _cut(whole.weight, FeatureCut.of_weight(plan, ranks), rank)
-    bias = _cut(whole.bias, FeatureCut.of_bias(plan, ranks), rank) if by_rows and whole.bias is not None else None
+    cut, rank = FeatureCut.of_weight(plan, dist.get_world_size(group)), dist.get_rank(group)
+    weight = _cut(whole.weight, cut, rank)
+    bias = _cut(whole.bias, cut, rank) if by_rows and whole.bias is not None else None
     # Created on meta because the initial values are not used.
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = weight

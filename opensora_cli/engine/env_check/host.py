@@ -12,7 +12,7 @@ import psutil  # type: ignore[import-untyped]  # it ships none
 from opensora_cli.core.attention import ATTENTION_KINDS
 from opensora_cli.core.device import GIB
 from opensora_cli.core.files import nearest_existing
-from opensora_cli.core.limits import read_private_memory
+from opensora_cli.core.limits import read_cores, read_private_memory
 from opensora_cli.engine.components.architectures import count_parameters
 from opensora_cli.engine.components.attention import AttentionUse, attention_order, choose_attention, why_unusable
 from opensora_cli.engine.components.hardware import pick_hardware
@@ -74,7 +74,7 @@ def read_host() -> HostFacts:
     infiniband = Path("/sys/class/infiniband")
     locked = psutil.Process().rlimit(psutil.RLIMIT_MEMLOCK)[0] if sys.platform == "linux" else -1
     return HostFacts(
-        cores=len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1,
+        cores=read_cores()[0],
         total_bytes=memory.total,
         available_bytes=own.free_bytes,
         container_limit_bytes=own.total_bytes if own.total_bytes < memory.total else None,

@@ -167,10 +167,10 @@ def cut_features(transformer: MMDiT, group: dist.ProcessGroup) -> dict[str, Weig
         for index, block in enumerate(transformer.get_submodule(stack.module_path).children()):
             shard_linears(block, stack.linears, group)
             for plan in stack.linears:
-                path = f"{stack.module_path}.{index}.{plan.path}"
-                cuts[f"{path}.linear.weight"] = f"{path}.weight", FeatureCut.of_weight(plan, ranks)
+                path, cut = f"{stack.module_path}.{index}.{plan.path}", FeatureCut.of_weight(plan, ranks)
+                cuts[f"{path}.linear.weight"] = f"{path}.weight", cut
                 if plan.split is Split.COLUMN:
-                    cuts[f"{path}.linear.bias"] = f"{path}.bias", FeatureCut.of_bias(plan, ranks)
+                    cuts[f"{path}.linear.bias"] = f"{path}.bias", cut
     layouts = {}
     for name, weight in transformer.named_parameters():
         whole_name, feature_cut = cuts.get(name, (name, None))

@@ -59,9 +59,9 @@ class T5Encoder(_FolderEncoder[T5Model]):
 
     @classmethod
     def reader(cls, path: str | Path, *, max_length: int) -> PromptReader:
-        """Return how the encoder in a folder reads prompts, without its weights.
+        """Return the reader of prompts for the encoder in a folder, without its weights.
 
-        The folder has config.json, weights, and spiece.model or tokenizer.json; nothing is asked of a network. Raises
+        The folder has config.json, weights, and spiece.model or tokenizer.json; no network is used. Raises
         CheckpointError if files are missing (all are named) or broken, or contradict each other.
         """
         require_files(Path(path), vocabularies=T5_VOCABULARIES)
@@ -79,7 +79,7 @@ class ClipEncoder(_FolderEncoder[ClipTextModel]):
 
     @classmethod
     def reader(cls, path: str | Path, *, max_length: int) -> PromptReader:
-        """Return how the encoder in a folder reads prompts, without its weights.
+        """Return the reader of prompts for the encoder in a folder, without its weights.
 
         The folder has config.json, weights, and tokenizer.json or vocab.json + merges.txt. Raises CheckpointError as
         `T5Encoder.reader` does, and RequestError if `max_length` is over the model's positions.

@@ -1,13 +1,17 @@
 """The folder of a training checkpoint, written by one process: complete or absent, and checked by its hashes."""
 
 import json
+import threading
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
+from opensora_cli.checkpoint import shared_folder
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.shared_folder import (
+    BackgroundJob,
     Share,
     recorded_hashes,
     temporary_folder,
@@ -48,3 +52,18 @@ def test_a_folder_has_all_tensors_and_hashes(tmp_path: Path) -> None:
     assert index["weight_map"].keys() == tensors().keys()
     assert index["metadata"]["sha256"] == {shard: hashes[folder / "model" / shard]}
     assert json.loads((folder / "running_states.json").read_text())["global_step"] == 1
+
+
+def test_waiting_for_a_job_is_a_sign_of_work_to_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    moves, job, may_end = [], BackgroundJob(), threading.Event()
+
+    def move() -> None:
+        moves.append(1)
+        if len(moves) == 3:
+            may_end.set()
+
+    monkeypatch.setattr(shared_folder, "move", move)
+    monkeypatch.setattr(shared_folder, "_SIGN_S", 0.01)
+    job.start(lambda: None if may_end.wait(60.0) else pytest.fail("no sign came"))
+    assert job.wait() is None
+    assert len(moves) >= 3

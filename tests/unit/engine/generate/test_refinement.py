@@ -246,11 +246,13 @@ class TestServer:
         assert (stub.keys, stub.asked[0]["model"]) == ([None, None], "listed-model")
 
     def test_busy_servers_are_asked_again_later_and_later(self, start, monkeypatch):
-        waits, reporter = [], RecordingReporter()
+        waits, beats, reporter = [], [], RecordingReporter()
         monkeypatch.setattr(refinement, "sleep", waits.append)
+        monkeypatch.setattr(refinement, "beat", lambda *beat: beats.append(beat))
         start(503, 500, 429, "A boat.")
         assert ask(tries=4, reporter=reporter) == "A boat."
         assert waits == [1, 2, 4]
+        assert beats == [("refine", 31.0)] * 4
         assert "503 Service Unavailable; try 2 of 4 in 1 s" in reporter.notes[0]
 
     @pytest.mark.parametrize("status", [302, 308, 400, 401])

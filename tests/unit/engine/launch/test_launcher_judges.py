@@ -106,6 +106,9 @@ def test_processor_time_is_work_except_between_steps_of_a_gpu(machine):
     polling._on_gpu = True
     machine.causes_within(70.0)
     assert (working.is_idle, polling.is_idle) == (False, True)
+    polling._disk_bytes = iter(range(10**6)).__next__
+    machine.causes_within(1.0)
+    assert not polling.is_idle
 
 
 def test_child_processes_that_work_are_a_sign_of_work_also_after_their_end(tmp_path):
