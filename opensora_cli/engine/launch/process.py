@@ -111,7 +111,11 @@ class RankProcess:
     @property
     def is_idle(self) -> bool:
         """Whether the rank has given no sign of work for too long. This is no error if it waits for a working rank."""
-        return self.idle_s >= idle_limit(self.state.step_s, on_gpu=self._on_gpu)
+        return self.idle_s >= self._limit_s
+
+    @property
+    def _limit_s(self) -> float:
+        return idle_limit(self.state.step_s, on_gpu=self._on_gpu)
 
     @property
     def has_begun(self) -> bool:
@@ -144,7 +148,9 @@ class RankProcess:
         self.listen()
         may_poll = self._on_gpu and self.state.step_s is not None
         signs = self.state.moves, self._disk_bytes(), None if may_poll else self._processor_time()
-        self.idle_s = self.idle_s + passed_s if signs == self._signs else 0.0
+        before_s, self.idle_s = self.idle_s, self.idle_s + passed_s if signs == self._signs else 0.0
+        if before_s < self._limit_s / 2 <= self.idle_s:
+            self._children_s, _ = self._hidden_work()  # to be compared at the limit
         self.stopped_s = self.stopped_s + passed_s if self.is_stopped() else 0.0
         self._signs = signs
 
@@ -155,8 +161,16 @@ class RankProcess:
             return False
 
     def has_hidden_work(self) -> bool:
-        """Return whether child processes have worked since the last call, or one or the rank waits for a disk."""
-        before, self._children_s, waits_for_disk = self._children_s, 0.0, False
+        """Return whether child processes have worked since the last call, or half of the limit, or a disk is slow."""
+        before_s, (self._children_s, waits_for_disk) = self._children_s, self._hidden_work()
+        if self._children_s < before_s + _LEAST_WORK_S and not waits_for_disk:
+            return False
+        self.idle_s = 0.0
+        return True
+
+    def _hidden_work(self) -> tuple[float, bool]:
+        """Return the processor time of all child processes, and whether a thread of any process waits for a disk."""
+        children_s, waits_for_disk = 0.0, False
         with suppress(psutil.Error):
             rank = psutil.Process(self.pid)
             for process in (rank, *rank.children(recursive=True)):
@@ -165,11 +179,8 @@ class RankProcess:
                     waits_for_disk |= any(_fields(thread)[0] == b"D" for thread in threads)
                     # The last two are of children that have ended: compilers start one after the other.
                     times = process.cpu_times()[:4]
-                    self._children_s += sum(times[2:] if process == rank else times)
-        if self._children_s < before + _LEAST_WORK_S and not waits_for_disk:
-            return False
-        self.idle_s = 0.0
-        return True
+                    children_s += sum(times[2:] if process == rank else times)
+        return children_s, waits_for_disk
 
     def log_traceback(self) -> None:
         if TRACEBACK_SIGNAL is not None and self.has_begun and self.exit_code() is None:

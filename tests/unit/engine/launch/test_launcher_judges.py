@@ -128,6 +128,13 @@ def test_child_processes_that_work_are_a_sign_of_work_also_after_their_end(tmp_p
         rank.close()
 
 
+def test_work_of_children_before_the_half_of_the_limit_does_not_count(machine):
+    machine.set(stage="train", step_s=0.1)
+    for rank in machine.ranks:
+        rank._hidden_work = lambda: (100.0, False)
+    assert machine.causes_within(20.0)[1] == pytest.approx(12.0, abs=1.5)
+
+
 @pytest.mark.parametrize("has_begun", [False, True], ids=["had not begun", "had ended"])
 def test_a_rank_that_waits_for_one_that_is_gone_is_not_waited_for(tmp_path, has_begun):
     machine = Machine(tmp_path, Pace(interrupt_s=0.2, terminate_s=5.0, follow_s=0.2), DEAF)
