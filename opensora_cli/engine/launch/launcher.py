@@ -35,7 +35,8 @@ from opensora_cli.engine.launch.process import RankFailure, RankProcess
 from opensora_cli.settings.devices import DeviceSettings
 
 COMMAND = tuple(module_command("opensora_cli"))
-_LATE_LOOKS = 2.0
+_LATEST_LOOK = 10.0
+"""Largest time between two looks that counts, in `Pace.look_s`: the launcher may be stopped, but not the ranks."""
 _LOOPBACK = "127.0.0.1"
 
 
@@ -232,8 +233,7 @@ class _Run:
         while True:
             have_ended = all(rank.exit_code() is not None for rank in self._ranks)
             passed_s, looked = time.monotonic() - looked, time.monotonic()
-            # A launcher that was stopped, or is slow, causes no timeouts.
-            if found := self.look(min(passed_s, _LATE_LOOKS * self._pace.look_s)):
+            if found := self.look(min(passed_s, _LATEST_LOOK * self._pace.look_s)):
                 first = process.origin(found)
                 settle_until = settle_until or time.monotonic() + self._pace.settle_s
                 if not first.may_follow or have_ended or time.monotonic() > settle_until:
