@@ -47,7 +47,6 @@ class HostActivations:
         self._saved: weakref.WeakValueDictionary[object, _Saved] = weakref.WeakValueDictionary()
 
     def offloading(self) -> AbstractContextManager[object]:
-        """Return a context that offloads the tensors that autograd saves inside it."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
     @torch.no_grad()
@@ -80,7 +79,6 @@ class _Saved:
         self._fetched: Tensor | None = None
 
     def fetch(self) -> Tensor:
-        """Return the tensor on its device."""
         if self._fetched is None:
             self._fetched = torch.empty_like(self.copy, device=self._device).copy_(self.copy, non_blocking=True)
         return self._fetched

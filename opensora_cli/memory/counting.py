@@ -97,7 +97,6 @@ class TensorBytes(DispatchMode):
         self._counts_fake = False
 
     def __enter__(self) -> Self:
-        """Count from now on."""
         stack = ExitStack()
         if not self._entered:
             self._counts_fake = any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
@@ -116,7 +115,6 @@ class TensorBytes(DispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation, and count its results."""
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:  # called for every fake tensor, many times
             return args[0].device
@@ -181,7 +179,6 @@ class TensorBytes(DispatchMode):
                 remove()
 
     def mark(self, name: str) -> None:
-        """Put a named moment on the timeline."""
         self.marks.append(Mark(name, len(self.changes), self.live_bytes, self._peak_since_mark))
         self._peak_since_mark = self.live_bytes
 
@@ -241,7 +238,6 @@ class TensorBytes(DispatchMode):
         return most
 
     def owner(self, change: Change) -> str:
-        """Return the owner of a change."""
         return self._owners[change.storage]
 
     def _live(self, position: int, key: Callable[[int], KeyT]) -> dict[KeyT, int]:

@@ -104,7 +104,6 @@ class BlockWeights:
             _give(nn.Parameter(tensor, requires_grad=False), users)
 
     def swap_out(self) -> None:
-        """Restore the block's own parameters."""
         for weight, users in self._users.items():
             _give(weight, users)
 

@@ -50,7 +50,6 @@ class Spread:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> "Spread":
-        """Return the mean and deviation of at least one measurement."""
         return cls(len(seconds), fmean(seconds), stdev(seconds) if len(seconds) > 1 else 0.0)
 
 

@@ -86,7 +86,6 @@ class LowRankLinear(nn.Module):
 
     @property
     def bias(self) -> Tensor | None:
-        """Bias of the layer."""
         bias: Tensor | None = self.base.bias  # type: ignore[assignment]
         return bias
 

@@ -106,7 +106,6 @@ class SharedDecoder(nn.Module):
 
 @contextmanager
 def shared_tiles(vae: "Autoencoder") -> Iterator[SharedDecoder]:
-    """Share the tiles of an autoencoder among the ranks inside the context."""
     decoder = vae.decoder
     vae.decoder = shared = SharedDecoder(vae)
     try:

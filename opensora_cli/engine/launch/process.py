@@ -130,7 +130,6 @@ class RankProcess:
         return self._code
 
     def listen(self) -> None:
-        """Receive the messages of the rank since the last call."""
         with suppress(BlockingIOError, ConnectionError):
             while chunk := self._channel.recv(_CHUNK):
                 self._unread += chunk

@@ -191,7 +191,6 @@ class TanhGELU(nn.GELU):
     """Module of `tanh_gelu` for inputs without other uses."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return `tanh_gelu` of the input."""
         return tanh_gelu(input)
 
 

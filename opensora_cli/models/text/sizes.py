@@ -125,7 +125,6 @@ class T5Sizes(_Sizes):
 
     @property
     def parameters(self) -> int:
-        """All parameters."""
         layers = self.num_layers * sum(self.layer_weights.values())
         return self.vocab_size * self.d_model + self.position_biases + layers + self.d_model
 
@@ -151,7 +150,6 @@ class ClipSizes(_Sizes):
 
     @property
     def parameters(self) -> int:
-        """All parameters."""
         width, inner = self.hidden_size, self.intermediate_size
         attention, mlp = 4 * (width * width + width), 2 * width * inner + inner + width
         return (self.vocab_size + self.max_length) * width + self.num_layers * (attention + mlp + 4 * width) + 2 * width

@@ -175,13 +175,11 @@ class PosteriorAutoencoder(Autoencoder):
         return self.config.scale_factor * (encoded_BCTHW - self.config.shift_factor)
 
     def unscale_latents(self, latents_BCTHW: Tensor) -> Tensor:
-        """Undo `scale_latents`."""
         return latents_BCTHW / self.config.scale_factor + self.config.shift_factor
 
     def encode(
         self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None, tiling: Tiling = NO_TILING
     ) -> Tensor:
-        """Encode a clip to scaled latents, see `Autoencoder.encode`."""
         mean_BCTHW, logvar_BCTHW = self.encode_moments(pixels_BCTHW, tiling=tiling)
         if generator is None:
             return self.scale_latents(mean_BCTHW)
@@ -191,7 +189,6 @@ class PosteriorAutoencoder(Autoencoder):
         return self.scale_latents(mean_BCTHW + torch.exp(0.5 * logvar_BCTHW) * noise_BCTHW)
 
     def forward(self, pixels_BCTHW: Tensor, *, generator: torch.Generator | None = None) -> Reconstruction:
-        """Encode, sample and decode, see `Autoencoder.forward`."""
         # In fp32 under autocast too: the exponential of a rounded log variance is far off.
         mean_BCTHW, logvar_BCTHW = (moment.float() for moment in self.encode_moments(pixels_BCTHW))
         sample_BCTHW = mean_BCTHW

@@ -100,7 +100,6 @@ class Residual(nn.Module):
         self.shortcut = shortcut
 
     def forward(self, hidden_BCTHW: Tensor) -> Tensor:
-        """Return the sum."""
         out_BCTHW: Tensor = self.main(hidden_BCTHW)
         return out_BCTHW + (hidden_BCTHW if self.shortcut is None else self.shortcut(hidden_BCTHW))
 
@@ -231,7 +230,6 @@ class OpList(nn.Module):
         self.op_list = nn.ModuleList(layers)
 
     def forward(self, hidden_BCTHW: Tensor) -> Tensor:
-        """Return the output of the last layer."""
         for layer in self.op_list:
             hidden_BCTHW = layer(hidden_BCTHW)
         return hidden_BCTHW
@@ -311,7 +309,6 @@ class DCAE(Autoencoder):
         return encoded_BCTHW / self._scale
 
     def unscale_latents(self, latents_BCTHW: Tensor) -> Tensor:
-        """Undo `scale_latents`."""
         return latents_BCTHW * self._scale
 
 

@@ -80,7 +80,6 @@ class Encoder(nn.Module):
         self.conv_out = _conv(widths[-1], 2 * config.z_channels)
 
     def forward(self, pixels_BCHW: Tensor) -> Tensor:
-        """Return the moments."""
         hidden_BCHW = self.mid(self.down(self.conv_in(pixels_BCHW)))
         out: Tensor = self.conv_out(functional.silu(self.norm_out(hidden_BCHW)))
         return out
@@ -134,7 +133,6 @@ class FluxAE(PosteriorAutoencoder):
         self.decoder = Decoder(config)
 
     def encode_tile(self, pixels_BCTHW: Tensor) -> Tensor:
-        """Return the moments of a clip, frame by frame."""
         return _by_frame(self.encoder, pixels_BCTHW)
 
 

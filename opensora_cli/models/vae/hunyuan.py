@@ -138,7 +138,6 @@ class HunyuanVAE(PosteriorAutoencoder):
         self.post_quant_conv = nn.Conv3d(config.latent_channels, config.latent_channels, 1)
 
     def encode_tile(self, pixels_BCTHW: Tensor) -> Tensor:
-        """Return the moments of a tile."""
         moments_BCTHW: Tensor = self.quant_conv(self.encoder(pixels_BCTHW))
         return moments_BCTHW
 
