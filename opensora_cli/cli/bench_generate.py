@@ -1,5 +1,6 @@
 """`osora bench-generate`: seconds, memory and likeness of a video made with other settings."""
 
+from dataclasses import replace
 from pathlib import Path
 
 from opensora_cli.cli import generate
@@ -7,9 +8,10 @@ from opensora_cli.cli.command import Call, make_command
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.layers import Layer
+from opensora_cli.settings.generate_sections import OutputSettings
+from opensora_cli.settings.layers import Given, Layer
 from opensora_cli.settings.load import generate_request
-from opensora_cli.settings.tools import benched_request, read_tries, refuse_unfit, tried_settings
+from opensora_cli.settings.tools import read_tries, refuse_unfit, tried_settings
 
 _COMPARED = "Compared settings"
 _MOST_REPEATS = 1000
@@ -33,7 +35,10 @@ def bench_generate(given: Layer, call: Call) -> None:
     if repeats is not None and not 1 <= repeats <= _MOST_REPEATS:
         raise RequestError(f"--repeats {repeats} must be from 1 to {_MOST_REPEATS}")
     sidecar = call.value("--from", Path)
-    request = benched_request(generate_request(given, assignments=call.assignments, saved=sidecar, config=call.config))
+    request = generate_request(given, assignments=call.assignments, saved=sidecar, config=call.config, any_prompt=True)
+    # No result is written.
+    usual = Given(OutputSettings().path, "bench-generate")
+    request = replace(request, overrides={**request.overrides, "output.path": usual})
     exact = resolve(request, reporter=call.reporter, context=call.context, loading=call.loading)
     refuse_unfit(exact)
     if call.context is None:

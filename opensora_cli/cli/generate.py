@@ -1,7 +1,6 @@
 """`osora generate`: from a prompt to a video."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.flags import FLAGS, MACHINE, OUTPUT, PROMPT, REFERENCE, SAMPLING, VIDEO, Option, option_of
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Given
-from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, generate_request, load_preset
+from opensora_cli.settings.load import GenerateRequest, generate_request, load_preset
 
 _FROM = ("--from", "--resume", "--from-latents")
 _PANELS = ("", PROMPT, VIDEO, REFERENCE, SAMPLING, MACHINE, OUTPUT)
@@ -37,8 +36,6 @@ def generate(given: dict[str, Given], call: Call) -> None:
         given["sampling.num_samples"] = Given(call.given["--explore"], "--explore")
         given["sampling.stop_at"] = Given(call.given["--explore-steps"], "--explore-steps")
     request = generate_request(given, assignments=call.assignments, saved=sidecar, config=call.config, on=call.planned)
-    if request.on is not None and request.text("prompt") is None:
-        request = replace(request, overrides={**request.overrides, "prompt": Given(ANY_PROMPT, "--on")})
     if (table := call.value("--prompts", Path)) is not None:
         _make_rows(request, call, table, dry_run=dry_run)
         return
@@ -94,7 +91,8 @@ def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:
 def _make_rows(request: GenerateRequest, call: Call, table: Path, *, dry_run: bool) -> None:
     from opensora_cli.engine.generate.prompts import read_prompts, rows_of_shard
 
-    own = rows_of_shard(call.value("--shard", str) or "1/1")
+    shard = call.value("--shard", str)
+    own = rows_of_shard("1/1" if shard is None else shard)
     rows = read_prompts(table)[own]
     with call.loading():
         from opensora_cli.engine.generate.batch import generate_rows, plan_rows
@@ -108,7 +106,7 @@ def _make_rows(request: GenerateRequest, call: Call, table: Path, *, dry_run: bo
 
 def _preset_defaults() -> Mapping[str, str]:
     """Return the values of the released model's presets, and the demo's where they differ."""
-    presets = {name: load_preset(name, prompt="any") for name in list_presets("generate")}
+    presets = {name: load_preset(name) for name in list_presets("generate")}
     demo, released = presets.pop(DEMO), next(iter(presets.values()))
     found = {}
     for name, row in FLAGS.items():

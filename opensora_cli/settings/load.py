@@ -12,7 +12,7 @@ weights to read and which devices to use.
 import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -192,6 +192,7 @@ def generate_request(
     config: Path | ConfigFile | None = None,
     environment: Mapping[str, str] = os.environ,
     on: "PlannedMachine | None" = None,
+    any_prompt: bool = False,
 ) -> GenerateRequest:
     """Return the settings from all sources, as the command line and Python programs name them.
 
@@ -201,7 +202,8 @@ def generate_request(
         assignments: Settings by key; see `collect_overrides`.
         saved: Sidecar of an earlier run, or its settings.
         config: Preset by name, YAML file, or `.py` file of the reference implementation.
-        on: Machine that a dry run plans for.
+        on: Machine that a dry run plans for, with any prompt.
+        any_prompt: Whether any prompt will do if no source has one.
 
     Raises:
         RequestError: A key is unknown, or an assignment is wrong.
@@ -220,7 +222,10 @@ def generate_request(
         values = read_settings(file, read_reference_generation, notes.append)
         layer = read_sections(GenerateSettings, values, source=str(file.path))
     variables = read_environment(GenerateSettings, environment)
-    return GenerateRequest(overrides=overrides, saved=saved, environment=variables, config=layer, notes=notes, on=on)
+    request = GenerateRequest(overrides=overrides, saved=saved, environment=variables, config=layer, notes=notes, on=on)
+    if (any_prompt or on is not None) and request.text("prompt") is None:
+        return replace(request, overrides={**overrides, **_ANY})
+    return request
 
 
 def load_generate_settings(request: GenerateRequest, *, model: str) -> GenerateSettings:
@@ -264,7 +269,7 @@ def few_evaluations(sampling: SamplingSettings, *, without: int) -> dict[str, ob
     return values
 
 
-def load_preset(name: str, *, prompt: str) -> GenerateSettings:
+def load_preset(name: str, *, prompt: str = ANY_PROMPT) -> GenerateSettings:
     """Return the settings in the file of a preset. Raises RequestError if there is no such preset."""
     return validate(GenerateSettings, {"prompt": Given(prompt, "prompt")}, below=_preset(name))
 

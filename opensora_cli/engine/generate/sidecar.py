@@ -21,7 +21,6 @@ from opensora_cli.engine.generate.outputs import (
     SampleFiles,
     find_target,
     is_begun,
-    num_samples,
     read_made,
     sample_files,
 )
@@ -207,7 +206,7 @@ def sample_settings(plan: Plan, sample: SampleFiles) -> GenerateSettings:
             {"path": str(lora.path.absolute()), "scale": lora.scale, "sha256": lora.sha256}
             for lora in plan.loras[: len(settings.loras)]
         )
-    if num_samples(settings) > 1 and (output.named_format is not None or output.name_from is NameFrom.PROMPT):
+    if settings.num_samples > 1 and (output.named_format is not None or output.name_from is NameFrom.PROMPT):
         changes["output.path"] = str(sample.target)
     return settings.replace(changes)
 
