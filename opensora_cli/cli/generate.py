@@ -26,7 +26,7 @@ def generate(given: dict[str, Given], call: Call) -> None:
       osora generate "the boat turns around" --continue boat.mp4
       osora generate --from samples/raining-sea_seed42.mp4 --seed 7
     """
-    sidecar, dry_run = _continued(given, call), "--dry-run" in call.given
+    sidecar, dry_run = continued(given, call), "--dry-run" in call.given
     _refuse_combinations(call, given)
     if (clip := call.value("--continue", Path)) is not None:
         given["condition.references"] = Given(str(clip), "--continue")
@@ -56,7 +56,7 @@ def generate(given: dict[str, Given], call: Call) -> None:
         call.show(run.generate(settings, reporter=call.reporter, context=call.context, rank_flags=call.again()))
 
 
-def _continued(given: dict[str, Given], call: Call) -> Path | None:
+def continued(given: dict[str, Given], call: Call) -> Path | None:
     """Return the sidecar that `--from` names, or add what its file records to `given`."""
     sources = [label for label in _FROM if label in call.given]
     if not sources:
@@ -64,9 +64,9 @@ def _continued(given: dict[str, Given], call: Call) -> Path | None:
     call.refuse(sources[1:], beside=sources[0])
     file = call.value(sources[0], Path)
     assert file is not None
-    from opensora_cli.engine.show import continued
+    from opensora_cli.engine import show
 
-    sidecar = continued(file, given)
+    sidecar = show.continued(file, given)
     if sidecar is None and not {"resume", "from_latents"} & given.keys():
         call.reporter.note(f"{file} has no sidecar: it gives its prompt and seed alone")
     return sidecar

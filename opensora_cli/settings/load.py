@@ -223,7 +223,7 @@ def generate_request(
         layer = read_sections(GenerateSettings, values, source=str(file.path))
     variables = read_environment(GenerateSettings, environment)
     request = GenerateRequest(overrides=overrides, saved=saved, environment=variables, config=layer, notes=notes, on=on)
-    if (any_prompt or on is not None) and request.text("prompt") is None:
+    if (any_prompt or on is not None) and _value(request.given, "prompt") is None:
         return replace(request, overrides={**overrides, **_ANY})
     return request
 

@@ -188,8 +188,8 @@ def test_unknown_key_in_a_sidecar() -> None:
 
 
 def test_a_benchmark_gets_a_prompt_unless_it_is_given() -> None:
-    for given, prompt in (({}, ANY_PROMPT), ({"prompt": Given("desert", "PROMPT")}, "desert")):
-        assert generate_request(given, any_prompt=True, environment={}).text("prompt") == prompt
+    for given, prompt in (({}, ANY_PROMPT), ({"prompt": Given("", "PROMPT")}, "")):
+        assert generate_request(given, any_prompt=True, environment={}).given["prompt"].value == prompt
 
 
 @pytest.mark.parametrize("name", list_presets("generate"))
