@@ -63,7 +63,7 @@ _ROWS = {
     "--config": config_row("Recipe (training), preset, or file of settings.", "train", "generate")._replace(
         default="the demo, generating"
     ),
-    "--set": set_row("Any setting of what is profiled."),
+    "--set": set_row("Any setting of the generation or training."),
     "--device": Option(kind=str, metavar="DEVICE", help=device_names.HELP, default="auto"),
     "--gpus": Option(metavar="N", help="Predict for each of N devices of any machine; measure nothing."),
     "--on": ON._replace(help="Predict for other GPUs, as in 8xH100 or 12GiB; measure nothing."),

@@ -130,8 +130,6 @@ class GenerateRequest:
     """Lines about settings of a `.py` file that osora does not have."""
     on: "PlannedMachine | None" = None
     """Machine that a dry run plans for. None means this machine."""
-    _loaded: dict[str, GenerateSettings] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Validated settings by model."""
 
     @cached_property
     def given(self) -> Layer:
@@ -229,13 +227,7 @@ def generate_request(
 
 
 def load_generate_settings(request: GenerateRequest, *, model: str) -> GenerateSettings:
-    """Return the settings of a request over the preset of `model`. A request is validated once for each model."""
-    if model not in request._loaded:
-        request._loaded[model] = _validated(request, model)
-    return request._loaded[model]
-
-
-def _validated(request: GenerateRequest, model: str) -> GenerateSettings:
+    """Return the settings of a request over the preset of `model`."""
     given, below = dict(request.given), _preset_layer(model, request.text("video.resolution"))
     settings = validate(GenerateSettings, given, below=below)
     if settings.sampling.fast:

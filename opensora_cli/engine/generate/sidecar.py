@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -113,15 +112,8 @@ def _request_of_latents(settings: GenerateSettings, latents: str) -> str | None:
 
 
 def _hash(path: str) -> str:
-    file = Path(path).absolute()
-    return _sha256(file, stamp_of(file))
-
-
-@lru_cache(maxsize=256)
-def _sha256(file: Path, stamp: object) -> str:
-    """Return the hash of a file with this stamp, which a run needs each time that it looks for names."""
     try:
-        with file.open("rb") as stream:
+        with Path(path).open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError:
         return ""  # Reading the file reports the error.
