@@ -136,8 +136,8 @@ class Pipeline(AbstractContextManager["Pipeline"]):
         """
         with _python_errors():
             given = self._layer(flags, set) | ({} if prompt is None else {"prompt": Given(prompt, "prompt")})
-            sidecar = None if from_ is None else continued(Path(from_), given)
-            request = generate_request(given, below=self._given, saved=sidecar, config=self._config)
+            saved = None if from_ is None else continued(Path(from_), given)
+            request = generate_request(given, below=self._given, saved=saved, config=self._config)
             with self._turn:
                 return Video(*engine.hold_from_request(request, self._models, reporter=self._reporter))
 

@@ -33,8 +33,8 @@ def bench_generate(given: dict[str, Given], call: Call) -> None:
     repeats = call.value("--repeats", int)
     if repeats is not None and not 1 <= repeats <= _MOST_REPEATS:
         raise RequestError(f"--repeats {repeats} must be from 1 to {_MOST_REPEATS}")
-    sidecar = generate.continued(given, call)
-    request = generate_request(given, assignments=call.assignments, saved=sidecar, config=call.config, any_prompt=True)
+    saved = generate.continued(given, call)
+    request = generate_request(given, assignments=call.assignments, saved=saved, config=call.config, any_prompt=True)
     # No result is written.
     usual = Given(OutputSettings().path, "bench-generate")
     request = replace(request, overrides={**request.overrides, "output.path": usual})

@@ -11,7 +11,7 @@ from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.flags import FLAGS, MACHINE, OUTPUT, PROMPT, REFERENCE, SAMPLING, VIDEO, Option, option_of
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Given
-from opensora_cli.settings.load import GenerateRequest, generate_request, load_preset
+from opensora_cli.settings.load import GenerateRequest, SavedSettings, generate_request, load_preset
 
 _FROM = ("--from", "--resume", "--from-latents")
 _PANELS = ("", PROMPT, VIDEO, REFERENCE, SAMPLING, MACHINE, OUTPUT)
@@ -26,7 +26,7 @@ def generate(given: dict[str, Given], call: Call) -> None:
       osora generate "the boat turns around" --continue boat.mp4
       osora generate --from samples/raining-sea_seed42.mp4 --seed 7
     """
-    sidecar, dry_run = continued(given, call), "--dry-run" in call.given
+    saved, dry_run = continued(given, call), "--dry-run" in call.given
     _refuse_combinations(call, given)
     if (clip := call.value("--continue", Path)) is not None:
         given["condition.references"] = Given(str(clip), "--continue")
@@ -35,7 +35,7 @@ def generate(given: dict[str, Given], call: Call) -> None:
         given["output.explore"] = Given(True, "--explore")
         given["sampling.num_samples"] = Given(call.given["--explore"], "--explore")
         given["sampling.stop_at"] = Given(call.given["--explore-steps"], "--explore-steps")
-    request = generate_request(given, assignments=call.assignments, saved=sidecar, config=call.config, on=call.planned)
+    request = generate_request(given, assignments=call.assignments, saved=saved, config=call.config, on=call.planned)
     if (table := call.value("--prompts", Path)) is not None:
         _make_rows(request, call, table, dry_run=dry_run)
         return
@@ -56,8 +56,8 @@ def generate(given: dict[str, Given], call: Call) -> None:
         call.show(run.generate(settings, reporter=call.reporter, context=call.context, rank_flags=call.again()))
 
 
-def continued(given: dict[str, Given], call: Call) -> Path | None:
-    """Return the sidecar that `--from` names, or add what its file records to `given`."""
+def continued(given: dict[str, Given], call: Call) -> SavedSettings | None:
+    """Return the settings in the sidecar that `--from` names, or add what its file records to `given`."""
     sources = [label for label in _FROM if label in call.given]
     if not sources:
         return None
@@ -66,10 +66,10 @@ def continued(given: dict[str, Given], call: Call) -> Path | None:
     assert file is not None
     from opensora_cli.engine import show
 
-    sidecar = show.continued(file, given)
-    if sidecar is None and not {"resume", "from_latents"} & given.keys():
+    saved = show.continued(file, given)
+    if saved is None and not {"resume", "from_latents"} & given.keys():
         call.reporter.note(f"{file} has no sidecar: it gives its prompt and seed alone")
-    return sidecar
+    return saved
 
 
 def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:

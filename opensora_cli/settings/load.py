@@ -186,7 +186,7 @@ def generate_request(
     *,
     below: Layer | None = None,
     assignments: Iterable[str] | Mapping[str, object] = (),
-    saved: Path | SavedSettings | None = None,
+    saved: SavedSettings | None = None,
     config: Path | ConfigFile | None = None,
     environment: Mapping[str, str] = os.environ,
     on: "PlannedMachine | None" = None,
@@ -198,20 +198,18 @@ def generate_request(
         given: Options, and the prompt.
         below: Settings that give way to `given` and `assignments` alone.
         assignments: Settings by key; see `collect_overrides`.
-        saved: Sidecar of an earlier run, or its settings.
+        saved: Settings of an earlier run.
         config: Preset by name, YAML file, or `.py` file of the reference implementation.
         on: Machine that a dry run plans for, with any prompt.
         any_prompt: Whether any prompt will do if no source has one.
 
     Raises:
         RequestError: A key is unknown, or an assignment is wrong.
-        FileProblem: A file of settings or the sidecar is missing or broken.
+        FileProblem: A file of settings is missing or broken.
     """
     overrides = {**(below or {}), **collect_overrides(GenerateSettings, given or {}, assignments)}
     if on is not None:
         overrides = {**on.counts(overrides), **overrides}
-    if isinstance(saved, Path):
-        saved = read_sidecar(saved, is_own=is_of_launcher(saved, environment))
     layer, notes = {}, list[str]()
     if config is not None:
         from opensora_cli.settings.reference import read_reference_generation, read_settings
@@ -287,8 +285,8 @@ def _preset(name: str) -> Layer:
     return {**read_sections(GenerateSettings, settings_of(model), source=model), **values}
 
 
-def read_sidecar(path: Path, *, is_own: bool = False) -> SavedSettings:
-    """Return the settings in the sidecar of a result. `is_own` is the field of `SavedSettings`."""
+def read_sidecar(path: Path) -> SavedSettings:
+    """Return the settings in the sidecar of a result."""
     hint = "--from takes the .json file beside a result"
     document = read_json_object(path, hint=hint)
     schema = document.get("schema")
@@ -296,7 +294,7 @@ def read_sidecar(path: Path, *, is_own: bool = False) -> SavedSettings:
         raise FileProblem(f"{path} has the schema {plain(repr(schema))}, and must have {SIDECAR_SCHEMA!r}", hint=hint)
     if not isinstance(document.get("settings"), dict):
         raise FileProblem(f"{path} has no settings in it", hint=hint)
-    return SavedSettings(source=str(path), values=document["settings"], is_own=is_own)
+    return SavedSettings(source=str(path), values=document["settings"], is_own=is_of_launcher(path, os.environ))
 
 
 def flags_again(settings: GenerateSettings, *, decodes: bool) -> list[str]:
