@@ -13,7 +13,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.formatting import first_few, format_bytes
 from opensora_cli.core.limits import ThreadChoice, pick_threads, read_private_memory
-from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.architectures import transformer_on_meta
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import OutOfMemoryError, pick_hardware
@@ -207,9 +207,9 @@ def with_memory(plan: TrainPlan, *, reporter: Reporter, machine: PlannedMachine 
     return plan.model_copy(update={"memory": memory, **judge(plan.settings, memory, machine=machine)._asdict()})
 
 
-def estimate_rank(settings: TrainSettings, *, rank: int = 0, reporter: Reporter | None = None) -> RankMemory:
+def estimate_rank(settings: TrainSettings, *, rank: int = 0, reporter: Reporter) -> RankMemory:
     """Return the memory of a rank; see `estimate_training`."""
-    with (reporter or SilentReporter()).stage("estimate memory"):
+    with reporter.stage("estimate memory"):
         return estimate_training(settings, rank=rank).rank
 
 
@@ -224,8 +224,8 @@ class Judged(NamedTuple):
 
 
 def judge(settings: TrainSettings, memory: RankMemory, *, machine: PlannedMachine | None = None) -> Judged:
-    """Return whether a rank fits on `machine`, or on this machine, and the time of a step."""
-    on_gpu = machine is not None or device_type(settings.device_name) != "cpu"
+    """Return whether a rank fits on this machine, or on `machine` with its `settings_on`, and the time of a step."""
+    on_gpu = device_type(settings.device_name) != "cpu"
     weights, pinned, page_cache = plan_frozen_weights(settings), 0, memory.mapped_bytes
     free, gpu = None, None
     if on_gpu:
