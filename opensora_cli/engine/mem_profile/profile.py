@@ -167,10 +167,9 @@ def _profile_training(
 
 
 def _how(hardware: Hardware, steps: str) -> str:
-    counted = "what torch's allocator had in use"
-    if hardware.device.type == "cpu":
-        counted = "on the CPU, without a GPU: the bytes of all tensors, counted as they came and went"
-    return f"{counted}; {steps}, random weights of the model's sizes, since memory does not depend on their values"
+    on_cpu = hardware.device.type == "cpu"
+    counted = "bytes of all tensors, on the CPU without a GPU" if on_cpu else "bytes in use in torch's allocator"
+    return f"{counted}; {steps} with random weights, whose values do not affect memory"
 
 
 def _files(settings: MemProfileSettings) -> dict[str, str]:
