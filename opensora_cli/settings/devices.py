@@ -32,7 +32,7 @@ DType = StrEnum("DType", ["AUTO", "FLOAT32", "BFLOAT16", "FLOAT16"])
 AttentionChoice = StrEnum(
     "AttentionChoice", ["AUTO", "SDPA", "CUDNN", "FLASH2", "FLASH3", "FLASH4", "XFORMERS", "MATH", "BF16_PRODUCTS"]
 )
-"""Attention backend of the transformer (see `core.attention_kinds`). `auto` means the first one that works."""
+"""Attention backend of the transformer (see `core.attention`). `auto` means the first one that works."""
 
 OffloadMode = StrEnum("OffloadMode", ["AUTO", "NONE", "MODEL", "BLOCKS"])
 """Weights that wait in host memory until they are needed. `auto` means the fastest mode that fits in memory."""
@@ -278,6 +278,6 @@ class MemorySettings(Section):
 
     offload: OffloadMode = Field(OffloadMode.AUTO, description="Weights on the host: auto, none, model or blocks.")
     resident_blocks: Blocks | None = Field(None, description="Offloaded blocks on the device. None: as many as fit.")
-    limit: ByteSize | None = Field(None, description="Most GPU memory to use, as in 24GiB. None: what is free.")
+    limit: ByteSize | None = Field(None, description="Most GPU memory to use, as in 24GiB. None: free memory.")
     host_weights: HostWeights | None = Field(None, description="Location of offloaded blocks. None: by memory.")
     fp8_storage: bool = Field(False, description="Store block weights in 8 bits, which changes the result.")
