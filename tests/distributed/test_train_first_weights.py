@@ -1,4 +1,4 @@
-"""What ranks that divide a transformer begin with: the weights of one process, and never more than a part of them."""
+"""First weights of ranks that divide a transformer: those of one process, and never more than a part of them."""
 
 from collections.abc import Callable
 from itertools import chain

@@ -11,8 +11,7 @@ from tiny_strategies import Case
 
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.engine.train.distribution import distribution_of
-from opensora_cli.engine.train.estimate import measure_training
-from opensora_cli.engine.train.plan import RankMemory, estimate_rank
+from opensora_cli.engine.train.estimate import RankMemory, estimate_training, measure_training
 from opensora_cli.settings.train import TrainSettings
 
 VARIANTS: dict[str, dict[str, object]] = {
@@ -67,9 +66,9 @@ def test_every_strategy_and_stage(case: Case, variant: str, tmp_path: Path, pool
     settings = tiny_training.mmdit_settings(tmp_path).replace(changes)
     if settings.strategy.shards and torch.__version__ < "2.11":
         with pytest.raises(HardwareError, match="not estimated with torch"):
-            estimate_rank(settings)
+            estimate_training(settings)
         return
-    estimate = estimate_rank(settings)
+    estimate = estimate_training(settings).rank
     real, *others = pool(case.ranks).run(measured, settings)
     assert estimate.peak_bytes == pytest.approx(real.peak_bytes, rel=0.1), (estimate, real)
     assert estimate.device_peak_bytes == pytest.approx(real.device_peak_bytes, rel=0.1), (estimate, real)

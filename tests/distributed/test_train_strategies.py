@@ -39,7 +39,6 @@ from opensora_cli.engine.train.lora import add_lora
 from opensora_cli.engine.train.objectives.distill import DistillTask
 from opensora_cli.engine.train.objectives.dmd import DMDTask
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask, PreparedClips
-from opensora_cli.engine.train.optimizer import kept_tensors
 from opensora_cli.engine.train.parallelize import shard
 from opensora_cli.engine.train.trainer import MODEL, Trainer
 from opensora_cli.memory.checkpointing import HostActivations, set_grad_checkpoint
@@ -145,7 +144,8 @@ def _learned(case: Case | None, micro_batches: int, output: Path) -> Learned:
 
 def _held_bytes(trainer: Trainer) -> tuple[int, int, int]:
     weights = list(trainer.task.module.parameters())
-    kept = [state for each in trainer.learners[MODEL].optimizers for _, state in kept_tensors(each) if state.ndim]
+    states = [optimizer.state[weight] for _, weight, optimizer in trainer.learners[MODEL].trained()]
+    kept = [value for state in states for value in state.values() if value.ndim]
     gradients = [weight.grad for weight in weights if weight.grad is not None]
     found = [sum(local(tensor).nbytes for tensor in tensors) for tensors in (weights, gradients, kept)]
     return found[0], found[1], found[2]

@@ -1,4 +1,4 @@
-"""What a plan says beside its settings: host memory, predicted time, and the verdict, its first line."""
+"""Verdict of a plan, its first line, with the host memory and the predicted time of a run."""
 
 from collections.abc import Mapping
 from typing import Literal, Self
@@ -62,15 +62,13 @@ class PredictedTime(Document):
         ]
 
 
-def verdict_line(
-    *, needed: int, usable: int | None, fits: bool | None, on_gpu: bool, host: HostMemory, seconds: float | None
-) -> str:
+def verdict_line(*, needed: int, usable: int | None, on_gpu: bool, host: HostMemory, seconds: float | None) -> str:
     """Return the verdict of a plan for a device with `usable` bytes; None means that its memory is not known."""
     memory = "GPU memory" if on_gpu else "host memory"
     if usable is None:
         shown = f"Unknown: {gib(needed)} {memory}"
     else:
-        shown = f"{'Fits' if fits else 'Does not fit'}: {needed / GIB:.1f} of {gib(usable)} {memory}"
+        shown = f"{'Fits' if needed <= usable else 'Does not fit'}: {needed / GIB:.1f} of {gib(usable)} {memory}"
     if on_gpu:
         shown += f", {gib(host.pinned_bytes + host.page_cache_bytes)} host memory"
     elif host.page_cache_bytes >= 0.05 * GIB:

@@ -134,7 +134,6 @@ class Chain:
         return verdict_line(
             needed=self.peak_bytes,
             usable=self.usable_bytes,
-            fits=self.fits,
             on_gpu=self.video.hardware.device.type != "cpu",
             host=self.host,
             seconds=seconds,

@@ -28,7 +28,7 @@ from opensora_cli.engine.train.early import warn_of_missing_inputs
 from opensora_cli.engine.train.estimate import STEP, estimate_training, measure_training
 from opensora_cli.engine.train.memory import largest_batch_shape, with_batch_size
 from opensora_cli.engine.train.objectives import find_objective
-from opensora_cli.engine.train.plan import estimate_rank, judge, settings_on
+from opensora_cli.engine.train.plan import judge, settings_on
 from opensora_cli.engine.train.stand_ins import BUFFERS
 from opensora_cli.media.plots import new_figure, write_figure
 from opensora_cli.settings.generate import GenerateSettings
@@ -40,6 +40,7 @@ from opensora_cli.settings.train import TrainSettings
 LARGEST_BATCH = 1024
 """Largest batch that is tried."""
 _HELD = "held for backward"
+_PREDICTED = "nothing: all is predicted"
 
 
 def mem_profile(
@@ -165,14 +166,10 @@ def _profile_training(
     )
 
 
-_PREDICTED = "nothing: all is predicted"
-
-
 def _how(hardware: Hardware, steps: str) -> str:
-    counted = "what torch's allocator had in use"
-    if hardware.device.type == "cpu":
-        counted = "on the CPU, without a GPU: the bytes of all tensors, counted as they came and went"
-    return f"{counted}; {steps}, random weights of the model's sizes, since memory does not depend on their values"
+    on_cpu = hardware.device.type == "cpu"
+    counted = "bytes of all tensors, on the CPU without a GPU" if on_cpu else "bytes in use in torch's allocator"
+    return f"{counted}; {steps} with random weights, whose values do not affect memory"
 
 
 def _files(settings: MemProfileSettings) -> dict[str, str]:
@@ -186,7 +183,7 @@ def _training_batch(settings: TrainSettings, *, limit_bytes: int, reporter: Repo
     with reporter.stage("batch", unit="attempts") as progress:
 
         def peak_of(size: int) -> int:
-            memory = estimate_rank(with_batch_size(settings, size))
+            memory = estimate_training(with_batch_size(settings, size)).rank
             progress.advance()
             return memory.needed_bytes(on_gpu=on_gpu)
 

@@ -1,4 +1,4 @@
-"""What a run trains: its task and cache, and the transformer with its first weights."""
+"""Task and clips of a run, and its transformer with the first weights."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -31,7 +31,7 @@ from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_sections import WeightOffload
 
-# Models for pictures only lack it. It starts from zero, and so changes nothing at first.
+# Models that make only pictures lack these weights, which then start from zero.
 _MAY_BE_MISSING = ("cond_in.*",)
 
 

@@ -32,7 +32,6 @@ from opensora_cli.engine.train.memory import (
     waiting_weights,
 )
 from opensora_cli.engine.train.objectives import find_objective
-from opensora_cli.engine.train.optimizer import kept_tensors
 from opensora_cli.engine.train.parallelize import checkpoint_blocks
 from opensora_cli.engine.train.stand_ins import (
     BUFFERS,
@@ -332,8 +331,8 @@ def _gradients(modules: Sequence[nn.Module]) -> list[Tensor]:
 def _states(trainer: Trainer) -> Iterator[tuple[nn.Parameter, Tensor, str]]:
     """Yield states of optimizers and buckets of gradients, each with its weight and its kind."""
     for learner in trainer.learners.values():
-        for optimizer in learner.optimizers:
-            yield from ((weight, tensor, OPTIMIZER) for weight, tensor in kept_tensors(optimizer))
+        for _, weight, optimizer in learner.trained():
+            yield from ((weight, tensor, OPTIMIZER) for tensor in optimizer.state[weight].values())
     if isinstance(trainer.distribution, FakeDistribution):
         yield from ((weight, tensor, GRADIENTS) for weight, tensor in trainer.distribution.buckets.items())
 

@@ -49,7 +49,7 @@ class Metrics:
         self._output, self._reporter, self._device = output, reporter, distribution.device
         self._writes, self._every = distribution.is_main, settings.loop.log_every
         self._mfu = open_mfu(settings, distribution)
-        self._log = JsonLog(output / LOG_FILE, reporter=reporter)
+        self._log, self._unwritten, self._has_warned = output / LOG_FILE, b"", False
         self._open_events = require_tensorboard() if watching.tensorboard and self._writes else None
         self._events: SummaryWriter | None = None
         self._profile_steps = watching.profile_steps if self._writes else None
@@ -130,7 +130,19 @@ class Metrics:
         }
 
     def _write(self, line: Mapping[str, object]) -> None:
-        self._log.write(line)
+        """Write a line to the log and to TensorBoard. A line that the log cannot take waits for the next one."""
+        self._unwritten += json.dumps(_finite(line), allow_nan=False).encode() + b"\n"
+        try:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            # Without a buffer, so that on a full disk it is known how much of a line is written.
+            with open(self._log, "ab", buffering=0, opener=open_regular) as file:
+                while self._unwritten:
+                    self._unwritten = self._unwritten[file.write(self._unwritten) :]
+            self._has_warned = False
+        except OSError as error:
+            if not self._has_warned:
+                self._reporter.warn(f"cannot write {self._log}: {error.strerror or error}: training continues")
+            self._has_warned = True
         event, step = line.get("event", "train"), line["step"]
         if self._events is None or event == "skipped":
             return
@@ -180,30 +192,6 @@ _CONSOLE = (
 """Short form of a training line for the terminal: two lines of at most 80 columns."""
 
 
-class JsonLog:
-    """Log file of JSON lines. A line that cannot be written causes a warning, and waits for the next one."""
-
-    def __init__(self, path: Path, *, reporter: Reporter) -> None:
-        self._path, self._reporter = path, reporter
-        self._waiting = b""
-        self._has_warned = False
-
-    def write(self, line: Mapping[str, object]) -> None:
-        """Write a line. Numbers that are not finite become null."""
-        self._waiting += json.dumps(_finite(line), allow_nan=False).encode() + b"\n"
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Without a buffer, so that on a full disk it is known how much of a line is written.
-            with open(self._path, "ab", buffering=0, opener=open_regular) as file:
-                while self._waiting:
-                    self._waiting = self._waiting[file.write(self._waiting) :]
-            self._has_warned = False
-        except OSError as error:
-            if not self._has_warned:
-                self._reporter.warn(f"cannot write {self._path}: {error.strerror or error}: training continues")
-            self._has_warned = True
-
-
 def truncate_log(output: Path, *, step: int) -> None:
     """Remove log lines after a step, and broken ones. Raises FileProblem if the log is no regular file."""
     if (path := output / LOG_FILE).exists():
@@ -235,6 +223,7 @@ def _step_of(line: bytes) -> float:
 
 
 def _finite(value: object) -> object:
+    """Return a value with null instead of numbers that are not finite."""
     if isinstance(value, Mapping):
         return {name: _finite(each) for name, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

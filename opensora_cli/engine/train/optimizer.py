@@ -101,13 +101,6 @@ def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
     return ("momentum_buffer",) if isinstance(optimizer, KernelMuon) else ("step", "exp_avg", "exp_avg_sq")
 
 
-def kept_tensors(optimizer: torch.optim.Optimizer) -> Iterator[tuple[nn.Parameter, Tensor]]:
-    for group in optimizer.param_groups:
-        for weight in group["params"]:
-            state = optimizer.state.get(weight, {})
-            yield from ((weight, value) for value in state.values() if isinstance(value, Tensor))
-
-
 def rate_factor(settings: OptimizerSettings, update: int, *, steps: int) -> float:
     """Return the share of the full rate, 0 to 1, after `update` of `steps` updates, including skipped ones.
 
@@ -156,10 +149,10 @@ class Learner:
 
     def trained(self) -> Iterator[tuple[str, nn.Parameter, torch.optim.Optimizer]]:
         """Yield the name, weight and optimizer of each trained parameter, in the order of the module."""
-        groups = ((group, optimizer) for optimizer in self.optimizers for group in optimizer.param_groups)
-        owners = {id(weight): optimizer for group, optimizer in groups for weight in group["params"]}
-        for name, weight in self.weights.items():
-            yield name, weight, owners[id(weight)]
+        owners = {
+            id(weight): each for each in self.optimizers for group in each.param_groups for weight in group["params"]
+        }
+        yield from ((name, weight, owners[id(weight)]) for name, weight in self.weights.items())
 
     def zero_grad(self) -> None:
         for optimizer in self.optimizers:
@@ -197,7 +190,6 @@ def averaged_copy(model: nn.Module, *, trained_only: bool = False) -> dict[str, 
 
 @contextmanager
 def swapped_in(averaged: Mapping[str, Tensor], model: nn.Module) -> Iterator[None]:
-
     @torch.no_grad()
     def exchange() -> None:
         state = module_state(model)

@@ -106,7 +106,7 @@ def parallelize(
     )
     offload = CPUOffloadPolicy(pin_memory=is_accelerator(ranks.device)) if ranks.offload_states else OffloadPolicy()
     # FSDP2 hooks into the gradient of the result, and warns if the result is a view.
-    transformer.register_forward_hook(_in_memory_of_its_own)
+    transformer.register_forward_hook(lambda _, __, result: result.clone() if result._is_view() else result)
     stacks = [transformer.get_submodule(stack.module_path) for stack in repeated_blocks(transformer.config)]
     groups: list[FSDPModule] = []
     for module in (*(block for stack in stacks for block in stack.children()), transformer):
@@ -176,7 +176,3 @@ def cut_features(transformer: MMDiT, group: dist.ProcessGroup) -> dict[str, Weig
         whole_name, feature_cut = cuts.get(name, (name, None))
         layouts[name] = WeightLayout(whole_name, weight.shape[0], feature_cut)
     return layouts
-
-
-def _in_memory_of_its_own(module: nn.Module, inputs: object, result: Tensor) -> Tensor:
-    return result.clone() if result._is_view() else result

@@ -13,7 +13,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.formatting import first_few, format_bytes
 from opensora_cli.core.limits import ThreadChoice, pick_threads, read_private_memory
-from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.architectures import transformer_on_meta
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import OutOfMemoryError, pick_hardware
@@ -23,10 +23,7 @@ from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.build import count_parameters, plan_attention
 from opensora_cli.engine.train.distribution import mesh_shape, training_device, training_exchange
 from opensora_cli.engine.train.early import Resume, checkpoints_to_try, find_frozen_weights
-from opensora_cli.engine.train.estimate import (
-    RankMemory,
-    estimate_training,
-)
+from opensora_cli.engine.train.estimate import RankMemory, estimate_training
 from opensora_cli.engine.train.lora import open_first_adapter
 from opensora_cli.engine.train.memory import (
     ActivationPlan,
@@ -210,9 +207,9 @@ def with_memory(plan: TrainPlan, *, reporter: Reporter, machine: PlannedMachine 
     return plan.model_copy(update={"memory": memory, **judge(plan.settings, memory, machine=machine)._asdict()})
 
 
-def estimate_rank(settings: TrainSettings, *, rank: int = 0, reporter: Reporter | None = None) -> RankMemory:
+def estimate_rank(settings: TrainSettings, *, rank: int = 0, reporter: Reporter) -> RankMemory:
     """Return the memory of a rank; see `estimate_training`."""
-    with (reporter or SilentReporter()).stage("estimate memory"):
+    with reporter.stage("estimate memory"):
         return estimate_training(settings, rank=rank).rank
 
 
@@ -227,32 +224,34 @@ class Judged(NamedTuple):
 
 
 def judge(settings: TrainSettings, memory: RankMemory, *, machine: PlannedMachine | None = None) -> Judged:
-    """Return whether a rank fits on `machine`, or on this machine, and the time of a step."""
-    on_gpu = machine is not None or device_type(settings.device_name) != "cpu"
-    ranks, weights = settings.parallel.ranks_per_node, plan_frozen_weights(settings)
+    """Return whether a rank fits on this machine, or on `machine` with its `settings_on`, and the time of a step."""
+    on_gpu = device_type(settings.device_name) != "cpu"
+    weights, pinned, page_cache = plan_frozen_weights(settings), 0, memory.mapped_bytes
     free, gpu = None, None
-    if not on_gpu:
-        free = read_private_memory().free_bytes // ranks
-        host = HostMemory(pinned_bytes=0, page_cache_bytes=memory.mapped_bytes)
-    else:
-        offloaded = memory.peak_bytes - memory.device_peak_bytes
-        waiting = 0 if weights is None else weights.host_bytes
-        is_mapped = weights is not None and weights.host_weights is HostWeights.MAPPED
-        host = HostMemory(
-            pinned_bytes=ranks * (offloaded + (0 if is_mapped else waiting)),
-            page_cache_bytes=memory.mapped_bytes + (waiting if is_mapped else 0),
-        )
-        if machine is not None:
-            free, gpu = machine.gpu.free_bytes, machine.gpu if machine.has_speed else None
-        elif has_gpu():
-            hardware = pick_hardware(settings.device_name, "float32")
-            free, gpu = hardware.free_bytes, find_gpu(hardware.device_name)
+    if on_gpu:
+        pinned = memory.peak_bytes - memory.device_peak_bytes
+        if weights is not None and weights.host_weights is HostWeights.MAPPED:
+            page_cache += weights.host_bytes
+        elif weights is not None:
+            pinned += weights.host_bytes
+    if machine is not None:
+        free, gpu = machine.gpu.free_bytes, machine.gpu if machine.has_speed else None
+    elif not on_gpu:
+        free = _free_bytes(settings)
+    elif has_gpu():
+        hardware = pick_hardware(settings.device_name, "float32")
+        free, gpu = hardware.free_bytes, find_gpu(hardware.device_name)
+    host = HostMemory(pinned_bytes=settings.parallel.ranks_per_node * pinned, page_cache_bytes=page_cache)
     predicted = None if gpu is None else predict_step(settings, gpu)
     needed = memory.needed_bytes(on_gpu=on_gpu)
-    fits = None if free is None else needed <= free
     seconds = None if predicted is None else settings.loop.steps * predicted.seconds
-    verdict = verdict_line(needed=needed, usable=free, fits=fits, on_gpu=on_gpu, host=host, seconds=seconds)
-    return Judged(verdict, host, free, fits, predicted)
+    verdict = verdict_line(needed=needed, usable=free, on_gpu=on_gpu, host=host, seconds=seconds)
+    return Judged(verdict, host, free, None if free is None else needed <= free, predicted)
+
+
+def _free_bytes(settings: TrainSettings) -> int:
+    """Return the memory that is free for one of the ranks on the CPU of a machine."""
+    return read_private_memory().free_bytes // settings.parallel.ranks_per_node
 
 
 def refuse_lack_of_memory(settings: TrainSettings, *, rank: int, reporter: Reporter) -> None:
@@ -264,7 +263,7 @@ def refuse_lack_of_memory(settings: TrainSettings, *, rank: int, reporter: Repor
     """
     if device_type(settings.device_name) != "cpu":
         return
-    free = read_private_memory().free_bytes // settings.parallel.ranks_per_node
+    free = _free_bytes(settings)
     if free >= 4 * (_LAYERS * layer_values(settings) + _COPIES * count_parameters(settings)):
         return
     try:

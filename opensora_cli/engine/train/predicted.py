@@ -29,6 +29,7 @@ from opensora_cli.engine.estimate.predicted_time import (
     UPDATE,
     Links,
     Seconds,
+    autoencoder_seconds,
     copied,
     exchange_seconds,
     kernel_seconds,
@@ -41,7 +42,6 @@ from opensora_cli.engine.train.memory import largest_batch_shape, plan_activatio
 from opensora_cli.engine.train.objectives import find_objective
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
-from opensora_cli.parallel.shares import MeshShape
 from opensora_cli.settings.devices import HostWeights
 from opensora_cli.settings.hardware import GpuSettings, find_gpu
 from opensora_cli.settings.train import TrainSettings
@@ -96,7 +96,8 @@ class _Step:
         data_ranks = settings.parallel.data_ranks(settings.strategy)
         self.rounds = (settings.loop.micro_batches or data_ranks) // data_ranks
         """Number of micro-batches of a rank in an update."""
-        self.mesh = mesh_shape(settings.strategy, settings.parallel)
+        self.mesh, self.exchange = mesh_shape(settings.strategy, settings.parallel), training_exchange(settings)
+        self.mesh_of_clip = replace(self.mesh, replicate=1, shard=1)
         self.links = Links(gpu, settings.parallel.ranks_per_node)
         self.more = find_objective(settings).evaluations(settings)
         self.trained = count_parameters(settings)
@@ -105,9 +106,9 @@ class _Step:
         strategy = settings.strategy
         self.sharing_ranks = self.mesh.shard * self.mesh.ring * self.mesh.ulysses if strategy.shards else 1
         self.gathers = 2 * self.rounds if strategy.gathers_twice else 1
-        """How often an update gathers weights."""
+        """Number of times that an update gathers weights."""
         self.scatters = 1 if strategy.reduces_once else self.rounds
-        """How often an update reduces gradients."""
+        """Number of times that an update reduces gradients."""
 
     def passes(self) -> Seconds:
         """Return the seconds of a forward and a backward pass, including recomputation."""
@@ -146,16 +147,15 @@ class _Step:
         return found
 
     def _forward(self, config: MMDiTConfig) -> Work:
-        mesh, exchange = self._mesh_of_clip, training_exchange(self.settings)
-        work = evaluation_work(config, self.tokens, self.text_tokens, self.dtype, mesh, exchange)
-        return work * self.shape.batch_size
+        size = self.tokens, self.text_tokens
+        return evaluation_work(config, *size, self.dtype, self.mesh_of_clip, self.exchange) * self.shape.batch_size
 
     def _pass(self, config: MMDiTConfig, work: Work, keys_and_values: float) -> Seconds:
         seconds = kernel_seconds(work, self.gpu, self.dtype)
         waited = exchange_seconds(
             config,
-            self._mesh_of_clip,
-            training_exchange(self.settings),
+            self.mesh_of_clip,
+            self.exchange,
             self.links,
             video_tokens=self.shape.batch_size * self.tokens,
             text_tokens=self.shape.batch_size * self.text_tokens,
@@ -165,12 +165,8 @@ class _Step:
         )
         return seconds + {COLLECTIVES: waited}
 
-    @property
-    def _mesh_of_clip(self) -> MeshShape:
-        return replace(self.mesh, replicate=1, shard=1)
-
     def sharing(self, *, computed: float) -> Seconds:
-        """Return how long an update waits for weights and gradients; transfers overlap with `computed` seconds."""
+        """Return the seconds that an update waits for weights and gradients beyond `computed` seconds."""
         mesh, sharing, trained = self.mesh, self.sharing_ranks, self.trained / self.mesh.tensor
         held = self.numbers / mesh.tensor if self.settings.lora.is_on else trained
         more = self.rounds * self.more if self.settings.strategy.gathers_twice else 0.0
@@ -183,21 +179,21 @@ class _Step:
         return Seconds({COLLECTIVES: max(0.0, travel - computed)})
 
     def encoding(self) -> Seconds:
-        """Return how long a rank encodes the clips and captions of a micro-batch; empty with a cache."""
+        """Return the seconds in which a rank encodes the clips and captions of a micro-batch; empty with a cache."""
         settings, shape, gpu = self.settings, self.shape, self.gpu
         if settings.train_mmdit.cache is not None:
             return Seconds()
         dtype = frozen_dtype(settings.train_mmdit, torch.device(GPU))
         files, parts = settings.train_mmdit.files, find_frozen_parts(settings)
-        of_clip = encoding_work(settings.vae, shape.num_frames, shape.height, shape.width, dtype)
-        lengths = self.text_tokens, settings.text.clip_max_length
+        clip = encoding_work(settings.vae, shape.num_frames, shape.height, shape.width, dtype)
         sizes = T5Sizes.of(parts[files.t5]), ClipSizes.of(parts[files.clip])
-        of_captions = text_work(*sizes, lengths, dtype.itemsize, prompts=shape.batch_size)
-        works = {ENCODING: of_clip * shape.batch_size, TEXT: of_captions}
-        return Seconds({part: kernel_seconds(work, gpu, dtype).total for part, work in works.items()})
+        lengths = self.text_tokens, settings.text.clip_max_length
+        captions = text_work(*sizes, lengths, dtype.itemsize, prompts=shape.batch_size)
+        encoding = autoencoder_seconds(clip * shape.batch_size, gpu, dtype)
+        return Seconds({ENCODING: encoding, TEXT: kernel_seconds(captions, gpu, dtype).total})
 
     def update(self) -> Seconds:
-        """Return how long a rank updates its weights, or with states on the host, how long their copies take."""
+        """Return the seconds in which a rank updates its weights or, with states on the host, copies them."""
         own = self.trained / (self.sharing_ranks * self.mesh.tensor if self.settings.strategy.shards else 1)
         if self.settings.optimizer.offload_states:
             return copied(self.gpu, _FP32 * (self.gathers + self.scatters) * own, pinned=True)

@@ -179,8 +179,8 @@ class Trainer:
 
     An update has M micro-batches, which the data-parallel ranks share evenly. Its gradient is the mean over all of
     them, and depends on the number of ranks only by rounding. A step whose loss or gradient is not finite on any rank
-    is skipped on all ranks. The task must be sharded. With `trained_only`, frozen weights
-    and buffers are neither averaged nor saved. Raises ValueError if the ranks cannot share the micro-batches.
+    is skipped on all ranks. The task must be sharded. With `trained_only`, frozen weights and buffers are neither
+    averaged nor saved. Raises ValueError if the ranks cannot share the micro-batches.
     """
 
     def __init__(

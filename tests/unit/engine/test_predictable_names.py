@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import tiny_training
 import torch
 from tiny_world import RecordingReporter
 
@@ -15,7 +16,8 @@ from opensora_cli.core.ranks import find_context
 from opensora_cli.engine.ckpt.download import recorded_digest
 from opensora_cli.engine.ckpt.hub import HubFile, fetch, part_of
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch
-from opensora_cli.engine.train.metrics import JsonLog
+from opensora_cli.engine.train.distribution import Distribution
+from opensora_cli.engine.train.metrics import Metrics
 from opensora_cli.settings.devices import ParallelSettings
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has other links, and no pipes in folders")
@@ -78,7 +80,8 @@ def test_a_log_of_training_that_became_a_link_is_kept_back(tmp_path: Path) -> No
     kept, reporter = tmp_path / "kept", RecordingReporter()
     kept.write_bytes(b"kept")
     (tmp_path / "log.jsonl").symlink_to(kept)
-    JsonLog(tmp_path / "log.jsonl", reporter=reporter).write({"step": 1})
+    settings, alone = tiny_training.vae_settings(tmp_path), Distribution(torch.device("cpu"))
+    Metrics(settings, distribution=alone, output=tmp_path, reporter=reporter).on_validation(1, {"loss": 0.5})
     assert kept.read_bytes() == b"kept"
     [warning] = reporter.warnings
     assert f"cannot write {tmp_path / 'log.jsonl'}: it is a link" in warning

@@ -1,4 +1,4 @@
-"""What is given up to fit a memory, in which order."""
+"""Measures of offload that are taken to fit a memory, in order."""
 
 from dataclasses import replace
 

@@ -11,17 +11,17 @@ HOST = HostMemory(pinned_bytes=20 * GIB, page_cache_bytes=4 * GIB)
 
 
 @pytest.mark.parametrize(
-    ("usable", "fits", "on_gpu", "seconds", "expected"),
+    ("usable", "on_gpu", "seconds", "expected"),
     [
-        (23, True, True, 177, "Fits: 16.9 of 23.0 GiB GPU memory, 24.0 GiB host memory, about 3 min (predicted)"),
-        (12, False, True, None, "Does not fit: 16.9 of 12.0 GiB GPU memory, 24.0 GiB host memory"),
-        (None, None, True, None, "Unknown: 16.9 GiB GPU memory, 24.0 GiB host memory"),
-        (64, True, False, None, "Fits: 16.9 of 64.0 GiB host memory, 4.0 GiB page cache"),
+        (23, True, 177, "Fits: 16.9 of 23.0 GiB GPU memory, 24.0 GiB host memory, about 3 min (predicted)"),
+        (12, True, None, "Does not fit: 16.9 of 12.0 GiB GPU memory, 24.0 GiB host memory"),
+        (None, True, None, "Unknown: 16.9 GiB GPU memory, 24.0 GiB host memory"),
+        (64, False, None, "Fits: 16.9 of 64.0 GiB host memory, 4.0 GiB page cache"),
     ],
 )
-def test_a_verdict(usable: int | None, fits: bool | None, on_gpu: bool, seconds: float | None, expected: str) -> None:
+def test_a_verdict(usable: int | None, on_gpu: bool, seconds: float | None, expected: str) -> None:
     bytes_ = None if usable is None else usable * GIB
-    line = verdict_line(needed=round(16.9 * GIB), usable=bytes_, fits=fits, on_gpu=on_gpu, host=HOST, seconds=seconds)
+    line = verdict_line(needed=round(16.9 * GIB), usable=bytes_, on_gpu=on_gpu, host=HOST, seconds=seconds)
     assert line == expected
 
 
@@ -29,7 +29,7 @@ def test_a_verdict(usable: int | None, fits: bool | None, on_gpu: bool, seconds:
     ("seconds", "expected"), [(1.6, "2 s"), (119, "119 s"), (7300, "2 h"), (7100, "118 min"), (200_000, "2 days")]
 )
 def test_a_time_has_one_unit(seconds: float, expected: str) -> None:
-    line = verdict_line(needed=1, usable=1, fits=True, on_gpu=True, host=HOST, seconds=seconds)
+    line = verdict_line(needed=1, usable=1, on_gpu=True, host=HOST, seconds=seconds)
     assert line.endswith(f"about {expected} (predicted)")
 
 

@@ -1,4 +1,4 @@
-"""What a training lacks: refused before a run, warned of in a plan, each with the line that gets it."""
+"""Missing inputs of a training: refused before a run, warned of in a plan, each with the line that gets it."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""What a transformer computes, against a count of its products."""
+"""FLOPs of a training step, against a count of the products of a transformer."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is recorded of a run: lines of the log, TensorBoard's events, seconds of parts, profiles."""
+"""Records of a run: lines of the log, TensorBoard's events, seconds of parts, profiles."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""How long training steps would take on GPUs that are not here."""
+"""Predicted times of training steps on GPUs that are not here."""
 
 from pathlib import Path
 

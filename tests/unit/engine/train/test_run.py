@@ -64,7 +64,7 @@ def exported(folder):
 
 
 class TestBeforeRanks:
-    """What every rank would refuse is refused before one is started."""
+    """Refusals that every rank would repeat come before one is started."""
 
     @pytest.fixture(autouse=True)
     def _no_ranks(self, monkeypatch):

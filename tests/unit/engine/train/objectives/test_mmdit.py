@@ -1,4 +1,4 @@
-"""What the transformer is trained on, and how: modes, times, dropouts, guidance, and where clips come from."""
+"""Inputs and targets of the transformer: modes, times, dropouts, guidance, and fresh or cached clips."""
 
 import math
 from concurrent.futures import ThreadPoolExecutor
@@ -234,7 +234,7 @@ class TestStep:
         assert elsewhere != losses[0]
 
     def test_time_and_noise_are_those_of_the_formula(self, vae):
-        """What the model is given is x_t of what the loss is measured against."""
+        """The input of the model is x_t of the data and noise of the target."""
         spy = Spy()
         loss, _ = task(encoders(vae), module=spy, weights={"t2v": 1.0}).loss(batch(pixels(2)), rng(0))
         call = spy.calls[0]
