@@ -54,11 +54,10 @@ from opensora_cli.core.files import json_bytes
 from opensora_cli.core.formatting import escaped, first_few, plain, without_credentials
 
 _ADAPTER_FOLDER = "lora"
-_OPTIMIZER_FILE = f"{OPTIMIZER_FOLDER}/optimizer.pt"
-_LR_SCHEDULER_FILE, _SAMPLER_FILE = "lr_scheduler.pt", "sampler.pt"
+_STATE_FILES = (f"{OPTIMIZER_FOLDER}/optimizer.pt", "lr_scheduler.pt", "sampler.pt")
 _REPLACED = (
     *(MODEL_FOLDER, _ADAPTER_FOLDER, EMA_FILE, MASTER_FILE, OPTIMIZER_FOLDER),
-    *(_LR_SCHEDULER_FILE, _SAMPLER_FILE, RUNNING_STATES_FILE),
+    *(*_STATE_FILES, RUNNING_STATES_FILE),
 )
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 _T = TypeVar("_T")
@@ -67,22 +66,12 @@ _T = TypeVar("_T")
 class CheckpointIO:
     """Reader and background writer of checkpoint folders. All ranks call it, and the first rank writes.
 
-    `save` copies everything and returns. The next `save`, `load`, `wait` or the end of a `with` block waits for the
-    writing to end, and raises its error on all ranks. The end of the program waits too, and prints the error.
+    `save` copies everything and returns. The next `save`, `load` or `wait` waits for the writing to end, and raises its
+    error on all ranks. The end of the program waits too, and prints the error.
     """
 
     def __init__(self, n_write_entries: int = 32) -> None:
         self._job = BackgroundJob()
-        self._outcome_is_open = False
-        """Whether the ranks have not exchanged the outcome of the last write."""
-
-    def __enter__(self) -> "CheckpointIO":
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        # After an error the other ranks may have ended.
-        self._outcome_is_open = self._outcome_is_open and error is None
-        self.wait()
 
     def save(
         self,
@@ -130,8 +119,8 @@ class CheckpointIO:
             tensors[EMA_FILE] = _averages(ema, shapes)
         if master is not None:
             tensors[MASTER_FILE] = _gathered(dict(master))
-        named = {_OPTIMIZER_FILE: optimizer, _LR_SCHEDULER_FILE: lr_scheduler, _SAMPLER_FILE: sampler}
-        states = {name: _gathered(state.state_dict()) for name, state in named.items() if state is not None}
+        named = zip(_STATE_FILES, (optimizer, lr_scheduler, sampler), strict=True)
+        states = {name: _gathered(state.state_dict()) for name, state in named if state is not None}
         running = {"epoch": epoch, "step": step, "global_step": updates, "batch_size": batch_size}
 
         def copy_and_write() -> None:
@@ -151,16 +140,11 @@ class CheckpointIO:
                 write()
 
         _do_on_first_rank(copy_and_write)
-        self._outcome_is_open = async_io
         return str(folder)
 
     def wait(self) -> None:
         """Wait for the writing to end. Raises its OutputError once, on all ranks."""
-        outcome_is_open, self._outcome_is_open = self._outcome_is_open, False
-        if outcome_is_open:
-            _do_on_first_rank(self._wait_alone)
-        else:
-            self._wait_alone()
+        _do_on_first_rank(self._wait)
 
     def load(
         self,
@@ -193,13 +177,12 @@ class CheckpointIO:
         for module, select in ((model, Selection.MODEL), (ema, Selection.EMA)):
             if module is not None:
                 fill_module(module, open_checkpoint(folder, select=select), strict=strict)
-        named = {_OPTIMIZER_FILE: optimizer, _LR_SCHEDULER_FILE: lr_scheduler, _SAMPLER_FILE: sampler}
-        for name, target in named.items():
+        for name, target in zip(_STATE_FILES, (optimizer, lr_scheduler, sampler), strict=True):
             if target is not None:
                 _load_state(target, folder / name)
         return running["epoch"], running["step"]
 
-    def _wait_alone(self) -> None:
+    def _wait(self) -> None:
         error = self._job.wait()
         atexit.unregister(self._report_at_exit)
         if error is not None:

@@ -32,7 +32,7 @@ DType = StrEnum("DType", ["AUTO", "FLOAT32", "BFLOAT16", "FLOAT16"])
 AttentionChoice = StrEnum(
     "AttentionChoice", ["AUTO", "SDPA", "CUDNN", "FLASH2", "FLASH3", "FLASH4", "XFORMERS", "MATH", "BF16_PRODUCTS"]
 )
-"""Attention backend of the transformer (see `core.attention_kinds`). `auto` means the first one that works."""
+"""Attention backend of the transformer (see `core.attention`). `auto` means the first one that works."""
 
 OffloadMode = StrEnum("OffloadMode", ["AUTO", "NONE", "MODEL", "BLOCKS"])
 """Weights that wait in host memory until they are needed. `auto` means the fastest mode that fits in memory."""

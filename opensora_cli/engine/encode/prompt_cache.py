@@ -15,10 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from opensora_cli.checkpoint.formats.safetensors import write_safetensors
-from opensora_cli.checkpoint.lazy import LazyTensor
+from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.core.exceptions import OsoraError
-from opensora_cli.core.files import atomic_path, user_cache
+from opensora_cli.core.files import user_cache
 from opensora_cli.core.progress import Reporter
 
 _ENDING = ".safetensors"
@@ -107,15 +106,11 @@ class PromptCache:
         if self._folder is None or not self.is_writable:
             return
         size = embeds.nbytes + _HEADER_BYTES
-        tensors = {
-            _PROMPT_EMBEDS: LazyTensor.of(embeds.prompt_embeds_1LC),
-            _POOLED_PROMPT_EMBEDS: LazyTensor.of(embeds.pooled_prompt_embeds_1V),
-        }
+        tensors = {_PROMPT_EMBEDS: embeds.prompt_embeds_1LC, _POOLED_PROMPT_EMBEDS: embeds.pooled_prompt_embeds_1V}
         try:
             self.is_writable = self._make_room(self._folder, size, limit)
             if self.is_writable:
-                with atomic_path(_path(self._folder, name)) as temporary:
-                    write_safetensors(temporary, tensors, metadata={_DIGEST: embeds.sha256()})
+                write_weights(_path(self._folder, name), tensors, metadata={_DIGEST: embeds.sha256()})
         except (OsoraError, OSError) as error:
             self.is_writable = False
             reporter.warn(f"embeddings of prompts are not cached: {_reason(error)}")

@@ -25,7 +25,7 @@ from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.hardware import OutOfMemoryError
 from opensora_cli.engine.components.linear_products import LinearProductsReport, use_in_block
 from opensora_cli.engine.components.loras import add_loras
-from opensora_cli.engine.components.parallelize import shard_block, shard_t5
+from opensora_cli.engine.components.parallelize import shard_t5
 from opensora_cli.engine.components.weights import Component, stamp_of
 from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.estimate.offload import (
@@ -50,6 +50,7 @@ from opensora_cli.models.mmdit.layout import converter, find_rotary
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.parallel.tensor import shard_linears
 from opensora_cli.settings.devices import HostWeights, OffloadMode
 
 T = TypeVar("T")
@@ -319,7 +320,8 @@ def load_transformer(
         def finish_block(path: str) -> None:
             block = transformer.get_submodule(path)
             if group is not None:
-                shard_block(block, blocks[path], group)
+                stack = blocks[path]
+                shard_linears(block, stack.linears, group, used_by_all_heads=stack.used_by_all_heads)
             if offload.linear is not LinearProducts.EXACT:
                 for error in use_in_block(block, blocks[path], offload.linear):
                     measured(replace(error, path=f"{path}.{error.path}"))

@@ -230,8 +230,8 @@ class MMDiTTask(Objective):
             metadata = scale_metadata(run.vae)
             write_weights(folder / TRANSFORMER_FILE, weights, dtype=torch.float16, metadata=metadata)
 
-    def adapter_metadata(self) -> dict[str, str] | None:
-        return None
+    def adapter_metadata(self) -> dict[str, str]:
+        return {}
 
     def _name(self, path: str) -> str:
         """Return the path relative to the table of clips, so that moved data trains the same model."""
