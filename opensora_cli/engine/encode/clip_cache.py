@@ -22,8 +22,7 @@ from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.core.exceptions import CheckpointError, FileProblem
 from opensora_cli.core.reading import require_file
 from opensora_cli.data.batches import ClipRequest
-from opensora_cli.engine.encode.clips import POOLED_PROMPT_EMBEDS, PROMPT_EMBEDS, CachedClip
-from opensora_cli.engine.encode.encoders import EmptyPrompt
+from opensora_cli.engine.encode.clips import POOLED_PROMPT_EMBEDS, PROMPT_EMBEDS, CachedClip, EmptyPrompt
 
 Identity = Mapping[str, str]
 """Digests of the models that made a cache, and values of the settings that change its tensors, by name."""

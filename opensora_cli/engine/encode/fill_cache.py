@@ -29,10 +29,11 @@ from opensora_cli.engine.encode.clips import (
     encode_for_cache,
     encoded_parts,
     fitting_modes,
+    frozen_dtype,
+    load_encoders,
     part_name,
 )
 from opensora_cli.engine.encode.datasets import open_table
-from opensora_cli.engine.encode.encoders import frozen_dtype, load_encoders
 from opensora_cli.engine.encode.inputs import require_cache_inputs, require_frozen_parts
 from opensora_cli.settings.train import TrainSettings
 

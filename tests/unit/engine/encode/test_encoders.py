@@ -7,8 +7,8 @@ import torch
 from mapped_memory import are_mapped, needs_maps
 from safetensors.torch import load_file, save_file
 
-from opensora_cli.engine.encode import encoders as encoders_module
-from opensora_cli.engine.encode.encoders import load_encoders
+from opensora_cli.engine.encode import clips
+from opensora_cli.engine.encode.clips import load_encoders
 
 CPU = torch.device("cpu")
 CAPTION = "a boat on the sea"
@@ -26,8 +26,8 @@ def test_mapped_layers_give_the_embeddings_of_cast_ones(stored, tmp_path, monkey
         loaded.append(plain_load_t5(*args, **options))
         return loaded[-1]
 
-    plain_load_t5 = encoders_module.load_t5
-    monkeypatch.setattr(encoders_module, "load_t5", load_t5)
+    plain_load_t5 = clips.load_t5
+    monkeypatch.setattr(clips, "load_t5", load_t5)
     encoders = load_encoders(settings, device=CPU)
     whole = plain_load_t5(weights / "t5", max_length=settings.text.t5_max_length, device=CPU, dtype=torch.float32)
     for _ in range(2):
