@@ -8,8 +8,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,11 +44,7 @@ from opensora_cli.checkpoint.shared_folder import (
     write_share,
 )
 from opensora_cli.checkpoint.transforms import rename
-from opensora_cli.community import refused
-from opensora_cli.community._sharding import model_gathering as model_gathering
-from opensora_cli.community._sharding import model_sharding as model_sharding
-from opensora_cli.community._sharding import rank_and_count
-from opensora_cli.community._sharding import record_model_param_shape as record_model_param_shape
+from opensora_cli.community import own_piece, rank_and_count, refused, unwrapped
 from opensora_cli.core.choices import Selection
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.files import json_bytes
@@ -103,7 +100,7 @@ class CheckpointIO:
         self.wait()
         updates = global_step if actual_update_step is None else actual_update_step
         folder = Path(save_dir) / checkpoint_folder_name(epoch=epoch, global_step=updates)
-        module = _unwrapped(model)
+        module = unwrapped(model)
         shapes = ema_shape_dict or ({} if module is None else record_model_param_shape(module))
         tensors: dict[str, Mapping[str, Tensor]] = {}
         files: dict[str, bytes] = {}
@@ -164,7 +161,7 @@ class CheckpointIO:
         """
         _refuse(booster, include_master_weights)
         self.wait()
-        folder, model = Path(load_dir), _unwrapped(model)
+        folder, model = Path(load_dir), unwrapped(model)
         if not (folder / RUNNING_STATES_FILE).is_file():
             raise CheckpointError(f"{folder} is not a complete checkpoint: {RUNNING_STATES_FILE} is missing")
         running = read_running_document(folder)
@@ -191,10 +188,6 @@ class CheckpointIO:
     def _report_at_exit(self) -> None:
         if self._job.error is not None:
             print(escaped(f"error: the last checkpoint is lost: {self._job.error}"), file=sys.stderr)
-
-
-def _unwrapped(model: nn.Module | None) -> Any:
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def _refuse(booster: object, wants_master: bool) -> None:
@@ -317,6 +310,49 @@ def rm_checkpoints(save_dir: str | Path, keep_n_latest: int = 0) -> None:
     """Remove all except the newest checkpoints of a run; 0 keeps all. One rank calls it."""
     for folder in epoch_folders(Path(save_dir))[keep_n_latest:] if keep_n_latest > 0 else ():
         remove_checkpoint(folder)
+
+
+# Sharded averages: equal flat pieces of parameters, one for each rank, padded with zeros. An averaged copy of a large
+# model is updated element by element, so a rank needs the whole copy only for saving.
+
+
+def record_model_param_shape(model: nn.Module) -> dict[str, torch.Size]:
+    """Return the shape of each parameter by name, for `model_gathering`."""
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def model_sharding(model: nn.Module, device: torch.device | str | None = None) -> None:
+    """Replace every parameter, in place, by this rank's piece, on `device` or on the parameter's device.
+
+    The model is equal on all ranks. Buffers stay whole, and gradients are dropped.
+    """
+    for parameter in model.parameters():
+        parameter.data = own_piece(parameter, device)
+        parameter.grad = None
+
+
+def model_gathering(
+    model: nn.Module, model_shape_dict: Mapping[str, Sequence[int]], pinned_state_dict: Mapping[str, Tensor]
+) -> None:
+    """Gather the pieces of a sharded model on the first rank; all ranks call it.
+
+    `model_shape_dict` has the shapes before sharding. `pinned_state_dict` holds the tensors that receive parameters and
+    buffers on the first rank; other ranks may pass an empty one. Raises KeyError if a dictionary lacks a parameter.
+    """
+    rank, ranks = rank_and_count()
+    for name, parameter in model.named_parameters():
+        shape = tuple(model_shape_dict[name])
+        pieces = [torch.empty_like(parameter) for _ in range(ranks)] if rank == 0 else None
+        if ranks > 1:
+            dist.gather(parameter.detach().contiguous(), pieces)
+        elif pieces is not None:
+            pieces = [parameter.detach()]
+        if pieces is not None:
+            pinned_state_dict[name].copy_(torch.cat(pieces)[: prod(shape)].view(shape))
+    if rank == 0:
+        for name, buffer in model.named_buffers():
+            if name in pinned_state_dict:
+                pinned_state_dict[name].copy_(buffer)
 
 
 master_weights_gathering = refused("master_weights_gathering", hint="use CheckpointIO.save(..., master=weights)")
