@@ -140,9 +140,7 @@ def join_hosts(reports: Sequence[HostLinks]) -> tuple[HostLinks, ...]:
 
 
 def _this_rank(group: dist.ProcessGroup, device: torch.device) -> HostLinks:
-    rank = (dist.get_rank(group),)
-    name = socket.gethostname()
-    network = read_network()
+    name, rank, network = socket.gethostname(), (dist.get_rank(group),), read_network()
     if not is_gpu(device):
         processor = platform.processor() or platform.machine()
         return HostLinks(name=name, ranks=rank, devices=(f"cpu {processor}",), network=network)

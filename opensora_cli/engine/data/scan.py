@@ -20,7 +20,15 @@ from opensora_cli.core.locks import lock_beside, sole_run
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.reading import read_text, reading, require_there
 from opensora_cli.data.buckets import NO_BUCKET, Buckets
-from opensora_cli.data.table import COLUMNS, ClipTable, check_table_name, read_table, split_table, write_table
+from opensora_cli.data.table import (
+    COLUMNS,
+    BrokenFile,
+    ClipTable,
+    check_table_name,
+    read_table,
+    split_table,
+    write_table,
+)
 from opensora_cli.engine.encode.datasets import make_buckets
 from opensora_cli.media.containers import MediaFacts
 from opensora_cli.media.read import media_files, probe, read_cut
@@ -36,14 +44,6 @@ _CAPTION_ENDINGS = (".txt", ".TXT", ".caption", ".json")
 _CAPTION_KEYS = ("text", "caption", "prompt")
 _LONGEST_BYTES = 10**6
 """Limit of a caption file in bytes; no text encoder reads a hundredth of it."""
-
-
-class BrokenFile(Document):
-    """File that is not in the table."""
-
-    path: str
-    reason: str
-    """Error message, which names the file or its caption file."""
 
 
 class ScanResult(Document):
