@@ -17,7 +17,6 @@ from torch import Tensor
 
 from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.core.exceptions import OsoraError
-from opensora_cli.core.files import user_cache
 from opensora_cli.core.progress import Reporter
 
 _ENDING = ".safetensors"
@@ -68,25 +67,10 @@ class PromptCache:
         self.is_writable = folder is not None
         """Whether there is a folder with room, in which every write succeeded."""
 
-    @classmethod
-    def of_user(cls) -> "PromptCache":
-        """Return the cache of the user who runs this, if they have a folder for it."""
-        return cls(user_cache("prompts"))
-
-    @property
-    def folder(self) -> Path | None:
-        """Folder of the files, or None if the folder does not exist yet."""
-        return self._folder if self._folder is not None and os.path.isdir(self._folder) else None
-
-    def has(self, name: str) -> bool:
-        """Return whether there is a file for a name; it can be broken."""
-        return self._folder is not None and os.path.isfile(_path(self._folder, name))
-
     def read(self, name: str, reporter: Reporter) -> TextEmbeds | None:
         """Return the embeddings for a name, on the CPU, or None if they are missing or broken."""
-        if self._folder is None or not self.has(name):
+        if self._folder is None or not os.path.isfile(path := self._folder / f"{name}{_ENDING}"):
             return None
-        path = _path(self._folder, name)
         try:
             with safe_open(path, framework="pt") as file:
                 tensors = (file.get_tensor(_PROMPT_EMBEDS), file.get_tensor(_POOLED_PROMPT_EMBEDS))
@@ -110,7 +94,7 @@ class PromptCache:
         try:
             self.is_writable = self._make_room(self._folder, size, limit)
             if self.is_writable:
-                write_weights(_path(self._folder, name), tensors, metadata={_DIGEST: embeds.sha256()})
+                write_weights(self._folder / f"{name}{_ENDING}", tensors, metadata={_DIGEST: embeds.sha256()})
         except (OsoraError, OSError) as error:
             self.is_writable = False
             reporter.warn(f"embeddings of prompts are not cached: {_reason(error)}")
@@ -130,10 +114,6 @@ class PromptCache:
             path.unlink(missing_ok=True)
             free += size
         return free >= nbytes
-
-
-def _path(folder: Path, name: str) -> Path:
-    return folder / f"{name}{_ENDING}"
 
 
 def _reason(error: Exception) -> str:

@@ -18,6 +18,7 @@ from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.choices import LinearProducts, Rotary
 from opensora_cli.core.device import release_memory
 from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.files import user_cache
 from opensora_cli.core.progress import BYTES
 from opensora_cli.engine.components import text_encoders
 from opensora_cli.engine.components.architectures import load_autoencoder, mmdit_config, transformer_on_meta
@@ -83,7 +84,7 @@ class LoadedModels:
 
     def __init__(self, *, stay: bool = False, ranks: Ranks = ALONE) -> None:
         self.ranks = ranks
-        self.prompts = PromptCache.of_user()
+        self.prompts = PromptCache(user_cache("prompts"))
         """Cache of prompt embeddings from earlier runs."""
         self._stay = stay
         self._held: dict[str, _Held] = {}
