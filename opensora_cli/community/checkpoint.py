@@ -1,6 +1,7 @@
 """Functions for checkpoints: weights of any format, the state of a training run, sharded averages."""
 
 import atexit
+import io
 import json
 import re
 import secrets
@@ -31,7 +32,7 @@ from opensora_cli.checkpoint.formats.colossal import (
     read_running_document,
 )
 from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE
-from opensora_cli.checkpoint.formats.torch import read_object, torch_bytes
+from opensora_cli.checkpoint.formats.torch import read_object
 from opensora_cli.checkpoint.load import fill_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.shared_folder import (
@@ -221,11 +222,15 @@ def _averages(ema: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str, 
 
 
 def _serialized(name: str, state: object) -> bytes:
+    buffer = io.BytesIO()
     try:
-        return torch_bytes(state, name=name)
+        torch.save(state, buffer)
+        torch.load(io.BytesIO(buffer.getbuffer()), weights_only=True)
     except Exception as error:
+        reason = " ".join(str(error).split()).rpartition("WeightsUnpickler error: ")[2]
         hint = "keep tensors, numbers, text, and lists and dictionaries of them in the state"
-        raise OutputError(f"{name} cannot be saved: {' '.join(str(error).split())[:300]}", hint=hint) from error
+        raise OutputError(f"{name} cannot be saved: {reason[:300]}", hint=hint) from error
+    return buffer.getvalue()
 
 
 def _load_state(target: Stateful, path: Path) -> None:
