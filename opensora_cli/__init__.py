@@ -7,8 +7,7 @@ __version__ = "0.1.0"
 __all__ = ["Pipeline", "Video", "__version__", "generate"]
 
 if TYPE_CHECKING:
-    from opensora_cli.api.pipeline import Pipeline, generate
-    from opensora_cli.api.video import Video
+    from opensora_cli.api import Pipeline, Video, generate
 else:
 
     def __getattr__(name: str) -> object:
@@ -17,4 +16,4 @@ else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import import_module
 
-        return getattr(import_module("opensora_cli.api.pipeline"), name)
+        return getattr(import_module("opensora_cli.api"), name)

@@ -1,21 +1,22 @@
 """`osora bench-generate`: seconds, memory and likeness of a video made with other settings."""
 
-from pathlib import Path
+from dataclasses import replace
 
 from opensora_cli.cli import generate
 from opensora_cli.cli.command import Call, make_command
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.layers import Layer
+from opensora_cli.settings.generate_sections import OutputSettings
+from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import generate_request
-from opensora_cli.settings.tools import benched_request, read_tries, refuse_unfit, tried_settings
+from opensora_cli.settings.tools import read_tries, refuse_unfit, tried_settings
 
 _COMPARED = "Compared settings"
 _MOST_REPEATS = 1000
 
 
-def bench_generate(given: Layer, call: Call) -> None:
+def bench_generate(given: dict[str, Given], call: Call) -> None:
     """Time a video by stage, and compare it with the same video made with other settings.
 
     The exact run has the settings as they are given. No video is kept. A row with equal latents, evaluations and
@@ -32,8 +33,11 @@ def bench_generate(given: Layer, call: Call) -> None:
     repeats = call.value("--repeats", int)
     if repeats is not None and not 1 <= repeats <= _MOST_REPEATS:
         raise RequestError(f"--repeats {repeats} must be from 1 to {_MOST_REPEATS}")
-    sidecar = call.value("--from", Path)
-    request = benched_request(generate_request(given, assignments=call.assignments, saved=sidecar, config=call.config))
+    saved = generate.continued(given, call)
+    request = generate_request(given, assignments=call.assignments, saved=saved, config=call.config, any_prompt=True)
+    # No result is written.
+    usual = Given(OutputSettings().path, "bench-generate")
+    request = replace(request, overrides={**request.overrides, "output.path": usual})
     exact = resolve(request, reporter=call.reporter, context=call.context, loading=call.loading)
     refuse_unfit(exact)
     if call.context is None:

@@ -1,7 +1,6 @@
 """`osora generate`: from a prompt to a video."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.flags import FLAGS, MACHINE, OUTPUT, PROMPT, REFERENCE, SAMPLING, VIDEO, Option, option_of
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Given
-from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, generate_request, load_preset
+from opensora_cli.settings.load import GenerateRequest, SavedSettings, generate_request, load_preset
 
 _FROM = ("--from", "--resume", "--from-latents")
 _PANELS = ("", PROMPT, VIDEO, REFERENCE, SAMPLING, MACHINE, OUTPUT)
@@ -27,7 +26,7 @@ def generate(given: dict[str, Given], call: Call) -> None:
       osora generate "the boat turns around" --continue boat.mp4
       osora generate --from samples/raining-sea_seed42.mp4 --seed 7
     """
-    sidecar, dry_run = _continued(given, call), "--dry-run" in call.given
+    saved, dry_run = continued(given, call), "--dry-run" in call.given
     _refuse_combinations(call, given)
     if (clip := call.value("--continue", Path)) is not None:
         given["condition.references"] = Given(str(clip), "--continue")
@@ -36,9 +35,7 @@ def generate(given: dict[str, Given], call: Call) -> None:
         given["output.explore"] = Given(True, "--explore")
         given["sampling.num_samples"] = Given(call.given["--explore"], "--explore")
         given["sampling.stop_at"] = Given(call.given["--explore-steps"], "--explore-steps")
-    request = generate_request(given, assignments=call.assignments, saved=sidecar, config=call.config, on=call.planned)
-    if request.on is not None and request.text("prompt") is None:
-        request = replace(request, overrides={**request.overrides, "prompt": Given(ANY_PROMPT, "--on")})
+    request = generate_request(given, assignments=call.assignments, saved=saved, config=call.config, on=call.planned)
     if (table := call.value("--prompts", Path)) is not None:
         _make_rows(request, call, table, dry_run=dry_run)
         return
@@ -59,20 +56,20 @@ def generate(given: dict[str, Given], call: Call) -> None:
         call.show(run.generate(settings, reporter=call.reporter, context=call.context, rank_flags=call.again()))
 
 
-def _continued(given: dict[str, Given], call: Call) -> Path | None:
-    """Return the sidecar that `--from` names, or add what its file records to `given`."""
+def continued(given: dict[str, Given], call: Call) -> SavedSettings | None:
+    """Return the settings in the sidecar that `--from` names, or add what its file records to `given`."""
     sources = [label for label in _FROM if label in call.given]
     if not sources:
         return None
     call.refuse(sources[1:], beside=sources[0])
     file = call.value(sources[0], Path)
     assert file is not None
-    from opensora_cli.engine.show import continued
+    from opensora_cli.engine import show
 
-    sidecar = continued(file, given)
-    if sidecar is None and not {"resume", "from_latents"} & given.keys():
+    saved = show.continued(file, given)
+    if saved is None and not {"resume", "from_latents"} & given.keys():
         call.reporter.note(f"{file} has no sidecar: it gives its prompt and seed alone")
-    return sidecar
+    return saved
 
 
 def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:
@@ -94,7 +91,8 @@ def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:
 def _make_rows(request: GenerateRequest, call: Call, table: Path, *, dry_run: bool) -> None:
     from opensora_cli.engine.generate.prompts import read_prompts, rows_of_shard
 
-    own = rows_of_shard(call.value("--shard", str) or "1/1")
+    shard = call.value("--shard", str)
+    own = rows_of_shard("1/1" if shard is None else shard)
     rows = read_prompts(table)[own]
     with call.loading():
         from opensora_cli.engine.generate.batch import generate_rows, plan_rows
@@ -108,7 +106,7 @@ def _make_rows(request: GenerateRequest, call: Call, table: Path, *, dry_run: bo
 
 def _preset_defaults() -> Mapping[str, str]:
     """Return the values of the released model's presets, and the demo's where they differ."""
-    presets = {name: load_preset(name, prompt="any") for name in list_presets("generate")}
+    presets = {name: load_preset(name) for name in list_presets("generate")}
     demo, released = presets.pop(DEMO), next(iter(presets.values()))
     found = {}
     for name, row in FLAGS.items():

@@ -8,7 +8,7 @@ from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.files import open_config
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.layers import Given
-from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, generate_request
+from opensora_cli.settings.load import GenerateRequest, generate_request
 from opensora_cli.settings.tools import MemProfileSettings
 from opensora_cli.settings.train import TrainSettings
 
@@ -53,17 +53,17 @@ def _profiled(call: Call) -> GenerateRequest | TrainSettings:
         return train.load_settings(given, call, config=file, machine=call.planned)
     if device is not None:
         given["runtime.device"] = Given(device, "--device")
-    usual = {"prompt": Given(ANY_PROMPT, "mem-profile")}
-    if file is None and call.planned is None:
-        usual["runtime.model_choice"] = Given(DEMO, "mem-profile")
-    return generate_request(given, below=usual, assignments=call.assignments, config=file, on=call.planned)
+    usual = {"runtime.model_choice": Given(DEMO, "mem-profile")} if file is None and call.planned is None else {}
+    return generate_request(
+        given, below=usual, assignments=call.assignments, config=file, on=call.planned, any_prompt=True
+    )
 
 
 _ROWS = {
     "--config": config_row("Recipe (training), preset, or file of settings.", "train", "generate")._replace(
         default="the demo, generating"
     ),
-    "--set": set_row("Any setting of what is profiled."),
+    "--set": set_row("Any setting of the generation or training."),
     "--device": Option(kind=str, metavar="DEVICE", help=device_names.HELP, default="auto"),
     "--gpus": Option(metavar="N", help="Predict for each of N devices of any machine; measure nothing."),
     "--on": ON._replace(help="Predict for other GPUs, as in 8xH100 or 12GiB; measure nothing."),

@@ -1,10 +1,7 @@
 """`osora serve`: an API, a queue and a page for videos."""
 
-import os
-
 from opensora_cli.cli.command import Call, make_command, set_row
 from opensora_cli.core.exceptions import missing_library
-from opensora_cli.core.ranks import find_context
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Given, collect_overrides
@@ -24,10 +21,10 @@ def serve(settings: ServeSettings, call: Call) -> None:
     """
     given = {"parallel.gpus": Given(call.given["--gpus"], "--gpus")} if "--gpus" in call.given else {}
     base = collect_overrides(GenerateSettings, given, call.assignments)
-    if (context := find_context(os.environ)) is not None:
+    if call.context is not None:
         from opensora_cli.server.worker import make_in_rank
 
-        make_in_rank(context, base)
+        make_in_rank(call.context, base)
         return
     try:
         from opensora_cli.server.run import serve as run
@@ -45,4 +42,4 @@ _ROWS = {
     "--gpus": Option(help="GPUs that share each video.", metavar="N", default="1"),
     "--set": set_row("Any setting of all videos, such as memory.offload=blocks."),
 }
-COMMAND = make_command(serve, _ROWS)
+COMMAND = make_command(serve, _ROWS, on_ranks=True)

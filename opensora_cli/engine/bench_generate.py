@@ -227,13 +227,12 @@ def _planned(exact: Chain, tries: Tries, models: LoadedModels, reporter: Reporte
     """Return a row for each setting, the exact run first, and the reason for each skipped name of the standard set."""
     require_weights(exact, reporter)
     require_room(exact, reporter)
-    # Sums depend on the number of threads: all rows use the number of the exact run.
-    exact = exact.with_threads()
     rows, skipped = [_Row(EXACT, {}, exact)], {}
     for name, changes in (STANDARD if tries is None else tries).items():
         try:
+            # Sums depend on the number of threads: all rows use the number of the exact run.
             changed, silent = tried_settings(exact.settings, changes, name=name), SilentReporter()
-            chain = plan_here(changed, models, reporter=silent).with_threads()
+            chain = plan_here(changed, models, reporter=silent)
             require_weights(chain, silent)
             require_fit(chain)
         except OsoraError as error:

@@ -75,7 +75,7 @@ def describe_presets() -> Presets:
             disk_gib=disk,
             fits=tuple(gpu.name for gpu in gpus if gpu.free_bytes >= most * _GIB),
             fits_with_offload=tuple(gpu.name for gpu in gpus if least * _GIB <= gpu.free_bytes < most * _GIB),
-            settings=load_preset(name, prompt="any").model_dump(mode="json", exclude={"prompt"}),
+            settings=load_preset(name).model_dump(mode="json", exclude={"prompt"}),
         )
 
     return Presets(presets=tuple(map(describe, list_presets("generate"))))

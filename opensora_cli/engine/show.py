@@ -14,6 +14,7 @@ from opensora_cli.core.reading import read_json_object, reading
 from opensora_cli.engine.generate.sample import REQUEST_KEY, STEPS_KEY, open_latents
 from opensora_cli.media.results import read_tags, sidecar_path
 from opensora_cli.settings.layers import Given
+from opensora_cli.settings.load import SavedSettings, read_sidecar
 
 _MEDIA_ENDINGS = frozenset({".gif", ".mp4", ".png", ".webp"})
 _WEIGHTS_ENDING = ".safetensors"
@@ -104,13 +105,13 @@ def show_recorded(path: Path) -> Shown | None:
         raise FileProblem(f"{path} is damaged: {plain(str(error).splitlines()[0])}") from error
 
 
-def continued(path: Path, given: dict[str, Given]) -> Path | None:
-    """Return the sidecar that `--from` names.
+def continued(path: Path, given: dict[str, Given]) -> SavedSettings | None:
+    """Return the settings in the sidecar that `--from` names.
 
     Without one, what the file records is added to `given`: the setting that continues saved latents, or the prompt and
     seed of a result, unless they are given.
 
-    Raises FileProblem if a result has no sidecar, and no prompt in itself.
+    Raises FileProblem if the sidecar is missing or broken, or a result has no sidecar, and no prompt in itself.
     """
     if path.name.endswith(_WEIGHTS_ENDING):
         try:
@@ -119,11 +120,9 @@ def continued(path: Path, given: dict[str, Given]) -> Path | None:
             is_begun = False
         given["resume" if is_begun else "from_latents"] = Given(str(path), "--from")
         return None
-    if not _is_media(path):
-        return path
-    sidecar = sidecar_path(path)
-    if sidecar.is_file():
-        return sidecar
+    sidecar = sidecar_path(path) if _is_media(path) else path
+    if sidecar is path or sidecar.is_file():
+        return read_sidecar(sidecar)
     tags = read_tags(path) if path.exists() else {}
     if "prompt" not in tags:
         raise FileProblem(f"{path} has no sidecar {sidecar.name} beside it, and no prompt in itself")

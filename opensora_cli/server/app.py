@@ -151,7 +151,7 @@ def _add_model(app: FastAPI, server: Server) -> None:
     @app.get("/v1/options")
     async def options() -> dict[str, Any]:
         """Return the choices and defaults of the model, for forms."""
-        presets = {name: load_preset(name, prompt="any") for name in presets_of(server.model)}
+        presets = {name: load_preset(name) for name in presets_of(server.model)}
         video = server.usual.video
         return {
             "model": server.model,

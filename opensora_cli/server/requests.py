@@ -157,7 +157,7 @@ def _key(name: str) -> str:
 def presets_of(model: str) -> tuple[str, ...]:
     """Return the names of a model's presets, the usual one first."""
     usual = ARCHITECTURES[model].presets
-    others = (name for name in list_presets("generate") if load_preset(name, prompt="any").model.name == model)
+    others = (name for name in list_presets("generate") if load_preset(name).model.name == model)
     return tuple(dict.fromkeys((*usual, *others)))
 
 

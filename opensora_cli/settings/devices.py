@@ -278,6 +278,6 @@ class MemorySettings(Section):
 
     offload: OffloadMode = Field(OffloadMode.AUTO, description="Weights on the host: auto, none, model or blocks.")
     resident_blocks: Blocks | None = Field(None, description="Offloaded blocks on the device. None: as many as fit.")
-    limit: ByteSize | None = Field(None, description="Most GPU memory to use, as in 24GiB. None: what is free.")
+    limit: ByteSize | None = Field(None, description="Most GPU memory to use, as in 24GiB. None: free memory.")
     host_weights: HostWeights | None = Field(None, description="Location of offloaded blocks. None: by memory.")
     fp8_storage: bool = Field(False, description="Store block weights in 8 bits, which changes the result.")

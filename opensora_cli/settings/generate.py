@@ -104,6 +104,11 @@ class GenerateSettings(Section):
         return self.output.format or self.output.named_format or usual
 
     @property
+    def num_samples(self) -> int:
+        """Number of results."""
+        return 1 if self.from_latents is not None else self.sampling.num_samples
+
+    @property
     def num_latent_frames(self) -> int:
         """Latent frames of a segment."""
         return (self.video.num_frames - 1) // self.vae.grid.time_compression_ratio + 1

@@ -265,11 +265,6 @@ class OutputSettings(Section):
     explore: bool = Field(False, description="Stop all samples early and make a contact sheet of them.")
 
     @property
-    def makes_previews(self) -> bool:
-        """Whether predicted videos are shown and kept during sampling."""
-        return self.preview_every is not None or self.explore
-
-    @property
     def named_format(self) -> MediaFormat | None:
         """Format that the ending of `path` names, or None for a folder."""
         return named_format(self.path)

@@ -32,7 +32,7 @@ S = TypeVar("S", bound=Section)
 
 ENVIRONMENT_PREFIX = "OSORA_"
 SERVER_VARIABLES = ("OSORA_REFINE_URL", "OSORA_REFINE_KEY", "OSORA_REFINE_MODEL")
-"""Variables of the language model server. They are no settings: settings are saved, and the key must not be."""
+"""Variables of the language model server. They are not settings, which are saved: the key must stay secret."""
 _SCHEMAS = ("generate:GenerateSettings", "train:TrainSettings", "vae:ReconstructSettings")
 """Settings that commands read from the environment."""
 _WEIGHTS = "runtime.weights"

@@ -12,7 +12,7 @@ weights to read and which devices to use.
 import os
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from operator import attrgetter
 from pathlib import Path
@@ -130,8 +130,6 @@ class GenerateRequest:
     """Lines about settings of a `.py` file that osora does not have."""
     on: "PlannedMachine | None" = None
     """Machine that a dry run plans for. None means this machine."""
-    _loaded: dict[str, GenerateSettings] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """Validated settings by model."""
 
     @cached_property
     def given(self) -> Layer:
@@ -188,10 +186,11 @@ def generate_request(
     *,
     below: Layer | None = None,
     assignments: Iterable[str] | Mapping[str, object] = (),
-    saved: Path | SavedSettings | None = None,
+    saved: SavedSettings | None = None,
     config: Path | ConfigFile | None = None,
     environment: Mapping[str, str] = os.environ,
     on: "PlannedMachine | None" = None,
+    any_prompt: bool = False,
 ) -> GenerateRequest:
     """Return the settings from all sources, as the command line and Python programs name them.
 
@@ -199,19 +198,18 @@ def generate_request(
         given: Options, and the prompt.
         below: Settings that give way to `given` and `assignments` alone.
         assignments: Settings by key; see `collect_overrides`.
-        saved: Sidecar of an earlier run, or its settings.
+        saved: Settings of an earlier run.
         config: Preset by name, YAML file, or `.py` file of the reference implementation.
-        on: Machine that a dry run plans for.
+        on: Machine that a dry run plans for, with any prompt.
+        any_prompt: Whether any prompt will do if no source has one.
 
     Raises:
         RequestError: A key is unknown, or an assignment is wrong.
-        FileProblem: A file of settings or the sidecar is missing or broken.
+        FileProblem: A file of settings is missing or broken.
     """
     overrides = {**(below or {}), **collect_overrides(GenerateSettings, given or {}, assignments)}
     if on is not None:
         overrides = {**on.counts(overrides), **overrides}
-    if isinstance(saved, Path):
-        saved = read_sidecar(saved, is_own=is_of_launcher(saved, environment))
     layer, notes = {}, list[str]()
     if config is not None:
         from opensora_cli.settings.reference import read_reference_generation, read_settings
@@ -220,17 +218,14 @@ def generate_request(
         values = read_settings(file, read_reference_generation, notes.append)
         layer = read_sections(GenerateSettings, values, source=str(file.path))
     variables = read_environment(GenerateSettings, environment)
-    return GenerateRequest(overrides=overrides, saved=saved, environment=variables, config=layer, notes=notes, on=on)
+    request = GenerateRequest(overrides=overrides, saved=saved, environment=variables, config=layer, notes=notes, on=on)
+    if (any_prompt or on is not None) and _value(request.given, "prompt") is None:
+        return replace(request, overrides={**overrides, **_ANY})
+    return request
 
 
 def load_generate_settings(request: GenerateRequest, *, model: str) -> GenerateSettings:
-    """Return the settings of a request over the preset of `model`. A request is validated once for each model."""
-    if model not in request._loaded:
-        request._loaded[model] = _validated(request, model)
-    return request._loaded[model]
-
-
-def _validated(request: GenerateRequest, model: str) -> GenerateSettings:
+    """Return the settings of a request over the preset of `model`."""
     given, below = dict(request.given), _preset_layer(model, request.text("video.resolution"))
     settings = validate(GenerateSettings, given, below=below)
     if settings.sampling.fast:
@@ -264,7 +259,7 @@ def few_evaluations(sampling: SamplingSettings, *, without: int) -> dict[str, ob
     return values
 
 
-def load_preset(name: str, *, prompt: str) -> GenerateSettings:
+def load_preset(name: str, *, prompt: str = ANY_PROMPT) -> GenerateSettings:
     """Return the settings in the file of a preset. Raises RequestError if there is no such preset."""
     return validate(GenerateSettings, {"prompt": Given(prompt, "prompt")}, below=_preset(name))
 
@@ -290,8 +285,8 @@ def _preset(name: str) -> Layer:
     return {**read_sections(GenerateSettings, settings_of(model), source=model), **values}
 
 
-def read_sidecar(path: Path, *, is_own: bool = False) -> SavedSettings:
-    """Return the settings in the sidecar of a result. `is_own` is the field of `SavedSettings`."""
+def read_sidecar(path: Path) -> SavedSettings:
+    """Return the settings in the sidecar of a result."""
     hint = "--from takes the .json file beside a result"
     document = read_json_object(path, hint=hint)
     schema = document.get("schema")
@@ -299,7 +294,7 @@ def read_sidecar(path: Path, *, is_own: bool = False) -> SavedSettings:
         raise FileProblem(f"{path} has the schema {plain(repr(schema))}, and must have {SIDECAR_SCHEMA!r}", hint=hint)
     if not isinstance(document.get("settings"), dict):
         raise FileProblem(f"{path} has no settings in it", hint=hint)
-    return SavedSettings(source=str(path), values=document["settings"], is_own=is_own)
+    return SavedSettings(source=str(path), values=document["settings"], is_own=is_of_launcher(path, os.environ))
 
 
 def flags_again(settings: GenerateSettings, *, decodes: bool) -> list[str]:

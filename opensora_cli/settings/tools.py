@@ -3,7 +3,6 @@
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated
 
@@ -16,9 +15,8 @@ from opensora_cli.models.registry import AUTO
 from opensora_cli.settings.applies import PARALLEL, SAME_FOR_ALL_RUNS, refuse_without_effect
 from opensora_cli.settings.devices import DeviceKind, ParallelSettings
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.generate_sections import OutputSettings
 from opensora_cli.settings.layers import Given, check_key, explain
-from opensora_cli.settings.load import ANY_PROMPT, GenerateRequest, few_evaluations
+from opensora_cli.settings.load import few_evaluations
 
 MIB = 2**20
 _BenchBytes = Annotated[ByteSize, Field(le=2**40)]
@@ -180,14 +178,6 @@ def _changes(text: str) -> Changes:
             raise RequestError(f"--try {text}: {key} must be the same for all runs", hint=hint)
         changes[key] = value
     return changes
-
-
-def benched_request(request: GenerateRequest) -> GenerateRequest:
-    """Return a request that names no result, with a prompt."""
-    overrides = {**request.overrides, "output.path": Given(OutputSettings().path, "bench-generate")}
-    if request.text("prompt") is None:
-        overrides["prompt"] = Given(ANY_PROMPT, "bench-generate")
-    return replace(request, overrides=overrides)
 
 
 def refuse_unfit(settings: GenerateSettings) -> None:

@@ -322,7 +322,7 @@ def _sample_problems(settings: TrainSettings) -> Iterator[str]:
 
 
 class Target(NamedTuple):
-    """Objective as far as it is known without torch."""
+    """Parts of an objective that need no torch."""
 
     trains_transformer: bool
     weights_file: str

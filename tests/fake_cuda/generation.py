@@ -143,4 +143,4 @@ def _text_embeds(plan: Plan, *_: object) -> tuple[PromptEmbeds, ...]:
 
 def _watched(clip: Clip) -> int:
     """Take the frames of a video, and return how many there are."""
-    return sum(len(piece_THWC) for piece_THWC in clip.pieces())
+    return sum(len(piece_THWC) for piece_THWC in clip.pieces)

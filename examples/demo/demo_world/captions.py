@@ -46,7 +46,7 @@ def vocabulary() -> dict[str, list[str]]:
         "weather": ["clear", "raining", "snowing"],
         "times": [words[0][0] for words in TIME_WORDS.values()],
         "things": [words[0] for words in SHAPE_WORDS.values()],
-        "colours": [str(colour) for colour in Colour],
+        "colors": [str(colour) for colour in Colour],
         "directions": [str(direction) for direction in Direction],
         "speeds": [words[0] for words in SPEED_WORDS.values()],
     }

@@ -92,7 +92,7 @@ def denoising_step(group: dist.ProcessGroup, device: torch.device, *, is_weak: b
 
     Up to the number of heads, ranks use Ulysses attention, else a ring. Weak scaling makes the video longer.
     """
-    ranks, heads = group.size(), mmdit_config(load_preset("demo", prompt="any").model).num_heads
+    ranks, heads = group.size(), mmdit_config(load_preset("demo").model).num_heads
     ring = ranks if ranks > heads else 1
     lengths = SequenceLengths(ring=ring, ulysses=ranks // ring, ring_rank=dist.get_rank(group) % ring)
     attention: AttentionFn = sdpa
@@ -115,7 +115,7 @@ def _inputs(
     frames: int, device: torch.device, attention: AttentionFn
 ) -> tuple[MMDiT, torch.Tensor, dict[str, torch.Tensor]]:
     """Return the demo's transformer, packed_latents_BND and its other arguments, the same on all ranks."""
-    settings = load_preset("demo", prompt="any")
+    settings = load_preset("demo")
     config, tokens = mmdit_config(settings.model), frames * _SIDE * _SIDE
     with torch.device(device):
         model = MMDiT(config, attention=attention)

@@ -190,7 +190,7 @@ def check_attention() -> Iterator[Finding]:
 
 def preset_here(name: str, environment: Mapping[str, str]) -> GenerateSettings:
     """Return the settings of a preset, with the weights folder that the environment names."""
-    settings = load_preset(name, prompt="any")
+    settings = load_preset(name)
     folder = environment.get("OSORA_WEIGHTS") or environment.get("OSORA_RUNTIME__WEIGHTS")
     return settings.replace({"runtime.weights": folder}) if folder else settings
 

@@ -1,4 +1,4 @@
-"""Memory and work of an autoencoder: one tile of each shape is run, and every other tile takes the same."""
+"""Memory and work of an autoencoder: one tile of each length is run, and the others follow from it."""
 
 from collections import deque
 from collections.abc import Callable
@@ -32,6 +32,8 @@ from opensora_cli.settings.components import VAESettings
 
 _FEW_FRAMES = 4
 """Fewest frames between the two clips from which the memory of a longer one is extrapolated."""
+_FEW_POSITIONS = 8
+"""Smallest side of a tile, in positions of latents or pixels, from which padding hardly counts."""
 
 
 @lru_cache(maxsize=256)
@@ -132,19 +134,21 @@ def _fake_coder(settings: VAESettings, device: torch.device, dtype: torch.dtype,
     vae = fake_module(lambda: new_autoencoder(few_layers), device=device, dtype=dtype)
     part, grid = vae.decoder if decodes else vae.encoder, settings.grid
     run = part.forward
-    known: dict[torch.Size, tuple[int, int]] = {}
-    """Bytes at the peak of a tile and channels of its result, by the shape of the tile."""
+    known: dict[tuple[int, ...], tuple[int, int, int]] = {}
+    """Area of a tile that was run, bytes at its peak, and channels of its result."""
 
     def forward(clip_1CTHW: Tensor, **options: Any) -> Tensor:
-        shape = clip_1CTHW.shape
-        if shape not in known:
+        frames, height, width = sizes = tuple(clip_1CTHW.shape[2:])
+        # The first tile is the largest. The memory of others is in proportion to their area, unless padding counts.
+        tile = (frames,) if min(height, width) >= _FEW_POSITIONS else sizes
+        if tile not in known:
             chunk_frames = options.get("chunk_frames")
             if chunk_frames is None and isinstance(part, (Encoder, Decoder)):
                 chunk_frames = part.chunk_frames_for(clip_1CTHW)
-            known[shape] = _tile_peak(part, partial(run, **options), clip_1CTHW, chunk_frames)
-        peak_bytes, channels = known[shape]
-        clip_1CTHW.new_empty(peak_bytes, dtype=torch.uint8)
-        frames, height, width = shape[2:]
+            peak = _tile_peak(part, partial(run, **options), clip_1CTHW, chunk_frames)
+            known[tile] = height * width, *peak
+        area, peak_bytes, channels = known[tile]
+        clip_1CTHW.new_empty(peak_bytes * height * width // area, dtype=torch.uint8)
         if decodes:
             space = grid.spatial_compression_ratio
             size = grid.num_frames(frames), height * space, width * space

@@ -293,7 +293,7 @@ class _Rows:
         left = []
         for row, settings in rows:
             with self.failing(row):
-                chain = plan_here(settings, models, reporter=self.shown, device=device).with_threads()
+                chain = plan_here(settings, models, reporter=self.shown, device=device)
                 plan, files = chain.video, choose_outputs(chain)
                 if all(sample.made_before for sample in files):
                     # A run that was killed right after the result may have left temporary files.

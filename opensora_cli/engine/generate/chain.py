@@ -16,7 +16,6 @@ from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import TEXT, StageMemory
 from opensora_cli.engine.estimate.verdict import HostMemory, verdict_line
-from opensora_cli.engine.generate.outputs import num_samples
 from opensora_cli.engine.generate.plan import (
     DRAFT,
     PICTURE,
@@ -71,7 +70,7 @@ class Chain:
 
     @property
     def num_samples(self) -> int:
-        return num_samples(self.settings)
+        return self.settings.num_samples
 
     @property
     def num_steps(self) -> int:

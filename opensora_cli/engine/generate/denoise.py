@@ -51,8 +51,8 @@ def denoise_samples(
         drafts = [sample.draft_CTHW for sample in fresh if sample.draft_CTHW is not None]
         for sample, draft_CTHW in zip(fresh, ranks.same_tensors(drafts), strict=True):
             sample.draft_CTHW = draft_CTHW
-    previews = None
-    if ranks.is_main and plan.settings.output.makes_previews:
+    previews, output = None, plan.settings.output
+    if ranks.is_main and (output.explore or output.preview_every is not None):
         previews = Previews(plan, preview_map(plan, models, events), events)
 
     def attempt(plan: Plan) -> None:
@@ -84,7 +84,7 @@ def denoise_samples(
                     sample.denoised = DenoisedSample(latents_CTHW, time.perf_counter() - start)
                     if plan.settings.sampling.stop_at is None:
                         saver.save(latents_CTHW)
-                if plan.settings.output.explore and sample.files.latents is not None:
+                if output.explore and sample.files.latents is not None:
                     events.note_saved(sample.files.latents)
                 events.check_cancelled()
 

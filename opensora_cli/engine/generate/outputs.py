@@ -100,17 +100,13 @@ class SampleFiles:
         return " ".join(["osora generate --from", shlex.quote(str(latents)), *flags])
 
 
-def num_samples(settings: GenerateSettings) -> int:
-    return 1 if settings.from_latents is not None else settings.sampling.num_samples
-
-
 def sample_files(settings: GenerateSettings, index: int, *, number: int = 1, request_sha256: str = "") -> SampleFiles:
     """Return the files of a sample. In a folder they are named after prompt and seed."""
     output, seed = settings.output, settings.sampling.seed + index
     kind, named = settings.output_format, Path(output.path)
     typed_prompt = settings.refine.original or settings.prompt
     if output.named_format is not None:
-        target = named.with_stem(f"{named.stem}_{index:03d}") if num_samples(settings) > 1 else named
+        target = named.with_stem(f"{named.stem}_{index:03d}") if settings.num_samples > 1 else named
     elif output.name_from is NameFrom.PROMPT:
         target = named / f"{prompt_stem(typed_prompt, index=index)}.{kind}"
     else:

@@ -19,7 +19,7 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.few_steps import asked_sampling, described, require_turbo
 from opensora_cli.engine.components.weights import choose_model, require_weights_of
-from opensora_cli.engine.generate.outputs import num_samples, read_made, sample_files
+from opensora_cli.engine.generate.outputs import read_made, sample_files
 from opensora_cli.engine.generate.sample import LATENTS_ENDING, open_latents
 from opensora_cli.media.results import readable_file, refuse_existing
 from opensora_cli.models.registry import AUTO, DEMO, OPEN_SORA_V2
@@ -135,7 +135,7 @@ def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
         require_weights_of(part)
     if settings.output.named_format is None or settings.output.overwrite:
         return
-    for index in range(num_samples(settings)):
+    for index in range(settings.num_samples):
         sample = sample_files(settings, index)
         made = read_made(sample)
         # The same request may have made the result before.

@@ -26,7 +26,6 @@ from opensora_cli.engine.generate.outputs import (
     SampleFiles,
     check_outputs,
     note_earlier_work,
-    num_samples,
     sample_files,
 )
 from opensora_cli.engine.generate.pipeline import computing, make
@@ -165,7 +164,7 @@ def generate(
             reporter = WatchedReporter(reporter)
             settings, joined = stack.enter_context(joined_ranks(settings, context, reporter))
             models = stack.enter_context(LoadedModels(ranks=joined))
-        models = models or stack.enter_context(LoadedModels(stay=num_samples(settings) > 1))
+        models = models or stack.enter_context(LoadedModels(stay=settings.num_samples > 1))
         ranks, is_main = models.ranks, models.ranks.is_main
         chain = plan_here(settings, models, reporter=reporter, device=device)
         require_weights(chain, reporter)
@@ -183,7 +182,7 @@ def generate(
         if is_main:
             refuse_pictures(chain, files)
         saved = [read_saved(chain, sample, ranks) for sample in files]
-        chain = _with_attention_before(chain.with_threads(), files, ranks)
+        chain = _with_attention_before(chain, files, ranks)
         events, output = Events(reporter, hooks=hooks), chain.settings.output
         stack.enter_context(computing(chain.video, reporter))
         if is_main:
@@ -230,7 +229,8 @@ def plan_here(
         settings = refined_with_mode(settings, reporter)
     hardware = rank_hardware(settings, device=device if ranks.device is None else str(ranks.device))
     free = ranks.least(hardware.free_bytes + models.bytes_on(hardware.device))
-    return make_chain(settings, hardware=replace(hardware, free_bytes=free)).change(models.planned, only=VIDEO)
+    chain = make_chain(settings, hardware=replace(hardware, free_bytes=free))
+    return chain.change(models.planned, only=VIDEO).with_threads()
 
 
 def _generate_in_ranks(
@@ -304,7 +304,6 @@ def hold_from_request(
     hashes = request_hashes(chain)
     files = replace(sample_files(chain.settings, 0), latents=None)
     saved = read_saved(chain, files, models.ranks)
-    chain = chain.with_threads()
     sample = Sample(chain, chain.video, files, references, saved)
     with computing(chain.video, reporter):
         [video] = make(chain, [sample], models, Events(reporter), finish=hold)

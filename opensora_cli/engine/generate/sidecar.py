@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from opensora_cli.engine.generate.outputs import (
     SampleFiles,
     find_target,
     is_begun,
-    num_samples,
     read_made,
     sample_files,
 )
@@ -114,15 +112,8 @@ def _request_of_latents(settings: GenerateSettings, latents: str) -> str | None:
 
 
 def _hash(path: str) -> str:
-    file = Path(path).absolute()
-    return _sha256(file, stamp_of(file))
-
-
-@lru_cache(maxsize=256)
-def _sha256(file: Path, stamp: object) -> str:
-    """Return the hash of a file with this stamp, which a run needs each time that it looks for names."""
     try:
-        with file.open("rb") as stream:
+        with Path(path).open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError:
         return ""  # Reading the file reports the error.
@@ -207,7 +198,7 @@ def sample_settings(plan: Plan, sample: SampleFiles) -> GenerateSettings:
             {"path": str(lora.path.absolute()), "scale": lora.scale, "sha256": lora.sha256}
             for lora in plan.loras[: len(settings.loras)]
         )
-    if num_samples(settings) > 1 and (output.named_format is not None or output.name_from is NameFrom.PROMPT):
+    if settings.num_samples > 1 and (output.named_format is not None or output.name_from is NameFrom.PROMPT):
         changes["output.path"] = str(sample.target)
     return settings.replace(changes)
 

@@ -18,8 +18,7 @@ from PIL import Image
 from small_stages import small_stages
 from tiny_world import DEMO_SIZES, World
 
-from opensora_cli import Pipeline, Video, generate
-from opensora_cli.api import video as api_video
+from opensora_cli import Pipeline, Video, api, generate
 from opensora_cli.cli import app
 from opensora_cli.core.exceptions import OutputError, RequestError
 from opensora_cli.engine.generate import run as engine
@@ -146,7 +145,7 @@ def test_a_notebook_plays_it_and_else_the_browser(video: Video, monkeypatch: pyt
     kernel = type("Shell", (), {"kernel": None})()
     monkeypatch.setitem(sys.modules, "IPython", type("IPython", (), {"get_ipython": staticmethod(lambda: kernel)}))
     display = type("display", (), {"display": staticmethod(displayed.append)})
-    monkeypatch.setattr(api_video.importlib, "import_module", lambda name: display)
+    monkeypatch.setattr(api.importlib, "import_module", lambda name: display)
     video.show()
     assert displayed == [video]
     assert len(opened) == 1
@@ -155,7 +154,7 @@ def test_a_notebook_plays_it_and_else_the_browser(video: Video, monkeypatch: pyt
 def test_progress_is_called_and_what_it_raises_ends_the_call(
     new_pipeline: Callable[..., Pipeline], video: Video, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opensora_cli.api.pipeline._EVERY_S", 0.0)
+    monkeypatch.setattr("opensora_cli.api._EVERY_S", 0.0)
     seen: list[tuple[str, int, int | None, str]] = []
 
     def watch(progress: tuple[str, int, int | None, str]) -> None:

@@ -187,6 +187,11 @@ def test_unknown_key_in_a_sidecar() -> None:
     )
 
 
+def test_a_benchmark_gets_a_prompt_unless_it_is_given() -> None:
+    for given, prompt in (({}, ANY_PROMPT), ({"prompt": Given("", "PROMPT")}, "")):
+        assert generate_request(given, any_prompt=True, environment={}).given["prompt"].value == prompt
+
+
 @pytest.mark.parametrize("name", list_presets("generate"))
 def test_preset_parses(name: str) -> None:
     settings = load_preset(name, prompt="raining, sea")

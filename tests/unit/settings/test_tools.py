@@ -6,12 +6,11 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.section import all_keys
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Given, validate
-from opensora_cli.settings.load import GenerateRequest, load_preset
+from opensora_cli.settings.load import load_preset
 from opensora_cli.settings.tools import (
     STANDARD,
     BenchCommSettings,
     Collective,
-    benched_request,
     read_tries,
     refuse_unfit,
     tried_settings,
@@ -61,15 +60,6 @@ def test_fast_stands_for_what_it_does_beside_this_run() -> None:
     heun = exact.replace({"sampling.solver": "heun"})
     assert tried_settings(heun, STANDARD["fast"]).sampling.solver == "ab2"
     assert tried_settings(exact, {"sampling.solver": "ab2"}) == exact.replace({"sampling.solver": "ab2"})
-
-
-def test_a_request_without_a_prompt_gets_one_and_names_no_file() -> None:
-    typed = {"output.path": Given("there.mp4", "a.yaml")}
-    request = benched_request(GenerateRequest(overrides=typed))
-    assert request.overrides["prompt"].value == "raining, sea"
-    assert request.overrides["output.path"].value == "samples"
-    named = GenerateRequest(overrides={"prompt": Given("desert", "PROMPT")})
-    assert benched_request(named).overrides["prompt"].value == "desert"
 
 
 @pytest.mark.parametrize(
