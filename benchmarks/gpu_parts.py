@@ -15,7 +15,7 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.core.section import all_keys
 from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.engine.components.attention import attention_stand_in
-from opensora_cli.engine.encode.encoders import EmptyPrompt
+from opensora_cli.engine.encode.clips import EmptyPrompt
 from opensora_cli.engine.estimate.transformer import evaluation_work
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.mem_profile.compare import attention_costs

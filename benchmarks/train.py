@@ -31,10 +31,11 @@ from opensora_cli.engine.encode.clips import (
     POOLED_PROMPT_EMBEDS,
     PROMPT_EMBEDS,
     CachedClip,
+    EmptyPrompt,
     FreshClip,
     encode_for_cache,
+    load_encoders,
 )
-from opensora_cli.engine.encode.encoders import EmptyPrompt, load_encoders
 from opensora_cli.engine.train.build import build_task
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.memory import largest_batch_shape

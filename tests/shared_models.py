@@ -7,13 +7,13 @@ import torch.distributed as dist
 from shared_tokens import mesh_of
 from small_stages import small_stages
 
-from opensora_cli.engine.components.parallelize import shard_block
 from opensora_cli.engine.generate import plan as planning
 from opensora_cli.models.mmdit.blocks import SEQUENCE_INPUTS, TEXT_SEQUENCE_INPUTS, repeated_blocks
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
 from opensora_cli.parallel.shares import SequenceLengths
+from opensora_cli.parallel.tensor import shard_linears
 from opensora_cli.settings.generate import GenerateSettings
 
 
@@ -45,7 +45,7 @@ def shard_transformer(transformer: MMDiT, group: dist.ProcessGroup) -> None:
     """Keep this rank's share of the blocks of a transformer."""
     for stack in repeated_blocks(transformer.config):
         for block in transformer.get_submodule(stack.module_path).children():
-            shard_block(block, stack, group)
+            shard_linears(block, stack.linears, group, used_by_all_heads=stack.used_by_all_heads)
 
 
 def divided(model: MMDiT, mesh: ParallelMesh) -> SequenceParallel:

@@ -126,6 +126,6 @@ def rounded(values: Tensor, dtype: torch.dtype, *, name: str) -> Tensor:
     if not is_in_range and bool((result.isinf() & values.isfinite()).any()):
         raise CheckpointError(
             f"{plain(name)} has numbers that are too large for {str(dtype).removeprefix('torch.')}",
-            hint="choose bf16 for it" if dtype is torch.float16 else "choose fp32 for it, or leave it as it is",
+            hint="choose bf16 for it" if dtype is torch.float16 else "choose fp32 for it, or keep its dtype",
         )
     return result

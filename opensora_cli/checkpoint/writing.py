@@ -120,11 +120,16 @@ def make_index(
 
 
 def write_weights(
-    path: Path, weights: Mapping[str, Tensor], *, dtype: torch.dtype, metadata: Mapping[str, str] | None = None
+    path: Path,
+    weights: Mapping[str, Tensor],
+    *,
+    dtype: torch.dtype | None = None,
+    metadata: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Write a safetensors file piece by piece, rounded to `dtype`, whole or not at all.
+    """Write a safetensors file piece by piece, rounded to `dtype` unless it is None, whole or not at all.
+
     Raises CheckpointError if a weight is too large for `dtype`, and OutputError if the file cannot be written.
     """
-    entries = cast({name: LazyTensor.of(weight) for name, weight in weights.items()}, dtype)
+    entries = {name: LazyTensor.of(weight) for name, weight in weights.items()}
     with atomic_path(path) as temporary:
-        write_safetensors(temporary, entries, metadata=metadata or {})
+        write_safetensors(temporary, entries if dtype is None else cast(entries, dtype), metadata=metadata)

@@ -1,6 +1,7 @@
 """Functions for checkpoints: weights of any format, the state of a training run, sharded averages."""
 
 import atexit
+import io
 import json
 import re
 import secrets
@@ -8,8 +9,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from math import prod
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,7 +32,7 @@ from opensora_cli.checkpoint.formats.colossal import (
     read_running_document,
 )
 from opensora_cli.checkpoint.formats.peft import CONFIG_FILE, WEIGHTS_FILE
-from opensora_cli.checkpoint.formats.torch import read_object, torch_bytes
+from opensora_cli.checkpoint.formats.torch import read_object
 from opensora_cli.checkpoint.load import fill_module
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.shared_folder import (
@@ -43,22 +45,17 @@ from opensora_cli.checkpoint.shared_folder import (
     write_share,
 )
 from opensora_cli.checkpoint.transforms import rename
-from opensora_cli.community import refused
-from opensora_cli.community._sharding import model_gathering as model_gathering
-from opensora_cli.community._sharding import model_sharding as model_sharding
-from opensora_cli.community._sharding import rank_and_count
-from opensora_cli.community._sharding import record_model_param_shape as record_model_param_shape
+from opensora_cli.community import own_piece, rank_and_count, refused, unwrapped
 from opensora_cli.core.choices import Selection
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.files import json_bytes
 from opensora_cli.core.formatting import escaped, first_few, plain, without_credentials
 
 _ADAPTER_FOLDER = "lora"
-_OPTIMIZER_FILE = f"{OPTIMIZER_FOLDER}/optimizer.pt"
-_LR_SCHEDULER_FILE, _SAMPLER_FILE = "lr_scheduler.pt", "sampler.pt"
+_STATE_FILES = (f"{OPTIMIZER_FOLDER}/optimizer.pt", "lr_scheduler.pt", "sampler.pt")
 _REPLACED = (
     *(MODEL_FOLDER, _ADAPTER_FOLDER, EMA_FILE, MASTER_FILE, OPTIMIZER_FOLDER),
-    *(_LR_SCHEDULER_FILE, _SAMPLER_FILE, RUNNING_STATES_FILE),
+    *(*_STATE_FILES, RUNNING_STATES_FILE),
 )
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 _T = TypeVar("_T")
@@ -67,22 +64,12 @@ _T = TypeVar("_T")
 class CheckpointIO:
     """Reader and background writer of checkpoint folders. All ranks call it, and the first rank writes.
 
-    `save` copies everything and returns. The next `save`, `load`, `wait` or the end of a `with` block waits for the
-    writing to end, and raises its error on all ranks. The end of the program waits too, and prints the error.
+    `save` copies everything and returns. The next `save`, `load` or `wait` waits for the writing to end, and raises its
+    error on all ranks. The end of the program waits too, and prints the error.
     """
 
     def __init__(self, n_write_entries: int = 32) -> None:
         self._job = BackgroundJob()
-        self._outcome_is_open = False
-        """Whether the ranks have not exchanged the outcome of the last write."""
-
-    def __enter__(self) -> "CheckpointIO":
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        # After an error the other ranks may have ended.
-        self._outcome_is_open = self._outcome_is_open and error is None
-        self.wait()
 
     def save(
         self,
@@ -114,7 +101,7 @@ class CheckpointIO:
         self.wait()
         updates = global_step if actual_update_step is None else actual_update_step
         folder = Path(save_dir) / checkpoint_folder_name(epoch=epoch, global_step=updates)
-        module = _unwrapped(model)
+        module = unwrapped(model)
         shapes = ema_shape_dict or ({} if module is None else record_model_param_shape(module))
         tensors: dict[str, Mapping[str, Tensor]] = {}
         files: dict[str, bytes] = {}
@@ -130,8 +117,8 @@ class CheckpointIO:
             tensors[EMA_FILE] = _averages(ema, shapes)
         if master is not None:
             tensors[MASTER_FILE] = _gathered(dict(master))
-        named = {_OPTIMIZER_FILE: optimizer, _LR_SCHEDULER_FILE: lr_scheduler, _SAMPLER_FILE: sampler}
-        states = {name: _gathered(state.state_dict()) for name, state in named.items() if state is not None}
+        named = zip(_STATE_FILES, (optimizer, lr_scheduler, sampler), strict=True)
+        states = {name: _gathered(state.state_dict()) for name, state in named if state is not None}
         running = {"epoch": epoch, "step": step, "global_step": updates, "batch_size": batch_size}
 
         def copy_and_write() -> None:
@@ -151,16 +138,11 @@ class CheckpointIO:
                 write()
 
         _do_on_first_rank(copy_and_write)
-        self._outcome_is_open = async_io
         return str(folder)
 
     def wait(self) -> None:
         """Wait for the writing to end. Raises its OutputError once, on all ranks."""
-        outcome_is_open, self._outcome_is_open = self._outcome_is_open, False
-        if outcome_is_open:
-            _do_on_first_rank(self._wait_alone)
-        else:
-            self._wait_alone()
+        _do_on_first_rank(self._wait)
 
     def load(
         self,
@@ -180,7 +162,7 @@ class CheckpointIO:
         """
         _refuse(booster, include_master_weights)
         self.wait()
-        folder, model = Path(load_dir), _unwrapped(model)
+        folder, model = Path(load_dir), unwrapped(model)
         if not (folder / RUNNING_STATES_FILE).is_file():
             raise CheckpointError(f"{folder} is not a complete checkpoint: {RUNNING_STATES_FILE} is missing")
         running = read_running_document(folder)
@@ -193,13 +175,12 @@ class CheckpointIO:
         for module, select in ((model, Selection.MODEL), (ema, Selection.EMA)):
             if module is not None:
                 fill_module(module, open_checkpoint(folder, select=select), strict=strict)
-        named = {_OPTIMIZER_FILE: optimizer, _LR_SCHEDULER_FILE: lr_scheduler, _SAMPLER_FILE: sampler}
-        for name, target in named.items():
+        for name, target in zip(_STATE_FILES, (optimizer, lr_scheduler, sampler), strict=True):
             if target is not None:
                 _load_state(target, folder / name)
         return running["epoch"], running["step"]
 
-    def _wait_alone(self) -> None:
+    def _wait(self) -> None:
         error = self._job.wait()
         atexit.unregister(self._report_at_exit)
         if error is not None:
@@ -208,10 +189,6 @@ class CheckpointIO:
     def _report_at_exit(self) -> None:
         if self._job.error is not None:
             print(escaped(f"error: the last checkpoint is lost: {self._job.error}"), file=sys.stderr)
-
-
-def _unwrapped(model: nn.Module | None) -> Any:
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
 
 
 def _refuse(booster: object, wants_master: bool) -> None:
@@ -245,11 +222,15 @@ def _averages(ema: nn.Module, shapes: Mapping[str, Sequence[int]]) -> dict[str, 
 
 
 def _serialized(name: str, state: object) -> bytes:
+    buffer = io.BytesIO()
     try:
-        return torch_bytes(state, name=name)
+        torch.save(state, buffer)
+        torch.load(io.BytesIO(buffer.getbuffer()), weights_only=True)
     except Exception as error:
+        reason = " ".join(str(error).split()).rpartition("WeightsUnpickler error: ")[2]
         hint = "keep tensors, numbers, text, and lists and dictionaries of them in the state"
-        raise OutputError(f"{name} cannot be saved: {' '.join(str(error).split())[:300]}", hint=hint) from error
+        raise OutputError(f"{name} cannot be saved: {reason[:300]}", hint=hint) from error
+    return buffer.getvalue()
 
 
 def _load_state(target: Stateful, path: Path) -> None:
@@ -334,6 +315,49 @@ def rm_checkpoints(save_dir: str | Path, keep_n_latest: int = 0) -> None:
     """Remove all except the newest checkpoints of a run; 0 keeps all. One rank calls it."""
     for folder in epoch_folders(Path(save_dir))[keep_n_latest:] if keep_n_latest > 0 else ():
         remove_checkpoint(folder)
+
+
+# Sharded averages: equal flat pieces of parameters, one for each rank, padded with zeros. An averaged copy of a large
+# model is updated element by element, so a rank needs the whole copy only for saving.
+
+
+def record_model_param_shape(model: nn.Module) -> dict[str, torch.Size]:
+    """Return the shape of each parameter by name, for `model_gathering`."""
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def model_sharding(model: nn.Module, device: torch.device | str | None = None) -> None:
+    """Replace every parameter, in place, by this rank's piece, on `device` or on the parameter's device.
+
+    The model is equal on all ranks. Buffers stay whole, and gradients are dropped.
+    """
+    for parameter in model.parameters():
+        parameter.data = own_piece(parameter, device)
+        parameter.grad = None
+
+
+def model_gathering(
+    model: nn.Module, model_shape_dict: Mapping[str, Sequence[int]], pinned_state_dict: Mapping[str, Tensor]
+) -> None:
+    """Gather the pieces of a sharded model on the first rank; all ranks call it.
+
+    `model_shape_dict` has the shapes before sharding. `pinned_state_dict` holds the tensors that receive parameters and
+    buffers on the first rank; other ranks may pass an empty one. Raises KeyError if a dictionary lacks a parameter.
+    """
+    rank, ranks = rank_and_count()
+    for name, parameter in model.named_parameters():
+        shape = tuple(model_shape_dict[name])
+        pieces = [torch.empty_like(parameter) for _ in range(ranks)] if rank == 0 else None
+        if ranks > 1:
+            dist.gather(parameter.detach().contiguous(), pieces)
+        elif pieces is not None:
+            pieces = [parameter.detach()]
+        if pieces is not None:
+            pinned_state_dict[name].copy_(torch.cat(pieces)[: prod(shape)].view(shape))
+    if rank == 0:
+        for name, buffer in model.named_buffers():
+            if name in pinned_state_dict:
+                pinned_state_dict[name].copy_(buffer)
 
 
 master_weights_gathering = refused("master_weights_gathering", hint="use CheckpointIO.save(..., master=weights)")

@@ -95,8 +95,6 @@ class DynamicActivationManager(ActivationManager):
 
     def __init__(self, threshold: float = 0.8) -> None:
         super().__init__()
-        if not 0 <= threshold <= 1:
-            raise ValueError(f"threshold={threshold} must be a share of the device's memory: 0 to 1")
         self.threshold = threshold
         self._history: deque[int] = deque(maxlen=10_000)
         self._peak = 0

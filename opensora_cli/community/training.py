@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from opensora_cli.community._sharding import own_piece
+from opensora_cli.community import own_piece, rank_and_count, unwrapped
 from opensora_cli.core.conditions import ConditionMode, ReferencePart
 from opensora_cli.core.device import use_device
 from opensora_cli.core.exceptions import RequestError
@@ -43,8 +43,7 @@ def setup_device() -> tuple[torch.device, Coordinator]:
     use_device(device)
     if context is not None and not dist.is_initialized():
         init_with_retry(kind, context)
-    is_alone = not dist.is_initialized()
-    return device, Coordinator(0, 1) if is_alone else Coordinator(dist.get_rank(), dist.get_world_size())
+    return device, Coordinator(*rank_and_count())
 
 
 def create_colossalai_plugin(plugin: str, dtype: str, grad_clip: float, **kwargs: object) -> NoReturn:
@@ -119,9 +118,8 @@ def update_ema(
 
     Averages that `model_sharding` has cut are updated from this rank's pieces. `optimizer` and `sharded` are ignored.
     """
-    model = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
     averages = dict(ema_model.named_parameters())
-    for name, weight in model.named_parameters():
+    for name, weight in unwrapped(model).named_parameters():
         if weight.requires_grad:
             own = weight if weight.shape == averages[name].shape else own_piece(weight)
             averages[name].lerp_(own.to(averages[name]), 1.0 - decay)

@@ -200,6 +200,14 @@ class BadRow(Document):
     reason: str
 
 
+class BrokenFile(Document):
+    """File that cannot be read."""
+
+    path: str
+    reason: str
+    """Error message, which names the file or its caption file."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipTable:
     """Usable rows of a table, in order."""

@@ -259,11 +259,10 @@ def _frames_after_seeking(
 
 
 def _place_before(container: InputContainer, track: av.VideoStream, path: Path, *, frame: int) -> float | None:
-    """Return the time halfway between a frame, not the first one, and the one before, in units of the track; None if
-    not known.
+    """Return the time halfway between a frame, except the first, and the frame before it, in the track's units.
 
-    It follows from the rate if the container counts its frames, so that the rate was measured, and all frames are
-    equally long. Otherwise the packets up to that frame are read, but not decoded.
+    None means that it is unknown. It follows from the rate if the container counts its frames, so that the rate was
+    measured, and all frames are equally long. Otherwise the packets up to that frame are read, but not decoded.
     """
     if track.time_base is None or track.start_time is None:
         return None

@@ -4,8 +4,6 @@ import importlib
 import inspect
 import pkgutil
 import re
-import subprocess
-import sys
 
 from docs.pages import ROOT
 
@@ -57,8 +55,3 @@ def test_rows_of_errors_say_what_to_use() -> None:
     errors = [difference for _, place, difference in ROWS if "an error:" in difference and place != NOT_HERE]
     assert len(errors) == 6
     assert [text for text in errors if not re.search(r"an error: .*(`|osora)", text)] == []
-
-
-def test_the_room_is_entered_without_torch() -> None:
-    script = "import sys, opensora_cli.community; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", script], check=False, cwd=ROOT).returncode == 0

@@ -130,9 +130,7 @@ def _bench(settings: BenchCommSettings, *, free: int | None = None) -> tuple[Ben
 
 
 def _whole_bench() -> tuple[BenchReport, list[list[str]]]:
-    settings = BenchCommSettings(min_bytes=8, max_bytes=20_000, iters=2, warmup=2, scaling=Scaling.STRONG)
-    with patch.object(bench, "doubling_sizes", lambda smallest, largest: [8, 64, 512]):
-        return _bench(settings)
+    return _bench(BenchCommSettings(min_bytes=128, max_bytes=512, iters=2, warmup=2, scaling=Scaling.STRONG))
 
 
 @pytest.mark.slow

@@ -149,8 +149,14 @@ def _not_saved(folder: str, async_io: bool) -> None:
     blocked = Path(folder, "file") / str(async_io)
     if dist.get_rank() == 0:
         blocked.parent.touch()
-    with pytest.raises(OutputError, match="cannot write"), CheckpointIO() as io:
+    io = CheckpointIO()
+
+    def save() -> None:
         io.save(None, blocked, nn.Linear(2, 2), async_io=async_io)
+        io.wait()
+
+    with pytest.raises(OutputError, match="cannot write"):
+        save()
 
 
 @pytest.mark.parametrize("function", [_named, _scheduled])

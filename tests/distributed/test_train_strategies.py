@@ -32,7 +32,7 @@ from torch._dynamo.utils import counters
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.compiled import compile_blocks
-from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders
+from opensora_cli.engine.encode.clips import EmptyPrompt, Encoders
 from opensora_cli.engine.train.checkpoints import CheckpointWriter, restore
 from opensora_cli.engine.train.distribution import Distribution, local, mesh_shape
 from opensora_cli.engine.train.lora import add_lora

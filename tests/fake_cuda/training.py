@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from opensora_cli.engine.components.architectures import autoencoder_on_meta, transformer_on_meta, vae_tiling
-from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, frozen_dtype
+from opensora_cli.engine.encode.clips import EmptyPrompt, Encoders, frozen_dtype
 from opensora_cli.engine.estimate.fake_tensors import give_fake_weights, repeat_calls
 from opensora_cli.engine.train import build, estimate
 from opensora_cli.engine.train import distribution as ranks

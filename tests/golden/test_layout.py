@@ -6,7 +6,7 @@ import torch
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.choices import QKV, Rotary
 from opensora_cli.engine.ckpt.convert import change_layout
-from opensora_cli.engine.ckpt.identify import check, find_layout, identify, read_released
+from opensora_cli.engine.ckpt.inspect import check, find_layout, identify, read_released
 
 RELEASED = {
     "open-sora-v2": "Open_Sora_v2.safetensors",

@@ -33,9 +33,9 @@ def test_one_rank_measures(alone: Place) -> None:
         if collective in (Collective.SEND_RECV, Collective.HIERARCHICAL):
             continue
         operation = make_operation(collective, alone, 4096, torch.float32)
-        times, iters = measure(operation.run, warmup=2, iters=5, device=alone.device, group=alone.group)
-        assert (iters, operation.count_wrong()) == (5, 0)
-        assert 0 <= times.min_s <= times.p50_s <= times.p99_s
+        seconds = measure(operation.run, warmup=2, iters=5, device=alone.device, group=alone.group)
+        assert (len(seconds), operation.count_wrong()) == (5, 0)
+        assert min(seconds) >= 0
 
 
 def test_the_header_names_the_card(alone: Place) -> None:

@@ -48,15 +48,6 @@ def read_object(path: Path) -> tuple[Any, dict[str, str]]:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True), metadata
 
 
-def torch_bytes(state: object, *, name: str) -> bytes:
-    """Return the bytes of `torch.save`. Raises CheckpointError if they cannot be read again without trusting them."""
-    buffer = io.BytesIO()
-    with _sound(Path(name)):
-        torch.save(state, buffer)
-        torch.load(io.BytesIO(buffer.getbuffer()), weights_only=True)
-    return buffer.getvalue()
-
-
 def read_saved_tensor(place: Extent) -> Tensor:
     """Return the tensor whose `torch.save` is a part of a file. Raises CheckpointError for other content."""
     path, file = place.path, io.BytesIO(place.read().numpy().data)

@@ -9,12 +9,11 @@ sides round alike.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -64,8 +63,8 @@ class Place:
         """Number of ranks in the group."""
         return self.group.size()
 
-    def empty(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of zeros: timed sums over zeros stay zeros, however often they repeat."""
+    def zeros(self, count: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return zeros on the device: timed sums over zeros stay zeros, however often they repeat."""
         return torch.zeros(count, dtype=dtype, device=self.device)
 
 
@@ -101,7 +100,7 @@ def make_operation(collective: Collective, place: Place, size_bytes: int, dtype:
     group, rank, ranks, wire = place.group, place.rank, place.ranks, _WIRES.get(collective)
     row = _ROW if wire == "fp8" else 1
     parts = 1 if collective in _UNDIVIDED else ranks * row
-    whole = place.empty(max(size_bytes // dtype.itemsize // parts, 1) * parts, dtype)
+    whole = place.zeros(max(size_bytes // dtype.itemsize // parts, 1) * parts, dtype)
     length = whole.numel() // ranks
     # Tensor that this rank fills, index of its first number, and the tensor with the result. Its equal pieces have the
     # numbers of these scales, from these indexes on.
@@ -118,11 +117,11 @@ def make_operation(collective: Collective, place: Place, size_bytes: int, dtype:
             result, pieces = torch.zeros_like(whole), [((rank - 1) % ranks + 1, 0)]
             run = partial(_pass_on, place, whole, result)
         case Collective.ALL_GATHER:
-            filled, start = place.empty(length, dtype), rank * length
+            filled, start = place.zeros(length, dtype), rank * length
             pieces = [(source + 1, source * length) for source in range(ranks)]
             run = partial(all_gather_single, whole, filled, group=group)
         case Collective.REDUCE_SCATTER:
-            result, pieces = place.empty(length, dtype), [(sum_of_scales(ranks), rank * length)]
+            result, pieces = place.zeros(length, dtype), [(sum_of_scales(ranks), rank * length)]
             run = partial(reduce_scatter_single, result, whole, group=group)
         case _:
             result, pieces = torch.zeros_like(whole), [(source + 1, rank * length) for source in range(ranks)]
@@ -194,26 +193,10 @@ def _chunks(values: torch.Tensor, *, scale: int, start: int) -> Iterator[tuple[t
         yield part, (indexes % _PERIOD + 1).mul_(scale).float().to(part.dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
-    """Seconds of one operation over its repeats. Percentiles are nearest ranks."""
-
-    min_s: float
-    avg_s: float
-    p50_s: float
-    p99_s: float
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Times":
-        """Return the statistics of at least one repeat."""
-        p50_s, p99_s = np.percentile(seconds, (50, 99), method="inverted_cdf").tolist()
-        return cls(min_s=min(seconds), avg_s=sum(seconds) / len(seconds), p50_s=p50_s, p99_s=p99_s)
-
-
 def measure(
     run: Callable[[], object], *, warmup: int, iters: int, device: torch.device, group: dist.ProcessGroup
-) -> tuple[Times, int]:
-    """Return the times of `run`, which all ranks of the group call, and how many calls were timed.
+) -> list[float]:
+    """Return the seconds of repeats of `run`, which all ranks of the group call: `iters`, or fewer over slow links.
 
     A repeat's time is the mean over ranks, which is nccl-tests' default (`-a 1`). `warmup` is at least 2: the first
     call connects the ranks, the second gives the time of a call.
@@ -227,7 +210,7 @@ def measure(
     own = _by_events(run, iters, device) if has_streams(device) else _by_clock(run, iters)
     seconds = torch.tensor(own, dtype=torch.float64, device=device)
     dist.all_reduce(seconds, group=group)
-    return Times.of((seconds / group.size()).tolist()), iters
+    return [float(each) for each in seconds / group.size()]
 
 
 def _slowest(run: Callable[[], object], device: torch.device, group: dist.ProcessGroup) -> float:

@@ -1,9 +1,10 @@
 """`osora bench-comm`: start the ranks, join them, and measure with all of them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from statistics import fmean
 from typing import ClassVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -171,17 +172,11 @@ def bench_comm(
     found, notes = _measure_all(settings, place, reporter, show)
     tables = []
     if settings.scaling is not None:
+        kind, steps = settings.scaling, min(settings.iters, _SCALING_STEPS)
         with reporter.stage("scaling"):
-            table = measure_scaling(
-                settings.scaling,
-                group=group,
-                device=device,
-                steps=min(settings.iters, _SCALING_STEPS),
-                is_gloo=header.is_gloo,
-            )
-            tables.append(table)
+            tables = [measure_scaling(kind, group=group, device=device, steps=steps, is_gloo=header.is_gloo)]
     rows = tuple(row for of_one in found.values() for row in of_one)
-    report = BenchReport(
+    return BenchReport(
         header=header,
         shows="function" if header.is_gloo else "speed",
         rows=rows,
@@ -190,16 +185,6 @@ def bench_comm(
         wrong=sum(row.wrong for row in rows),
         notes=(*place_notes, *notes),
     )
-    return report
-
-
-def doubling_sizes(smallest: int, largest: int) -> list[int]:
-    """Return the sizes from `smallest` on, each twice the one before, up to `largest`."""
-    sizes = []
-    while smallest <= largest:
-        sizes.append(smallest)
-        smallest *= 2
-    return sizes
 
 
 def _measure_all(
@@ -208,7 +193,9 @@ def _measure_all(
     """Return the rows of each collective, and notes on skipped sizes."""
     asked = settings.largest_bytes(on_gpu=is_accelerator(place.device))
     largest = min(asked, affordable_bytes(place))
-    sizes = doubling_sizes(settings.min_bytes, largest)
+    sizes: list[int] = []
+    while settings.min_bytes << len(sizes) <= largest:
+        sizes.append(settings.min_bytes << len(sizes))
     if not sizes:
         raise HardwareError(
             f"min_bytes={settings.min_bytes} needs {BUFFERS} buffers on each rank, and memory is free for "
@@ -235,18 +222,22 @@ def _measure_all(
 
 
 def _row(collective: Collective, operation: Operation, settings: BenchCommSettings, place: Place) -> Row:
-    times, repeats = measure(
+    seconds = measure(
         operation.run, warmup=settings.warmup, iters=settings.iters, device=place.device, group=place.group
     )
     wrong = torch.tensor(operation.count_wrong(), dtype=torch.int64, device=place.device)
     dist.all_reduce(wrong, group=place.group)
-    bandwidth = operation.size_bytes / times.avg_s / 1e9
+    mean_s, (p50_s, p99_s) = fmean(seconds), np.percentile(seconds, (50, 99), method="inverted_cdf").tolist()
+    bandwidth = operation.size_bytes / mean_s / 1e9
     return Row(
         collective=collective,
-        **asdict(times),
         size_bytes=operation.size_bytes,
         dtype=str(operation.dtype).removeprefix("torch."),
-        repeats=repeats,
+        repeats=len(seconds),
+        min_s=min(seconds),
+        avg_s=mean_s,
+        p50_s=p50_s,
+        p99_s=p99_s,
         algorithm_bandwidth_gb_per_s=bandwidth,
         bus_bandwidth_gb_per_s=bandwidth * bus_factor(collective, place.ranks),
         wrong=int(wrong),

@@ -71,7 +71,11 @@ def measure_scaling(
         if dist.get_rank(group) < ranks:
             step = denoising_step(part, device, is_weak=scaling is Scaling.WEAK)
             step()
-            seconds.fill_(_median_s(step, part, device, steps))
+            times = []
+            for _ in range(steps):
+                meet(device, part)
+                times.append(timed(step, device))
+            seconds.fill_(median(times))
         # The other ranks wait here, and do not disturb.
         dist.all_reduce(seconds, dist.ReduceOp.MAX, group=group)
         if dist.get_rank(group) < ranks:
@@ -81,14 +85,6 @@ def measure_scaling(
         efficiency = None if is_gloo else ideal_s / step_s
         rows.append(ScalingRow(ranks=ranks, step_s=step_s, efficiency=efficiency))
     return ScalingTable(step="denoising step", scaling=scaling, rows=tuple(rows))
-
-
-def _median_s(step: Callable[[], object], group: dist.ProcessGroup, device: torch.device, steps: int) -> float:
-    seconds = []
-    for _ in range(steps):
-        meet(device, group)
-        seconds.append(timed(step, device))
-    return median(seconds)
 
 
 def denoising_step(group: dist.ProcessGroup, device: torch.device, *, is_weak: bool) -> Callable[[], object]:

@@ -11,7 +11,6 @@ import psutil  # type: ignore[import-untyped]  # it ships none
 import torch
 import torch.distributed as dist
 
-import opensora_cli
 from opensora_cli.core.device import capability, collective_backends, current_gpu, device_name, is_gpu
 from opensora_cli.core.device_facts import LinkFacts, LinkKind, nvml_gpus, read_gpus, read_links, read_torch
 from opensora_cli.core.device_names import GPU, indexed
@@ -25,6 +24,7 @@ from opensora_cli.engine.bench_comm.links import (
     expectation_between,
     expectation_inside,
 )
+from opensora_cli.engine.components.hardware import versions
 
 _INFINIBAND = Path("/sys/class/infiniband")
 
@@ -103,12 +103,7 @@ def gather_header(group: dist.ProcessGroup, device: torch.device, *, environment
     )
     header = Header(
         backend=collective_backends(device.type).rpartition(":")[2],
-        versions={
-            "osora": opensora_cli.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            **read_torch().library_versions(),
-        },
+        versions=versions() | read_torch().library_versions(),
         ranks=group.size(),
         hosts=hosts,
         # What our launcher sets for each rank is no fact of the machine.
@@ -145,9 +140,7 @@ def join_hosts(reports: Sequence[HostLinks]) -> tuple[HostLinks, ...]:
 
 
 def _this_rank(group: dist.ProcessGroup, device: torch.device) -> HostLinks:
-    rank = (dist.get_rank(group),)
-    name = socket.gethostname()
-    network = read_network()
+    name, rank, network = socket.gethostname(), (dist.get_rank(group),), read_network()
     if not is_gpu(device):
         processor = platform.processor() or platform.machine()
         return HostLinks(name=name, ranks=rank, devices=(f"cpu {processor}",), network=network)

@@ -25,7 +25,7 @@ from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few, format_bytes
 from opensora_cli.core.locks import lock_beside, sole_run
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
-from opensora_cli.engine.ckpt.identify import check, find_layout, read_released
+from opensora_cli.engine.ckpt.inspect import check, find_layout, read_released
 from opensora_cli.engine.components.loras import fit_to_model, require_finite
 from opensora_cli.models.mmdit.layout import (
     HeadSizes,

@@ -20,7 +20,7 @@ from opensora_cli.core.limits import freed_at_once
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.engine.ckpt.diff import as_real_numbers, steps
 from opensora_cli.engine.ckpt.download import downloaded_sha256
-from opensora_cli.engine.ckpt.identify import check, read_released
+from opensora_cli.engine.ckpt.inspect import check, read_released
 from opensora_cli.settings.ckpt import VerifySettings
 
 _TORCH_SUFFIXES = (".pt", ".bin")

@@ -23,6 +23,7 @@ from opensora_cli.core.choices import QKV, ROTARY_METADATA, Rotary
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few, format_bytes, plain, shown
 from opensora_cli.engine.components.architectures import transformer_on_meta
+from opensora_cli.engine.components.weights import Stamp, stamp_of
 from opensora_cli.models.linears import LowRankLinear, Split
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.layout import (
@@ -104,7 +105,7 @@ def _open(file: LoraFile, transformer: nn.Module) -> Lora:
             hint="what follows the last colon must be a number, as in :0.8",
         )
     adapter = open_fitting(path, transformer)
-    sha256 = listing_sha256({each.name: _examine(each)[0] for each in adapter.files})
+    sha256 = listing_sha256({each.name: _examine(each, stamp_of(each))[0] for each in adapter.files})
     if file.sha256 is not None and file.sha256 != sha256:
         raise CheckpointError(
             f"{path} has changed since the run that is repeated: its SHA-256 is {sha256[:12]}..., not "
@@ -136,19 +137,14 @@ def open_fitting(path: Path, transformer: nn.Module) -> Adapter:
 def require_finite(files: Iterable[Path]) -> None:
     """Raise CheckpointError if a tensor of an adapter has NaN or infinite numbers: every result would be black."""
     for path in files:
-        if broken := _examine(path)[1]:
+        if broken := _examine(path, stamp_of(path))[1]:
             raise CheckpointError(f"{path} has numbers that are not finite: {first_few(list(broken))}")
-
-
-def _examine(path: Path) -> tuple[str, tuple[str, ...]]:
-    """Return the SHA-256 of an adapter's file, and the names of its tensors that are not finite."""
-    status = path.stat()
-    return _examined(path, status.st_size, status.st_mtime_ns)
 
 
 # One run is planned several times.
 @lru_cache(maxsize=64)
-def _examined(path: Path, size: int, changed_ns: int) -> tuple[str, tuple[str, ...]]:
+def _examine(path: Path, stamp: Stamp) -> tuple[str, tuple[str, ...]]:
+    """Return the SHA-256 of an adapter's file with this stamp, and the names of its tensors that are not finite."""
     entries = {} if path.suffix == ".json" else open_safetensors(path)[0]
     broken = [
         name

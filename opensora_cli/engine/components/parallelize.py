@@ -7,12 +7,10 @@ from typing import Self
 
 import torch.distributed as dist
 from pydantic import Field
-from torch import nn
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.models.linears import ShardedLinear
-from opensora_cli.models.mmdit.blocks import RepeatedBlocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.text.encoders import T5Encoder
 from opensora_cli.models.text.t5 import keep_heads, t5_linears
@@ -184,16 +182,6 @@ def describe_exchange(parallel: ExchangeSettings, plan: ExchangePlan, mesh: Mesh
     if plan.chunks > 1:
         words.append(f"in {plan.chunks} chunks of heads")
     return ", ".join(words)
-
-
-def shard_block(block: nn.Module, stack: RepeatedBlocks, group: dist.ProcessGroup) -> None:
-    """Keep this rank's share of one block, before 8-bit storage and streaming.
-
-    Raises RequestError for more ranks than heads.
-    """
-    from opensora_cli.parallel.tensor import shard_linears
-
-    shard_linears(block, stack.linears, group, used_by_all_heads=stack.used_by_all_heads)
 
 
 def shard_t5(t5: T5Encoder, group: dist.ProcessGroup) -> None:

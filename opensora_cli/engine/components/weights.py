@@ -16,6 +16,7 @@ from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, DOWNLOADS, O
 from opensora_cli.models.text.files import CLIP_VOCABULARIES, T5_VOCABULARIES, missing_files
 from opensora_cli.settings.components import VAEKind, settings_of
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.vae import EncodeSettings
 
 DEFAULT_FOLDER = "ckpts"
 """Folder in the working directory that is searched by default; the download command writes there."""
@@ -101,18 +102,19 @@ def find_released(files: WeightNames, named: str | None, *, model: str = OPEN_SO
     return _locate(files, folders, model=model, looked_in=looked_in, use_hub=True)
 
 
-def find_autoencoder(kind: VAEKind, file: str, *, hub_repo: str | None, named: str | None) -> Path:
+def find_autoencoder(settings: EncodeSettings) -> Path:
     """Return the weights of an autoencoder, or raise a CheckpointError that names the searched places.
 
-    `named` is the only folder to search. None means `./ckpts`, then the cache of `hub_repo`; without a repository, the
-    packaged demo.
+    Only the folder of `--weights` is searched if there is one, otherwise `./ckpts`, then the Hugging Face cache; the
+    demo is in the package.
     """
+    file, hub_repo, named = settings.weights.file, settings.weights.hub_repo, settings.runtime.weights
     folders = [packaged_demo()] if hub_repo is None else _default_folders(hub_repo)
     folders = folders if named is None else [Path(named)]
     for folder in folders:
         if (folder / file).exists():
             return folder / file
-    hint = None if hub_repo is None else download_command(kind, to=named or DEFAULT_FOLDER)
+    hint = None if hub_repo is None else download_command(settings.vae.kind, to=named or DEFAULT_FOLDER)
     raise CheckpointError(
         f"weights of the autoencoder are missing: {file} (looked in {' and '.join(map(str, folders))})", hint=hint
     )

@@ -21,8 +21,8 @@ from opensora_cli.core.files import atomic_path
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.data.batches import EpochPlan
 from opensora_cli.data.buckets import FILLED, NO_BUCKET, Buckets, Samples, frame_intervals
-from opensora_cli.data.table import BadRow, ClipTable, read_table
-from opensora_cli.engine.data.scan import BrokenFile, scan
+from opensora_cli.data.table import BadRow, BrokenFile, ClipTable, read_table
+from opensora_cli.engine.data.scan import scan
 from opensora_cli.engine.encode.datasets import UnusedRows, find_unused, make_buckets, open_table, pixel_multiple
 from opensora_cli.sampling.sizes import num_pixels, training_sizes
 from opensora_cli.settings.data import BucketSettings, BucketTable, DataSettings, ScanSettings
@@ -215,7 +215,7 @@ def write_recipe(folder: str, base: Path, *, reporter: Reporter | None = None) -
     reporter = reporter or SilentReporter()
     table, broken = Path(f"{os.path.abspath(folder)}.csv"), tuple[BrokenFile, ...]()
     if os.path.lexists(table):
-        reporter.note(f"{_shown(table)} is used as it is: osora data scan {folder} --overwrite reads the folder again")
+        reporter.note(f"{_shown(table)} is used unchanged: osora data scan {folder} --overwrite reads the folder again")
     else:
         broken = scan(ScanSettings(folder=folder), reporter=reporter).broken
     suggestion = suggest_buckets(read_table(table).samples, settings)
@@ -317,7 +317,7 @@ def _recipe_text(
         f"# Clips of {name}, made by `osora train --new`: {base} with buckets that take in all of them.",
         f"# osora train --config {_shown(recipe)}",
         "# Buckets: resolution, frames, [probability, clips of a micro-batch, at most those of the rarest shape].",
-        *([f"# Left out, too small or too short for any: {suggestion.unfit:,}."] if suggestion.unfit else []),
+        *([f"# Skipped, too small or too short for any bucket: {suggestion.unfit:,}."] if suggestion.unfit else []),
     ]
     return "\n".join(lines) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10**6)
 

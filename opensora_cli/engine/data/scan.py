@@ -14,13 +14,21 @@ from PIL import Image
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, FileProblem, MediaError, OsoraError, OutputError
-from opensora_cli.core.files import atomic_path
+from opensora_cli.core.files import atomic_path, require_writable
 from opensora_cli.core.formatting import as_unicode, escaped, first_few, is_unicode, shown_path
 from opensora_cli.core.locks import lock_beside, sole_run
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.reading import read_text, reading, require_there
 from opensora_cli.data.buckets import NO_BUCKET, Buckets
-from opensora_cli.data.table import COLUMNS, ClipTable, check_table_name, read_table, split_table, write_table
+from opensora_cli.data.table import (
+    COLUMNS,
+    BrokenFile,
+    ClipTable,
+    check_table_name,
+    read_table,
+    split_table,
+    write_table,
+)
 from opensora_cli.engine.encode.datasets import make_buckets
 from opensora_cli.media.containers import MediaFacts
 from opensora_cli.media.read import media_files, probe, read_cut
@@ -36,14 +44,6 @@ _CAPTION_ENDINGS = (".txt", ".TXT", ".caption", ".json")
 _CAPTION_KEYS = ("text", "caption", "prompt")
 _LONGEST_BYTES = 10**6
 """Limit of a caption file in bytes; no text encoder reads a hundredth of it."""
-
-
-class BrokenFile(Document):
-    """File that is not in the table."""
-
-    path: str
-    reason: str
-    """Error message, which names the file or its caption file."""
 
 
 class ScanResult(Document):
@@ -235,9 +235,8 @@ def shard(settings: ShardSettings) -> ShardResult:
         table.with_name(f"{table.stem}_{part:0{digits}d}-of-{settings.parts}{table.suffix}")
         for part in range(1, settings.parts + 1)
     ]
-    existing = [target for target in targets if os.path.lexists(target)]
-    if existing and not settings.overwrite:
-        raise OutputError(f"{existing[0]} exists already", hint="use --overwrite")
+    for target in targets:
+        require_writable(target, overwrite=settings.overwrite)
     rows = split_table(table, targets)
     return ShardResult(parts=tuple(TablePart(table=t, rows=n) for t, n in zip(targets, rows, strict=True)))
 
@@ -269,8 +268,7 @@ def preview(
 ) -> PreviewResult:
     """Make a contact sheet of some samples of a table: frames, name, size, bucket and caption."""
     sheet = Path(settings.sheet)
-    if os.path.lexists(sheet) and not settings.overwrite:
-        raise OutputError(f"{sheet} exists already", hint="use --overwrite, or another --out")
+    require_writable(sheet, overwrite=settings.overwrite)
     table = read_table(Path(settings.table))
     if not len(table):
         raise FileProblem(f"{settings.table} has no row that can be used")

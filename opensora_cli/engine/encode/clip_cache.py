@@ -18,14 +18,11 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from opensora_cli.checkpoint.formats.safetensors import write_safetensors
-from opensora_cli.checkpoint.lazy import LazyTensor
+from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.core.exceptions import CheckpointError, FileProblem
-from opensora_cli.core.files import atomic_path
 from opensora_cli.core.reading import require_file
 from opensora_cli.data.batches import ClipRequest
-from opensora_cli.engine.encode.clips import POOLED_PROMPT_EMBEDS, PROMPT_EMBEDS, CachedClip
-from opensora_cli.engine.encode.encoders import EmptyPrompt
+from opensora_cli.engine.encode.clips import POOLED_PROMPT_EMBEDS, PROMPT_EMBEDS, CachedClip, EmptyPrompt
 
 Identity = Mapping[str, str]
 """Digests of the models that made a cache, and values of the settings that change its tensors, by name."""
@@ -47,7 +44,8 @@ def write_header(folder: Path, identity: Identity, empty_prompt: EmptyPrompt) ->
         PROMPT_EMBEDS: empty_prompt.prompt_embeds_LC,
         POOLED_PROMPT_EMBEDS: empty_prompt.pooled_prompt_embeds_V,
     }
-    _write(folder / HEADER_FILE, tensors, {_IDENTITY: json.dumps(dict(identity), sort_keys=True)})
+    metadata = {_IDENTITY: json.dumps(dict(identity), sort_keys=True)}
+    write_weights(folder / HEADER_FILE, tensors, metadata=metadata)
 
 
 def is_cache_of(folder: Path, identity: Identity, *, complete: bool = True) -> bool:
@@ -176,14 +174,8 @@ class CacheWriter:
         content = json.dumps(clips)
         # Two processes write the same file only with the same content.
         digest = hashlib.sha256(content.encode()).hexdigest()[:16]
-        _write(self._folder / _SHARD_PATTERN.replace("*", digest), tensors, {_CLIPS: content})
+        write_weights(self._folder / _SHARD_PATTERN.replace("*", digest), tensors, metadata={_CLIPS: content})
         self._waiting, self._bytes = {}, 0
-
-
-def _write(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    entries = {name: LazyTensor.of(tensor) for name, tensor in tensors.items()}
-    with atomic_path(path) as temporary:
-        write_safetensors(temporary, entries, metadata=metadata)
 
 
 def _metadata(path: Path, key: str) -> dict[str, Any]:

@@ -173,7 +173,7 @@ def open_batches(
 
 
 def _unused_lines(source: TableSource, settings: TrainSettings) -> Iterator[str]:
-    data, table, buckets = settings.data, source.table, source.buckets
+    data, table = settings.data, source.table
     if bad := len(table.bad_rows):
         yield f"{data.table}: bad rows skipped: {bad}; osora train --check-data lists them"
     for each in find_unused(source):
@@ -181,12 +181,6 @@ def _unused_lines(source: TableSource, settings: TrainSettings) -> Iterator[str]
             f"{data.table}: rows unused: {each.rows} of {len(table)}, {each.reason} ({each.examples[0]}); "
             "osora train --check-data lists them with fixes"
         )
-    batches = source.plan_epoch(0).batches_of_buckets
-    filled = {buckets[index].kind for index in np.flatnonzero(batches).tolist()}
-    for resolution, lengths in data.buckets.items():
-        for length, bucket in lengths.items():
-            if bucket.probability > 0 and (resolution, length) not in filled:
-                yield f"data.buckets.{resolution}.{length} is empty: its samples fill no micro-batch"
 
 
 class UnusedRows(Document):

@@ -15,6 +15,7 @@ from opensora_cli.core.limits import pick_threads, threads_used
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
 from opensora_cli.core.reading import require_file
 from opensora_cli.data.batches import ClipSource
+from opensora_cli.data.table import BrokenFile
 from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.encode.clip_cache import (
     CacheWriter,
@@ -29,22 +30,16 @@ from opensora_cli.engine.encode.clips import (
     encode_for_cache,
     encoded_parts,
     fitting_modes,
+    frozen_dtype,
+    load_encoders,
     part_name,
 )
 from opensora_cli.engine.encode.datasets import open_table
-from opensora_cli.engine.encode.encoders import frozen_dtype, load_encoders
 from opensora_cli.engine.encode.inputs import require_cache_inputs, require_frozen_parts
 from opensora_cli.settings.train import TrainSettings
 
 _ENCODER_FILES = frozenset({".json", ".safetensors", ".bin", ".model", ".txt"})
 """Endings of the files in the folder of a text encoder that change its embeddings."""
-
-
-class FailedClip(Document):
-    """Clip that could not be read."""
-
-    path: str
-    reason: str
 
 
 class CacheReport(Document):
@@ -57,7 +52,7 @@ class CacheReport(Document):
     """Clips that are in the cache now."""
     encoded: int
     """Clips that this run encoded."""
-    failed: tuple[FailedClip, ...]
+    failed: tuple[BrokenFile, ...]
 
     def lines(self) -> list[str]:
         """Return the result for people."""
@@ -107,7 +102,7 @@ def fill_cache(
     barrier: Callable[[], None] = lambda: None,
     reporter: Reporter,
     source: ClipSource | None = None,
-) -> tuple[int, list[FailedClip]]:
+) -> tuple[int, list[BrokenFile]]:
     """Begin or continue the cache of `settings`; return the number of clips that were encoded, and the failed ones.
 
     Without a `source`, clips are those of the table. Each of `ranks` processes encodes a share; `barrier` returns when
@@ -130,7 +125,7 @@ def fill_cache(
         if not is_cache_of(folder, identity):
             write_header(folder, identity, encoders().empty_prompt)
     barrier()
-    clips, writer, failed = ClipCache(folder), CacheWriter(folder), list[FailedClip]()
+    clips, writer, failed = ClipCache(folder), CacheWriter(folder), list[BrokenFile]()
     parts = {length: _parts(settings, length) for length in {request.num_frames for request in requests}}
     missing = [
         request
@@ -147,7 +142,7 @@ def fill_cache(
                 try:
                     pixels_THWC = source.read(request)
                 except MediaError as error:
-                    failed.append(FailedClip(path=request.path, reason=error.message))
+                    failed.append(BrokenFile(path=request.path, reason=error.message))
                 else:
                     clip = FreshClip(encoders(), pixels_THWC, request, settings.train_mmdit)
                     known = clips.names(request, file=file)

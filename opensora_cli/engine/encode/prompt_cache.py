@@ -15,10 +15,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from opensora_cli.checkpoint.formats.safetensors import write_safetensors
-from opensora_cli.checkpoint.lazy import LazyTensor
+from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.core.exceptions import OsoraError
-from opensora_cli.core.files import atomic_path, user_cache
 from opensora_cli.core.progress import Reporter
 
 _ENDING = ".safetensors"
@@ -69,25 +67,10 @@ class PromptCache:
         self.is_writable = folder is not None
         """Whether there is a folder with room, in which every write succeeded."""
 
-    @classmethod
-    def of_user(cls) -> "PromptCache":
-        """Return the cache of the user who runs this, if they have a folder for it."""
-        return cls(user_cache("prompts"))
-
-    @property
-    def folder(self) -> Path | None:
-        """Folder of the files, or None if the folder does not exist yet."""
-        return self._folder if self._folder is not None and os.path.isdir(self._folder) else None
-
-    def has(self, name: str) -> bool:
-        """Return whether there is a file for a name; it can be broken."""
-        return self._folder is not None and os.path.isfile(_path(self._folder, name))
-
     def read(self, name: str, reporter: Reporter) -> TextEmbeds | None:
         """Return the embeddings for a name, on the CPU, or None if they are missing or broken."""
-        if self._folder is None or not self.has(name):
+        if self._folder is None or not os.path.isfile(path := self._folder / f"{name}{_ENDING}"):
             return None
-        path = _path(self._folder, name)
         try:
             with safe_open(path, framework="pt") as file:
                 tensors = (file.get_tensor(_PROMPT_EMBEDS), file.get_tensor(_POOLED_PROMPT_EMBEDS))
@@ -107,15 +90,11 @@ class PromptCache:
         if self._folder is None or not self.is_writable:
             return
         size = embeds.nbytes + _HEADER_BYTES
-        tensors = {
-            _PROMPT_EMBEDS: LazyTensor.of(embeds.prompt_embeds_1LC),
-            _POOLED_PROMPT_EMBEDS: LazyTensor.of(embeds.pooled_prompt_embeds_1V),
-        }
+        tensors = {_PROMPT_EMBEDS: embeds.prompt_embeds_1LC, _POOLED_PROMPT_EMBEDS: embeds.pooled_prompt_embeds_1V}
         try:
             self.is_writable = self._make_room(self._folder, size, limit)
             if self.is_writable:
-                with atomic_path(_path(self._folder, name)) as temporary:
-                    write_safetensors(temporary, tensors, metadata={_DIGEST: embeds.sha256()})
+                write_weights(self._folder / f"{name}{_ENDING}", tensors, metadata={_DIGEST: embeds.sha256()})
         except (OsoraError, OSError) as error:
             self.is_writable = False
             reporter.warn(f"embeddings of prompts are not cached: {_reason(error)}")
@@ -135,10 +114,6 @@ class PromptCache:
             path.unlink(missing_ok=True)
             free += size
         return free >= nbytes
-
-
-def _path(folder: Path, name: str) -> Path:
-    return folder / f"{name}{_ENDING}"
 
 
 def _reason(error: Exception) -> str:

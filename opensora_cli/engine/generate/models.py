@@ -18,6 +18,7 @@ from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.choices import LinearProducts, Rotary
 from opensora_cli.core.device import release_memory
 from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.core.files import user_cache
 from opensora_cli.core.progress import BYTES
 from opensora_cli.engine.components import text_encoders
 from opensora_cli.engine.components.architectures import load_autoencoder, mmdit_config, transformer_on_meta
@@ -25,7 +26,7 @@ from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.hardware import OutOfMemoryError
 from opensora_cli.engine.components.linear_products import LinearProductsReport, use_in_block
 from opensora_cli.engine.components.loras import add_loras
-from opensora_cli.engine.components.parallelize import shard_block, shard_t5
+from opensora_cli.engine.components.parallelize import shard_t5
 from opensora_cli.engine.components.weights import Component, stamp_of
 from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.estimate.offload import (
@@ -50,6 +51,7 @@ from opensora_cli.models.mmdit.layout import converter, find_rotary
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.parallel.tensor import shard_linears
 from opensora_cli.settings.devices import HostWeights, OffloadMode
 
 T = TypeVar("T")
@@ -82,7 +84,7 @@ class LoadedModels:
 
     def __init__(self, *, stay: bool = False, ranks: Ranks = ALONE) -> None:
         self.ranks = ranks
-        self.prompts = PromptCache.of_user()
+        self.prompts = PromptCache(user_cache("prompts"))
         """Cache of prompt embeddings from earlier runs."""
         self._stay = stay
         self._held: dict[str, _Held] = {}
@@ -319,7 +321,8 @@ def load_transformer(
         def finish_block(path: str) -> None:
             block = transformer.get_submodule(path)
             if group is not None:
-                shard_block(block, blocks[path], group)
+                stack = blocks[path]
+                shard_linears(block, stack.linears, group, used_by_all_heads=stack.used_by_all_heads)
             if offload.linear is not LinearProducts.EXACT:
                 for error in use_in_block(block, blocks[path], offload.linear):
                     measured(replace(error, path=f"{path}.{error.path}"))

@@ -14,7 +14,7 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.architectures import on_meta
-from opensora_cli.engine.encode.encoders import frozen_dtype
+from opensora_cli.engine.encode.clips import frozen_dtype
 from opensora_cli.engine.estimate.autoencoder import encoding_need
 from opensora_cli.engine.estimate.fake_tensors import fake_device, give_fake_weights
 from opensora_cli.engine.estimate.outlines import HOST

@@ -19,9 +19,8 @@ from opensora_cli.data.batches import ClipBatch, ClipSource, SampleRng
 from opensora_cli.data.loading import ClipReader, ReplacementWarnings
 from opensora_cli.engine.components.architectures import vae_tiling
 from opensora_cli.engine.components.velocity import GuidedVelocity, PromptEmbeds
-from opensora_cli.engine.encode.clips import training_caption
+from opensora_cli.engine.encode.clips import load_encoders, training_caption
 from opensora_cli.engine.encode.datasets import open_table
-from opensora_cli.engine.encode.encoders import load_encoders
 from opensora_cli.engine.train.build import open_clips_cache
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.early import SAMPLES_FOLDER

@@ -122,7 +122,7 @@ def save_lora(
     config: MMDiTConfig,
     settings: LoraSettings,
     base: str | None,
-    metadata: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str],
 ) -> None:
     """Write an adapter in PEFT's format, which `osora generate --lora` and `osora ckpt merge-lora` read.
 

@@ -15,7 +15,7 @@ import torch
 from opensora_cli.core.device import device_name, is_gpu, torch_dtype
 from opensora_cli.core.device_names import GPU
 from opensora_cli.engine.components.architectures import mmdit_config, transformer_on_meta
-from opensora_cli.engine.encode.encoders import frozen_dtype
+from opensora_cli.engine.encode.clips import frozen_dtype
 from opensora_cli.engine.encode.inputs import find_frozen_parts
 from opensora_cli.engine.estimate.autoencoder import encoding_work
 from opensora_cli.engine.estimate.fake_tensors import Work

@@ -14,8 +14,15 @@ from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.data.batches import SampledBatches, SampleRng
 from opensora_cli.engine.components.architectures import new_autoencoder, vae_tiling
 from opensora_cli.engine.components.weights import packaged_demo
-from opensora_cli.engine.encode.clips import LATENTS, POOLED_PROMPT_EMBEDS, PROMPT_EMBEDS, part_frames
-from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, frozen_dtype
+from opensora_cli.engine.encode.clips import (
+    LATENTS,
+    POOLED_PROMPT_EMBEDS,
+    PROMPT_EMBEDS,
+    EmptyPrompt,
+    Encoders,
+    frozen_dtype,
+    part_frames,
+)
 from opensora_cli.engine.encode.inputs import find_frozen_parts
 from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.distribution import Distribution, distribution_of

@@ -25,19 +25,9 @@ def refuse_early(settings: EncodeSettings) -> None:
     problems = [problem for file in files if (problem := _problem(file)) is not None]
     if len(problems) == len(settings.files):
         raise MediaError("\n".join(error.message for error in problems), hint=problems[0].hint)
-    find_weights(settings)
+    find_autoencoder(settings)
     if isinstance(settings, ReconstructSettings):
         result_stems(settings)
-
-
-def find_weights(settings: EncodeSettings) -> Path:
-    """Return the path of the autoencoder's weights. Raises CheckpointError with the searched paths."""
-    return find_autoencoder(
-        settings.vae.kind,
-        settings.weights.file,
-        hub_repo=settings.weights.hub_repo,
-        named=settings.runtime.weights,
-    )
 
 
 def result_stems(settings: ReconstructSettings) -> list[Path]:

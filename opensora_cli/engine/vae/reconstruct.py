@@ -21,7 +21,8 @@ from opensora_cli.core.limits import pick_threads, threads_used
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.components.architectures import load_autoencoder, vae_tiling
 from opensora_cli.engine.components.hardware import Hardware, is_out_of_memory, pick_hardware, versions
-from opensora_cli.engine.vae.early import ENDINGS, find_weights, result_stems
+from opensora_cli.engine.components.weights import find_autoencoder
+from opensora_cli.engine.vae.early import ENDINGS, result_stems
 from opensora_cli.media.containers import MediaFacts
 from opensora_cli.media.read import probe, read_cut
 from opensora_cli.media.resize import to_uint8
@@ -110,7 +111,7 @@ def reconstruct(settings: ReconstructSettings, *, reporter: Reporter | None = No
     """
     reporter = reporter or SilentReporter()
     hardware = pick_hardware(settings.runtime.device, settings.runtime.dtype)
-    weights = find_weights(settings)
+    weights = find_autoencoder(settings)
     stems = result_stems(settings)
     autoencoder = load_autoencoder(settings.vae, weights, device=hardware.device, dtype=hardware.dtype)
     rows: list[Reconstructed | Failed] = []

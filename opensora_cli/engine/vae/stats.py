@@ -15,7 +15,7 @@ from opensora_cli.core.limits import pick_threads, threads_used
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.components.architectures import load_autoencoder, vae_tiling
 from opensora_cli.engine.components.hardware import Hardware, pick_hardware
-from opensora_cli.engine.vae.early import find_weights
+from opensora_cli.engine.components.weights import find_autoencoder
 from opensora_cli.engine.vae.reconstruct import Failed, attempt, center, cropped_size, pixels
 from opensora_cli.media.read import media_files, probe, read_cut
 from opensora_cli.models.vae.autoencoder import Autoencoder
@@ -131,7 +131,7 @@ def latent_statistics(settings: EncodeSettings, *, reporter: Reporter | None = N
     """
     reporter = reporter or SilentReporter()
     hardware = pick_hardware(settings.runtime.device, settings.runtime.dtype)
-    weights = find_weights(settings)
+    weights = find_autoencoder(settings)
     moments, failed, frames = RunningMoments(), [], 0
 
     def unread(place: Path, reason: str) -> None:

@@ -28,14 +28,16 @@ from opensora_cli.engine.encode.clips import (
     LATENTS,
     POOLED_PROMPT_EMBEDS,
     PROMPT_EMBEDS,
+    EmptyPrompt,
     EncodedClip,
+    Encoders,
     FreshClip,
     condition_clip,
     fitting_modes,
+    load_encoders,
     part_name,
     pick_mode,
 )
-from opensora_cli.engine.encode.encoders import EmptyPrompt, Encoders, load_encoders
 from opensora_cli.engine.train.build import build_transformer, empty_transformer, with_adapter
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.lora import save_lora
@@ -230,8 +232,8 @@ class MMDiTTask(Objective):
             metadata = scale_metadata(run.vae)
             write_weights(folder / TRANSFORMER_FILE, weights, dtype=torch.float16, metadata=metadata)
 
-    def adapter_metadata(self) -> dict[str, str] | None:
-        return None
+    def adapter_metadata(self) -> dict[str, str]:
+        return {}
 
     def _name(self, path: str) -> str:
         """Return the path relative to the table of clips, so that moved data trains the same model."""

@@ -1,14 +1,7 @@
-"""Times, and the table of scaling."""
+"""Table of scaling."""
 
-from opensora_cli.engine.bench_comm.operations import Times
 from opensora_cli.engine.bench_comm.scaling import ScalingRow, ScalingTable
 from opensora_cli.settings.tools import Scaling
-
-
-def test_times() -> None:
-    times = Times.of([float(second) for second in range(200, 0, -1)])
-    assert (times.min_s, times.avg_s, times.p50_s, times.p99_s) == (1, 100.5, 100, 198)
-    assert Times.of([3.0]) == Times(min_s=3, avg_s=3, p50_s=3, p99_s=3)
 
 
 def test_the_table_has_efficiency_only_where_it_means_something() -> None:

@@ -8,8 +8,7 @@ from tiny_adapters import factors, write_adapter
 from tiny_weights import write_holes
 
 from opensora_cli.core.choices import QKV
-from opensora_cli.engine.ckpt.identify import Identity, check, identify, read_released
-from opensora_cli.engine.ckpt.inspect import Inspection, inspect
+from opensora_cli.engine.ckpt.inspect import Identity, Inspection, check, identify, inspect, read_released
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layout import HeadSizes, is_fused, plan_layout, planned_shapes
 from opensora_cli.models.mmdit.model import MMDiT

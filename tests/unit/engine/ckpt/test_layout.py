@@ -9,7 +9,7 @@ from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.core.choices import QKV, Rotary
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.engine.ckpt.convert import change_layout
-from opensora_cli.engine.ckpt.identify import find_layout
+from opensora_cli.engine.ckpt.inspect import find_layout
 from opensora_cli.models.mmdit.layout import converter
 
 MODEL = transformer(depth=1, single=2, hidden=48, mlp_ratio=2.0, axes_dim=(4, 4, 4))

@@ -11,10 +11,10 @@ from tiny_weights import converted
 
 from opensora_cli.community.checkpoint import CheckpointIO
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.engine.ckpt import convert, identify
+from opensora_cli.engine.ckpt import convert, inspect
 from opensora_cli.engine.ckpt import verify as verify_module
 from opensora_cli.engine.ckpt.download import write_record
-from opensora_cli.engine.ckpt.identify import Released, read_released
+from opensora_cli.engine.ckpt.inspect import Released, read_released
 from opensora_cli.engine.ckpt.verify import Verification, verify
 from opensora_cli.settings.ckpt import VerifySettings
 
@@ -204,8 +204,8 @@ def test_the_preset_of_8_bit_weights(tmp_path: Path, monkeypatch: pytest.MonkeyP
     # The names of a published model, and small shapes.
     names = read_released("hunyuan-vae").shapes
     small_one = Released("hunyuan-vae", "", {name: tuple(min(size, 2) for size in names[name]) for name in names})
-    monkeypatch.setattr(identify, "released_names", lambda: ["hunyuan-vae"])
-    for module in (identify, convert, verify_module):
+    monkeypatch.setattr(inspect, "released_names", lambda: ["hunyuan-vae"])
+    for module in (inspect, convert, verify_module):
         monkeypatch.setattr(module, "read_released", lambda name: small_one)
     save_file({name: torch.zeros(shape).bfloat16() for name, shape in small_one.shapes.items()}, tmp_path / "wide")
     small = converted(tmp_path / "wide", tmp_path / "small.safetensors", dtype="fp8_e4m3", preset="hunyuan-vae")

@@ -132,7 +132,7 @@ def test_what_fits_no_bucket_is_counted_in_the_recipe(tmp_path: Path, monkeypatc
     result = write_recipe("clips", Path("demo_lora"))
     assert "c.mp4" in result.broken[0].reason
     assert any(line.startswith("broken ") for line in result.lines())
-    assert "# Left out, too small or too short for any: 1." in result.recipe.read_text()
+    assert "# Skipped, too small or too short for any bucket: 1." in result.recipe.read_text()
     assert [each.rows for each in result.data.unused] == [1]
 
 

@@ -19,7 +19,7 @@ from opensora_cli.engine.encode.clip_cache import (
     is_cache_of,
     write_header,
 )
-from opensora_cli.engine.encode.encoders import EmptyPrompt
+from opensora_cli.engine.encode.clips import EmptyPrompt
 
 IDENTITY = {"autoencoder": "a", "T5": "t"}
 REQUEST = ClipRequest(

@@ -1,12 +1,19 @@
-"""Clips for training: their captions, the modes they are trained in and how often, and what is encoded alone."""
+"""Training clips: their encoders, captions and condition modes, and the parts that are encoded alone."""
 
 import numpy as np
 import pytest
+import tiny_frozen
+import tiny_training
+import torch
+from mapped_memory import are_mapped, needs_maps
+from safetensors.torch import load_file, save_file
 
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
-from opensora_cli.engine.encode.clips import encoded_parts, fitting_modes, pick_mode, training_caption
+from opensora_cli.engine.encode import clips
+from opensora_cli.engine.encode.clips import encoded_parts, fitting_modes, load_encoders, pick_mode, training_caption
 from opensora_cli.settings.train_sections import MMDiTTrainSettings
 
+CPU = torch.device("cpu")
 ALL = dict.fromkeys(CONDITION_MODES, 1.0)
 RELEASED = ReferenceLengths()
 
@@ -84,3 +91,26 @@ def test_what_is_encoded_on_its_own(mode, causal, parts):
 def test_rate_and_motion_score_follow_the_caption(caption, fps, motion_score, changes, expected):
     settings = MMDiTTrainSettings(**changes)
     assert training_caption(caption, fps=fps, motion_score=motion_score, settings=settings) == expected
+
+
+@needs_maps
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float32])
+def test_mapped_layers_give_the_embeddings_of_cast_ones(stored, tmp_path, monkeypatch):
+    weights = tiny_frozen.save_frozen_parts(tmp_path)
+    file = weights / "t5" / "model.safetensors"
+    save_file({name: tensor.to(stored) for name, tensor in load_file(file).items()}, file, metadata={"format": "pt"})
+    settings, loaded = tiny_training.mmdit_settings("unused", weights), []
+
+    def load_t5(*args, **options):
+        loaded.append(plain_load_t5(*args, **options))
+        return loaded[-1]
+
+    plain_load_t5 = clips.load_t5
+    monkeypatch.setattr(clips, "load_t5", load_t5)
+    encoders = load_encoders(settings, device=CPU)
+    whole = plain_load_t5(weights / "t5", max_length=settings.text.t5_max_length, device=CPU, dtype=torch.float32)
+    for _ in range(2):
+        assert torch.equal(encoders.prompt_embeds("a boat on the sea"), whole.encode(["a boat on the sea"])[0])
+        [t5] = loaded
+        assert are_mapped(t5.blocks.parameters(), file)
+        assert {weight.dtype for weight in t5.blocks.parameters()} == {stored}

@@ -23,9 +23,8 @@ from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.architectures import mmdit_config
 from opensora_cli.engine.encode import fill_cache
 from opensora_cli.engine.encode.clip_cache import HEADER_FILE, ClipCache
-from opensora_cli.engine.encode.clips import ALWAYS_CACHED
+from opensora_cli.engine.encode.clips import ALWAYS_CACHED, Encoders
 from opensora_cli.engine.encode.datasets import TableSource, open_batches, open_table
-from opensora_cli.engine.encode.encoders import Encoders
 from opensora_cli.engine.encode.fill_cache import cache_clips
 from opensora_cli.engine.train.build import open_clips_cache
 from opensora_cli.engine.train.distribution import Distribution

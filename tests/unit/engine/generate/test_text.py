@@ -10,7 +10,6 @@ from tiny_world import demo_settings, released_settings
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.files import user_cache
 from opensora_cli.engine.components.weights import Component
-from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.generate import models as generate_models
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels
@@ -118,7 +117,7 @@ def test_an_encoder_of_another_width_is_refused(plan, reporter):
         with pytest.raises(CheckpointError) as caught:
             encoded(other, reporter)
         assert caught.value.message == f"{folder} encodes to 16 numbers, and the transformer reads model.vec_in_dim=24"
-    assert PromptCache.of_user().folder is not None
+    assert user_cache("prompts").is_dir()
 
 
 @pytest.mark.parametrize("content", ["", "[]", '{"places": "sea"}', '{"places": [1]}', '{"places": '])

@@ -26,7 +26,7 @@ from opensora_cli.core.exceptions import (
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.architectures import autoencoder_on_meta, transformer_on_meta
 from opensora_cli.engine.encode.clip_cache import write_header
-from opensora_cli.engine.encode.encoders import EmptyPrompt
+from opensora_cli.engine.encode.clips import EmptyPrompt
 from opensora_cli.engine.train import checkpoints, run
 from opensora_cli.engine.train.build import build_task, count_parameters
 from opensora_cli.engine.train.distribution import Distribution

@@ -32,7 +32,7 @@ def learn(model: MMDiT, *, steps: int = 2) -> None:
 
 
 def saved(model: MMDiT, folder: Path, settings: LoraSettings = RANK_4) -> Path:
-    save_lora(folder, model.state_dict(), config=model.config, settings=settings, base="base.safetensors")
+    save_lora(folder, model.state_dict(), config=model.config, settings=settings, base="base.safetensors", metadata={})
     return folder
 
 

@@ -23,8 +23,7 @@ from opensora_cli.core.conditions import (
 )
 from opensora_cli.data.batches import ClipBatch, ClipRequest, SampleRng
 from opensora_cli.engine.components.architectures import mmdit_config, new_autoencoder
-from opensora_cli.engine.encode.clips import CachedClip, FreshClip, encode_for_cache, part_name
-from opensora_cli.engine.encode.encoders import Encoders
+from opensora_cli.engine.encode.clips import CachedClip, Encoders, FreshClip, encode_for_cache, part_name
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
 from opensora_cli.models.mmdit.model import MMDiT
 
