@@ -16,11 +16,12 @@ from opensora_cli.core.conditions import ConditionMode, ReferencePart
 from opensora_cli.core.device import use_device
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.ranks import find_context
-from opensora_cli.engine.encode.clips import condition_clip, cut_part, fitting_modes, pick_mode
+from opensora_cli.engine.encode.clips import cut_part
 from opensora_cli.engine.launch.rank import device_type, init_with_retry, rank_device
 from opensora_cli.engine.train.objectives import mmdit
 from opensora_cli.engine.train.optimizer import rate_factor, warmup_share
 from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.sampling.conditioning import condition_clip, fitting_modes, pick_mode
 from opensora_cli.settings.train_sections import OptimizerSettings, ScheduleName
 
 

@@ -1,10 +1,20 @@
-"""Mask and reference latents for a condition mode."""
+"""Condition modes of clips to sample and to train with: their mask and reference latents."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 
-from opensora_cli.core.conditions import RELEASED_LENGTHS, ConditionMode, ReferenceLengths, condition_mode
+from opensora_cli.core.conditions import (
+    RELEASED_LENGTHS,
+    T2V,
+    ConditionMode,
+    ReferenceLengths,
+    ReferencePart,
+    Source,
+    condition_mode,
+    reference_parts,
+)
 from opensora_cli.core.exceptions import RequestError
 
 
@@ -81,3 +91,56 @@ def restore_references(
     return torch.where(
         conditioning_mask_B1THW.to(latents_BCTHW.device) > 0, reference_latents_BCTHW.to(latents_BCTHW), latents_BCTHW
     )
+
+
+def fitting_modes(
+    weights: Mapping[str, float], *, num_latent_frames: int, causal: bool, lengths: ReferenceLengths = RELEASED_LENGTHS
+) -> dict[ConditionMode, float]:
+    """Return the modes with a weight that leave frames of such a clip to learn; for a single frame only `t2v`."""
+    modes = {condition_mode(name): weight for name, weight in weights.items() if weight > 0}
+    fitting = {
+        mode: weight
+        for mode, weight in modes.items()
+        if lengths.given_latent_frames(mode, causal=causal) < num_latent_frames
+    }
+    return fitting if fitting and num_latent_frames > 1 else {T2V: 1.0}
+
+
+def pick_mode(fitting: Mapping[ConditionMode, float], rng: np.random.Generator) -> ConditionMode:
+    """Sample a mode by weight, with one random number."""
+    shares = np.cumsum(list(fitting.values()))
+    index = int(np.searchsorted(shares, rng.random() * shares[-1], side="right"))
+    return list(fitting)[min(index, len(fitting) - 1)]
+
+
+def encoded_parts(
+    mode: ConditionMode, *, causal: bool, temporal_compression: int, lengths: ReferenceLengths = RELEASED_LENGTHS
+) -> tuple[ReferencePart, ...]:
+    """Return the frames of the clip that `mode` needs encoded on their own, the head before the tail."""
+    if mode.source is Source.VIDEO and not causal:
+        return ()
+    return reference_parts(mode, causal=causal, temporal_compression=temporal_compression, lengths=lengths)
+
+
+def condition_clip(
+    latents_CTHW: torch.Tensor,
+    mode: ConditionMode,
+    encode_part: Callable[[ReferencePart], torch.Tensor],
+    *,
+    causal: bool,
+    temporal_compression: int,
+    lengths: ReferenceLengths = RELEASED_LENGTHS,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the conditioning mask (1,T,H,W), 1 = given, and the reference latents (C,T,H,W) of an encoded clip.
+
+    `encode_part` returns the latents_CTHW of some of its frames, encoded on their own. A `causal` autoencoder encodes
+    the first frame alone. `lengths` has the latent frames that video modes give.
+    """
+    parts = encoded_parts(mode, causal=causal, temporal_compression=temporal_compression, lengths=lengths)
+    references = [encode_part(part) for part in parts]
+    if mode.needs_reference and not parts:
+        references = [latents_CTHW]
+    mask_B1THW, reference_BCTHW = prepare_inference_condition(
+        latents_CTHW[None], mode, [references], causal, lengths=lengths
+    )
+    return mask_B1THW[0], reference_BCTHW[0]

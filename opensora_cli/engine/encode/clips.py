@@ -9,24 +9,16 @@ too. Otherwise they are cut out of the latents of the clip, as in the training o
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from opensora_cli.core.conditions import (
-    RELEASED_LENGTHS,
-    T2V,
-    ConditionMode,
-    ReferenceLengths,
     ReferencePart,
-    Source,
-    condition_mode,
-    reference_parts,
 )
 from opensora_cli.core.device import is_accelerator, queued_copy, torch_dtype
 from opensora_cli.core.exceptions import FileProblem
@@ -42,7 +34,6 @@ from opensora_cli.engine.components.text_encoders import (
 from opensora_cli.engine.encode.inputs import require_frozen_parts
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.models.vae.tiles import NO_TILING, Tiling
-from opensora_cli.sampling.conditioning import prepare_inference_condition
 from opensora_cli.settings.devices import DType
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_sections import MMDiTTrainSettings
@@ -208,59 +199,6 @@ def training_caption(caption: str, *, fps: float, motion_score: float | None, se
     if settings.add_motion_score and motion_score is not None:
         suffixes.append(f"{math.floor(motion_score + 0.5)} motion score")
     return f"{caption} {', '.join(suffixes)}." if suffixes else caption
-
-
-def fitting_modes(
-    weights: Mapping[str, float], *, num_latent_frames: int, causal: bool, lengths: ReferenceLengths = RELEASED_LENGTHS
-) -> dict[ConditionMode, float]:
-    """Return the modes with a weight that leave frames of such a clip to learn; for a single frame only `t2v`."""
-    modes = {condition_mode(name): weight for name, weight in weights.items() if weight > 0}
-    fitting = {
-        mode: weight
-        for mode, weight in modes.items()
-        if lengths.given_latent_frames(mode, causal=causal) < num_latent_frames
-    }
-    return fitting if fitting and num_latent_frames > 1 else {T2V: 1.0}
-
-
-def pick_mode(fitting: Mapping[ConditionMode, float], rng: np.random.Generator) -> ConditionMode:
-    """Sample a mode by weight, with one random number."""
-    shares = np.cumsum(list(fitting.values()))
-    index = int(np.searchsorted(shares, rng.random() * shares[-1], side="right"))
-    return list(fitting)[min(index, len(fitting) - 1)]
-
-
-def encoded_parts(
-    mode: ConditionMode, *, causal: bool, temporal_compression: int, lengths: ReferenceLengths = RELEASED_LENGTHS
-) -> tuple[ReferencePart, ...]:
-    """Return the frames of the clip that `mode` needs encoded on their own, the head before the tail."""
-    if mode.source is Source.VIDEO and not causal:
-        return ()
-    return reference_parts(mode, causal=causal, temporal_compression=temporal_compression, lengths=lengths)
-
-
-def condition_clip(
-    latents_CTHW: Tensor,
-    mode: ConditionMode,
-    encode_part: Callable[[ReferencePart], Tensor],
-    *,
-    causal: bool,
-    temporal_compression: int,
-    lengths: ReferenceLengths = RELEASED_LENGTHS,
-) -> tuple[Tensor, Tensor]:
-    """Return the conditioning mask (1,T,H,W), 1 = given, and the reference latents (C,T,H,W) of an encoded clip.
-
-    `encode_part` returns the latents_CTHW of some of its frames, encoded on their own. A `causal` autoencoder encodes
-    the first frame alone. `lengths` has the latent frames that video modes give.
-    """
-    parts = encoded_parts(mode, causal=causal, temporal_compression=temporal_compression, lengths=lengths)
-    references = [encode_part(part) for part in parts]
-    if mode.needs_reference and not parts:
-        references = [latents_CTHW]
-    mask_B1THW, reference_BCTHW = prepare_inference_condition(
-        latents_CTHW[None], mode, [references], causal, lengths=lengths
-    )
-    return mask_B1THW[0], reference_BCTHW[0]
 
 
 def cut_part(clip_TX: Tensor, part: ReferencePart) -> Tensor:

@@ -28,14 +28,13 @@ from opensora_cli.engine.encode.clips import (
     ALWAYS_CACHED,
     FreshClip,
     encode_for_cache,
-    encoded_parts,
-    fitting_modes,
     frozen_dtype,
     load_encoders,
     part_name,
 )
 from opensora_cli.engine.encode.datasets import open_table
 from opensora_cli.engine.encode.inputs import require_cache_inputs, require_frozen_parts
+from opensora_cli.sampling.conditioning import encoded_parts, fitting_modes
 from opensora_cli.settings.train import TrainSettings
 
 _ENCODER_FILES = frozenset({".json", ".safetensors", ".bin", ".model", ".txt"})

@@ -108,7 +108,7 @@ def build_transformer(settings: TrainSettings, *, distribution: Distribution) ->
     transformer = empty_transformer(settings) if distribution.divides else new_transformer(settings, device=device)
     plan = plan_attention(settings, device=device)
     assert plan is not None
-    transformer.set_attention(BACKENDS[plan.backend].attend)
+    transformer.set_attention(BACKENDS[plan.backend])
     return transformer
 
 

@@ -32,11 +32,8 @@ from opensora_cli.engine.encode.clips import (
     EncodedClip,
     Encoders,
     FreshClip,
-    condition_clip,
-    fitting_modes,
     load_encoders,
     part_name,
-    pick_mode,
 )
 from opensora_cli.engine.train.build import build_transformer, empty_transformer, with_adapter
 from opensora_cli.engine.train.distribution import Distribution
@@ -47,6 +44,7 @@ from opensora_cli.engine.train.stand_ins import random_frozen_parts, stand_in_en
 from opensora_cli.engine.train.trainer import Role
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.sampling.conditioning import condition_clip, fitting_modes, pick_mode
 from opensora_cli.sampling.packing import pack_conditioning, pack_latents, position_ids
 from opensora_cli.sampling.schedule import flow_shift_for, shifted_times
 from opensora_cli.settings.train import LORA_FOLDER, TRANSFORMER_FILE, TrainSettings

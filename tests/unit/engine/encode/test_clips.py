@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
 from opensora_cli.engine.encode import clips
-from opensora_cli.engine.encode.clips import encoded_parts, fitting_modes, load_encoders, pick_mode, training_caption
+from opensora_cli.engine.encode.clips import load_encoders, training_caption
+from opensora_cli.sampling.conditioning import encoded_parts, fitting_modes, pick_mode
 from opensora_cli.settings.train_sections import MMDiTTrainSettings
 
 CPU = torch.device("cpu")
