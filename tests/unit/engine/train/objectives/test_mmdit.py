@@ -24,7 +24,10 @@ from opensora_cli.core.conditions import (
 from opensora_cli.data.batches import ClipBatch, ClipRequest, SampleRng
 from opensora_cli.engine.components.architectures import mmdit_config, new_autoencoder
 from opensora_cli.engine.encode.clips import CachedClip, Encoders, FreshClip, encode_for_cache, part_name
+from opensora_cli.engine.train.build import build_transformer
+from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives.mmdit import MMDiTTask
+from opensora_cli.models.attention import BACKENDS
 from opensora_cli.models.mmdit.model import MMDiT
 
 LENGTHS = ReferenceLengths(video=1, easy=2)
@@ -305,6 +308,10 @@ class TestText:
 
 
 class TestModels:
+    def test_the_attention_of_the_transformer_computes_in_parts_for_a_ring(self):
+        transformer = build_transformer(SETTINGS, distribution=Distribution(torch.device("cpu")))
+        assert transformer.attention is BACKENDS["sdpa"]
+
     def test_a_distilled_model_is_told_its_guidance(self, vae):
         config = CONFIG.replace({"guidance_embed": True})
         spy = Spy(config)
