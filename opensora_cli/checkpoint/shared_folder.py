@@ -73,7 +73,7 @@ class BackgroundJob:
         """Error of the last job, until `wait` returns it."""
 
     def start(self, do: Callable[[], None]) -> None:
-        """Start a job after `wait` for the last one."""
+        """Start a job after `wait` for the last one. If no thread can be started, the job runs in this thread."""
 
         def run() -> None:
             try:
@@ -82,8 +82,12 @@ class BackgroundJob:
                 self.error = error
 
         thread = Thread(target=run, name="osora-checkpoint")
-        thread.start()
-        self._thread = thread
+        try:
+            thread.start()
+        except RuntimeError:  # for example with `ulimit -u`
+            run()
+        else:
+            self._thread = thread
 
     def wait(self) -> BaseException | None:
         """Wait for the end of the job, and return its error once; after an interrupted wait, call this again."""
