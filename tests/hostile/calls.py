@@ -24,6 +24,8 @@ _RUN_LOG = "/log.jsonl"
 _AGE_S = 600.0
 _TEMPORARY = re.compile(r"\.osora-[\w-]+\.tmp")
 _UNFINISHED = re.compile(r".*?((\.osora-|\.saving-)[^/]*|/\.lock$)")
+_PROBE = re.compile(r"tmp/[a-z0-9_]{8}")
+"""File with which Python tries the temporary folder while torch is imported. It stays if a signal comes right then."""
 _HASH, _NUMBER = re.compile(r"[0-9a-f]{8,}"), re.compile(r"[0-9]+")
 
 
@@ -216,7 +218,11 @@ def _age(folder: Folder) -> None:
 
 def _faults_of_results(after: judge.Tree, results: Mapping[str, bytes], whole: Mapping[str, bytes]) -> list[Fault]:
     """Return what is wrong with what the next run leaves: left-overs, or results unlike the `whole` ones."""
-    found = [Fault(judge.LEFT, path) for path in after if judge.is_unfinished(path) or path.startswith("tmp/")]
+    found = [
+        Fault(judge.LEFT, path)
+        for path in after
+        if (judge.is_unfinished(path) or path.startswith("tmp/")) and not _PROBE.fullmatch(path)
+    ]
     for name in sorted(results.keys() | whole.keys()):
         if name not in results:
             found.append(Fault(judge.LOST, f"{name} is not there"))
