@@ -24,8 +24,8 @@ _RUN_LOG = "/log.jsonl"
 _AGE_S = 600.0
 _TEMPORARY = re.compile(r"\.osora-[\w-]+\.tmp")
 _UNFINISHED = re.compile(r".*?((\.osora-|\.saving-)[^/]*|/\.lock$)")
-_PROBE = re.compile(r"tmp/[a-z0-9_]{8}")
-"""File with which Python tries the temporary folder while torch is imported. It stays if a signal comes right then."""
+_PROBE = re.compile(r"open64 (tmp/[a-z0-9_]{8})")
+"""Call with which Python tries the temporary folder while torch is imported. Its file stays if a signal comes then."""
 _HASH, _NUMBER = re.compile(r"[0-9a-f]{8,}"), re.compile(r"[0-9]+")
 
 
@@ -76,6 +76,8 @@ class Calls:
         outcome, log = self._run(ended, folder, breakage, call)
         broken = [line[1:] for line in log if line.startswith("!")]
         what = broken[0] if broken else "not come to"
+        if probe := _PROBE.fullmatch(what):
+            (folder.root / probe[1]).unlink(missing_ok=True)
         title = f"{ended.base.name}, {breakage.name} at call {call} ({what})"
         if breakage is Breakage.KILL and outcome.signal == signal.SIGKILL:
             found = []
@@ -218,11 +220,7 @@ def _age(folder: Folder) -> None:
 
 def _faults_of_results(after: judge.Tree, results: Mapping[str, bytes], whole: Mapping[str, bytes]) -> list[Fault]:
     """Return what is wrong with what the next run leaves: left-overs, or results unlike the `whole` ones."""
-    found = [
-        Fault(judge.LEFT, path)
-        for path in after
-        if (judge.is_unfinished(path) or path.startswith("tmp/")) and not _PROBE.fullmatch(path)
-    ]
+    found = [Fault(judge.LEFT, path) for path in after if judge.is_unfinished(path) or path.startswith("tmp/")]
     for name in sorted(results.keys() | whole.keys()):
         if name not in results:
             found.append(Fault(judge.LOST, f"{name} is not there"))
