@@ -24,7 +24,6 @@ from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.limits import read_private_memory
 
 GIB = 2**30
-_TF32_FROM = (8, 0)
 _PORTABLE = 1  # cudaHostRegisterPortable: valid for every device
 _RESET_PEAK = Path("/proc/self/clear_refs")
 """Linux: writing 5 resets the peak of the process to its current memory."""
@@ -234,44 +233,6 @@ def torch_dtype(name: str) -> torch.dtype:
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype in which parts of a sum are added: fp32, or fp64 for fp64."""
     return torch.promote_types(dtype, torch.float32)
-
-
-@contextmanager
-def tf32_products(allowed: bool | None, device: torch.device, *, note: Callable[[str], None]) -> Iterator[None]:
-    """Allow or forbid TF32 in float32 matmuls and convolutions inside the block; None changes nothing.
-
-    Only GPUs have TF32: on another device, `note` gets a line that the setting has no effect. The end of the block
-    restores the switches.
-    """
-    if allowed is not None and not is_gpu(device):
-        note(f"precision.tf32={str(allowed).lower()} has no effect on the device {device}")
-    if allowed is None or not is_gpu(device):
-        yield
-        return
-    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-    switches = (matmul, cudnn.conv, cudnn.rnn)  # type: ignore[attr-defined]  # made at run time
-    before = [switch.fp32_precision for switch in switches]
-
-    def allow(products: bool, convolutions: bool) -> None:
-        # Not through `fp32_precision`: after that torch 2.13 refuses to read these two, and torch.compile reads them.
-        matmul.allow_tf32, cudnn.allow_tf32 = products, convolutions
-
-    allow(allowed, allowed)
-    try:
-        yield
-    finally:
-        allow(before[0] == "tf32", before[1] == "tf32")
-        for switch, precision in zip(switches, before, strict=True):
-            switch.fp32_precision = precision
-
-
-def tf32_in_use(device: torch.device) -> dict[str, bool] | None:
-    """Return whether float32 matmuls and convolutions use TF32 now, or None on a device without TF32."""
-    if not is_gpu(device) or capability(device) < _TF32_FROM:
-        return None
-    convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]  # made at run time
-    kinds = {"products": torch.backends.cuda.matmul, "convolutions": convolutions}
-    return {name: kind.fp32_precision == "tf32" for name, kind in kinds.items()}
 
 
 def multiplies_bf16(device: torch.device) -> bool:

@@ -140,7 +140,6 @@ GENERATE = (
     Applies("vae.temporal_tiling", lambda s: s.vae.temporal_tiling or s.vae.kind != "flux_ae"),
     Applies("output.save_state_every", "output.save_latents", "drop it", saved=True),
     Applies("memory.resident_blocks memory.host_weights", "memory.offload=auto|blocks", "use blocks"),
-    Applies("precision.tf32", "runtime.device!=cpu", "use none", saved=True),
 )
 
 SAME_FOR_ALL_RUNS = Applies(
@@ -207,7 +206,6 @@ TRAIN = (
         lambda s: s.optimizer.decay_steps or s.optimizer.schedule == "cosine",
         "with optimizer.decay_steps=0: use 0, or more decay_steps",
     ),
-    Applies("precision.tf32", "device!=cpu", "use none"),
     Applies(
         "memory.checkpoint_double_blocks memory.checkpoint_single_blocks",
         "memory.checkpointing!=none",

@@ -43,16 +43,7 @@ _KINDS: Mapping[type[AutoencoderConfig], VAEKind] = {
 _WITH_SCALE = re.compile(r"(?P<path>.+):(?P<scale>[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?)", re.IGNORECASE | re.DOTALL)
 
 
-class Tf32Settings(Section):
-    """Precision of float32 computation."""
-
-    tf32: bool | None = Field(
-        None,
-        description="Compute float32 in TF32 (GPU from 8.0). None: torch decides.",
-    )
-
-
-class GenerationPrecisionSettings(Tf32Settings):
+class GenerationPrecisionSettings(Section):
     """Precision of generation, in addition to `runtime.dtype`."""
 
     linear: LinearProducts = Field(

@@ -57,7 +57,7 @@ condition.seamless condition.continued condition.easy_latent_frames
 picture.first picture.save picture.resolution picture.own_model
 output.format output.metadata output.last_frame output.save_latents output.save_state_every output.preview_every
 runtime.model_choice runtime.dtype runtime.threads runtime.attention compile
-precision.tf32 precision.linear memory.fp8_storage parallel.compression
+precision.linear memory.fp8_storage parallel.compression
 """
 DESCRIPTION = frozenset(_KEYS.split())
 """Settings that a file of an earlier run brings, and sections of numbers and choices. All others are reserved."""

@@ -10,7 +10,6 @@ from pydantic import Field, PositiveInt, create_model, field_validator
 from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
 from opensora_cli.core.section import Count, CountOrZero, FileName, Section, Share, Weight, Words
 from opensora_cli.models.registry import ARCHITECTURES, DEMO
-from opensora_cli.settings.components import Tf32Settings
 from opensora_cli.settings.devices import AttentionChoice, Blocks, DType, HostWeights
 from opensora_cli.settings.files import parse_yaml_text
 
@@ -181,7 +180,7 @@ Compute = StrEnum("Compute", ["FP32", "BF16"])
 """Floating point type of layers. Weights, gradients and moments are in fp32."""
 
 
-class PrecisionSettings(Tf32Settings):
+class PrecisionSettings(Section):
     """Precision of training. The weights stay in fp32, as master weights of mixed precision."""
 
     compute: Compute = Field(Compute.BF16, description="Floating point type of layers: fp32 or bf16.")

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 
 from opensora_cli.core.choices import Fit
-from opensora_cli.core.device import limited_memory, peak_memory_gib, start_peak_memory, tf32_products
+from opensora_cli.core.device import limited_memory, peak_memory_gib, start_peak_memory
 from opensora_cli.core.limits import threads_used
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.engine.components.velocity import PromptEmbeds
@@ -33,7 +33,7 @@ _LUMA = torch.tensor([0.299, 0.587, 0.114]).double()
 
 @contextmanager
 def computing(plan: Plan, reporter: Reporter) -> Iterator[None]:
-    """Apply the threads, the precision and the memory limit of a plan inside the block."""
+    """Apply the threads and the memory limit of a plan inside the block."""
     assert plan.threads is not None
     device = plan.hardware.device
     if plan.attention is not None:
@@ -41,7 +41,6 @@ def computing(plan: Plan, reporter: Reporter) -> Iterator[None]:
     start_peak_memory(device)
     with (
         threads_used(plan.threads, reporter),
-        tf32_products(plan.settings.precision.tf32, device, note=reporter.note),
         limited_memory(device, plan.settings.memory.limit),
         torch.inference_mode(),
     ):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from opensora_cli.core.choices import MediaFormat
-from opensora_cli.core.device import tf32_in_use
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.hardware import versions
@@ -233,7 +232,6 @@ def sidecar_document(
         "device": str(plan.hardware.device),
         "device_name": plan.hardware.device_name,
         "dtype": plan.hardware.dtype_name,
-        "tf32": tf32_in_use(plan.hardware.device),
         "threads": plan.threads and plan.threads.to_json(),
         "mesh": asdict(plan.mesh),
         "exchange": exchange and exchange.to_json(),

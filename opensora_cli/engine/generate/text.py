@@ -143,7 +143,7 @@ def name_in_cache(plan: Plan, text: str, *, ranks: int = 1) -> str:
     hardware, settings = plan.hardware, plan.settings
     on_cpu = hardware.device.type == "cpu"
     folders = [plan.weights.path(part) for part in (Component.T5, Component.CLIP)]
-    kernels = torch.backends.cpu.get_cpu_capability() if on_cpu else settings.precision.tf32
+    kernels = torch.backends.cpu.get_cpu_capability() if on_cpu else None
     made_of = {
         "text": text,
         "files": [[str(folder.resolve()), stamp_of(folder)] for folder in folders],

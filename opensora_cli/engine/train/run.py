@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from opensora_cli.checkpoint.formats.colossal import all_epoch_folders
 from opensora_cli.checkpoint.shared_folder import on_all
-from opensora_cli.core.device import multiplies_bf16, random_state_kept, tf32_products
+from opensora_cli.core.device import multiplies_bf16, random_state_kept
 from opensora_cli.core.device_names import type_of_ranks
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import OutputError, RequestError, TrainingError
@@ -221,7 +221,6 @@ class _Run:
             stack.enter_context(threads_used(threads, reporter))
             # Steps seed torch's global generator, whose state is the caller's.
             stack.enter_context(random_state_kept(device))
-            stack.enter_context(tf32_products(self._settings.precision.tf32, device, note=reporter.note))
             self._attention = plan_attention(self._settings, device=device)
             # Open these first: encoders are freed before the model is loaded, and broken tables are found early.
             held_out, output = self._given.held_out, self._output

@@ -53,7 +53,6 @@ BROKEN = {
         ({"sampling.timesteps": "1,0", "sampling.flow_shift": 3}, "give --steps 1, too"),
         ({"sampling.mean_guidance_of": 50, **WITHOUT_OSCILLATION}, "has no effect on guidance that does not oscillate"),
         ({"runtime.device": "gpu"}, "runtime.device=gpu must be auto, cpu, cuda or cuda:N"),
-        ({"precision.tf32": "true", "runtime.device": "cpu"}, "no effect with runtime.device=cpu: use none"),
         ({"runtime.model_choice": "demo"}, "model.name=open-sora-v2 must be runtime.model_choice=demo"),
         ({**PICTURE, "condition.mode": "t2v"}, "condition.mode=t2v takes no reference, and 1 file is given: drop --c"),
         (HEAD, "condition.mode=i2v_head needs a reference: give the picture with --ref"),

@@ -102,7 +102,6 @@ def test_single_modes_can_be_weighed() -> None:
 @pytest.mark.parametrize(
     ("recipe", "assignments", "message"),
     [
-        ("vae_hunyuan", "precision.tf32=false; device=cpu", "no effect with device=cpu: use none"),
         ("vae_hunyuan", "parallel.devices=1; device=xpu", "picks GPUs, and device=xpu is none"),
         ("vae_hunyuan", "data.buckets={64px: {16: [1, 1]}}", "16 frames do not suit vae.kind: use 13"),
         ("demo_lora", "data.table=none; data.fps_max=3", "fps_max=3 (from --set) has no effect without"),
@@ -152,7 +151,7 @@ def test_settings_of_an_earlier_run(tmp_path: Path) -> None:
     document["data"]["scenes"] = {"count": 3}
     document["train_vae"]["picture_steps"] = 0
     document["memory"] |= {"checkpointing": True, "activation_offload": "all", "offload_above": 0.8}
-    document["precision"] |= {"fp8_linears": False, "initial_loss_scale": 65536.0, "loss_scale_window": 2000}
+    document["precision"] |= {"tf32": None, "fp8_linears": False, "initial_loss_scale": 65536.0, "loss_scale_window": 2000}
     path.write_text(json.dumps(document))
     settings = load(None, saved=path)
     assert (settings.data.table, settings.memory.checkpointing) == ("clips.csv", "full")
