@@ -9,7 +9,7 @@ HANG = "time.sleep(300)"
 # Python runs a module of this name when it starts.
 _ACTING = """
 import os, signal, time
-from opensora_cli.core import rank_link
+from opensora_cli.core import ranks
 
 left = {nth}
 
@@ -22,7 +22,7 @@ def beat(stage, *arguments, **named):
 
 number = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
 if number == "{rank}":
-    real_beat, rank_link.beat = rank_link.beat, beat
+    real_beat, ranks.beat = ranks.beat, beat
 """
 
 

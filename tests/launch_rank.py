@@ -17,8 +17,16 @@ import psutil
 from opensora_cli.core.exceptions import CheckpointError, OsoraError, OutputError
 from opensora_cli.core.files import temporary_name
 from opensora_cli.core.locks import locked_file
-from opensora_cli.core.rank_link import INTERRUPTED, beat, linked, report_bug, report_failure, report_left
-from opensora_cli.core.ranks import RankContext, find_context
+from opensora_cli.core.ranks import (
+    INTERRUPTED,
+    RankContext,
+    beat,
+    find_context,
+    linked,
+    report_bug,
+    report_failure,
+    report_left,
+)
 
 STAGES = ("load", "denoise", "decode")
 

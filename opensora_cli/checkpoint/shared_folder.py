@@ -32,8 +32,8 @@ from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import json_bytes, replace_folder
 from opensora_cli.core.formatting import shown
 from opensora_cli.core.locks import open_regular
-from opensora_cli.core.rank_link import move
 from opensora_cli.core.rank_messages import all_gather_json
+from opensora_cli.core.ranks import move
 from opensora_cli.core.reading import stays_inside
 
 SHA256 = "sha256"

@@ -8,11 +8,10 @@ from contextlib import contextmanager, nullcontext
 import typer
 
 from opensora_cli.cli.output import print_failure
-from opensora_cli.core import rank_link
+from opensora_cli.core import ranks
 from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
 from opensora_cli.core.formatting import plain
-from opensora_cli.core.rank_link import INTERRUPTED
-from opensora_cli.core.ranks import RankContext, find_context
+from opensora_cli.core.ranks import INTERRUPTED, RankContext, find_context
 from opensora_cli.core.reading import is_lack_of_memory, refused_by_system
 from opensora_cli.core.signals import interrupts
 from opensora_cli.settings.flags import FLAGS, option_of
@@ -47,7 +46,7 @@ def run(command: Callable[[], object]) -> int:
     except RequestError:  # Commands that run on several ranks report incomplete variables.
         context = None
     try:
-        with nullcontext() if context is None else rank_link.linked(context):
+        with nullcontext() if context is None else ranks.linked(context):
             try:
                 code = command()
             except KeyboardInterrupt:
@@ -67,10 +66,10 @@ def run(command: Callable[[], object]) -> int:
 def _report_failure(error: Exception, context: RankContext | None) -> int:
     """Report an exception, and return the exit code. Raises it if it is a bug that no launcher reports."""
     failure = translate(error)
-    if failure is None and rank_link.report_bug(error):
+    if failure is None and ranks.report_bug(error):
         return OsoraError.exit_code
-    if failure is None and context is not None and rank_link.is_loss(error):
-        place = f"rank {context.rank} on {socket.gethostname()}, in the stage {rank_link.current_stage()}"
+    if failure is None and context is not None and ranks.is_loss(error):
+        place = f"rank {context.rank} on {socket.gethostname()}, in the stage {ranks.current_stage()}"
         failure = HardwareError(f"{place}: lost the others", hint="the rank that ended first printed the reason")
     if failure is None:
         raise error
@@ -78,7 +77,7 @@ def _report_failure(error: Exception, context: RankContext | None) -> int:
 
 
 def _report(error: OsoraError) -> int:
-    if not rank_link.report_failure(error.message, hint=error.hint, exit_code=error.exit_code):
+    if not ranks.report_failure(error.message, hint=error.hint, exit_code=error.exit_code):
         print_failure(error)
     return error.exit_code
 

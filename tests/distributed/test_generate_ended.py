@@ -94,7 +94,7 @@ def acting(tmp_path, monkeypatch):
     """`acting(rank=1, stage="load", act=KILL)` for all ranks that are started then."""
     path = tmp_path / "acting"
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(path), os.environ["PYTHONPATH"]]))
-    monkeypatch.setattr("opensora_cli.core.rank_link.SILENCE_S", 3.0)  # after which a rank counts as hung
+    monkeypatch.setattr("opensora_cli.engine.launch.process.SILENCE_S", 3.0)  # after which a rank counts as hung
     yield lambda **named: act_in_stage(path, **named)
     shutil.rmtree(path)
 

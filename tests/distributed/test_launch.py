@@ -201,7 +201,7 @@ def test_a_rank_is_stopped_or_hangs_while_the_others_wait_in_a_collective_with_t
 
 @pytest.mark.slow
 def test_waiting_on_a_peer_that_works_is_no_failure(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr("opensora_cli.core.rank_link.SILENCE_S", 1.0)
+    monkeypatch.setattr("opensora_cli.engine.launch.process.SILENCE_S", 1.0)
     run(tmp_path, "--gloo", "--rank", "1", "--stage", "load", "--act", "compute")
     assert capfd.readouterr().out == "result of rank 0 of 2 on 1\n"
 

@@ -15,9 +15,8 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, InUseError, OsoraError, RequestError
 from opensora_cli.core.files import remove_left
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.core.rank_link import beat
 from opensora_cli.core.rank_messages import all_gather_json
-from opensora_cli.core.ranks import RankContext
+from opensora_cli.core.ranks import RankContext, beat
 from opensora_cli.engine.components.weights import require_weights_of
 from opensora_cli.engine.generate.chain import require_fit, require_weights
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from opensora_cli.core.formatting import duration
 from opensora_cli.core.progress import Reporter, StageProgress
-from opensora_cli.core.rank_link import report_left
+from opensora_cli.core.ranks import report_left
 from opensora_cli.engine.components.hardware import out_of_memory_reported
 from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.generate.outputs import SampleFiles

@@ -14,9 +14,8 @@ from opensora_cli.core.device import has_gpu, torch_dtype, use_device
 from opensora_cli.core.device_names import GPU, type_of_ranks
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import Reporter
-from opensora_cli.core.rank_link import beat
 from opensora_cli.core.rank_messages import Json, all_gather_json, broadcast_json, broadcast_tensors
-from opensora_cli.core.ranks import RankContext
+from opensora_cli.core.ranks import RankContext, beat
 from opensora_cli.engine.components.hardware import UNKNOWN_BYTES, Hardware
 from opensora_cli.engine.generate.outputs import sample_files
 from opensora_cli.engine.generate.plan import Plan

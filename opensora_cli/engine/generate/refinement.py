@@ -23,7 +23,7 @@ from opensora_cli.core.exceptions import FileProblem, HardwareError, OutputError
 from opensora_cli.core.files import user_cache, write_json_atomic
 from opensora_cli.core.formatting import escaped, is_harmful, plain
 from opensora_cli.core.progress import Reporter
-from opensora_cli.core.rank_link import beat
+from opensora_cli.core.ranks import beat
 from opensora_cli.core.reading import MAX_TEXT_BYTES, parse_object, read_json_object, read_text
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import SERVER_VARIABLES

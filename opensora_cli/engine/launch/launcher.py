@@ -27,8 +27,7 @@ from opensora_cli.core.exceptions import HardwareError, OutputError, RequestErro
 from opensora_cli.core.files import remove_left, temporary_folder, write_json_atomic
 from opensora_cli.core.limits import variables_of_ranks
 from opensora_cli.core.python_processes import module_command, safe_environment
-from opensora_cli.core.rank_link import INTERRUPTED
-from opensora_cli.core.ranks import STORE_VARIABLE
+from opensora_cli.core.ranks import INTERRUPTED, STORE_VARIABLE
 from opensora_cli.core.signals import held_back
 from opensora_cli.engine.launch import process
 from opensora_cli.engine.launch.process import RankFailure, RankProcess

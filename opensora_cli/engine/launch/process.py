@@ -15,17 +15,21 @@ import psutil  # type: ignore[import-untyped]  # it ships none
 from opensora_cli.core.exceptions import HardwareError, OsoraError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.locks import open_regular
-from opensora_cli.core.rank_link import (
+from opensora_cli.core.ranks import (
     CHANNEL_VARIABLE,
     FIRST_STAGE,
     INTERRUPTED,
+    LOG_VARIABLE,
     TRACEBACK_SIGNAL,
     Heartbeat,
     RankReport,
-    idle_limit,
 )
-from opensora_cli.core.ranks import LOG_VARIABLE
 
+SILENCE_S = 60.0
+"""Shortest time without a sign of work after which a rank counts as hung."""
+STEP_SILENCE_S = 12.0
+"""The same between two steps on a CPU, where all work uses processor time or the disk."""
+_SILENT_STEPS = 10
 _CHUNK = 2**16
 _LOG_END = 4096
 _SHOW_CURSOR = "\x1b[?25h"
@@ -115,7 +119,9 @@ class RankProcess:
 
     @property
     def _limit_s(self) -> float:
-        return idle_limit(self.state.step_s, on_gpu=self._on_gpu)
+        step_s = self.state.step_s
+        least_s = SILENCE_S if self._on_gpu or step_s is None else STEP_SILENCE_S
+        return max(least_s, _SILENT_STEPS * (step_s or 0.0))
 
     @property
     def has_begun(self) -> bool:

@@ -20,9 +20,8 @@ from opensora_cli.core.device_names import GPU, type_of
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.core.formatting import escaped, first_few
 from opensora_cli.core.progress import BYTES, Reporter, StageProgress
-from opensora_cli.core.rank_link import beat, move
 from opensora_cli.core.rank_messages import broadcast_json
-from opensora_cli.core.ranks import RankContext
+from opensora_cli.core.ranks import RankContext, beat, move
 from opensora_cli.core.section import Section
 from opensora_cli.parallel.mesh import libraries_on_stderr, use_mesh
 
@@ -93,7 +92,7 @@ def joined(context: RankContext, *, device_type: str, timeout_s: float = TIMEOUT
     close connections, and the other ranks would report that before the cause is known. With NCCL it can also hang.
 
     Joining, and a collective without all ranks, fail after `timeout_s`. The time between two steps has shorter
-    limits, see `rank_link.beat`. Raises HardwareError if the GPU is missing, or not all ranks joined in time.
+    limits, see `ranks.beat`. Raises HardwareError if the GPU is missing, or not all ranks joined in time.
     """
     device = rank_device(context, device_type)
     use_device(device)
@@ -114,7 +113,7 @@ def agreed(settings: M) -> M:
 class WatchedReporter:
     """Reporter that forwards to `reporter`, and reports each stage and the time of its steps to the launcher.
 
-    From the second step of a stage on, steps have a timeout, see `rank_link.idle_limit`. The first step includes
+    From the second step of a stage on, steps have a timeout, see `process.SILENCE_S`. The first step includes
     warm-up, and work of any kind may follow the last step.
     """
 

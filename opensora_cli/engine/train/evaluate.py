@@ -14,7 +14,7 @@ from opensora_cli.core.conditions import T2V
 from opensora_cli.core.device import random_state_kept, release_memory
 from opensora_cli.core.exceptions import FileProblem, OutputError
 from opensora_cli.core.progress import Reporter
-from opensora_cli.core.rank_link import beat
+from opensora_cli.core.ranks import beat
 from opensora_cli.data.batches import ClipBatch, ClipSource, SampleRng
 from opensora_cli.data.loading import ClipReader, ReplacementWarnings
 from opensora_cli.engine.components.architectures import vae_tiling

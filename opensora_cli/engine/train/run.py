@@ -16,8 +16,7 @@ from opensora_cli.core.exceptions import OutputError, RequestError, TrainingErro
 from opensora_cli.core.limits import ThreadChoice, threads_used
 from opensora_cli.core.locks import LOCK_FILE, sole_run
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.core.rank_link import beat
-from opensora_cli.core.ranks import RankContext
+from opensora_cli.core.ranks import RankContext, beat
 from opensora_cli.core.signals import deferred_interrupts
 from opensora_cli.data.batches import ClipSource
 from opensora_cli.engine.components.attention import AttentionPlan

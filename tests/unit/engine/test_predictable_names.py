@@ -11,8 +11,7 @@ from tiny_world import RecordingReporter
 
 from opensora_cli.checkpoint.shared_folder import Share, temporary_folder, write_share
 from opensora_cli.core.exceptions import OutputError
-from opensora_cli.core.rank_link import linked
-from opensora_cli.core.ranks import find_context
+from opensora_cli.core.ranks import find_context, linked
 from opensora_cli.engine.ckpt.download import recorded_digest
 from opensora_cli.engine.ckpt.hub import HubFile, fetch, part_of
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch
@@ -33,6 +32,7 @@ def _rank_log(folder: Path) -> None:
 def _log_of_this_rank(folder: Path) -> None:
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OSORA_RANK_LOG")
     values = ("0", "0", "2", "2", "127.0.0.1", "1", str(folder / "rank0.log"))
+    os.environ["OSORA_RANK_CHANNEL"] = "0"  # which is not used: the log comes first
     with linked(find_context(dict(zip(names, values, strict=True)))):
         pass
 

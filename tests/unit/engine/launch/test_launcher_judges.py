@@ -9,7 +9,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from opensora_cli.core.rank_link import Heartbeat
+from opensora_cli.core.ranks import Heartbeat
 from opensora_cli.engine.launch.launcher import Pace, _Run
 from opensora_cli.engine.launch.process import RankProcess
 
