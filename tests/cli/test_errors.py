@@ -149,7 +149,7 @@ def test_an_import_holds_back_ctrl_c() -> None:
 def test_a_log_of_a_rank_that_cannot_be_written(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    for name, text in {**rank, "OSORA_RANK_LOG": "no/log"}.items():
+    for name, text in {**rank, "OSORA_RANK_LOG": "no/log", "OSORA_RANK_CHANNEL": "0"}.items():
         monkeypatch.setenv(name, text)
     found, err = run(lambda reporter: None)
     assert (found, err.partition("\n")[0]) == (3, "error: cannot write no/log: No such file or directory")
