@@ -19,8 +19,8 @@ import opensora_cli
 from opensora_cli.cli import errors
 from opensora_cli.cli.group import HELP, Group
 from opensora_cli.cli.output import escape_foreign_texts, guard_streams
-from opensora_cli.core.compiled_code import name_eager_cache
 from opensora_cli.core.exceptions import FileProblem
+from opensora_cli.core.files import user_cache
 from opensora_cli.core.signals import held_back
 
 _VIDEOS, _TRAINING, _MACHINES = "Videos", "Training and weights", "Machines and measurements"
@@ -143,7 +143,9 @@ def main(args: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if os.environ.get("HF_ENDPOINT") == "":  # as docker compose sets it; huggingface_hub would ask no address
         del os.environ["HF_ENDPOINT"]
-    name_eager_cache(os.environ)
+    # Kernels that torch compiles in eager mode if nvidia-cutlass-dsl is installed.
+    if (kernels := user_cache("kernels")) is not None:
+        os.environ.setdefault("QUACK_CACHE_DIR", str(kernels))
     # Pillow warns of broken EXIF data; where it cannot read the pixels, it raises.
     warnings.filterwarnings("ignore", module=r"PIL\.")
     return errors.run(partial(_root().main, args=args, prog_name="osora", standalone_mode=False))

@@ -17,7 +17,6 @@ import torch.distributed.checkpoint as dist_checkpoint
 
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.ranks import RankContext
-from opensora_cli.engine.launch import rank as rendezvous
 from opensora_cli.engine.launch.rank import init_with_retry
 from opensora_cli.parallel.collectives import all_reduce_sum
 
@@ -29,7 +28,6 @@ def join(rank: int, port: int = 0, *, host: str = "127.0.0.1", store: Path | Non
 
 @pytest.mark.parametrize("late", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_the_rendezvous_is_retried(processes: Any, late: int) -> None:
-    """A rank may be late by many times what one attempt takes."""
     assert _said(processes, _meet, late) == [[[2.0]], [[2.0]]]
 
 
@@ -42,7 +40,7 @@ def test_the_port_is_taken() -> None:
 
 def test_rank_0_does_not_wait_for_an_address_that_leads_elsewhere() -> None:
     """No packet comes back from this network (RFC 5737)."""
-    with pytest.raises(HardwareError, match="rank 0 of 2: rank 1 did not come within 1 s"):
+    with pytest.raises(HardwareError, match="rank 0: rank 1 did not come in time"):
         join(0, _free_port(), host="203.0.113.1", timeout_s=1.0)
 
 
@@ -69,8 +67,7 @@ def _said(processes: Any, scenario: Callable[..., None], *args: Any) -> list[lis
 
 def _meet(pipe: Connection, port: int, rank: int, late: int) -> None:
     if rank == late:
-        time.sleep(0.5)  # Longer than one attempt waits.
-    rendezvous._CONNECT_S, rendezvous._FIRST_PAUSE_S = 0.2, 0.1
+        time.sleep(1.0)
     join(rank, port)
     pipe.send(all_reduce_sum(torch.ones(1), dist.group.WORLD).tolist())
     dist.destroy_process_group()

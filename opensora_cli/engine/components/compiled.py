@@ -4,16 +4,21 @@ The attention of a block may exchange with other ranks, or call a library that t
 gradients such attention is one operator of the graph, so that it does not break the graph in two.
 """
 
+import atexit
 import os
+import stat
+import sys
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from opensora_cli.core.attention import ATTENTION_KINDS, AttentionBackend, AttentionFn
-from opensora_cli.core.compiled_code import use_private_caches
+from opensora_cli.core.files import temporary_folder, user_cache
 from opensora_cli.core.python_processes import safe_environment
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.model import MMDiT
@@ -33,8 +38,7 @@ def compile_blocks(transformer: MMDiT, *, warn: Callable[[str], None], backend: 
     weights, and their layers must exchange nothing with other ranks; the attention may, without gradients.
 
     A kind of block that cannot be compiled as a whole runs uncompiled, and so do chunks of tokens
-    (`set_sequence_chunk`); `warn` is called once for each cause. Raises OutputError if other accounts may write to the
-    compiler's caches.
+    (`set_sequence_chunk`); `warn` is called once for each cause.
     """
     _keep_private(backend)
     for stack in repeated_blocks(transformer.config):
@@ -50,7 +54,9 @@ def compile_blocks(transformer: MMDiT, *, warn: Callable[[str], None], backend: 
 def _keep_private(backend: Backend) -> None:
     """Keep the compiler from code that other accounts can write, and its processes from code in the working folder."""
     os.environ.update(safe_environment({}))
-    folder = use_private_caches(os.environ)
+    for variable, name in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
+        os.environ[variable] = os.environ.get(variable) or str(_private_folder() / name)
+    folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     if backend == "inductor":
         # This import takes seconds, and few runs need it.
         from torch._inductor import codecache
@@ -58,6 +64,25 @@ def _keep_private(backend: Backend) -> None:
         # Torch keeps these in its own folder whatever the variable says. Without them each kernel takes seconds more.
         codecache._HEADER_DIR = str(folder / "precompiled_headers")
         codecache._HEADER_LOCK_DIR = str(folder / "precompiled_headers" / "locks")
+
+
+@cache
+def _private_folder() -> Path:
+    """Return a folder for compiled code, which later runs execute: in the user's cache, or else temporary.
+
+    Torch's own default is a predictable name among the temporary files, which another account can create first.
+    """
+    folder = user_cache("compiled")
+    with suppress(OSError):
+        if folder is not None:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            state = folder.stat()
+            is_ours = sys.platform == "win32" or state.st_uid == os.geteuid()
+            if is_ours and not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and os.access(folder, os.W_OK):
+                return folder
+    stack = ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(temporary_folder())
 
 
 @cache

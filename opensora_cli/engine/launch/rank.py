@@ -5,7 +5,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from opensora_cli.core.device import collective_backends, device_count, has_gpu, use_device
 from opensora_cli.core.device_names import GPU, type_of
 from opensora_cli.core.exceptions import HardwareError, RequestError
-from opensora_cli.core.formatting import escaped, first_few
+from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import BYTES, Reporter, StageProgress
 from opensora_cli.core.rank_messages import broadcast_json
 from opensora_cli.core.ranks import RankContext, beat, move
@@ -34,10 +34,9 @@ M = TypeVar("M", bound=Section)
 
 TIMEOUT_S = 600.0
 _CONNECT_S = 10.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S, _SHORTEST_PAUSE_S = 1.0, 5.0, 0.01
-_FIRST_NOTICE_S = 10.0
+_PAUSE_S = 0.2
+_NOTICE_S = 10.0
 _RETRY_HINT = "see what became of the other ranks, and start the run again"
-_HERE = "here"
 
 
 def device_type(device: str) -> str:
@@ -148,16 +147,14 @@ class _WatchedStage:
 def init_with_retry(device_type: str, context: RankContext, *, timeout_s: float = TIMEOUT_S) -> None:
     """Join the other ranks and create the default group like `dist.init_process_group`, with retries.
 
-    Without a file store, rank 0 opens the store once, unless torchrun has it. The others retry the connection after
-    pauses that double. Later failures are not retried because keys from the first attempt would confuse the second.
-    `device_type` chooses gloo or NCCL. `timeout_s` is the timeout of collectives and of the rendezvous. Without a
-    launcher, ranks print a line about missing ones after 10, 20, 40 s and so on.
+    Without a file store, rank 0 opens the store once, unless torchrun has it, and the others retry the connection.
+    `device_type` chooses gloo or NCCL. `timeout_s` is the timeout of collectives and of the rendezvous.
 
     Raises:
         HardwareError: The store cannot be reached, or not all ranks arrived.
     """
     rank, world_size, limit = context.rank, context.world_size, timedelta(seconds=timeout_s)
-    wait = _Wait(f"rank {rank} of {world_size}", timeout_s)
+    deadline_s = time.monotonic() + timeout_s
     store: Store
     if context.store is not None:
         # Without the number of ranks, torch does not remove the file. The launcher removes it.
@@ -165,12 +162,12 @@ def init_with_retry(device_type: str, context: RankContext, *, timeout_s: float 
     elif rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         store = _opened_store(context, limit)
     else:
-        store = _reached_store(context, wait)
+        store = _reached_store(context, deadline_s)
     store.set_timeout(limit)
     try:
         with libraries_on_stderr():
             if context.log is None:
-                _wait_for_all(store, rank, world_size, wait)
+                _wait_for_all(store, context, deadline_s)
             # Its functions store the current default group as a default argument. After a later import, they would keep
             # gloo's threads alive, and a thread that frees a tensor while Python ends aborts the process.
             importlib.import_module("torch.distributed.nn.functional")
@@ -179,25 +176,9 @@ def init_with_retry(device_type: str, context: RankContext, *, timeout_s: float 
             )
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        raise HardwareError(f"{wait.who}: the ranks did not meet: {reason}", hint=_RETRY_HINT) from error
-
-
-class _Wait:
-    """Time of a wait, and lines about its reason: the first after ten seconds, each next one after twice the time."""
-
-    def __init__(self, who: str, timeout_s: float) -> None:
-        self.who, self.timeout_s = who, timeout_s
-        self._start, self._next_s = time.monotonic(), _FIRST_NOTICE_S
-
-    @property
-    def passed_s(self) -> float:
-        return time.monotonic() - self._start
-
-    def give(self, text: str) -> None:
-        if self.passed_s >= self._next_s:
-            self._next_s *= 2
-            line = escaped(f"{self.who}: {text} ({self.passed_s:.0f} s of {self.timeout_s:.0f} s)")
-            print(line, file=sys.stderr, flush=True)
+        raise HardwareError(
+            f"rank {rank} of {world_size}: the ranks did not meet: {reason}", hint=_RETRY_HINT
+        ) from error
 
 
 def _opened_store(context: RankContext, limit: timedelta) -> TCPStore:
@@ -212,46 +193,34 @@ def _opened_store(context: RankContext, limit: timedelta) -> TCPStore:
         ) from error
 
 
-def _reached_store(context: RankContext, wait: _Wait) -> TCPStore:
-    host, port, pause_s = context.master_addr, context.master_port, _FIRST_PAUSE_S
+def _reached_store(context: RankContext, deadline_s: float) -> TCPStore:
+    host, port = context.master_addr, context.master_port
     while True:
-        limit_s = max(_SHORTEST_PAUSE_S, min(_CONNECT_S, wait.timeout_s - wait.passed_s))
         try:
             # TCPStore prints the stack of its errors, and signals have no effect while it connects.
-            socket.create_connection((host, port), timeout=limit_s).close()
-            return TCPStore(host, port, timeout=timedelta(seconds=limit_s), wait_for_workers=False)
+            socket.create_connection((host, port), timeout=_CONNECT_S).close()
+            return TCPStore(host, port, timeout=timedelta(seconds=_CONNECT_S), wait_for_workers=False)
         except (OSError, dist.DistError) as error:
-            if wait.passed_s + pause_s > wait.timeout_s:
+            if time.monotonic() >= deadline_s:
                 raise HardwareError(
-                    f"rank {context.rank}: no answer from {host}:{port} within {wait.passed_s:.0f} s",
+                    f"rank {context.rank}: no answer from {host}:{port}, where rank 0 or its launcher listens",
                     hint="check that the first machine runs, its address and port, and the firewall between",
                 ) from error
-        wait.give(f"waiting for an answer from {host}:{port}, where rank 0 or its launcher listens")
-        time.sleep(pause_s)
-        pause_s = min(_LONGEST_PAUSE_S, 2.0 * pause_s)
+        time.sleep(_PAUSE_S)
 
 
-def _wait_for_all(store: Store, rank: int, world_size: int, wait: _Wait) -> None:
-    """Wait until all ranks are present. Raises HardwareError, which names the missing ranks, after the timeout, and
+def _wait_for_all(store: Store, context: RankContext, deadline_s: float) -> None:
+    """Wait until all ranks are present. Raises HardwareError, which names the missing ranks, at the deadline, and
     RuntimeError if the store is lost.
     """
-    keys = [f"{_HERE}/{each}" for each in range(world_size)]
-    store.set(keys[rank], "")
-    missing = list(range(world_size))
-    pause_s = _SHORTEST_PAUSE_S
-    # `store.wait` would print a warning after its timeout, and signals have no effect during it.
-    while missing := [each for each in missing if not store.check([keys[each]])]:
-        if wait.passed_s >= wait.timeout_s:
-            # Later ranks must not count this rank as present.
-            store.delete_key(keys[rank])
-            raise HardwareError(
-                f"{wait.who}: {_named(missing)} did not come within {wait.timeout_s:.0f} s", hint=_RETRY_HINT
-            )
-        if rank == min({*range(world_size)} - {*missing}):  # one rank reports for all present ones
-            wait.give(f"waiting for {_named(missing)}, here are {world_size - len(missing)}")
-        time.sleep(pause_s)
-        pause_s = min(1.0, 2 * pause_s)
-
-
-def _named(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {first_few([str(rank) for rank in ranks])}"
+    store.set(f"here/{context.rank}", "")
+    missing, notice_s = list(range(context.world_size)), time.monotonic() + _NOTICE_S
+    # Signals have no effect during `store.wait`.
+    while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
+        named = f"{'rank' if len(missing) == 1 else 'ranks'} {first_few([str(rank) for rank in missing])}"
+        if time.monotonic() >= deadline_s:
+            raise HardwareError(f"rank {context.rank}: {named} did not come in time", hint=_RETRY_HINT)
+        if time.monotonic() >= notice_s:
+            notice_s = deadline_s
+            print(f"rank {context.rank}: waiting for {named}", file=sys.stderr, flush=True)
+        time.sleep(_PAUSE_S)

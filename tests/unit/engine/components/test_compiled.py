@@ -197,6 +197,22 @@ with torch.inference_mode():
 """
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no modes of this kind")
+@pytest.mark.parametrize("case", ["private", "writable by others", "no home"])
+def test_compiled_code_lies_where_this_account_alone_may_write(case, tmp_path, monkeypatch):
+    folder = tmp_path / "cache" / "osora" / "compiled"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    if case == "writable by others":
+        folder.mkdir(parents=True)
+        folder.chmod(0o777)
+    elif case == "no home":
+        monkeypatch.setattr(compiled, "user_cache", lambda kind: None)
+    found = compiled._private_folder.__wrapped__()
+    assert found.stat().st_mode & 0o777 == 0o700
+    assert (found == folder) is (case == "private")
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="torch compiles for CPUs with g++")
 @pytest.mark.skipif(sys.platform == "win32", reason="torch compiles for CPUs with another compiler there")
