@@ -3,11 +3,8 @@
 import getpass
 import re
 import socket
-import sys
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-
-import psutil  # type: ignore[import-untyped]  # it ships none
+from collections.abc import Mapping
+from contextlib import suppress
 
 from opensora_cli.core.formatting import without_credentials
 
@@ -34,7 +31,6 @@ _PART = r"[^\s/:,;'\"()<>]+"
 BEFORE_PATH, ABSOLUTE_PATH = r"(?<![\w/<>.@-])", rf"(?:/{_PART}(?: {_PART})*(?=/))*/{_PART}/?"
 """Patterns of the place before a path in a text, and of an absolute path there."""
 _PATH = re.compile(BEFORE_PATH + ABSOLUTE_PATH)
-_LOOPBACKS = ("lo", "lo0")
 _SYSTEM_ROOTS = frozenset({"dev", "etc", "lib", "lib64", "proc", "sys", "usr"})
 """Folders whose names do not identify a user."""
 
@@ -55,38 +51,25 @@ def shown_value(name: str, value: str) -> str:
 
 
 class Redactor:
-    """Redactor of the names of one user and one machine.
+    """Redactor of texts. `names` maps names of users and hosts to replacements."""
 
-    `names` maps names of users and hosts to replacements. `folders` are known paths, which are hidden even if their
-    names contain blanks.
-    """
-
-    def __init__(self, names: Mapping[str, str], *, folders: Iterable[str] = ()) -> None:
+    def __init__(self, names: Mapping[str, str]) -> None:
         # Longest first, so that a whole host name is replaced before its first part.
         self._names = sorted(((name, shown) for name, shown in names.items() if name), key=lambda item: -len(item[0]))
-        self._folders = sorted((folder for folder in folders if len(folder) > 1), key=len, reverse=True)
 
     @classmethod
-    def of_this_machine(cls, *, folders: Iterable[str]) -> "Redactor":
-        """Return a redactor of the user, the home folder, the host, its network interfaces, and `folders`."""
+    def of_this_machine(cls) -> "Redactor":
         names = {}
-        try:
-            user = getpass.getuser()
-        except (KeyError, OSError):  # in a container, a user may have no name
-            user = ""
-        if user != "root":  # "root" identifies no one
-            names[user] = "<user>"
+        with suppress(KeyError, OSError):  # in a container, a user may have no name
+            names[getpass.getuser()] = "<user>"
+        names.pop("root", None)  # it identifies no one
         host = socket.gethostname()
-        names |= {host: "<host>", host.partition(".")[0]: "<host>"}
-        names |= {interface: "<interface>" for interface in psutil.net_if_addrs() if interface not in _LOOPBACKS}
-        return cls(names, folders=[str(Path.home()), str(Path.cwd()), sys.prefix, *folders])
+        return cls({**names, host: "<host>", host.partition(".")[0]: "<host>"})
 
     def text(self, text: str) -> str:
         text = _ASSIGNED.sub(lambda match: f"{match[1]}={_variable(match[1], match[2])}", text)
         text = _SERIALS.sub(_HIDDEN, without_credentials(_TOKENS.sub(_HIDDEN, text)))
-        for folder in self._folders:
-            text = re.sub(rf"(?<![\w/]){re.escape(folder)}(?:/(?:{_PART}/?)*|(?!\w))", "<path>", text)
-        text = _PATH.sub(self._path, text)
+        text = _PATH.sub(lambda match: match[0] if match[0].split("/")[1] in _SYSTEM_ROOTS else "<path>", text)
         for name, shown in self._names:
             text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", shown, text)
         return text
@@ -100,11 +83,6 @@ class Redactor:
         if isinstance(value, list | tuple):
             return [self.document(item) for item in value]
         return value
-
-    @staticmethod
-    def _path(match: re.Match[str]) -> str:
-        root = match[0].split("/")[1]
-        return match[0] if root in _SYSTEM_ROOTS else "<path>"
 
 
 def _variable(name: str, value: str) -> str:

@@ -59,9 +59,7 @@ def env_check(
     )
     if not settings.bug_report:
         return report
-    folders = [variables.get(name, "") for name in ("OSORA_WEIGHTS", "OSORA_RUNTIME__WEIGHTS")]
-    folders += [str(Path(name).parent) for name in settings.files]
-    return report.bug_report(Redactor.of_this_machine(folders=folders))
+    return report.bug_report(Redactor.of_this_machine())
 
 
 def _check_machine(
