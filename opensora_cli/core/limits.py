@@ -17,7 +17,6 @@ import psutil  # type: ignore[import-untyped]  # it ships none
 from pydantic import Field
 
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.progress import Reporter
 
@@ -38,9 +37,6 @@ _VALUES_PER_THREAD = 2**15
 """Least number of values in a piece of an element-wise operation (`at::internal::GRAIN_SIZE` of torch)."""
 _ROUNDED_UP = 0.25
 """Largest missing part of a core that is rounded up. Half of a core is not worth a thread that all others wait for."""
-
-_computed_in: int | None = None
-"""ID of the process that has computed with several threads; a forked process inherits it."""
 
 
 class ThreadChoice(Document):
@@ -114,21 +110,9 @@ def variables_of_ranks(environment: Mapping[str, str], *, ranks: int) -> dict[st
 
 @contextmanager
 def threads_used(choice: ThreadChoice, reporter: Reporter) -> Iterator[None]:
-    """Let torch compute with so many threads inside the block, and note the number and the reason.
-
-    Raises RequestError if this process was forked from a process that has computed with several threads: OpenMP would
-    wait forever for threads that a fork does not copy.
-    """
-    global _computed_in
+    """Let torch compute with so many threads inside the block, and note the number and the reason."""
     import torch
 
-    if choice.count > 1:
-        if _computed_in not in (None, os.getpid()):
-            raise RequestError(
-                f"this process was forked from one that has computed, and cannot compute with {choice.count} threads",
-                hint='start it by multiprocessing.get_context("spawn"), or let it compute with one thread',
-            )
-        _computed_in = os.getpid()
     reporter.note(f"threads: {choice.line()}")
     before = torch.get_num_threads()
     torch.set_num_threads(choice.count)

@@ -2,14 +2,12 @@
 their page cache, and the work.
 """
 
-import os
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from opensora_cli.core import limits
-from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.limits import (
     VARIABLES,
     PrivateMemory,
@@ -163,22 +161,3 @@ def test_torch_computes_with_the_choice_and_is_put_back(monkeypatch):
         raise ZeroDivisionError
     assert torch.get_num_threads() == before
     assert notes == ["threads: 3 (3 cores)", "threads: 2 (asked for)"]
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="Windows cannot fork")
-@pytest.mark.parametrize(("after", "code"), [(2, 2), (1, 1)])
-def test_a_process_forked_from_one_that_computed_with_threads_is_refused_several(after, code, monkeypatch):
-    monkeypatch.setattr(limits, "_computed_in", None)
-
-    def refusal(count: int) -> int:
-        try:
-            with threads_used(ThreadChoice(count=count, reason="as set"), SilentReporter()):
-                return 1
-        except RequestError as error:
-            return 2 if "forked" in error.message and "spawn" in str(error.hint) else 3
-
-    assert refusal(2) == 1
-    if not (child := os.fork()):
-        os._exit(refusal(after))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == code
-    assert refusal(after) == 1
