@@ -161,13 +161,6 @@ def test_an_error_of_all_ranks_is_reported_once(tmp_path, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_out_of_memory(tmp_path, monkeypatch):
-    counts = iter([3, 4])
-    monkeypatch.setattr("opensora_cli.engine.launch.process.count_memory_kills", lambda: next(counts, 4))
-    failure = failing(tmp_path, "--rank", "1", "--act", "kill")
-    assert failure.message.endswith("out of memory: the system killed it (SIGKILL)")
-
-
 def test_ranks_that_ignore_signals_and_what_they_started_are_killed(tmp_path):
     thread = threading.Timer(0.0, kill_when, args=(tmp_path, 1, "denoise"))
     thread.start()

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]  # it ships none
-import torch
 
-from opensora_cli.core.device import device_count, device_name
+from opensora_cli.core.device import device_count
 from opensora_cli.core.device_names import GPU
 from opensora_cli.core.exceptions import HardwareError, OutputError, RequestError
 from opensora_cli.core.files import remove_left, temporary_folder, write_json_atomic
@@ -70,17 +69,14 @@ class LaunchRequest:
             )
         if devices is not None and kind != GPU:
             raise RequestError(f"devices={listed} picks GPUs, and the device is {kind}: drop one of them")
-        if kind != "cpu":
-            count = device_count(kind)
-            if count == 0:
-                vendor = "NVIDIA GPU" if kind == GPU else f"{kind} device"
-                raise HardwareError(f"gpus={gpus}, and this machine has no usable {vendor}", hint="use --device cpu")
-            names = [f"{kind}:{index} ({device_name(torch.device(kind, index))})" for index in range(count)]
-            there = f"this machine has {count}: {', '.join(names)}"
-            if gpus > count:
-                raise HardwareError(f"gpus={gpus}, and {there}", hint=f"use --gpus {count}")
-            if absent := [index for index in devices or () if index >= count]:
-                raise HardwareError(f"devices={listed}: there is no {kind}:{absent[0]}, and {there}")
+        count = gpus if kind == "cpu" else device_count(kind)
+        if max([gpus, *(index + 1 for index in devices or ())]) > count:
+            asked = f"devices={listed}" if devices else f"gpus={gpus}"
+            vendor = "NVIDIA GPU" if kind == GPU else f"{kind} device"
+            raise HardwareError(
+                f"{asked}, and this machine has {count or 'no'} usable {vendor}{'s' if count > 1 else ''}",
+                hint=f"use --gpus {count}" if count else "use --device cpu",
+            )
         if sys.platform == "win32":
             raise HardwareError("several ranks can be started on Linux and macOS only")
 
@@ -199,7 +195,6 @@ class _Run:
     def __init__(self, pace: Pace, *, output_dir: Path | None = None) -> None:
         self._pace, self._output_dir = pace, output_dir
         self._ranks: list[RankProcess] = []
-        self._memory_kills = process.count_memory_kills()
 
     def __enter__(self) -> "_Run":
         return self
@@ -261,8 +256,7 @@ class _Run:
             if code is None and rank.stopped_s > self._pace.stopped_s:
                 found.append(rank.stopped())
             elif code:
-                out_of_memory = process.count_memory_kills() > self._memory_kills
-                found.append(rank.failure(code, out_of_memory=out_of_memory))
+                found.append(rank.failure(code))
         return found
 
     def end(self, *, finish_s: float) -> None:

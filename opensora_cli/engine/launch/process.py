@@ -36,10 +36,10 @@ _SHOW_CURSOR = "\x1b[?25h"
 _LEAST_WORK_S = 0.1
 _CRASHES = {signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGSYS, signal.SIGTRAP}
 _HINTS: dict[int, str] = {
-    signal.SIGKILL: "if no user killed it, the system did for lack of memory: see the system's log (dmesg)",
+    signal.SIGKILL: "if no user killed it, the system did for lack of memory (see dmesg): use fewer --gpus on this "
+    "machine, stronger --offload, or a smaller --res",
     signal.SIGBUS: "a file that it read was truncated, or /dev/shm is full",
 }
-_OUT_OF_MEMORY_HINT = "use fewer --gpus on this machine, stronger --offload, or a smaller --res"
 _HUNG_HINT = "its log shows where it hangs; osora bench-comm shows whether the links are good"
 _KINDS = ("signal", "stopped", "error", "bug", "exit", "interrupted", "behind", "silent", "abort", "lost")
 """Kinds of failures; a kind is more likely the origin of all failures than those after it.
@@ -214,12 +214,12 @@ class RankProcess:
         if self.rank == 0 and sys.stderr is not None and sys.stderr.isatty():
             sys.stderr.write(_SHOW_CURSOR)  # a rank that is killed during its progress bar leaves the cursor hidden
 
-    def failure(self, code: int, *, out_of_memory: bool) -> RankFailure:
+    def failure(self, code: int) -> RankFailure:
         """Return the failure of a rank that ended with `code`, which is not 0, and negative for a signal."""
         self.listen()  # receive messages between the last look and its end
         report = self.report
         if report is None and code < 0:
-            return self._killed(-code, out_of_memory=out_of_memory)
+            return self._killed(-code)
         if report is None:
             last = self._last_line()
             cause = f"ended with exit code {code}" + (f": {plain(last)}" if last else "")
@@ -254,17 +254,15 @@ class RankProcess:
             lines = file.read().decode("utf-8", "replace").splitlines()
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
-    def _killed(self, number: int, *, out_of_memory: bool) -> RankFailure:
+    def _killed(self, number: int) -> RankFailure:
         try:
             name = signal.Signals(number).name
         except ValueError:  # a real-time signal
             name = f"signal {number}"
-        is_crash, hint = number in _CRASHES, _HINTS.get(number)
+        is_crash, kind = number in _CRASHES, "abort" if number == signal.SIGABRT else "signal"
         cause = f"{'crashed' if is_crash else 'killed'} ({name})"
-        if number == signal.SIGKILL and out_of_memory:
-            cause, hint = f"out of memory: the system killed it ({name})", _OUT_OF_MEMORY_HINT
         exit_code = OsoraError.exit_code if is_crash else HardwareError.exit_code
-        return self._failure("abort" if number == signal.SIGABRT else "signal", cause, hint=hint, exit_code=exit_code)
+        return self._failure(kind, cause, hint=_HINTS.get(number), exit_code=exit_code)
 
     def _failure(
         self, kind: str, cause: str, *, hint: str | None = None, exit_code: int = HardwareError.exit_code
@@ -316,12 +314,3 @@ def shared_error(ranks: Sequence[RankProcess]) -> RankFailure | None:
     if report is None or report.kind != "error" or any(rank.report != report for rank in ranks):
         return None
     return RankFailure(report.message, hint=report.hint, exit_code=report.exit_code, kind="error")
-
-
-def count_memory_kills() -> int:
-    """Return the number of processes killed for lack of memory since the system started; 0 if unknown."""
-    try:
-        lines = Path("/proc/vmstat").read_text().splitlines()
-    except OSError:
-        return 0
-    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
