@@ -163,11 +163,8 @@ def test_a_file_that_cannot_be_flushed_is_not_written(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["a.bin"]
 
 
-@pytest.mark.parametrize("links", [True, False])
 @pytest.mark.parametrize("race", [True, False])
-def test_a_file_that_appears_meanwhile_is_kept(tmp_path, monkeypatch, links, race):
-    if not links:
-        monkeypatch.setattr(os, "link", failing(errno.EPERM))
+def test_a_file_that_appears_meanwhile_is_kept(tmp_path, race):
     target = tmp_path / "a.bin"
 
     def write():
