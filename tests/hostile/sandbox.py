@@ -89,7 +89,7 @@ class Sandbox:
     def __init__(self) -> None:
         self.uid = NOBODY if os.geteuid() == 0 else None
         self.fails_calls = False
-        """Whether `breaking.fail_calls` is possible: without a compiler it is not."""
+        """Whether `failing_calls` is possible: without a compiler it is not."""
         self._number = 0
 
     def __enter__(self) -> Self:
