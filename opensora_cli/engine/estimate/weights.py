@@ -263,6 +263,6 @@ def _of_file(
     for tensor in tensors:
         if tensor.is_mapped:
             sizes[tensor.dtype] += tensor.numel
-    [(main, mapped)] = sizes.most_common(1) or [(None, 0)]
-    copied = sum(tensor.numel for tensor in tensors) - mapped
+    main = max(sizes, key=lambda dtype: sizes[dtype], default=None)
+    copied = sum(tensor.numel for tensor in tensors if not tensor.is_mapped or tensor.dtype != main)
     return FileWeights(count, min(copied, count), main)
