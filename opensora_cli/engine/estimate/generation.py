@@ -60,7 +60,7 @@ def estimate_generation(plan: "Plan", offload: OffloadPlan) -> tuple[StageMemory
     weights = {component: count * dtype.itemsize for component, count in plan.parameters.items()}
     vae_mapped = 0
     if files is not None:
-        weights[Component.VAE], vae_mapped = files[Component.VAE].total.held()
+        weights[Component.VAE], vae_mapped = files[Component.VAE].held(dtype)
     decoding = decoding_need(
         vae,
         plan.latent_shape,
@@ -94,15 +94,14 @@ def _text(plan: "Plan", *, streamed: bool) -> StageMemory:
     clip_sizes = ClipSizes.of(plan.weights.paths.get(Component.CLIP))
     slots, whole, share = _t5_layers(t5_sizes, dtype.itemsize, ranks)
     held = streaming_bytes(slots, resident=STREAMED_LAYERS) if streamed else share
-    parameters = plan.parameters[Component.T5] + plan.parameters[Component.CLIP]
-    own_bytes, mapped_bytes = parameters * dtype.itemsize - whole + held, 0
+    own_bytes, mapped_bytes = plan.parameters[Component.T5] * dtype.itemsize - whole + held, 0
+    clip_bytes, clip_mapped = plan.parameters[Component.CLIP] * dtype.itemsize, 0
     if files is not None:
-        t5, clip = files[Component.T5], files[Component.CLIP].total
-        # Layers that ranks share are copies.
-        layers = t5.in_blocks.held(streamed) if streamed or ranks == 1 else (0, 0)
-        copies = held if streamed or ranks > 1 else 0
-        parts = t5.outside.held(), clip.held(), layers, (copies, 0)
-        own_bytes, mapped_bytes = (sum(column) for column in zip(*parts, strict=True))
+        clip_bytes, clip_mapped = files[Component.CLIP].held(dtype)
+        if streamed:
+            mapped_bytes = files[Component.T5].mapped_bytes
+        elif ranks == 1:
+            own_bytes, mapped_bytes = files[Component.T5].held(dtype)
     t5_need = _text_need(t5_sizes, text.t5_max_length, dtype)
     # A longer length is refused when the encoder is loaded.
     clip_need = _text_need(clip_sizes, min(text.clip_max_length, clip_sizes.max_length), dtype)
@@ -111,7 +110,7 @@ def _text(plan: "Plan", *, streamed: bool) -> StageMemory:
     one = t5_need.data + clip_need.data
     last = max(t5_need.activations, clip_need.data + clip_need.activations)
     peak = max((_TEXTS - 1) * one + t5_need.data + last, 2 * _TEXTS * one)
-    return StageMemory(TEXT, own_bytes, _TEXTS * one, peak - _TEXTS * one, mapped_bytes)
+    return StageMemory(TEXT, own_bytes + clip_bytes, _TEXTS * one, peak - _TEXTS * one, mapped_bytes + clip_mapped)
 
 
 def _t5_layers(sizes: T5Sizes, itemsize: int, ranks: int) -> tuple[list[int], int, int]:

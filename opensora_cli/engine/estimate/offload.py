@@ -113,8 +113,7 @@ class StageMemory:
     activation_bytes: int = 0
     """Largest size of all activations together, without the workspace of kernels."""
     mapped_bytes: int = 0
-    """Weights that a CPU reads from their files each time the model runs, unless the page cache has them. They are no
-    part of the memory of the process."""
+    """Weights that a CPU maps from their files. They are no part of the memory of the process."""
     kept: tuple[tuple[str, int], ...] = ()
     """Models that stay loaded although the stage does not run them, with their bytes."""
 
@@ -146,17 +145,15 @@ class Offloadable:
     """Whether the layers of T5 are always streamed: casting them for each text costs little."""
     frames: bool = True
     """Whether the autoencoder decodes in chunks of frames."""
-    from_page_cache: bool = False
-    """Whether blocks are streamed from a file in the page cache. Resident blocks would take memory from it, so that
-    only as many are resident as casting needs."""
     linear: LinearProducts = LinearProducts.EXACT
     """Products of the linear layers in the blocks."""
     chunk_tokens: int = CHUNK_TOKENS
     """Most tokens that a block computes at a time."""
     modulation_first: bool = False
     """Whether modulation is computed before the first step, so that its weights may stay on the host."""
-    host_is_device: bool = False
-    """Whether the device is the CPU."""
+    on_cpu: bool = False
+    """Whether the device is the CPU. Resident blocks would take memory from the page cache, which has the file of the
+    others, so that only as many are resident as casting needs."""
 
 
 Estimate = Callable[[OffloadPlan], tuple[StageMemory, ...]]
@@ -170,7 +167,7 @@ def choose_offload(memory: MemorySettings, run: Offloadable, estimate: Estimate,
         fp8_storage=memory.fp8_storage,
         linear=run.linear,
         chunk_tokens=run.chunk_tokens,
-        modulation_on_host=run.modulation_first and run.host_is_device,
+        modulation_on_host=run.modulation_first and run.on_cpu,
     )
     most = int(budget * (1 - _HEADROOM))
 
@@ -252,7 +249,7 @@ def _denoise_plans(plan: OffloadPlan, memory: MemorySettings, run: Offloadable) 
         yield replace(plan, mode=whole[-1], chunk_tokens=_FEW_TOKENS)
         return
     # Blocks that the settings name are offloaded also if all would fit.
-    most = min(run.num_blocks - 1, _CAST_BLOCKS) if run.from_page_cache else run.num_blocks - 1
+    most = min(run.num_blocks - 1, _CAST_BLOCKS) if run.on_cpu else run.num_blocks - 1
     numbers = range(max(most, 1), 0, -1) if memory.resident_blocks is None else [memory.resident_blocks]
     for resident in numbers:
         yield (last := replace(plan, mode=OffloadMode.BLOCKS, resident_blocks=resident))

@@ -4,18 +4,17 @@ A CPU computes with weights directly in the mapped file, if the file has their d
 are loaded, or block by block when they are needed. Rearranged or dequantized weights are always copies.
 """
 
-import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from dataclasses import astuple, dataclass, replace
-from fnmatch import fnmatchcase
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from opensora_cli.checkpoint.load import PlannedTensor, plan_tensors
+from opensora_cli.checkpoint.load import plan_tensors
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.choices import LinearProducts, Rotary
 from opensora_cli.core.exceptions import CheckpointError
@@ -32,19 +31,12 @@ from opensora_cli.models.mmdit.blocks import RepeatedBlocks, modulation_layers, 
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layers import modulation_width
 from opensora_cli.models.mmdit.layout import converter, find_rotary
-from opensora_cli.models.text.sizes import T5Sizes
-from opensora_cli.models.text.t5 import KEPT_IN_FP32, LAYERS
 from opensora_cli.settings.components import ModelSettings
 from opensora_cli.settings.devices import OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
 
 _RELEASED_DTYPE = torch.bfloat16
 """Dtype of the released model's files, for plans that are made before the download."""
-
-_IGNORED = {
-    Component.T5: ("decoder.", "lm_head.", "encoder.embed_tokens."),
-    Component.CLIP: ("vision_model.", "visual_projection.", "text_projection.", "logit_scale"),
-}
 
 # Weights of the transformer
 
@@ -69,43 +61,24 @@ def transformer_bytes(
 
 def transformer_on_cpu(
     config: MMDiTConfig,
-    files: "FileWeights",
+    file: "FileWeights",
     dtype: torch.dtype,
     offload: OffloadPlan,
     *,
     tensor: int,
     loras: LoraRanks,
 ) -> tuple[int, int]:
-    """Return the bytes of the private weights of a rank on a CPU, and of the mapped weights that it reads each time the
-    model runs.
-
-    Except for 8 bits, only blocks that are cast are streamed. Weights that ranks share are a copy on each rank.
-    """
-    # On a CPU adapters of modulation count, too.
+    """Return the bytes of the transformer's weights in the memory of a rank on a CPU, and in the mapped file."""
     outside, factors = _factor_bytes(config, dtype, loras, tensor, False)
-    streams = offload.mode is OffloadMode.BLOCKS
-    private, mapped = files.outside.held()
-    private += outside + files.modulation.held(streams)[0]
-    # In 8 bits modulation is a copy, like the rest of the blocks.
-    offload = replace(offload, modulation_on_host=offload.modulation_on_host and not offload.fp8_storage)
-    slots = bytes_of_blocks(config, dtype, offload, tensor=tensor)
-    if offload.fp8_storage:
-        return private + sum(factors) + sum(slots), mapped
-    kept = kept_blocks(len(slots), resident=offload.resident_blocks or 1) if streams else []
-    whole, own = (_blocks(config, dtype, each, offload.modulation_on_host) for each in (1, tensor))
-    shares = [
-        _weight_bytes(part) / _weight_bytes(block)
-        for (stack, block), (_, part) in zip(whole, own, strict=True)
-        for _ in range(stack.count)
-    ]
-    for index, (block, share) in enumerate(zip(files.blocks, shares, strict=True)):
-        copied, in_file = block.held(streams)
-        if tensor > 1:
-            private += round(share * (copied + in_file))
-        else:
-            private += copied
-            mapped += 0 if index in kept else in_file
-    return private + (_held_slots(slots, factors, offload) if streams else sum(factors)), mapped
+    whole = file.count * dtype.itemsize
+    if offload.in_8_bits or tensor > 1:
+        copies = replace(offload, mode=OffloadMode.NONE, modulation_on_host=False)
+        return transformer_bytes(config, whole, dtype, copies, tensor=tensor, loras=loras), 0
+    if offload.mode is not OffloadMode.BLOCKS:
+        private, mapped = file.held(dtype)
+        return private + outside + sum(factors), mapped
+    slots = transformer_bytes(config, whole, dtype, offload, tensor=1, loras=()) + file.copied * dtype.itemsize
+    return slots + outside + sum(factors), file.mapped_bytes
 
 
 def streamed_bytes(config: MMDiTConfig, dtype: torch.dtype, offload: OffloadPlan, *, tensor: int) -> int:
@@ -227,155 +200,69 @@ def _linears(block: nn.Module) -> dict[str, nn.Linear]:
 
 
 @dataclass(frozen=True, slots=True)
-class FileBytes:
-    """Bytes of a set of weights, by their place in memory."""
-
-    mapped: int = 0
-    """Bytes of weights that are used directly in the mapped file."""
-    stored: int = 0
-    """Bytes of weights that are mapped in another dtype, and can stay mapped until they are cast."""
-    cast: int = 0
-    """Bytes of the `stored` weights after the cast."""
-    copied: int = 0
-    """Bytes of weights that are always copies, in the dtype of computation."""
-
-    def held(self, casts_later: bool = False) -> tuple[int, int]:
-        """Return the bytes in the process's own memory, and in mapped files."""
-        if casts_later:
-            return self.copied, self.mapped + self.stored
-        return self.cast + self.copied, self.mapped
-
-    def __add__(self, other: "FileBytes") -> "FileBytes":
-        return FileBytes(*map(sum, zip(astuple(self), astuple(other), strict=True)))
-
-
-@dataclass(frozen=True, slots=True)
 class FileWeights:
-    """Weights of one component."""
+    """Weights of one component on a CPU, which maps its file."""
 
-    outside: FileBytes
-    """Bytes of the weights outside the blocks."""
-    blocks: tuple[FileBytes, ...] = ()
-    """Bytes of each block, in the order of execution."""
-    modulation: FileBytes = FileBytes()
-    """Bytes of a transformer's modulation, if it is read only before the first step. The blocks exclude it then."""
-
-    @property
-    def in_blocks(self) -> FileBytes:
-        """Bytes of all blocks."""
-        return sum(self.blocks, FileBytes())
+    count: int
+    copied: int = 0
+    """Number of the weights that are always copies, such as rearranged or dequantized ones."""
+    dtype: torch.dtype | None = _RELEASED_DTYPE
+    """Dtype of the other weights in the file."""
 
     @property
-    def total(self) -> FileBytes:
-        """Bytes of all weights."""
-        return self.outside + self.in_blocks + self.modulation
+    def mapped_bytes(self) -> int:
+        """Bytes of the weights that can stay in the mapped file."""
+        return (self.count - self.copied) * self.dtype.itemsize if self.dtype is not None else 0
+
+    def held(self, dtype: torch.dtype) -> tuple[int, int]:
+        """Return the bytes in the process's own memory, and in the mapped file, of weights in `dtype`."""
+        if dtype == self.dtype:
+            return self.copied * dtype.itemsize, self.mapped_bytes
+        return self.count * dtype.itemsize, 0
+
+    def can_be_cast_later(self, dtype: torch.dtype) -> bool:
+        """Return whether the cast to `dtype` can wait until a block computes."""
+        return self.dtype not in (None, dtype)
 
 
 def file_weights(
-    settings: GenerateSettings,
-    weights: WeightFiles,
-    parameters: Mapping[Component, int],
-    dtype: torch.dtype,
-    *,
-    modulation_first: bool,
+    settings: GenerateSettings, weights: WeightFiles, parameters: Mapping[Component, int], dtype: torch.dtype
 ) -> Mapping[Component, FileWeights]:
-    """Return the memory of each component on a CPU that computes in `dtype`. No weight is read.
+    """Return the weights of each component on a CPU that computes in `dtype`. No weight is read.
 
     Missing files count like the released ones, and broken files like copies, since loading reports them. `parameters`
-    are those of `count_parameters`. With `modulation_first`, modulation is read only before the first step.
+    are those of `count_parameters`.
     """
     found = {}
     for component, count in parameters.items():
         path = weights.paths.get(component)
-        found[component] = _component(component, settings.model, path, stamp_of(path), count, dtype, modulation_first)
+        found[component] = FileWeights(count)
+        if component is Component.T5 and dtype is torch.float16:
+            # Some of its weights are float32 then, so all are cast when they are loaded.
+            found[component] = FileWeights(count, count, None)
+        elif path is not None:
+            found[component] = _of_file(component, settings.model, path, stamp_of(path), count, dtype)
     return found
 
 
-def can_be_cast_later(weights: FileWeights, dtype: torch.dtype, *, is_text: bool = False) -> bool:
-    """Return whether blocks have weights whose cast to `dtype` can wait until the block computes.
-
-    With float16 some of T5's weights are float32, so T5's weights are cast when they are loaded.
-    """
-    return bool(weights.in_blocks.stored) and not (is_text and dtype is torch.float16)
-
-
 @lru_cache(maxsize=64)
-def _component(
-    component: Component,
-    model: ModelSettings,
-    path: Path | None,
-    stamp: Stamp,
-    count: int,
-    dtype: torch.dtype,
-    modulation_first: bool,
+def _of_file(
+    component: Component, model: ModelSettings, path: Path, stamp: Stamp, count: int, dtype: torch.dtype
 ) -> FileWeights:
-    config, stacks, layers = mmdit_config(model), [LAYERS], frozenset[str]()
-    if component is Component.TRANSFORMER:
-        stacks = [stack.module_path for stack in repeated_blocks(config)]
-        layers = frozenset(modulation_layers(config) if modulation_first else ())
-    tensors = _released(component, config, count)
-    if path is not None:
-        try:
-            tensors = _read(component, config, path, stamp, dtype)
-        except CheckpointError:
-            tensors = [replace(tensor, is_mapped=False) for tensor in tensors]
-    in_block = re.compile(rf"({'|'.join(map(re.escape, stacks))})\.\d+\.")
-    outside, modulation, blocks = FileBytes(), FileBytes(), dict[str, FileBytes]()
-    for tensor in tensors:
-        size, block = _bytes_of(tensor, dtype), in_block.match(tensor.key)
-        if tensor.key.rpartition(".")[0] in layers:
-            modulation += size
-        elif block is None:
-            outside += size
+    try:
+        if component is Component.TRANSFORMER:
+            checkpoint = open_checkpoint(path)
+            rotary = find_rotary(checkpoint.entries, checkpoint.metadata)
+            convert = converter(mmdit_config(model), interleaved=rotary is Rotary.INTERLEAVED)
+            tensors = plan_tensors(path, dtype=dtype, convert=convert)
         else:
-            blocks[block[0]] = blocks.get(block[0], FileBytes()) + size
-    return FileWeights(outside, tuple(blocks.values()), modulation)
-
-
-def _read(
-    component: Component, config: MMDiTConfig, path: Path, stamp: Stamp, dtype: torch.dtype
-) -> list[PlannedTensor]:
-    """Return the tensors of a file. Raises CheckpointError if it is broken."""
-    if component is Component.TRANSFORMER:
-        checkpoint = open_checkpoint(path)
-        rotary = find_rotary(checkpoint.entries, checkpoint.metadata)
-        convert = converter(config, interleaved=rotary is Rotary.INTERLEAVED)
-        planned = {tensor.key: tensor for tensor in plan_tensors(path, dtype=dtype, convert=convert)}
-        return [planned.get(tensor.key, tensor) for tensor in _released(component, config, 0)]
-    tensors = text_tensors(path, stamp) if path.is_dir() else plan_tensors(path, dtype=dtype)
-    kept = [tensor for tensor in tensors if not tensor.key.startswith(_IGNORED.get(component, ()))]
-    if component is Component.T5 and dtype is torch.float16:
-        return [replace(each, is_mapped=each.is_mapped and not _is_widened(each)) for each in kept]
-    return kept
-
-
-def _is_widened(tensor: PlannedTensor) -> bool:
-    return fnmatchcase(tensor.key, KEPT_IN_FP32) and tensor.dtype is not torch.float32
-
-
-def _released(component: Component, config: MMDiTConfig, count: int) -> list[PlannedTensor]:
-    """Return the tensors of a released file with `count` numbers; of the transformer, those of one block of each stack,
-    repeated: building all blocks takes a second.
-    """
-    sizes = {"": count}
-    if component is Component.T5:
-        released = T5Sizes()
-        layer = sum(released.layer_weights.values())
-        sizes = {f"{LAYERS}.{index}.": layer for index in range(released.num_layers)}
-        sizes[""] = count - released.num_layers * layer
-    elif component is Component.TRANSFORMER:
-        sizes = {}
-        counts = {f"{stack.module_path}.0.": stack.count for stack in repeated_blocks(config)}
-        for key, tensor in one_block_of_each(config).state_dict().items():
-            first = next((start for start in counts if key.startswith(start)), None)
-            places = [""] if first is None else [f"{first[:-2]}{index}." for index in range(counts[first])]
-            sizes |= {f"{place}{key.removeprefix(first or '')}": tensor.numel() for place in places}
-    return [PlannedTensor(key, numel, _RELEASED_DTYPE, True) for key, numel in sizes.items()]
-
-
-def _bytes_of(tensor: PlannedTensor, dtype: torch.dtype) -> FileBytes:
-    held = tensor.numel * tensor.dtype.itemsize
-    if not tensor.dtype.is_floating_point or tensor.dtype == dtype:
-        return FileBytes(mapped=held) if tensor.is_mapped else FileBytes(copied=held)
-    cast = tensor.numel * dtype.itemsize
-    return FileBytes(stored=held, cast=cast) if tensor.is_mapped else FileBytes(copied=cast)
+            tensors = text_tensors(path, stamp) if path.is_dir() else plan_tensors(path, dtype=dtype)
+    except CheckpointError:
+        return FileWeights(count, count, None)
+    sizes: Counter[torch.dtype] = Counter()
+    for tensor in tensors:
+        if tensor.is_mapped:
+            sizes[tensor.dtype] += tensor.numel
+    main = max(sizes, key=lambda dtype: sizes[dtype], default=None)
+    copied = sum(tensor.numel for tensor in tensors if not tensor.is_mapped or tensor.dtype != main)
+    return FileWeights(count, min(copied, count), main)

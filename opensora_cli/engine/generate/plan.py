@@ -42,7 +42,7 @@ from opensora_cli.engine.estimate.offload import (
     stronger_offload,
 )
 from opensora_cli.engine.estimate.verdict import HostMemory
-from opensora_cli.engine.estimate.weights import FileWeights, can_be_cast_later, file_weights, streamed_bytes
+from opensora_cli.engine.estimate.weights import FileWeights, file_weights, streamed_bytes
 from opensora_cli.engine.generate.request import PICTURE_MODE, size_of_picture
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape
 from opensora_cli.sampling.denoise import last_times
@@ -239,21 +239,21 @@ class Plan:
         # Each of several ranks would make a copy of its own; they share the mapped file.
         has_room = ranks == 1 and 1.25 * self.parameters[Component.TRANSFORMER] * dtype.itemsize < (host_bytes or 0)
         in_8_bits = settings.memory.fp8_storage or settings.precision.linear is not LinearProducts.EXACT
-        can_stream = files is None or (not in_8_bits and can_be_cast_later(files[Component.TRANSFORMER], dtype))
+        is_alone = not in_8_bits and self.mesh.tensor == 1
+        can_stream = files is None or (is_alone and files[Component.TRANSFORMER].can_be_cast_later(dtype))
         # Compiled blocks compute all tokens at once.
         tokens = self.video_tokens + settings.text.t5_max_length if settings.compile else 0
         return Offloadable(
             num_blocks=settings.model.depth + settings.model.depth_single_blocks if can_stream else 0,
             host_weights=HostWeights.PINNED if has_room and files is None else HostWeights.MAPPED,
-            text=files is None or can_be_cast_later(files[Component.T5], dtype, is_text=True),
+            text=files is None or files[Component.T5].can_be_cast_later(dtype),
             # Ranks that share the layers of T5 compute a part of each layer; ranks that stream them compute all.
             text_first=files is not None and ranks == 1,
             frames=decodes_in_chunks(settings.vae),
-            from_page_cache=files is not None,
             linear=settings.precision.linear,
             chunk_tokens=max(CHUNK_TOKENS, tokens),
             modulation_first=computes_modulation_first(settings),
-            host_is_device=self.hardware.device.type == "cpu",
+            on_cpu=files is not None,
         )
 
     def with_offload(self, offload: OffloadPlan) -> "Plan":
@@ -341,9 +341,7 @@ def make_plan(
 
     parameters, files = count_parameters(settings, weights), None
     if hardware.device.type == "cpu":
-        # Storage in 8 bits copies modulation with the blocks.
-        modulation_first = computes_modulation_first(settings) and not settings.memory.fp8_storage
-        files = file_weights(settings, weights, parameters, dtype, modulation_first=modulation_first)
+        files = file_weights(settings, weights, parameters, dtype)
     plan = Plan(
         role=role,
         settings=settings,

@@ -101,13 +101,12 @@ def profile_generation(
     counters: list[TensorBytes] = []
     with reporter.stage("profile", total=len(plan.stages), unit="stages") as progress:
         for stage in plan.stages:
-            # Random weights are not mapped from a file.
-            weights, beside = stage.weight_bytes + stage.mapped_bytes, stage.data_bytes + stage.activation_bytes
-            if stage.name == DENOISE and plan.files is not None:
-                # Nor does modulation wait in its file until the first step.
-                waiting = plan.files[Component.TRANSFORMER].modulation
-                weights += waiting.mapped + (waiting.cast if plan.offload.mode is OffloadMode.BLOCKS else 0)
-            reason = why_not_measured(weights + beside, plan.hardware, weights=_streamed_bytes(plan, stage.name))
+            weights, beside = stage.weight_bytes, stage.data_bytes + stage.activation_bytes
+            streamed = _streamed_bytes(plan, stage.name)
+            if plan.hardware.device.type == "cpu":
+                # Random weights are in memory, not mapped from a file.
+                weights += streamed or stage.mapped_bytes
+            reason = why_not_measured(weights + beside, plan.hardware, weights=streamed)
             if plan.mesh.size > 1:
                 reason = f"this is one of {plan.mesh.size} ranks, and the others do not run"
             result = try_stage(plan, stage.name, runs=runs) if reason is None else None

@@ -91,7 +91,7 @@ def test_settings_name_modes_and_numbers(budget, memory, expected):
 
 @pytest.mark.parametrize(("budget", "resident"), [(140, None), (120, 2), (40, 1)])
 def test_blocks_that_are_cast_leave_the_memory_to_the_page_cache(budget, resident):
-    plan = choose_offload(MemorySettings(), replace(MAPPED, from_page_cache=True), estimate, budget=budget)
+    plan = choose_offload(MemorySettings(), replace(MAPPED, on_cpu=True), estimate, budget=budget)
     assert plan.resident_blocks == resident
 
 
