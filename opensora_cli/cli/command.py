@@ -51,7 +51,7 @@ _PRINTED = {
     "--quiet": Option(kind=bool, panel=OUTPUT, help="Print errors only.", short="-q"),
 }
 """Options of printing, which every command has."""
-ON = Option(kind=str, metavar="NxGPU|SIZE|FILE", help="With --dry-run: plan for other GPUs, as in 8xH100 or 12GiB.")
+ON = Option(kind=str, metavar="NxGPU|SIZE", help="With --dry-run: plan for other GPUs, as in 8xH100 or 12GiB.")
 DEVICES = Option("parallel.devices", MACHINE, metavar="LIST", kind=str)
 
 

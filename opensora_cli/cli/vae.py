@@ -7,7 +7,7 @@ from opensora_cli.cli.group import make_group
 from opensora_cli.engine.vae.early import refuse_early
 from opensora_cli.settings.flags import MACHINE, OUTPUT, Option
 from opensora_cli.settings.layers import Layer, collect_overrides
-from opensora_cli.settings.vae import EncodeSettings, EncodeSettingsT, ReconstructSettings, load_vae_settings
+from opensora_cli.settings.tools import EncodeSettings, EncodeSettingsT, ReconstructSettings, load_vae_settings
 
 
 def reconstruct(given: Layer, call: Call) -> None:
@@ -47,9 +47,7 @@ def stats(given: Layer, call: Call) -> None:
 def _settings(schema: type[EncodeSettingsT], given: Layer, call: Call) -> EncodeSettingsT:
     """Return the settings of a command; raises an error if files or weights are missing."""
     overrides = collect_overrides(schema, given, call.assignments)
-    settings = load_vae_settings(
-        schema, config=call.config, overrides=overrides, environment=os.environ, report=call.reporter.note
-    )
+    settings = load_vae_settings(schema, config=call.config, overrides=overrides, environment=os.environ)
     refuse_early(settings)
     return settings
 

@@ -20,8 +20,6 @@ from opensora_cli.core.formatting import nearest
 from opensora_cli.core.reading import read_text, reading
 
 EXTENDS = "extends"
-_EXTENDED = ("train", "hardware")
-"""Kinds of presets that a user's file may extend by name."""
 _MAX_BYTES = 500_000
 """Largest file of settings, which takes a second to read."""
 CODE = ...
@@ -116,7 +114,7 @@ def read_settings_file(path: Path, *, chain: tuple[Path, ...] = ()) -> dict[str,
 
 
 def _read_yaml(path: Path, text: str) -> tuple[dict[str, Any], list[Path]]:
-    """Return the mapping in a YAML file, and the file that it `extends`, from its own folder or a packaged preset."""
+    """Return the mapping in a YAML file, and the file that it `extends`: beside it, or a packaged `train/NAME`."""
     try:
         values = parse_yaml_text(text)
     except yaml.YAMLError as error:
@@ -132,8 +130,8 @@ def _read_yaml(path: Path, text: str) -> tuple[dict[str, Any], list[Path]]:
     if not isinstance(parent, str) or not parent.strip():
         raise FileProblem(f"{path}: `{EXTENDS}:` must name one file")
     extended, name = path.parent / parent, Path(parent)
-    if str(name.parent) in _EXTENDED and not name.suffix and not extended.exists():
-        extended = preset_path(name.name, str(name.parent))
+    if str(name.parent) == "train" and not name.suffix and not extended.exists():
+        extended = preset_path(name.name, "train")
     return values, [extended]
 
 

@@ -33,7 +33,7 @@ S = TypeVar("S", bound=Section)
 ENVIRONMENT_PREFIX = "OSORA_"
 SERVER_VARIABLES = ("OSORA_REFINE_URL", "OSORA_REFINE_KEY", "OSORA_REFINE_MODEL")
 """Variables of the language model server. They are not settings, which are saved: the key must stay secret."""
-_SCHEMAS = ("generate:GenerateSettings", "train:TrainSettings", "vae:ReconstructSettings")
+_SCHEMAS = ("generate:GenerateSettings", "train:TrainSettings", "tools:ReconstructSettings")
 """Settings that commands read from the environment."""
 _WEIGHTS = "runtime.weights"
 

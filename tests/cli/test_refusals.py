@@ -206,7 +206,6 @@ PLANNED = ["generate", "sea", "--res", "256px", "--dry-run", "--on"]
         (4, ["bench-generate", "--model", "demo", "--gpus", "99", "--device", "cuda"], "gpus=99, and this machine has"),
         (4, ["mem-profile", "--device", "cuda:99"], "device=cuda:99 is not there"),
         (4, ["vae", "stats", "a.png", "--device", "cuda:99"], "device=cuda:99 is not there"),
-        (3, [*PLANNED, "rig.yaml"], "rig.yaml"),
         (2, [*PLANNED, "H100", "--device", "cpu"], "--on H100 plans for GPUs, and the device is cpu"),
         (2, [*PLANNED, "H100", "--gpus", "16"], "and gpus_per_node=8 of H100: use --on 16xH100"),
         (2, [*PLANNED, "64xH100", "--set", "parallel.tensor_parallel_degree=64"], "parallel.tensor_parallel_degree=64"),

@@ -15,9 +15,8 @@ from opensora_cli.settings.load import (
     load_generate_settings,
     load_preset,
 )
-from opensora_cli.settings.tools import BenchCommSettings
+from opensora_cli.settings.tools import BenchCommSettings, ReconstructSettings
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.vae import ReconstructSettings
 
 SIZE = {"video.height": 288, "video.width": 512}
 
