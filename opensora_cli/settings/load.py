@@ -92,7 +92,7 @@ class SavedSettings:
         """Settings by key. Raises RequestError if a key is unknown."""
         # Sidecars without a first picture do not mention it.
         first = {"picture.first": Given(False, self.source)}
-        return first | read_sections(GenerateSettings, self.values, source=self.source, is_saved=True)
+        return first | read_sections(GenerateSettings, self.values, source=self.source)
 
     def description(self) -> dict[str, Given]:
         """Return the settings that a run takes. If it decodes latents, it also records the weights that made them."""

@@ -151,7 +151,7 @@ def load_train_settings(
         document = read_json_object(saved, hint=hint)
         if "target" not in document:
             raise FileProblem(f"{saved} holds no settings of a run", hint=hint)
-        given = {**variables, **read_sections(TrainSettings, document, source=str(saved), is_saved=True)}
+        given = {**variables, **read_sections(TrainSettings, document, source=str(saved))}
     else:
         recipes = " or ".join(f"--config {name}" for name in list_presets("train"))
         raise RequestError("--config is missing: it names what to train", hint=f"use {recipes}, or your own file")
