@@ -1,7 +1,7 @@
 """`osora data`: make tables of pictures and videos, split them, preview them and encode them."""
 
 from opensora_cli.cli import train
-from opensora_cli.cli.command import Call, config_row, device_rows, make_command, set_row
+from opensora_cli.cli.command import CONFIG, SET, Call, device_rows, make_command
 from opensora_cli.cli.group import make_group
 from opensora_cli.core.reading import require_there
 from opensora_cli.engine.encode.inputs import require_cache_inputs
@@ -85,13 +85,13 @@ _SCAN_ROWS = {"DIR": Option("folder"), "--out": Option("table", metavar="TABLE",
 _PREVIEW_ROWS = {
     "TABLE": Option("table"),
     "--out": Option("sheet", metavar="FILE", short="-o"),
-    "--config": config_row("Recipe of osora train whose buckets to show.", "train"),
+    "--config": CONFIG._replace(help="Recipe of osora train whose buckets to show."),
 }
 _CACHE_ROWS = {
-    "--config": config_row(train.CONFIG_HELP, "train"),
+    "--config": CONFIG._replace(help=train.CONFIG_HELP),
     "--table": Option("data.table", help="Table of clips, in place of the recipe's data.", metavar="FILE"),
     "--out": Option("train_mmdit.cache", help="Cache, in place of the recipe's.", metavar="FOLDER", short="-o"),
-    "--set": set_row(train.SET_HELP),
+    "--set": SET._replace(help=train.SET_HELP),
     **device_rows(),
 }
 COMMAND = make_group(

@@ -2,7 +2,7 @@
 
 import os
 
-from opensora_cli.cli.command import Call, config_row, device_rows, make_command, set_row
+from opensora_cli.cli.command import CONFIG, SET, Call, device_rows, make_command
 from opensora_cli.cli.group import make_group
 from opensora_cli.engine.vae.early import refuse_early
 from opensora_cli.settings.flags import MACHINE, OUTPUT, Option
@@ -53,10 +53,10 @@ def _settings(schema: type[EncodeSettingsT], given: Layer, call: Call) -> Encode
 
 
 _MODEL_ROWS = {
-    "--config": config_row(
-        "Preset (hunyuan, dc_ae, flux_ae), file, or settings.json of a training run.", "vae", "train"
-    )._replace(default="demo"),
-    "--set": set_row("Set any setting, as in vae.temporal_tiling=true."),
+    "--config": CONFIG._replace(
+        help="Preset (hunyuan, dc_ae, flux_ae), file, or settings.json of a training run.", default="demo"
+    ),
+    "--set": SET._replace(help="Set any setting, as in vae.temporal_tiling=true."),
     "--clip-frames": Option("clip.num_frames"),
     "--weights": Option("runtime.weights", MACHINE, metavar="DIR"),
     **device_rows("runtime."),

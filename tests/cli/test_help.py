@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from opensora_cli.cli.app import _wait_without_spinning, load_commands, main
-from opensora_cli.cli.command import completed_settings
 from opensora_cli.cli.group import unwrapped
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
@@ -78,19 +77,6 @@ def test_help_lists_the_commands(args: list[str], osora) -> None:
     assert "generate" in out
     assert ("--install-completion" in out) is bool(args)
     assert len(re.findall(r"^ *osora \w+", out, re.MULTILINE)) == 3  # examples
-
-
-def test_completion_offers_recipes_and_files_of_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("demo_mine.yaml", "demo.mp4", ".demo.yaml", "more/demo.yaml"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).touch()
-    complete_recipe = completed_settings("train")
-    recipes = [name for name in list_presets("train") if name.startswith("demo")]
-    assert complete_recipe("demo") == [*recipes, "demo_mine.yaml"]
-    assert complete_recipe("more/") == ["more/demo.yaml"]
-    assert complete_recipe("m") == ["more/"]
-    assert complete_recipe("no") == []
 
 
 @pytest.mark.parametrize("chosen", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"])
