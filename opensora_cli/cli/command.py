@@ -18,8 +18,8 @@ import typer
 from typer.core import TyperCommand
 
 from opensora_cli.cli import output
+from opensora_cli.cli.app import HELP, hide_types, unwrapped
 from opensora_cli.cli.errors import interruptible
-from opensora_cli.cli.group import HELP, hide_types, unwrapped
 from opensora_cli.core import device_names
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import Reporter

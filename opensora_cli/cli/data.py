@@ -1,8 +1,8 @@
 """`osora data`: make tables of pictures and videos, split them, preview them and encode them."""
 
 from opensora_cli.cli import train
+from opensora_cli.cli.app import make_group
 from opensora_cli.cli.command import CONFIG, SET, Call, device_rows, make_command
-from opensora_cli.cli.group import make_group
 from opensora_cli.core.reading import require_there
 from opensora_cli.engine.encode.inputs import require_cache_inputs
 from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettings, ShardSettings

@@ -2,8 +2,8 @@
 
 import os
 
+from opensora_cli.cli.app import make_group
 from opensora_cli.cli.command import CONFIG, SET, Call, device_rows, make_command
-from opensora_cli.cli.group import make_group
 from opensora_cli.engine.vae.early import refuse_early
 from opensora_cli.settings.flags import MACHINE, OUTPUT, Option
 from opensora_cli.settings.layers import Layer, collect_overrides

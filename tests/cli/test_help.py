@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from opensora_cli.cli.app import _wait_without_spinning, load_commands, main
-from opensora_cli.cli.group import unwrapped
+from opensora_cli.cli.app import _wait_without_spinning, load_commands, main, unwrapped
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
 from opensora_cli.engine.generate.request import resolve
