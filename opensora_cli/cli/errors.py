@@ -22,12 +22,6 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 _RENAMED = {"offload_model": "--offload", "is_causal_vae": "--set", "ckpt_path": "--weights"}
 """Options of the reference implementation's scripts that the tables of `settings.reference` do not name."""
-_REPLACED = {
-    "--profile": "osora bench-generate",
-    "--profile-runs": "osora bench-generate --repeats N",
-    **dict.fromkeys(("--prompt", "--prompt-text"), 'the text alone, as in osora generate "raining, sea"'),
-}
-"""Options of earlier versions and of the reference, and what took their place."""
 
 
 class InterruptError(OsoraError):
@@ -114,8 +108,8 @@ def _usage_error(error: Exception) -> RequestError:
     if not hasattr(error, "possibilities"):
         describe: Callable[[], str] = getattr(error, "format_message", error.__str__)
         return RequestError(describe(), hint=hint)
-    if option in _REPLACED:
-        return RequestError(f"no such option: {option}. Use {_REPLACED[option]}", hint=hint)
+    if option == "--prompt":  # of the reference
+        return RequestError(f'no such option: {option}. Use the text alone: osora generate "raining, sea"', hint=hint)
     known = {name for each in getattr(getattr(context, "command", None), "params", ()) for name in each.opts}
     # The option for the name in the reference comes first, then the nearest; Typer's own message sorts them by name.
     likely = [*({reference_option(option)} & known), *(error.possibilities or ())]

@@ -122,12 +122,8 @@ def validate(schema: type[S], given: Layer, *, below: Layer | None = None) -> S:
         raise RequestError("\n".join(explain(error, given))) from error
     except UnicodeEncodeError as error:
         # pydantic cannot report such text.
-        lines = [
-            f"{key}={plain(as_unicode(str(at.value)))} must be valid Unicode text (from {at.source})"
-            for key, at in given.items()
-            if not is_unicode(str(at.value))
-        ]
-        raise RequestError("\n".join(lines) or "some text is not valid Unicode") from error
+        wrong = ", ".join(key for key, at in given.items() if not is_unicode(str(at.value)))
+        raise RequestError(f"{wrong or 'a setting'} must be valid Unicode text") from error
 
 
 def check_key(schema: type[Section], key: str, *, source: str) -> None:
