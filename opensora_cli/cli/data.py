@@ -7,7 +7,7 @@ from opensora_cli.core.reading import require_there
 from opensora_cli.engine.encode.inputs import require_cache_inputs
 from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettings, ShardSettings
 from opensora_cli.settings.flags import Option
-from opensora_cli.settings.layers import Given, Layer
+from opensora_cli.settings.layers import Layer
 from opensora_cli.settings.train import TrainSettings
 
 
@@ -55,9 +55,7 @@ def preview(settings: PreviewSettings, call: Call) -> None:
 
     data, multiple = DataSettings(), 16
     if call.config is not None:
-        # Files of the reference name no table, and are refused without one.
-        table = {"data.table": Given(settings.table, "TABLE")} if call.config.suffix == ".py" else {}
-        training = train.load_settings(table, call)
+        training = train.load_settings({}, call)
         data, multiple = training.data, pixel_multiple(training)
     call.show(engine.preview(settings, data, multiple=multiple, reporter=call.reporter))
 

@@ -67,7 +67,6 @@ def load_settings(
         overrides=overrides if machine is None else {**machine.counts(overrides), **overrides},
         environment=os.environ,
         saved=call.value("--from", Path),
-        report=call.reporter.note,
     )
 
 
@@ -117,7 +116,7 @@ def _run(given: Layer, call: Call) -> None:
     call.show(result)
 
 
-CONFIG_HELP = "Recipe of osora (see --list), YAML file of settings, or .py configuration of the reference."
+CONFIG_HELP = "Recipe of osora (see --list), or YAML file of settings."
 _NEW = "Write DIR.yaml: a recipe that extends --config (demo_lora), with buckets for the clips of DIR."
 SET_HELP = "Set any setting, as in loop.steps=400; wins over FILE."
 _ROWS = {
