@@ -24,8 +24,8 @@ import opensora_cli
 from opensora_cli.cli.app import load_commands
 from opensora_cli.core.documents import Document
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.tools import ReconstructSettings
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.vae import ReconstructSettings
 
 FOLDER = Path(__file__).parent / "reference"
 

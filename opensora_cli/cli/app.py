@@ -1,28 +1,30 @@
-"""The `osora` command and its subcommands.
+"""The `osora` command, its subcommands and groups, and help that reads well in 80 columns.
 
 The module of a command is imported when a command line names it. This module imports nothing heavy (no torch, no numpy,
 no pydantic), since `osora --help` and shell completion load it.
 """
 
+import inspect
 import os
 import sys
 import warnings
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from functools import cache, partial
 from pkgutil import resolve_name
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 import opensora_cli
 from opensora_cli.cli import errors
-from opensora_cli.cli.group import HELP, Group
 from opensora_cli.cli.output import escape_foreign_texts, guard_streams
 from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.core.files import user_cache
 from opensora_cli.core.signals import held_back
 
+HELP = {"help_option_names": ["-h", "--help"]}
+_EXAMPLES = "Examples:"
 _VIDEOS, _TRAINING, _MACHINES = "Videos", "Training and weights", "Machines and measurements"
 
 _COMMANDS: dict[str, tuple[str, str | None, str]] = {
@@ -50,6 +52,44 @@ _COMMANDS: dict[str, tuple[str, str | None, str]] = {
     "convert-ckpt": ("ckpt:CONVERT", None, "Convert weights, as osora ckpt convert does."),
 }
 """Place, panel of the help (None hides it) and short help of each command."""
+
+
+class Group(TyperGroup):
+    """A group of commands; without arguments it prints its help."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not args and not ctx.resilient_parsing:
+            typer.echo(ctx.get_help())
+            raise typer.Exit
+        return super().parse_args(ctx, args)
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self.help = unwrapped(self.help or "")
+        hide_types(self.get_params(ctx))
+        super().format_help(ctx, formatter)
+
+
+def make_group(name: str, about: str, *commands: TyperCommand) -> Group:
+    return Group(name=name, help=about, commands=commands, context_settings=HELP)
+
+
+def unwrapped(text: str) -> str:
+    """Return a help text with a line for each paragraph, and below `Examples:` a line for each command, unindented."""
+    about, heading, examples = inspect.cleandoc(text).partition(_EXAMPLES)
+    paragraphs = [" ".join(paragraph.split()) for paragraph in about.split("\n\n") if paragraph.strip()]
+    lines = [line.strip() for line in examples.splitlines() if line.strip()]
+    if heading:
+        paragraphs.append("\n".join([heading, *lines]))
+    return "\n\n".join(paragraphs)
+
+
+def hide_types(parameters: Iterable[Any]) -> None:
+    """Keep the help text from naming the types of arguments, which are words, and of switches."""
+    for parameter in parameters:
+        if parameter.param_type_name == "argument":
+            parameter.display_type_rich = lambda ctx: None
+        elif parameter.is_flag:
+            parameter.metavar = ""
 
 
 class _Root(Group):

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from opensora_cli.checkpoint.targets import check_target
+from opensora_cli.cli.app import make_group
 from opensora_cli.cli.command import Call, make_command
-from opensora_cli.cli.group import make_group
 from opensora_cli.core.reading import require_there
 from opensora_cli.settings.ckpt import (
     ConvertSettings,

@@ -1,7 +1,6 @@
 """Commands that are built from rows of options, the rows that several commands have, and one call of a command."""
 
 import gc
-import glob
 import inspect
 import os
 import re
@@ -19,15 +18,14 @@ import typer
 from typer.core import TyperCommand
 
 from opensora_cli.cli import output
+from opensora_cli.cli.app import HELP, hide_types, unwrapped
 from opensora_cli.cli.errors import interruptible
-from opensora_cli.cli.group import HELP, hide_types, unwrapped
 from opensora_cli.core import device_names
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import RankContext, find_context
 from opensora_cli.core.section import Section, alternatives, shown
 from opensora_cli.core.signals import held_back
-from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.flags import MACHINE, OUTPUT, Option, given_by, option_of
 from opensora_cli.settings.hardware import PlannedMachine, read_machine
 from opensora_cli.settings.layers import Layer, validate
@@ -44,14 +42,15 @@ _EVERYTHING, _WORDS = "opensora_cli.everything", "opensora_cli.words"
 """Keys of a context: whether the help text has all options, and the words of the command line."""
 _UNSET = re.compile(r"(.+\.) None(?: means|:) (.+)\.")
 """Description of a setting, and the meaning of None, which the help text shows as the default."""
-_SETTINGS_FILES = (".json", ".py", ".yaml", ".yml")
 
 _PRINTED = {
     "--json": Option(kind=bool, panel=OUTPUT, help="Print one JSON document to stdout."),
     "--quiet": Option(kind=bool, panel=OUTPUT, help="Print errors only.", short="-q"),
 }
 """Options of printing, which every command has."""
-ON = Option(kind=str, metavar="NxGPU|SIZE|FILE", help="With --dry-run: plan for other GPUs, as in 8xH100 or 12GiB.")
+ON = Option(kind=str, metavar="NxGPU|SIZE", help="With --dry-run: plan for other GPUs, as in 8xH100 or 12GiB.")
+CONFIG = Option(kind=Path, metavar="NAME|FILE")
+SET = Option(kind=list[str], metavar="KEY=VALUE")
 DEVICES = Option("parallel.devices", MACHINE, metavar="LIST", kind=str)
 
 
@@ -124,7 +123,7 @@ class Call:
         if result is None:
             return
         if self.is_main:
-            output.print_result(result, as_json=self.as_json, is_quiet="--quiet" in self.given)
+            output.print_result(result, as_json=self.as_json)
         result.raise_for_problems()
 
     def again(self, *labels: str) -> list[str]:
@@ -165,28 +164,6 @@ def importing() -> Iterator[None]:
         if is_first:
             gc.freeze()
             gc.enable()
-
-
-def completed_settings(*kinds: str) -> Callable[[str], list[str]]:
-    """Return the shell completion of `--config`: packaged settings of these kinds by name, folders, and files."""
-
-    def complete(incomplete: str) -> list[str]:
-        names = [name for kind in kinds for name in list_presets(kind) if name.startswith(incomplete)]
-        paths = [
-            f"{path}/" if os.path.isdir(path) else path for path in sorted(glob.glob(f"{glob.escape(incomplete)}*"))
-        ]
-        return [*dict.fromkeys(names), *(path for path in paths if path.endswith(("/", *_SETTINGS_FILES)))]
-
-    return complete
-
-
-def config_row(about: str, *kinds: str) -> Option:
-    """Return the row of `--config`, completed with packaged settings of these kinds."""
-    return Option(kind=Path, metavar="NAME|FILE", help=about, complete=completed_settings(*kinds))
-
-
-def set_row(about: str) -> Option:
-    return Option(kind=list[str], metavar="KEY=VALUE", help=about)
 
 
 def device_rows(prefix: str = "") -> dict[str, Option]:
@@ -313,8 +290,9 @@ def _name(label: str) -> str:
 
 def _parameter(label: str, row: Option, field: Any) -> inspect.Parameter:
     kind, choices, metavar = _value(row, field)
-    complete = row.complete or (lambda incomplete: [each for each in choices if each.startswith(incomplete)])
-    extra: dict[str, Any] = {"metavar": row.metavar or metavar, "autocompletion": complete}
+    extra: dict[str, Any] = {"metavar": row.metavar or metavar}
+    if choices:
+        extra["autocompletion"] = lambda incomplete: [each for each in choices if each.startswith(incomplete)]
     if row.panel:
         extra["rich_help_panel"] = row.panel
     if not label.startswith("-"):

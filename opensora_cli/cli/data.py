@@ -1,13 +1,13 @@
 """`osora data`: make tables of pictures and videos, split them, preview them and encode them."""
 
 from opensora_cli.cli import train
-from opensora_cli.cli.command import Call, config_row, device_rows, make_command, set_row
-from opensora_cli.cli.group import make_group
+from opensora_cli.cli.app import make_group
+from opensora_cli.cli.command import CONFIG, SET, Call, device_rows, make_command
 from opensora_cli.core.reading import require_there
 from opensora_cli.engine.encode.inputs import require_cache_inputs
 from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettings, ShardSettings
 from opensora_cli.settings.flags import Option
-from opensora_cli.settings.layers import Given, Layer
+from opensora_cli.settings.layers import Layer
 from opensora_cli.settings.train import TrainSettings
 
 
@@ -55,9 +55,7 @@ def preview(settings: PreviewSettings, call: Call) -> None:
 
     data, multiple = DataSettings(), 16
     if call.config is not None:
-        # Files of the reference name no table, and are refused without one.
-        table = {"data.table": Given(settings.table, "TABLE")} if call.config.suffix == ".py" else {}
-        training = train.load_settings(table, call)
+        training = train.load_settings({}, call)
         data, multiple = training.data, pixel_multiple(training)
     call.show(engine.preview(settings, data, multiple=multiple, reporter=call.reporter))
 
@@ -85,13 +83,13 @@ _SCAN_ROWS = {"DIR": Option("folder"), "--out": Option("table", metavar="TABLE",
 _PREVIEW_ROWS = {
     "TABLE": Option("table"),
     "--out": Option("sheet", metavar="FILE", short="-o"),
-    "--config": config_row("Recipe of osora train whose buckets to show.", "train"),
+    "--config": CONFIG._replace(help="Recipe of osora train whose buckets to show."),
 }
 _CACHE_ROWS = {
-    "--config": config_row(train.CONFIG_HELP, "train"),
+    "--config": CONFIG._replace(help=train.CONFIG_HELP),
     "--table": Option("data.table", help="Table of clips, in place of the recipe's data.", metavar="FILE"),
     "--out": Option("train_mmdit.cache", help="Cache, in place of the recipe's.", metavar="FOLDER", short="-o"),
-    "--set": set_row(train.SET_HELP),
+    "--set": SET._replace(help=train.SET_HELP),
     **device_rows(),
 }
 COMMAND = make_group(

@@ -21,12 +21,6 @@ _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 _RENAMED = {"offload_model": "--offload", "is_causal_vae": "--set", "ckpt_path": "--weights"}
 """Options of the reference implementation's scripts that the tables of `settings.reference` do not name."""
-_REPLACED = {
-    "--profile": "osora bench-generate",
-    "--profile-runs": "osora bench-generate --repeats N",
-    **dict.fromkeys(("--prompt", "--prompt-text"), 'the text alone, as in osora generate "raining, sea"'),
-}
-"""Options of earlier versions and of the reference, and what took their place."""
 
 
 class InterruptError(OsoraError):
@@ -55,9 +49,6 @@ def run(command: Callable[[], object]) -> int:
                 return _report_failure(error, context)
             if code == INTERRUPTED:  # by Typer, while a command line is parsed or help is printed
                 return _report(InterruptError("interrupted"))
-            if code == OsoraError.exit_code:  # by Typer, for a shell without completion
-                hint = "run it from bash, zsh, fish or PowerShell"
-                return _report(HardwareError("no shell was found that can complete commands", hint=hint))
             return code if isinstance(code, int) else 0
     except OsoraError as error:  # of the link to the launcher
         return _report(error)
@@ -116,8 +107,8 @@ def _usage_error(error: Exception) -> RequestError:
     if not hasattr(error, "possibilities"):
         describe: Callable[[], str] = getattr(error, "format_message", error.__str__)
         return RequestError(describe(), hint=hint)
-    if option in _REPLACED:
-        return RequestError(f"no such option: {option}. Use {_REPLACED[option]}", hint=hint)
+    if option == "--prompt":  # of the reference
+        return RequestError(f'no such option: {option}. Use the text alone: osora generate "raining, sea"', hint=hint)
     known = {name for each in getattr(getattr(context, "command", None), "params", ()) for name in each.opts}
     # The option for the name in the reference comes first, then the nearest; Typer's own message sorts them by name.
     likely = [*({reference_option(option)} & known), *(error.possibilities or ())]

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from operator import attrgetter
 from pathlib import Path
 
-from opensora_cli.cli.command import ON, VERBOSE, Call, config_row, make_command, set_row, shown_default
+from opensora_cli.cli.command import CONFIG, ON, SET, VERBOSE, Call, make_command, shown_default
 from opensora_cli.core.section import shown
 from opensora_cli.models.registry import DEMO
 from opensora_cli.settings.files import list_presets
@@ -117,8 +117,8 @@ def _preset_defaults() -> Mapping[str, str]:
 
 
 _OWN_ROWS = {
-    "--config": config_row("Preset, or file of settings.", "generate")._replace(short="--preset", is_common=True),
-    "--set": set_row("Set any setting, as in sampling.flow_shift=3."),
+    "--config": CONFIG._replace(help="Preset, or file of settings.", short="--preset", is_common=True),
+    "--set": SET._replace(help="Set any setting, as in sampling.flow_shift=3."),
     "--from": Option(kind=Path, metavar="FILE", help="Continue a result or its latents.", is_common=True),
     **dict.fromkeys(_FROM[1:], Option(kind=Path, metavar="FILE", help="Other name of --from.")),
     VERBOSE: Option("", OUTPUT, "Show every stage, and how the video is made on this machine.", kind=bool, short="-v"),

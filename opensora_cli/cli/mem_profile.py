@@ -1,7 +1,7 @@
 """`osora mem-profile`: memory of a generation or a training, predicted and measured."""
 
 from opensora_cli.cli import train
-from opensora_cli.cli.command import ON, Call, config_row, make_command, set_row
+from opensora_cli.cli.command import CONFIG, ON, SET, Call, make_command
 from opensora_cli.core import device_names
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.models.registry import DEMO
@@ -60,10 +60,8 @@ def _profiled(call: Call) -> GenerateRequest | TrainSettings:
 
 
 _ROWS = {
-    "--config": config_row("Recipe (training), preset, or file of settings.", "train", "generate")._replace(
-        default="the demo, generating"
-    ),
-    "--set": set_row("Any setting of the generation or training."),
+    "--config": CONFIG._replace(help="Recipe (training), preset, or file of settings.", default="the demo, generating"),
+    "--set": SET._replace(help="Any setting of the generation or training."),
     "--device": Option(kind=str, metavar="DEVICE", help=device_names.HELP, default="auto"),
     "--gpus": Option(metavar="N", help="Predict for each of N devices of any machine; measure nothing."),
     "--on": ON._replace(help="Predict for other GPUs, as in 8xH100 or 12GiB; measure nothing."),

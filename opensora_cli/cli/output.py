@@ -6,15 +6,10 @@ A lost log line ends no run; a lost result is an error.
 import io
 import json
 import os
-import re
-import select
-import shutil
 import sys
-import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
@@ -22,13 +17,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 from opensora_cli.core.exceptions import OsoraError, OsoraWarning, OutputError
 from opensora_cli.core.formatting import as_unicode, escaped, without_credentials
 from opensora_cli.core.progress import Reporter, SilentReporter
-from opensora_cli.core.signals import held_back
 
 if TYPE_CHECKING:
     from opensora_cli.core.documents import Document
 
-_LABEL = re.compile(r"\S+ +(?:ok|note|unknown|warning|problem) {2,}|(?:Fits|Does not fit): |predicted +|\S+ {2,}| {2,}")
-_COMMANDS = ("osora ", "-> osora ", "--")
 _LONGEST_LINE = 2000
 """Characters of a message; every list of choices is shorter."""
 
@@ -43,33 +35,18 @@ def make_reporter(*, quiet: bool, is_brief: bool = False) -> Reporter:
     return ConsoleReporter(has_bars=sys.stderr.isatty(), is_brief=is_brief)
 
 
-def print_result(result: "Document", *, as_json: bool, is_quiet: bool = False) -> None:
-    """Print a result to stdout: as one JSON document in ASCII, which every terminal and pipe can carry, or as lines.
-
-    A terminal that has shown the notes of the run, which are not `is_quiet`, gets no line twice.
-    """
+def print_result(result: "Document", *, as_json: bool) -> None:
+    """Print a result to stdout: as one JSON document in ASCII, which every terminal and pipe can carry, or as lines."""
     if as_json:
         _print(json.dumps(result.to_json(), indent=2, allow_nan=False))
-        return
-    has_notes = not is_quiet and all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr))
-    print_lines(result.lines_after_notes() if has_notes else result.lines())
+    else:
+        print_lines(result.lines())
 
 
 def print_lines(lines: Sequence[str]) -> None:
-    """Print lines of data to stdout, with control characters escaped.
-
-    Long texts behind a label or an indent are wrapped on a terminal. Paths, commands and piped lines stay whole.
-    """
-    width = _terminal_width()
+    """Print lines of data to stdout, with control characters escaped."""
     for line in lines:
-        for part in [escaped(line)] if width is None else _wrapped(escaped(line), width):
-            _print(part)
-
-
-def _terminal_width() -> int | None:
-    """Return the columns of the terminal at stdout; None if it is a file or pipe."""
-    is_terminal = sys.stdout is not None and sys.stdout.isatty()
-    return shutil.get_terminal_size().columns if is_terminal else None
+        _print(escaped(line))
 
 
 def print_failure(error: OsoraError) -> None:
@@ -88,18 +65,6 @@ def _readable(line: str) -> str:
     """Return a printable line; the middle of a very long one, such as a quoted value, is dropped."""
     kept = _LONGEST_LINE // 2
     return escaped(as_unicode(line if len(line) <= _LONGEST_LINE else f"{line[:kept]} ... {line[-kept:]}"))
-
-
-def _wrapped(line: str, width: int) -> list[str]:
-    """Return a line in parts of a width, each below the text of the first."""
-    label = _LABEL.match(line)
-    if label is None or len(line) <= width or line[label.end() :].startswith(_COMMANDS):
-        return [line]
-    indent = " " * min(label.end(), width // 2)
-    # The spaces of the label are no places to break.
-    wrapper = textwrap.TextWrapper(max(1, width - label.end()), break_long_words=False, break_on_hyphens=False)
-    first, *others = wrapper.wrap(line[label.end() :])
-    return [label.group() + first, *(indent + part for part in others)]
 
 
 def _print(line: str) -> None:
@@ -126,8 +91,8 @@ def guard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
     if sys.stderr is None:  # print() would write to standard output
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115  # open until the process ends
-    sys.stderr = _guarded(sys.stderr, sys.__stderr__, _Log, _LogText)
-    sys.stdout = _guarded(sys.stdout, sys.__stdout__, _Results, io.TextIOWrapper)
+    sys.stderr = _guarded(sys.stderr, sys.__stderr__, _Log)
+    sys.stdout = _guarded(sys.stdout, sys.__stdout__, _Results)
 
 
 @cache
@@ -170,20 +135,6 @@ class _Log(io.FileIO):
             return len(content)
 
 
-class _LogText(io.TextIOWrapper):
-    """Text layer that writes each text once: interrupted by Ctrl-C, the buffer would write it again."""
-
-    def write(self, text: str, /) -> int:
-        with suppress(OSError, ValueError):  # Ctrl-C may end this wait for a reader
-            select.select([], [self.fileno()], [])
-        with held_back():
-            return super().write(text)
-
-    def flush(self) -> None:
-        with held_back():
-            super().flush()
-
-
 class _Results(io.FileIO):
     def write(self, content: "bytes | memoryview", /) -> int:  # type: ignore[override]  # narrower than any buffer
         try:
@@ -196,13 +147,11 @@ class _Results(io.FileIO):
             raise OutputError(f"cannot write to standard output: {error.strerror or error}") from error
 
 
-def _guarded(
-    stream: TextIO, original: TextIO | None, raw: Callable[..., io.FileIO], text: type[io.TextIOWrapper]
-) -> TextIO:
+def _guarded(stream: TextIO, original: TextIO | None, raw: Callable[..., io.FileIO]) -> TextIO:
     if original is None or stream is not original:
         return stream
     stream.flush()
-    return text(
+    return io.TextIOWrapper(
         io.BufferedWriter(raw(stream.fileno(), "wb", closefd=False)),
         encoding=stream.encoding,
         errors=stream.errors,

@@ -1,6 +1,6 @@
 """`osora serve`: an API, a queue and a page for videos."""
 
-from opensora_cli.cli.command import Call, make_command, set_row
+from opensora_cli.cli.command import SET, Call, make_command
 from opensora_cli.core.exceptions import missing_library
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.generate import GenerateSettings
@@ -40,6 +40,6 @@ _ROWS = {
     "--token-file": Option("token_file", metavar="FILE"),
     "--save-every": Option("save_every", metavar="SECONDS"),
     "--gpus": Option(help="GPUs that share each video.", metavar="N", default="1"),
-    "--set": set_row("Any setting of all videos, such as memory.offload=blocks."),
+    "--set": SET._replace(help="Any setting of all videos, such as memory.offload=blocks."),
 }
 COMMAND = make_command(serve, _ROWS, on_ranks=True)

@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from opensora_cli.cli.command import DEVICES, ON, Call, config_row, device_rows, make_command, set_row
+from opensora_cli.cli.command import CONFIG, DEVICES, ON, SET, Call, device_rows, make_command
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.encode.inputs import require_tables
 from opensora_cli.engine.listings import describe_recipes
@@ -67,7 +67,6 @@ def load_settings(
         overrides=overrides if machine is None else {**machine.counts(overrides), **overrides},
         environment=os.environ,
         saved=call.value("--from", Path),
-        report=call.reporter.note,
     )
 
 
@@ -117,13 +116,13 @@ def _run(given: Layer, call: Call) -> None:
     call.show(result)
 
 
-CONFIG_HELP = "Recipe of osora (see --list), YAML file of settings, or .py configuration of the reference."
+CONFIG_HELP = "Recipe of osora (see --list), or YAML file of settings."
 _NEW = "Write DIR.yaml: a recipe that extends --config (demo_lora), with buckets for the clips of DIR."
 SET_HELP = "Set any setting, as in loop.steps=400; wins over FILE."
 _ROWS = {
     "RUN": Option(kind=list[str], help="With --plot: folder of a run."),
-    "--config": config_row(CONFIG_HELP, "train")._replace(is_common=True),
-    "--set": set_row(SET_HELP)._replace(is_common=True),
+    "--config": CONFIG._replace(help=CONFIG_HELP, is_common=True),
+    "--set": SET._replace(help=SET_HELP, is_common=True),
     "--from": Option(kind=Path, metavar="FILE", help="settings.json of an earlier run, in place of --config."),
     "--new": Option("", "", _NEW, "DIR", is_common=True),
     "--list": Option(kind=bool, help="List the recipes of osora and exit.", is_common=True),

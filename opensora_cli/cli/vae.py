@@ -2,12 +2,12 @@
 
 import os
 
-from opensora_cli.cli.command import Call, config_row, device_rows, make_command, set_row
-from opensora_cli.cli.group import make_group
+from opensora_cli.cli.app import make_group
+from opensora_cli.cli.command import CONFIG, SET, Call, device_rows, make_command
 from opensora_cli.engine.vae.early import refuse_early
 from opensora_cli.settings.flags import MACHINE, OUTPUT, Option
 from opensora_cli.settings.layers import Layer, collect_overrides
-from opensora_cli.settings.vae import EncodeSettings, EncodeSettingsT, ReconstructSettings, load_vae_settings
+from opensora_cli.settings.tools import EncodeSettings, EncodeSettingsT, ReconstructSettings, load_vae_settings
 
 
 def reconstruct(given: Layer, call: Call) -> None:
@@ -47,18 +47,16 @@ def stats(given: Layer, call: Call) -> None:
 def _settings(schema: type[EncodeSettingsT], given: Layer, call: Call) -> EncodeSettingsT:
     """Return the settings of a command; raises an error if files or weights are missing."""
     overrides = collect_overrides(schema, given, call.assignments)
-    settings = load_vae_settings(
-        schema, config=call.config, overrides=overrides, environment=os.environ, report=call.reporter.note
-    )
+    settings = load_vae_settings(schema, config=call.config, overrides=overrides, environment=os.environ)
     refuse_early(settings)
     return settings
 
 
 _MODEL_ROWS = {
-    "--config": config_row(
-        "Preset (hunyuan, dc_ae, flux_ae), file, or settings.json of a training run.", "vae", "train"
-    )._replace(default="demo"),
-    "--set": set_row("Set any setting, as in vae.temporal_tiling=true."),
+    "--config": CONFIG._replace(
+        help="Preset (hunyuan, dc_ae, flux_ae), file, or settings.json of a training run.", default="demo"
+    ),
+    "--set": SET._replace(help="Set any setting, as in vae.temporal_tiling=true."),
     "--clip-frames": Option("clip.num_frames"),
     "--weights": Option("runtime.weights", MACHINE, metavar="DIR"),
     **device_rows("runtime."),

@@ -10,7 +10,6 @@ from functools import reduce
 from operator import attrgetter, getitem
 from typing import Any, NamedTuple
 
-from opensora_cli.core.conditions import CONTINUING, ConditionMode, Length, Source, condition_mode
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.section import Applies, Section, find_setting, leaves, nested, shown
 from opensora_cli.settings.components import OF_ALL_KINDS
@@ -19,24 +18,6 @@ from opensora_cli.settings.layers import Given
 
 def _never(settings: Any) -> bool:
     return False
-
-
-def _mode(settings: Any) -> ConditionMode:
-    return condition_mode(settings.condition.mode or "t2v", num_latent_frames=settings.num_latent_frames)
-
-
-def _modes(settings: Any) -> tuple[ConditionMode, ...]:
-    return (_mode(settings), CONTINUING) if settings.video.extend else (_mode(settings),)
-
-
-def _is_named(settings: Any) -> bool:
-    """Return whether resolution and aspect ratio give the size, and not height and width in pixels."""
-    return settings.video.height is None or settings.video.width is None
-
-
-def _takes_embedded_guidance(settings: Any) -> bool:
-    picture = settings.picture
-    return settings.model.guidance_embed or (picture.first and not picture.own_model and picture.model.guidance_embed)
 
 
 def _vae(place: str, *, saved: bool = False) -> tuple[Applies, ...]:
@@ -51,13 +32,6 @@ def _vae(place: str, *, saved: bool = False) -> tuple[Applies, ...]:
 
 VAE = _vae("vae")
 PARALLEL = (Applies("parallel.fast_link_ranks", "parallel.all_to_all=hierarchical", "use hierarchical"),)
-
-_SAVED_IF_CHANGED = """
-video.extend prompts_at condition.seamless condition.continued loras compile precision.linear sampling.turbo
-sampling.stop_at sampling.step_cache sampling.solver sampling.timesteps sampling.mean_guidance_of
-sampling.guidance_interval memory.resident_blocks memory.limit memory.host_weights runtime.weights runtime.threads
-"""
-"""Settings that sidecars omit at their defaults, so that request hashes stay those of versions without them."""
 
 _SAMPLED_WITH = """
 prompt prompts_at negative_prompt refine prompt_suffix sampling condition model text loras draft picture compile
@@ -93,11 +67,9 @@ GENERATE = (
     Applies("picture.save", "picture.first", "give --t2i2v, too"),
     Applies("picture.model picture.vae picture.files", "picture.own_model=false"),
     Applies("prompts_at", "video.extend", "give --extend, too"),
-    Applies("video.height video.width", lambda s: not _is_named(s)),
-    Applies("video.resolutions video.aspect_ratios", _is_named),
     Applies(
         "video.resolution video.aspect_ratio",
-        _is_named,
+        lambda s: None in (s.video.height, s.video.width),
         "with a width and height in pixels: drop it, or these",
         typed=True,
     ),
@@ -120,24 +92,7 @@ GENERATE = (
         "on sampling.timesteps: drop one of them",
         saved=True,
     ),
-    Applies("sampling.embedded_guidance", _takes_embedded_guidance),
-    Applies(
-        "sampling.image_guidance_scale sampling.image_oscillation",
-        lambda s: any(mode.needs_reference for mode in _modes(s)),
-    ),
-    Applies("sampling.temporal_image_scaling", lambda s: _mode(s).gives_pictures),
     Applies("condition.seamless", "condition.mode=none|i2v_loop", "use i2v_loop, or drop it"),
-    Applies("condition.references condition.fit", lambda s: _mode(s).needs_reference),
-    Applies("condition.ref_fps", lambda s: _mode(s).source is Source.VIDEO),
-    Applies("condition.video_latent_frames", lambda s: any(mode.length is Length.VIDEO for mode in _modes(s))),
-    Applies("condition.easy_latent_frames", lambda s: _mode(s).length is Length.EASY),
-    Applies("vae.sample_size vae.dc_ae.spatial_tile_size vae.flux_ae.tile_size", "vae.spatial_tiling"),
-    Applies("vae.sample_tsize vae.dc_ae.temporal_tile_size", "vae.temporal_tiling"),
-    Applies(
-        "vae.tile_overlap_factor vae.dc_ae.tile_overlap_factor vae.flux_ae.tile_overlap_factor",
-        lambda s: s.vae.spatial_tiling or s.vae.temporal_tiling,
-    ),
-    Applies("vae.temporal_tiling", lambda s: s.vae.temporal_tiling or s.vae.kind != "flux_ae"),
     Applies("output.save_state_every", "output.save_latents", "drop it", saved=True),
     Applies("memory.resident_blocks memory.host_weights", "memory.offload=auto|blocks", "use blocks"),
 )
@@ -233,20 +188,11 @@ def refuse_without_effect(settings: Section, overrides: Mapping[str, Given]) -> 
 
 
 def used_settings(settings: Section) -> dict[str, Any]:
-    """Return the settings that took part as JSON values. The others may change without changing the result.
-
-    Settings that depend on the machine are omitted where they are unset. `settings` have their condition mode.
-    """
+    """Return the settings that may have taken part, as JSON values. The others do not change the result."""
     rows = [row for row in settings.applies if not row.saved and not row.holds(settings)]
     unused = frozenset[str]().union(*(row.covered(type(settings)) for row in rows))
-    values, if_changed = settings.model_dump(mode="json"), _SAVED_IF_CHANGED.split()
-    return nested(
-        {
-            key: reduce(getitem, key.split("."), values)
-            for key, _, is_default in leaves(settings)
-            if key not in unused and not (is_default and key in if_changed)
-        }
-    )
+    values = settings.model_dump(mode="json")
+    return nested({key: reduce(getitem, key.split("."), values) for key, *_ in leaves(settings) if key not in unused})
 
 
 class Pair(NamedTuple):

@@ -20,14 +20,14 @@ from opensora_cli.core.formatting import nearest
 from opensora_cli.core.reading import read_text, reading
 
 EXTENDS = "extends"
-_EXTENDED = ("train", "hardware")
-"""Kinds of presets that a user's file may extend by name."""
 _MAX_BYTES = 500_000
 """Largest file of settings, which takes a second to read."""
 CODE = ...
 """Value of an assignment in a `.py` file that is code and not data."""
 PLAIN_VALUES = "such files are parsed, not executed: write the value itself"
 """Hint for code in a `.py` file."""
+MIGRATE = "start from a recipe, as in osora train --config stage1; docs/how_to/migrate_from_open_sora.md has the names"
+"""Hint for a `.py` file that is not for sampling."""
 
 
 def presets_folder() -> Path:
@@ -116,7 +116,7 @@ def read_settings_file(path: Path, *, chain: tuple[Path, ...] = ()) -> dict[str,
 
 
 def _read_yaml(path: Path, text: str) -> tuple[dict[str, Any], list[Path]]:
-    """Return the mapping in a YAML file, and the file that it `extends`, from its own folder or a packaged preset."""
+    """Return the mapping in a YAML file, and the file that it `extends`: beside it, or a packaged `train/NAME`."""
     try:
         values = parse_yaml_text(text)
     except yaml.YAMLError as error:
@@ -132,8 +132,8 @@ def _read_yaml(path: Path, text: str) -> tuple[dict[str, Any], list[Path]]:
     if not isinstance(parent, str) or not parent.strip():
         raise FileProblem(f"{path}: `{EXTENDS}:` must name one file")
     extended, name = path.parent / parent, Path(parent)
-    if str(name.parent) in _EXTENDED and not name.suffix and not extended.exists():
-        extended = preset_path(name.name, str(name.parent))
+    if str(name.parent) == "train" and not name.suffix and not extended.exists():
+        extended = preset_path(name.name, "train")
     return values, [extended]
 
 
@@ -199,7 +199,7 @@ class ConfigFile(NamedTuple):
     @property
     def is_for_training(self) -> bool:
         """Whether the file is for training, and not for generation."""
-        return "sampling_option" not in self.values if self.path.suffix == ".py" else "target" in self.values
+        return self.path.suffix != ".py" and "target" in self.values
 
 
 def open_config(name: Path | ConfigFile, *kinds: str) -> ConfigFile:

@@ -4,7 +4,7 @@ This module imports no pydantic, which keeps command modules cheap to import.
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypedDict, get_type_hints
 
@@ -36,8 +36,6 @@ class Option(NamedTuple):
     """Whether `--help` shows the option of a command that has `--help-all`, too."""
     is_negated: bool = False
     """Whether the option turns its setting off."""
-    complete: Callable[[str], list[str]] | None = None
-    """Shell completion."""
 
 
 _File = str | os.PathLike[str]

@@ -13,7 +13,7 @@ from opensora_cli.core.attention import attention_problems
 from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.conditions import CONDITION_MODES, CONTINUING, ConditionMode, Source
 from opensora_cli.core.formatting import either
-from opensora_cli.core.section import Section, Words, split_list
+from opensora_cli.core.section import Section, Words
 from opensora_cli.models.registry import AUTO, DEMO, TextInputs, WeightNames
 from opensora_cli.settings import components
 from opensora_cli.settings import generate_sections as sections
@@ -79,23 +79,15 @@ class GenerateSettings(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_short_forms(cls, values: object) -> object:
-        """Read `prompt_suffix.motion_score=auto` as `refine.motion_score=true`, and the prompt at 0 s as the prompt."""
+    def _read_automatic_score(cls, values: object) -> object:
+        """Read `prompt_suffix.motion_score=auto` as `refine.motion_score=true`."""
         if not isinstance(values, Mapping):
             return values
         suffix, refine = values.get("prompt_suffix"), values.get("refine", {})
         if isinstance(suffix, Mapping) and isinstance(refine, Mapping) and suffix.get("motion_score") == "auto":
             others = {name: value for name, value in suffix.items() if name != "motion_score"}
-            values = {**values, "prompt_suffix": others, "refine": {**refine, "motion_score": True}}
-        if str(values.get("prompt") or "").strip():
-            return values
-        typed = values.get("prompts_at") or ()
-        first = next(iter(split_list(typed, separator=";") if isinstance(typed, str) else typed), None)
-        try:
-            at = sections.PromptAt.model_validate(first)
-        except ValueError:
-            return values  # The validation of `prompts_at` reports it.
-        return values if at.at_s else {**values, "prompt": at.prompt}
+            return {**values, "prompt_suffix": others, "refine": {**refine, "motion_score": True}}
+        return values
 
     @property
     def output_format(self) -> MediaFormat:
@@ -274,9 +266,6 @@ def _time_problems(settings: GenerateSettings) -> Iterator[str]:
     """Yield the first problem of prompts by time. Other problems may follow from the first."""
     prompts, fps, starts = settings.prompts_at, settings.video.fps, settings.segment_starts
     if not prompts or not settings.video.extend:
-        return
-    if not prompts[0].at_s and prompts[0].prompt != settings.prompt:
-        yield f"prompt={settings.prompt} and prompts_at={prompts[0].shown} are both of the beginning: drop one of them"
         return
     for earlier, later in pairwise(prompts):
         if later.at_s <= earlier.at_s:

@@ -52,7 +52,7 @@ _AspectRatio = Annotated[str, one_of(lambda: _RATIOS)]
 class PromptAt(Section):
     """Prompt that holds from a time on."""
 
-    at_s: float = Field(ge=0, le=10**6, description="Seconds from the beginning of the video.")
+    at_s: float = Field(gt=0, le=10**6, description="Seconds from the beginning of the video.")
     prompt: Words = Field(min_length=1, description="Prompt from this time on.")
 
     @model_validator(mode="before")

@@ -6,15 +6,14 @@ Predicted times come from these figures. Nothing is measured.
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field
 
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.core.formatting import first_few, nearest
-from opensora_cli.core.section import ByteSize, FileName, Section, all_keys
-from opensora_cli.settings.files import EXTENDS, list_presets, preset_path, read_settings_file
+from opensora_cli.core.formatting import nearest
+from opensora_cli.core.section import ByteSize, FileName, Section
+from opensora_cli.settings.files import list_presets, preset_path, read_settings_file
 from opensora_cli.settings.layers import Given, read_sections, validate
 
 PRODUCT_EFFICIENCY = 0.489
@@ -30,9 +29,7 @@ _STAND_IN = "4090"
 """GPU whose machine a GPU that is named by its memory has."""
 _MAX_DEVICES = 1024
 _KIND = "hardware"
-
 _Figure = Annotated[float, Field(ge=1e-6, le=10**9)]
-_Efficiency = Annotated[float, Field(ge=1e-6, le=1)]
 
 
 class Rate(Section):
@@ -40,11 +37,6 @@ class Rate(Section):
 
     peak_gb_per_s: _Figure = Field(description="Bandwidth of the data sheet in 1e9 bytes a second.")
     attainable_gb_per_s: _Figure = Field(description="Bandwidth of large transfers in 1e9 bytes a second.")
-
-    def rules(self) -> Iterator[str]:
-        attainable, peak = self.attainable_gb_per_s, self.peak_gb_per_s
-        if attainable > peak:
-            yield f"attainable_gb_per_s={attainable:g} must be at most peak_gb_per_s={peak:g}"
 
     def seconds(self, num_bytes: float) -> float:
         """Return the time of a transfer."""
@@ -69,9 +61,9 @@ class GpuSettings(Section):
     node_link: Rate = Field(description="Bandwidth between machines, for each GPU.")
     gpus_per_node: int = Field(8, ge=1, le=_MAX_DEVICES, description="GPUs of a machine.")
     host_memory: ByteSize = Field(description="Host memory of a machine.")
-    product_efficiency: _Efficiency = Field(PRODUCT_EFFICIENCY, description="Share for matrix products.")
-    attention_efficiency: _Efficiency = Field(ATTENTION_EFFICIENCY, description="Share for fused attention.")
-    autoencoder_efficiency: _Efficiency = Field(AUTOENCODER_EFFICIENCY, description="Share for convolutions.")
+    product_efficiency: _Figure = Field(PRODUCT_EFFICIENCY, description="Share for matrix products.")
+    attention_efficiency: _Figure = Field(ATTENTION_EFFICIENCY, description="Share for fused attention.")
+    autoencoder_efficiency: _Figure = Field(AUTOENCODER_EFFICIENCY, description="Share for convolutions.")
     launch_us: _Figure = Field(5.0, description="Assumed time to launch a kernel, in 1e-6 s.")
 
     def rules(self) -> Iterator[str]:
@@ -119,12 +111,12 @@ class PlannedMachine:
 
 
 def read_machine(text: str) -> PlannedMachine:
-    """Return the machine of `--on`: `H100`, `8xH100`, `12GiB`, or a YAML file as in `rig.yaml` or `2xrig.yaml`."""
+    """Return the machine of `--on`: `H100`, `8xH100` or `12GiB`."""
     match = _GIVEN.fullmatch(text)
-    # The name of a file may have an x.
-    count, name = (None, text) if Path(text).is_file() or match is None else (match["count"], match["name"].strip())
+    assert match is not None
+    count, name = match["count"], match["name"].strip()
     if not name or count == "":
-        raise RequestError(f"--on {text} must be NAME, NxNAME, SIZE or a YAML file, as in 8xH100 or 12GiB")
+        raise RequestError(f"--on {text} must be NAME, NxNAME or SIZE, as in 8xH100 or 12GiB")
     gpu = _read_gpu(name)
     number = None if count is None else int(count[:9])
     if number is not None and not 1 <= number <= _MAX_DEVICES:
@@ -140,7 +132,7 @@ def read_machine(text: str) -> PlannedMachine:
 
 def find_gpu(device_name: str) -> GpuSettings | None:
     """Return the figures of a GPU by its name in CUDA; None for a GPU that osora does not know."""
-    return next((gpu for gpu in map(_read_gpu, list_presets(_KIND)) if gpu.device_name == device_name), None)
+    return next((gpu for gpu in map(_read_preset, list_presets(_KIND)) if gpu.device_name == device_name), None)
 
 
 def _plain(name: str) -> str:
@@ -148,29 +140,24 @@ def _plain(name: str) -> str:
     return _NOT_IN_NAMES.sub("", name).lower()
 
 
+def _read_preset(preset: str, **changes: object) -> GpuSettings:
+    path = preset_path(preset, _KIND)
+    below = read_sections(GpuSettings, read_settings_file(path), source=str(path))
+    own = {key: Given(value, f"--on {changes['name']}") for key, value in changes.items()}
+    return validate(GpuSettings, own, below=below)
+
+
 def _read_gpu(name: str) -> GpuSettings:
-    known, by_size = {_plain(each): each for each in list_presets(_KIND)}, {}
-    if Path(name).is_file() or (Path(name).suffix.lower() in (".yaml", ".yml") and _plain(name) not in known):
-        path = Path(name)
-    elif _SIZE.fullmatch(name) is not None:
-        path = preset_path(_STAND_IN, _KIND)
-        own = {"name": name, "device_name": f"a GPU with {name}", "memory": name, "fp8_tflops": None, "int8_tops": None}
-        by_size = {key: Given(value, f"--on {name}") for key, value in own.items()}
-    elif _plain(name) in known:
-        path = preset_path(known[_plain(name)], _KIND)
-    else:
-        # `A100` and `4060 Ti` are parts of names.
-        parts = [each for plain, each in known.items() if _plain(name) and _plain(name) in plain]
-        close = " or ".join(parts) or nearest(name, known.values(), cutoff=0.5)
-        other = "give its memory, as in 12GiB, or a YAML file like configs/hardware/"
-        hint = f"did you mean {close}?" if close else other
-        raise RequestError(f"hardware {name!r} is not one of {', '.join(sorted(known.values()))}", hint=hint)
-    given = read_sections(GpuSettings, read_settings_file(path), source=str(path))
-    fields = GpuSettings.model_fields
-    required = (key for key in all_keys(GpuSettings) if fields[key.partition(".")[0]].is_required())
-    if missing := [key for key in required if key not in given]:
-        raise RequestError(
-            f"{path} must give {first_few(missing)}",
-            hint=f"`{EXTENDS}: {_KIND}/H100` takes from that GPU what the file does not give",
-        )
-    return validate(GpuSettings, {**given, **by_size})
+    if _SIZE.fullmatch(name) is not None:
+        shown = f"a GPU with {name}"
+        return _read_preset(_STAND_IN, name=name, device_name=shown, memory=name, fp8_tflops=None, int8_tops=None)
+    known = {_plain(each): each for each in list_presets(_KIND)}
+    if _plain(name) in known:
+        return _read_preset(known[_plain(name)])
+    # `A100` and `4060 Ti` are parts of names.
+    parts = [each for plain, each in known.items() if _plain(name) and _plain(name) in plain]
+    close = " or ".join(parts) or nearest(name, known.values(), cutoff=0.5)
+    raise RequestError(
+        f"hardware {name!r} is not one of {', '.join(sorted(known.values()))}",
+        hint=f"did you mean {close}?" if close else "give its memory, as in 12GiB",
+    )

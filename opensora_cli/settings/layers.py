@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import as_unicode, is_unicode, nearest, plain
-from opensora_cli.core.section import Section, all_keys, is_inside, nested
+from opensora_cli.core.section import Section, all_keys, nested
 
 
 @dataclass(frozen=True)
@@ -33,28 +33,23 @@ S = TypeVar("S", bound=Section)
 ENVIRONMENT_PREFIX = "OSORA_"
 SERVER_VARIABLES = ("OSORA_REFINE_URL", "OSORA_REFINE_KEY", "OSORA_REFINE_MODEL")
 """Variables of the language model server. They are not settings, which are saved: the key must stay secret."""
-_SCHEMAS = ("generate:GenerateSettings", "train:TrainSettings", "vae:ReconstructSettings")
+_SCHEMAS = ("generate:GenerateSettings", "train:TrainSettings", "tools:ReconstructSettings")
 """Settings that commands read from the environment."""
 _WEIGHTS = "runtime.weights"
 
 
 def read_sections(
-    schema: type[Section], values: Mapping[str, object], *, source: str, is_saved: bool = False, prefix: str = ""
+    schema: type[Section], values: Mapping[str, object], *, source: str, prefix: str = ""
 ) -> dict[str, Given]:
-    """Return nested sections, as read from YAML or JSON, as a layer.
-
-    In a file that an earlier version saved (`is_saved`), settings that were removed since are ignored.
-    """
+    """Return nested sections, as read from YAML or JSON, as a layer."""
     layer: dict[str, Given] = {}
     for name, value in values.items():
         key = f"{prefix}{name}"
-        if is_saved and key in _REMOVED.split():
-            continue
         if not any(known.startswith(f"{key}.") for known in all_keys(schema)):
             check_key(schema, key, source=source)
             layer[key] = Given(value, source)
         elif isinstance(value, Mapping):
-            layer |= read_sections(schema, value, source=source, is_saved=is_saved, prefix=f"{key}.")
+            layer |= read_sections(schema, value, source=source, prefix=f"{key}.")
         elif value not in (None, ""):
             raise RequestError(f"{key}={value} (from {source}) is a section", hint="put its keys below it")
     return layer
@@ -127,23 +122,8 @@ def validate(schema: type[S], given: Layer, *, below: Layer | None = None) -> S:
         raise RequestError("\n".join(explain(error, given))) from error
     except UnicodeEncodeError as error:
         # pydantic cannot report such text.
-        lines = [
-            f"{key}={plain(as_unicode(str(at.value)))} must be valid Unicode text (from {at.source})"
-            for key, at in given.items()
-            if not is_unicode(str(at.value))
-        ]
-        raise RequestError("\n".join(lines) or "some text is not valid Unicode") from error
-
-
-_REMOVED = """
-sampling.batch_size parallel.node_rank parallel.rdzv_endpoint parallel.watch parallel.watch_limit_s
-precision.tf32 precision.fp8_linears precision.initial_loss_scale precision.loss_scale_window watching.exact_timers
-memory.activation_buffer memory.activation_offload memory.offload_above
-data.scenes train_mmdit.thing_weight train_vae.picture_steps train_vae.picture_batch_size train_vae.whitening_clips
-train_vae.whole_steps text.batch_size text.t5_width text.t5_layers text.t5_heads text.clip_width text.clip_layers
-text.clip_heads
-"""
-"""Settings and sections of earlier versions."""
+        wrong = ", ".join(key for key, at in given.items() if not is_unicode(str(at.value)))
+        raise RequestError(f"{wrong or 'a setting'} must be valid Unicode text") from error
 
 
 def check_key(schema: type[Section], key: str, *, source: str) -> None:
@@ -153,9 +133,6 @@ def check_key(schema: type[Section], key: str, *, source: str) -> None:
         return
     if inside := [known for known in keys if known.startswith(f"{key}.")]:
         raise RequestError(f"{key} (from {source}) is a section", hint=f"set one of its keys: {', '.join(inside)}")
-    if is_inside(key, _REMOVED.split()):
-        hint = "drop it; see what replaces it under Removed in CHANGELOG.md"
-        raise RequestError(f"{key} (from {source}) was removed", hint=hint)
     close = nearest_key(key, keys if "." in key else [*schema.model_fields, *keys])
     siblings = [known for known in keys if "." in known and known.partition(".")[0] == key.partition(".")[0]]
     raise RequestError(

@@ -92,7 +92,7 @@ class SavedSettings:
         """Settings by key. Raises RequestError if a key is unknown."""
         # Sidecars without a first picture do not mention it.
         first = {"picture.first": Given(False, self.source)}
-        return first | read_sections(GenerateSettings, self.values, source=self.source, is_saved=True)
+        return first | read_sections(GenerateSettings, self.values, source=self.source)
 
     def description(self) -> dict[str, Given]:
         """Return the settings that a run takes. If it decodes latents, it also records the weights that made them."""
@@ -212,10 +212,13 @@ def generate_request(
         overrides = {**on.counts(overrides), **overrides}
     layer, notes = {}, list[str]()
     if config is not None:
-        from opensora_cli.settings.reference import read_reference_generation, read_settings
-
         file = open_config(config, "generate")
-        values = read_settings(file, read_reference_generation, notes.append)
+        values = file.values
+        if file.path.suffix == ".py":
+            from opensora_cli.settings.reference import read_reference
+
+            values, left = read_reference(file)
+            notes += [f"{file.path}: not carried over: {', '.join(left)}"] if left else []
         layer = read_sections(GenerateSettings, values, source=str(file.path))
     variables = read_environment(GenerateSettings, environment)
     request = GenerateRequest(overrides=overrides, saved=saved, environment=variables, config=layer, notes=notes, on=on)

@@ -1,23 +1,19 @@
-"""Settings files (`.py`) of the reference implementation in the terms of osora.
+"""Settings files (`.py`) of the reference implementation for sampling, in the terms of `GenerateSettings`.
 
 The tables of names carry settings over. All other names are reported, unless their value is in `_USUAL`.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
-from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem
-from opensora_cli.core.section import Section, nested
+from opensora_cli.core.section import Section, is_inside, nested
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.registry import OPEN_SORA_V2, OPEN_SORA_V2_DC_AE
 from opensora_cli.models.vae.config import DCAEConfig, FluxAEConfig, HunyuanSizes
-from opensora_cli.settings.files import CODE, PLAIN_VALUES, ConfigFile
-
-Sections = tuple[dict[str, Any], list[str]]
-"""Settings, nested as in a YAML file, and the names that were not carried over."""
+from opensora_cli.settings.files import CODE, MIGRATE, PLAIN_VALUES, ConfigFile
 
 _AUTOENCODERS: Mapping[str, tuple[str, str, type[Section]]] = {
     "hunyuan_vae": ("hunyuan", "vae", HunyuanSizes),
@@ -26,11 +22,6 @@ _AUTOENCODERS: Mapping[str, tuple[str, str, type[Section]]] = {
 }
 """Kind of each autoencoder, the section of its sizes, and the sizes, which have the same names."""
 _TILING = {"use_spatial_tiling": "vae.spatial_tiling", "use_temporal_tiling": "vae.temporal_tiling"}
-_SHARED = {
-    **{f"model.{name}": f"model.{name}" for name in MMDiTConfig.model_fields},
-    "t5.max_length": "text.t5_max_length",
-    "clip.max_length": "text.clip_max_length",
-}
 _SAMPLING = {
     "resolution": "video.resolution",
     "aspect_ratio": "video.aspect_ratio",
@@ -45,7 +36,9 @@ _SAMPLING = {
 }
 """Names in the section `sampling_option`. A name that stands alone wins over the one in the section."""
 SAMPLING_NAMES = {
-    **_SHARED,
+    **{f"model.{name}": f"model.{name}" for name in MMDiTConfig.model_fields},
+    "t5.max_length": "text.t5_max_length",
+    "clip.max_length": "text.clip_max_length",
     **_SAMPLING,
     "sampling_option.seed": "sampling.seed",
     "cond_type": "condition.mode",
@@ -60,84 +53,30 @@ SAMPLING_NAMES = {
     "save_dir": "output.path",
     "use_t2i2v": "picture.first",
 }
-"""Setting of each name in a file for sampling."""
-_TRAINING = {
-    **_SHARED,
-    **{f"condition_config.{mode}": f"train_mmdit.mode_weights.{mode}" for mode in CONDITION_MODES},
-    "dataset.data_path": "data.table",
-    "dataset.fps_max": "data.fps_max",
-    "num_workers": "data.workers",
-    "prefetch_factor": "data.prefetch",
-    "dropout_ratio.t5": "train_mmdit.t5_dropout",
-    "dropout_ratio.clip": "train_mmdit.clip_dropout",
-    "model.from_pretrained": "init",
-    "t5.from_pretrained": "train_mmdit.files.t5",
-    "clip.from_pretrained": "train_mmdit.files.clip",
-    "optim.lr": "optimizer.learning_rate",
-    "optim.eps": "optimizer.eps",
-    "optim.weight_decay": "optimizer.weight_decay",
-    "grad_clip": "optimizer.max_grad_norm",
-    "warmup_steps": "optimizer.warmup_steps",
-    "lr_scheduler.warmup_steps": "optimizer.warmup_steps",
-    "ema_decay": "loop.ema_decay",
-    "log_every": "loop.log_every",
-    "seed": "loop.seed",
-    "sigma_min": "train_mmdit.sigma_min",
-    "outputs": "output",
-    "ckpt_every": "checkpoints.every",
-    "keep_n_latest": "checkpoints.keep",
-    "dtype": "precision.compute",
-    "grad_checkpoint": "memory.checkpointing",
-    "vae_loss_config.perceptual_loss_weight": "train_vae.perceptual_weight",
-    "mixed_image_ratio": "train_vae.single_frame_share",
-    "discriminator.n_layers": "train_vae.discriminator.layers",
-    "gen_loss_config.disc_weight": "train_vae.discriminator.weight",
-    "disc_loss_config.disc_start": "train_vae.discriminator.start_step",
-    "optim_discriminator.lr": "train_vae.discriminator.learning_rate",
-}
+"""Setting of each name."""
 _USUAL = """
-accumulation_steps=1 batch_size=1 disc_factor=1 disc_factor=1.0 pp_size=1 temporal_reduction=4
-in_channels=3 out_channels=3 out_ch=3 input_nc=3 resolution=256 dropout=0 dropout=0.0 kl_loss_weight=0
+batch_size=1 pp_size=1 temporal_reduction=4 in_channels=3 out_channels=3 out_ch=3 resolution=256 dropout=0 dropout=0.0
 encoder_add_residual=False encoder_slice_t=False decoder_add_residual=False decoder_slice_t=False
 from_pretrained=None plugin=None plugin_ae=None plugin_config=None plugin_config_ae=None guidance_img=None seed=None
-prompt_as_path=False save_prefix= grad_checkpoint=False use_cosine_scheduler=False
-offload_model=True offload_model=False enable_sequence_parallelism=True enable_sequence_parallelism=False
-cond_type=t2v cond_type=None method=i2v shift=True adamw_mode=True cls=HybridAdam cls=AdamW cls=Adam
-type=flux type=text_embedder type=text type=video_text type=N_Layer_discriminator_3D transform_name=resize_crop
-conv_cls=conv3d disc_loss_type=hinge mixed_strategy=mixed_video_image
+prompt_as_path=False save_prefix= offload_model=True offload_model=False
+enable_sequence_parallelism=True enable_sequence_parallelism=False cond_type=t2v cond_type=None method=i2v shift=True
+type=flux type=text_embedder type=text model_name=dc-ae-f32t4c128 from_scratch=True
 """
 """Values that need no setting here, by the last part of the name. Without references `t2v` is chosen anyway."""
-_REPEATED = frozenset(("patch_size", "ae_spatial_compression", "lr", "eps", "grad_ckpt_settings"))
+_REPEATED = frozenset(("patch_size", "ae_spatial_compression"))
 """Names that other lines of the published files use."""
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _FOLDER = "ckpts"
-_DEEP_NAME = "dc-ae-f32t4c128"
 
 
-def read_settings(
-    file: ConfigFile, read_reference: Callable[[ConfigFile], Sections], report: Callable[[str], None]
-) -> Mapping[str, object]:
-    """Return the sections in a YAML file, or those that `read_reference` finds in a `.py` file.
-
-    `report` gets a line with the names that are not carried over.
-    """
-    if file.path.suffix != ".py":
-        return file.values
-    sections, left = read_reference(file)
-    if left:
-        report(f"{file.path}: not carried over: {', '.join(left)}")
-    return sections
-
-
-def read_reference_generation(file: ConfigFile) -> Sections:
-    """Read a `.py` file for sampling in the terms of `GenerateSettings`.
+def read_reference(file: ConfigFile) -> tuple[dict[str, Any], list[str]]:
+    """Return the settings in a `.py` file, nested as in a YAML file, and the names that are not carried over.
 
     Raises FileProblem if the file is for another kind of model, or is not for sampling.
     """
     values, found, top = _Values(file), dict[str, Any](), file.values
     if "sampling_option" not in top and not top.keys().isdisjoint(("optim", "bucket_config", "vae_loss_config")):
-        hint = f"use osora train or osora vae with --config {file.path}"
-        raise FileProblem(f"{file.path} is not for sampling", hint=hint)
+        raise FileProblem(f"{file.path} is not for sampling", hint=MIGRATE)
     if "sampling_option" in top:
         # Defaults of the reference implementation.
         found |= {"picture.first": False, "video.fps": 16, "prompt_suffix.motion_score": None}
@@ -166,63 +105,8 @@ def read_reference_generation(file: ConfigFile) -> Sections:
         for section, ours in (("img_flux", "transformer"), ("img_flux_ae", "vae")):
             found |= values.take_file(f"{section}.from_pretrained", f"picture.files.{ours}")
     found |= values.take({f"sampling_option.{name}": ours for name, ours in _SAMPLING.items()})
-    values.drop("sampling_option.is_causal_vae")
+    values.pop("sampling_option.is_causal_vae", None)
     return nested(found | values.take(SAMPLING_NAMES)), values.left()
-
-
-def read_reference_autoencoder(file: ConfigFile) -> Sections:
-    """Read a `.py` file for the autoencoders in the terms of `ReconstructSettings`.
-
-    A file that trains one is read in the terms of `TrainSettings`.
-    """
-    if "vae_loss_config" in file.values:
-        return read_reference_training(file)
-    if "model" not in file.values or "sampling_option" in file.values:
-        hint = "configs/vae/inference/ of the reference has these"
-        raise FileProblem(f"{file.path} is not for an autoencoder", hint=hint)
-    values = _Values(file)
-    found = values.take_autoencoder("model")
-    found |= values.take_file("model.from_pretrained", "weights.file", folder="runtime.weights")
-    if found.get("runtime.weights") == _FOLDER:
-        del found["runtime.weights"]  # The default folder.
-    rows = [row for row in values.take_buckets().values() if isinstance(row, dict)]
-    if lengths := [length for row in rows for length in row if isinstance(length, int)]:
-        found["clip.num_frames"] = max(lengths)
-    values.drop("plugin")  # One device is used.
-    return nested(found | values.take({"dtype": "runtime.dtype", "save_dir": "output.folder"})), values.left()
-
-
-def read_reference_training(file: ConfigFile) -> Sections:
-    """Read a `.py` file for training in the terms of `TrainSettings`.
-
-    Raises FileProblem if the file is for another kind of model, or is not for training.
-    """
-    values, top = _Values(file), file.values
-    if "sampling_option" in top:
-        raise FileProblem(f"{file.path} is for sampling", hint=f"use osora generate --config {file.path}")
-    found: dict[str, Any] = {"optimizer.warmup_steps": 0, "target": "vae" if "vae_loss_config" in top else "mmdit"}
-    if found["target"] == "vae":
-        found |= values.take_autoencoder("model") if "model" in top else {}
-    else:
-        modes = {mode: int(mode == "t2v" and "condition_config" not in top) for mode in CONDITION_MODES}
-        found |= {"model.cond_embed": False} | {f"train_mmdit.mode_weights.{mode}": modes[mode] for mode in modes}
-        found |= values.take_autoencoder("ae") if "ae" in top else {}
-        found |= values.take_file("ae.from_pretrained", "train_mmdit.files.vae", folder="weights")
-        if values.get("plugin") in ("zero1", "zero2"):
-            found["strategy"] = values.pop("plugin")
-    for name, lengths in values.take_buckets().items():
-        resolution, _, ratio = name.partition("_ar")
-        found.setdefault("data.buckets", {})[resolution] = lengths
-        if ratio:
-            values.dropped.append(f"the aspect ratio of bucket_config.{name}")
-    betas = values.get("optim.betas", (0.9, 0.999))
-    if isinstance(betas, list | tuple) and len(betas) == 2:
-        found |= {"optimizer.beta1": betas[0], "optimizer.beta2": betas[1]}
-        values.drop("optim.betas")
-    if values.get("use_cosine_scheduler") is True:
-        values.drop("use_cosine_scheduler")
-        found["optimizer.schedule"] = "cosine"
-    return nested(found | values.take(_TRAINING)), values.left()
 
 
 class _Values(dict[str, Any]):
@@ -238,17 +122,13 @@ class _Values(dict[str, Any]):
             and (isinstance(value, list | tuple) or f"{name.rpartition('.')[2]}={value}" not in usual)
         )
         self._path, self._all = file.path, tuple(self)
-        self.dropped: list[str] = []
-        """Names that are not carried over, besides those that remain."""
 
     def take(self, names: Mapping[str, str]) -> dict[str, Any]:
         """Carry over the settings of a table. Raises FileProblem if one of them is code."""
         found = {}
         for theirs, ours in names.items():
-            if code := next(
-                (name for name in self if self[name] is CODE and f"{theirs}.".startswith(f"{name}.")), None
-            ):
-                raise FileProblem(f"{self._path}: {code} is not a plain value", hint=PLAIN_VALUES)
+            if code := [name for name in self if self[name] is CODE and is_inside(theirs, [name])]:
+                raise FileProblem(f"{self._path}: {code[0]} is not a plain value", hint=PLAIN_VALUES)
             if theirs in self:
                 value = self.pop(theirs)
                 found[ours] = _DTYPES.get(str(value), value) if ours == "runtime.dtype" else value
@@ -264,44 +144,24 @@ class _Values(dict[str, Any]):
             )
         kind, place, sizes = _AUTOENCODERS[theirs]
         names = {**_TILING, **{name: f"{place}.{name}" for name in sizes.model_fields}}
-        if kind == "dc_ae" and self.get(f"{section}.model_name") in (None, _DEEP_NAME):
-            self.drop(f"{section}.model_name", f"{section}.from_scratch")
         found = self.take({f"{section}.{name}": f"{prefix}{ours}" for name, ours in names.items()})
         return {f"{prefix}vae.kind": kind, **found}
 
-    def take_file(self, name: str, key: str, *, folder: str = "") -> dict[str, Any]:
-        """Carry over a file of weights: its path below ./ckpts, or the absolute path of another file.
-
-        With the key of a `folder`, its path is carried over in two parts.
-        """
+    def take_file(self, name: str, key: str) -> dict[str, Any]:
+        """Carry over a file of weights: its path below ./ckpts, or the absolute path of another file."""
         if not isinstance(self.get(name), str):
             return self.take({name: key})
         file = PurePosixPath(self.pop(name))
-        if folder:
-            return {key: file.name, folder: str(file.parent)}
         if file.is_relative_to(_FOLDER):
             return {key: str(file.relative_to(_FOLDER))}
         # The names of text encoders are also those of their repositories.
         return {key: str(file) if key in ("files.t5", "files.clip") else os.path.abspath(file)}
 
-    def take_buckets(self) -> dict[str, Any]:
-        """Carry over the table of buckets, by resolution."""
-        found = self.take({name: name for name in [*self, "bucket_config"] if name.startswith("bucket_config")})
-        return {name.removeprefix("bucket_config."): row for name, row in found.items()}
-
-    def drop(self, *names: str) -> None:
-        """Ignore settings without a report."""
-        for name in names:
-            self.pop(name, None)
-
     def left(self) -> list[str]:
         """Return the names that remain. A section without a setting that is carried over is named as a whole."""
         used = {name.partition(".")[0] for name in self._all if name not in self}
-        left = [*self.dropped]
-        for name in self:
-            section = name.partition(".")[0]
-            left.append(name if section in used else section)
-        return list(dict.fromkeys(left))
+        sections = ((name, name.partition(".")[0]) for name in self)
+        return list(dict.fromkeys(name if section in used else section for name, section in sections))
 
 
 def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

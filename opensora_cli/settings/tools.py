@@ -1,21 +1,32 @@
-"""Settings of the commands that measure, serve and show."""
+"""Settings of the commands that measure, serve and show, and of `osora vae`."""
 
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Field, PositiveInt, ValidationError
 
-from opensora_cli.core.exceptions import RequestError
+from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.core.formatting import nearest
-from opensora_cli.core.section import Applies, ByteSize, FileName, PlotFile, Section, changed, shown
-from opensora_cli.models.registry import AUTO
-from opensora_cli.settings.applies import PARALLEL, SAME_FOR_ALL_RUNS, refuse_without_effect
-from opensora_cli.settings.devices import DeviceKind, ParallelSettings
+from opensora_cli.core.section import MAX_FRAMES, Applies, ByteSize, FileName, PlotFile, Section, changed, shown
+from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO
+from opensora_cli.settings.applies import PARALLEL, SAME_FOR_ALL_RUNS, VAE, refuse_without_effect
+from opensora_cli.settings.components import VAESettings, settings_of
+from opensora_cli.settings.devices import DeviceKind, ParallelSettings, PlacementSettings
+from opensora_cli.settings.files import ConfigFile, open_config
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.layers import Given, check_key, explain
+from opensora_cli.settings.layers import (
+    Given,
+    Layer,
+    check_key,
+    explain,
+    read_environment,
+    read_sections,
+    validate,
+)
 from opensora_cli.settings.load import few_evaluations
 
 MIB = 2**20
@@ -129,6 +140,91 @@ class GallerySettings(Section):
     def rules(self) -> Iterator[str]:
         if self.output is not None and not self.output.endswith(".html"):
             yield f"output={self.output} must end with .html"
+
+
+_DEFAULT_PRESET = "demo"
+_RELEASED_WEIGHTS = ("OSORA_WEIGHTS", "OSORA_RUNTIME__WEIGHTS")
+
+
+class VAEWeightsSettings(Section):
+    """Location of the weights."""
+
+    file: FileName = Field(ARCHITECTURES[DEMO].files.vae, description="Name of the file in the weights folder.")
+    hub_repo: FileName | None = Field(None, description="Hub repository. None means that osora contains it.")
+
+
+class ClipSettings(Section):
+    """Length of clips."""
+
+    num_frames: PositiveInt = Field(33, le=MAX_FRAMES, description="Frames to encode at once. Longer videos are split.")
+
+
+class VAEOutputSettings(Section):
+    """Files of results."""
+
+    folder: FileName = Field("reconstructed", description="Folder of the results.")
+    overwrite: bool = Field(False, description="Replace existing files.")
+    metadata: bool = Field(True, description="Write a sidecar beside each result.")
+
+
+class EncodeSettings(Section):
+    """Autoencoder and files to encode. Statistics of latents depend on all of these settings."""
+
+    applies = VAE
+
+    files: tuple[str, ...] = Field(min_length=1, description="Pictures and videos.")
+    vae: VAESettings = VAESettings()
+    weights: VAEWeightsSettings = VAEWeightsSettings()
+    clip: ClipSettings = ClipSettings()
+    runtime: PlacementSettings = PlacementSettings()
+
+
+class ReconstructSettings(EncodeSettings):
+    """Settings of a reconstruction."""
+
+    output: VAEOutputSettings = VAEOutputSettings()
+
+
+EncodeSettingsT = TypeVar("EncodeSettingsT", bound=EncodeSettings)
+
+
+def load_vae_settings(
+    schema: type[EncodeSettingsT], *, config: Path | None, overrides: Layer, environment: Mapping[str, str]
+) -> EncodeSettingsT:
+    """Return the settings of a run: `overrides` over the environment over the file over the defaults.
+
+    `config` is a preset by name, a YAML file, or a recipe of `osora train` or the `settings.json` of its run, for the
+    autoencoder in its folder. None means the demo. `OSORA_WEIGHTS`, the folder of the released models, is ignored for
+    other weights.
+
+    Raises:
+        RequestError: There is no such preset, a key is unknown, or a value breaks a rule.
+        FileProblem: The file is missing or broken.
+    """
+    file = _read(schema, open_config(config or Path(_DEFAULT_PRESET), "vae", "train"))
+    given_repo = {**file, **overrides}.get("weights.hub_repo")
+    if given_repo is None or given_repo.value is None:
+        environment = {name: value for name, value in environment.items() if name not in _RELEASED_WEIGHTS}
+    return validate(schema, {**file, **read_environment(schema, environment), **overrides})
+
+
+def _read(schema: type[EncodeSettings], file: ConfigFile) -> dict[str, Given]:
+    """Return the settings in a file over those in the entry of the model that it names."""
+    path, values = file.path, dict(file.values)
+    if path.suffix == ".py":
+        raise FileProblem(f"{path} is not for osora vae", hint="use a preset, as in --config hunyuan")
+    model, is_trained = values.pop("model", None), "target" in values
+    name = str(model.get("name")) if isinstance(model, Mapping) else ""
+    if is_trained:
+        values = {"vae": values.get("vae", {}), "runtime": {"weights": values.get("output")}}
+    elif model is not None and (name not in ARCHITECTURES or model != {"name": name}):
+        raise RequestError(f"model={model} (from {path}) must be the name of one of {', '.join(ARCHITECTURES)}")
+    below: dict[str, Given] = {}
+    if name in ARCHITECTURES:
+        entry, packaged = settings_of(name), ARCHITECTURES[name].is_packaged
+        weights = {"file": entry["files"]["vae"], "hub_repo": None if packaged else entry["files"]["hub_repo"]}
+        below = read_sections(schema, {"vae": entry["vae"], "weights": {} if is_trained else weights}, source=name)
+    return {**below, **read_sections(schema, values, source=str(path))}
 
 
 Changes = Mapping[str, object]

@@ -57,9 +57,3 @@ def test_shard_and_preview(folder: Path, run) -> None:
     assert run("data", "preview", table, "-o", sheet)[0] == 3
     code, out, _ = run("data", "preview", table, "-o", sheet, "--overwrite", "--json", "--config", "demo_lora")
     assert (code, json.loads(out)["shown"]) == (0, 4)
-    # A configuration of the reference, which names no table; what it says that has no place here is told.
-    config = folder / "stage.py"
-    config.write_text("bucket_config = {'64px': {5: (1.0, 2)}}\nmodel = dict(type='flux')\nload = 'some/folder'\n")
-    code, out, err = run("data", "preview", table, "-o", sheet, "--overwrite", "--json", "--config", config)
-    assert (code, json.loads(out)["shown"]) == (0, 4)
-    assert "not carried over: load" in err

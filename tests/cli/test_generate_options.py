@@ -27,14 +27,11 @@ def test_prompt_alone_is_the_demo_preset(engine: FakeEngine) -> None:
 @pytest.mark.parametrize(
     ("args", "changes"),
     [
-        (["--width", "512", "--height", "288"], {"video.width": 512, "video.height": 288}),
         (["--motion-score", "none"], {"prompt_suffix.motion_score": None}),
-        (["--guidance-scale", "2.5"], {"sampling.guidance_scale": 2.5}),
         (["--ref", "a.png", "--ref", "b, c.png"], {"condition.references": ("a.png", "b, c.png")}),
         (["--ref", "a.png;b.png"], {"condition.references": ("a.png", "b.png")}),
         (["--lora", "a, b:0.8", "--lora", "C:/b.safetensors:-1"], {"loras": ("a, b:0.8", "C:/b.safetensors:-1")}),
         (["--set", "loras=a:2;b"], {"loras": ("a:2", "b")}),
-        (["-o", "x.webp"], {"output.path": "x.webp"}),
         (["--no-metadata"], {"output.metadata": False}),
         (["--set", "model.depth=1", "--set", "files.vae=a=b.pt"], {"model.depth": 1, "files.vae": "a=b.pt"}),
     ],

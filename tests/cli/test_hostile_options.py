@@ -22,10 +22,10 @@ from opensora_cli.cli.app import main
         ["ckpt", "verify", "w.safetensors", "--sha256", "caf\udce9"],
     ],
 )
-def test_words_that_are_not_unicode_are_refused_by_name(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_words_that_are_not_unicode_are_refused(line: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(line) == 2
     err = capsys.readouterr().err
-    assert r"=caf\udce9 must be valid Unicode text (from " in err
+    assert " must be valid Unicode text" in err
     assert len(err.splitlines()) == 1
 
 

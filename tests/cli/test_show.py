@@ -78,12 +78,6 @@ def test_a_result_and_its_sidecar(name: str, capsys: pytest.CaptureFixture[str])
     assert (document["schema"], document["seed"], document["settings"]) == ("osora.show/1", 7, SETTINGS)
 
 
-@pytest.mark.parametrize("name", ["a.png", "a.gif", "a.webp", "a.mp4"])
-def test_a_result_without_a_sidecar_has_its_tags(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    document = json.loads(shown(capsys, name, "--json"))
-    assert (document["prompt"], document["seed"]) == ("sea", 7)
-
-
 @pytest.mark.parametrize(("name", "kind"), [("state", "state"), ("done", "latents")])
 def test_latents(name: str, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     document = json.loads(shown(capsys, f"{name}.latents.safetensors", "--json"))
@@ -119,9 +113,11 @@ def test_from_recognizes_a_result_by_its_sidecar(engine: FakeEngine) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.png", "a.gif", "a.webp", "a.mp4"])
-def test_from_takes_prompt_and_seed_of_a_result_without_a_sidecar(
+def test_a_result_without_a_sidecar_gives_prompt_and_seed(
     name: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    document = json.loads(shown(capsys, name, "--json"))
+    assert (document["prompt"], document["seed"]) == ("sea", 7)
     assert main(["generate", "--from", name]) == 0
     assert engine.settings is not None
     assert (engine.settings.prompt, engine.settings.sampling.seed) == ("sea", 7)

@@ -16,7 +16,7 @@ from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, DOWNLOADS, O
 from opensora_cli.models.text.files import CLIP_VOCABULARIES, T5_VOCABULARIES, missing_files
 from opensora_cli.settings.components import VAEKind, settings_of
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.vae import EncodeSettings
+from opensora_cli.settings.tools import EncodeSettings
 
 DEFAULT_FOLDER = "ckpts"
 """Folder in the working directory that is searched by default; the download command writes there."""

@@ -6,7 +6,7 @@ from opensora_cli.core.exceptions import MediaError, OutputError
 from opensora_cli.core.files import require_writable
 from opensora_cli.engine.components.weights import find_autoencoder
 from opensora_cli.media.results import readable_file, sidecar_path
-from opensora_cli.settings.vae import EncodeSettings, ReconstructSettings
+from opensora_cli.settings.tools import EncodeSettings, ReconstructSettings
 
 ENDINGS = ("mp4", "png")
 """File endings of reconstructed videos and pictures."""

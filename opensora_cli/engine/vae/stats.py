@@ -20,7 +20,7 @@ from opensora_cli.engine.vae.reconstruct import Failed, attempt, center, cropped
 from opensora_cli.media.read import media_files, probe, read_cut
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.components import VAEKind, VAESettings
-from opensora_cli.settings.vae import EncodeSettings
+from opensora_cli.settings.tools import EncodeSettings
 
 
 class ChannelStatistics(Document):

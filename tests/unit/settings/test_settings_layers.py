@@ -91,12 +91,3 @@ def test_wrong_assignments(assignment: str, message: str, hint: str) -> None:
         collect_overrides(GenerateSettings, {"sampling.seed": Given(3, "--seed")}, [assignment])
     assert caught.value.message == message
     assert hint in (caught.value.hint or "")
-
-
-def test_saved_settings_of_earlier_versions_are_read() -> None:
-    saved: dict[str, object] = {"prompt": "any", "parallel": {"gpus": 2, "node_rank": 0, "rdzv_endpoint": None}}
-    saved["sampling"] = {"seed": 3, "batch_size": 4}
-    layer = read_sections(GenerateSettings, saved, source="s.json", is_saved=True)
-    assert layer.keys() == {"prompt", "parallel.gpus", "sampling.seed"}
-    with pytest.raises(RequestError, match=r"parallel\.node_rank \(from a\.yaml\) was removed"):
-        read_sections(GenerateSettings, saved, source="a.yaml")

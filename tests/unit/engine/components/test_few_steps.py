@@ -108,7 +108,7 @@ def test_turbo_takes_the_adapter_beside_the_weights_and_is_made_again(tmp_path):
     assert plan.model_evaluations == 3
     recorded = used_settings(sample_settings(plan, sample_files(settings, 0)))
     assert recorded["sampling"]["turbo"] is True
-    assert "loras" not in recorded
+    assert recorded["loras"] == []
     saved = SavedSettings(source="sidecar", values=recorded)
     again = resolve(request(saved, runtime__weights=str(tmp_path)), reporter=RecordingReporter())
     assert (again.sampling, again.loras) == (settings.sampling, ())

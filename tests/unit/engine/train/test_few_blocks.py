@@ -67,7 +67,5 @@ def test_few_blocks_take_what_all_take(
 @pytest.mark.parametrize("recipe", ["stage1", "stage2"])
 def test_so_it_is_at_full_size(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given = {"parallel.gpus": Given(8, "--on")}
-    settings = load_train_settings(
-        config=Path(recipe), overrides=given, environment={}, saved=None, report=lambda line: None
-    )
+    settings = load_train_settings(config=Path(recipe), overrides=given, environment={}, saved=None)
     assert_alike(settings, monkeypatch, rel=0.01)

@@ -20,7 +20,7 @@ from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.layers import Given
-from opensora_cli.settings.vae import ReconstructSettings, load_vae_settings
+from opensora_cli.settings.tools import ReconstructSettings, load_vae_settings
 
 TINY: dict[str, dict[str, Any]] = {
     "hunyuan": SMALL_HUNYUAN.model_dump(),

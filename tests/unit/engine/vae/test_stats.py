@@ -16,7 +16,7 @@ from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.settings.components import VAESettings
 from opensora_cli.settings.layers import Given
-from opensora_cli.settings.vae import EncodeSettings, load_vae_settings
+from opensora_cli.settings.tools import EncodeSettings, load_vae_settings
 
 CPU = torch.device("cpu")
 
