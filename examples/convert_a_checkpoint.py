@@ -1,4 +1,4 @@
-"""Store weights in 8 bits, and measure the difference: python examples/convert_a_checkpoint.py SOURCE TARGET."""
+"""Store weights in 16 bits, and measure the difference: python examples/convert_a_checkpoint.py SOURCE TARGET."""
 
 import math
 import sys
@@ -12,10 +12,9 @@ from opensora_cli.settings.ckpt import ConvertSettings, WeightDType
 
 
 def main(source: str, target: str) -> None:
-    convert(ConvertSettings(source=source, target=target, dtype=WeightDType.FP8_E4M3))
+    convert(ConvertSettings(source=source, target=target, dtype=WeightDType.BF16))
     before, after = open_checkpoint(Path(source)), open_checkpoint(Path(target))
-    # Each 8-bit weight has its scale beside it, under its own name.
-    name = next(name for name in after.entries if after.entries[name].dtype is torch.float8_e4m3fn)
+    name = next(name for name in after.entries if after.entries[name].dtype is torch.bfloat16)
     print(f"{name}: {before.entries[name].dtype} became {after.entries[name].dtype}")
     bytes_before, bytes_after = (
         sum(math.prod(entry.shape) * entry.dtype.itemsize for entry in each.entries.values())

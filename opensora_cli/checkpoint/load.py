@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.checkpoint.fp8 import dequantize
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.opening import Checkpoint, open_checkpoint
+from opensora_cli.checkpoint.transforms import dequantize
 from opensora_cli.core.choices import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError, HardwareError
 from opensora_cli.core.formatting import first_few

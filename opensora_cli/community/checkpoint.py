@@ -3,7 +3,6 @@
 import atexit
 import io
 import json
-import re
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -44,7 +43,6 @@ from opensora_cli.checkpoint.shared_folder import (
     temporary_folder,
     write_share,
 )
-from opensora_cli.checkpoint.transforms import rename
 from opensora_cli.community import own_piece, rank_and_count, refused, unwrapped
 from opensora_cli.core.choices import Selection
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
@@ -276,10 +274,14 @@ def load_checkpoint(
     if cai_model_name != MODEL_FOLDER:
         found = found / cai_model_name
     checkpoint = open_checkpoint(found)
-    if rename_keys:
-        renamed = rename(checkpoint.entries, [f"re:{re.escape(old)}={new}" for old, new in rename_keys.items()])
-        checkpoint = replace(checkpoint, entries=renamed)
-    fill_module(model, checkpoint, device=device_map, strict=strict)
+    renamed = {}
+    for name, entry in checkpoint.entries.items():
+        for old, new in (rename_keys or {}).items():
+            name = name.replace(old, new)
+        if name in renamed:
+            raise RequestError(f"rename_keys gives two tensors the same name: {plain(name)}")
+        renamed[name] = entry
+    fill_module(model, replace(checkpoint, entries=renamed), device=device_map, strict=strict)
     return model
 
 

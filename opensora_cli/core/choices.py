@@ -52,7 +52,6 @@ class Format(StrEnum):
     SAFETENSORS = "safetensors"
     SAFETENSORS_SHARDS = "safetensors-shards"
     TORCH = "torch"
-    TORCH_SHARDS = "torch-shards"
     COLOSSALAI = "colossalai"
     DCP = "dcp"
 

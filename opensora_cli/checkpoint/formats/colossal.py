@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from opensora_cli.checkpoint.readable import visible_files
+from opensora_cli.checkpoint.files import visible_files
 from opensora_cli.core.choices import Selection
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.reading import read_json_object, require_schema

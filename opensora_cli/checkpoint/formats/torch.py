@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from opensora_cli.checkpoint.files import reading_file
 from opensora_cli.checkpoint.lazy import Extent, LazyTensor, bytes_of, write_all
-from opensora_cli.checkpoint.readable import reading_file
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import as_unicode, plain, shown
 from opensora_cli.core.reading import is_lack_of_memory, parse_object
