@@ -122,7 +122,7 @@ def _open_weights(path: Path, select: Selection | None = None) -> Checkpoint:
 
 def _open_dcp(folder: Path, select: Selection | None) -> Checkpoint:
     tree, files = open_dcp(folder)
-    return _open_tree(tree, select, format=Format.DCP, path=folder, metadata={}, files=files)
+    return _open_tree(tree, select, format=Format.DCP, path=folder, files=files)
 
 
 def _open_file(path: Path, select: Selection | None = None, *, is_shard: bool = False) -> Checkpoint:
@@ -135,8 +135,7 @@ def _open_file(path: Path, select: Selection | None = None, *, is_shard: bool = 
             hint="name the index of the shards, or their folder",
         )
     if kind is Format.TORCH:
-        tree, metadata = read_object(path)
-        return _open_tree(tree, select, format=Format.TORCH, path=path, metadata=metadata, files=(path,))
+        return _open_tree(read_object(path), select, format=Format.TORCH, path=path, files=(path,))
     _choose(select, (), path=path)
     if kind is Format.SAFETENSORS:
         entries, metadata = open_safetensors(path)
@@ -268,13 +267,7 @@ def _choose(
 
 
 def _open_tree(
-    tree: Any,
-    select: Selection | None,
-    *,
-    format: Format,
-    path: Path,
-    metadata: Mapping[str, str],
-    files: tuple[Path, ...],
+    tree: Any, select: Selection | None, *, format: Format, path: Path, files: tuple[Path, ...]
 ) -> Checkpoint:
     """Open a state dict, or a nested dictionary of several, of which the selected one; other values are dropped."""
     parts = _parts(tree)
@@ -288,7 +281,7 @@ def _open_tree(
         selection=selection,
         selections=selections,
         entries=_leaves(chosen, path),
-        metadata=metadata,
+        metadata={},
         files=files,
     )
 

@@ -48,7 +48,7 @@ def write_checkpoint(
         path: the file, or the folder of files.
         format: the format.
         shard_bytes: largest size of a shard, unless a single tensor is larger.
-        metadata: stored beside the tensors; torch.distributed.checkpoint has no room for it.
+        metadata: stored beside the tensors in safetensors files and indexes; other formats have no room for it.
         overwrite: replace an existing file. A folder is never replaced, unless it is empty.
         advance: called with the bytes of tensors written by each step.
 
@@ -58,9 +58,11 @@ def write_checkpoint(
         OutputError: `path` exists already, or cannot be written. The partial output is removed.
     """
     if not format.is_folder:
-        write = write_torch if format is Format.TORCH else write_safetensors
         with freed_at_once(), atomic_path(path, replace=overwrite) as temporary:
-            write(temporary, entries, metadata=metadata, advance=advance)
+            if format is Format.TORCH:
+                write_torch(temporary, entries, advance=advance)
+            else:
+                write_safetensors(temporary, entries, metadata=metadata, advance=advance)
         return (path,)
     with freed_at_once(), atomic_folder(path, replace=False) as temporary:
         if format is Format.DCP:

@@ -235,7 +235,7 @@ def _load_state(target: Stateful, path: Path) -> None:
     # The reference writes names without endings.
     if not path.exists() and path.with_suffix("").is_file():
         path = path.with_suffix("")
-    state, _ = read_object(path)
+    state = read_object(path)
     try:
         target.load_state_dict(state)
     except Exception as error:

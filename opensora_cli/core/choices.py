@@ -66,7 +66,7 @@ class Format(StrEnum):
 
     @property
     def has_metadata(self) -> bool:
-        return self is not Format.DCP
+        return self not in (Format.TORCH, Format.DCP)
 
 
 class Selection(StrEnum):

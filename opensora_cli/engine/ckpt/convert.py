@@ -247,7 +247,7 @@ def _write(
     with sole_run(lock_beside(target, target.name), problem=problem, hint=hint):
         for line in summary:
             reporter.note(line)
-        if not format.has_metadata:
+        if metadata.keys() - {"format"} and not format.has_metadata:
             reporter.warn(f"{format} has no metadata: the metadata of the weights is dropped")
         noted = {
             **metadata,

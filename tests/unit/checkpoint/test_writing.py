@@ -68,7 +68,7 @@ class TestEveryFormat:
 
 
 def test_metadata_are_written(tmp_path, tensors):
-    for format in (Format.SAFETENSORS, Format.TORCH, Format.SAFETENSORS_SHARDS):
+    for format in (Format.SAFETENSORS, Format.SAFETENSORS_SHARDS):
         write(tensors, tmp_path / format, format, metadata={"source": "a test"})
         assert open_checkpoint(tmp_path / format).metadata["source"] == "a test"
 
