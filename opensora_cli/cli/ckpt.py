@@ -16,7 +16,6 @@ from opensora_cli.settings.ckpt import (
 )
 from opensora_cli.settings.flags import OUTPUT, Option
 
-_PRESET = {"--preset": Option("preset", metavar="NAME")}
 _WRITTEN = {
     "--format": Option("format", OUTPUT),
     "--shard-size": Option("shard_size", OUTPUT, metavar="SIZE"),
@@ -115,7 +114,6 @@ _CONVERT_ROWS = {
     "--dry-run": Option(kind=bool, help="Check everything, print what would be done, and do nothing."),
     "--drop": Option("drop", metavar="PATTERN"),
     "--rename": Option("rename", metavar="OLD=NEW"),
-    **_PRESET,
     **_WRITTEN,
 }
 _MERGE_ROWS = {"BASE": Option("base"), "ADAPTER": Option("adapter"), "OUT": Option("target"), **_WRITTEN}
@@ -130,7 +128,7 @@ COMMAND = make_group(
     "Convert, inspect, verify, merge and download weights.",
     make_command(convert, _CONVERT_ROWS),
     make_command(inspect, {"PATH": Option("path")}),
-    make_command(verify, {"PATH": Option("path"), **_PRESET}),
+    make_command(verify, {"PATH": Option("path"), "--preset": Option("preset", metavar="NAME")}),
     make_command(merge_lora, _MERGE_ROWS),
     make_command(download, _DOWNLOAD_ROWS),
 )

@@ -78,7 +78,6 @@ class ConvertSettings(WriteSettings):
     qkv: QKV | None = Field(None, description="Write q, k and v as one tensor, or as three.")
     rotary: Rotary | None = Field(None, description="Order of rotary pairs in a head.")
     dtype: WeightDType | None = Field(None, description="Dtype of all floating point weights.")
-    preset: str | None = Field(None, description="Require names and shapes of a released model.")
 
     @property
     def options(self) -> dict[str, object]:

@@ -184,7 +184,7 @@ PLANNED = ["generate", "sea", "--res", "256px", "--dry-run", "--on"]
 @pytest.mark.parametrize(
     ("code", "request_", "message"),
     [
-        (2, ["ckpt", "convert", GOOD, "x", "--preset", "flux-dev"], "did you mean flux1-dev?"),
+        (2, ["ckpt", "verify", GOOD, "--preset", "flux-dev"], "did you mean flux1-dev?"),
         (2, ["ckpt", "convert", GOOD, "x", "--select", "ema"], "has no ema weights"),
         (2, ["ckpt", "convert", GOOD, "x", "--qkv", "split"], "is for an MMDiT"),
         (3, ["ckpt", "inspect", "truncated.safetensors"], "truncated"),

@@ -14,15 +14,14 @@ from opensora_cli.checkpoint.files import check_target
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.lora import merge, open_adapter
 from opensora_cli.checkpoint.opening import Checkpoint, open_checkpoint
-from opensora_cli.checkpoint.transforms import FP8_DTYPES, cast, dequantize, drop, rename, without_scales
+from opensora_cli.checkpoint.transforms import FP8_DTYPES, cast, dequantize, drop, rename
 from opensora_cli.checkpoint.writing import SHARD_BYTES, write_checkpoint
 from opensora_cli.core.choices import QKV, ROTARY_METADATA, Format, Rotary, Selection
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few, format_bytes
-from opensora_cli.core.locks import lock_beside, sole_run
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
-from opensora_cli.engine.ckpt.inspect import check, find_layout, read_released
+from opensora_cli.engine.ckpt.inspect import find_layout
 from opensora_cli.engine.components.loras import fit_to_model, require_finite
 from opensora_cli.models.mmdit.layout import (
     HeadSizes,
@@ -84,17 +83,13 @@ def convert(settings: ConvertSettings, *, dry_run: bool = False, reporter: Repor
 
     Raises:
         RequestError: the request contradicts itself or the source.
-        CheckpointError: the source is missing or broken, or the result is not the model that `preset` names.
+        CheckpointError: the source is missing or broken.
         OutputError: the target exists already, is too large for the disk, or cannot be written.
     """
-    released = None if settings.preset is None else read_released(settings.preset)
     source = open_checkpoint(Path(settings.source), select=settings.select)
     entries, metadata = _converted(source, settings)
     if not entries:
         raise RequestError(f"nothing of {source.path} is left to write")
-    shapes = {name: entry.shape for name, entry in without_scales(entries).items()}
-    if released is not None and (problems := check(shapes, released)):
-        raise CheckpointError("\n".join(f"{source.path} does not become {settings.preset}: {p}" for p in problems))
     return _write(Conversion, settings, source, entries, metadata, reporter or SilentReporter(), dry_run=dry_run)
 
 
@@ -243,26 +238,24 @@ def _write(
     )
     if dry_run:
         return planned
-    problem, hint = f"another run writes {target}", "wait until it ends, or write to another name"
-    with sole_run(lock_beside(target, target.name), problem=problem, hint=hint):
-        for line in summary:
-            reporter.note(line)
-        if metadata.keys() - {"format"} and not format.has_metadata:
-            reporter.warn(f"{format} has no metadata: the metadata of the weights is dropped")
-        noted = {
-            **metadata,
-            "osora.source": os.fspath(source.path),
-            "osora.options": json.dumps(settings.options, ensure_ascii=False, sort_keys=True),
-            "osora.version": opensora_cli.__version__,
-        }
-        with reporter.stage("write", total=nbytes, unit=BYTES) as progress:
-            files = write_checkpoint(
-                entries,
-                target,
-                format=format,
-                shard_bytes=settings.shard_size or SHARD_BYTES,
-                metadata=noted,
-                overwrite=settings.overwrite,
-                advance=progress.advance,
-            )
+    for line in summary:
+        reporter.note(line)
+    if metadata.keys() - {"format"} and not format.has_metadata:
+        reporter.warn(f"{format} has no metadata: the metadata of the weights is dropped")
+    noted = {
+        **metadata,
+        "osora.source": os.fspath(source.path),
+        "osora.options": json.dumps(settings.options, ensure_ascii=False, sort_keys=True),
+        "osora.version": opensora_cli.__version__,
+    }
+    with reporter.stage("write", total=nbytes, unit=BYTES) as progress:
+        files = write_checkpoint(
+            entries,
+            target,
+            format=format,
+            shard_bytes=settings.shard_size or SHARD_BYTES,
+            metadata=noted,
+            overwrite=settings.overwrite,
+            advance=progress.advance,
+        )
     return planned.model_copy(update={"files": files})

@@ -39,7 +39,7 @@ def test_contradictions(target: str, values: dict[str, object], message: str) ->
 
 
 def test_options_are_what_the_result_depends_on() -> None:
-    settings = convert("x", shard_size="4GiB", overwrite=True, preset="flux1-dev")
+    settings = convert("x", shard_size="4GiB", overwrite=True)
     assert settings.shard_size == 2**32
     assert settings.options == {}
     changed = convert("x", select="ema", rename=["a=b", "c,d=e"], dtype="bf16")
