@@ -33,7 +33,7 @@ COMMAND_OF_SCHEMA = {
     "generate": ("generate", "plan", "batch", "batch-plan"),
     "train": ("train", "train-plan", "train-plot", "new-recipe", "recipes", "data-check"),
     "data": ("data-scan", "data-shard", "data-preview", "data-cache"),
-    "ckpt": ("ckpt.convert", "ckpt.diff", "ckpt.download", "ckpt.inspect", "ckpt.merge-lora", "ckpt.verify"),
+    "ckpt": ("ckpt.convert", "ckpt.download", "ckpt.inspect", "ckpt.merge-lora", "ckpt.verify"),
     "vae": ("vae-reconstruct", "vae-stats"),
     "mem-profile": ("mem-profile",),
     "bench-generate": ("bench-generate",),

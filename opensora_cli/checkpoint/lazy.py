@@ -15,7 +15,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from opensora_cli.checkpoint.readable import reading
+from opensora_cli.checkpoint.files import reading
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.formatting import plain
 

@@ -1,6 +1,5 @@
 """Streaming, strict, memory-mapped loading of a checkpoint into a module."""
 
-import os
 import re
 import warnings
 from collections import Counter
@@ -12,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from opensora_cli.checkpoint.fp8 import dequantize
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.opening import Checkpoint, open_checkpoint
+from opensora_cli.checkpoint.transforms import dequantize
 from opensora_cli.core.choices import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError, HardwareError
 from opensora_cli.core.formatting import first_few
@@ -24,13 +23,9 @@ ConvertFn = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
 """Converts a file's tensors to a module's, reading each when it is needed: mapping -> iterator of (key, tensor)."""
 
 Shape = tuple[int, ...]
-_FileState = tuple[int, int, int, int]
-"""Device, inode, size and modification time of a file."""
 _WRAPPERS = ("model.diffusion_model.", "diffusion_model.", "_orig_mod.", "module.", "model.")
 """Prefixes of names from ComfyUI, `torch.compile`, DDP and trainers. No model of ours has a part of these names."""
 _NUMBER = re.compile(r"\d+")
-_CHECKED_DEPTH = 2
-"""Depth of the modules that check their mapped files before they compute: blocks do, and layers in them do not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +73,7 @@ def load_into_module(
 
     Keys and shapes are checked, conversion included, before the first weight is read. On the CPU a tensor that keeps
     its dtype stays a private map of the file: it costs no memory of its own until it is written to. On other devices
-    only one tensor at a time is held beside the result. If a mapped file is written to, later calls of the module, or
-    of a part of it, raise CheckpointError.
+    only one tensor at a time is held beside the result.
 
     Args:
         module_on_meta: made under `torch.device("meta")`; parameters and buffers are replaced, `requires_grad` stays.
@@ -109,16 +103,14 @@ def load_into_module(
     tensors, mapped = _open_fitting(module_on_meta, path, dtype, convert, in_order=bool(blocks))
     block_of = {key: block for block in blocks for key in persistent if key.startswith(f"{block}.")}
     waiting = Counter(block_of.values())
-    stays_mapped = False
     for key, tensor in tensors:
         size = tensor.nbytes
         is_view = tensor.is_contiguous() and mapped.has_mapped(tensor)
         keeps_dtype = not tensor.is_floating_point() or (is_view and _matches(key, keep_dtype))
         held_dtype = tensor.dtype if keeps_dtype else torch.float32 if _matches(key, keep_fp32) else dtype
         placed = tensor.to(device="cpu" if _matches(key, keep_on_host) else device, dtype=held_dtype).contiguous()
-        is_changed, is_mapped = finish_block is not None and key in block_of, mapped.has_mapped(placed)
-        stays_mapped = stays_mapped or (is_mapped and not is_changed)
-        if hold is not None and not is_changed and placed.device.type == "cpu" and not is_mapped:
+        is_changed = finish_block is not None and key in block_of
+        if hold is not None and not is_changed and placed.device.type == "cpu" and not mapped.has_mapped(placed):
             placed = hold(placed)
         _assign(module_on_meta, key, placed)
         del tensor, placed
@@ -128,37 +120,6 @@ def load_into_module(
                 finish_block(block_of[key])
         if advance is not None:
             advance(size)
-    if stays_mapped:
-        _require_same_on_call(module_on_meta, mapped.states)
-
-
-def _require_same_on_call(module: nn.Module, states: Mapping[Path, _FileState | None]) -> None:
-    """Let a module refuse to compute if one of its mapped files was written to. Replaced and removed files pass.
-
-    Writing changes the weights, and after truncating, a signal that cannot be caught would end the process.
-    """
-
-    def check(*_: object) -> None:
-        for path, before in states.items():
-            now = _state_of(path)
-            if now and before and now != before and now[:2] == before[:2]:
-                raise CheckpointError(
-                    f"{path} was changed while it was in use",
-                    hint="run it again; a new file that is renamed over the old one (mv) changes nothing for those who "
-                    "use the old one",
-                )
-
-    for path, part in module.named_modules():
-        if path.count(".") < _CHECKED_DEPTH:
-            part.register_forward_pre_hook(check)
-
-
-def _state_of(path: Path) -> _FileState | None:
-    try:
-        state = os.stat(path)
-    except OSError:
-        return None
-    return state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns
 
 
 def read_weights(
@@ -298,8 +259,6 @@ class OpenTensors(Mapping[str, Tensor]):
         self._meta = meta
         self._last: Tensor | None = None
         self._maps: dict[Path, torch.UntypedStorage] = {}
-        self.states: dict[Path, _FileState | None] = {}
-        """Mapped files, with their states at the time of mapping."""
 
     def __getitem__(self, key: str) -> Tensor:
         entry = self._entries[key]
@@ -314,7 +273,6 @@ class OpenTensors(Mapping[str, Tensor]):
         if extent is None:
             return entry.read()
         if extent.path not in self._maps:
-            self.states[extent.path] = _state_of(extent.path)
             self._maps[extent.path] = _map(extent.path)
         whole = torch.empty(0, dtype=torch.uint8).set_(self._maps[extent.path])
         if extent.offset + extent.length > whole.numel():

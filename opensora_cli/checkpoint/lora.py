@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from opensora_cli.checkpoint.files import reading, refuse_outside
 from opensora_cli.checkpoint.formats.colossal import EMA_FILE, MODEL_FOLDER, RUNNING_STATES_FILE, SETTINGS_FILE
 from opensora_cli.checkpoint.formats.peft import (
     CONFIG_FILE,
@@ -28,9 +29,8 @@ from opensora_cli.checkpoint.formats.peft import (
     require_alpha,
 )
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
-from opensora_cli.checkpoint.fp8 import FP8_DTYPES
 from opensora_cli.checkpoint.lazy import LazyTensor, rounded
-from opensora_cli.checkpoint.readable import reading, refuse_outside
+from opensora_cli.checkpoint.transforms import FP8_DTYPES
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few, shown
 from opensora_cli.core.reading import parse_object, read_json_object

@@ -5,12 +5,13 @@ The index of shards is the one of transformers: `weight_map`, tensor to file nam
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from opensora_cli.checkpoint.files import reading, reading_file, refuse_outside, visible_files
 from opensora_cli.checkpoint.formats.colossal import (
     SETTINGS_FILE,
     all_epoch_folders,
@@ -22,7 +23,6 @@ from opensora_cli.checkpoint.formats.dcp import DCP_METADATA, DCP_SUFFIX, open_d
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.formats.torch import mapped_tensor, read_object
 from opensora_cli.checkpoint.lazy import LazyTensor
-from opensora_cli.checkpoint.readable import is_sha256, reading, reading_file, refuse_outside, visible_files
 from opensora_cli.core.choices import Format, Selection
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few, plain, shown
@@ -81,23 +81,6 @@ class Checkpoint:
     """Text stored beside the tensors."""
     files: tuple[Path, ...]
     """Every file of `entries`, index files included."""
-    sha256: Mapping[Path, str] = field(default_factory=dict)
-    """Hashes of shards that their index has."""
-
-    @property
-    def form(self) -> str:
-        """The format; for a single shard of several also its number, from its name."""
-        return f"{self.format}, {self._shard}" if self._shard else self.format.value
-
-    @property
-    def caveat(self) -> str | None:
-        """A warning that this is a single shard of several; None for a whole checkpoint."""
-        return f"{self.path} is {self._shard}: a part of a checkpoint" if self._shard else None
-
-    @property
-    def _shard(self) -> str | None:
-        shard = _shard_of(self.path) if self.files == (self.path,) else None
-        return shard and f"shard {int(shard[2])} of {int(shard[3])}"
 
 
 def open_checkpoint(path: Path, *, select: Selection | None = None) -> Checkpoint:
@@ -139,16 +122,20 @@ def _open_weights(path: Path, select: Selection | None = None) -> Checkpoint:
 
 def _open_dcp(folder: Path, select: Selection | None) -> Checkpoint:
     tree, files = open_dcp(folder)
-    return _open_tree(tree, select, format=Format.DCP, path=folder, metadata={}, files=files)
+    return _open_tree(tree, select, format=Format.DCP, path=folder, files=files)
 
 
 def _open_file(path: Path, select: Selection | None = None, *, is_shard: bool = False) -> Checkpoint:
     kind = _sniff(path)
     if isinstance(kind, CheckpointError):
         raise kind
+    if not is_shard and (shard := _shard_of(path)):
+        raise CheckpointError(
+            f"{path} is shard {int(shard[2])} of {int(shard[3])}, a part of a checkpoint",
+            hint="name the index of the shards, or their folder",
+        )
     if kind is Format.TORCH:
-        tree, metadata = read_object(path)
-        return _open_tree(tree, select, format=Format.TORCH, path=path, metadata=metadata, files=(path,))
+        return _open_tree(read_object(path), select, format=Format.TORCH, path=path, files=(path,))
     _choose(select, (), path=path)
     if kind is Format.SAFETENSORS:
         entries, metadata = open_safetensors(path)
@@ -203,11 +190,6 @@ def _open_index(path: Path) -> Checkpoint:
     if missing:
         problem = f"{path} names {len(shards)} shards, of which {len(missing)} are missing: {first_few(missing)}"
         raise CheckpointError(problem, hint="fetch them")
-    sha256 = metadata.get("sha256", {})
-    if not isinstance(sha256, dict) or (sha256 and sha256.keys() != shards.keys()):
-        raise CheckpointError(f"{path} is broken: its sha256 is no mapping of each shard to its hash")
-    if wrong := [name for name, digest in sha256.items() if not is_sha256(digest)]:
-        raise CheckpointError(f"{path} is broken: it has no hash for {first_few(wrong)}, but other text")
     entries: dict[str, LazyTensor] = {}
     described: dict[str, str] = {}
     format = Format.SAFETENSORS_SHARDS
@@ -221,14 +203,13 @@ def _open_index(path: Path) -> Checkpoint:
         entries.update(opened.entries)
         described.update(opened.metadata)
         if opened.format is Format.TORCH:
-            format = Format.TORCH_SHARDS
+            format = Format.TORCH
     return Checkpoint(
         format=format,
         path=path,
         entries=entries,
         metadata=described | {key: value for key, value in metadata.items() if isinstance(value, str)},
         files=(path, *shards.values()),
-        sha256={shards[name]: digest for name, digest in sha256.items()},
     )
 
 
@@ -286,13 +267,7 @@ def _choose(
 
 
 def _open_tree(
-    tree: Any,
-    select: Selection | None,
-    *,
-    format: Format,
-    path: Path,
-    metadata: Mapping[str, str],
-    files: tuple[Path, ...],
+    tree: Any, select: Selection | None, *, format: Format, path: Path, files: tuple[Path, ...]
 ) -> Checkpoint:
     """Open a state dict, or a nested dictionary of several, of which the selected one; other values are dropped."""
     parts = _parts(tree)
@@ -306,7 +281,7 @@ def _open_tree(
         selection=selection,
         selections=selections,
         entries=_leaves(chosen, path),
-        metadata=metadata,
+        metadata={},
         files=files,
     )
 

@@ -23,10 +23,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from opensora_cli.checkpoint.files import is_sha256, refuse_outside, sha256_of
 from opensora_cli.checkpoint.formats.colossal import MODEL_FOLDER, RUNNING_STATES_FILE, read_running_document
 from opensora_cli.checkpoint.formats.safetensors import place_tensors
 from opensora_cli.checkpoint.lazy import LazyTensor, write_all
-from opensora_cli.checkpoint.readable import is_sha256, refuse_outside, sha256_of
 from opensora_cli.checkpoint.writing import INDEX_FILE, make_index, plan_shards
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import json_bytes, replace_folder
@@ -252,8 +252,7 @@ def _finish(
     hashes = {name: digest for each in hashed for name, digest in each.items()}
     if shards:
         name = f"{MODEL_FOLDER}/{INDEX_FILE}"
-        sha256 = {shard: hashes[f"{MODEL_FOLDER}/{shard}"] for shard in shards}
-        _write_bytes(temporary / name, json_bytes(make_index(shards, metadata=_METADATA, sha256=sha256)))
+        _write_bytes(temporary / name, json_bytes(make_index(shards, metadata=_METADATA)))
         hashes[name] = sha256_of(temporary / name)
     _write_bytes(
         temporary / RUNNING_STATES_FILE, json_bytes({**share.running_states, SHA256: dict(sorted(hashes.items()))})

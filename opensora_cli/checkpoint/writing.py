@@ -1,11 +1,10 @@
 """Writing a checkpoint in any of the formats, whole or absent.
 
-A file is written under a temporary name beside its own, flushed and renamed. A folder is handled in the same way, with
-all its content. Its last file is the one that makes it a checkpoint for readers: the index of shards, or `.metadata`
-of torch.distributed.checkpoint.
+A file or a folder is written under a temporary name beside its own, flushed and renamed. The last file of a folder is
+the one that makes it a checkpoint for readers: the index of shards, or `.metadata` of torch.distributed.checkpoint.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,7 +16,6 @@ from opensora_cli.checkpoint.formats.dcp import write_dcp
 from opensora_cli.checkpoint.formats.safetensors import write_safetensors
 from opensora_cli.checkpoint.formats.torch import write_torch
 from opensora_cli.checkpoint.lazy import LazyTensor
-from opensora_cli.checkpoint.targets import refuse_to_replace
 from opensora_cli.checkpoint.transforms import cast
 from opensora_cli.core.choices import Format
 from opensora_cli.core.files import atomic_folder, atomic_path, write_json_atomic
@@ -30,8 +28,6 @@ SHARD_BYTES = 4096 * 2**20
 INDEX_FILE = "model.safetensors.index.json"
 """Index of safetensors shards."""
 
-_TORCH_INDEX = "pytorch_model.bin.index.json"
-
 
 def write_checkpoint(
     entries: Mapping[str, LazyTensor],
@@ -41,7 +37,6 @@ def write_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     metadata: Mapping[str, str] = MappingProxyType({}),
     overwrite: bool = False,
-    hash_each: Callable[[Sequence[Path]], Sequence[str]] = lambda files: (),
     advance: Callable[[int], None] = lambda count: None,
 ) -> tuple[Path, ...]:
     """Write tensors as a checkpoint, reading them one by one, and return the files that were written.
@@ -53,10 +48,8 @@ def write_checkpoint(
         path: the file, or the folder of files.
         format: the format.
         shard_bytes: largest size of a shard, unless a single tensor is larger.
-        metadata: stored beside the tensors; torch.distributed.checkpoint has no room for it.
-        overwrite: replace an existing file or folder. A folder is replaced only if it holds a checkpoint of the same
-            format and nothing else.
-        hash_each: returns the SHA-256 of each given shard, which the index stores, or nothing.
+        metadata: stored beside the tensors in safetensors files and indexes; other formats have no room for it.
+        overwrite: replace an existing file. A folder is never replaced, unless it is empty.
         advance: called with the bytes of tensors written by each step.
 
     Raises:
@@ -64,35 +57,29 @@ def write_checkpoint(
         CheckpointError: a tensor cannot be read.
         OutputError: `path` exists already, or cannot be written. The partial output is removed.
     """
-    of_torch = format in (Format.TORCH, Format.TORCH_SHARDS)
-    write = write_torch if of_torch else write_safetensors
     if not format.is_folder:
         with freed_at_once(), atomic_path(path, replace=overwrite) as temporary:
-            write(temporary, entries, metadata=metadata, advance=advance)
+            if format is Format.TORCH:
+                write_torch(temporary, entries, advance=advance)
+            else:
+                write_safetensors(temporary, entries, metadata=metadata, advance=advance)
         return (path,)
-    with freed_at_once(), atomic_folder(path, replace=overwrite) as temporary:
+    with freed_at_once(), atomic_folder(path, replace=False) as temporary:
         if format is Format.DCP:
             write_dcp(temporary, entries, advance=advance)
         else:
             folder = temporary / MODEL_FOLDER if format is Format.COLOSSALAI else temporary
             folder.mkdir(exist_ok=True)
-            index = _TORCH_INDEX if of_torch else INDEX_FILE
-            shards = plan_shards(entries, shard_bytes, index=index)
+            shards = plan_shards(entries, shard_bytes)
             for name, shard in shards.items():
-                write(folder / name, shard, metadata=metadata, advance=advance)
-            hashes = hash_each([folder / name for name in shards])
-            sha256 = dict(zip(shards, hashes, strict=True)) if hashes else {}
-            write_json_atomic(folder / index, make_index(shards, metadata=metadata, sha256=sha256))
-        # Hours may have passed since `check_target`.
-        refuse_to_replace(path, format=format, overwrite=overwrite)
+                write_safetensors(folder / name, shard, metadata=metadata, advance=advance)
+            write_json_atomic(folder / INDEX_FILE, make_index(shards, metadata=metadata))
         written = [file.relative_to(temporary) for file in sorted(temporary.rglob("*")) if file.is_file()]
     return tuple(path / name for name in written)
 
 
-def plan_shards(
-    entries: Mapping[str, LazyTensor], shard_bytes: int = SHARD_BYTES, *, index: str = INDEX_FILE
-) -> dict[str, dict[str, LazyTensor]]:
-    """Distribute tensors over shards, in their order, and return these by the names that belong to an index.
+def plan_shards(entries: Mapping[str, LazyTensor], shard_bytes: int = SHARD_BYTES) -> dict[str, dict[str, LazyTensor]]:
+    """Distribute tensors over shards, in their order, and return these by the names of their files.
 
     There is at least one shard, and no shard is larger than `shard_bytes` unless a single tensor is.
     """
@@ -104,18 +91,13 @@ def plan_shards(
             size = 0
         shards[-1][name] = entry
         size += entry.nbytes
-    stem, suffix, *_ = index.split(".")
-    return {f"{stem}-{number:05d}-of-{len(shards):05d}.{suffix}": shard for number, shard in enumerate(shards, start=1)}
+    return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
 
 
-def make_index(
-    shards: Mapping[str, Mapping[str, LazyTensor]], *, metadata: Mapping[str, str], sha256: Mapping[str, str]
-) -> dict[str, object]:
-    """Return the index: the shard of each tensor, the metadata, and the SHA-256 of the shards unless it is empty."""
+def make_index(shards: Mapping[str, Mapping[str, LazyTensor]], *, metadata: Mapping[str, str]) -> dict[str, object]:
+    """Return the index: the shard of each tensor, and the metadata."""
     kept: dict[str, object] = {as_unicode(key): as_unicode(text) for key, text in metadata.items()}
     kept["total_size"] = sum(entry.nbytes for shard in shards.values() for entry in shard.values())
-    if sha256:
-        kept["sha256"] = dict(sha256)
     return {"metadata": kept, "weight_map": {key: name for name, shard in shards.items() for key in shard}}
 
 

@@ -1,14 +1,13 @@
-"""`osora ckpt`: convert, inspect, verify, compare, merge and download weights."""
+"""`osora ckpt`: convert, inspect, verify, merge and download weights."""
 
 from pathlib import Path
 
-from opensora_cli.checkpoint.targets import check_target
+from opensora_cli.checkpoint.files import check_target
 from opensora_cli.cli.app import make_group
 from opensora_cli.cli.command import Call, make_command
 from opensora_cli.core.reading import require_there
 from opensora_cli.settings.ckpt import (
     ConvertSettings,
-    DiffSettings,
     DownloadSettings,
     InspectSettings,
     MergeLoraSettings,
@@ -17,12 +16,9 @@ from opensora_cli.settings.ckpt import (
 )
 from opensora_cli.settings.flags import OUTPUT, Option
 
-_ONLY = {"--only": Option("only", metavar="PATTERN")}
-_PRESET = {"--preset": Option("preset", metavar="NAME")}
 _WRITTEN = {
     "--format": Option("format", OUTPUT),
     "--shard-size": Option("shard_size", OUTPUT, metavar="SIZE"),
-    "--no-hash": Option("hashing", OUTPUT, "Do not record hashes of SRC and of shards: faster.", is_negated=True),
     "--overwrite": Option("overwrite", OUTPUT),
 }
 
@@ -36,7 +32,7 @@ def convert(settings: ConvertSettings, call: Call) -> None:
     Examples:
       osora ckpt convert runs/demo transformer.safetensors --select ema
       osora ckpt convert flux1-dev.safetensors flux-split --qkv split --rotary half
-      osora ckpt convert large.safetensors small.safetensors --dtype fp8_e4m3
+      osora ckpt convert fp32.safetensors bf16.safetensors --dtype bf16
     """
     _refuse_early(settings, settings.source)
     with call.loading():
@@ -51,13 +47,13 @@ def inspect(settings: InspectSettings, call: Call) -> None:
     Examples:
       osora ckpt inspect ckpts/Open_Sora_v2.safetensors
       osora ckpt inspect ckpts/Open_Sora_v2.safetensors --all
-      osora ckpt inspect runs/demo --select ema --only '*.bias'
+      osora ckpt inspect runs/demo --select ema
     """
     require_there(settings.path)
     with call.loading():
         from opensora_cli.engine.ckpt import inspect as engine
 
-    call.show(engine.inspect(settings, reporter=call.reporter))
+    call.show(engine.inspect(settings))
 
 
 def verify(settings: VerifySettings, call: Call) -> None:
@@ -73,29 +69,12 @@ def verify(settings: VerifySettings, call: Call) -> None:
     call.show(engine.verify(settings, reporter=call.reporter))
 
 
-def diff(settings: DiffSettings, call: Call) -> None:
-    """Compare names, shapes, dtypes and values; exit with 3 if they differ.
-
-    Without --rtol and --atol every bit must be the same; with one, 8-bit weights are multiplied with their scales. A
-    and B may have different formats.
-
-    Examples:
-      osora ckpt diff weights.safetensors weights.pt
-      osora ckpt diff fp32.safetensors bf16.safetensors --rtol 0.01
-    """
-    require_there(settings.first, settings.second)
-    with call.loading():
-        from opensora_cli.engine.ckpt import diff as engine
-
-    call.show(engine.diff(settings, reporter=call.reporter))
-
-
 def merge_lora(settings: MergeLoraSettings, call: Call) -> None:
     """Merge a LoRA adapter into the weights that it was trained for.
 
     Examples:
       osora ckpt merge-lora Open_Sora_v2.safetensors my-adapter merged.safetensors
-      osora ckpt merge-lora merged.safetensors my-adapter base.safetensors --unmerge
+      osora ckpt merge-lora merged.safetensors my-adapter base.safetensors --scale -1
     """
     _refuse_early(settings, settings.base, settings.adapter)
     with call.loading():
@@ -133,17 +112,9 @@ _CONVERT_ROWS = {
     "SRC": Option("source"),
     "DST": Option("target"),
     "--dry-run": Option(kind=bool, help="Check everything, print what would be done, and do nothing."),
-    **_ONLY,
     "--drop": Option("drop", metavar="PATTERN"),
     "--rename": Option("rename", metavar="OLD=NEW"),
-    **_PRESET,
     **_WRITTEN,
-}
-_VERIFY_ROWS = {
-    "PATH": Option("path"),
-    "--sha256": Option("sha256", metavar="HEX"),
-    "--no-data": Option("data", help="Read headers and indexes alone: no hashes, no search for NaN.", is_negated=True),
-    **_PRESET,
 }
 _MERGE_ROWS = {"BASE": Option("base"), "ADAPTER": Option("adapter"), "OUT": Option("target"), **_WRITTEN}
 _DOWNLOAD_ROWS = {
@@ -154,11 +125,10 @@ _DOWNLOAD_ROWS = {
 
 COMMAND = make_group(
     "ckpt",
-    "Convert, inspect, verify, compare, merge and download weights.",
+    "Convert, inspect, verify, merge and download weights.",
     make_command(convert, _CONVERT_ROWS),
-    make_command(inspect, {"PATH": Option("path"), **_ONLY}),
-    make_command(verify, _VERIFY_ROWS),
-    make_command(diff, {"A": Option("first"), "B": Option("second"), **_ONLY}),
+    make_command(inspect, {"PATH": Option("path")}),
+    make_command(verify, {"PATH": Option("path"), "--preset": Option("preset", metavar="NAME")}),
     make_command(merge_lora, _MERGE_ROWS),
     make_command(download, _DOWNLOAD_ROWS),
 )

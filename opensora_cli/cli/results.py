@@ -29,7 +29,7 @@ def show(given: Layer, call: Call) -> None:
         with call.loading():
             from opensora_cli.engine.ckpt.inspect import inspect
 
-        inspection = inspect(settings, reporter=call.reporter)
+        inspection = inspect(settings)
         shown = Shown(
             path=path,
             kind="checkpoint",

@@ -3,7 +3,6 @@
 import atexit
 import io
 import json
-import re
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -44,19 +43,14 @@ from opensora_cli.checkpoint.shared_folder import (
     temporary_folder,
     write_share,
 )
-from opensora_cli.checkpoint.transforms import rename
 from opensora_cli.community import own_piece, rank_and_count, refused, unwrapped
 from opensora_cli.core.choices import Selection
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.files import json_bytes
-from opensora_cli.core.formatting import escaped, first_few, plain, without_credentials
+from opensora_cli.core.formatting import escaped, plain, without_credentials
 
 _ADAPTER_FOLDER = "lora"
 _STATE_FILES = (f"{OPTIMIZER_FOLDER}/optimizer.pt", "lr_scheduler.pt", "sampler.pt")
-_REPLACED = (
-    *(MODEL_FOLDER, _ADAPTER_FOLDER, EMA_FILE, MASTER_FILE, OPTIMIZER_FOLDER),
-    *(*_STATE_FILES, RUNNING_STATES_FILE),
-)
 _WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 _T = TypeVar("_T")
 
@@ -122,7 +116,6 @@ class CheckpointIO:
         running = {"epoch": epoch, "step": step, "global_step": updates, "batch_size": batch_size}
 
         def copy_and_write() -> None:
-            _refuse_to_replace(folder)
             remove_unfinished(folder.parent)
             copies = {
                 name: {key: tensor.detach().to("cpu", copy=True) for key, tensor in group.items()}
@@ -198,14 +191,6 @@ def _refuse(booster: object, wants_master: bool) -> None:
         raise RequestError("include_master_weights: optimizers hold no weights here", hint="save(..., master=weights)")
 
 
-def _refuse_to_replace(folder: Path) -> None:
-    foreign = sorted(path.name for path in folder.iterdir() if path.name not in _REPLACED) if folder.is_dir() else []
-    if foreign:
-        raise OutputError(
-            f"{folder} holds more than a checkpoint: {first_few(foreign)}", hint="move it, or save to another folder"
-        )
-
-
 def _gathered(state: _T) -> _T:
     """Return a state with whole tensors instead of DTensors; all ranks call it."""
     gathered: _T = pytree.tree_map_only(DTensor, lambda tensor: tensor.full_tensor(), state)
@@ -237,7 +222,7 @@ def _load_state(target: Stateful, path: Path) -> None:
     # The reference writes names without endings.
     if not path.exists() and path.with_suffix("").is_file():
         path = path.with_suffix("")
-    state, _ = read_object(path)
+    state = read_object(path)
     try:
         target.load_state_dict(state)
     except Exception as error:
@@ -276,10 +261,14 @@ def load_checkpoint(
     if cai_model_name != MODEL_FOLDER:
         found = found / cai_model_name
     checkpoint = open_checkpoint(found)
-    if rename_keys:
-        renamed = rename(checkpoint.entries, [f"re:{re.escape(old)}={new}" for old, new in rename_keys.items()])
-        checkpoint = replace(checkpoint, entries=renamed)
-    fill_module(model, checkpoint, device=device_map, strict=strict)
+    renamed = {}
+    for name, entry in checkpoint.entries.items():
+        for old, new in (rename_keys or {}).items():
+            name = name.replace(old, new)
+        if name in renamed:
+            raise RequestError(f"rename_keys gives two tensors the same name: {plain(name)}")
+        renamed[name] = entry
+    fill_module(model, replace(checkpoint, entries=renamed), device=device_map, strict=strict)
     return model
 
 

@@ -4,7 +4,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,41 +20,36 @@ from opensora_cli.memory.checkpointing import GradCheckpoint, HostActivations, r
 from opensora_cli.memory.monitor import peak_bytes
 from opensora_cli.memory.streaming import stream_model
 
+_THRESHOLD = 0.8
+
 
 class ActivationManager(HostActivations):
     """Stack of tensors in a host buffer. Before `setup_buffer`, no method has an effect."""
 
-    # Whether there is a buffer, its number of elements, and how many of them are in use.
-    enable, total_size, avail_offset = False, 0, 0
-
     def __init__(self) -> None:
         super().__init__()
+        self.buffer = torch.empty(0)
+        # Whether there is a buffer, its number of elements, and how many of them are in use.
+        self.enable, self.total_size, self.avail_offset = False, 0, 0
         self._moved: list[tuple[Tensor, torch.device | None]] = []
         self._ignored: Any = WeakTensorKeyDictionary()
 
     def setup_buffer(self, numel: int, dtype: torch.dtype) -> None:
-        """Use a buffer of `numel` elements, which replaces an earlier one. Raises RuntimeError if that is used."""
-        if self.avail_offset:
-            raise RuntimeError("the activation buffer is in use: call onload for each tensor, or reset(), before")
-        self.enable, self.total_size, self._dtype = True, numel, dtype
-        vars(self).pop("buffer", None)
-
-    @cached_property
-    def buffer(self) -> Tensor | None:
-        """Flat buffer, allocated at its first use. Checkpoints do not need it."""
-        return torch.empty(self.total_size, dtype=self._dtype, pin_memory=has_gpu()) if self.enable else None
+        """Use a buffer of `numel` elements. It replaces an earlier one, whose tensors stay in that."""
+        self.buffer = torch.empty(numel, dtype=dtype, pin_memory=has_gpu())
+        self.enable, self.total_size, self.avail_offset = True, numel, 0
+        self._moved.clear()
 
     def offload(self, x: Tensor) -> Tensor | None:
         """Move the data of `x` to the buffer, in place, and return `x`. Raises RuntimeError if it does not fit."""
         if not self.enable or x in self._ignored:
             return None
         start, stop = self.avail_offset, self.avail_offset + x.numel()
-        if stop > self.total_size or x.dtype != self._dtype:
+        if stop > self.total_size or x.dtype != self.buffer.dtype:
             raise RuntimeError(
-                f"the activation buffer has {self.total_size - start} elements of {self._dtype} left, and {x.numel()} "
-                f"of {x.dtype} are needed: call setup_buffer with more, or with this dtype"
+                f"the activation buffer has {self.total_size - start} elements of {self.buffer.dtype} left, and "
+                f"{x.numel()} of {x.dtype} are needed: call setup_buffer with more, or with this dtype"
             )
-        assert self.buffer is not None
         host = self.buffer[start:stop].as_strided(x.shape, torch.empty_like(x, device="meta").stride())
         self._moved.append((x, x.device))
         x.data, self.avail_offset = host.copy_(x.detach()), stop
@@ -84,27 +79,19 @@ class ActivationManager(HostActivations):
         """Return a context that keeps the tensors that autograd saves inside it on the host, in memory of their own."""
         return super().offloading() if self.enable else nullcontext()
 
-    def reset(self) -> None:
-        """Release all space in the buffer. The data of offloaded tensors is lost."""
-        self._moved.clear()
-        self.avail_offset = 0
-
 
 class DynamicActivationManager(ActivationManager):
-    """Manager that offloads only while more than `threshold`, a share 0 to 1, of the device's memory is in use."""
+    """Manager that offloads only while more than 0.8 of the device's memory is in use."""
 
-    def __init__(self, threshold: float = 0.8) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.threshold = threshold
         self._history: deque[int] = deque(maxlen=10_000)
-        self._peak = 0
 
     def adaptive_offload(self, x: Tensor) -> None:
         """Offload `x` if memory of its device is short. The caller must call `onload(x)` in any case."""
         free, total = free_and_total_bytes(x.device)
         self._history.append(total - free)
-        self._peak = max(self._peak, total - free)
-        if total - free > self.threshold * total:
+        if total - free > _THRESHOLD * total:
             self.offload(x)
         elif self.enable and x not in self._ignored:
             self._moved.append((x, None))
@@ -112,7 +99,7 @@ class DynamicActivationManager(ActivationManager):
     def memory_profiling(self) -> dict[str, Any]:
         """Return the device's used bytes at the peak and at each offload decision, and the used share of the buffer."""
         return {
-            "peak_memory": self._peak,
+            "peak_memory": max(self._history, default=0),
             "allocation_history": list(self._history),
             "buffer_utilization": self.avail_offset / max(self.total_size, 1),
         }
@@ -209,7 +196,7 @@ def adaptive_batch_size(model: nn.Module, input_shape: Sequence[int], max_memory
 
     weight = next(model.parameters())
     held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    limit = int(0.8 * max_memory_gb * 2**30)
+    limit = int(_THRESHOLD * max_memory_gb * 2**30)
 
     @torch.no_grad()
     def evaluate(size: int) -> None:

@@ -52,7 +52,6 @@ class Format(StrEnum):
     SAFETENSORS = "safetensors"
     SAFETENSORS_SHARDS = "safetensors-shards"
     TORCH = "torch"
-    TORCH_SHARDS = "torch-shards"
     COLOSSALAI = "colossalai"
     DCP = "dcp"
 
@@ -67,7 +66,7 @@ class Format(StrEnum):
 
     @property
     def has_metadata(self) -> bool:
-        return self is not Format.DCP
+        return self not in (Format.TORCH, Format.DCP)
 
 
 class Selection(StrEnum):

@@ -89,10 +89,6 @@ def capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def has_flash_kernels() -> bool:
-    return torch.backends.cuda.is_flash_attention_available()
-
-
 def use_device(device: torch.device) -> None:
     """Make an accelerator the current device of this process; no effect for the CPU."""
     if is_accelerator(device) and device.type != "mps":

@@ -13,13 +13,13 @@ import torch
 import yaml
 from fake_hub import FakeHub, FakeRepo, connect, serving
 from safetensors.torch import load_file, save_file
+from tiny_weights import bit_equal
 
 from opensora_cli.checkpoint import lazy
 from opensora_cli.cli.app import main
 from opensora_cli.settings.load import load_preset
 
 ROOT = Path(__file__).parents[2]
-HEX = "0123456789abcdef" * 4
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +44,7 @@ def test_both_names_of_convert(command: list[str], capsys: pytest.CaptureFixture
         "size    2 tensors, 16 bytes",
         "changes dtype bf16",
     ]
-    assert re.fullmatch(r"hash: \d+ bytes, [\d.]+ s", lines[4])
-    assert re.fullmatch(r"write: 16 bytes, [\d.]+ s", lines[5])
+    assert re.fullmatch(r"write: 16 bytes, [\d.]+ s", lines[4])
 
 
 def test_dry_run(run) -> None:
@@ -67,28 +66,16 @@ def test_inspect(run) -> None:
         "a.bias    float32  [2]     8 bytes",
         "a.weight  float32  [2, 3]  24 bytes",
     ]
-    code, out, _ = run("ckpt", "inspect", "good.safetensors", "--json", "--only", "*.bias")
-    assert [tensor["name"] for tensor in json.loads(out)["tensors"]] == ["a.bias"]
 
 
 def test_verify(run) -> None:
     assert run("ckpt", "verify", "good.safetensors", "--quiet")[0] == 0
-    code, out, err = run("ckpt", "verify", "good.safetensors", "--sha256", HEX, "--preset", "flux1-dev", "-q")
-    assert (code, err) == (3, "error: good.safetensors has 3 problems\n")
-    assert [line.split()[0] for line in out.splitlines()] == ["problem"] * 3
+    code, out, err = run("ckpt", "verify", "good.safetensors", "--preset", "flux1-dev", "-q")
+    assert (code, err) == (3, "error: good.safetensors has 2 problems\n")
+    assert [line.split()[0] for line in out.splitlines()] == ["problem"] * 2
     Path("truncated.safetensors").write_bytes(Path("good.safetensors").read_bytes()[:-3])
     code, out, _ = run("ckpt", "verify", "truncated.safetensors", "--json", "-q")
     assert (code, json.loads(out)["sound"]) == (3, False)
-
-
-def test_diff(run) -> None:
-    assert run("ckpt", "convert", "good.safetensors", "half.pt", "--dtype", "fp16", "-q")[0] == 0
-    code, out, err = run("ckpt", "diff", "good.safetensors", "half.pt", "-q")
-    assert (code, err) == (3, "error: good.safetensors and half.pt differ\n")
-    assert out.startswith("dtype   2 tensors are float32 and float16\n")
-    code, out, err = run("ckpt", "diff", "good.safetensors", "half.pt", "--atol", "0.01", "--json", "-q")
-    assert (code, err) == (0, "")
-    assert json.loads(out)["equal"]
 
 
 def test_merge_lora_and_back(run) -> None:
@@ -102,11 +89,10 @@ def test_merge_lora_and_back(run) -> None:
     code, out, err = run("ckpt", "merge-lora", "good.safetensors", "adapter", "new.safetensors", "-q")
     assert (code, out, err) == (0, "new.safetensors\n", "")
     assert load_file("new.safetensors")["a.weight"].tolist() == [[6, 1, -4], [4, 4, 4]]
-    undo = ("merge-lora", "new.safetensors", "adapter", "back.pt", "--unmerge", "--json", "-q")
+    undo = ("merge-lora", "new.safetensors", "adapter", "back.pt", "--scale", "-1", "--json", "-q")
     code, out, _ = run("ckpt", *undo)
-    document = json.loads(out)
-    assert (code, document["schema"], document["changed"]) == (0, "osora.ckpt.merge-lora/2", 1)
-    assert run("ckpt", "diff", "good.safetensors", "back.pt", "-q")[0] == 0
+    assert (code, json.loads(out)["schema"]) == (0, "osora.ckpt.merge-lora/3")
+    assert bit_equal(torch.load("back.pt", weights_only=True), load_file("good.safetensors"))
 
 
 @pytest.mark.parametrize("target", ["new.safetensors", "new"])

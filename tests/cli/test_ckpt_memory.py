@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from tiny_weights import write_holes
 
@@ -22,7 +23,7 @@ LIMITED = """
 import os, resource, sys
 import torch
 from opensora_cli.cli.app import main
-from opensora_cli.engine.ckpt import convert, diff, inspect, verify
+from opensora_cli.engine.ckpt import convert, inspect, verify
 
 torch.ones(1000, 1000).sum() + (torch.ones(1000, 1000) @ torch.ones(1000, 1000)).sum()
 os.fsync = lambda descriptor: None
@@ -56,17 +57,14 @@ def run(*args: str, largest: int = TENSOR_BYTES, total: int = TENSORS * TENSOR_B
     return done.stdout
 
 
-def test_verify_and_diff(large: Path) -> None:
+def test_verify(large: Path) -> None:
     assert "sound    all numbers are finite" in run("verify", str(large))
-    assert run("diff", str(large), str(large)).startswith("equal")
 
 
-@pytest.mark.parametrize(
-    ("dtype", "form", "name"), [("bf16", "dcp", "bfloat16"), ("fp8_e4m3", "safetensors-shards", "float8_e4m3fn")]
-)
-def test_convert(dtype: str, form: str, name: str, large: Path, tmp_path: Path) -> None:
-    run("convert", str(large), str(tmp_path / "small"), "--dtype", dtype, "--format", form)
-    assert json.loads(run("inspect", str(tmp_path / "small"), "--json"))["dtypes"][name]["tensors"] == TENSORS
+@pytest.mark.parametrize("form", ["dcp", "safetensors-shards"])
+def test_convert(form: str, large: Path, tmp_path: Path) -> None:
+    run("convert", str(large), str(tmp_path / "small"), "--dtype", "bf16", "--format", form)
+    assert json.loads(run("inspect", str(tmp_path / "small"), "--json"))["dtypes"] == {"bfloat16": TENSORS * SIDE**2}
 
 
 def test_merge_lora(large: Path, tmp_path: Path) -> None:
@@ -79,10 +77,9 @@ def test_merge_lora(large: Path, tmp_path: Path) -> None:
     tensors = {f"{name}_{letter}.weight": each.clone() for name in names for letter, each in factors.items()}
     save_file(tensors, adapter / "adapter_model.safetensors")
     merged = tmp_path / "merged.safetensors"
-    run("merge-lora", str(large), str(adapter), str(merged), "--no-hash")
-    assert run("diff", str(large), str(merged), "--atol", "1").endswith("largest difference 1\n")
-    run("merge-lora", str(merged), str(adapter), str(tmp_path / "back"), "--unmerge", "--no-hash")
-    assert run("diff", str(large), str(tmp_path / "back")).startswith("equal")
+    run("merge-lora", str(large), str(adapter), str(merged))
+    with safe_open(merged, "pt") as file:
+        assert all(bool((file.get_tensor(name) == 1).all()) for name in file.keys())  # noqa: SIM118
 
 
 def test_layouts(tmp_path: Path) -> None:
@@ -93,10 +90,7 @@ def test_layouts(tmp_path: Path) -> None:
     source, target = tmp_path / "fused.safetensors", tmp_path / "changed"
     write_holes(source, {"img_in.weight": [hidden, 64], **shapes})
     sizes = {"largest": 4 * 7 * hidden**2, "total": source.stat().st_size}
-    run("convert", str(source), str(target), "--qkv", "split", "--rotary", "half", "--no-hash", **sizes)
+    run("convert", str(source), str(target), "--qkv", "split", "--rotary", "half", **sizes)
     found = json.loads(run("inspect", str(target), "--json", **sizes))
     assert (found["qkv"], found["rotary"]) == ("split", "half")
     assert len(found["tensors"]) > len(shapes) + 1
-    asked = ("--qkv", "fused", "--rotary", "interleaved", "--no-hash")
-    run("convert", str(target), str(tmp_path / "back"), *asked, **sizes)
-    assert run("diff", str(source), str(tmp_path / "back"), **sizes).startswith("equal")

@@ -1,6 +1,6 @@
 """Names of memory, called as the community calls them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -55,12 +55,11 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 
 @pytest.fixture
-def manager(monkeypatch: pytest.MonkeyPatch) -> Iterator[ActivationManager]:
+def manager(monkeypatch: pytest.MonkeyPatch) -> ActivationManager:
     """Give checkpoints a manager without a buffer, as the global one is at first."""
     made = ActivationManager()
     monkeypatch.setattr(memory, "GLOBAL_ACTIVATION_MANAGER", made)
-    yield made
-    made.reset()
+    return made
 
 
 @pytest.mark.parametrize("by_handle", [False, True])

@@ -41,9 +41,9 @@ def test_image_to_video_continues_the_picture(capsys: pytest.CaptureFixture[str]
     assert "samples/boat.mp4: the given frame came out at" in capsys.readouterr().out
 
 
-def test_convert_a_checkpoint_halves_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
-    main_of("convert_a_checkpoint")(str(DEMO_WEIGHTS), "small.safetensors")
-    assert "torch.float8_e4m3fn" in capsys.readouterr().out
+def test_convert_a_checkpoint_compares_both(capsys: pytest.CaptureFixture[str]) -> None:
+    main_of("convert_a_checkpoint")(str(DEMO_WEIGHTS), "wide.safetensors")
+    assert "torch.float16 and torch.bfloat16\nthe largest difference" in capsys.readouterr().out
 
 
 @pytest.mark.slow

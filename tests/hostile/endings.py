@@ -112,7 +112,7 @@ ENDED: tuple[Ended, ...] = (
     *(
         Ended(named(name), run_again_unless_done, files_of("out*/**/*") if " to " in name else files_of("out.*"))
         for name in (
-            "convert torch-shards",
+            "convert shards",
             "convert dcp",
             "convert to safetensors-shards",
             "convert to dcp",

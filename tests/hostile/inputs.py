@@ -44,9 +44,9 @@ def _words(text: str) -> tuple[str, ...]:
 
 
 _TINY = "generate 'raining sea' --config generate.yaml"
-_WEIGHTS = ("weights.safetensors", "weights.pt", "shards", "torch-shards", "colossal", "dcp")
+_WEIGHTS = ("weights.safetensors", "weights.pt", "shards", "colossal", "dcp")
 _CLIPS = ("clips", "clips.csv")
-_KINDS = ("torch", "safetensors-shards", "torch-shards", "dcp", "colossalai")
+_KINDS = ("torch", "safetensors-shards", "dcp", "colossalai")
 
 BASES: tuple[Base, ...] = (
     _base("generate", f"{_TINY} --out out.mp4", "generate.yaml tiny"),
@@ -83,7 +83,6 @@ BASES: tuple[Base, ...] = (
     ),
     _base("convert run", "ckpt convert run out.safetensors --select ema", "run"),
     _base("inspect run", "ckpt inspect run --json", "run"),
-    _base("diff", "ckpt diff weights.safetensors weights.pt", "weights.safetensors weights.pt"),
     _base("merge", "ckpt merge-lora base.safetensors adapter out.pt", "base.safetensors adapter"),
     _base("download plan", "ckpt download open-sora-v2", code=3),
     _base("scan", "data scan clips --out table.csv", "clips"),
@@ -155,9 +154,12 @@ def make_inputs(sandbox: Sandbox, folder: Path) -> Inputs:
     _add(sandbox, inputs, ("generate.yaml", "tiny"), made, code=3, patch="hostile.breaking:refuse_media")
     _add(sandbox, inputs, ("vae.yaml", *_CLIPS), ("train", "--config", "vae.yaml", "--set", "loop.steps=2"))
     _add(sandbox, inputs, ("generate.yaml", "tiny"), _words(f"{_TINY} --out many.png"))
-    for kind, name in (("safetensors-shards", "shards"), ("torch-shards", "torch-shards")):
-        arguments = ("ckpt", "convert", "weights.safetensors", name, "--format", kind, "--shard-size", "8KB")
-        _add(sandbox, inputs, ("weights.safetensors",), arguments)
+    _add(
+        sandbox,
+        inputs,
+        ("weights.safetensors",),
+        ("ckpt", "convert", "weights.safetensors", "shards", "--shard-size", "8KB"),
+    )
     for kind, name in (("dcp", "dcp"), ("colossalai", "colossal"), ("torch", "weights.pt")):
         arguments = ("ckpt", "convert", "weights.safetensors", name, "--format", kind)
         _add(sandbox, inputs, ("weights.safetensors",), arguments)

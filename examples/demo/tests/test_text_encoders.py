@@ -23,7 +23,7 @@ from demo_world.training import train_text_encoders
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.batches import SampleRng, Stream
-from opensora_cli.engine.components.text_encoders import load_clip, load_t5
+from opensora_cli.engine.components.architectures import load_clip, load_t5
 
 WIDTH, LENGTH = 16, 12
 SIZES = TextEncoderSettings(

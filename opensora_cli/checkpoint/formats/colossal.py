@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from opensora_cli.checkpoint.readable import visible_files
+from opensora_cli.checkpoint.files import visible_files
 from opensora_cli.core.choices import Selection
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.reading import read_json_object, require_schema
@@ -19,7 +19,6 @@ OPTIMIZER_FOLDER = "optimizer"
 RUNNING_STATES_FILE = "running_states.json"
 """Last file of a checkpoint: a folder with more than `model/` is incomplete without it."""
 RUNNING_STATES_SCHEMA = "osora.running-states/2"
-EARLIER_SCHEMA = "osora.running-states/1"
 
 _PARTS = {
     Selection.MODEL: (MODEL_FOLDER,),
@@ -76,11 +75,11 @@ def colossalai_parts(folder: Path) -> dict[Selection, Path]:
 def read_running_document(folder: Path) -> dict[str, Any]:
     """Return the content of `running_states.json`, which has no schema in folders of the reference.
 
-    Raises CheckpointError if it is missing, broken, or of a later version.
+    Raises CheckpointError if it is missing, broken, or of another version.
     """
     path = folder / RUNNING_STATES_FILE
     document = read_json_object(path, problem=CheckpointError)
-    if document.get("schema", EARLIER_SCHEMA) != EARLIER_SCHEMA:
+    if "schema" in document:
         require_schema(document, RUNNING_STATES_SCHEMA, path, problem=CheckpointError)
     return document
 

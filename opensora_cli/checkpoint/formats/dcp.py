@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from opensora_cli.checkpoint.files import reading, refuse_outside
 from opensora_cli.checkpoint.formats.torch import read_saved_tensor, save
 from opensora_cli.checkpoint.lazy import Extent, LazyTensor, are_sizes, is_possible
-from opensora_cli.checkpoint.readable import reading, refuse_outside
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.formatting import first_few, shown
 

@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from opensora_cli.checkpoint.files import reading_file
 from opensora_cli.checkpoint.lazy import Extent, LazyTensor, is_possible, write_all
-from opensora_cli.checkpoint.readable import reading_file
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import as_unicode, is_unicode, plain, shown
 

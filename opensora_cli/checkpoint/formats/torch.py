@@ -1,7 +1,6 @@
 """Files of `torch.save`: mapped by `torch.load(weights_only=True)`, which runs no code, or written tensor by tensor."""
 
 import io
-import json
 import os
 import re
 import struct
@@ -11,21 +10,18 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
+from opensora_cli.checkpoint.files import reading_file
 from opensora_cli.checkpoint.lazy import Extent, LazyTensor, bytes_of, write_all
-from opensora_cli.checkpoint.readable import reading_file
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.core.formatting import as_unicode, plain, shown
-from opensora_cli.core.reading import is_lack_of_memory, parse_object
+from opensora_cli.core.formatting import plain, shown
+from opensora_cli.core.reading import is_lack_of_memory
 
-_METADATA = "archive/metadata.json"
 _LOCAL_HEADER, _DESCRIPTOR = struct.Struct("<26x2H"), b"PK\x07\x08"
-_MAX_METADATA_BYTES = 2**23
 _ENCRYPTED = 1
 _FETCH_AGAIN = "fetch it again"
 _TRUSTED = (
@@ -35,8 +31,8 @@ _TRUSTED = (
 _IMPORT = re.compile(r"\bGLOBAL ([\w.]+)")
 
 
-def read_object(path: Path) -> tuple[Any, dict[str, str]]:
-    """Return the object in a file, whose tensors are mapped, and the metadata of the file.
+def read_object(path: Path) -> Any:
+    """Return the object in a file, whose tensors are mapped.
 
     Raises CheckpointError if the file is missing or broken, or cannot be read without trusting it.
     """
@@ -44,8 +40,8 @@ def read_object(path: Path) -> tuple[Any, dict[str, str]]:
         if path.suffix == ".safetensors":  # torch.load goes by this name
             raise CheckpointError(f"{path} is a file of torch.save", hint="give it a name that ends in .pt")
         with path.open("rb") as file:
-            metadata = _check_archive(file, path)
-        return torch.load(path, map_location="cpu", mmap=True, weights_only=True), metadata
+            _check_archive(file, path)
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
 def read_saved_tensor(place: Extent) -> Tensor:
@@ -92,8 +88,8 @@ def _sound(path: Path) -> Iterator[None]:
         raise CheckpointError(f"{path} is broken: {plain(reason)}", hint=_FETCH_AGAIN) from error
 
 
-def _check_archive(file: BinaryIO, path: Path) -> dict[str, str]:
-    """Refuse an archive that takes more than its size, which `torch.save` never writes, and return its metadata."""
+def _check_archive(file: BinaryIO, path: Path) -> None:
+    """Refuse an archive that takes more than its size, which `torch.save` never writes."""
     if not zipfile.is_zipfile(file):
         raise CheckpointError(
             f"{path} is truncated, or no file of torch.save since torch 1.6",
@@ -105,27 +101,16 @@ def _check_archive(file: BinaryIO, path: Path) -> dict[str, str]:
             raise CheckpointError(f"{path} is compressed or encrypted, which torch.save never does")
         if sum(info.file_size for info in infos) > file.seek(0, io.SEEK_END):
             raise CheckpointError(f"{path} is refused: its records are longer than the file")
-        described = next((info for info in infos if info.filename == _METADATA), None)
-        if described is None or described.file_size > _MAX_METADATA_BYTES:
-            metadata = {}
-        else:
-            metadata = parse_object(archive.read(described))
     file.seek(0)
-    return {key: text for key, text in metadata.items() if isinstance(text, str)}
 
 
 def write_torch(
-    path: Path,
-    entries: Mapping[str, LazyTensor],
-    *,
-    metadata: Mapping[str, str] = MappingProxyType({}),
-    advance: Callable[[int], None] = lambda count: None,
+    path: Path, entries: Mapping[str, LazyTensor], *, advance: Callable[[int], None] = lambda count: None
 ) -> None:
     """Write a state dict in the format of `torch.save`, but tensor by tensor.
 
-    `torch.save` writes the file with room for the data, which is then filled in with its checksums. `metadata` is
-    stored beside the tensors, for `read_object`; `torch.load` ignores it. `advance` is called with the bytes written by
-    each step.
+    `torch.save` writes the file with room for the data, which is then filled in with its checksums. `advance` is called
+    with the bytes written by each step.
 
     Raises:
         RequestError: a tensor has a dtype that `torch.save` does not write.
@@ -155,11 +140,10 @@ def write_torch(
             if data.read(len(_DESCRIPTOR)) == _DESCRIPTOR:  # the checksum follows the data, too
                 write_all(data, checksums[name].to_bytes(4, "little"))
             advance(entry.nbytes)
-    described = json.dumps({as_unicode(key): as_unicode(text) for key, text in metadata.items()})
-    with zipfile.ZipFile(path, "a") as archive:  # it writes the directory again
+    with zipfile.ZipFile(path, "a") as archive:
         for name, checksum in checksums.items():
             archive.getinfo(name).CRC = checksum
-        archive.writestr(zipfile.ZipInfo(_METADATA), described)  # without the time: equal weights make equal files
+        archive.comment = b""  # makes it write the directory again
 
 
 def save(value: object, file: BinaryIO) -> None:

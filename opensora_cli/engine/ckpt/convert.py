@@ -2,8 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -11,21 +10,18 @@ import torch
 from pydantic import Field
 
 import opensora_cli
-from opensora_cli.checkpoint.fp8 import FP8_DTYPES, dequantize, quantize, separated, without_scales
+from opensora_cli.checkpoint.files import check_target
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.lora import merge, open_adapter
 from opensora_cli.checkpoint.opening import Checkpoint, open_checkpoint
-from opensora_cli.checkpoint.readable import listing_sha256, sha256_of
-from opensora_cli.checkpoint.targets import check_target
-from opensora_cli.checkpoint.transforms import cast, drop, only, rename
+from opensora_cli.checkpoint.transforms import FP8_DTYPES, cast, dequantize, drop, rename
 from opensora_cli.checkpoint.writing import SHARD_BYTES, write_checkpoint
 from opensora_cli.core.choices import QKV, ROTARY_METADATA, Format, Rotary, Selection
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few, format_bytes
-from opensora_cli.core.locks import lock_beside, sole_run
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
-from opensora_cli.engine.ckpt.inspect import check, find_layout, read_released
+from opensora_cli.engine.ckpt.inspect import find_layout
 from opensora_cli.engine.components.loras import fit_to_model, require_finite
 from opensora_cli.models.mmdit.layout import (
     HeadSizes,
@@ -42,10 +38,7 @@ _DTYPES = {
     WeightDType.FP32: torch.float32,
     WeightDType.BF16: torch.bfloat16,
     WeightDType.FP16: torch.float16,
-    WeightDType.FP8_E4M3: torch.float8_e4m3fn,
-    WeightDType.FP8_E5M2: torch.float8_e5m2,
 }
-_SOURCE_SHA256 = "osora.source_sha256"
 
 
 class Derived(Document):
@@ -60,8 +53,6 @@ class Derived(Document):
     parameters: int
     bytes: int
     options: dict[str, Any]
-    source_sha256: str | None = None
-    """SHA-256 of the source's file. For several files: of the output of `sha256sum` in their folder, sorted by name."""
     files: tuple[Path, ...] = ()
     summary: tuple[str, ...] = Field(exclude=True)
 
@@ -73,16 +64,13 @@ class Derived(Document):
 class Conversion(Derived):
     """Plan or result of a conversion."""
 
-    SCHEMA: ClassVar[str | None] = "osora.ckpt.convert/2"
+    SCHEMA: ClassVar[str | None] = "osora.ckpt.convert/3"
 
 
 class Merge(Derived):
-    """Weights with an adapter added or subtracted."""
+    """Weights with an adapter added."""
 
-    SCHEMA: ClassVar[str | None] = "osora.ckpt.merge-lora/2"
-
-    changed: int
-    """Number of tensors that the adapter changes."""
+    SCHEMA: ClassVar[str | None] = "osora.ckpt.merge-lora/3"
 
 
 DerivedT = TypeVar("DerivedT", bound=Derived)
@@ -91,50 +79,35 @@ DerivedT = TypeVar("DerivedT", bound=Derived)
 def convert(settings: ConvertSettings, *, dry_run: bool = False, reporter: Reporter | None = None) -> Conversion:
     """Convert a checkpoint of any size, tensor by tensor. With `dry_run`, do only the checks that read no weights.
 
-    The names in `only` and `drop` are those of the source. `rename`, the layout and the dtype are applied after them.
+    The names in `drop` are those of the source. `rename`, the layout and the dtype are applied after it.
 
     Raises:
         RequestError: the request contradicts itself or the source.
-        CheckpointError: the source is missing or broken, or the result is not the model that `preset` names.
+        CheckpointError: the source is missing or broken.
         OutputError: the target exists already, is too large for the disk, or cannot be written.
     """
-    released = None if settings.preset is None else read_released(settings.preset)
     source = open_checkpoint(Path(settings.source), select=settings.select)
     entries, metadata = _converted(source, settings)
     if not entries:
         raise RequestError(f"nothing of {source.path} is left to write")
-    shapes = {name: entry.shape for name, entry in without_scales(entries).items()}
-    if released is not None and (problems := check(shapes, released)):
-        raise CheckpointError("\n".join(f"{source.path} does not become {settings.preset}: {p}" for p in problems))
     return _write(Conversion, settings, source, entries, metadata, reporter or SilentReporter(), dry_run=dry_run)
 
 
 def _converted(source: Checkpoint, settings: ConvertSettings) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     entries, metadata = dict(source.entries), dict(source.metadata)
-    if settings.dtype is not None:
-        # The first step, while every scale still has its name. fp32 represents a scale times any 8-bit number.
-        entries = dequantize(entries, torch.float32 if settings.dtype.is_fp8 else _DTYPES[settings.dtype])
-    if settings.only:
-        entries = only(entries, settings.only)
-    if settings.drop:
-        entries = drop(entries, settings.drop)
-    entries = rename(entries, settings.rename)
-    if settings.dtype is None and (lost := separated(source.entries, entries)):
+    dtype = None if settings.dtype is None else _DTYPES[settings.dtype]
+    is_changed = bool(settings.drop or settings.rename or settings.qkv or settings.rotary)
+    if dtype is not None:
+        # The first step, while every scale still has its name.
+        entries = dequantize(entries, dtype)
+    elif is_changed and any(entry.dtype in FP8_DTYPES for entry in entries.values()):
         raise RequestError(
-            f"without their scales, 8-bit tensors of {source.path} are worth nothing: {first_few(lost)}",
-            hint="let only, drop and rename treat both alike, or give --dtype: bf16, or fp8_e4m3 for new scales",
+            f"{source.path} has 8-bit weights, which only change together with their scales", hint="add --dtype bf16"
         )
+    entries = rename(drop(entries, settings.drop), settings.rename)
     if settings.qkv is not None or settings.rotary is not None:
-        if any(entry.dtype in FP8_DTYPES for entry in entries.values()):
-            raise RequestError(
-                f"{source.path} has 8-bit weights, whose scales have no other layout",
-                hint="give --dtype, too: bf16, or fp8_e4m3 for new scales",
-            )
         entries, metadata = change_layout(entries, metadata, qkv=settings.qkv, rotary=settings.rotary)
-    if settings.dtype is not None:
-        to = _DTYPES[settings.dtype]
-        entries = quantize(entries, to) if settings.dtype.is_fp8 else cast(entries, to)
-    return entries, metadata
+    return entries if dtype is None else cast(entries, dtype), metadata
 
 
 def change_layout(
@@ -198,10 +171,10 @@ def _joined(name: str, parts: Sequence[LazyTensor]) -> LazyTensor:
 
 
 def merge_lora(settings: MergeLoraSettings, *, reporter: Reporter | None = None) -> Merge:
-    """Write the base model with the adapter added, or subtracted again.
+    """Write the base model with the adapter added.
 
     Raises:
-        RequestError: the adapter is of a kind that cannot be merged, or unmerged, or paths contradict each other.
+        RequestError: the adapter is of a kind that cannot be merged, or paths contradict each other.
         CheckpointError: base or adapter are missing or broken, or don't fit each other.
         OutputError: the target exists already, is too large for the disk or cannot be written.
     """
@@ -211,13 +184,12 @@ def merge_lora(settings: MergeLoraSettings, *, reporter: Reporter | None = None)
     adapter = fit_to_model(open_adapter(Path(settings.adapter)), shapes, base.metadata)
     require_finite(adapter.files)
     reporter.note(f"adapter {adapter.path}: {adapter.scales}, times --scale {settings.scale:g}")
-    entries = merge(base.entries, adapter, scale=-settings.scale if settings.unmerge else settings.scale)
-    describe = partial(Merge, changed=len(adapter.updates))
-    return _write(describe, settings, base, entries, base.metadata, reporter, more_sources=[adapter.path])
+    entries = merge(base.entries, adapter, scale=settings.scale)
+    return _write(Merge, settings, base, entries, base.metadata, reporter, more_sources=[adapter.path])
 
 
 def _write(
-    describe: Callable[..., DerivedT],
+    kind: type[DerivedT],
     settings: ConvertSettings | MergeLoraSettings,
     source: Checkpoint,
     entries: Mapping[str, LazyTensor],
@@ -227,7 +199,7 @@ def _write(
     dry_run: bool = False,
     more_sources: Sequence[Path] = (),
 ) -> DerivedT:
-    """Write weights that are derived from `source`, whole or not at all, and return their document from `describe`.
+    """Write weights that are derived from `source`, whole or not at all, and return their document.
 
     All is checked before hours of reading. With `dry_run` nothing is written.
     """
@@ -243,7 +215,7 @@ def _write(
             f"{format} cannot record that rotary pairs are {rotary}, which {qkv} q, k and v do not imply",
             hint="write another format, or change the layout with --qkv or --rotary",
         )
-    form = f"{source.form}, {source.selection} weights" if source.selection else source.form
+    form = f"{source.format}, {source.selection} weights" if source.selection else source.format
     summary = [
         f"source  {source.path} ({form})",
         f"target  {target} ({format})",
@@ -252,7 +224,7 @@ def _write(
     if settings.options:
         given = {key: " ".join(value) if isinstance(value, list) else value for key, value in settings.options.items()}
         summary.append(f"changes {', '.join(f'{name} {value}' for name, value in given.items())}")
-    planned = describe(
+    planned = kind(
         source=source.path,
         source_format=source.format,
         selection=source.selection,
@@ -266,46 +238,24 @@ def _write(
     )
     if dry_run:
         return planned
-    problem, hint = f"another run writes {target}", "wait until it ends, or write to another name"
-    with sole_run(lock_beside(target, target.name), problem=problem, hint=hint):
-        for line in summary:
-            reporter.note(line)
-        if source.caveat:
-            reporter.warn(source.caveat)
-        if not format.has_metadata:
-            reporter.warn(f"{format} has no metadata: the metadata of the weights is dropped")
-        sha256 = _hash_source(source, reporter) if settings.hashing else None
-        noted = {
-            **{key: text for key, text in metadata.items() if key != _SOURCE_SHA256},
-            "osora.source": os.fspath(source.path),
-            "osora.options": json.dumps(settings.options, ensure_ascii=False, sort_keys=True),
-            "osora.version": opensora_cli.__version__,
-            **({_SOURCE_SHA256: sha256} if sha256 else {}),
-        }
-        with reporter.stage("write", total=nbytes, unit=BYTES) as progress:
-            files = write_checkpoint(
-                entries,
-                target,
-                format=format,
-                shard_bytes=settings.shard_size or SHARD_BYTES,
-                metadata=noted,
-                overwrite=settings.overwrite,
-                hash_each=lambda shards: _hash_each(shards, "hash shards", reporter) if settings.hashing else (),
-                advance=progress.advance,
-            )
-    return planned.model_copy(update={"source_sha256": sha256, "files": files})
-
-
-def _hash_source(source: Checkpoint, reporter: Reporter) -> str:
-    """Return `Derived.source_sha256`."""
-    folder = source.path if source.path.is_dir() else source.path.parent
-    files = sorted((Path(os.path.relpath(file, folder)).as_posix(), file) for file in source.files)
-    hashes = _hash_each([path for _, path in files], "hash", reporter)
-    if len(hashes) == 1:
-        return hashes[0]
-    return listing_sha256({name: digest for (name, _), digest in zip(files, hashes, strict=True)})
-
-
-def _hash_each(files: Sequence[Path], stage: str, reporter: Reporter) -> list[str]:
-    with reporter.stage(stage, total=sum(path.stat().st_size for path in files), unit=BYTES) as progress:
-        return [sha256_of(path, advance=progress.advance) for path in files]
+    for line in summary:
+        reporter.note(line)
+    if metadata.keys() - {"format"} and not format.has_metadata:
+        reporter.warn(f"{format} has no metadata: the metadata of the weights is dropped")
+    noted = {
+        **metadata,
+        "osora.source": os.fspath(source.path),
+        "osora.options": json.dumps(settings.options, ensure_ascii=False, sort_keys=True),
+        "osora.version": opensora_cli.__version__,
+    }
+    with reporter.stage("write", total=nbytes, unit=BYTES) as progress:
+        files = write_checkpoint(
+            entries,
+            target,
+            format=format,
+            shard_bytes=settings.shard_size or SHARD_BYTES,
+            metadata=noted,
+            overwrite=settings.overwrite,
+            advance=progress.advance,
+        )
+    return planned.model_copy(update={"files": files})

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import ClassVar
 
-from opensora_cli.checkpoint.readable import is_sha256
+from opensora_cli.checkpoint.files import is_sha256
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.files import require_space, write_bytes_atomic

@@ -25,7 +25,7 @@ from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but
 )
 from pydantic import Field
 
-from opensora_cli.checkpoint.readable import reading_file
+from opensora_cli.checkpoint.files import reading_file
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
 from opensora_cli.core.formatting import plain, without_credentials

@@ -6,35 +6,25 @@ A model is identified by the tensor names and shapes of the published models.
 import importlib.resources
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import ClassVar
 
 import torch
 from pydantic import Field
 
-from opensora_cli.checkpoint.fp8 import without_scales
 from opensora_cli.checkpoint.load import Shape, differences
 from opensora_cli.checkpoint.lora import describe_adapter, open_adapter
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.checkpoint.transforms import only
+from opensora_cli.checkpoint.transforms import without_scales
 from opensora_cli.core.choices import QKV, Format, Rotary, Selection
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import aligned_rows, first_few, format_bytes, nearest, plain
-from opensora_cli.core.progress import Reporter
 from opensora_cli.models.mmdit.layout import HeadSizes, find_rotary, is_fused, plan_layout, planned_shapes
 from opensora_cli.settings.ckpt import InspectSettings
-
-
-class DtypeTotal(Document):
-    """Totals of the tensors of one dtype."""
-
-    tensors: int
-    parameters: int
-    bytes: int
 
 
 class InspectedTensor(Document):
@@ -49,7 +39,7 @@ class InspectedTensor(Document):
 class Inspection(Document):
     """Content of a checkpoint."""
 
-    SCHEMA: ClassVar[str | None] = "osora.ckpt.inspect/3"
+    SCHEMA: ClassVar[str | None] = "osora.ckpt.inspect/4"
 
     path: Path
     format: Format
@@ -62,10 +52,10 @@ class Inspection(Document):
     rotary: str | None
     parameters: int
     bytes: int
-    dtypes: dict[str, DtypeTotal]
+    dtypes: dict[str, int]
+    """Number of parameters of each dtype."""
     metadata: dict[str, str]
     tensors: tuple[InspectedTensor, ...]
-    """Selected tensors."""
     summary: tuple[str, ...] = Field(exclude=True)
     """Line for each fact about the checkpoint as a whole."""
     lists_tensors: bool = Field(exclude=True)
@@ -79,33 +69,27 @@ class Inspection(Document):
         return [*self.summary, "", *aligned_rows(rows)] if self.lists_tensors else [*self.summary]
 
 
-def inspect(settings: InspectSettings, *, reporter: Reporter | None = None) -> Inspection:
+def inspect(settings: InspectSettings) -> Inspection:
     """Inspect a checkpoint. Only names and shapes are read.
 
     Raises:
-        RequestError: a pattern matches no tensor, or the selected weights are missing.
+        RequestError: the selected weights are missing.
         CheckpointError: the checkpoint is missing or broken.
     """
     checkpoint = open_checkpoint(Path(settings.path), select=settings.select)
-    if checkpoint.caveat and reporter is not None:
-        reporter.warn(checkpoint.caveat)
-    entries = only(checkpoint.entries, settings.only) if settings.only else checkpoint.entries
-    shapes = {name: entry.shape for name, entry in without_scales(checkpoint.entries).items()}
+    entries = checkpoint.entries
+    shapes = {name: entry.shape for name, entry in without_scales(entries).items()}
     layout, identity = find_layout(shapes, checkpoint.metadata), identify(shapes)
     parameters, nbytes = (sum(getattr(entry, name) for entry in entries.values()) for name in ("numel", "nbytes"))
     tensors = tuple(
         InspectedTensor(name=name, dtype=dtype_name(entry.dtype), shape=entry.shape, bytes=entry.nbytes)
         for name, entry in entries.items()
     )
-    dtypes = {
-        name: DtypeTotal(
-            tensors=len(own), parameters=sum(prod(each.shape) for each in own), bytes=sum(each.bytes for each in own)
-        )
-        for name in dict.fromkeys(tensor.dtype for tensor in tensors)
-        if (own := [tensor for tensor in tensors if tensor.dtype == name])
-    }
+    dtypes: Counter[str] = Counter()
+    for entry in entries.values():
+        dtypes[dtype_name(entry.dtype)] += entry.numel
     files = f"{len(checkpoint.files)} files" if len(checkpoint.files) > 1 else "1 file"
-    summary = [f"format      {checkpoint.form}, {files}, {format_bytes(nbytes)}"]
+    summary = [f"format      {checkpoint.format}, {files}, {format_bytes(nbytes)}"]
     if checkpoint.selections:
         summary.append(f"weights     {checkpoint.selection} (there are: {', '.join(checkpoint.selections)})")
     summary.append(f"model       {identity.title if identity else 'none that is known here'}")
@@ -117,10 +101,7 @@ def inspect(settings: InspectSettings, *, reporter: Reporter | None = None) -> I
         summary.append(f"rotary      {layout[1]}")
     names = f": {first_few(list(entries))}" if entries else ""
     summary += [f"tensors     {len(tensors):,}{names}", f"parameters  {parameters:,}"]
-    summary += [
-        f"{name:<11} {total.tensors:,} tensors, {total.parameters:,} parameters, {format_bytes(total.bytes)}"
-        for name, total in dtypes.items()
-    ]
+    summary += [f"{name:<11} {count:,} parameters" for name, count in dtypes.items()]
     summary += [f"metadata    {plain(key)}: {plain(text)}" for key, text in checkpoint.metadata.items()]
     return Inspection(
         path=checkpoint.path,
@@ -134,11 +115,11 @@ def inspect(settings: InspectSettings, *, reporter: Reporter | None = None) -> I
         rotary=layout[1].value if layout else None,
         parameters=parameters,
         bytes=nbytes,
-        dtypes=dtypes,
+        dtypes=dict(dtypes),
         metadata=dict(checkpoint.metadata),
         tensors=tensors,
         summary=tuple(summary),
-        lists_tensors=settings.all or bool(settings.only),
+        lists_tensors=settings.all,
     )
 
 

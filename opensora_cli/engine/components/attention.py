@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from opensora_cli.core.attention import ATTENTION_KINDS, AttentionBackend
-from opensora_cli.core.device import capability, has_flash_kernels, has_gpu, is_gpu
+from opensora_cli.core.device import capability, has_gpu, is_gpu
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.models.attention import BACKENDS
@@ -80,13 +80,9 @@ def attention_order(device: torch.device) -> tuple[str, ...]:
     """Return the backends that `auto` tries on a device, in this order; it uses the first one that works.
 
     `flash3` is made for Hopper GPUs. With `sdpa` torch picks cuDNN's kernels or those of FlashAttention 2, so that
-    `cudnn` and `flash2` gain nothing, except in a torch without flash kernels, as some builds for Windows are.
+    `cudnn` and `flash2` gain nothing.
     """
-    if not is_gpu(device):
-        return ("sdpa",)
-    for_hopper = ("flash3",) if capability(device)[0] == _HOPPER else ()
-    for_builds = () if has_flash_kernels() else ("flash2", "xformers")
-    return (*for_hopper, *for_builds, "sdpa")
+    return ("flash3", "sdpa") if is_gpu(device) and capability(device)[0] == _HOPPER else ("sdpa",)
 
 
 def _first_usable(use: AttentionUse, *, setting: str, tries_device: bool) -> AttentionPlan:
@@ -107,9 +103,9 @@ def _first_usable(use: AttentionUse, *, setting: str, tries_device: bool) -> Att
 def _reason(name: str, use: AttentionUse) -> str:
     if not is_gpu(use.device):
         return "torch's fused kernels; the others need a GPU"
-    if name == "sdpa":
-        return "torch picks cuDNN's, flash or memory-efficient kernels by device and size"
-    return "made for Hopper GPUs" if name == "flash3" else "this torch has no flash kernels of its own"
+    if name == "flash3":
+        return "made for Hopper GPUs"
+    return "torch picks cuDNN's, flash or memory-efficient kernels by device and size"
 
 
 def keep_attention(planned: AttentionPlan, backend: str | None, use: AttentionUse) -> AttentionPlan:

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from opensora_cli.checkpoint.files import listing_sha256, sha256_of
 from opensora_cli.checkpoint.formats.peft import adapter_files
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.lazy import rounded
 from opensora_cli.checkpoint.lora import DOTTED_PREFIXES, KOHYA_PREFIXES, Adapter, LowRank, open_adapter, require_fit
-from opensora_cli.checkpoint.readable import listing_sha256, sha256_of
 from opensora_cli.core.choices import QKV, ROTARY_METADATA, Rotary
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few, format_bytes, plain, shown

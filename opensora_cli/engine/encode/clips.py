@@ -23,13 +23,14 @@ from opensora_cli.core.conditions import (
 from opensora_cli.core.device import is_accelerator, queued_copy, torch_dtype
 from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.data.batches import ClipRequest
-from opensora_cli.engine.components.architectures import load_autoencoder, vae_tiling
-from opensora_cli.engine.components.text_encoders import (
+from opensora_cli.engine.components.architectures import (
     cast_later,
+    load_autoencoder,
     load_clip,
     load_t5,
     stored_t5_dtype,
     streamed_layers,
+    vae_tiling,
 )
 from opensora_cli.engine.encode.inputs import require_frozen_parts
 from opensora_cli.models.vae.autoencoder import Autoencoder

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
+from opensora_cli.checkpoint.files import sha256_of
 from opensora_cli.checkpoint.formats.peft import require_peft
-from opensora_cli.checkpoint.readable import sha256_of
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, CheckpointError, MediaError
 from opensora_cli.core.limits import pick_threads, threads_used

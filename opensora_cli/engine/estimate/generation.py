@@ -17,10 +17,9 @@ import torch
 
 from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.conditions import reference_parts
-from opensora_cli.engine.components.architectures import mmdit_config
+from opensora_cli.engine.components.architectures import STREAMED_LAYERS, mmdit_config
 from opensora_cli.engine.components.loras import lora_ranks
 from opensora_cli.engine.components.parallelize import largest_share
-from opensora_cli.engine.components.text_encoders import STREAMED_LAYERS
 from opensora_cli.engine.components.velocity import modulation_comes_first
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.autoencoder import decoding_need, encoding_need

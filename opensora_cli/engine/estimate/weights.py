@@ -18,9 +18,8 @@ from opensora_cli.checkpoint.load import plan_tensors
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.choices import LinearProducts, Rotary
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.engine.components.architectures import mmdit_config, on_meta, one_block_of_each
+from opensora_cli.engine.components.architectures import mmdit_config, on_meta, one_block_of_each, text_tensors
 from opensora_cli.engine.components.loras import LoraRanks, in_first_block
-from opensora_cli.engine.components.text_encoders import text_tensors
 from opensora_cli.engine.components.weights import Component, Stamp, WeightFiles, stamp_of
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.estimate.transformer import keep_largest_share

@@ -20,7 +20,7 @@ from opensora_cli.core.device import release_memory
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.files import user_cache
 from opensora_cli.core.progress import BYTES
-from opensora_cli.engine.components import text_encoders
+from opensora_cli.engine.components import architectures
 from opensora_cli.engine.components.architectures import load_autoencoder, mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.hardware import OutOfMemoryError
@@ -144,10 +144,10 @@ class LoadedModels:
                 t5 = load_t5(plan, group=self.ranks.text_group)
                 progress.advance()
                 folder, length = plan.weights.path(Component.CLIP), plan.settings.text.clip_max_length
-                clip = text_encoders.load_clip(folder, max_length=length, device=device, dtype=dtype)
+                clip = architectures.load_clip(folder, max_length=length, device=device, dtype=dtype)
                 progress.advance()
                 if plan.offload.stream_text:
-                    ends.enter_context(text_encoders.streamed_layers(t5, device=device, dtype=dtype))
+                    ends.enter_context(architectures.streamed_layers(t5, device=device, dtype=dtype))
             return t5, clip
 
         return self._provide(TEXT_ENCODERS, plan, load)
@@ -270,7 +270,7 @@ def retried(run: Callable[[Plan], T], plan: Plan, stage: str, models: LoadedMode
 def load_t5(plan: Plan, *, group: dist.ProcessGroup | None = None) -> T5Encoder:
     """Return the T5 encoder, whose layers the ranks of `group` share, unless they stay on the CPU to be streamed."""
     streams, device, dtype = plan.offload.stream_text, plan.hardware.device, plan.hardware.dtype
-    t5 = text_encoders.load_t5(
+    t5 = architectures.load_t5(
         plan.weights.path(Component.T5),
         max_length=plan.settings.text.t5_max_length,
         device=device,
@@ -280,7 +280,7 @@ def load_t5(plan: Plan, *, group: dist.ProcessGroup | None = None) -> T5Encoder:
     if group is not None and not streams:
         if dist.get_world_size(group) <= t5.model.sizes.num_heads:
             shard_t5(t5, group)
-        t5.blocks.to(device=device, dtype=dtype if text_encoders.cast_later(device, dtype) else None)
+        t5.blocks.to(device=device, dtype=dtype if architectures.cast_later(device, dtype) else None)
     return t5
 
 

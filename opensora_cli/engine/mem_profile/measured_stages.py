@@ -20,11 +20,15 @@ from opensora_cli.core.device import (
 )
 from opensora_cli.core.limits import read_private_memory
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.components.architectures import autoencoder_on_meta, transformer_on_meta, vae_tiling
+from opensora_cli.engine.components.architectures import (
+    STREAMED_LAYERS,
+    autoencoder_on_meta,
+    transformer_on_meta,
+    vae_tiling,
+)
 from opensora_cli.engine.components.hardware import Hardware, unless_out_of_memory
 from opensora_cli.engine.components.linear_products import use_in_block
 from opensora_cli.engine.components.loras import add_fake_loras, lora_ranks
-from opensora_cli.engine.components.text_encoders import STREAMED_LAYERS
 from opensora_cli.engine.components.velocity import PromptEmbeds
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.fake_tensors import replace_weights

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_weights import bit_equal, held
+from tiny_weights import bit_equal, held, read
 
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.writing import plan_shards, write_checkpoint
@@ -77,6 +77,24 @@ def test_the_library_reads_the_shards(folder, tensors):
     assert list(loaded) == list(tensors)
     assert bit_equal(loaded, tensors)
     assert sum(advanced) == index["metadata"]["total_size"]
+
+
+def test_shards_of_torch(folder, tensors):
+    weight_map = {name: f"pytorch_model-{index:05d}-of-00008.bin" for index, name in enumerate(tensors)}
+    for name, file in weight_map.items():
+        torch.save({name: tensors[name]}, folder / file)
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    opened = open_checkpoint(folder)
+    assert (opened.format, len(opened.files)) == (Format.TORCH, 9)
+    assert bit_equal(read(opened.entries), tensors)
+
+
+def test_a_single_shard_is_refused(folder, tensors):
+    write(folder, tensors)
+    shard = sorted(folder.glob("*.safetensors"))[1]
+    with pytest.raises(CheckpointError, match=r"is shard 2 of \d, a part of a checkpoint") as caught:
+        open_checkpoint(shard)
+    assert caught.value.hint == "name the index of the shards, or their folder"
 
 
 class TestIndexAgainstShards:

@@ -10,7 +10,7 @@ from mapped_memory import are_mapped, needs_maps
 from tiny_world import save_t5
 
 import opensora_cli
-from opensora_cli.engine.components.text_encoders import load_t5
+from opensora_cli.engine.components.architectures import load_t5
 from opensora_cli.memory.host_weights import slot_bytes, streaming_bytes
 from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.text import tokenizer as folders

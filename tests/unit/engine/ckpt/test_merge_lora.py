@@ -60,13 +60,12 @@ def test_the_adapter_is_added_and_recorded(scale: float, base: Path, adapter: Pa
     others = ("to_k.weight", "norm.scale")
     assert bit_equal({name: after[name] for name in others}, {name: before[name] for name in others})
     document = result.to_json()
-    assert document["schema"] == "osora.ckpt.merge-lora/2"
-    assert document["changed"] == 1
+    assert document["schema"] == "osora.ckpt.merge-lora/3"
     assert result.lines() == [str(tmp_path / "merged.safetensors")]
     with safe_open(tmp_path / "merged.safetensors", framework="pt") as file:
         noted = file.metadata()
     assert noted["note"] == "kept"
-    assert json.loads(noted["osora.options"]) == {"adapter": str(adapter), "unmerge": False, "scale": scale}
+    assert json.loads(noted["osora.options"]) == {"adapter": str(adapter), "scale": scale}
 
 
 def test_numbers_that_are_not_finite_are_not_merged(base: Path, tmp_path: Path) -> None:

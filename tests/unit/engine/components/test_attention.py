@@ -120,19 +120,16 @@ LIBRARIES = {"flash3", "flash2", "xformers", "cudnn", "sdpa"}
 
 
 @pytest.mark.parametrize(
-    ("capability", "has_flash", "works", "backend"),
+    ("capability", "works", "backend"),
     [
-        ((9, 0), True, LIBRARIES, "flash3"),
-        ((9, 0), True, LIBRARIES - {"flash3"}, "sdpa"),
-        ((8, 0), True, LIBRARIES, "sdpa"),
-        ((10, 0), True, {"cudnn", "sdpa"}, "sdpa"),
-        ((8, 9), False, LIBRARIES, "flash2"),
-        ((8, 9), False, {"xformers", "sdpa"}, "xformers"),
-        ((8, 9), False, {"sdpa"}, "sdpa"),
+        ((9, 0), LIBRARIES, "flash3"),
+        ((9, 0), LIBRARIES - {"flash3"}, "sdpa"),
+        ((8, 0), LIBRARIES, "sdpa"),
+        ((10, 0), {"cudnn", "sdpa"}, "sdpa"),
     ],
 )
-def test_auto_uses_the_first_backend_of_the_order_that_works(monkeypatch, capability, has_flash, works, backend):
-    tried = gpu_on_which(monkeypatch, works, capability=capability, has_flash=has_flash)
+def test_auto_uses_the_first_backend_of_the_order_that_works(monkeypatch, capability, works, backend):
+    tried = gpu_on_which(monkeypatch, works, capability=capability)
     plan = choose("auto", GPU)
     assert plan.backend == tried[-1] == backend
     assert plan.reason.startswith("auto: ")
@@ -140,11 +137,10 @@ def test_auto_uses_the_first_backend_of_the_order_that_works(monkeypatch, capabi
     assert "cudnn" not in tried
 
 
-def gpu_on_which(monkeypatch, works, *, capability, has_flash):
+def gpu_on_which(monkeypatch, works, *, capability):
     """Fake a GPU on which only the backends `works` agree with math; return the list of those that are tried."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: has_flash)
     tried = []
 
     def why(name, use):

@@ -15,7 +15,7 @@ from tiny_world import WORDS, save_tokenizer
 from tokenizers import Tokenizer, models
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
-from opensora_cli.engine.components.text_encoders import load_clip, load_t5
+from opensora_cli.engine.components.architectures import load_clip, load_t5
 from opensora_cli.models.text import tokenizer as folders
 from opensora_cli.models.text.files import T5_VOCABULARIES, missing_files
 

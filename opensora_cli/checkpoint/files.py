@@ -1,15 +1,17 @@
-"""Reading the files and folders of weights. Needs no torch."""
+"""Files and folders of weights: reading, hashes, and checks of the place where they are written. Needs no torch."""
 
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 from opensora_cli.core import reading as core_reading
-from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.choices import Format
+from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.core.files import nearest_existing, refuse_special, require_space, writing
 
 reading = partial(core_reading.reading, problem=CheckpointError)
 """`core.reading` for checkpoint files: a CheckpointError names the file that cannot be read."""
@@ -65,6 +67,43 @@ def listing_sha256(hashes: Mapping[str, str]) -> str:
     """Return the SHA-256 of the lines that `sha256sum` prints for files, from their names and hashes."""
     lines = (f"{digest}  {name}\n" for name, digest in hashes.items())
     return hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape")).hexdigest()
+
+
+def check_target(path: Path, *, format: Format, overwrite: bool, sources: Iterable[Path] = (), needed: int = 0) -> None:
+    """Check, before hours of work, that `write_checkpoint` can write tensors of `needed` bytes.
+
+    Raises:
+        RequestError: `path` is one of the `sources`, inside of one, or around one.
+        OutputError: `path` exists already, or lies in a folder without write permission, or its disk is too small.
+            `overwrite` allows a file, but no folder.
+    """
+    with writing(path):
+        here = Path(os.path.realpath(path))
+        for source in sources:
+            there = Path(os.path.realpath(source))
+            if here == there or (path.exists() and path.samefile(source)):
+                raise RequestError(f"{path} is also the source", hint="write to another name")
+            if there in here.parents or here in there.parents:
+                raise RequestError(f"{path} and the source {source} overlap", hint="write to another folder")
+        if os.path.lexists(path):
+            _check_existing(path, format=format, overwrite=overwrite)
+        place = nearest_existing(path.absolute().parent)
+        if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+            problem = f"nothing may be written to {place}" if place.is_dir() else f"{place} is not a folder"
+            raise OutputError(f"cannot write {path}: {problem}", hint="choose another folder")
+        require_space(path, needed)
+
+
+def _check_existing(path: Path, *, format: Format, overwrite: bool) -> None:
+    refuse_special(path)
+    if path.is_dir() and not format.is_folder:
+        raise OutputError(f"{path} is a folder", hint="give the name of a file, or a format of several files")
+    if format.is_folder and not path.is_dir():
+        raise OutputError(f"{path} is a file", hint="give the name of a folder, or a format of one file")
+    if format.is_folder and (path.is_symlink() or any(path.iterdir())):
+        raise OutputError(f"{path} exists already", hint="remove the folder, or write to another name")
+    if not format.is_folder and not overwrite:
+        raise OutputError(f"{path} exists already", hint="use --overwrite, or write to another name")
 
 
 def _blobs_of(folder: Path) -> Path | None:
