@@ -137,7 +137,8 @@ def validate(schema: type[S], given: Layer, *, below: Layer | None = None) -> S:
 
 _REMOVED = """
 sampling.batch_size parallel.node_rank parallel.rdzv_endpoint parallel.watch parallel.watch_limit_s
-precision.fp8_linears precision.initial_loss_scale precision.loss_scale_window watching.exact_timers
+parallel.ulysses_chunks precision.fp8_linears precision.initial_loss_scale precision.loss_scale_window
+watching.exact_timers
 memory.activation_buffer memory.activation_offload memory.offload_above
 data.scenes train_mmdit.thing_weight train_vae.picture_steps train_vae.picture_batch_size train_vae.whitening_clips
 train_vae.whole_steps text.batch_size text.t5_width text.t5_layers text.t5_heads text.clip_width text.clip_layers
