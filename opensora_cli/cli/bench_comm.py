@@ -1,6 +1,5 @@
 """`osora bench-comm`: rates and correctness of the links between devices."""
 
-import os
 import sys
 from collections.abc import Sequence
 
@@ -40,7 +39,7 @@ def bench_comm(settings: BenchCommSettings, call: Call) -> None:
     is_on_terminal = grows and sys.stdout is not None and sys.stdout.isatty()
     reporter = SilentReporter() if is_on_terminal else call.reporter
     show = print_lines if grows else note
-    report = measure_as_rank(settings, context, environment=os.environ, reporter=reporter, show=show)
+    report = measure_as_rank(settings, context, reporter=reporter, show=show)
     if grows:
         print_lines(report.closing_lines())
     else:

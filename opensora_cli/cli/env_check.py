@@ -6,7 +6,6 @@ from opensora_cli.cli.command import Call, make_command
 from opensora_cli.cli.output import print_lines
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.env_check.report import PROFILES
-from opensora_cli.engine.env_check.variables import refused_by_torch
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.tools import EnvCheckSettings, EnvProfile
 
@@ -35,13 +34,10 @@ def env_check(settings: EnvCheckSettings, call: Call) -> None:
         return
     if export:
         raise RequestError("--export needs a profile", hint=f"add --profile {' or '.join(EnvProfile)}")
-    environment = dict(os.environ)
-    for name in refused_by_torch(environment):
-        del os.environ[name]  # torch cannot be imported with this variable; the check reports the value
     with call.loading():
         from opensora_cli.engine.env_check.check import env_check as check
 
-    call.show(check(settings, environment=environment, reporter=call.reporter))
+    call.show(check(settings, environment=os.environ, reporter=call.reporter))
 
 
 _ROWS = {

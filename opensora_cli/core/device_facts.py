@@ -29,8 +29,6 @@ class TorchFacts:
     version: str
     cuda: str | None = None
     """CUDA version of the build. None means a CPU build."""
-    architectures: tuple[str, ...] = ()
-    """Architectures of the compiled kernels: `sm_90`, `compute_90`."""
     cuda_available: bool = False
     nccl: str | None = None
     cudnn: str | None = None
@@ -54,6 +52,8 @@ class GpuFacts:
     free_bytes: int
     is_mig: bool = False
     """Whether the device is a MIG slice of a GPU."""
+    failure: str | None = None
+    """Error of a small sum, as without kernels for this GPU. None means success."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,6 @@ def read_torch() -> TorchFacts:
     return TorchFacts(
         version=torch.__version__,
         cuda=torch.version.cuda,
-        architectures=tuple(torch.cuda.get_arch_list()) if available else (),
         cuda_available=available,
         # NCCL is part of the build, so that it needs no driver.
         nccl=".".join(map(str, torch.cuda.nccl.version())) if has_nccl else None,  # type: ignore[no-untyped-call]
@@ -122,9 +121,18 @@ def read_gpus() -> tuple[GpuFacts, ...]:
                 total_bytes=total,
                 free_bytes=free,
                 is_mig=" MIG " in name,
+                failure=_failure_of(index),
             )
         )
     return tuple(found)
+
+
+def _failure_of(index: int) -> str | None:
+    try:
+        torch.ones(2, device=f"cuda:{index}").sum().item()
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
 
 
 def read_links(gpus: tuple[GpuFacts, ...]) -> tuple[LinkFacts, ...]:

@@ -8,7 +8,6 @@ outliers). Sums are in int32 or fp32, and both scales are applied to them.
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,6 @@ _PIECE = 2**24
 """Number of values that are rounded or scaled at the same time."""
 _FEWEST_ROWS = 32
 """Fewest rows for `torch._int_mm`, which refuses 16."""
-_SAMPLED_TOKENS, _SAMPLED_ROWS = 16, 256
 
 Rounded = tuple[Tensor, Tensor]
 """Values in 8 bits, and the scale of each row in fp32."""
@@ -149,7 +147,10 @@ class ProductLinear(StoredLinear):
     def part(self, x: Tensor, features: slice) -> Tensor:
         """Return some of the output features, (..., in_features) -> (..., features)."""
         values, scale = self.last.rounded(x, lambda it: self.round_input(it.reshape(-1, self.in_features)))
-        weight, weight_scale, bias = self.rows(features)
+        stored = self._parameters["weight"]
+        assert stored is not None
+        weight, weight_scale = stored[features], self.weight_scale[features]
+        bias = None if self.bias is None else self.bias[features]
         if self.kind is LinearProducts.FP8:
             # The kernel applies scales and bias, and returns bfloat16.
             out = torch._scaled_mm(
@@ -177,60 +178,15 @@ class ProductLinear(StoredLinear):
             return _in_pieces(flat, torch.float8_e4m3fn, _LARGEST, lambda piece: piece)
         return _in_pieces(flat, torch.int8, INT8_LARGEST, lambda piece: piece.round_())
 
-    def rows(self, rows: slice) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return rows of the weight in 8 bits, of its scale and of the bias."""
-        values = self._parameters["weight"]
-        assert values is not None
-        return values[rows], self.weight_scale[rows], None if self.bias is None else self.bias[rows]
-
-
-@dataclass(frozen=True, slots=True)
-class ProductError:
-    """Error of the products of a layer in 8 bits, from a sample."""
-
-    path: str
-    relative_error: float
-    """Norm of the difference divided by the norm of the result."""
-
 
 @torch.no_grad()
-def use_products(block: nn.Module, paths: Iterable[str], kind: LinearProducts) -> list[ProductError]:
-    """Replace linear layers of a block by layers that multiply in 8 bits, and return the error of each.
-
-    The error is for normally distributed inputs, the same at each call. See `store_in_fp8` for names and errors.
-    """
-    last, errors = LastInput(), []
+def use_products(block: nn.Module, paths: Iterable[str], kind: LinearProducts) -> None:
+    """Replace linear layers of a block by layers that multiply in 8 bits; see `store_in_fp8` for names and errors."""
+    last = LastInput()
     for path in paths:
         linear = block.get_submodule(path)
         assert isinstance(linear, nn.Linear)
-        layer = ProductLinear(linear, kind, last)
-        # Fake weights have no error.
-        if not linear.weight.is_meta:
-            errors.append(ProductError(path, _sampled_error(linear.weight.detach(), layer)))
-        block.set_submodule(path, layer, strict=True)
-    return errors
-
-
-def _sampled_error(weight: Tensor, layer: ProductLinear) -> float:
-    generator = torch.Generator(weight.device).manual_seed(8)
-    tokens = torch.randn(_SAMPLED_TOKENS, weight.shape[1], generator=generator, device=weight.device)
-    rows = slice(None, None, max(1, len(weight) // _SAMPLED_ROWS))
-    exact = tokens @ weight[rows].float().t()
-    found = _rounded_product(layer, tokens, rows)
-    return float((found - exact).norm() / exact.norm().clamp(min=1e-30))
-
-
-def output_and_rounded_product(layer: nn.Module, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output of a layer of `use_products` for tokens, and the fp32 product of the same rounded numbers."""
-    assert isinstance(layer, ProductLinear)
-    expected = _rounded_product(layer, tokens, slice(None))
-    return layer(tokens).float(), expected if layer.bias is None else expected + layer.bias.float()
-
-
-def _rounded_product(layer: ProductLinear, tokens: Tensor, rows: slice) -> Tensor:
-    values, scale = layer.round_input(tokens)
-    stored, weight_scale, _ = layer.rows(rows)
-    return (values.float() * scale) @ (stored.float() * weight_scale).t()
+        block.set_submodule(path, ProductLinear(linear, kind, last), strict=True)
 
 
 def _spans(rows: Tensor) -> Iterator[slice]:

@@ -35,28 +35,6 @@ Cut = tuple[int, Sizes]
 """Dimension, and the length of each rank's share along it."""
 
 
-class Layout:
-    """Layout of tensors of one shape in a flat one, which exchanges all of them without an additional copy.
-
-    Rank `rank` sends shares along `scatter`, and receives shares along `gather`.
-    """
-
-    def __init__(self, tensors: tuple[Tensor, ...], rank: int, scatter: Cut, gather: Cut) -> None:
-        self._scatter, self._gather, self._count = scatter, gather, len(tensors)
-        shape = list(tensors[0].shape)
-        row = None if len(shape) - 1 in (scatter[0], gather[0]) else shape[-1]
-        others = prod(size for dim, size in enumerate(shape) if dim not in (scatter[0], gather[0]))
-        shape[scatter[0]], shape[gather[0]] = scatter[1][rank], sum(gather[1])
-        self._received = shape
-        self.parts = Parts(self._count * others, gather[1], scatter[1], row)
-
-    def pack(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        return _pack(tensors, self._scatter[1], self._scatter[0])
-
-    def unpack(self, received: Tensor) -> tuple[Tensor, ...]:
-        return _unpack(received, self._received, self._gather[1], self._gather[0], count=self._count)
-
-
 def all_gather(x: Tensor, group: Group, *, dim: int, sizes: Sequence[int] | None = None) -> Tensor:
     """Return the shares of all ranks, joined along `dim` in the order of ranks; the gradients of all are summed."""
     if _alone(group):
@@ -109,8 +87,13 @@ def exchange_all(exchange: Exchange, rank: int, scatter: Cut, gather: Cut, *tens
     """Return the results of `all_to_all` for tensors of one shape, in one exchange, which has gradients."""
 
     def there(*tensors: Tensor) -> tuple[Tensor, ...]:
-        layout = Layout(tensors, rank, scatter, gather)
-        return layout.unpack(exchange(layout.pack(tensors), layout.parts))
+        (cut_dim, sizes), (joined_dim, joined_sizes), shape = scatter, gather, list(tensors[0].shape)
+        row = None if len(shape) - 1 in (cut_dim, joined_dim) else shape[-1]
+        others = prod(size for dim, size in enumerate(shape) if dim not in (cut_dim, joined_dim))
+        shape[cut_dim], shape[joined_dim] = sizes[rank], sum(joined_sizes)
+        parts = Parts(len(tensors) * others, joined_sizes, sizes, row)
+        received = exchange(_pack(tensors, sizes, cut_dim), parts)
+        return _unpack(received, shape, joined_sizes, joined_dim, count=len(tensors))
 
     out: tuple[Tensor, ...] = _ThereAndBack.apply(  # type: ignore[no-untyped-call]
         there, partial(exchange_all, exchange, rank, gather, scatter), *tensors

@@ -99,8 +99,6 @@ class ExchangePlan:
     """Number of consecutive ranks with fast links. Over 1, exchanges have two stages: inside and between them."""
     wire: WireFormat | None = None
     """Format that elements are rounded to for the exchange. None means no rounding."""
-    chunks: int = 1
-    """Number of groups of heads. Each is exchanged while attention of the previous group is computed."""
 
     def stage_bytes(self, parts: Parts, itemsize: int) -> dict[str, int]:
         """Return the bytes that all ranks send in one exchange: in total, or inside and between groups of `inner`.

@@ -12,15 +12,7 @@ from torch import Tensor
 
 from opensora_cli.core.attention import AttentionFn
 from opensora_cli.core.exceptions import RequestError
-from opensora_cli.parallel.collectives import (
-    Cut,
-    Exchange,
-    Layout,
-    as_bytes,
-    exchange_all,
-    exchange_directly,
-    exchange_flat,
-)
+from opensora_cli.parallel.collectives import Exchange, exchange_all, exchange_directly, exchange_flat
 from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.shares import SCALE_BYTES, ExchangePlan, Parts, SequenceLengths, WireFormat, shares
 
@@ -89,26 +81,15 @@ def compressed(exchange: Exchange, wire: WireFormat | None, sent: Tensor, parts:
     """
     if wire is None:
         return exchange(sent, parts)
-    return unpacked(exchange(to_wire(sent, parts, wire), parts.on_wire(wire)), parts, wire, dtype=sent.dtype)
-
-
-def to_wire(sent: Tensor, parts: Parts, wire: WireFormat) -> Tensor:
-    """Return flat elements in the format of the wire. Raises ValueError like `Parts.on_wire`."""
+    on_wire = parts.on_wire(wire)
     if wire == "bf16":
-        return sent.to(torch.bfloat16)
-    parts.on_wire(wire)
+        return exchange(sent.to(torch.bfloat16), on_wire).to(sent.dtype)
     values, scales = _quantize(sent.view(-1, parts.row or 1))
     # Values and scales share a message because a second one would cost its latency again.
-    return torch.cat([values.view(torch.uint8), scales.view(torch.uint8)], dim=-1).view(-1)
-
-
-def unpacked(received: Tensor, parts: Parts, wire: WireFormat, *, dtype: torch.dtype) -> Tensor:
-    """Return the elements from the format of the wire; inverse of `to_wire`."""
-    if wire == "bf16":
-        return received.to(dtype)
-    rows = received.view(-1, (parts.row or 1) + SCALE_BYTES)
-    values, scales = rows[:, :-SCALE_BYTES], rows[:, -SCALE_BYTES:].contiguous()
-    return (values.view(_FP8).float() * scales.view(torch.float32)).to(dtype).view(-1)
+    rows = torch.cat([values.view(torch.uint8), scales.view(torch.uint8)], dim=-1)
+    received = exchange(rows.view(-1), on_wire).view(-1, rows.shape[1])
+    values, scales = received[:, :-SCALE_BYTES], received[:, -SCALE_BYTES:].contiguous()
+    return (values.view(_FP8).float() * scales.view(torch.float32)).to(sent.dtype).view(-1)
 
 
 def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,9 +112,7 @@ class UlyssesAttention:
     two-dimensional scheme of Fang & Zhao 2024 (USP).
 
     Args:
-        plan: plan of the exchanges. With `chunks` over 1 and without gradients, the heads of a rank are exchanged in
-            that number of parts, each while attention of the previous one is computed. Then only the exchanges of the
-            first q, k, v and of the last result cause waits.
+        plan: plan of the exchanges. None means one stage and no rounding.
         stages: result of `open_stages` for `plan`.
     """
 
@@ -149,9 +128,8 @@ class UlyssesAttention:
         self._attention = attention
         self._group = group
         self._lengths = lengths
-        self._plan = plan or ExchangePlan()
-        self._is_overlapped = stages is None and self._plan.chunks > 1
-        self._exchange: Exchange = partial(compressed, stages or partial(exchange_directly, group), self._plan.wire)
+        wire = None if plan is None else plan.wire
+        self._exchange: Exchange = partial(compressed, stages or partial(exchange_directly, group), wire)
 
     def __call__(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, /) -> Tensor:
         """Return attention of this rank's queries to the keys of all ranks, (B, H, N, D).
@@ -166,58 +144,7 @@ class UlyssesAttention:
             raise ValueError(f"q, k and v of rank {rank} should have {lengths[rank]} tokens: {q_BHND.shape}")
         if ranks == 1:
             return self._attention(q_BHND, k_BHND, v_BHND)
-        heads, given = shares(num_heads, ranks), (q_BHND, k_BHND, v_BHND)
-        needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-        if self._is_overlapped and not needs_gradient:
-            return self._overlapped(given, heads, lengths)
-        q, k, v = exchange_all(self._exchange, rank, (1, heads), (2, lengths), *given)
+        heads = shares(num_heads, ranks)
+        q, k, v = exchange_all(self._exchange, rank, (1, heads), (2, lengths), q_BHND, k_BHND, v_BHND)
         (out,) = exchange_all(self._exchange, rank, (2, lengths), (1, heads), self._attention(q, k, v))
         return out
-
-    def _overlapped(self, given: tuple[Tensor, ...], heads: tuple[int, ...], lengths: tuple[int, ...]) -> Tensor:
-        """Compute `__call__` in chunks: each overlaps with receiving the next chunk and sending the previous result."""
-        chunks = min(self._plan.chunks, min(heads))
-        # The piece of rank r and chunk c has the index r * chunks + c.
-        pieces = [part for of_rank in heads for part in shares(of_rank, chunks)]
-        split = [torch.split(tensor, pieces, 1) for tensor in given]
-
-        def begin(index: int) -> _Running:
-            tensors = tuple(torch.cat(of_tensor[index::chunks], 1) for of_tensor in split)
-            return _Running(tensors, (1, tuple(pieces[index::chunks])), (2, lengths), self._group, self._plan)
-
-        coming, results = begin(0), list[_Running]()
-        for index in range(chunks):
-            q, k, v = coming.wait()
-            if index + 1 < chunks:
-                coming = begin(index + 1)
-            out = self._attention(q, k, v)
-            back = (2, lengths), (1, tuple(pieces[index::chunks]))
-            results.append(_Running((out,), *back, self._group, self._plan))
-            del q, k, v, out
-        outs = [torch.split(result.wait()[0], pieces[index::chunks], 1) for index, result in enumerate(results)]
-        return torch.cat([of_chunk[rank] for rank in range(len(heads)) for of_chunk in outs], 1)
-
-
-class _Running:
-    """Exchange of tensors that is running."""
-
-    def __init__(
-        self, tensors: tuple[Tensor, ...], scatter: Cut, gather: Cut, group: dist.ProcessGroup, plan: ExchangePlan
-    ) -> None:
-        rank = dist.get_rank(group)
-        self._layout = layout = Layout(tensors, rank, scatter, gather)
-        self._wire, self._dtype, parts = plan.wire, tensors[0].dtype, layout.parts.on_wire(plan.wire)
-        sent = layout.pack(tensors)
-        # The sent tensor must stay alive until the end of the exchange.
-        self._sent = sent if plan.wire is None else to_wire(sent, layout.parts, plan.wire)
-        expected = parts.received(rank)
-        self._received = self._sent.new_empty(sum(expected))
-        self._work = dist.all_to_all_single(
-            as_bytes(self._received), as_bytes(self._sent), expected, parts.sent(rank), group=group, async_op=True
-        )
-
-    def wait(self) -> tuple[Tensor, ...]:
-        self._work.wait()
-        if self._wire is None:
-            return self._layout.unpack(self._received)
-        return self._layout.unpack(unpacked(self._received, self._layout.parts, self._wire, dtype=self._dtype))

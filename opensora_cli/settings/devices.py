@@ -124,7 +124,7 @@ class ExchangeSettings(DeviceSettings):
 
     def exchange_problems(self, *, ulysses: int, tensor: int) -> list[str]:
         """Return one line for each setting that has no effect, or cannot work, with these ranks along the axes."""
-        given = self.model_dump(include={"all_to_all", "compression", "ulysses_chunks"}, exclude_defaults=True)
+        given = self.model_dump(include={"all_to_all", "compression"}, exclude_defaults=True)
         if ulysses == 1:
             return [
                 f"parallel.{name}={value} has no effect, since no tokens are exchanged for heads: "
@@ -168,7 +168,6 @@ class ParallelSettings(ExchangeSettings):
 
     data_parallel_degree: Copies | None = Field(None, description="Groups that share the rows of --prompts. None: all.")
     cfg_parallel_degree: PositiveInt | None = Field(None, le=3, description="Devices that share CFG branches.")
-    ulysses_chunks: Degree = Field(1, description="Parts of an exchange that overlap with attention. 1: no overlap.")
 
 
 class Strategy(StrEnum):

@@ -42,7 +42,6 @@ _CONFLICTS = (
     Pair("video.extend", "video.num_frames=1", "drop --extend, or ask for more frames"),
     Pair("picture.first", "condition.references", "drop --t2i2v or --ref"),
     Pair("parallel.devices", "runtime.device!=auto", "drop one of them"),
-    Pair("parallel.ulysses_chunks>1", "parallel.all_to_all=hierarchical", "use one of them"),
     Pair("compile", "parallel.tensor_parallel_degree>1", "use parallel.ulysses_degree, or compile=false"),
 )
 """Settings that do not go together."""

@@ -35,15 +35,8 @@ _BenchBytes = Annotated[ByteSize, Field(le=2**40)]
 EnvProfile = StrEnum("EnvProfile", ["LOCAL", "CLOUD", "CLUSTER"])
 """Kind of machine for recommended settings."""
 
-Collective = StrEnum(
-    "Collective",
-    "ALL_REDUCE ALL_GATHER REDUCE_SCATTER ALL_TO_ALL HIERARCHICAL ALL_TO_ALL_BF16 ALL_TO_ALL_FP8 BROADCAST SEND_RECV",
-)
-"""Collective that `osora bench-comm` measures.
-
-`hierarchical` is an all-to-all in two stages, inside and between machines. The compressed all-to-alls send fp32
-elements as bf16, or in 8 bits with a scale for each row.
-"""
+Collective = StrEnum("Collective", "ALL_REDUCE ALL_GATHER REDUCE_SCATTER ALL_TO_ALL BROADCAST SEND_RECV")
+"""Collective that `osora bench-comm` measures."""
 
 Scaling = StrEnum("Scaling", ["STRONG", "WEAK"])
 """Scaling test of `osora bench-comm`: the total work (strong), or the work of each rank (weak) is constant."""

@@ -17,7 +17,7 @@ def test_two_processes_give_one_json_document(capfd: pytest.CaptureFixture[str])
     captured = capfd.readouterr()
     document = json.loads(captured.out)
     assert captured.err == ""
-    assert document["schema"] == "osora.bench-comm/4"
+    assert document["schema"] == "osora.bench-comm/5"
     assert (document["shows"], document["wrong"], document["header"]["ranks"]) == ("function", 0, 2)
     assert [(row["collective"], row["size_bytes"]) for row in document["rows"]] == [
         (name, size) for name in ("all_to_all", "broadcast") for size in (8, 16, 32)

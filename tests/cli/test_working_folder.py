@@ -31,10 +31,9 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("arguments", "environment"),
     [
         (["generate", "sea", *RANKS, *SMALL, "--out", "sea.png"], {}),
-        (["env-check"], {"TORCH_LOGS": "x"}),
         (["env-check"], {}),
     ],
-    ids=["generate", "env-check with a variable that torch refuses", "env-check"],
+    ids=["generate", "env-check"],
 )
 def test_no_code_of_the_working_folder_runs(
     arguments: list[str], environment: dict[str, str], planted: Path, tmp_path_factory: pytest.TempPathFactory

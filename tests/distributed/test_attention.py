@@ -98,14 +98,6 @@ def test_every_exchange_sends_what_is_planned(pool: Pool, ranks: int, plan: Exch
         assert max(found.errors[0] for found in answers) > tolerance / 200
 
 
-@pytest.mark.parametrize("wire", [None, "fp8"])
-def test_chunks_send_the_same(pool: Pool, wire: Any) -> None:
-    whole, chunks = (pool(2).run(_exchanged, ExchangePlan(wire=wire, chunks=count), False) for count in (1, 3))
-    for ours, theirs in zip(chunks, whole, strict=True):
-        assert ours.sent_bytes == theirs.sent_bytes
-        assert ours.errors == pytest.approx(theirs.errors, abs=1e-5)
-
-
 def test_stages_of_two_machines() -> None:
     sizes = {"blocks": 3, "video_tokens": 16, "text_tokens": 0, "itemsize": 2}
     direct = _planned(ExchangePlan(), 4, 4, **sizes)

@@ -83,7 +83,6 @@ ROWS = {
         "256px", 8, changes={"parallel__cfg_parallel_degree": 2, "parallel__ring_degree": 2}
     ),
     "8 bits on the way": Row("256px", 2, changes=along(ulysses=2) | {"parallel__compression": "fp8"}),
-    "chunks of heads": Row("256px", 2, changes=along(ulysses=2) | {"parallel__ulysses_chunks": 3}),
     "Ulysses in two stages on 2 machines": Row(
         "256px", 16, changes=along(ulysses=16) | {"parallel__all_to_all": "hierarchical"}
     ),

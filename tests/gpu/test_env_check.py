@@ -13,11 +13,10 @@ from opensora_cli.settings.tools import EnvCheckSettings
 def test_facts_of_the_gpus():
     found = device_facts.read_gpus()
     assert len(found) == torch.cuda.device_count()
-    assert all(0 < gpu.free_bytes <= gpu.total_bytes for gpu in found)
+    assert all(0 < gpu.free_bytes <= gpu.total_bytes and gpu.failure is None for gpu in found)
     assert len(device_facts.read_links(found)) == len(found) * (len(found) - 1) // 2
     facts = device_facts.read_torch()
     assert facts.cuda_available
-    assert facts.architectures
     assert facts.cudnn
 
 
@@ -38,4 +37,3 @@ def test_nothing_stops_a_run_here():
     report = env_check(EnvCheckSettings(all_reduce=False), environment={})
     assert [finding.message for finding in report.findings if finding.severity is Severity.PROBLEM] == []
     assert [finding.message for finding in report.findings if finding.severity is Severity.UNKNOWN] == []
-    assert {preset.device for preset in report.presets} == {"cuda:0"}

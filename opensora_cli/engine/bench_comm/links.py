@@ -186,17 +186,11 @@ def expected_bandwidth(
     rate, local = between.gb_per_s, ranks // hosts
     if collective is Collective.SEND_RECV:
         rate = between.stream_gb_per_s
-    if collective in _EACH_TO_EACH:
+    if collective is Collective.ALL_TO_ALL:
         rate = rate / local * (ranks - 1) / (ranks - local)
     if inside is not None and inside.gb_per_s < rate:
         return inside.gb_per_s, inside
     return rate, between
-
-
-_SORTED = (Collective.ALL_TO_ALL_BF16, Collective.ALL_TO_ALL_FP8, Collective.HIERARCHICAL)
-_EACH_TO_EACH = (Collective.ALL_TO_ALL, *_SORTED)
-_COPIES = 0.5
-"""Share of the good rate that is enough for exchanges that also sort or round elements in memory."""
 
 
 def judge(
@@ -227,9 +221,9 @@ def judge(
     if expected is None:
         return verdict(Judgement.UNKNOWN, f"{best_gb_per_s:.1f} GB/s; what the links should give could not be read")
     rate, link = expected
-    share, good = best_gb_per_s / rate, link.good_share * (_COPIES if collective in _SORTED else 1)
-    reason = f"{best_gb_per_s:.1f} of {rate:.1f} GB/s, {share:.0%} ({link.link}, good from {good:.0%})"
-    if share >= good:
+    share = best_gb_per_s / rate
+    reason = f"{best_gb_per_s:.1f} of {rate:.1f} GB/s, {share:.0%} ({link.link}, good from {link.good_share:.0%})"
+    if share >= link.good_share:
         return verdict(Judgement.GOOD, reason)
     small = largest_bytes < JUDGED_FROM_BYTES
     return verdict(Judgement.TOO_SMALL if small else Judgement.POOR, reason)

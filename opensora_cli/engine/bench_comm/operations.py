@@ -9,7 +9,7 @@ sides round alike.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -18,27 +18,12 @@ import torch
 import torch.distributed as dist
 
 from opensora_cli.core.device import has_streams, seconds_between, synchronize, timed, timing_event
-from opensora_cli.parallel.collectives import (
-    all_gather_single,
-    exchange_directly,
-    reduce_scatter_single,
-)
-from opensora_cli.parallel.shares import Parts, WireFormat
-from opensora_cli.parallel.ulysses import TwoStages, compressed, to_wire, unpacked
+from opensora_cli.parallel.collectives import all_gather_single, reduce_scatter_single
 from opensora_cli.settings.tools import Collective
 
 _LIMIT_S = 10.0
 """Seconds after which slow links get fewer calls."""
 _PERIOD = 31
-_ROW = 128
-"""Elements that share a scale: the head size of the released model."""
-_ON_WIRE = {Collective.ALL_TO_ALL_BF16: 2 / 4, Collective.ALL_TO_ALL_FP8: (_ROW + 4) / (4 * _ROW)}
-"""Bytes sent for each byte of fp32."""
-_WIRES: Mapping[Collective, WireFormat | None] = {
-    Collective.HIERARCHICAL: None,
-    Collective.ALL_TO_ALL_BF16: "bf16",
-    Collective.ALL_TO_ALL_FP8: "fp8",
-}
 _UNDIVIDED = (Collective.ALL_REDUCE, Collective.BROADCAST, Collective.SEND_RECV)
 _CHUNK = 1 << 22
 """Elements made at a time, so that checking 1 GiB needs no other GiB."""
@@ -50,8 +35,6 @@ class Place:
 
     group: dist.ProcessGroup
     device: torch.device
-    two_stages: TwoStages | None = None
-    """Hierarchical exchange. None if the ranks do not divide into equal parts of several ranks."""
 
     @property
     def rank(self) -> int:
@@ -87,19 +70,16 @@ def bus_factor(collective: Collective, ranks: int) -> float:
         return 2 * (ranks - 1) / ranks
     if collective in (Collective.BROADCAST, Collective.SEND_RECV):
         return 1.0
-    # Compressed ones put less on the wire than their size is.
-    return (ranks - 1) / ranks * _ON_WIRE.get(collective, 1.0)
+    return (ranks - 1) / ranks
 
 
 def make_operation(collective: Collective, place: Place, size_bytes: int, dtype: torch.dtype) -> Operation:
-    """Return a collective on buffers of a size; a hierarchical one needs a place with two stages.
+    """Return a collective on buffers of a size.
 
-    all_to_all sends another equal piece to each rank, also in two stages or rounded on the way; send_recv passes
-    tensors on in a ring, all at once.
+    all_to_all sends another equal piece to each rank; send_recv passes tensors on in a ring, all at once.
     """
-    group, rank, ranks, wire = place.group, place.rank, place.ranks, _WIRES.get(collective)
-    row = _ROW if wire == "fp8" else 1
-    parts = 1 if collective in _UNDIVIDED else ranks * row
+    group, rank, ranks = place.group, place.rank, place.ranks
+    parts = 1 if collective in _UNDIVIDED else ranks
     whole = place.zeros(max(size_bytes // dtype.itemsize // parts, 1) * parts, dtype)
     length = whole.numel() // ranks
     # Tensor that this rank fills, index of its first number, and the tensor with the result. Its equal pieces have the
@@ -126,18 +106,13 @@ def make_operation(collective: Collective, place: Place, size_bytes: int, dtype:
         case _:
             result, pieces = torch.zeros_like(whole), [(source + 1, rank * length) for source in range(ranks)]
             run = partial(dist.all_to_all_single, result, whole, group=group)
-    if collective in _WIRES:
-        exchange = partial(exchange_directly, group) if wire else place.two_stages
-        assert exchange is not None
-        run = partial(compressed, exchange, wire, whole, Parts(length, (1,) * ranks, (1,) * ranks, row))
 
     def count_wrong() -> int:
         fill(filled, scale=rank + 1, start=start)
-        returned = run()
-        found = returned if collective in _WIRES and isinstance(returned, torch.Tensor) else result
+        run()
         return sum(
-            _count_wrong(piece, scale, at, wire=wire, row=row)
-            for piece, (scale, at) in zip(found.view(len(pieces), -1), pieces, strict=True)
+            count_mismatches(piece, scale=scale, start=at)
+            for piece, (scale, at) in zip(result.view(len(pieces), -1), pieces, strict=True)
         )
 
     return Operation(whole.nbytes, whole.dtype, run, count_wrong)
@@ -153,16 +128,8 @@ def _pass_on(place: Place, sent: torch.Tensor, received: torch.Tensor) -> None:
         work.wait()
 
 
-def _count_wrong(piece: torch.Tensor, scale: int, start: int, *, wire: WireFormat | None, row: int) -> int:
-    if wire is None:
-        return count_mismatches(piece, scale=scale, start=start)
-    expected, alone = torch.empty_like(piece), Parts(len(piece), (1,), (1,), row)
-    fill(expected, scale=scale, start=start)
-    return int((piece != unpacked(to_wire(expected, alone, wire), alone, wire, dtype=piece.dtype)).sum())
-
-
-BUFFERS = 4
-"""Buffers of the measured size that a collective holds at most: two, and those of a compressed exchange."""
+BUFFERS = 2
+"""Buffers of the measured size that a collective holds at most."""
 
 
 def fill(values: torch.Tensor, *, scale: int, start: int = 0) -> None:

@@ -1,6 +1,6 @@
 """`osora bench-comm`: start the ranks, join them, and measure with all of them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from statistics import fmean
 from typing import ClassVar
 
@@ -20,8 +20,6 @@ from opensora_cli.engine.bench_comm.scaling import ScalingTable, measure_scaling
 from opensora_cli.engine.bench_comm.topology import Header, gather_header
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
 from opensora_cli.engine.launch.rank import WatchedReporter, device_type, joined
-from opensora_cli.parallel.mesh import stage_groups
-from opensora_cli.parallel.ulysses import TwoStages
 from opensora_cli.settings.tools import BenchCommSettings, Collective
 
 Show = Callable[[Sequence[str]], None]
@@ -68,16 +66,16 @@ class Row(Document):
 
 
 class BenchReport(Document):
-    """Report of a benchmark, in the schema `osora.bench-comm/4`."""
+    """Report of a benchmark, in the schema `osora.bench-comm/5`."""
 
-    SCHEMA: ClassVar[str | None] = "osora.bench-comm/4"
+    SCHEMA: ClassVar[str | None] = "osora.bench-comm/5"
 
     header: Header
     shows: str
     """`speed`, or `function` on gloo."""
     rows: tuple[Row, ...]
     verdicts: tuple[Verdict, ...]
-    scaling: tuple[ScalingTable, ...] = ()
+    scaling: ScalingTable | None = None
     wrong: int
     """Wrong elements in all rows."""
     notes: tuple[str, ...] = ()
@@ -97,8 +95,8 @@ class BenchReport(Document):
     def closing_lines(self) -> list[str]:
         """Return the lines below the table."""
         found = ["", *(f"verdict     {verdict.line()}" for verdict in self.verdicts)]
-        for table in self.scaling:
-            found += ["", *table.lines()]
+        if self.scaling is not None:
+            found += ["", *self.scaling.lines()]
         return [*found, *(f"note        {note}" for note in self.notes)]
 
 
@@ -127,7 +125,6 @@ def measure_as_rank(
     settings: BenchCommSettings,
     context: RankContext,
     *,
-    environment: Mapping[str, str],
     reporter: Reporter,
     show: Show,
 ) -> BenchReport:
@@ -142,10 +139,8 @@ def measure_as_rank(
             settings,
             group=dist.group.WORLD,
             device=device,
-            environment=environment,
             reporter=WatchedReporter(reporter),
             show=show,
-            ranks_per_machine=context.world_size // context.nnodes,
         )
 
 
@@ -154,36 +149,33 @@ def bench_comm(
     *,
     group: dist.ProcessGroup,
     device: torch.device,
-    environment: Mapping[str, str],
     reporter: Reporter | None = None,
     show: Show | None = None,
-    ranks_per_machine: int | None = None,
 ) -> BenchReport:
     """Measure what `settings` ask for; all 2 or more ranks of the group call this.
 
-    The `ranks_per_machine` are the inner stage of hierarchical exchanges; None means that all ranks are on one machine,
-    whose halves then stand for two. The header shows variables of `environment`. `show` gets the header and each row as
-    soon as it is measured. Raises HardwareError if not even the smallest size fits into memory.
+    `show` gets the header and each row as soon as it is measured. Raises HardwareError if not even the smallest size
+    fits into memory.
     """
     reporter, show = reporter or SilentReporter(), show or (lambda lines: None)
-    place, place_notes = _place(settings, group, device, ranks_per_machine or group.size())
-    header = gather_header(group, device, environment=environment)
+    place = Place(group, device)
+    header = gather_header(group, device)
     show([*header.lines(), "", TABLE_HEAD])
     found, notes = _measure_all(settings, place, reporter, show)
-    tables = []
+    table = None
     if settings.scaling is not None:
         kind, steps = settings.scaling, min(settings.iters, _SCALING_STEPS)
         with reporter.stage("scaling"):
-            tables = [measure_scaling(kind, group=group, device=device, steps=steps, is_gloo=header.is_gloo)]
+            table = measure_scaling(kind, group=group, device=device, steps=steps, is_gloo=header.is_gloo)
     rows = tuple(row for of_one in found.values() for row in of_one)
     return BenchReport(
         header=header,
         shows="function" if header.is_gloo else "speed",
         rows=rows,
         verdicts=tuple(_verdict(header, of_one) for of_one in found.values()),
-        scaling=tuple(tables),
+        scaling=table,
         wrong=sum(row.wrong for row in rows),
-        notes=(*place_notes, *notes),
+        notes=tuple(notes),
     )
 
 
@@ -207,8 +199,6 @@ def _measure_all(
         notes.append(f"sizes end at {sizes[-1]} bytes, not at {asked}: memory is not free for more")
     found: dict[Collective, list[Row]] = {}
     for collective in dict.fromkeys(settings.collectives):
-        if collective is Collective.HIERARCHICAL and place.two_stages is None:
-            continue
         rows = found.setdefault(collective, [])
         with reporter.stage(collective.value, total=len(sizes)) as progress:
             for size in sizes:
@@ -242,21 +232,6 @@ def _row(collective: Collective, operation: Operation, settings: BenchCommSettin
         bus_bandwidth_gb_per_s=bandwidth * bus_factor(collective, place.ranks),
         wrong=int(wrong),
     )
-
-
-def _place(
-    settings: BenchCommSettings, group: dist.ProcessGroup, device: torch.device, ranks_per_machine: int
-) -> tuple[Place, list[str]]:
-    """Return where operations run, and how the hierarchical one divides the ranks; all ranks call it."""
-    if Collective.HIERARCHICAL not in settings.collectives:
-        return Place(group, device), []
-    ranks, inner, notes = group.size(), ranks_per_machine, []
-    if inner == ranks and ranks % 2 == 0:
-        inner = ranks // 2
-        notes.append(f"hierarchical divides one machine as if it were two of {inner} ranks each")
-    if inner == 1 or ranks % inner:
-        return Place(group, device), [f"hierarchical is skipped: {ranks} ranks are not equal parts of several each"]
-    return Place(group, device, TwoStages(*stage_groups([dist.get_process_group_ranks(group)], inner=inner))), notes
 
 
 def affordable_bytes(place: Place) -> int:

@@ -40,15 +40,14 @@ class ScalingRow(Document):
 
 
 class ScalingTable(Document):
-    """Step times of one kind of step."""
+    """Step times of sampling."""
 
-    step: str
     scaling: Scaling
     rows: tuple[ScalingRow, ...]
 
     def lines(self) -> list[str]:
         found = [
-            f"{self.scaling} scaling of a {self.step}",
+            f"{self.scaling} scaling of a denoising step",
             f"{'ranks':>8}{'step (ms)':>14}{'efficiency':>14}",
         ]
         for row in self.rows:
@@ -84,7 +83,7 @@ def measure_scaling(
         ideal_s = (rows[0].step_s if rows else step_s) / (ranks if scaling is Scaling.STRONG else 1)
         efficiency = None if is_gloo else ideal_s / step_s
         rows.append(ScalingRow(ranks=ranks, step_s=step_s, efficiency=efficiency))
-    return ScalingTable(step="denoising step", scaling=scaling, rows=tuple(rows))
+    return ScalingTable(scaling=scaling, rows=tuple(rows))
 
 
 def denoising_step(group: dist.ProcessGroup, device: torch.device, *, is_weak: bool) -> Callable[[], object]:

@@ -1,4 +1,4 @@
-"""Facts gathered from all ranks: hosts, devices, links, networks, versions, variables."""
+"""Facts gathered from all ranks: hosts, devices, links, networks, versions."""
 
 import platform
 import socket
@@ -15,8 +15,7 @@ from opensora_cli.core.device import capability, collective_backends, current_gp
 from opensora_cli.core.device_facts import LinkFacts, LinkKind, nvml_gpus, read_gpus, read_links, read_torch
 from opensora_cli.core.device_names import GPU, indexed
 from opensora_cli.core.documents import Document
-from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
-from opensora_cli.core.redaction import shown_variables
+from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.engine.bench_comm.links import (
     Expectation,
     NetworkPort,
@@ -50,8 +49,6 @@ class Header(Document):
     versions: Mapping[str, str]
     ranks: int
     hosts: tuple[HostLinks, ...]
-    environment: Mapping[str, str]
-    """Relevant environment variables of the first rank, without secrets."""
     inside: Expectation | None
     """Expected rate of the links between the GPUs of a host."""
     between: Expectation | None
@@ -73,7 +70,6 @@ class Header(Document):
         for expected in (self.inside, self.between):
             if expected is not None:
                 found.append(f"expected    {expected.line()}")
-        found += [f"variable    {name}={value}" for name, value in self.environment.items()]
         if self.is_gloo:
             found.append("note        gloo shows function, not speed: no number here holds for a GPU or its links")
         return found
@@ -91,8 +87,8 @@ def _host_lines(host: HostLinks) -> list[str]:
     return found
 
 
-def gather_header(group: dist.ProcessGroup, device: torch.device, *, environment: Mapping[str, str]) -> Header:
-    """Return the header, the same on all ranks."""
+def gather_header(group: dist.ProcessGroup, device: torch.device) -> Header:
+    """Return the header. All ranks call this."""
     reports = all_gather_json(_this_rank(group, device).to_json(), group)
     hosts = join_hosts([HostLinks.model_validate(report) for report in reports])
     kinds = [link.kind for host in hosts for link in host.links]
@@ -101,20 +97,14 @@ def gather_header(group: dist.ProcessGroup, device: torch.device, *, environment
         (expectation_between(host.network) for host in hosts),
         key=lambda expected: expected.gb_per_s if expected else 0.0,
     )
-    header = Header(
+    return Header(
         backend=collective_backends(device.type).rpartition(":")[2],
         versions=versions() | read_torch().library_versions(),
         ranks=group.size(),
         hosts=hosts,
-        # What our launcher sets for each rank is no fact of the machine.
-        environment={
-            name: value for name, value in shown_variables(environment).items() if not name.startswith("OSORA_RANK_")
-        },
         inside=expectation_inside(kinds, ports) if is_gpu(device) else None,
         between=slowest if is_gpu(device) and len(hosts) > 1 else None,
     )
-    # Variables may differ between machines: those of the first rank are shown.
-    return Header.model_validate(broadcast_json(header.to_json(), group))
 
 
 def join_hosts(reports: Sequence[HostLinks]) -> tuple[HostLinks, ...]:

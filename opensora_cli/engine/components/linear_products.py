@@ -1,18 +1,14 @@
-"""Matmuls in 8 bits in the transformer's linear layers on a GPU: check that they work, use them, report the error."""
+"""Matmuls in 8 bits in the transformer's linear layers on a GPU: check that they work, and use them."""
 
-from collections.abc import Sequence
 from functools import lru_cache
-from math import sqrt
-from typing import Self
 
 import torch
 from torch import nn
 
 from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.device import capability, device_name, has_gpu, is_gpu
-from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError, RequestError
-from opensora_cli.memory.eight_bit import ProductError, output_and_rounded_product, use_products
+from opensora_cli.memory.eight_bit import use_products
 from opensora_cli.models.linears import LowRankLinear
 from opensora_cli.models.mmdit.blocks import RepeatedBlocks, repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
@@ -22,36 +18,9 @@ _NEEDED = {LinearProducts.INT8: (8, 0), LinearProducts.FP8: (8, 9)}
 """Lowest compute capability."""
 _MULTIPLE = {LinearProducts.INT8: 8, LinearProducts.FP8: 16}
 """Divisor of the sizes of a layer."""
-_TOLERANCE = 0.02
-"""Largest relative error of the small product, which bfloat16 rounds once."""
+_TOLERANCE = 0.1
+"""Largest relative error of a small product. Rounding to 8 bits gives about 1 % with int8, and 4 % with fp8."""
 _USE_EXACT = "use --set precision.linear=exact"
-
-
-class LinearProductsReport(Document):
-    """Layers that multiply in 8 bits, and the error of their products."""
-
-    kind: LinearProducts
-    layers: int
-    relative_error: float
-    """Root mean square over all layers of the error relative to the result, for normally distributed inputs."""
-    largest_relative_error: float
-    """Error of the layer `largest_at`."""
-    largest_at: str
-
-    @classmethod
-    def of(cls, kind: LinearProducts, errors: Sequence[ProductError]) -> Self:
-        """Return the report for the errors of all replaced layers, at least one."""
-        worst = max(errors, key=lambda error: error.relative_error)
-        mean = sqrt(sum(error.relative_error**2 for error in errors) / len(errors))
-        largest, path = worst.relative_error, worst.path
-        return cls(kind=kind, layers=len(errors), relative_error=mean, largest_relative_error=largest, largest_at=path)
-
-    def line(self) -> str:
-        """Return the report as a line of text."""
-        return (
-            f"{self.layers} linear layers multiply in {self.kind}: sampled products are off by "
-            f"{self.relative_error:.2%}, those of {self.largest_at} by {self.largest_relative_error:.2%}"
-        )
 
 
 def require_products(
@@ -87,9 +56,9 @@ def require_products(
         raise HardwareError(f"precision.linear={kind} does not work here: {problem}", hint=_USE_EXACT)
 
 
-def use_in_block(block: nn.Module, stack: RepeatedBlocks, kind: LinearProducts) -> list[ProductError]:
-    """Replace the linear layers of one block, sharded or with adapters or not, and return the error of each product."""
-    return use_products(block, [_path_of_weight(block, linear.path) for linear in stack.linears], kind)
+def use_in_block(block: nn.Module, stack: RepeatedBlocks, kind: LinearProducts) -> None:
+    """Replace the linear layers of one block, sharded or with adapters or not."""
+    use_products(block, [_path_of_weight(block, linear.path) for linear in stack.linears], kind)
 
 
 def _path_of_weight(block: nn.Module, path: str) -> str:
@@ -131,9 +100,10 @@ def _why_unusable(kind: LinearProducts, device: torch.device, dtype: torch.dtype
         torch.default_generator.manual_seed(0)
         block = nn.Sequential(nn.Linear(64, 48, dtype=dtype).requires_grad_(False))
         tokens = torch.randn(40, 64, dtype=dtype)
+        expected = block(tokens).float()
         try:
             use_products(block, ["0"], kind)
-            found, expected = output_and_rounded_product(block.to(device)[0], tokens.to(device))
+            found = block.to(device)(tokens.to(device)).float().cpu()
         except (RuntimeError, NotImplementedError, AttributeError) as error:
             return str(error).strip().splitlines()[0]
     off = float((found - expected).norm() / expected.norm())

@@ -16,7 +16,7 @@ from opensora_cli.models.text.encoders import T5Encoder
 from opensora_cli.models.text.t5 import keep_heads, t5_linears
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape, Parts, WireFormat, shares, span
 from opensora_cli.sampling.guidance import Branch, GuidanceScales, branches_needed, busiest
-from opensora_cli.settings.devices import AllToAll, Compression, ExchangeSettings, ParallelSettings
+from opensora_cli.settings.devices import AllToAll, Compression, ExchangeSettings
 from opensora_cli.settings.generate import GenerateSettings
 
 _EVEN = 1.05
@@ -93,19 +93,12 @@ def describe_mesh(shape: MeshShape) -> str:
 _WIRES: Mapping[Compression, WireFormat] = {Compression.BF16: "bf16", Compression.FP8: "fp8"}
 
 
-def plan_exchange(parallel: ExchangeSettings, mesh: MeshShape, *, num_heads: int, itemsize: int) -> ExchangePlan:
+def plan_exchange(parallel: ExchangeSettings, mesh: MeshShape, *, itemsize: int) -> ExchangePlan:
     """Return how the ranks of a mesh exchange tokens for heads; `itemsize` is the bytes of an exchanged element.
 
     Raises RequestError if a setting has no effect between these ranks, or is impossible.
     """
     problems = parallel.exchange_problems(ulysses=mesh.ulysses, tensor=mesh.tensor)
-    chunks = parallel.ulysses_chunks if isinstance(parallel, ParallelSettings) else 1
-    most = num_heads // mesh.tensor // mesh.ulysses
-    if mesh.ulysses > 1 and chunks > most:
-        problems.append(
-            f"parallel.ulysses_chunks={chunks} must be at most the heads of a device, parallel.ulysses_degree="
-            f"{mesh.ulysses} of {num_heads // mesh.tensor}: use at most {most}"
-        )
     if mesh.ulysses > 1 and parallel.compression is Compression.BF16 and itemsize <= 2:
         problems.append("parallel.compression=bf16 has no effect on a run in 16 bits: use fp8 or none")
     if problems:
@@ -113,7 +106,6 @@ def plan_exchange(parallel: ExchangeSettings, mesh: MeshShape, *, num_heads: int
     return ExchangePlan(
         inner=parallel.inner_ranks(ulysses=mesh.ulysses, tensor=mesh.tensor),
         wire=_WIRES.get(parallel.compression),
-        chunks=chunks,
     )
 
 
@@ -145,8 +137,6 @@ class PlannedExchange(Document):
     compression: Compression
     inner_ranks: int
     """Ranks of the inner stage of a two-stage exchange; 1 means one stage."""
-    chunks: int
-    """Number of parts in which the heads are exchanged."""
     bytes_per_evaluation: Mapping[str, int]
     """Bytes that all ranks send for one evaluation of the model: `sent`, or with two stages `inside` and `between`."""
     how: str = Field(exclude=True)
@@ -161,7 +151,6 @@ class PlannedExchange(Document):
             all_to_all=parallel.all_to_all,
             compression=parallel.compression,
             inner_ranks=plan.inner,
-            chunks=plan.chunks,
             bytes_per_evaluation=bytes_per_evaluation,
             how=describe_exchange(parallel, plan, mesh),
         )
@@ -179,8 +168,6 @@ def describe_exchange(parallel: ExchangeSettings, plan: ExchangePlan, mesh: Mesh
     words = [f"{parallel.all_to_all}{stages}"]
     if parallel.compression.largest_error:
         words.append(f"{parallel.compression} ({parallel.compression.largest_error})")
-    if plan.chunks > 1:
-        words.append(f"in {plan.chunks} chunks of heads")
     return ", ".join(words)
 
 

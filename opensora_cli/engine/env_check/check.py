@@ -18,13 +18,13 @@ import opensora_cli
 from opensora_cli.core import device_facts
 from opensora_cli.core.device_facts import GpuFacts, LinkFacts, LinkKind
 from opensora_cli.core.exceptions import OsoraError
+from opensora_cli.core.limits import read_cores
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.core.redaction import Redactor, is_relevant, shown_variables
-from opensora_cli.engine.env_check import host, machine
-from opensora_cli.engine.env_check.host import HostFacts
-from opensora_cli.engine.env_check.report import EnvReport, Finding, PresetNeeds, Severity, ok
-from opensora_cli.engine.env_check.variables import Surroundings, lint_file, lint_variables, refused_by_torch
+from opensora_cli.engine.env_check import machine
+from opensora_cli.engine.env_check.report import EnvReport, Finding, Severity, ok
+from opensora_cli.engine.env_check.variables import Surroundings, lint_file, lint_variables
 from opensora_cli.settings.tools import EnvCheckSettings
 
 FactT = TypeVar("FactT")
@@ -48,13 +48,12 @@ def env_check(
     variables = os.environ if environment is None else environment
     # First, so that a misspelled name is refused at once.
     in_files = [finding for name in settings.files for finding in lint_file(Path(name))]
-    findings, presets = _check_machine(variables, settings, reporter or SilentReporter())
+    findings = _check_machine(variables, settings, reporter or SilentReporter())
     report = EnvReport(
         osora=opensora_cli.__version__,
         platform=platform.platform(),
         fine=all(finding.severity is not Severity.PROBLEM for finding in (*findings, *in_files)),
         findings=(*findings, *in_files),
-        presets=tuple(presets),
         environment=shown_variables(variables),
     )
     if not settings.bug_report:
@@ -62,28 +61,20 @@ def env_check(
     return report.bug_report(Redactor.of_this_machine())
 
 
-def _check_machine(
-    environment: Mapping[str, str], settings: EnvCheckSettings, reporter: Reporter
-) -> tuple[list[Finding], list[PresetNeeds]]:
-    """Return the findings in the order in which they are printed, and the needs of the presets."""
+def _check_machine(environment: Mapping[str, str], settings: EnvCheckSettings, reporter: Reporter) -> list[Finding]:
+    """Return the findings in the order in which they are printed."""
     # Each kind of fact is read once, when a check first needs it.
     built, driver = cache(device_facts.read_torch), cache(device_facts.read_driver)
-    gpus, here = cache(device_facts.read_gpus), cache(host.read_host)
+    gpus, weights = cache(device_facts.read_gpus), cache(lambda: machine.read_weights(environment))
     links = cache(lambda: device_facts.read_links(gpus()))
-    weights = cache(lambda: host.read_weights(environment))
-    num_gpus = cache(lambda: len(_or_else(gpus, tuple[GpuFacts, ...]())))
-    presets = list[PresetNeeds]()
 
     def check_variables() -> Iterable[Finding]:
-        facts, uses_cuda = _or_else(here, HostFacts()), _or_else(lambda: built().cuda is not None, False)
-        own = Path(torch.__file__).parents[1]
+        uses_cuda, own = _or_else(lambda: built().cuda is not None, False), Path(torch.__file__).parents[1]
         surroundings = Surroundings(
             uses_cuda=uses_cuda,
-            num_gpus=num_gpus(),
-            cores=facts.cores,
+            cores=read_cores()[0],
             has_nvlink=any(link.kind is LinkKind.NVLINK for link in _or_else(links, tuple[LinkFacts, ...]())),
-            interfaces=facts.interfaces,
-            infiniband=facts.infiniband,
+            has_infiniband=Path("/sys/class/infiniband").is_dir(),
             shadowing=machine.shadowing_libraries(environment, own=own) if uses_cuda else (),
         )
         count = sum(map(is_relevant, environment))
@@ -91,31 +82,24 @@ def _check_machine(
             ok(f"nothing wrong with {count} variables that matter here")
         ]
 
-    def check_presets() -> Iterable[Finding]:
-        with reporter.stage("presets"):
-            found, unplanned = host.read_presets(environment, num_gpus=num_gpus())
-        presets.extend(found)
-        return host.check_presets(found, unplanned=unplanned)
-
     def reduce_over_all() -> Iterable[Finding]:
-        refused = refused_by_torch(environment)
-        usable = {name: value for name, value in environment.items() if name not in refused}
+        num_gpus = len(_or_else(gpus, tuple[GpuFacts, ...]()))
         with reporter.stage("all-reduce"):
-            return list(check_all_reduce(num_gpus=num_gpus(), seconds=settings.all_reduce_seconds, environment=usable))
+            return list(
+                check_all_reduce(num_gpus=num_gpus, seconds=settings.all_reduce_seconds, environment=environment)
+            )
 
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
-        "python": lambda: machine.check_python(sys.version_info[:3], machine.unmet_requirements()),
+        "python": machine.check_python,
         "torch": lambda: machine.check_torch(built(), driver()),
         "cards": lambda: machine.check_gpus(built(), gpus()),
         "links": lambda: machine.check_links(links()),
-        "libraries": lambda: machine.check_libraries(built(), gpus()),
-        "attention": host.check_attention,
-        "video": host.check_encoder,
-        "memory": lambda: host.check_memory(here(), weights(), has_gpus=bool(gpus())),
-        "disk": lambda: host.check_disk(weights()),
-        "limits": lambda: host.check_limits(here()),
+        "attention": machine.check_attention,
+        "video": machine.check_encoder,
+        "memory": lambda: machine.check_memory(weights(), has_gpus=bool(gpus())),
+        "disk": lambda: machine.check_disk(weights()),
+        "limits": machine.check_shared_memory,
         "environment": check_variables,
-        "presets": check_presets,
         **({"all-reduce": reduce_over_all} if settings.all_reduce else {}),
     }
     findings = list[Finding]()
@@ -128,7 +112,7 @@ def _check_machine(
             reason = " ".join(text.split())[:300]
             found = [Finding(severity=Severity.UNKNOWN, message=f"could not be checked: {reason}")]
         findings += [finding.model_copy(update={"check": name}) for finding in found]
-    return findings, presets
+    return findings
 
 
 def _or_else(read: Callable[[], FactT], default: FactT) -> FactT:

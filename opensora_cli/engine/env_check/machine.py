@@ -1,56 +1,46 @@
-"""Checks of Python, torch, the GPUs, the links between them and their libraries."""
+"""Checks of this machine: Python, torch, GPUs and their links, attention backends, memory, disk and the encoder."""
 
-import importlib.metadata
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from packaging.requirements import Requirement
+import psutil  # type: ignore[import-untyped]  # it ships none
 
+from opensora_cli.core.attention import ATTENTION_KINDS
 from opensora_cli.core.device import GIB
 from opensora_cli.core.device_facts import DriverFacts, GpuFacts, LinkFacts, LinkKind, TorchFacts
+from opensora_cli.core.files import nearest_existing
+from opensora_cli.core.limits import read_private_memory
+from opensora_cli.engine.components.architectures import count_parameters
+from opensora_cli.engine.components.attention import AttentionUse, attention_order, choose_attention, why_unusable
+from opensora_cli.engine.components.hardware import pick_hardware
+from opensora_cli.engine.components.weights import DEFAULT_FOLDER, find_weights
 from opensora_cli.engine.env_check.report import Finding, note, ok, problem, warning
+from opensora_cli.settings.components import DOWNLOAD_COMMAND
+from opensora_cli.settings.devices import AttentionChoice
+from opensora_cli.settings.load import load_preset
 
-_PYTHONS = ((3, 11), (3, 13))
+_WEIGHT_BYTES = 2
+_HEAD_DIM = 128
+"""Head size of the released model."""
+# Docker gives 64 MiB by default; NVIDIA's own containers ask to be started with 1 GiB.
+_SMALLEST_SHARED_MEMORY = GIB
+_NEWEST_PYTHON = (3, 13)
 # NVIDIA, CUDA Compatibility, table 1: the oldest driver for each major version of CUDA, by minor version compatibility.
 _OLDEST_DRIVER = {11: 450, 12: 525, 13: 580}
 _CUDA_LIBRARIES = ("libcudart.so", "libcublas.so", "libcudnn.so", "libnccl.so")
 _TORCH_LINE = "choose the build for this machine at https://pytorch.org/get-started/locally/"
 
 
-def check_python(version: tuple[int, int, int], unmet: Sequence[str]) -> Iterator[Finding]:
-    """Judge the interpreter and the result of `unmet_requirements`."""
-    text = ".".join(map(str, version))
-    oldest, newest = (".".join(map(str, each)) for each in _PYTHONS)
-    if version[:2] < _PYTHONS[0]:
-        yield problem(f"Python {text}", why=f"osora needs {oldest} or newer", fix=f"make an environment with {oldest}")
-    elif version[:2] > _PYTHONS[1]:
+def check_python(version: tuple[int, ...] = sys.version_info[:3]) -> Iterator[Finding]:
+    text, newest = (".".join(map(str, each)) for each in (version, _NEWEST_PYTHON))
+    if version[:2] > _NEWEST_PYTHON:
         yield warning(f"Python {text}", why=f"osora is tested up to {newest}", fix=f"if it fails, use {newest}")
     else:
         yield ok(f"Python {text} ({sys.executable})")
-    for line in unmet:
-        yield problem(line, why="osora imports it", fix="pip install -c constraints.txt . installs the tested set")
-
-
-def unmet_requirements() -> list[str]:
-    """Return the requirements of osora that are missing or installed in another version, each in words."""
-    try:
-        texts = importlib.metadata.requires("osora") or []
-    except importlib.metadata.PackageNotFoundError:
-        return []  # a checkout: its imports succeeded
-    unmet = []
-    for requirement in map(Requirement, texts):
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
-        try:
-            version = importlib.metadata.version(requirement.name)
-        except importlib.metadata.PackageNotFoundError:
-            unmet.append(f"{requirement.name} is not installed")
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            unmet.append(f"{requirement.name} {version} does not fit {requirement.specifier}")
-    return unmet
 
 
 def check_torch(torch: TorchFacts, driver: DriverFacts) -> Iterator[Finding]:
@@ -73,7 +63,10 @@ def check_torch(torch: TorchFacts, driver: DriverFacts) -> Iterator[Finding]:
         else:
             yield ok(f"torch {torch.version}, built for the CPU")
         return
-    yield ok(f"torch {torch.version}, built for CUDA {torch.cuda}")
+    libraries = "".join(
+        f", {name} {version}" for name, version in (("cuDNN", torch.cudnn), ("NCCL", torch.nccl)) if version
+    )
+    yield ok(f"torch {torch.version}, built for CUDA {torch.cuda}{libraries}")
     yield from _check_driver(torch, driver)
 
 
@@ -116,12 +109,8 @@ def check_gpus(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Finding]
     for gpu in gpus:
         size = f"{gpu.free_bytes / GIB:.1f} of {gpu.total_bytes / GIB:.1f} GiB free"
         label = f"cuda:{gpu.index} {gpu.name}, {size}"
-        if not is_supported(gpu.capability, torch.architectures):
-            yield problem(
-                f"{label}: torch has no kernels for sm_{_number(gpu.capability)}",
-                why=f"it was compiled for {', '.join(torch.architectures)}",
-                fix=_TORCH_LINE,
-            )
+        if gpu.failure is not None:
+            yield problem(f"{label}, cannot compute", why=gpu.failure, fix=_TORCH_LINE)
         elif gpu.is_mig:
             yield warning(
                 f"{label}: a MIG slice",
@@ -129,7 +118,7 @@ def check_gpus(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Finding]
                 fix="for several devices, or more memory, turn MIG off (nvidia-smi -mig 0)",
             )
         else:
-            yield ok(f"{label}, sm_{_number(gpu.capability)}")
+            yield ok(f"{label}, compute capability {'.'.join(map(str, gpu.capability))}")
         if gpu.capability < (8, 0):
             yield warning(
                 f"cuda:{gpu.index} has no bfloat16 units",
@@ -160,52 +149,6 @@ def check_links(links: Sequence[LinkFacts]) -> Iterator[Finding]:
             yield ok(f"{kind} between {among}")
 
 
-def is_supported(capability: tuple[int, int], architectures: Sequence[str]) -> bool:
-    """Return whether code compiled for `architectures` runs on a GPU of `capability`.
-
-    Machine code (`sm_86`) runs on GPUs of its major version from its minor version on, with an `a` on that GPU alone;
-    intermediate code (`compute_90`) is compiled for any newer GPU when it is first used (CUDA C++ Programming Guide,
-    compute capabilities). Without a list, as a build may have none, nothing is known against the GPU.
-    """
-    return not architectures or any(_runs(capability, architecture) for architecture in architectures)
-
-
-def _runs(capability: tuple[int, int], architecture: str) -> bool:
-    kind, _, text = architecture.partition("_")
-    digits = text.rstrip("af")
-    if not digits.isdigit():
-        return False
-    compiled = divmod(int(digits), 10)
-    if text.endswith("a"):
-        return capability == compiled
-    if kind == "compute" and digits == text:
-        return capability >= compiled
-    return capability[0] == compiled[0] and capability[1] >= compiled[1]
-
-
-def check_libraries(torch: TorchFacts, gpus: Sequence[GpuFacts]) -> Iterator[Finding]:
-    """Judge cuDNN and NCCL, which come with torch."""
-    if torch.cuda is None:
-        yield note("no cuDNN and no NCCL: a build for the CPU")
-        return
-    if torch.cudnn is None:
-        yield warning(
-            "torch finds no cuDNN",
-            why="the autoencoder's convolutions run on slower kernels",
-            fix="install torch again with its dependencies (nvidia-cudnn-...)",
-        )
-    else:
-        yield ok(f"cuDNN {torch.cudnn}")
-    if torch.nccl is not None:
-        yield ok(f"NCCL {torch.nccl}")
-    elif len(gpus) > 1:
-        yield problem(
-            "this torch has no NCCL",
-            why="several GPUs cannot exchange data",
-            fix="use a torch for Linux; on Windows, run in WSL 2",
-        )
-
-
 def shadowing_libraries(environment: Mapping[str, str], *, own: Path) -> tuple[str, ...]:
     """Return the CUDA libraries in `LD_LIBRARY_PATH` that hide those of torch, whose folder is below `own`."""
     found = []
@@ -217,5 +160,113 @@ def shadowing_libraries(environment: Mapping[str, str], *, own: Path) -> tuple[s
     return tuple(found)
 
 
-def _number(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}{capability[1]}"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightFacts:
+    """Weights of the released model on this machine, and the disk for them."""
+
+    missing: tuple[str, ...]
+    """Missing parts."""
+    missing_bytes: int
+    """Bytes of the missing parts on disk, in 16 bits."""
+    largest_bytes: int
+    """Bytes of the largest part in 16 bits, which offload keeps in host memory."""
+    folder: str
+    free_disk_bytes: int
+
+
+def read_weights(environment: Mapping[str, str]) -> WeightFacts:
+    settings = load_preset("256px")
+    if named := environment.get("OSORA_WEIGHTS") or environment.get("OSORA_RUNTIME__WEIGHTS"):
+        settings = settings.replace({"runtime.weights": named})
+    weights = find_weights(settings)
+    sizes = {part: count * _WEIGHT_BYTES for part, count in count_parameters(settings, weights).items()}
+    place = Path(settings.runtime.weights or DEFAULT_FOLDER).absolute()
+    return WeightFacts(
+        missing=tuple(part.value for part in weights.missing),
+        missing_bytes=sum(sizes[part] for part in weights.missing),
+        largest_bytes=max(sizes.values()),
+        folder=str(place),
+        free_disk_bytes=shutil.disk_usage(nearest_existing(place)).free,
+    )
+
+
+def check_memory(weights: WeightFacts, *, has_gpus: bool) -> Iterator[Finding]:
+    """Compare host memory with the weights that are offloaded to it."""
+    free, total = read_private_memory().free_bytes, psutil.virtual_memory().total
+    size = f"{_gib(free)} of {_gib(total)} host memory free"
+    if has_gpus and free < weights.largest_bytes:
+        yield warning(
+            size,
+            why=f"pinned for offload, the largest part of the released model takes {_gib(weights.largest_bytes)}; "
+            "mapped from the file instead, it is slower",
+            fix="close other programs, or add memory",
+        )
+    else:
+        yield ok(size)
+
+
+def check_disk(weights: WeightFacts) -> Iterator[Finding]:
+    """Compare the disk with the weights that are not downloaded yet."""
+    size = f"{_gib(weights.free_disk_bytes)} free for {weights.folder}"
+    if not weights.missing:
+        yield ok(f"the released model's weights are here; {size}")
+    elif weights.free_disk_bytes < weights.missing_bytes:
+        yield warning(
+            size,
+            why=f"{', '.join(weights.missing)} of the released model take {_gib(weights.missing_bytes)}; "
+            "the demo needs nothing",
+            fix="download to another disk with --to DIR, and set OSORA_WEIGHTS=DIR",
+        )
+    else:
+        yield ok(f"{size}; {_gib(weights.missing_bytes)} of weights are missing ({DOWNLOAD_COMMAND})")
+
+
+def check_shared_memory(folder: str = "/dev/shm") -> Iterator[Finding]:
+    if not Path(folder).is_dir():
+        yield ok(f"no {folder} on this system")
+    elif (size := shutil.disk_usage(folder).total) < _SMALLEST_SHARED_MEMORY:
+        yield warning(
+            f"{folder} has {size / 2**20:.0f} MiB",
+            why="NCCL and data loading workers exchange data through it, and fail when it is full",
+            fix="start the container with --shm-size=8g or --ipc=host",
+        )
+    else:
+        yield ok(f"{folder} has {_gib(size)}")
+
+
+def check_encoder() -> Iterator[Finding]:
+    import av
+
+    if "libx264" in av.codecs_available:
+        yield ok(f"PyAV {av.__version__} with libx264")
+    else:
+        yield problem(
+            f"PyAV {av.__version__} has no libx264",
+            why="MP4 is written with it; gif, webp and png are not",
+            fix="pip install --force-reinstall 'av>=18' installs the wheel, which has it; or use --format webp",
+        )
+
+
+def check_attention() -> Iterator[Finding]:
+    """Try each attention backend on the first device, and report the choice of `auto` and the other backends."""
+    hardware = pick_hardware("auto", "auto")
+    use = AttentionUse(device=hardware.device, dtype=hardware.dtype, head_dim=_HEAD_DIM)
+    chosen = choose_attention(AttentionChoice.AUTO, use, setting="runtime.attention")
+    yield ok(f"auto takes {chosen.backend} on {use.device}: {chosen.reason.removeprefix('auto: ')}")
+    for name, kind in ATTENTION_KINDS.items():
+        library = kind.library
+        if library is None and not (kind.needs_gpu and use.device.type == "cuda"):
+            continue
+        version = library and library.version()
+        named = f"{name} {version}" if version else name
+        if (reason := why_unusable(name, use)) is None:
+            if name != chosen.backend:
+                yield ok(f"{named} works here, too: --attention {name}")
+        elif version:
+            yield note(f"{named} is installed and is not used: {reason}")
+        elif library is not None and name in attention_order(use.device):
+            yield note(f"{name} is not installed, which auto would take here", fix=library.install)
+
+
+def _gib(count: int) -> str:
+    return f"{count / GIB:.1f} GiB"

@@ -4,20 +4,16 @@ What torch, NCCL and torchrun do by themselves is not recommended.
 """
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import StrEnum
-from math import ceil
 from typing import ClassVar, Self
 
 from pydantic import Field
 
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.core.formatting import aligned_rows
 from opensora_cli.core.redaction import Redactor
 from opensora_cli.settings.tools import EnvProfile
-
-_GIB = 2**30
 
 
 class Severity(StrEnum):
@@ -75,32 +71,16 @@ def problem(message: str, *, why: str, fix: str, variable: str | None = None) ->
     return Finding(severity=Severity.PROBLEM, message=message, why=why, fix=fix, variable=variable)
 
 
-class PresetNeeds(Document):
-    """Memory that a preset of `osora generate` needs on this machine."""
-
-    name: str
-    video: str
-    needed_bytes: int
-    """Peak of the stage that needs most."""
-    free_bytes: int
-    offload: str
-    """Offload mode with which this peak is reached."""
-    has_weights: bool
-    fits: bool
-    """Whether `needed_bytes` are free."""
-
-
 class EnvReport(Document):
-    """Findings of all checks, in the schema `osora.env-check/2`."""
+    """Findings of all checks, in the schema `osora.env-check/3`."""
 
-    SCHEMA: ClassVar[str | None] = "osora.env-check/2"
+    SCHEMA: ClassVar[str | None] = "osora.env-check/3"
 
     osora: str
     platform: str
     fine: bool
     """Whether no finding prevents a run."""
     findings: tuple[Finding, ...]
-    presets: tuple[PresetNeeds, ...]
     environment: dict[str, str]
     """Relevant environment variables, without secrets."""
     is_bug_report: bool = Field(default=False, exclude=True)
@@ -117,13 +97,12 @@ class EnvReport(Document):
 
     def lines(self) -> list[str]:
         """Return the lines for people. A bug report has one line for each finding."""
-        table = ["", *_table_lines(self.presets)] if self.presets else []
         if not self.is_bug_report:
             found = [line for finding in self.findings for line in finding.lines()]
-            return [*found, *table, "", self._summary()]
+            return [*found, "", self._summary()]
         heads = [finding.lines()[0] for finding in self.findings]
         variables = [f"{name}={value}" for name, value in self.environment.items()]
-        return [f"osora {self.osora}, {self.platform}", *heads, *table, *variables]
+        return [f"osora {self.osora}, {self.platform}", *heads, *variables]
 
     def _count(self, severity: Severity) -> int:
         return sum(finding.severity is severity for finding in self.findings)
@@ -136,25 +115,6 @@ class EnvReport(Document):
             if count
         ]
         return ", ".join([*counted, *([f"{failed} not checked"] if failed else [])]) or "all fine"
-
-
-def _table_lines(presets: Sequence[PresetNeeds]) -> list[str]:
-    rows = [("preset", "video, frames", "needs", "free", "fits", "offload", "weights")]
-    for preset in presets:
-        # Rounded up, so that no preset seems to fit that does not.
-        needed = ceil(preset.needed_bytes / _GIB * 100) / 100
-        rows.append(
-            (
-                preset.name,
-                preset.video.removesuffix(" frames"),
-                f"{needed:.2f} GiB",
-                f"{preset.free_bytes / _GIB:.1f} GiB",
-                "yes" if preset.fits else "no",
-                preset.offload,
-                "here" if preset.has_weights else "missing",
-            )
-        )
-    return aligned_rows(rows)
 
 
 class Recommendation(Document):

@@ -202,7 +202,6 @@ def _make_segments(
             {**events.timings_s, **own},
             peak_memory_gib(chain.video.hardware.device),
             measured[0].given_frames_psnr_db,  # of the frames that the first segment was given
-            events.linear_products,
             tuple(segments),
         )
 

@@ -326,7 +326,7 @@ def make_plan(
     if samples:
         if adapters := adapters_of(settings):
             loras = open_loras(adapters, model)
-        exchange = plan_exchange(settings.parallel, mesh, num_heads=model.num_heads, itemsize=dtype.itemsize)
+        exchange = plan_exchange(settings.parallel, mesh, itemsize=dtype.itemsize)
         choice, setting = settings.runtime.attention, "runtime.attention"
         # The degree of a ring that the settings leave open is known only now.
         for problem in attention_problems(choice, setting=setting, ring_degree=mesh.ring, is_fp32=False):

@@ -260,7 +260,6 @@ def training_exchange(settings: TrainSettings) -> ExchangePlan:
     return plan_exchange(
         settings.parallel,
         mesh_shape(settings.strategy, settings.parallel),
-        num_heads=settings.model.num_heads,
         itemsize=torch_dtype(settings.precision.compute).itemsize,
     )
 

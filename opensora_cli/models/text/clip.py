@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from opensora_cli.models.text.sizes import ACTIVATIONS, ClipSizes
+from opensora_cli.models.text.sizes import ClipSizes
 
 _TOWER = "text_model."
 _OTHER_PARTS = ("vision_model.", "visual_projection.", "text_projection.", "logit_scale")
@@ -82,10 +82,11 @@ class _MLP(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(sizes.hidden_size, sizes.intermediate_size)
         self.fc2 = nn.Linear(sizes.intermediate_size, sizes.hidden_size)
-        self.activation = ACTIVATIONS[sizes.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.fc2(self.activation(self.fc1(x)))
+        inner = self.fc1(x)
+        # An approximation of GELU: Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415, section 2.
+        out: Tensor = self.fc2(inner * torch.sigmoid(1.702 * inner))
         return out
 
 

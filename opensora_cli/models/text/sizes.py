@@ -3,51 +3,20 @@
 Keys and defaults of configurations are those of transformers' `T5Config` and `CLIPTextConfig`.
 """
 
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-import torch
-from pydantic import AfterValidator, ConfigDict, Field, PositiveInt, ValidationError
+from pydantic import ConfigDict, Field, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass
-from torch import Tensor
-from torch.nn import functional
 
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.reading import read_json_object
 
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    # An approximation of GELU: Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415, section 2.
-    return x * torch.sigmoid(1.702 * x)
-
-
-_tanh_gelu = partial(functional.gelu, approximate="tanh")
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": functional.relu,
-    "gelu": functional.gelu,
-    "gelu_new": _tanh_gelu,
-    "gelu_pytorch_tanh": _tanh_gelu,
-    "quick_gelu": _quick_gelu,
-    "silu": functional.silu,
-    "swish": functional.silu,
-}
-"""Activation functions by their names in configurations."""
-
-
-def _known_activation(name: str) -> str:
-    if name.removeprefix("gated-") not in ACTIVATIONS:
-        raise ValueError(f"no activation function of {', '.join(ACTIVATIONS)}")
-    return name
-
-
-_Activation = Annotated[str, AfterValidator(_known_activation)]
 _Epsilon = Annotated[float, Field(ge=0, lt=1)]
 _CONFIG = ConfigDict(strict=True, extra="ignore", populate_by_name=True)
 _ABSENT: dict[str, dict[str, Any]] = {
-    "T5Sizes": {"d_model": 512, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "feed_forward_proj": "relu"},
+    "T5Sizes": {"d_model": 512, "d_ff": 2048, "num_layers": 6, "num_heads": 8},
     "ClipSizes": {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8},
 }
 """Values of keys that a configuration lacks, where they are not those of the released encoder."""
@@ -90,22 +59,13 @@ class T5Sizes(_Sizes):
     num_buckets: int = Field(default=32, ge=4, validation_alias="relative_attention_num_buckets")
     """Number of buckets of distances; see `position_buckets`."""
     max_distance: PositiveInt = Field(default=128, validation_alias="relative_attention_max_distance")
-    form: _Activation = Field(default="gated-gelu", validation_alias="feed_forward_proj")
+    feed_forward_proj: Literal["gated-gelu"] = "gated-gelu"
+    """Form of the MLPs: that of T5 1.1."""
     eps: _Epsilon = Field(default=1e-6, validation_alias="layer_norm_epsilon")
 
     def __post_init__(self) -> None:
         if self.max_distance <= self.num_buckets // 4:
             raise ValueError(f"its {self.num_buckets} buckets reach over a distance of {self.max_distance}")
-
-    @property
-    def activation(self) -> str:
-        """Name of the activation function. The published models have always meant `gelu_new` by `gated-gelu`."""
-        return "gelu_new" if self.form == "gated-gelu" else self.form.removeprefix("gated-")
-
-    @property
-    def inward(self) -> tuple[str, ...]:
-        """Names of the first linear layers of an MLP."""
-        return ("wi_0", "wi_1") if self.form.startswith("gated-") else ("wi",)
 
     @property
     def layer_weights(self) -> Mapping[str, int]:
@@ -114,7 +74,7 @@ class T5Sizes(_Sizes):
         return {
             **{f"layer.0.SelfAttention.{name}": self.d_model * inner for name in "qkvo"},
             "layer.0.layer_norm": self.d_model,
-            **{f"layer.1.DenseReluDense.{name}": self.d_model * self.d_ff for name in (*self.inward, "wo")},
+            **{f"layer.1.DenseReluDense.{name}": self.d_model * self.d_ff for name in ("wi_0", "wi_1", "wo")},
             "layer.1.layer_norm": self.d_model,
         }
 
@@ -139,7 +99,7 @@ class ClipSizes(_Sizes):
     num_heads: PositiveInt = Field(default=12, validation_alias="num_attention_heads")
     vocab_size: PositiveInt = 49_408
     max_length: PositiveInt = Field(default=77, validation_alias="max_position_embeddings")
-    activation: _Activation = Field(default="quick_gelu", validation_alias="hidden_act")
+    hidden_act: Literal["quick_gelu"] = "quick_gelu"
     end_id: int = Field(default=49_407, ge=0, validation_alias="eos_token_id")
     """ID of the token that ends a text, where the model pools."""
     eps: _Epsilon = Field(default=1e-5, validation_alias="layer_norm_eps")

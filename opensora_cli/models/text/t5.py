@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opensora_cli.models.linears import ShardedLinear, Split
-from opensora_cli.models.text.sizes import ACTIVATIONS, T5Sizes
+from opensora_cli.models.text.sizes import T5Sizes
 
 LAYERS = "encoder.block"
 """Path of the layers in the model."""
@@ -123,21 +123,17 @@ class _Attention(nn.Module):
 
 
 class _MLP(nn.Module):
-    """Two linear layers; with a gate if the sizes ask for it (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
+    """Two linear layers with a gate (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
 
     def __init__(self, sizes: T5Sizes) -> None:
         super().__init__()
-        self.inward = sizes.inward
-        for name in self.inward:
-            self.add_module(name, nn.Linear(sizes.d_model, sizes.d_ff, bias=False))
+        self.wi_0 = nn.Linear(sizes.d_model, sizes.d_ff, bias=False)
+        self.wi_1 = nn.Linear(sizes.d_model, sizes.d_ff, bias=False)
         self.wo = nn.Linear(sizes.d_ff, sizes.d_model, bias=False)
-        self.activation = ACTIVATIONS[sizes.activation]
 
     def forward(self, x: Tensor) -> Tensor:
-        first, *gates = (self.get_submodule(name) for name in self.inward)
-        inner: Tensor = self.activation(first(x))
-        for gate in gates:
-            inner = inner * gate(x)
+        # The published models have always meant GELU with tanh by `gated-gelu`.
+        inner = functional.gelu(self.wi_0(x), approximate="tanh") * self.wi_1(x)
         out: Tensor = self.wo(inner.to(self.wo.weight.dtype))
         return out
 
@@ -176,7 +172,7 @@ def t5_linears(sizes: T5Sizes) -> tuple[ShardedLinear, ...]:
     return (
         *(ShardedLinear(f"{_ATTENTION}.{name}", Split.COLUMN, heads, (sizes.d_kv,)) for name in ("q", "k", "v")),
         ShardedLinear(f"{_ATTENTION}.o", Split.ROW, heads, (sizes.d_kv,)),
-        *(ShardedLinear(f"{_DENSE}.{name}", Split.COLUMN, mlp, (1,)) for name in sizes.inward),
+        *(ShardedLinear(f"{_DENSE}.{name}", Split.COLUMN, mlp, (1,)) for name in ("wi_0", "wi_1")),
         ShardedLinear(f"{_DENSE}.wo", Split.ROW, mlp, (1,)),
     )
 

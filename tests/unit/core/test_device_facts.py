@@ -56,6 +56,7 @@ def two_gpus(monkeypatch):
     }
     for name, function in cuda.items():
         monkeypatch.setattr(torch.cuda, name, function)
+    monkeypatch.setattr(device_facts, "_failure_of", lambda index: None)
 
 
 def test_nccl_of_a_cuda_build_is_there_without_a_driver(monkeypatch):

@@ -6,12 +6,7 @@ from storage_sizes import storage_bytes
 from torch import nn
 
 from opensora_cli.core.choices import LinearProducts
-from opensora_cli.memory.eight_bit import (
-    INT8_LARGEST,
-    ProductLinear,
-    output_and_rounded_product,
-    use_products,
-)
+from opensora_cli.memory.eight_bit import INT8_LARGEST, ProductLinear, use_products
 
 pytestmark = pytest.mark.usefixtures("no_gradients")
 
@@ -70,10 +65,9 @@ def test_a_weight_takes_a_byte_and_keeps_its_names():
 
 def test_fp8_rounds_inputs_and_weights_by_rows():
     block = block_of((32, 64))
-    (error,) = use_products(block, ["0"], FP8)
+    use_products(block, ["0"], FP8)
     layer = block[0]
     assert isinstance(layer, ProductLinear)
-    assert 0.02 < error.relative_error < 0.05
     values, scale = layer.round_input(draw(5, 64) * torch.logspace(-20, 20, 5)[:, None])
     assert values.dtype is torch.float8_e4m3fn
     assert (values.float().abs().amax(dim=1) == torch.finfo(torch.float8_e4m3fn).max).all()
@@ -105,9 +99,10 @@ def test_kernels_of_a_gpu_get_what_they_take(monkeypatch, kind, dtype, tokens):
     monkeypatch.setattr(torch, "_int_mm", kernels.int_mm)
     monkeypatch.setattr(torch, "_scaled_mm", kernels.scaled_mm)
     block = block_of((48, 64), dtype=torch.bfloat16)
+    given = draw(tokens, 64).to(torch.bfloat16)
+    expected = block[0](given)
     use_products(block, ["0"], kind)
-    found, expected = output_and_rounded_product(block[0], draw(tokens, 64).to(torch.bfloat16))
-    assert torch.allclose(found, expected, rtol=0.01, atol=0.01)
+    assert 0 < (block[0](given) - expected).norm() < 0.05 * expected.norm()
     [(shape, of_values, of_weight)] = kernels.calls
     assert (of_values, of_weight) == (dtype, dtype)
     # `torch._int_mm` refuses fewer than 17 rows.

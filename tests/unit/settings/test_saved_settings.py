@@ -38,7 +38,7 @@ runtime.weights runtime.device runtime.prompt_cache runtime.prompt_cache_limit
 memory.offload memory.resident_blocks memory.limit memory.host_weights
 parallel.gpus parallel.devices parallel.nnodes parallel.all_to_all parallel.fast_link_ranks
 parallel.data_parallel_degree parallel.ulysses_degree parallel.ring_degree
-parallel.cfg_parallel_degree parallel.tensor_parallel_degree parallel.ulysses_chunks
+parallel.cfg_parallel_degree parallel.tensor_parallel_degree
 """
 """Files, folders, servers and devices, which a file never names."""
 

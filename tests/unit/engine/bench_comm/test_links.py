@@ -86,16 +86,15 @@ def test_which_link_bounds_a_collective() -> None:
     # Of 16 ranks on 2 hosts, each sends 8 of 16 parts out, through an eighth of the host's 400 GB/s.
     seconds_per_byte = 8 / 16 / (400 / 8)
     assert _expected(Collective.ALL_TO_ALL, ranks=16, hosts=2) == pytest.approx(15 / 16 / seconds_per_byte)
-    assert _expected(Collective.HIERARCHICAL, ranks=16, hosts=2) == _expected(Collective.ALL_TO_ALL, ranks=16, hosts=2)
     # One rank a host: every link is the network.
     assert _expected(Collective.ALL_TO_ALL, ranks=4, hosts=4, nics=1) == 50
     assert expected_bandwidth(Collective.ALL_REDUCE, inside=None, between=None, ranks=4, hosts=2) is None
 
 
-def _judged(best: float, *, collective: Collective = Collective.ALL_REDUCE, **changes: object) -> Verdict:
+def _judged(best: float, **changes: object) -> Verdict:
     link = Expectation(link="NVLink 4 x18", gb_per_s=450, stream_gb_per_s=450, good_share=0.7, source="NVIDIA")
     facts = {"largest_bytes": 2**30, "wrong": 0, "is_gloo": False, "expected": (450.0, link)} | changes
-    return judge(collective, best_gb_per_s=best, **facts)  # type: ignore[arg-type]
+    return judge(Collective.ALL_REDUCE, best_gb_per_s=best, **facts)  # type: ignore[arg-type]
 
 
 def test_verdicts() -> None:
@@ -103,7 +102,6 @@ def test_verdicts() -> None:
     assert (good.judgement, good.expected_gb_per_s) == (Judgement.GOOD, 450)
     assert good.reason == "360.0 of 450.0 GB/s, 80% (NVLink 4 x18, good from 70%)"
     assert _judged(200).judgement is Judgement.POOR
-    assert _judged(200, collective=Collective.HIERARCHICAL).judgement is Judgement.GOOD
     assert _judged(2, largest_bytes=2**16).judgement is Judgement.TOO_SMALL
     assert _judged(360, largest_bytes=2**16).judgement is Judgement.GOOD
     assert _judged(360, expected=None).judgement is Judgement.UNKNOWN
