@@ -34,7 +34,7 @@ def test_prompt_alone_is_the_demo_preset(engine: FakeEngine) -> None:
         (["--ref", "a.png;b.png"], {"condition.references": ("a.png", "b.png")}),
         (["--lora", "a, b:0.8", "--lora", "C:/b.safetensors:-1"], {"loras": ("a, b:0.8", "C:/b.safetensors:-1")}),
         (["--set", "loras=a:2;b"], {"loras": ("a:2", "b")}),
-        (["-o", "x.webp"], {"output.path": "x.webp"}),
+        (["-o", "x.gif"], {"output.path": "x.gif"}),
         (["--no-metadata"], {"output.metadata": False}),
         (["--set", "model.depth=1", "--set", "files.vae=a=b.pt"], {"model.depth": 1, "files.vae": "a=b.pt"}),
     ],

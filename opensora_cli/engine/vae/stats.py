@@ -140,7 +140,7 @@ def latent_statistics(settings: EncodeSettings, *, reporter: Reporter | None = N
 
     files = list[str]()
     for name in settings.files:
-        files += map(str, media_files(Path(name), unread=unread)[0]) if os.path.isdir(name) else [name]
+        files += map(str, media_files(Path(name), unread=unread)) if os.path.isdir(name) else [name]
     autoencoder = load_autoencoder(settings.vae, weights, device=hardware.device, dtype=hardware.dtype)
     closed = len(failed)
     with (

@@ -1,27 +1,19 @@
-"""From folders to tables, parts and contact sheets."""
+"""From folders to tables and parts."""
 
 import json
-import random
-import re
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import av
-import numpy as np
 import pytest
-import torch
 from hostile_files import CAPTIONS
-from PIL import Image
 from tiny_clips import write_clip, write_rows
 
 from opensora_cli.core.exceptions import BatchError, FileProblem, OutputError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.table import COLUMNS, read_columns, read_table
 from opensora_cli.engine.data import scan as scan_module
-from opensora_cli.engine.data.scan import ScanResult, preview, scan, shard
-from opensora_cli.media.write import write_media
-from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettings, ShardSettings
+from opensora_cli.engine.data.scan import ScanResult, scan, shard
+from opensora_cli.settings.data import ScanSettings, ShardSettings
 
 
 @pytest.fixture
@@ -74,26 +66,6 @@ def test_a_folder_becomes_a_table(folder: Path) -> None:
     assert columns["resolution"] == ["1024", "3072", "4096", "4096"]
     assert columns["fps"] == ["", "24.0", "30.0", "24.0"]
     assert len(read_table(result.table)) == 4
-
-
-def test_a_deep_scan_finds_damage_in_the_middle(tmp_path: Path) -> None:
-    folder = tmp_path / "clips"
-    folder.mkdir()
-    write_clip(folder / "whole.mp4", num_frames=9)
-    damaged = folder / "damaged.mp4"
-    levels = torch.randint(256, (40, 96, 96, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    write_media(levels.split(1), damaged, fps=24, format="mp4")
-    content = bytearray(damaged.read_bytes())
-    middle = len(content) // 2
-    content[middle : middle + 3000] = random.Random(0).randbytes(3000)
-    damaged.write_bytes(content)
-    shallow = run(folder)
-    assert (shallow.videos, shallow.broken) == (2, ())
-    deep = run(folder, deep=True, overwrite=True)
-    assert deep.videos == 1
-    (broken,) = deep.broken
-    assert broken.path == str(damaged)
-    assert re.search(r"damaged\.mp4 is damaged: frame \d+ of 40 cannot be decoded", broken.reason)
 
 
 def test_a_name_that_is_not_utf_8_is_listed_as_broken(folder: Path) -> None:
@@ -183,30 +155,6 @@ def test_a_folder_without_clips_and_one_that_is_not_there(tmp_path: Path) -> Non
         run(tmp_path / "none")
 
 
-def test_files_of_other_kinds_are_counted(folder: Path) -> None:
-    for name in ("e.psd", "more/f.PSD", "metadata.jsonl", "README", "lost.txt"):
-        (folder / name).write_text("x")
-    run(folder, table=str(folder / "table.csv"))
-    result = run(folder, table=str(folder / "table.csv"), overwrite=True)
-    assert result.other_files == {".psd": 2, ".md": 1, ".jsonl": 1, "": 1, ".txt": 1}
-    assert "skipped   2 .psd, 1 " in "\n".join(result.lines())
-
-
-def test_videos_of_varying_rate_are_named(folder: Path) -> None:
-    with av.open(str(folder / "varies.mp4"), "w") as container:
-        track = container.add_stream("libx264", rate=25)
-        track.height = track.width = 32
-        track.pix_fmt = "yuv420p"
-        for time in [*range(10), *range(10, 40, 5)]:
-            frame = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8), format="rgb24")
-            frame.pts, frame.time_base = time, Fraction(1, 25)
-            container.mux(track.encode(frame))
-        container.mux(track.encode(None))
-    result = run(folder)
-    assert result.uneven == (folder / "varies.mp4",)
-    assert "uneven    varies.mp4: the frame rate varies" in "\n".join(result.lines())
-
-
 def test_parts_lie_beside_the_table_and_are_not_replaced(tmp_path: Path) -> None:
     table = write_rows(tmp_path / "table.csv", [[f"{i}.mp4", "", 5, 64, 64, 24] for i in range(25)])
     settings = ShardSettings(table=str(table), parts=10)
@@ -218,30 +166,3 @@ def test_parts_lie_beside_the_table_and_are_not_replaced(tmp_path: Path) -> None
     with pytest.raises(OutputError, match=r"table_01-of-10\.csv exists already"):
         shard(settings)
     assert shard(settings.replace({"overwrite": True})).parts == result.parts
-
-
-def test_a_contact_sheet_shows_frames_of_every_sample(folder: Path) -> None:
-    table = run(folder).table
-    sheet = folder / "sheet.png"
-    data = DataSettings.model_validate({"buckets": {"64px": {1: (1.0, 1), 5: (1.0, 1)}}})
-    result = preview(PreviewSettings(table=str(table), sheet=str(sheet)), data, multiple=16)
-    assert (result.shown, result.rows, result.broken) == (4, 4, ())
-    pixels = np.asarray(Image.open(sheet).convert("RGB"), dtype=int)
-    # One below the other; the ground has the level 32, and the first frames have 20.
-    assert pixels.shape[1] > 480
-    first = (pixels.max(axis=2) < 26) & (pixels.min(axis=2) > 14)
-    for cell in np.array_split(first, 4):
-        assert cell.sum() > 500
-    with pytest.raises(OutputError, match="exists already"):
-        preview(PreviewSettings(table=str(table), sheet=str(sheet)), data, multiple=16)
-
-
-def test_a_contact_sheet_says_what_it_cannot_show(folder: Path) -> None:
-    table = run(folder).table
-    (folder / "b.mp4").unlink()
-    sheet = folder / "sheet.webp"
-    result = preview(PreviewSettings(table=str(table), sheet=str(sheet), count=1000), DataSettings(), multiple=16)
-    assert (result.shown, len(result.broken)) == (4, 1)
-    assert sheet.is_file()
-    with pytest.raises(BatchError, match=r"1 of 4 samples cannot be read\n.*b\.mp4"):
-        result.raise_for_problems()
