@@ -41,7 +41,6 @@ COMMAND_OF_SCHEMA = {
     "env-check": ("env-check", "env-profile"),
     "show": ("show",),
     "presets": ("presets",),
-    "gallery": ("gallery",),
 }
 """Schema names by the command that prints the documents."""
 
