@@ -55,7 +55,7 @@ def cache(given: Layer, call: Call) -> None:
     settings = train.load_settings(given, call)
     require_cache_inputs(settings)
     with call.loading():
-        from opensora_cli.engine.encode.fill_cache import cache_clips
+        from opensora_cli.engine.encode.clip_cache import cache_clips
 
     call.show(cache_clips(settings, reporter=call.reporter))
 

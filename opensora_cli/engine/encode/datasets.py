@@ -158,8 +158,11 @@ def open_batches(
     """
     if source is None:
         source = table = open_table(settings, fixed_starts=load is not None)
-        for line in _unused_lines(table, settings) if data_rank == 0 else ():
-            reporter.warn(line)
+        unused = len(table.table.bad_rows) + sum(each.rows for each in find_unused(table))
+        if unused and data_rank == 0:
+            total = len(table.table) + len(table.table.bad_rows)
+            place = settings.data.table
+            reporter.warn(f"{place}: rows unused: {unused} of {total}; osora train --check-data lists them with fixes")
     return BatchStream(
         source,
         load=load,
@@ -170,17 +173,6 @@ def open_batches(
         prefetch=settings.data.prefetch,
         reporter=reporter,
     )
-
-
-def _unused_lines(source: TableSource, settings: TrainSettings) -> Iterator[str]:
-    data, table = settings.data, source.table
-    if bad := len(table.bad_rows):
-        yield f"{data.table}: bad rows skipped: {bad}; osora train --check-data lists them"
-    for each in find_unused(source):
-        yield (
-            f"{data.table}: rows unused: {each.rows} of {len(table)}, {each.reason} ({each.examples[0]}); "
-            "osora train --check-data lists them with fixes"
-        )
 
 
 class UnusedRows(Document):
