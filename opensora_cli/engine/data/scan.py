@@ -1,6 +1,5 @@
 """`osora data scan` and `shard`: make tables of the pictures and videos of a folder, and split them."""
 
-import json
 import os
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -9,7 +8,6 @@ from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, FileProblem, OsoraError, OutputError
 from opensora_cli.core.files import require_writable
 from opensora_cli.core.formatting import as_unicode, is_unicode, shown_path
-from opensora_cli.core.locks import lock_beside, sole_run
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.reading import read_text, reading, require_there
 from opensora_cli.data.table import (
@@ -23,9 +21,8 @@ from opensora_cli.media.containers import MediaFacts
 from opensora_cli.media.read import media_files, probe
 from opensora_cli.settings.data import ScanSettings, ShardSettings
 
-_CAPTION_ENDINGS = (".txt", ".TXT", ".caption", ".json")
+_CAPTION_ENDINGS = (".txt", ".caption")
 """Endings of caption files, the first of which counts."""
-_CAPTION_KEYS = ("text", "caption", "prompt")
 _LONGEST_BYTES = 10**6
 """Limit of a caption file in bytes; no text encoder reads a hundredth of it."""
 
@@ -41,7 +38,6 @@ class ScanResult(Document):
     pictures: int
     without_caption: int
     broken: tuple[BrokenFile, ...]
-    """Files and folders that cannot be read."""
 
     def lines(self) -> list[str]:
         """Return the result for people."""
@@ -52,11 +48,10 @@ class ScanResult(Document):
         ]
 
     def raise_for_problems(self) -> None:
-        """Raise BatchError if files or folders could not be read."""
+        """Raise BatchError if files could not be read."""
         if count := len(self.broken):
             raise BatchError(
-                f"{count} {'file or folder' if count == 1 else 'files or folders'} cannot be read: "
-                f"{self.table} has the others",
+                f"{count} {'file' if count == 1 else 'files'} cannot be read: {self.table} has the others",
                 hint="fix or remove them, and scan again",
             )
 
@@ -64,26 +59,19 @@ class ScanResult(Document):
 def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanResult:
     """Write the table of a folder, at the end of the scan. Files whose names begin with a dot are ignored.
 
-    Raises FileProblem if the folder has neither pictures nor videos, and OutputError if the table exists and is not to
-    be replaced, or another process writes it.
+    Raises FileProblem if the folder has neither pictures nor videos or cannot be read, and OutputError if the table
+    exists and is not to be replaced.
     """
     folder = Path(settings.folder)
     table = Path(settings.table or f"{os.path.abspath(folder)}.csv")
     check_table_name(table)
     require_there(str(folder))
-    problem, hint = f"another run writes {table}", "wait until it ends, or use another --out"
-    with sole_run(lock_beside(table, table.name), problem=problem, hint=hint):
-        if os.path.lexists(table) and not settings.overwrite:
-            raise OutputError(
-                f"{table} exists already",
-                hint="scan with --overwrite, which also drops what you changed in it, or with another --out",
-            )
-        return _scan(folder, table, settings, reporter=reporter or SilentReporter())
-
-
-def _scan(folder: Path, table: Path, settings: ScanSettings, *, reporter: Reporter) -> ScanResult:
-    broken: list[BrokenFile] = []
-    files = media_files(folder, unread=lambda place, reason: broken.append(BrokenFile(path=str(place), reason=reason)))
+    if os.path.lexists(table) and not settings.overwrite:
+        raise OutputError(
+            f"{table} exists already",
+            hint="scan with --overwrite, which also drops what you changed in it, or with another --out",
+        )
+    files, reporter = media_files(folder), reporter or SilentReporter()
     found: dict[Path, tuple[MediaFacts, str] | BrokenFile] = {}
     with (
         reporter.stage("read", total=len(files), unit="files") as progress,
@@ -97,7 +85,7 @@ def _scan(folder: Path, table: Path, settings: ScanSettings, *, reporter: Report
         except KeyboardInterrupt as interrupt:
             pool.shutdown(cancel_futures=True)
             raise KeyboardInterrupt("no table is written: scan again") from interrupt
-    rows = list[tuple[object, ...]]()
+    rows, broken = list[tuple[object, ...]](), list[BrokenFile]()
     for file in files:
         each = found[file]
         if isinstance(each, BrokenFile):
@@ -132,40 +120,15 @@ def _look_into(file: Path) -> tuple[MediaFacts, str] | BrokenFile:
 
 
 def read_caption(path: Path) -> str:
-    """Return the caption of a picture or video in one line, empty without one. Raises FileProblem if it is unreadable.
-
-    A text file, `.txt` or `.caption`, takes precedence. A JSON file holds a text, or an object with `text`, `caption`
-    or `prompt`.
-    """
+    """Return the caption of a picture or video in one line; empty without one. Raises FileProblem if it is broken."""
     for ending in _CAPTION_ENDINGS:
         file = path.with_suffix(ending)
         if os.path.lexists(file):
-            text = _as_text(read_text(file, max_bytes=_LONGEST_BYTES), file)
-            return " ".join((_from_json(text, file) if ending == ".json" else text).split())
+            text = read_text(file, max_bytes=_LONGEST_BYTES)
+            if "\0" in text:
+                raise FileProblem(f"{file} has a zero byte in its text")
+            return " ".join(text.split())
     return ""
-
-
-def _as_text(text: str, path: Path) -> str:
-    """Return `text`. Raises FileProblem for zero bytes and half characters of JSON, which no table can hold."""
-    if "\0" in text:
-        raise FileProblem(f"{path} has a zero byte in its text")
-    if not is_unicode(text):
-        raise FileProblem(f"{path} has half a character in its text")
-    return text
-
-
-def _from_json(content: str, path: Path) -> str:
-    try:
-        with reading(path):
-            value = json.loads(content)
-    except ValueError as error:
-        raise FileProblem(f"{path} is not JSON: {error}") from error
-    found = value if isinstance(value, str) else None
-    if isinstance(value, dict):
-        found = next((value[key] for key in _CAPTION_KEYS if isinstance(value.get(key), str)), None)
-    if found is None:
-        raise FileProblem(f"{path} has no text under {', '.join(_CAPTION_KEYS[:-1])} or {_CAPTION_KEYS[-1]}")
-    return _as_text(found, path)
 
 
 class TablePart(Document):

@@ -97,11 +97,11 @@ def latent_statistics(settings: EncodeSettings, *, reporter: Reporter | None = N
 
     If the autoencoder has a posterior, its mode is used. Videos are cut into clips of `clip.num_frames`, one of which
     is in memory. The rest at the end is cut to a length that the autoencoder accepts. A folder means the pictures and
-    videos in it. A file that fails, or a folder that cannot be read, does not stop the others, and is not counted.
+    videos in it. A file that fails does not stop the others, and is not counted.
 
     Raises:
         RequestError: sizes of the autoencoder contradict each other.
-        FileProblem: a folder has neither pictures nor videos.
+        FileProblem: a folder has neither pictures nor videos, or cannot be read.
         CheckpointError: weights are missing or broken, or do not fit the settings.
         HardwareError: the device is missing.
     """
@@ -109,14 +109,9 @@ def latent_statistics(settings: EncodeSettings, *, reporter: Reporter | None = N
     hardware = pick_hardware(settings.runtime.device, settings.runtime.dtype)
     weights = find_autoencoder(settings)
     encoded, failed = list[EncodedFile](), list[Failed]()
-
-    def unread(place: Path, reason: str) -> None:
-        reporter.warn(reason)
-        failed.append(Failed(file=str(place), error=reason))
-
     files = list[str]()
     for name in settings.files:
-        files += map(str, media_files(Path(name), unread=unread)) if os.path.isdir(name) else [name]
+        files += map(str, media_files(Path(name))) if os.path.isdir(name) else [name]
     autoencoder = load_autoencoder(settings.vae, weights, device=hardware.device, dtype=hardware.dtype)
     with (
         threads_used(pick_threads(asked=settings.runtime.threads), reporter),

@@ -1,6 +1,5 @@
 """From folders to tables and parts."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from tiny_clips import write_clip, write_rows
 from opensora_cli.core.exceptions import BatchError, FileProblem, OutputError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.table import COLUMNS, read_columns, read_table
-from opensora_cli.engine.data import scan as scan_module
 from opensora_cli.engine.data.scan import ScanResult, scan, shard
 from opensora_cli.settings.data import ScanSettings, ShardSettings
 
@@ -23,7 +21,7 @@ def folder(tmp_path: Path) -> Path:
     (folder / "more").mkdir(parents=True)
     write_clip(folder / "b.mp4", num_frames=5, height=48, width=64, caption="from a text\nof two lines\n")
     write_clip(folder / "a.png", num_frames=1, height=32, width=32)
-    (folder / "a.json").write_text(json.dumps({"caption": "from JSON"}))
+    (folder / "a.caption").write_text("of a picture")
     write_clip(folder / "more" / "c.mp4", num_frames=7, fps=30, caption="in a folder")
     write_clip(folder / "more" / "d.mp4", num_frames=3)
     (folder / "notes.md").write_text("not a clip")
@@ -35,22 +33,6 @@ def run(folder: Path, **changes: Any) -> ScanResult:
     return scan(ScanSettings(folder=str(folder), workers=2, **changes))
 
 
-def test_two_scans_to_one_table_leave_one_whole_and_one_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_rows = scan_module.write_table
-    refused = []
-
-    def meanwhile(*args: Any, **options: Any) -> None:
-        for overwrite in (False, True):
-            with pytest.raises(OutputError, match=r"another run writes .*clips\.csv: process \d+ on "):
-                run(folder, overwrite=overwrite)
-            refused.append(overwrite)
-        write_rows(*args, **options)
-
-    monkeypatch.setattr(scan_module, "write_table", meanwhile)
-    assert run(folder).rows == 4
-    assert refused == [False, True]
-
-
 def test_a_folder_becomes_a_table(folder: Path) -> None:
     result = run(folder)
     assert (result.table, result.videos, result.pictures) == (folder.with_suffix(".csv"), 3, 1)
@@ -58,7 +40,7 @@ def test_a_folder_becomes_a_table(folder: Path) -> None:
     columns = read_columns(result.table, COLUMNS)
     names = ["a.png", "b.mp4", "more/c.mp4", "more/d.mp4"]
     assert columns["path"] == [str(folder / name) for name in names]
-    assert columns["text"] == ["from JSON", "from a text of two lines", "in a folder", ""]
+    assert columns["text"] == ["of a picture", "from a text of two lines", "in a folder", ""]
     assert columns["num_frames"] == ["1", "5", "7", "3"]
     assert columns["height"] == ["32", "48", "64", "64"]
     assert columns["width"] == ["32", "64", "64", "64"]
@@ -78,19 +60,19 @@ def test_a_name_that_is_not_utf_8_is_listed_as_broken(folder: Path) -> None:
 def test_broken_files_are_listed_and_left_out_until_they_are_fixed(folder: Path) -> None:
     (folder / "broken.mp4").write_bytes(b"nothing")
     (folder / "b.txt").write_bytes(b"\xff\xfe\xff")
-    (folder / "a.json").write_text("{}")
+    (folder / "a.caption").write_bytes(b"\0")
     result = run(folder)
     assert [Path(file.path).name for file in result.broken] == ["a.png", "b.mp4", "broken.mp4"]
     assert [
-        name in file.reason for name, file in zip(("a.json", "b.txt", "broken.mp4"), result.broken, strict=True)
+        name in file.reason for name, file in zip(("a.caption", "b.txt", "broken.mp4"), result.broken, strict=True)
     ] == [True] * 3
     assert (result.videos, result.pictures) == (2, 0)
     assert len(read_table(result.table)) == 2
-    with pytest.raises(BatchError, match="3 files or folders cannot be read"):
+    with pytest.raises(BatchError, match="3 files cannot be read"):
         result.raise_for_problems()
     write_clip(folder / "broken.mp4", num_frames=4)
     (folder / "b.txt").unlink()
-    (folder / "a.json").unlink()
+    (folder / "a.caption").unlink()
     again = run(folder, overwrite=True)
     assert (again.broken, again.videos, again.pictures) == ((), 4, 1)
     again.raise_for_problems()
@@ -114,7 +96,7 @@ def test_a_caption_that_cannot_be_used_is_listed_and_the_others_are_in_the_table
         assert reason in file.reason
         assert file.reason.isprintable()
     assert read_columns(result.table, ["path", "text"]) == {"path": [str(folder / "sound.png")], "text": ["fine"]}
-    with pytest.raises(BatchError, match=f"{len(CAPTIONS)} files or folders cannot be read"):
+    with pytest.raises(BatchError, match=f"{len(CAPTIONS)} files cannot be read"):
         result.raise_for_problems()
 
 
@@ -139,13 +121,13 @@ def test_an_interrupted_scan_writes_nothing(folder: Path) -> None:
 
 def test_a_table_is_replaced_only_on_request(folder: Path) -> None:
     table = run(folder).table
-    table.write_text(table.read_text().replace("from JSON", "a better caption"))
+    table.write_text(table.read_text().replace("of a picture", "a better caption"))
     with pytest.raises(OutputError, match="exists already"):
         run(folder)
     assert "a better caption" in table.read_text()
     (folder / "more" / "c.mp4").unlink()
     assert run(folder, overwrite=True).rows == 3
-    assert "from JSON" in table.read_text()
+    assert "of a picture" in table.read_text()
 
 
 def test_a_folder_without_clips_and_one_that_is_not_there(tmp_path: Path) -> None:
