@@ -168,7 +168,7 @@ class Video:
         """Write a file that a browser plays; H.264 needs even sizes."""
         frames_THWC = self._held.frames_THWC
         count, height, width, _ = frames_THWC.shape
-        kind = MediaFormat.WEBP if height % 2 or width % 2 else MediaFormat.MP4
+        kind = MediaFormat.GIF if height % 2 or width % 2 else MediaFormat.MP4
         if count == 1:
             kind = MediaFormat.PNG
         return write_media([frames_THWC], folder / f"video.{kind}", fps=self.fps, format=kind)

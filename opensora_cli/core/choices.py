@@ -34,7 +34,6 @@ class MediaFormat(StrEnum):
 
     MP4 = "mp4"
     GIF = "gif"
-    WEBP = "webp"
     PNG = "png"
 
 

@@ -2,11 +2,9 @@
 
 import errno
 import gc
-import io
 import multiprocessing
 import os
-import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from ctypes import c_char
 from functools import partial
 from itertools import chain
@@ -14,7 +12,6 @@ from multiprocessing.sharedctypes import RawArray
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from opensora_cli.core.exceptions import CheckpointError, FileProblem, HardwareError, OsoraError
@@ -52,7 +49,7 @@ class ClipReader(Dataset[Loaded]):
         try:
             batch = self.read(asked)
             if get_worker_info() is not None:
-                Sharing(io.BytesIO()).dump(batch)
+                share(batch)
             return asked, batch
         except OsoraError as error:
             return asked, error
@@ -282,22 +279,19 @@ class BatchStream:
             epoch, position = epoch + 1, 0
 
 
-class Sharing(pickle.Pickler):
-    """Pickler that moves all tensors in an object to memory that processes share.
+def share(batch: ClipBatch) -> None:
+    """Move the tensors of a batch to memory that processes share. Raises HardwareError if there is no room.
 
-    Raises HardwareError if there is no room. torch would do this in a thread, and only print its failure: the trainer
-    would wait forever.
+    torch would do this in a thread, and only print its failure: the trainer would wait forever.
     """
-
-    def persistent_id(self, part: object) -> str | None:
-        """Share a tensor in place of pickling it."""
-        if not isinstance(part, Tensor):
-            return None
-        try:
-            part.share_memory_()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            raise _no_shared_memory(error) from error
-        return "shared"
+    tensors = [] if batch.pixels_BTHWC is None else [batch.pixels_BTHWC]
+    for clip in batch.cached or ():
+        tensors += clip.values() if isinstance(clip, Mapping) else ()
+    try:
+        for tensor in tensors:
+            tensor.share_memory_()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise _no_shared_memory(error) from error
 
 
 def _no_shared_memory(error: Exception) -> HardwareError:

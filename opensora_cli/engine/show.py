@@ -16,7 +16,7 @@ from opensora_cli.media.results import read_tags, sidecar_path
 from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import SavedSettings, read_sidecar
 
-_MEDIA_ENDINGS = frozenset({".gif", ".mp4", ".png", ".webp"})
+_MEDIA_ENDINGS = frozenset({".gif", ".mp4", ".png"})
 _WEIGHTS_ENDING = ".safetensors"
 _RUN_SETTINGS = "settings.json"
 _MODEL_KEYS = ("model", "device_name", "dtype")

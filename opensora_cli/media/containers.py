@@ -39,8 +39,8 @@ _PICTURE_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1"
 
 _MOST_PIXELS = 2**28
 """Limit of square pixels in a frame: 16,384 x 16,384."""
-_WIDEST_PIXEL = Fraction(8)
-"""Largest width of a pixel divided by its height, or height by width; known formats have at most 2.2."""
+_NEARLY_SQUARE = 0.95
+"""Smallest width of a pixel divided by its height, or height by width, that counts as square: scaling rounds sizes."""
 _UNSPECIFIED_COLORS = 2
 """Code of an unknown color space (ITU-T H.273)."""
 _HDR_TRANSFERS = (ColorTrc.SMPTE2084, ColorTrc.ARIB_STD_B67)
@@ -128,8 +128,9 @@ def probe_video(path: Path) -> MediaFacts:
             raise MediaError(f"{path} holds no video frame that can be read")
         if stored < track.frames:
             raise MediaError(f"{path} is cut off: it has {stored} of {track.frames} frames")
-        size = _size(first, track.sample_aspect_ratio or Fraction(1))
-        height, width = size[::-1] if _quarter_turns(first) % 2 else size
+        height, width = first.height, first.width
+        if _quarter_turns(first) % 2:
+            height, width = width, height
         return MediaFacts(
             num_frames=len(times),
             height=height,
@@ -137,21 +138,6 @@ def probe_video(path: Path) -> MediaFacts:
             fps=_mean_rate(track),
             is_uneven=bool(durations) and durations[-1] > _UNEVEN * durations[len(durations) // 2],
         )
-
-
-def decode_whole(path: Path, *, num_frames: int) -> None:
-    """Decode all `num_frames` of a video; MediaError names the first damaged frame or the missing ones."""
-    found = 0
-    try:
-        with _opened(path, threads=1) as (container, track):
-            for frame in _whole_tracks(container.decode(track), path):
-                if frame.is_corrupt:
-                    raise MediaError(f"{path} has a corrupt frame")
-                found += 1
-    except MediaError as error:
-        raise MediaError(f"{path} is damaged: frame {found + 1} of {num_frames} cannot be decoded") from error
-    if found < num_frames:
-        raise MediaError(f"{found} of {num_frames} frames of {path} can be decoded", hint="encode it again")
 
 
 @contextmanager
@@ -172,17 +158,17 @@ def _opened(path: Path, *, threads: int | None) -> Iterator[tuple[InputContainer
                 raise MediaError(f"{path} has no picture track", hint="it may be a sound file: give a video")
             if track.codec_context is None:  # This FFmpeg lacks the codec.
                 raise MediaError(f"{path} is of a kind of video that cannot be decoded here")
-            aspect = track.sample_aspect_ratio or Fraction(1)
-            if not 1 / _WIDEST_PIXEL <= aspect <= _WIDEST_PIXEL:
+            aspect = float(track.sample_aspect_ratio or 1)
+            if not _NEARLY_SQUARE <= aspect <= 1 / _NEARLY_SQUARE:
                 raise MediaError(
-                    f"{path} says that its pixels are {aspect} times as wide as high", hint="encode it again"
+                    f"{path} has pixels that are {aspect:.3g} times as wide as high",
+                    hint="make them square: ffmpeg -i IN -vf scale=iw*sar:ih,setsar=1 OUT",
                 )
-            # A few bytes may claim any size, in the container and in each frame, which is stretched afterwards.
-            most_pixels = int(_MOST_PIXELS / max(aspect, 1 / aspect))
-            if track.codec_context.width * track.codec_context.height > most_pixels:
+            # A few bytes may claim any size, in the container and in each frame.
+            if track.codec_context.width * track.codec_context.height > _MOST_PIXELS:
                 size = f"{track.codec_context.width} x {track.codec_context.height}"
-                raise MediaError(f"{path} has frames of {size} pixels, and at most {most_pixels:,} are read")
-            track.codec_context.options = {"max_pixels": str(most_pixels)}
+                raise MediaError(f"{path} has frames of {size} pixels, and at most {_MOST_PIXELS:,} are read")
+            track.codec_context.options = {"max_pixels": str(_MOST_PIXELS)}
             if threads is None:
                 track.thread_type = "AUTO"
             else:
@@ -231,12 +217,12 @@ def _mean_rate(track: av.VideoStream) -> float:
 
 def _numbered(decoded: Iterable[av.VideoFrame], track: av.VideoStream, *, threads: int | None) -> Iterator[StoredFrame]:
     """Yield decoded frames, with the time that they have if the file names none. `threads` convert the colors."""
-    rate, aspect = _mean_rate(track), track.sample_aspect_ratio or Fraction(1)
+    rate = _mean_rate(track)
     reformatter = VideoReformatter()  # It keeps the tables of a conversion, which take seconds for HDR.
     for index, frame in enumerate(decoded):
         duration = float(frame.duration * frame.time_base) if frame.duration and frame.time_base else 1 / rate
         start = index / rate if frame.pts is None else frame.time
-        yield StoredFrame(start, duration, partial(_rgb, reformatter, frame, aspect, threads))
+        yield StoredFrame(start, duration, partial(_rgb, reformatter, frame, threads))
 
 
 def _frames_after_seeking(
@@ -274,16 +260,13 @@ def _place_before(container: InputContainer, track: av.VideoStream, path: Path, 
     return None if frame >= len(times) else (times[frame - 1] + times[frame]) / 2
 
 
-def _rgb(reformatter: VideoReformatter, frame: av.VideoFrame, aspect: Fraction, threads: int | None) -> torch.Tensor:
-    """Return a frame upright, with square pixels, and in the colors of sRGB; `aspect` is that of its pixels."""
-    height, width = _size(frame, aspect)
+def _rgb(reformatter: VideoReformatter, frame: av.VideoFrame, threads: int | None) -> torch.Tensor:
+    """Return a frame upright and in the colors of sRGB."""
     is_hdr = frame.color_trc in _HDR_TRANSFERS
     # Players assume BT.709 for a large frame that names no color space, and BT.601 for a small one.
     is_untagged_hd = frame.colorspace == _UNSPECIFIED_COLORS and (frame.width >= 1280 or frame.height > 576)
     rgb = reformatter.reformat(
         frame,
-        width=width,
-        height=height,
         format="rgb24",
         src_colorspace=Colorspace.ITU709 if is_untagged_hd else None,
         dst_color_trc=ColorTrc.IEC61966_2_1 if is_hdr else None,
@@ -292,11 +275,6 @@ def _rgb(reformatter: VideoReformatter, frame: av.VideoFrame, aspect: Fraction, 
         threads=threads,
     ).to_ndarray()
     return torch.from_numpy(np.ascontiguousarray(np.rot90(rgb, _quarter_turns(frame))))
-
-
-def _size(frame: av.VideoFrame, aspect: Fraction) -> tuple[int, int]:
-    """Return the height and width with square pixels. The shorter side is stretched, so that no detail is lost."""
-    return round(frame.height * max(1 / aspect, Fraction(1))), round(frame.width * max(aspect, Fraction(1)))
 
 
 def _quarter_turns(frame: av.VideoFrame) -> int:

@@ -49,23 +49,14 @@ def _digest(prompt: str) -> str:
 
 def _words(prompt: str) -> tuple[str, bool]:
     """Return the words of `prompt` joined by `-`, and whether a symbol that carries meaning was dropped."""
-    kept: list[str] = []
-    lost_something = False
     # Composed, lower case, composed again: lowering may decompose (Turkish dotted I).
-    for character in unicodedata.normalize("NFC", unicodedata.normalize("NFC", prompt).lower()):
-        category = unicodedata.category(character)
-        after_letter = bool(kept) and kept[-1] != _SEPARATOR
-        selects = "\ufe00" <= character <= "\ufe0f" or "\U000e0100" <= character <= "\U000e01ef"  # a variation
-        if category[0] in "LN" or (category in ("Mn", "Mc") and after_letter and not selects):
-            kept.append(character)
-            continue
-        # S*: emoji and other symbols beyond the punctuation of a keyboard; Cs, Co, Cn: unknown characters.
-        symbol = category[0] == "S" and not character.isascii()
-        lost_something = lost_something or symbol or category in ("Cs", "Co", "Cn")
-        # A joiner or variation selector inside a word is no word break.
-        if after_letter and category not in ("Cf", "Mn", "Mc", "Me"):
-            kept.append(_SEPARATOR)
-    return "".join(kept).strip(_SEPARATOR), lost_something
+    text = unicodedata.normalize("NFC", unicodedata.normalize("NFC", prompt).lower())
+    parts = "".join(character if unicodedata.category(character)[0] in "LNM" else " " for character in text).split()
+    # Vowel signs begin no word, but the selector of a variation of a dropped emoji would.
+    words = [part for part in parts if unicodedata.category(part[0])[0] != "M"]
+    dropped = {unicodedata.category(character) for character in text if not character.isascii()}
+    has_lost = any(kind[0] == "S" or kind in ("Cs", "Co", "Cn") for kind in dropped)
+    return _SEPARATOR.join(words), has_lost or len(words) < len(parts)
 
 
 def _cut(text: str, max_bytes: int) -> str:

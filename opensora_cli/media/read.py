@@ -3,7 +3,7 @@
 import os
 import stat
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -39,31 +39,27 @@ class VideoClip:
     fps: float
 
 
-def media_files(folder: Path, *, unread: Callable[[Path, str], None]) -> tuple[list[Path], list[Path]]:
-    """Return the pictures and videos below a folder, by their endings, and the other files, as absolute paths in order.
+def media_files(folder: Path) -> list[Path]:
+    """Return the pictures and videos below a folder, by their endings, as absolute paths in order.
 
-    Names that begin with a dot are skipped. For each folder that cannot be read, `unread` is called with the reason.
-    Raises FileProblem if `folder` is not a folder, cannot be read, or has no pictures and videos.
+    Names that begin with a dot are skipped. Raises FileProblem if `folder` is not a folder, it or a folder in it cannot
+    be read, or it has no pictures and videos.
     """
     with reading(folder):
         if not stat.S_ISDIR(os.stat(folder).st_mode):
             raise FileProblem(f"{shown_path(folder)} is not a folder")
-        os.scandir(folder).close()
 
-    def skip(error: OSError) -> None:
-        place = Path(os.fsdecode(error.filename))
-        unread(place, f"{shown_path(place)} cannot be read: {error.strerror}")
+    def refuse(error: OSError) -> None:
+        raise FileProblem(f"{shown_path(Path(os.fsdecode(error.filename)))} cannot be read: {error.strerror}")
 
     media: list[Path] = []
-    others: list[Path] = []
-    for place, folders, names in os.walk(folder.absolute(), onerror=skip):
+    for place, folders, names in os.walk(folder.absolute(), onerror=refuse):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in sorted(name for name in names if not name.startswith(".")):
-            is_media = os.path.splitext(name)[1].lower() in _VIDEOS | _PICTURES
-            (media if is_media else others).append(Path(place, name))
+        names = sorted(name for name in names if not name.startswith("."))
+        media += [Path(place, name) for name in names if os.path.splitext(name)[1].lower() in _VIDEOS | _PICTURES]
     if not media:
         raise FileProblem(f"{folder} has no pictures or videos", hint=f"it may hold {', '.join(sorted(_VIDEOS))} ...")
-    return media, others
+    return media
 
 
 def is_picture(path: str | os.PathLike[str]) -> bool:
@@ -121,18 +117,12 @@ def read_video(
     return VideoClip(frames_THWC=torch.stack(rgb), fps=own_fps if fps is None else fps)
 
 
-def probe(path: str | os.PathLike[str], *, deep: bool = False) -> MediaFacts:
-    """Read all of a picture or video, but decode only pictures, and with `deep` all frames of a video.
-
-    Raises MediaError if the file is broken.
-    """
+def probe(path: str | os.PathLike[str]) -> MediaFacts:
+    """Read all of a picture or video, but decode only pictures. Raises MediaError if the file is broken."""
     file = readable_file(path)
     num_pictures = pictures.num_pictures(file)
     if num_pictures == 0:
-        facts = containers.probe_video(file)
-        if deep:
-            containers.decode_whole(file, num_frames=facts.num_frames)
-        return facts
+        return containers.probe_video(file)
     height, width, _ = pictures.read_first(file).shape
     if num_pictures == 1:
         return MediaFacts(num_frames=1, height=height, width=width, fps=None)

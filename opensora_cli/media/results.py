@@ -199,17 +199,15 @@ def readable_file(path: str | os.PathLike[str]) -> Path:
 def read_tags(path: Path) -> dict[str, str]:
     """Return the tags of a result, with those of its first picture for a folder. Raises FileProblem if it is broken."""
     import av
-    from PIL import ExifTags, Image, UnidentifiedImageError
+    from PIL import Image, UnidentifiedImageError
 
     try:
         file = min(path.glob("frame_*.png")) if path.is_dir() else path
         try:
-            with Image.open(file, formats=("PNG", "GIF", "WEBP")) as picture:
+            with Image.open(file, formats=("PNG", "GIF")) as picture:
                 if picture.format == "PNG":
                     return {key: str(value) for key, value in getattr(picture, "text", {}).items()}
-                if picture.format == "GIF":
-                    return _parsed(picture.info.get("comment", b"").decode("utf-8", "replace"), key="comment")
-                return _parsed(str(picture.getexif().get(ExifTags.Base.ImageDescription, "")), key="description")
+                return _parsed(picture.info.get("comment", b"").decode("utf-8", "replace"))
         except UnidentifiedImageError:
             with av.open(str(file), metadata_errors="replace") as container:
                 return {key: value for key, value in container.metadata.items() if key not in _MUXER_KEYS}
@@ -217,12 +215,12 @@ def read_tags(path: Path) -> dict[str, str]:
         raise FileProblem(f"{shown_path(path)} cannot be read: {error}") from error
 
 
-def _parsed(text: str, *, key: str) -> dict[str, str]:
-    """Return the tags in `text`. Text of another program becomes one tag named `key`."""
+def _parsed(text: str) -> dict[str, str]:
+    """Return the tags in the comment of a GIF. That of another program becomes one tag."""
     try:
         document = json.loads(text)
     except (ValueError, RecursionError):
         document = None
     if isinstance(document, dict):
         return {str(name): str(value) for name, value in document.items()}
-    return {key: text} if text else {}
+    return {"comment": text} if text else {}

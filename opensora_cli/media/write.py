@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import chain, count, islice, pairwise
@@ -18,13 +17,12 @@ import av
 import numpy as np
 import torch
 from av.video.reformatter import ColorPrimaries, ColorRange, Colorspace, ColorTrc
-from PIL import ExifTags, GifImagePlugin, Image, ImageDraw
+from PIL import GifImagePlugin, Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 
 from opensora_cli.core.choices import MediaFormat
 from opensora_cli.core.exceptions import OutputError
 from opensora_cli.media.containers import EXACT_COLORS
-from opensora_cli.media.pictures import SHORTEST_MS
 from opensora_cli.media.results import Describe, Extra, media_path, published
 
 
@@ -43,8 +41,7 @@ _X264 = "mbtree=0"
 _X264_THREADS = 2
 _GIF_PALETTE_PIXELS = 1 << 14
 _GIF_STEP_MS = 10
-_QUALITY = 90
-"""Quality of JPEG and WebP."""
+_JPEG_QUALITY = 90
 _STRIP_FRAMES = 3
 _GAP = 8
 _SMALLEST_LETTERS = 10
@@ -66,17 +63,17 @@ def write_media(
     """Write exactly these frames, whole or not at all, and return the file or folder.
 
     The same frames give the same bytes. Each piece is written before the next is requested, and not kept. Only `gif`
-    holds all frames, for their common palette, and `webp` the compressed ones.
+    holds all frames, for their common palette.
 
-    `mp4` is H.264, yuv420p (BT.709), crf 23, at a constant rate, with its index in front. `gif` and `webp` are endless
-    animations. `png` is a picture for one frame. A longer video becomes a folder of lossless pictures `frame_0001.png`
+    `mp4` is H.264, yuv420p (BT.709), crf 23, at a constant rate, with its index in front. `gif` is an endless
+    animation. `png` is a picture for one frame. A longer video becomes a folder of lossless pictures `frame_0001.png`
     and so on, named like `path` without its ending.
 
     Args:
         pieces: Video, cut along time: uint8 RGB (t, H, W, 3) of one size. Errors of the iterator pass unchanged.
         path: File to write.
-        format: mp4, gif, webp or png, whatever the ending of `path`.
-        metadata: Tags of the file: under these keys in an MP4 or PNG, elsewhere as JSON. In an MP4, `prompt` is also
+        format: mp4, gif or png, whatever the ending of `path`.
+        metadata: Tags of the file: under these keys in an MP4 or PNG, as JSON in a GIF. In an MP4, `prompt` is also
             the title, and the other tags are the comment, unless given.
         replace: Whether existing files are replaced.
         describe: Returns the sidecar after the last frame; see `published`.
@@ -114,10 +111,8 @@ def write_media(
                 temporary.write_bytes(png_bytes(next(watched()), tags))
             elif kind == MediaFormat.MP4:
                 _write_mp4(watched(), temporary, fps=fps, tags=tags)
-            elif kind == MediaFormat.GIF:
-                temporary.write_bytes(gif_bytes(torch.stack([*watched()]), fps=fps, metadata=tags))
             else:
-                temporary.write_bytes(webp_bytes(watched(), fps=fps, metadata=tags))
+                temporary.write_bytes(gif_bytes(torch.stack([*watched()]), fps=fps, metadata=tags))
         return target
     except Exception:
         if not failed:
@@ -150,7 +145,7 @@ def _refuse(target: Path, kind: MediaFormat, start: Sequence[torch.Tensor]) -> N
     if kind == MediaFormat.MP4 and (height % 2 or width % 2):
         raise OutputError(
             f"cannot write {target}: H.264 needs an even width and height, not {width}x{height}",
-            hint="choose an even size, or --format gif, webp or png",
+            hint="choose an even size, or --format gif or png",
         )
     if len(start) > 1 and target.is_dir():
         others = sorted(entry.name for entry in target.iterdir() if not re.fullmatch(r"frame_\d+\.png", entry.name))
@@ -214,7 +209,7 @@ def jpeg_bytes(frame_HWC: torch.Tensor, *, longest_side: int) -> bytes:
     picture = Image.fromarray(frame_HWC.numpy())
     picture.thumbnail((longest_side, longest_side))
     stream = io.BytesIO()
-    picture.save(stream, format="JPEG", quality=_QUALITY)
+    picture.save(stream, format="JPEG", quality=_JPEG_QUALITY)
     return stream.getvalue()
 
 
@@ -225,14 +220,15 @@ def gif_bytes(frames_THWC: torch.Tensor, *, fps: float, metadata: Mapping[str, s
     the file. GIF counts hundredths of a second: single frames last a hundredth more or less, so that the whole keeps
     its length.
     """
-    durations = _frame_lengths_ms(fps, step=_GIF_STEP_MS, shortest=2 * _GIF_STEP_MS)
+    ends = (round(1000 * index / fps / _GIF_STEP_MS) * _GIF_STEP_MS for index in count())
+    durations = (max(2 * _GIF_STEP_MS, end - start) for start, end in pairwise(ends))
     palette = _shared_palette(frames_THWC)
     indexed = (
         Image.fromarray(frame.numpy()).quantize(palette=palette, dither=Image.Dither.FLOYDSTEINBERG)
         for frame in frames_THWC
     )
     stream = io.BytesIO()
-    comment = {"comment": _ascii_json(metadata)} if metadata else {}
+    comment = {"comment": json.dumps(dict(metadata))} if metadata else {}
     next(indexed).save(stream, format="GIF", loop=0, optimize=False, duration=next(durations), **comment)
     start, trailer = stream.getvalue()[:-1], stream.getvalue()[-1:]
     blocks = [
@@ -243,45 +239,6 @@ def gif_bytes(frames_THWC: torch.Tensor, *, fps: float, metadata: Mapping[str, s
     return b"".join([start, *blocks, trailer])
 
 
-def webp_bytes(frames: Iterable[torch.Tensor], *, fps: float, metadata: Mapping[str, str]) -> bytes:
-    """Return an endless WebP animation of uint8 RGB frames (H, W, 3), of which one at a time is in memory.
-
-    `metadata` is JSON in EXIF's ImageDescription. As in `gif_bytes`, no frames are merged. The container is described
-    at https://developers.google.com/speed/webp/docs/riff_container
-    """
-    shown = []
-    for frame, duration in zip(frames, _frame_lengths_ms(fps, step=1, shortest=SHORTEST_MS), strict=False):
-        height, width, _ = frame.shape
-        size = _uint24(width - 1) + _uint24(height - 1)
-        no_blending = 0x02
-        place = _uint24(0) + _uint24(0) + size + _uint24(duration) + bytes([no_blending])
-        shown.append(_chunk(b"ANMF", place + _webp_still(frame)))
-    animation_flag, exif_flag = 0x02, 0x08
-    chunks = [
-        _chunk(b"VP8X", bytes([animation_flag | (exif_flag if metadata else 0), 0, 0, 0]) + size),
-        _chunk(b"ANIM", bytes(4) + struct.pack("<H", 0)),  # Background color; 0 loops forever.
-        *shown,
-    ]
-    if metadata:
-        exif = Image.Exif()
-        exif[ExifTags.Base.ImageDescription] = _ascii_json(metadata)
-        chunks.append(_chunk(b"EXIF", exif.tobytes().removeprefix(b"Exif\0\0")))
-    return _chunk(b"RIFF", b"WEBP" + b"".join(chunks))
-
-
-def _webp_still(frame_HWC: torch.Tensor) -> bytes:
-    """Return the chunks of one compressed frame, without their RIFF header."""
-    stream = io.BytesIO()
-    Image.fromarray(frame_HWC.numpy()).save(stream, format="WEBP", quality=_QUALITY)
-    return stream.getvalue()[12:]
-
-
-def _frame_lengths_ms(fps: float, *, step: int, shortest: int) -> Iterator[int]:
-    """Yield durations of frames without end, in multiples of `step` ms, whose sums follow the true times."""
-    ends = (round(1000 * index / fps / step) * step for index in count())
-    return (max(shortest, end - start) for start, end in pairwise(ends))
-
-
 def _shared_palette(frames_THWC: torch.Tensor) -> Image.Image:
     """Return a picture whose palette suits all frames, since colors that differ from frame to frame flicker."""
     pixels = frames_THWC.reshape(-1, 3)
@@ -289,19 +246,6 @@ def _shared_palette(frames_THWC: torch.Tensor) -> Image.Image:
     step = max(1, len(pixels) // _GIF_PALETTE_PIXELS) | 1
     sample = np.ascontiguousarray(pixels[::step].numpy()[None])
     return Image.fromarray(sample).quantize(256, method=Image.Quantize.MEDIANCUT, kmeans=1)
-
-
-def _ascii_json(metadata: Mapping[str, str]) -> str:
-    # GIF comments and EXIF descriptions are ASCII. The escapes of JSON carry every language.
-    return json.dumps(dict(metadata), ensure_ascii=True)
-
-
-def _chunk(name: bytes, content: bytes) -> bytes:
-    return name + struct.pack("<I", len(content)) + content + bytes(len(content) % 2)
-
-
-def _uint24(value: int) -> bytes:
-    return value.to_bytes(3, "little")
 
 
 def _mp4_tags(tags: Mapping[str, str]) -> dict[str, str]:

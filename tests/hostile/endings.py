@@ -101,14 +101,9 @@ ENDED: tuple[Ended, ...] = (
     Ended(named("train vae", *_EVERY_STEP), _train, files_of(_WEIGHTS)),
     Ended(named("train mmdit", *_EVERY_STEP), _train, files_of(_WEIGHTS)),
     Ended(named("cache"), run_again, _tensors("cache/*.safetensors")),
-    Ended(
-        Base("scan deep", ("data", "scan", "clips", "--out", "table.csv", "--deep"), ("clips",)),
-        run_again_unless_done,
-        files_of("table.csv"),
-    ),
+    Ended(named("scan"), run_again_unless_done, files_of("table.csv")),
     Ended(named("scan again"), run_again, files_of("clips.csv")),
     Ended(named("shard"), run_again_unless_done, files_of("clips*.csv")),
-    Ended(named("preview"), run_again_unless_done, files_of("*.png")),
     *(
         Ended(named(name), run_again_unless_done, files_of("out*/**/*") if " to " in name else files_of("out.*"))
         for name in (
@@ -135,7 +130,7 @@ ENDED: tuple[Ended, ...] = (
         run_again,
         files_of("many/*.png"),
     ),
-    Ended(_generated("with previews", "--out", "out.webp", "--preview-every", "1"), run_again, files_of("out.*[pf]")),
+    Ended(_generated("with previews", "--out", "out.gif", "--preview-every", "1"), run_again, files_of("out.*f")),
     Ended(Base("generate many", _PROMPTS, ("generate.yaml", "tiny", "prompts.csv")), run_again, files_of("*/*.mp4")),
     Ended(named("generate from latents"), run_again, files_of("out.mp4")),
     Ended(named("cache filled"), run_again, files_of("*.csv")),

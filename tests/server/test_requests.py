@@ -93,7 +93,7 @@ def test_seconds_are_counted_at_the_rate_of_the_request_or_the_server(tmp_path):
         ({}, {"num_frames": 1}, "video.png"),
         ({"video.num_frames": 1}, {}, "video.png"),
         ({"video.num_frames": 1}, {"video.num_frames": 5}, "video.mp4"),
-        ({"output.format": "webp"}, {}, "video.webp"),
+        ({"output.format": "gif"}, {}, "video.gif"),
     ],
 )
 def test_the_file_has_the_format_of_the_video(server, settings, name, tmp_path):

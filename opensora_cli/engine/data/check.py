@@ -58,15 +58,13 @@ class BucketReport(Document):
 class DataReport(Document):
     """Content of an epoch, and the rows that it cannot use."""
 
-    SCHEMA = "osora.data-check/2"
+    SCHEMA = "osora.data-check/3"
 
     source: str
     """Path of the table."""
     rows: int
     bad_rows: tuple[BadRow, ...]
     without_caption: int
-    without_bucket: int
-    """Number of good rows that fit no bucket with a probability over 0."""
     unused: tuple[UnusedRows, ...]
     """Good rows that the first epoch cannot use, by reason."""
     buckets: tuple[BucketReport, ...]
@@ -127,7 +125,6 @@ def check_data(settings: TrainSettings, *, reporter: Reporter) -> DataReport:
         rows=len(table) + len(table.bad_rows),
         bad_rows=tuple(sorted([*table.bad_rows, *missing], key=lambda row: row.row)),
         without_caption=int((table.texts == "").sum()),
-        without_bucket=int((buckets.reachable(usable.table.samples) == NO_BUCKET).all(axis=1).sum()),
         unused=find_unused(usable),
         buckets=reports,
         micro_batches=len(plan),
@@ -169,7 +166,7 @@ def _bucket_reports(data: DataSettings, buckets: Buckets, plan: EpochPlan) -> tu
 class NewRecipe(Document):
     """Description of the written recipe."""
 
-    SCHEMA = "osora.new-recipe/3"
+    SCHEMA = "osora.new-recipe/4"
 
     recipe: Path
     table: Path

@@ -158,8 +158,11 @@ def open_batches(
     """
     if source is None:
         source = table = open_table(settings, fixed_starts=load is not None)
-        for line in _unused_lines(table, settings) if data_rank == 0 else ():
-            reporter.warn(line)
+        unused = len(table.table.bad_rows) + sum(each.rows for each in find_unused(table))
+        if unused and data_rank == 0:
+            total = len(table.table) + len(table.table.bad_rows)
+            place = settings.data.table
+            reporter.warn(f"{place}: rows unused: {unused} of {total}; osora train --check-data lists them with fixes")
     return BatchStream(
         source,
         load=load,
@@ -170,17 +173,6 @@ def open_batches(
         prefetch=settings.data.prefetch,
         reporter=reporter,
     )
-
-
-def _unused_lines(source: TableSource, settings: TrainSettings) -> Iterator[str]:
-    data, table = settings.data, source.table
-    if bad := len(table.bad_rows):
-        yield f"{data.table}: bad rows skipped: {bad}; osora train --check-data lists them"
-    for each in find_unused(source):
-        yield (
-            f"{data.table}: rows unused: {each.rows} of {len(table)}, {each.reason} ({each.examples[0]}); "
-            "osora train --check-data lists them with fixes"
-        )
 
 
 class UnusedRows(Document):
@@ -204,8 +196,7 @@ class UnusedRows(Document):
 def find_unused(source: TableSource) -> tuple[UnusedRows, ...]:
     """Return the rows of a table that the first epoch cannot use, by reason."""
     samples, buckets, assigned = source.table.samples, source.buckets, source.assigned(0)
-    fits_none = (buckets.fitting(samples) == NO_BUCKET).all(axis=1)
-    is_closed = ~fits_none & (buckets.reachable(samples) == NO_BUCKET).all(axis=1)
+    fits_none = (buckets.reachable(samples) == NO_BUCKET).all(axis=1)
     smallest = buckets.resolutions[-1]
     least = math.ceil(smallest.pixels * FILLED)
     is_small, is_picture = samples.height * samples.width < least, samples.num_frames == 1
@@ -215,7 +206,6 @@ def find_unused(source: TableSource) -> tuple[UnusedRows, ...]:
         (fits_none & is_small, small, "add a smaller resolution to data.buckets"),
         (fits_none & ~is_small & is_picture, "no bucket is for pictures of their size", "add a bucket of 1 frame"),
         (fits_none & ~is_small & ~is_picture, "no bucket is for videos of their size and length", fewer),
-        (is_closed, "their buckets have probability 0", "use a probability over 0"),
     ]
     counts = np.bincount(assigned[assigned >= 0], minlength=len(buckets))
     short: dict[tuple[str, int], list[int]] = {}

@@ -15,8 +15,7 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.data.batches import ClipSource
 from opensora_cli.engine.components.architectures import transformer_on_meta
 from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
-from opensora_cli.engine.encode.clip_cache import ClipCache
-from opensora_cli.engine.encode.fill_cache import fill_cache
+from opensora_cli.engine.encode.clip_cache import ClipCache, fill_cache
 from opensora_cli.engine.train.distribution import Distribution, local
 from opensora_cli.engine.train.early import find_first_weights
 from opensora_cli.engine.train.lora import add_lora, first_adapter, open_first_adapter, read_adapter

@@ -21,8 +21,8 @@ from opensora_cli.core.signals import deferred_interrupts
 from opensora_cli.data.batches import ClipSource
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import OutOfMemoryError, out_of_memory_reported
+from opensora_cli.engine.encode.clip_cache import require_same_settings
 from opensora_cli.engine.encode.datasets import open_batches, open_table
-from opensora_cli.engine.encode.fill_cache import require_same_settings
 from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch, log_folder, write_settings
 from opensora_cli.engine.launch.rank import WatchedReporter, settings_of_ranks
 from opensora_cli.engine.train.build import build_task, open_clips_cache, plan_attention

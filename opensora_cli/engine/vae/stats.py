@@ -1,10 +1,10 @@
 """`osora vae stats`: mean and deviation of the latents of pictures and videos, for each channel."""
 
 import os
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -72,48 +72,24 @@ class LatentStatistics(Document):
             raise BatchError("\n".join([f"{count}, and do not count", *(file.error for file in self.failed)]))
 
 
-@dataclass(slots=True)
-class RunningMoments:
-    """Running mean and variance of the values of each channel, in fp64, merged pairwise (Chan et al. 1979)."""
+class EncodedFile(NamedTuple):
+    """Latents of a file, summed up in fp64."""
 
-    count: int = 0
-    """Number of values of a channel."""
-    mean_C: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
-    squares_C: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))
-    """Sum of squared differences from the mean."""
+    frames: int
+    values: int
+    """Number of values of each channel."""
+    sums_2C: Tensor
+    """Sums of the values and of their squares."""
 
-    @classmethod
-    def of(cls, values_CN: Tensor) -> "RunningMoments":
-        """Return the moments of these values, at least one per channel."""
-        values_CN = values_CN.double()
-        mean_C = values_CN.mean(dim=1)
-        squares_C = (values_CN - mean_C[:, None]).square().sum(dim=1)
-        return cls(values_CN.shape[1], mean_C.cpu(), squares_C.cpu())
 
-    def merge(self, other: "RunningMoments") -> None:
-        """Add the values of `other`."""
-        total, step_C = self.count + other.count, other.mean_C - self.mean_C
-        if total:
-            self.squares_C = self.squares_C + other.squares_C + step_C.square() * (self.count * other.count / total)
-            self.mean_C = self.mean_C + step_C * (other.count / total)
-            self.count = total
-
-    def over_channels(self) -> "RunningMoments":
-        """Return the moments of all values together, as one channel."""
-        merged = RunningMoments()
-        for mean, squares in zip(self.mean_C, self.squares_C, strict=True) if self.count else ():
-            merged.merge(RunningMoments(self.count, mean[None], squares[None]))
-        return merged
-
-    def channels(self) -> list[ChannelStatistics]:
-        """Return mean and deviation of each channel; an empty list before the first values."""
-        if not self.count:
-            return []
-        spread_C = (self.squares_C / (self.count - 1)).sqrt() if self.count > 1 else None
-        return [
-            ChannelStatistics(mean=mean, deviation=None if spread_C is None else float(spread_C[index]))
-            for index, mean in enumerate(self.mean_C.tolist())
-        ]
+def channel_statistics(values: int, sums_2C: Tensor) -> list[ChannelStatistics]:
+    """Return mean and deviation of each channel with so many values, at least one."""
+    mean_C = sums_2C[0] / values
+    variance_C = (sums_2C[1] - sums_2C[0] * mean_C) / max(values - 1, 1)
+    deviations = variance_C.clamp_min(0).sqrt().tolist() if values > 1 else [None] * len(mean_C)
+    return [
+        ChannelStatistics(mean=mean, deviation=each) for mean, each in zip(mean_C.tolist(), deviations, strict=True)
+    ]
 
 
 def latent_statistics(settings: EncodeSettings, *, reporter: Reporter | None = None) -> LatentStatistics:
@@ -121,28 +97,22 @@ def latent_statistics(settings: EncodeSettings, *, reporter: Reporter | None = N
 
     If the autoencoder has a posterior, its mode is used. Videos are cut into clips of `clip.num_frames`, one of which
     is in memory. The rest at the end is cut to a length that the autoencoder accepts. A folder means the pictures and
-    videos in it. A file that fails, or a folder that cannot be read, does not stop the others, and is not counted.
+    videos in it. A file that fails does not stop the others, and is not counted.
 
     Raises:
         RequestError: sizes of the autoencoder contradict each other.
-        FileProblem: a folder has neither pictures nor videos.
+        FileProblem: a folder has neither pictures nor videos, or cannot be read.
         CheckpointError: weights are missing or broken, or do not fit the settings.
         HardwareError: the device is missing.
     """
     reporter = reporter or SilentReporter()
     hardware = pick_hardware(settings.runtime.device, settings.runtime.dtype)
     weights = find_autoencoder(settings)
-    moments, failed, frames = RunningMoments(), [], 0
-
-    def unread(place: Path, reason: str) -> None:
-        reporter.warn(reason)
-        failed.append(Failed(file=str(place), error=reason))
-
+    encoded, failed = list[EncodedFile](), list[Failed]()
     files = list[str]()
     for name in settings.files:
-        files += map(str, media_files(Path(name), unread=unread)[0]) if os.path.isdir(name) else [name]
+        files += map(str, media_files(Path(name))) if os.path.isdir(name) else [name]
     autoencoder = load_autoencoder(settings.vae, weights, device=hardware.device, dtype=hardware.dtype)
-    closed = len(failed)
     with (
         threads_used(pick_threads(asked=settings.runtime.threads), reporter),
         reporter.stage("encode", total=len(files), unit="files") as progress,
@@ -152,34 +122,34 @@ def latent_statistics(settings: EncodeSettings, *, reporter: Reporter | None = N
             if isinstance(found, Failed):
                 failed.append(found)
             else:
-                moments.merge(found[0])
-                frames += found[1]
+                encoded.append(found)
             progress.advance()
-    encoded = len(files) + closed - len(failed)
-    if encoded == 1:
+    if len(encoded) == 1:
         reporter.warn("the latents of one file tell little of others: take many clips of the data to scale by them")
-    total = moments.over_channels().channels()
+    values, channels, total = sum(file.values for file in encoded), list[ChannelStatistics](), None
+    if encoded:
+        sums_2C = torch.stack([file.sums_2C for file in encoded]).sum(dim=0)
+        channels = channel_statistics(values, sums_2C)
+        [total] = channel_statistics(values * len(channels), sums_2C.sum(dim=1, keepdim=True))
     return LatentStatistics(
         autoencoder=settings.vae.kind,
         weights=weights,
-        files=encoded,
-        frames=frames,
-        values_per_channel=moments.count,
-        channels=tuple(moments.channels()),
-        mean=total[0].mean if total else None,
-        deviation=total[0].deviation if total else None,
-        settings=scaling_settings(settings.vae, total[0]) if total else {},
+        files=len(encoded),
+        frames=sum(file.frames for file in encoded),
+        values_per_channel=values,
+        channels=tuple(channels),
+        mean=total.mean if total else None,
+        deviation=total.deviation if total else None,
+        settings=scaling_settings(settings.vae, total) if total else {},
         failed=tuple(failed),
     )
 
 
-def _encode(
-    file: str, settings: EncodeSettings, autoencoder: Autoencoder, hardware: Hardware
-) -> tuple[RunningMoments, int]:
-    """Return the moments of a file's latents, and the number of encoded frames."""
+def _encode(file: str, settings: EncodeSettings, autoencoder: Autoencoder, hardware: Hardware) -> EncodedFile:
     facts, grid = probe(file), autoencoder.grid
     height, width = cropped_size(facts, grid.spatial_compression_ratio)
-    longest, moments, count = grid.longest_clip(settings.clip.num_frames), RunningMoments(), 0
+    longest, frames, values = grid.longest_clip(settings.clip.num_frames), 0, 0
+    sums_2C = torch.zeros(2, 1, dtype=torch.float64)
     frames_HWC = (center(frame, height, width) for frame in read_cut(file, start=0, num_frames=facts.num_frames))
     while clip := list(islice(frames_HWC, longest)):
         kept_THWC = torch.stack(clip[: grid.longest_clip(len(clip))])
@@ -187,9 +157,10 @@ def _encode(
             latents_1CTHW = autoencoder.encode(pixels(kept_THWC, hardware), tiling=vae_tiling(settings.vae))
         if not bool(latents_1CTHW.isfinite().all()):
             raise MediaError(f"{file}: its latents are not finite", hint="use --dtype float32")
-        moments.merge(RunningMoments.of(latents_1CTHW[0].flatten(1)))
-        count += len(kept_THWC)
-    return moments, count
+        values_CN = latents_1CTHW[0].flatten(1).double()
+        sums_2C = sums_2C + torch.stack([values_CN.sum(dim=1), values_CN.square().sum(dim=1)]).cpu()
+        frames, values = frames + len(kept_THWC), values + values_CN.shape[1]
+    return EncodedFile(frames, values, sums_2C)
 
 
 def scaling_settings(vae: VAESettings, latents: ChannelStatistics) -> dict[str, float]:

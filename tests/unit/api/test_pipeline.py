@@ -131,7 +131,7 @@ def test_a_notebook_plays_it_and_else_the_browser(video: Video, monkeypatch: pyt
     frames_THWC = video._held.frames_THWC
     for frames, kind, size in (
         (frames_THWC[:1], "png", 'width="128" '),
-        (frames_THWC[:, :63], "webp", 'width="128" '),
+        (frames_THWC[:, :63], "gif", 'width="128" '),
         (frames_THWC[:1].repeat(1, 3, 1, 1), "png", ""),
     ):
         shown = Video(replace(video._held, frames_THWC=frames), video._request_sha256)

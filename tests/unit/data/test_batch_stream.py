@@ -2,14 +2,13 @@
 
 import errno
 import gc
-import io
 import multiprocessing
 import os
 import signal
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from tiny_world import RecordingReporter
 from opensora_cli.core.exceptions import FileProblem, HardwareError, MediaError
 from opensora_cli.core.signals import END_REQUESTS
 from opensora_cli.data.batches import ClipBatch, ClipRequest, EpochPlan, MicroBatch
-from opensora_cli.data.loading import BatchStream, ClipReader, Sharing
+from opensora_cli.data.loading import BatchStream, ClipReader, share
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 
@@ -282,7 +281,7 @@ def test_a_batch_that_does_not_fit_into_shared_memory_is_an_error_and_no_wait(mo
     with pytest.raises(
         HardwareError, match="/dev/shm has no room for what the processes that read clips hand"
     ) as error:
-        Sharing(io.BytesIO()).dump(reader.read(asked))
+        share(reader.read(asked))
     assert "--set data.workers=0" in str(error.value.hint)
 
 
@@ -309,6 +308,10 @@ def test_workers_that_were_started_before_another_failed_do_not_outlive_the_erro
 
 
 def test_workers_share_every_tensor_of_a_batch() -> None:
-    tensors = [torch.zeros(8), torch.ones(3), torch.arange(4)]
-    Sharing(io.BytesIO()).dump({"pixels": tensors[:2], "nested": (tensors[2], "text")})
-    assert all(tensor.is_shared() for tensor in tensors)
+    whole, part = torch.ones(3), torch.arange(4)
+    request = Numbered().request(0)
+    pixels = ClipBatch(number=0, epoch=0, requests=(request,), pixels_BTHWC=torch.zeros(8), cached=None)
+    share(pixels)
+    share(replace(pixels, pixels_BTHWC=None, cached=({"latents": whole, "head1": part}, "no tensor")))
+    assert pixels.pixels_BTHWC is not None
+    assert all(tensor.is_shared() for tensor in (pixels.pixels_BTHWC, whole, part))

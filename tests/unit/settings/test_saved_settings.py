@@ -117,8 +117,8 @@ def test_damaged_adapters(loras: object) -> None:
         ("/a/x.png", 17, {}, "png"),
         ("/a/x.png", 1, {}, None),
         ("/a/x", 17, {}, None),
-        ("/a/x.gif", 17, {"output.path": "b.webp"}, None),
-        ("/a/x.gif", 17, {"output.format": "webp"}, "webp"),
+        ("/a/x.gif", 17, {"output.path": "b.mp4"}, None),
+        ("/a/x.gif", 17, {"output.format": "png"}, "png"),
     ],
 )
 def test_the_ending_of_the_result_is_taken(

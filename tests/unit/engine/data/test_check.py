@@ -44,12 +44,12 @@ def test_buckets_batches_and_bad_rows(table: Path) -> None:
         ("64px", 1, 4, 2),
         ("64px", 33, 10, 2),
     ]
-    assert (report.rows, report.without_caption, report.without_bucket) == (17, 10, 1)
+    assert (report.rows, report.without_caption) == (17, 10)
     assert (report.micro_batches, report.micro_batches_of_update, report.updates) == (4, 2, 2)
     assert report.problems == ()
     report.raise_for_problems()
     document = json.loads(json.dumps(report.to_json()))
-    assert document["schema"] == "osora.data-check/2"
+    assert document["schema"] == "osora.data-check/3"
     assert document["buckets"][1]["micro_batches"] == 2
     assert [line.split()[0] for line in report.lines()] == [
         "data",
@@ -106,13 +106,12 @@ def test_unused_rows_are_counted_by_reason(tmp_path: Path) -> None:
         ),
     ]
     assert [len(each.examples) for each in report.unused] == [1, 1, 3, 2]
-    assert report.without_bucket == 7
     # Each fix uses the rows.
     fixed = {**data, "buckets": {"64px": {1: (1.0, 1), 17: (1.0, 2), 9: (1.0, 1)}, "20px": {9: (1.0, 1)}}}
     assert check(fixed).unused == ()
     faster = {**data, "fps_max": 15, "buckets": {"64px": {17: (1.0, 1)}}}
     assert [each.rows for each in check(faster).unused] == [1, 1, 1]
-    assert check({**data, "buckets": {"64px": {17: (0.0, 1), 129: (1.0, 1)}}}).unused[-1].rows == 5
+    assert check({**data, "buckets": {"64px": {17: (0.0, 1), 129: (1.0, 1)}}}).unused[-1].rows == 10
     (pictures_alone,) = check({**data, "buckets": {"16px": {1: (1.0, 1)}}}).unused
     assert (pictures_alone.rows, pictures_alone.reason) == (11, "no bucket is for videos of their size and length")
 

@@ -21,11 +21,10 @@ from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import BatchError, FileProblem, MediaError
 from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.architectures import mmdit_config
-from opensora_cli.engine.encode import fill_cache
-from opensora_cli.engine.encode.clip_cache import HEADER_FILE, ClipCache
+from opensora_cli.engine.encode import clip_cache
+from opensora_cli.engine.encode.clip_cache import HEADER_FILE, ClipCache, cache_clips
 from opensora_cli.engine.encode.clips import ALWAYS_CACHED, Encoders
 from opensora_cli.engine.encode.datasets import TableSource, open_batches, open_table
-from opensora_cli.engine.encode.fill_cache import cache_clips
 from opensora_cli.engine.train.build import open_clips_cache
 from opensora_cli.engine.train.distribution import Distribution
 from opensora_cli.engine.train.objectives import mmdit
@@ -240,7 +239,7 @@ def test_another_mode_adds_only_its_references(weights, filled_once, tmp_path, m
 
 
 def test_training_reads_no_frozen_weights(filled, tmp_path, monkeypatch):
-    monkeypatch.setattr(fill_cache, "load_encoders", lambda *_, **__: pytest.fail("frozen parts are loaded"))
+    monkeypatch.setattr(clip_cache, "load_encoders", lambda *_, **__: pytest.fail("frozen parts are loaded"))
     monkeypatch.setattr(mmdit, "load_encoders", lambda *_, **__: pytest.fail("frozen parts are loaded"))
     cache = prepared(filled)
     assert isinstance(cache, ClipCache)

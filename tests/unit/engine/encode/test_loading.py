@@ -14,8 +14,8 @@ from tiny_world import RecordingReporter
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import CheckpointError, MediaError
 from opensora_cli.data.batches import ClipBatch, ClipRequest, ClipSource
+from opensora_cli.engine.encode.clip_cache import _files
 from opensora_cli.engine.encode.datasets import open_batches, open_table
-from opensora_cli.engine.encode.fill_cache import _files
 from opensora_cli.settings.train import TrainSettings
 
 BUCKETS = {"64px": {1: (1.0, 2), 5: (1.0, 3)}}
