@@ -81,12 +81,6 @@ GENERATE = (
     Applies("files.turbo", "sampling.turbo"),
     Applies("refine", _never, but="original"),
     Applies("refine.original", "refine.original!=none"),
-    Applies(
-        "refine.instructions refine.timeout_s refine.tries",
-        lambda s: s.refine.is_on,
-        "without --refine and --motion-score auto: drop it",
-        typed=True,
-    ),
     Applies("draft", "draft.resolution", "give --draft-res, too"),
     *_vae("picture.vae", saved=True),
     Applies("picture", "picture.first"),

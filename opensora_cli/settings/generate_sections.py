@@ -88,9 +88,6 @@ class RefineSettings(Section):
 
     prompt: bool = Field(False, description="Rewrite the prompt with the language model at OSORA_REFINE_URL.")
     motion_score: bool = Field(False, description="Choose prompt_suffix.motion_score, from 1 to 15.")
-    instructions: FileName | None = Field(None, description="Folder of t2v.txt, t2i.txt, i2v.txt, motion_score.txt.")
-    timeout_s: float = Field(60.0, gt=0, le=3600, description="Timeout of a try in seconds.")
-    tries: int = Field(3, ge=1, le=20, description="Largest number of tries.")
     original: Words | None = Field(None, description="Prompt before it was rewritten, set by that run.")
 
     @property
