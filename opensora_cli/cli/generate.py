@@ -82,7 +82,7 @@ def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:
     for option, others in (
         ("--explore", ("--prompts", "--stop-at", "--num-samples")),
         ("--prompts", ("PROMPT",)),
-        ("--continue", ("--ref", "--t2i2v", "--width", "--height", "--res", "--aspect-ratio", "--fps", "--ref-fps")),
+        ("--continue", ("--ref", "--t2i2v", "--width", "--height", "--res", "--aspect-ratio", "--fps")),
     ):
         if option in call.given:
             call.refuse((*others, *latents), beside=option)

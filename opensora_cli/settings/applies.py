@@ -10,7 +10,7 @@ from functools import reduce
 from operator import attrgetter, getitem
 from typing import Any, NamedTuple
 
-from opensora_cli.core.conditions import CONTINUING, ConditionMode, Length, Source, condition_mode
+from opensora_cli.core.conditions import CONTINUING, ConditionMode, Length, condition_mode
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.section import Applies, Section, find_setting, leaves, nested, shown
 from opensora_cli.settings.components import OF_ALL_KINDS
@@ -122,7 +122,6 @@ GENERATE = (
     Applies("sampling.temporal_image_scaling", lambda s: _mode(s).gives_pictures),
     Applies("condition.seamless", "condition.mode=none|i2v_loop", "use i2v_loop, or drop it"),
     Applies("condition.references condition.fit", lambda s: _mode(s).needs_reference),
-    Applies("condition.ref_fps", lambda s: _mode(s).source is Source.VIDEO),
     Applies("condition.video_latent_frames", lambda s: any(mode.length is Length.VIDEO for mode in _modes(s))),
     Applies("condition.easy_latent_frames", lambda s: _mode(s).length is Length.EASY),
     Applies("vae.sample_size vae.dc_ae.spatial_tile_size vae.flux_ae.tile_size", "vae.spatial_tiling"),

@@ -69,7 +69,6 @@ class Flags(TypedDict, total=False):
     ref: Annotated[_Files | object | None, Option("condition.references", REFERENCE, metavar="FILE", is_common=True)]
     cond: Annotated[_Text, Option("condition.mode", REFERENCE, metavar="MODE")]
     fit: Annotated[_Text, Option("condition.fit", REFERENCE)]
-    ref_fps: Annotated[_Text, Option("condition.ref_fps", REFERENCE)]
     seamless: Annotated[_Bool, Option("condition.seamless", REFERENCE)]
     t2i2v: Annotated[_Bool, Option("picture.first", REFERENCE)]
     steps: Annotated[_Int, Option("sampling.num_inference_steps", SAMPLING, is_common=True)]
