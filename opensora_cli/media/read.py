@@ -14,7 +14,7 @@ from opensora_cli.core.exceptions import FileProblem, MediaError
 from opensora_cli.core.formatting import shown_path
 from opensora_cli.core.reading import reading
 from opensora_cli.media import containers, pictures
-from opensora_cli.media.containers import MediaFacts, StoredFrame
+from opensora_cli.media.containers import MediaFacts, ToRGB
 from opensora_cli.media.results import readable_file
 
 _VIDEOS = {
@@ -99,10 +99,10 @@ def read_video(path: str | os.PathLike[str], *, num_frames: int | None = None, f
         raise MediaError(f"{file} is a picture, not a video", hint="give a video, or choose a mode for pictures")
     source = pictures.open_animation(file) if num_pictures else containers.open_video(file)
     with source as video:
-        wanted: Iterable[StoredFrame]
+        wanted: Iterable[ToRGB]
         # Converted to RGB only afterwards: most frames in the queue are never used.
         wanted = deque(video.frames, maxlen=num_frames) if from_end else islice(video.frames, num_frames)
-        rgb = [frame.to_rgb() for frame in wanted]
+        rgb = [to_rgb() for to_rgb in wanted]
         fps = video.fps
     if not rgb:
         raise MediaError(f"{file} holds no video frame that can be read")
@@ -148,7 +148,7 @@ def read_cut(path: str | os.PathLike[str], *, start: int, num_frames: int, inter
     with source as video:
         from_start = islice(video.frames, start, None) if num_pictures else video.frames
         wanted = islice(from_start, 0, (num_frames - 1) * interval + 1, interval)
-        yield from _exactly((frame.to_rgb() for frame in wanted), num_frames, file)
+        yield from _exactly((to_rgb() for to_rgb in wanted), num_frames, file)
 
 
 def _exactly(frames: Iterator[torch.Tensor], num_frames: int, file: Path) -> Iterator[torch.Tensor]:
