@@ -56,8 +56,6 @@ EARLY = [
     (2, ["generate", "sea", "--preset", "786px"], "preset '786px' is not one of 256px, 768px, demo, "),
     (2, [*FLUX, "--guidance-scale", "5"], "--guidance-scale 5 has no effect with the distilled model flux1-dev"),
     (2, [*PIXELS, "--height", "288", "--res", "768px"], "--res 768px has no effect with a width and height in pixels"),
-    (2, ["generate", "--shard", "1/2"], "--shard has no effect without --prompts"),
-    (2, ["generate", "--prompts", "rows.txt", "--shard", ""], "--shard  must be two numbers"),
     (3, ["bench-generate", "--from", "boat.mp4"], "boat.mp4 has no sidecar boat.mp4.json beside it"),
     (2, ["generate", "sea", "--prompts", "p.txt"], "PROMPT has no effect with --prompts"),
     (
@@ -65,8 +63,7 @@ EARLY = [
         ["generate", "--prompts", "p.txt", "--from-latents", "a.safetensors"],
         "--from-latents has no effect with --prompts",
     ),
-    (2, ["generate", "--prompts", "p.txt", "--shard", "3/2"], "--shard 3/2 must count from 1/2 to 2/2"),
-    (2, ["generate", "--prompts", "p.xlsx"], "--prompts p.xlsx must end in .txt, .csv, .jsonl or .parquet"),
+    (2, ["generate", "--prompts", "p.xlsx"], "--prompts p.xlsx must end in .txt or .csv"),
     (2, ["generate", "sea", "--explore", "2"], "--explore has no effect without --explore-steps"),
     (2, ["generate", "sea", "--explore-steps", "8"], "--explore-steps has no effect without --explore"),
     (2, [*EXPLORE, "--stop-at", "8"], "--stop-at has no effect with --explore"),

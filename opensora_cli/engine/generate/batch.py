@@ -67,7 +67,7 @@ class BatchResult(Document):
     SCHEMA = "osora.batch/3"
 
     rows: int
-    """Number of requested rows, of the shard if there is one."""
+    """Number of requested rows."""
     made: int
     kept: int
     """Number of rows that an earlier run finished."""
