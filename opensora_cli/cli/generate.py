@@ -66,10 +66,7 @@ def continued(given: dict[str, Given], call: Call) -> SavedSettings | None:
     assert file is not None
     from opensora_cli.engine import show
 
-    saved = show.continued(file, given)
-    if saved is None and not {"resume", "from_latents"} & given.keys():
-        call.reporter.note(f"{file} has no sidecar: it gives its prompt and seed alone")
-    return saved
+    return show.continued(file, given)
 
 
 def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.core.formatting import nearest
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.reading import read_json_object
 from opensora_cli.engine.components.hardware import versions
@@ -112,18 +111,11 @@ def warn_about_prompts(plan: Plan, reporter: Reporter) -> None:
         return
     # Without the suffixes, which the user did not type.
     unknown = t5.unknown_words(" ".join((*dict.fromkeys(settings.segment_prompts), settings.negative_prompt)))
-    if not unknown:
-        return
-    listed = []
-    for word in unknown[:_LISTED_WORDS]:
-        # Words of other languages are rarely meant.
-        alike = [known for known in sorted(t5.tokenizer.words) if known[:1] == word[:1].lower()]
-        near = nearest(word.lower(), alike, cutoff=0.75)
-        listed.append(f'"{word}"' if near is None else f'"{word}" (nearest: "{near}")')
-    more = f" and {len(unknown) - _LISTED_WORDS} more words" if len(unknown) > _LISTED_WORDS else ""
-    knows = "; ".join(f"{kind}: {', '.join(known)}" for kind, known in read_vocabulary(t5_folder.parent).items())
-    known = f"; it knows {knows}" if knows else ""
-    reporter.warn(f"the {settings.model.name} model does not know {', '.join(listed)}{more}{known}")
+    if unknown:
+        listed = ", ".join(f'"{word}"' for word in unknown[:_LISTED_WORDS])
+        knows = "; ".join(f"{kind}: {', '.join(known)}" for kind, known in read_vocabulary(t5_folder.parent).items())
+        known = f"; it knows {knows}" if knows else ""
+        reporter.warn(f"the {settings.model.name} model does not know {listed}{known}")
 
 
 def read_vocabulary(folder: Path) -> dict[str, list[str]]:
