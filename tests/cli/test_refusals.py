@@ -72,7 +72,6 @@ EARLY = [
     (3, ["generate", "sea", "--ref", "gone.png"], "gone.png does not exist"),
     (3, ["generate", "sea", "--lora", "gone"], "gone is no folder with an adapter"),
     (3, ["generate", "sea", "--model", "open-sora-v2", "--weights", "nowhere"], "weights of the open-sora-v2 model"),
-    (3, ["generate", "sea", "--out", "there.mp4"], "there.mp4 exists already"),
     (3, ["generate", "sea", "--from", "gone.json"], "gone.json does not exist"),
     (3, ["generate", "sea", "--from", "broken.yaml"], "broken.yaml"),
     (3, ["generate", "--from-latents", "gone.safetensors"], "gone.safetensors does not exist"),
