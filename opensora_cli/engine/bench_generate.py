@@ -37,8 +37,6 @@ from opensora_cli.settings.tools import EXACT, STANDARD, Tries, tried_settings
 
 _SMALL_ERROR = 1e-3
 _NOTHING_KEPT: Mapping[str, object] = {
-    # A cached prompt would not be encoded, and so not be timed.
-    "runtime.prompt_cache": False,
     "output.save_state_every": None,
     "output.preview_every": None,
     "output.save_latents": False,
@@ -289,6 +287,7 @@ def likeness(video: HeldVideo, exact: HeldVideo, *, on_frame: Callable[[], None]
 def _make(chain: Chain, *, models: LoadedModels, references: Sequence[Reference], reporter: Reporter) -> _Made:
     """Make a video; return it on rank 0, the seconds of its stages, and the peak memory of each rank in GiB."""
     events, device = Events(reporter), chain.video.hardware.device
+    models.prompts.clear()  # Each run encodes its prompts.
     chain = chain.change(models.planned, only=VIDEO)
     sample = Sample(chain, chain.video, sample_files(chain.settings, 0), references)
     with computing(chain.video, reporter):

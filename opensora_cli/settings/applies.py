@@ -67,7 +67,7 @@ _GUIDED = """
 negative_prompt sampling.guidance_scale sampling.image_guidance_scale sampling.text_oscillation
 sampling.image_oscillation sampling.mean_guidance_of sampling.guidance_interval sampling.temporal_image_scaling
 """
-_NEVER = "from_latents resume output.overwrite runtime.prompt_cache runtime.prompt_cache_limit sampling.fast"
+_NEVER = "from_latents resume output.overwrite sampling.fast"
 """Settings that are not recorded. Those that `sampling.fast` stands for are."""
 
 GENERATE = (
@@ -139,7 +139,7 @@ GENERATE = (
 SAME_FOR_ALL_RUNS = Applies(
     "prompt prompts_at negative_prompt refine prompt_suffix text loras model files video condition picture draft "
     "from_latents resume output sampling.seed sampling.num_samples sampling.stop_at sampling.turbo "
-    "runtime.weights runtime.model_choice runtime.device runtime.prompt_cache runtime.prompt_cache_limit "
+    "runtime.weights runtime.model_choice runtime.device "
     "parallel.gpus parallel.devices parallel.nnodes parallel.data_parallel_degree",
     _never,
 )

@@ -92,7 +92,6 @@ class Flags(TypedDict, total=False):
     dtype: Annotated[_Text, Option("runtime.dtype", MACHINE)]
     attention: Annotated[_Text, Option("runtime.attention", MACHINE)]
     threads: Annotated[_Int, Option("runtime.threads", MACHINE)]
-    no_cache: Annotated[_Bool, Option("runtime.prompt_cache", MACHINE, "Cache no embeddings.", is_negated=True)]
     out: Annotated[_File | None, Option("output.path", OUTPUT, metavar="PATH", short="-o", is_common=True)]
     format: Annotated[_Text, Option("output.format", OUTPUT)]
     name_from: Annotated[_Text, Option("output.name_from", OUTPUT)]

@@ -208,7 +208,7 @@ def test_a_file_from_elsewhere_describes_a_video_and_nothing_else(world, osora, 
     settings = document["settings"]
     settings["output"] |= {"path": str(mine), "overwrite": True}
     settings["refine"] = {"prompt": True, "motion_score": True, "instructions": str(tmp_path)}
-    settings["runtime"] |= {"device": "cuda:5", "prompt_cache": False}
+    settings["runtime"] |= {"device": "cuda:5"}
     settings["memory"]["offload"] = "model"
     settings["parallel"] = {"gpus": 64}
     evil = tmp_path / "evil.json"
