@@ -28,7 +28,7 @@ from speed_pairs import Row, report
 SCHEMA = "osora.bench.speed/1"
 _TORCH = [sys.executable, "-c", "import torch"]
 _OSORA = [sys.executable, "-m", "opensora_cli"]
-_DEMO = ["generate", "raining, sea", "--model", "demo", "--device", "cpu", "--no-cache", "--quiet"]
+_DEMO = ["generate", "raining, sea", "--model", "demo", "--device", "cpu", "--quiet"]
 _PLAN_S = 2.3
 _DEMO_S = 3.5
 _RANKS_S = 3.0

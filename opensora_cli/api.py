@@ -2,17 +2,13 @@
 
 import base64
 import hashlib
-import importlib
 import logging
-import math
 import os
 import shutil
-import sys
 import tempfile
 import threading
 import time
 import weakref
-import webbrowser
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
@@ -26,7 +22,7 @@ from PIL import Image
 from rich.console import Console
 
 from opensora_cli.core.choices import MediaFormat
-from opensora_cli.core.exceptions import HardwareError, OsoraError, RequestError
+from opensora_cli.core.exceptions import OsoraError, RequestError
 from opensora_cli.core.progress import ConsoleReporter, Reporter, SilentReporter, StageProgress
 from opensora_cli.engine.generate import run as engine
 from opensora_cli.engine.generate.decode import Figures, HeldVideo, write_video
@@ -71,11 +67,8 @@ class Progress(NamedTuple):
 
 
 OnProgress = Callable[[Progress], object]
-"""Called when a stage begins and ends, and at most ten times a second between. An exception that it raises ends the
-run."""
+"""Called when a stage begins, and whenever it advances. An exception that it raises ends the run."""
 
-_EVERY_S = 0.1
-"""Shortest time between two calls for one stage."""
 _SMALL = 128
 """Longest side, in pixels, of a video that a notebook shows at twice its size."""
 
@@ -134,20 +127,6 @@ class Video:
                     # Latents of an interrupted run of the same request.
                     remove_latents(sample.latents)
         return sample.media
-
-    def show(self) -> None:
-        """Play the video in the output of a notebook's cell, else in the browser.
-
-        Raises:
-            HardwareError: no browser was found.
-        """
-        shell = sys.modules.get("IPython")
-        if shell is not None and hasattr(shell.get_ipython(), "kernel"):
-            importlib.import_module("IPython.display").display(self)
-            return
-        folder = Path(tempfile.mkdtemp(prefix="osora-show-"))
-        if not webbrowser.open(self._write(folder).as_uri()):
-            raise HardwareError("there is no browser to show a video in", hint="write it with .save(path)")
 
     def __repr__(self) -> str:
         frames, height, width, _ = self.frames.shape
@@ -371,11 +350,8 @@ class _ProgressReporter(_LogsMessages, SilentReporter):
 class _Stage:
     def __init__(self, progress: Progress, on_progress: OnProgress | None) -> None:
         self._progress, self._on_progress = progress, on_progress
-        self._called_s = -math.inf
 
     def advance(self, amount: int = 1) -> None:
         self._progress = self._progress._replace(done=self._progress.done + amount)
-        is_edge, now = self._progress.done in (0, self._progress.total), time.monotonic()
-        if self._on_progress is not None and (is_edge or now - self._called_s >= _EVERY_S):
-            self._called_s = now
+        if self._on_progress is not None:
             self._on_progress(self._progress)

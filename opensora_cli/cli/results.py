@@ -39,7 +39,7 @@ def show(given: Layer, call: Call) -> None:
 
 
 def presets(given: Layer, call: Call) -> None:
-    """List the presets with size, needs, and the GPUs that they fit on.
+    """List the presets with their size and needs.
 
     A preset is the --config of osora generate.
 

@@ -22,7 +22,6 @@ from opensora_cli.sampling import sizes
 from opensora_cli.sampling import text as suffixes
 from opensora_cli.sampling.conditioning import prepare_inference_condition as prepare_inference_condition
 from opensora_cli.sampling.text import add_fps_info_to_text as add_fps_info_to_text
-from opensora_cli.settings.generate_sections import RefineSettings
 
 
 def collect_references_batch(
@@ -156,6 +155,5 @@ def refine_prompts(
 
 def refine_prompt(prompt: str, retry_times: int = 3, type: str = "t2v", image_path: str | Path | None = None) -> str:
     """Return a prompt rewritten by a language model, or a motion score; see `refinement.refine`."""
-    timeout_s, reporter = RefineSettings().timeout_s, SilentReporter()
-    server = ChatServer(timeout_s=timeout_s, tries=retry_times, reporter=reporter)
+    server = ChatServer(SilentReporter(), tries=retry_times)
     return refine(prompt, type, server=server, references=() if image_path is None else [image_path])

@@ -12,6 +12,7 @@ from typing import ClassVar
 from opensora_cli.core.device import peak_memory_gib, start_peak_memory
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import OsoraError
+from opensora_cli.core.formatting import aligned_rows
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.rank_messages import all_gather_json
 from opensora_cli.core.ranks import RankContext
@@ -36,8 +37,6 @@ from opensora_cli.settings.tools import EXACT, STANDARD, Tries, tried_settings
 
 _SMALL_ERROR = 1e-3
 _NOTHING_KEPT: Mapping[str, object] = {
-    # A cached prompt would not be encoded, and so not be timed.
-    "runtime.prompt_cache": False,
     "output.save_state_every": None,
     "output.preview_every": None,
     "output.save_latents": False,
@@ -119,20 +118,11 @@ class BenchGenerateReport(Document):
         on = f"{self.device} ({self.device_name})" + (f", {self.ranks} ranks" if self.ranks > 1 else "")
         return [
             f"compared    {self.of}, seed {self.seed}, on {on}",
-            *_aligned(times),
+            *aligned_rows(times),
             "",
-            *_aligned(measures),
+            *aligned_rows(measures),
             *(f"skipped     {name}: {why}" for name, why in self.skipped.items()),
         ]
-
-
-def _aligned(table: Sequence[Sequence[str]]) -> list[str]:
-    """Return the rows of a table as lines, with names on the left and numbers on the right."""
-    name_width, *widths = (max(map(len, column)) for column in zip(*table, strict=True))
-    return [
-        name.ljust(name_width) + "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
-        for name, *cells in table
-    ]
 
 
 def is_loading(stage: str) -> bool:
@@ -297,6 +287,7 @@ def likeness(video: HeldVideo, exact: HeldVideo, *, on_frame: Callable[[], None]
 def _make(chain: Chain, *, models: LoadedModels, references: Sequence[Reference], reporter: Reporter) -> _Made:
     """Make a video; return it on rank 0, the seconds of its stages, and the peak memory of each rank in GiB."""
     events, device = Events(reporter), chain.video.hardware.device
+    models.prompts.clear()  # Each run encodes its prompts.
     chain = chain.change(models.planned, only=VIDEO)
     sample = Sample(chain, chain.video, sample_files(chain.settings, 0), references)
     with computing(chain.video, reporter):

@@ -108,10 +108,7 @@ def show_recorded(path: Path) -> Shown | None:
 def continued(path: Path, given: dict[str, Given]) -> SavedSettings | None:
     """Return the settings in the sidecar that `--from` names.
 
-    Without one, what the file records is added to `given`: the setting that continues saved latents, or the prompt and
-    seed of a result, unless they are given.
-
-    Raises FileProblem if the sidecar is missing or broken, or a result has no sidecar, and no prompt in itself.
+    Saved latents add the setting that continues them to `given`. Raises FileProblem if a sidecar is missing or broken.
     """
     if path.name.endswith(_WEIGHTS_ENDING):
         try:
@@ -121,15 +118,10 @@ def continued(path: Path, given: dict[str, Given]) -> SavedSettings | None:
         given["resume" if is_begun else "from_latents"] = Given(str(path), "--from")
         return None
     sidecar = sidecar_path(path) if _is_media(path) else path
-    if sidecar is path or sidecar.is_file():
-        return read_sidecar(sidecar)
-    tags = read_tags(path) if path.exists() else {}
-    if "prompt" not in tags:
-        raise FileProblem(f"{path} has no sidecar {sidecar.name} beside it, and no prompt in itself")
-    for key, tag in (("prompt", "prompt"), ("sampling.seed", "seed")):
-        if tag in tags:
-            given.setdefault(key, Given(tags[tag], f"--from {path}"))
-    return None
+    if sidecar is not path and not sidecar.is_file():
+        hint = "osora show prints the prompt and the seed that a video itself holds"
+        raise FileProblem(f"{path} has no sidecar {sidecar.name} beside it", hint=hint)
+    return read_sidecar(sidecar)
 
 
 def _is_media(path: Path) -> bool:

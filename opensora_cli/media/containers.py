@@ -56,21 +56,14 @@ _MOST_REORDERED = 64
 _Part = TypeVar("_Part")
 
 
-class StoredFrame(NamedTuple):
-    """Decoded frame in the form of its decoder."""
-
-    time: float
-    """Start in seconds."""
-    duration: float
-    """Duration in seconds, if no frame follows."""
-    to_rgb: Callable[[], torch.Tensor]
-    """Function that returns the frame as uint8 RGB (H, W, 3), upright."""
+ToRGB = Callable[[], torch.Tensor]
+"""Function that returns a decoded frame as uint8 RGB (H, W, 3), upright."""
 
 
 class VideoSource(NamedTuple):
     """Open video: frames, which are decoded on access, and mean rate."""
 
-    frames: Iterator[StoredFrame]
+    frames: Iterator[ToRGB]
     fps: float
 
 
@@ -89,7 +82,7 @@ def open_video(path: Path, *, start: int = 0, threads: int | None = None) -> Ite
                 return
     # Opened a second time: some files can be read only once.
     with _opened(path, threads=threads) as (container, track):
-        frames = _numbered(_whole_tracks(container.decode(track), path), track, threads=threads)
+        frames = _shown(_whole_tracks(container.decode(track), path), track, threads=threads)
         yield VideoSource(frames=islice(frames, start, None), fps=_mean_rate(track))
 
 
@@ -215,19 +208,16 @@ def _mean_rate(track: av.VideoStream) -> float:
     return float(track.average_rate or track.guessed_rate or _FALLBACK_FPS)
 
 
-def _numbered(decoded: Iterable[av.VideoFrame], track: av.VideoStream, *, threads: int | None) -> Iterator[StoredFrame]:
-    """Yield decoded frames, with the time that they have if the file names none. `threads` convert the colors."""
-    rate = _mean_rate(track)
+def _shown(decoded: Iterable[av.VideoFrame], track: av.VideoStream, *, threads: int | None) -> Iterator[ToRGB]:
+    """Yield decoded frames. `threads` convert the colors."""
     reformatter = VideoReformatter()  # It keeps the tables of a conversion, which take seconds for HDR.
-    for index, frame in enumerate(decoded):
-        duration = float(frame.duration * frame.time_base) if frame.duration and frame.time_base else 1 / rate
-        start = index / rate if frame.pts is None else frame.time
-        yield StoredFrame(start, duration, partial(_rgb, reformatter, frame, threads))
+    for frame in decoded:
+        yield partial(_rgb, reformatter, frame, threads)
 
 
 def _frames_after_seeking(
     container: InputContainer, track: av.VideoStream, path: Path, *, start: int, threads: int | None
-) -> Iterator[StoredFrame] | None:
+) -> Iterator[ToRGB] | None:
     """Return the frames from number `start` on; None if seeking fails."""
     wanted = _place_before(container, track, path, frame=start)
     if wanted is None:
@@ -241,7 +231,7 @@ def _frames_after_seeking(
     if first is None or first.pts is None or first.pts > wanted:
         return None
     later = dropwhile(lambda frame: frame.pts is not None and frame.pts < wanted, decoded)
-    return _numbered(later, track, threads=threads)
+    return _shown(later, track, threads=threads)
 
 
 def _place_before(container: InputContainer, track: av.VideoStream, path: Path, *, frame: int) -> float | None:

@@ -13,7 +13,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from opensora_cli.core.exceptions import MediaError
 from opensora_cli.core.formatting import plain
 from opensora_cli.core.reading import lack_of_machine
-from opensora_cli.media.containers import StoredFrame, VideoSource
+from opensora_cli.media.containers import ToRGB, VideoSource
 
 _BROKEN = (
     OSError,
@@ -85,7 +85,7 @@ def open_animation(path: Path) -> Iterator[VideoSource]:
                 duration = round(picture.info.get("duration") or 0)
                 durations_ms.append(duration if duration >= _SHORTEST_MS else _DEFAULT_DURATION_MS)
         mean_fps = 1000 * len(durations_ms) / sum(durations_ms)
-        yield VideoSource(frames=_frames(picture, path, numbers, durations_ms), fps=mean_fps)
+        yield VideoSource(frames=_frames(picture, path, numbers), fps=mean_fps)
 
 
 @contextmanager
@@ -114,12 +114,10 @@ def _frame_numbers(picture: Image.Image) -> range:
     return range(int(getattr(picture, "default_image", False)), getattr(picture, "n_frames", 1))
 
 
-def _frames(picture: Image.Image, path: Path, numbers: range, durations_ms: list[int]) -> Iterator[StoredFrame]:
-    time_ms = 0
-    for number, duration_ms in zip(numbers, durations_ms, strict=True):
+def _frames(picture: Image.Image, path: Path, numbers: range) -> Iterator[ToRGB]:
+    for number in numbers:
         rgb_HWC = _rgb(picture, path, number)
-        yield StoredFrame(time_ms / 1000, duration_ms / 1000, rgb_HWC.detach)
-        time_ms += duration_ms
+        yield rgb_HWC.detach
 
 
 def _rgb(picture: Image.Image, path: Path, number: int) -> torch.Tensor:

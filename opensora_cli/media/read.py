@@ -5,7 +5,7 @@ import stat
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from opensora_cli.core.exceptions import FileProblem, MediaError
 from opensora_cli.core.formatting import shown_path
 from opensora_cli.core.reading import reading
 from opensora_cli.media import containers, pictures
-from opensora_cli.media.containers import MediaFacts, StoredFrame
+from opensora_cli.media.containers import MediaFacts, ToRGB
 from opensora_cli.media.results import readable_file
 
 _VIDEOS = {
@@ -26,9 +26,6 @@ _PICTURES = {
     *(".j2k", ".ppm", ".pgm", ".pbm", ".heic", ".heif", ".hif"),
 }
 """Endings of pictures. HEIC is not read: naming it tells its owner."""
-
-_MOST_RESAMPLED = 10_000_000
-"""Limit of frames at another rate: 115 hours at 24 a second."""
 
 
 @dataclass(frozen=True)
@@ -79,9 +76,7 @@ def read_picture(path: str | os.PathLike[str]) -> torch.Tensor:
     return pictures.read_first(file)
 
 
-def read_video(
-    path: str | os.PathLike[str], *, num_frames: int | None = None, from_end: bool = False, fps: float | None = None
-) -> VideoClip:
+def read_video(path: str | os.PathLike[str], *, num_frames: int | None = None, from_end: bool = False) -> VideoClip:
     """Return frames of a video, or of an animated GIF, WebP or PNG, upright.
 
     The file is read as a stream, so that only the requested frames are held.
@@ -89,8 +84,6 @@ def read_video(
     Args:
         num_frames: Number of frames; None for all.
         from_end: Whether to return the last frames instead of the first.
-        fps: Constant rate to resample to, from the first frame on. A faster video loses frames and a slower one repeats
-            them. None returns the frames as stored, with their mean rate.
 
     Raises:
         MediaError: The file is missing, empty, broken, a still picture, without a picture track, or shorter than
@@ -102,19 +95,17 @@ def read_video(
         raise MediaError(f"{file} is a picture, not a video", hint="give a video, or choose a mode for pictures")
     source = pictures.open_animation(file) if num_pictures else containers.open_video(file)
     with source as video:
-        shown = video.frames if fps is None else _resampled(video.frames, fps, file)
-        wanted: Iterable[StoredFrame]
+        wanted: Iterable[ToRGB]
         # Converted to RGB only afterwards: most frames in the queue are never used.
-        wanted = deque(shown, maxlen=num_frames) if from_end else islice(shown, num_frames)
-        rgb = [frame.to_rgb() for frame in wanted]
-        own_fps = video.fps
+        wanted = deque(video.frames, maxlen=num_frames) if from_end else islice(video.frames, num_frames)
+        rgb = [to_rgb() for to_rgb in wanted]
+        fps = video.fps
     if not rgb:
         raise MediaError(f"{file} holds no video frame that can be read")
     if len(rgb) < (num_frames or 1):
         frames = "1 frame" if len(rgb) == 1 else f"{len(rgb)} frames"
-        at_rate = "" if fps is None else f" at {fps:g} frames a second"
-        raise MediaError(f"{file} has {frames}{at_rate}, but {num_frames} are needed", hint="give a longer video")
-    return VideoClip(frames_THWC=torch.stack(rgb), fps=own_fps if fps is None else fps)
+        raise MediaError(f"{file} has {frames}, but {num_frames} are needed", hint="give a longer video")
+    return VideoClip(frames_THWC=torch.stack(rgb), fps=fps)
 
 
 def probe(path: str | os.PathLike[str]) -> MediaFacts:
@@ -147,7 +138,7 @@ def read_cut(path: str | os.PathLike[str], *, start: int, num_frames: int, inter
     with source as video:
         from_start = islice(video.frames, start, None) if num_pictures else video.frames
         wanted = islice(from_start, 0, (num_frames - 1) * interval + 1, interval)
-        yield from _exactly((frame.to_rgb() for frame in wanted), num_frames, file)
+        yield from _exactly((to_rgb() for to_rgb in wanted), num_frames, file)
 
 
 def _exactly(frames: Iterator[torch.Tensor], num_frames: int, file: Path) -> Iterator[torch.Tensor]:
@@ -160,26 +151,3 @@ def _exactly(frames: Iterator[torch.Tensor], num_frames: int, file: Path) -> Ite
         yield frame
     if found < num_frames:
         raise MediaError(f"{file} ends after {found} of {num_frames} frames that were to be read")
-
-
-def _resampled(frames: Iterable[StoredFrame], fps: float, file: Path) -> Iterator[StoredFrame]:
-    """Yield the frame shown at 0, 1/fps, 2/fps ... seconds after the first. A file may claim any time."""
-    # Times in files are rounded: a frame a thousandth of a step later counts.
-    tolerance = 1e-3 / fps
-    shown: StoredFrame | None = None
-    start, count = 0.0, 0
-    for frame in chain(frames, [None]):
-        if shown is not None:
-            end = (shown.time + shown.duration if frame is None else frame.time) - start
-            if end * fps > _MOST_RESAMPLED:
-                raise MediaError(
-                    f"{file} shows a frame {end:.3g} s after its first, which is over {_MOST_RESAMPLED:,} frames at "
-                    f"{fps:g} a second",
-                    hint="encode it again, or use it at its own rate",
-                )
-            while count / fps < end - tolerance:
-                yield shown
-                count += 1
-        elif frame is not None:
-            start = frame.time
-        shown = frame

@@ -32,7 +32,7 @@ MOST_FILES = max(mode.max_references for mode in CONDITION_MODES.values())
 _LARGEST_JSON = 2**20
 _FIELDS = ("prompt", "model", "seconds", "size", "seed", "settings")
 _ALLOWED = {"prompt", "negative_prompt", "prompts_at", "prompt_suffix", "video", "sampling", "draft"}
-_ALLOWED |= {"condition.mode", "condition.fit", "condition.ref_fps", "condition.seamless"}
+_ALLOWED |= {"condition.mode", "condition.fit", "condition.seamless"}
 _ALLOWED |= {"picture.first", "output.last_frame"}
 """Settings of a client: they describe the video, and name no file, server, device or memory."""
 _SIDES = {"video.width", "video.height"}

@@ -268,8 +268,6 @@ class RuntimeSettings(PlacementSettings):
         AUTO, description=f"Model: auto (the best that can run here), {', '.join(ARCHITECTURES)}."
     )
     attention: AttentionChoice = Field(AttentionChoice.AUTO, description="Attention backend. auto: by device.")
-    prompt_cache: bool = Field(True, description="Keep prompt embeddings in the user's cache folder.")
-    prompt_cache_limit: ByteSize = Field(2 * 2**30, description="Largest size of the cache. A prompt takes 4 MiB.")
 
 
 class MemorySettings(Section):

@@ -32,9 +32,6 @@ _AT = re.compile(r"\s*(?P<at_s>\d+(\.\d*)?|\.\d+)\s*s\s*=(?P<prompt>.*\S.*)", re
 _OTHER_ENDINGS = frozenset(["apng", "avi", "bmp", "jpeg", "jpg", "m4v", "mkv", "mov", "mpeg", "mpg", "tiff", "webm"])
 """Endings that would otherwise become the name of a folder."""
 
-ReferenceRate = StrEnum("ReferenceRate", ["KEEP", "MATCH"])
-"""Frames of a reference video with another rate: the stored ones, or those visible at the video's times."""
-
 NameFrom = StrEnum("NameFrom", ["SEED", "PROMPT"])
 """Name of results in a folder: `raining-sea_seed42`, or `raining, sea-0` as VBench expects."""
 
@@ -88,9 +85,6 @@ class RefineSettings(Section):
 
     prompt: bool = Field(False, description="Rewrite the prompt with the language model at OSORA_REFINE_URL.")
     motion_score: bool = Field(False, description="Choose prompt_suffix.motion_score, from 1 to 15.")
-    instructions: FileName | None = Field(None, description="Folder of t2v.txt, t2i.txt, i2v.txt, motion_score.txt.")
-    timeout_s: float = Field(60.0, gt=0, le=3600, description="Timeout of a try in seconds.")
-    tries: int = Field(3, ge=1, le=20, description="Largest number of tries.")
     original: Words | None = Field(None, description="Prompt before it was rewritten, set by that run.")
 
     @property
@@ -141,7 +135,6 @@ class ConditionSettings(Section):
         None, ge=0, le=10**6, description="Frames of the reference that begin the result, set by --continue. 0: all."
     )
     fit: Fit = Field(Fit.CROP, description="How a reference of another shape is fitted to the video.")
-    ref_fps: ReferenceRate = Field(ReferenceRate.KEEP, description="Reference of another rate: keep or match.")
     video_latent_frames: _Frames = Field(8, description="Latent frames of a v2v reference, after the first.")
     seamless: bool = Field(False, description="Drop the last frame of i2v_loop, which equals the first.")
     easy_latent_frames: _Frames = Field(16, description="Latent frames of an easy v2v reference, after the first.")

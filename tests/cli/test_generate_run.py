@@ -80,15 +80,15 @@ def osora(world, out, capsys):
 
 
 def test_prompts_of_a_file_are_made_and_failed_rows_end_with_5(osora, out, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "raining, sea", "seed": 3}\n{"prompt": "desert", "seed": "x", "name": "dunes"}\n')
+    prompts = tmp_path / "prompts.csv"
+    prompts.write_text('prompt,seed,name\n"raining, sea",3,\ndesert,x,dunes\n')
     code, stdout, stderr = osora("--prompts", str(prompts))
     assert stderr.index("warning: row 2: sampling.seed=x") < stderr.index("error: 1 of 2 rows failed")
     assert (code, stdout) == (5, f"{out / 'raining-sea_seed3.mp4'}\n")
     assert "error: 1 of 2 rows failed\nerror: row 2: sampling.seed=x must be a whole number" in stderr
     assert f"saved {out / 'raining-sea_seed3.mp4'} (" in stderr
     assert "--json lists all, and the same command tries these again" in stderr
-    prompts.write_text(prompts.read_text().splitlines()[0])
+    prompts.write_text('prompt,seed\n"raining, sea",3\n')
     code, stdout, _ = osora("--prompts", str(prompts), "--json")
     document = json.loads(stdout)
     assert (code, document["schema"], document["made"], document["kept"]) == (0, "osora.batch/3", 0, 1)
@@ -208,7 +208,7 @@ def test_a_file_from_elsewhere_describes_a_video_and_nothing_else(world, osora, 
     settings = document["settings"]
     settings["output"] |= {"path": str(mine), "overwrite": True}
     settings["refine"] = {"prompt": True, "motion_score": True, "instructions": str(tmp_path)}
-    settings["runtime"] |= {"device": "cuda:5", "prompt_cache": False}
+    settings["runtime"] |= {"device": "cuda:5"}
     settings["memory"]["offload"] = "model"
     settings["parallel"] = {"gpus": 64}
     evil = tmp_path / "evil.json"

@@ -112,20 +112,6 @@ def test_from_recognizes_a_result_by_its_sidecar(engine: FakeEngine) -> None:
         assert (engine.settings.prompt, engine.settings.sampling.seed) == ("sea", 7)
 
 
-@pytest.mark.parametrize("name", ["a.png", "a.gif", "a.mp4"])
-def test_a_result_without_a_sidecar_gives_prompt_and_seed(
-    name: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
-) -> None:
-    document = json.loads(shown(capsys, name, "--json"))
-    assert (document["prompt"], document["seed"]) == ("sea", 7)
-    assert main(["generate", "--from", name]) == 0
-    assert engine.settings is not None
-    assert (engine.settings.prompt, engine.settings.sampling.seed) == ("sea", 7)
-    assert f"{name} has no sidecar: it gives its prompt and seed alone" in capsys.readouterr().err
-    assert main(["generate", "boat", "--from", name, "--seed", "3"]) == 0
-    assert (engine.settings.prompt, engine.settings.sampling.seed) == ("boat", 3)
-
-
 @pytest.mark.parametrize(("name", "key"), [("state", "resume"), ("done", "from_latents")])
 def test_from_recognizes_latents(name: str, key: str, engine: FakeEngine) -> None:
     file = f"{name}.latents.safetensors"

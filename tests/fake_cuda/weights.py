@@ -41,7 +41,6 @@ def full_size_settings(
             "sampling.num_inference_steps": 2,
             "output.path": str(folder / "out.mp4"),
             "runtime.threads": 1,
-            "runtime.prompt_cache": False,
             **{key.replace("__", "."): value for key, value in changes.items() if key != "condition__mode"},
         }
     )

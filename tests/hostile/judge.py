@@ -27,7 +27,6 @@ _TEMPORARY = re.compile(r"^\.osora-|\.(tmp|part|partial|incomplete|lock)$|^tmp\w
 _UNFINISHED = re.compile(r"\.osora-|\.saving-|\.part$|\.lock$")
 # The last is of the program that matplotlib asks for fonts, which keeps one where the system's is out of date.
 _CACHES = ("home/.cache/matplotlib/", "home/.config/matplotlib/", "home/.cache/fontconfig/")
-_OWN_CACHES = ("home/.cache/osora/prompts/",)
 _CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _LONGEST_LINE = 2100
 _SHOWN = 2000
@@ -93,7 +92,7 @@ def faults_of_files(
     for path in sorted(after.keys() - before.keys()):
         if path.startswith((*_CACHES, *may_keep)):
             continue
-        is_elsewhere = path.startswith(("tmp/", "home/")) and not path.startswith(_OWN_CACHES)
+        is_elsewhere = path.startswith(("tmp/", "home/"))
         if _TEMPORARY.search(Path(path).name) or is_elsewhere:
             found.append(Fault(LEFT, path))
     for path, content in after.items():

@@ -1,6 +1,6 @@
 """`osora generate --prompts FILE`: many requests in one run, with the models loaded once.
 
-The first pass encodes prompts into the prompt cache, and the second makes each row. Sidecars say which rows are done.
+The first pass encodes prompts, and the second makes each row. Sidecars say which rows are done.
 """
 
 import time
@@ -34,8 +34,8 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.generate_sections import named_format
 from opensora_cli.settings.load import GenerateRequest
 
-_ROWS_AHEAD = 64
-"""Rows whose prompts are encoded before the first of them is made; the prompt cache has a limit."""
+_ROWS_AHEAD = 32
+"""Rows whose prompts are encoded before the first of them is made; memory keeps 128 texts."""
 _LOOK_S = 1.0
 """Seconds between two looks at rows that another process makes."""
 _LISTED_ROWS = 20
@@ -66,7 +66,7 @@ class BatchResult(Document):
     SCHEMA = "osora.batch/3"
 
     rows: int
-    """Number of requested rows, of the shard if there is one."""
+    """Number of requested rows."""
     made: int
     kept: int
     """Number of rows that an earlier run finished."""
@@ -288,7 +288,7 @@ class _Rows:
     def _encoded(
         self, rows: Sequence[tuple[Row, GenerateSettings]], models: LoadedModels, of_row: Reporter, device: str | None
     ) -> list[tuple[Row, GenerateSettings]]:
-        """Encode the prompts of rows into the prompt cache; return the rows that are neither finished nor failed."""
+        """Encode the prompts of rows; return the rows that are neither finished nor failed."""
         left = []
         for row, settings in rows:
             with self.failing(row):
@@ -299,7 +299,7 @@ class _Rows:
                     remove_left(files[0].media.parent)
                     self.outputs[row.number] = tuple(sample.media for sample in files)
                     continue
-                if plan.settings.runtime.prompt_cache and models.prompts.is_writable and not plan.decodes_only:
+                if not plan.decodes_only:
                     require_weights(chain, of_row)
                     require_fit(chain)
                     with computing(plan, of_row):

@@ -217,14 +217,8 @@ def make_chain(settings: GenerateSettings, *, hardware: Hardware | None = None, 
 
 
 def require_weights(chain: Chain, reporter: Reporter) -> None:
-    """Raise CheckpointError if weights are missing, with a warning if they would not fit either."""
+    """Raise CheckpointError if weights are missing, and note weights that are borrowed from the demo."""
     for plan in chain.jobs:
-        if plan.missing_weights:
-            # The user should know before downloading 40 GB.
-            try:
-                require_fit(chain)
-            except HardwareError as error:
-                reporter.warn(f"with its weights this would not run here either: {error.message}")
         plan.weights.require(plan.components)
     weights = chain.video.weights
     if borrowed := weights.borrowed():

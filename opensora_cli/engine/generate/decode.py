@@ -22,8 +22,9 @@ from opensora_cli.engine.generate.models import LoadedModels, retried
 from opensora_cli.engine.generate.outputs import SampleFiles, is_begun, read_made
 from opensora_cli.engine.generate.plan import PICTURE, Plan
 from opensora_cli.engine.generate.references import LOW_PSNR_DB, GivenFramesPSNR
+from opensora_cli.engine.generate.request import picture_path
 from opensora_cli.engine.generate.sample import Sample
-from opensora_cli.engine.generate.sidecar import FirstPicture, first_picture, sidecar_document
+from opensora_cli.engine.generate.sidecar import sidecar_document
 from opensora_cli.media.resize import to_uint8
 from opensora_cli.media.write import LastFrame, write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
@@ -195,8 +196,8 @@ class GeneratedVideo(Document):
     seed: int
     given_frames_psnr_db: float | None
     """PSNR of the given frames in the video; None without references."""
-    picture: FirstPicture | None = None
-    """Picture that was made first, as the reference; None without one."""
+    picture_file: Path | None = None
+    """Picture that was made first, as the reference; None if none is kept."""
     made_before: bool = False
     """Whether an earlier run of the same request made the result."""
 
@@ -209,7 +210,7 @@ class GeneratedVideo(Document):
             sidecar=sample.sidecar,
             seed=sample.seed,
             given_frames_psnr_db=psnr_db,
-            picture=first_picture(chain, sample),
+            picture_file=picture_path(sample.target) if chain.settings.picture.save else None,
             made_before=sample.made_before,
         )
 

@@ -23,7 +23,6 @@ from opensora_cli.engine.generate.outputs import SampleFiles, check_outputs, not
 from opensora_cli.engine.generate.predicted import predict_known_time
 from opensora_cli.engine.generate.ranks import hardware_of_ranks, planned_hardware
 from opensora_cli.engine.generate.references import references_of
-from opensora_cli.engine.generate.refinement import note_plan
 from opensora_cli.engine.generate.request import picture_settings, with_mode
 from opensora_cli.engine.generate.sidecar import choose_outputs, picture_files
 from opensora_cli.engine.generate.text import warn_about_prompts
@@ -215,7 +214,8 @@ def plan_generation(
     context: RankContext | None = None,
 ) -> PlanDocument:
     """Return the plan of a request, after the checks that need neither weights nor enough memory."""
-    note_plan(settings, reporter)
+    if settings.refine.is_on:
+        reporter.note("refine: a plan asks no language model")
     chain = chain_to_plan(settings, reporter=reporter, on=on, context=context)
     plan, files = chain.video, tuple[SampleFiles, ...]()
     check_outputs(chain, create=False)

@@ -18,7 +18,6 @@ from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.core.choices import LinearProducts, Rotary
 from opensora_cli.core.device import release_memory
 from opensora_cli.core.exceptions import HardwareError
-from opensora_cli.core.files import user_cache
 from opensora_cli.core.progress import BYTES
 from opensora_cli.engine.components import architectures
 from opensora_cli.engine.components.architectures import load_autoencoder, mmdit_config, transformer_on_meta
@@ -28,7 +27,6 @@ from opensora_cli.engine.components.linear_products import use_in_block
 from opensora_cli.engine.components.loras import add_loras
 from opensora_cli.engine.components.parallelize import shard_t5
 from opensora_cli.engine.components.weights import Component, stamp_of
-from opensora_cli.engine.encode.prompt_cache import PromptCache
 from opensora_cli.engine.estimate.offload import (
     AUTOENCODER,
     DECODE,
@@ -57,6 +55,8 @@ from opensora_cli.settings.devices import HostWeights, OffloadMode
 T = TypeVar("T")
 
 TextEncoders = tuple[T5Encoder, ClipEncoder]
+TextEmbeds = tuple[torch.Tensor, torch.Tensor]
+"""Embeddings of one text: the outputs of T5 (1,L,C) and of CLIP (1,V)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +84,8 @@ class LoadedModels:
 
     def __init__(self, *, stay: bool = False, ranks: Ranks = ALONE) -> None:
         self.ranks = ranks
-        self.prompts = PromptCache(user_cache("prompts"))
-        """Cache of prompt embeddings from earlier runs."""
+        self.prompts: dict[object, TextEmbeds] = {}
+        """Embeddings of the texts that were encoded last, on the CPU."""
         self._stay = stay
         self._held: dict[str, _Held] = {}
 

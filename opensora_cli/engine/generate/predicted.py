@@ -138,15 +138,9 @@ def evaluation(plan: Plan, gpu: GpuSettings) -> Seconds:
 
 def _eight_bit_tflops(gpu: GpuSettings, linear: LinearProducts) -> float | None:
     if linear is LinearProducts.FP8 and gpu.fp8_tflops is None:
-        raise HardwareError(
-            f"precision.linear=fp8 needs products that {gpu.name} does not have: its fp8_tflops are none",
-            hint="use --set precision.linear=int8",
-        )
+        raise HardwareError(f"precision.linear=fp8 needs a GPU with fp8_tflops, and {gpu.name} has none")
     if linear is LinearProducts.INT8 and gpu.int8_tops is None:
-        raise RequestError(
-            f"the time that precision.linear=int8 takes is not known: the file of {gpu.name} has no int8_tops",
-            hint="write the peak of its data sheet there, of dense products",
-        )
+        raise RequestError(f"precision.linear=int8 needs int8_tops in the file of {gpu.name} to predict its time")
     return {LinearProducts.FP8: gpu.fp8_tflops, LinearProducts.INT8: gpu.int8_tops}.get(linear)
 
 

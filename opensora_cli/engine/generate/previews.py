@@ -1,22 +1,19 @@
 """Previews of a video while it is denoised: a linear map from latents to colors, without the autoencoder.
 
-The map of the demo is part of osora. The map of another autoencoder is fitted at its first use in a process.
+The map of an autoencoder is fitted at its first use in a process.
 """
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import dataclass
 
 import torch
 from einops import reduce
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from torch.nn.functional import interpolate
 
 from opensora_cli.core.choices import MediaFormat
-from opensora_cli.core.exceptions import FileProblem, HardwareError, OsoraError
-from opensora_cli.core.reading import read_json_object
-from opensora_cli.engine.components.weights import Component, packaged_demo, stamp_of
+from opensora_cli.core.exceptions import HardwareError, OsoraError
+from opensora_cli.engine.components.weights import Component, stamp_of
 from opensora_cli.engine.estimate.offload import DECODE
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, retried
@@ -36,58 +33,35 @@ _GIF_SIDE = 256
 _fitted: dict[object, "PreviewMap"] = {}
 """Maps that this process has fitted, by the weights and settings of the autoencoder."""
 
-Color = tuple[FiniteFloat, FiniteFloat, FiniteFloat]
 
-
-class PreviewMap(BaseModel):
+@dataclass(frozen=True, slots=True)
+class PreviewMap:
     """Colors of latents: bias + latents · weights, in [-1, 1]."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    version: Literal["osora.preview-map/1"] = Field(default="osora.preview-map/1", alias="schema")
-    weights: tuple[Color, ...]
-    """Color of each latent channel."""
-    bias: Color
+    weights_C3: torch.Tensor
+    bias_3: torch.Tensor
 
     def frames(self, latents_CTHW: torch.Tensor) -> torch.Tensor:
         """Return scaled latents as uint8 RGB (T, H, W, 3) on the CPU, with a pixel for each position."""
-        weights_C3, bias_3 = (latents_CTHW.new_tensor(each, dtype=torch.float32) for each in (self.weights, self.bias))
+        weights_C3, bias_3 = (each.to(latents_CTHW.device, torch.float32) for each in (self.weights_C3, self.bias_3))
         pixels_THW3 = latents_CTHW.float().permute(1, 2, 3, 0) @ weights_C3 + bias_3
         return to_uint8(pixels_THW3.permute(3, 0, 1, 2))
-
-    def to_json(self) -> dict[str, Any]:
-        return self.model_dump(mode="json", by_alias=True)
-
-
-def read_map(file: Path) -> PreviewMap | None:
-    """Return the map in a file; None if the file is missing or broken."""
-    try:
-        return PreviewMap.model_validate(read_json_object(file))
-    except (FileProblem, ValueError):
-        return None
 
 
 def fit_preview_map(
     autoencoder: Autoencoder, clips_3THW: Iterable[torch.Tensor], *, on_clip: Callable[[], None] = lambda: None
 ) -> PreviewMap:
     """Fit a map by least squares to clips in [-1, 1]. `on_clip` is called after each."""
-    latents_NC, colors_N3 = [], []
+    weight, latents_NC, colors_N3 = next(autoencoder.parameters()), [], []
     for clip_3THW in clips_3THW:
-        latents_CTHW, colors_3THW = preview_example(autoencoder, clip_3THW)
+        [latents_CTHW] = autoencoder.encode(clip_3THW[None].to(weight.device, weight.dtype)).cpu().double()
         latents_NC.append(latents_CTHW.flatten(1).T)
-        colors_N3.append(colors_3THW.flatten(1).T)
+        colors_N3.append(latent_colors(autoencoder, clip_3THW).flatten(1).T)
         on_clip()
     inputs_NC = torch.cat(latents_NC)
     inputs_NC = torch.cat([inputs_NC, inputs_NC.new_ones(len(inputs_NC), 1)], dim=1)
-    *weights, bias = torch.linalg.lstsq(inputs_NC, torch.cat(colors_N3)).solution.tolist()
-    return PreviewMap(weights=weights, bias=bias)
-
-
-def preview_example(autoencoder: Autoencoder, clip_3THW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scaled latents_CTHW of a clip in [-1, 1], and its `latent_colors`; both float64 on the CPU."""
-    weight = next(autoencoder.parameters())
-    [latents_CTHW] = autoencoder.encode(clip_3THW[None].to(weight.device, weight.dtype))
-    return latents_CTHW.cpu().double(), latent_colors(autoencoder, clip_3THW)
+    solution = torch.linalg.lstsq(inputs_NC, torch.cat(colors_N3)).solution
+    return PreviewMap(solution[:-1], solution[-1])
 
 
 def latent_colors(autoencoder: Autoencoder, clip_3THW: torch.Tensor) -> torch.Tensor:
@@ -107,7 +81,7 @@ def color_blocks(autoencoder: Autoencoder) -> tuple[int, Iterator[torch.Tensor]]
     """Return the number of clips to fit a map to, and the clips_3THW: plain color blocks that change once.
 
     They have 16 positions for each unknown of a map. A map that is fitted to them shows the scenes of the demo at 22 dB
-    PSNR; the own map of the demo, fitted to such scenes, at 23 dB; one that is fitted to smooth colors at 16 dB.
+    PSNR; one that is fitted to such scenes at 23 dB; one that is fitted to smooth colors at 16 dB.
     """
     grid = autoencoder.grid
     size = max(_LEAST_SIZE, _LATENTS_A_SIDE * grid.spatial_compression_ratio)
@@ -119,15 +93,8 @@ def color_blocks(autoencoder: Autoencoder) -> tuple[int, Iterator[torch.Tensor]]
     return count, (interpolate(each_13THW, (frames, size, size))[0] for each_13THW in colors)
 
 
-def demo_map_file() -> Path:
-    return packaged_demo() / "vae.preview.json"
-
-
 def preview_map(plan: Plan, models: LoadedModels, events: Events) -> PreviewMap | None:
     """Return the map of a plan's autoencoder, fitted if necessary; None, with a warning, without memory."""
-    weights = plan.weights.path(Component.VAE)
-    if weights.parent == packaged_demo():
-        return read_map(demo_map_file())
 
     def fit(plan: Plan) -> PreviewMap:
         with models.autoencoder(plan, events) as autoencoder:
@@ -135,7 +102,7 @@ def preview_map(plan: Plan, models: LoadedModels, events: Events) -> PreviewMap 
             with events.stage("preview", total=count, unit="clips") as progress:
                 return fit_preview_map(autoencoder, clips, on_clip=progress.advance)
 
-    key = stamp_of(weights), plan.settings.vae.model_dump_json()
+    key = stamp_of(plan.weights.path(Component.VAE)), plan.settings.vae.model_dump_json()
     try:
         if key not in _fitted:
             _fitted[key], _ = retried(fit, plan, DECODE, models, events)

@@ -1,21 +1,18 @@
 """Files of prompts: a row for each request, with its own settings. Needs no torch."""
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from opensora_cli.core.exceptions import FileProblem, RequestError
-from opensora_cli.core.formatting import either, nearest, plain
+from opensora_cli.core.formatting import nearest, plain
 from opensora_cli.core.reading import reading, require_file
 from opensora_cli.core.section import all_keys
-from opensora_cli.data.table import CSV, PARQUET, read_rows
+from opensora_cli.data.table import CSV, read_rows
 from opensora_cli.settings.flags import FLAGS
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Given
-
-ENDINGS = (".txt", CSV, ".jsonl", PARQUET)
 
 _NAME, _REFERENCES = "name", "condition.references"
 _COLUMNS = {
@@ -46,20 +43,20 @@ class Row:
 
 
 def read_prompts(path: Path) -> list[Row]:
-    """Read all rows of a `.txt` file (a prompt a line), or a `.csv`, `.jsonl` or `.parquet` table.
+    """Read all rows of a `.txt` file (a prompt a line) or a `.csv` table.
 
     Columns are prompt, negative, ref, seed, name, the other options of `osora generate` (`num_frames`), and settings by
     their keys (`sampling.flow_shift`). An empty cell gives nothing. Paths start from the folder of the file. Rows that
     cannot be used have a `problem`.
     """
     kind = path.suffix.lower()
-    if kind not in ENDINGS:
-        raise RequestError(f"--prompts {path} must end in {either(ENDINGS)}, which determines the format")
+    if kind not in (".txt", CSV):
+        raise RequestError(f"--prompts {path} must end in .txt or .csv, which determines the format")
     require_file(path)
     rows: list[Row] = []
     names: dict[str, int] = {}
     columns: dict[str, None] = {}
-    for number, cells in enumerate(_table(path) if kind in (CSV, PARQUET) else _lines(path, kind), start=1):
+    for number, cells in enumerate(_table(path) if kind == CSV else _lines(path), start=1):
         if isinstance(cells, str):
             rows.append(Row(number, problem=cells))
             continue
@@ -82,34 +79,21 @@ def read_prompts(path: Path) -> list[Row]:
     return rows
 
 
-def rows_of_shard(shard: str) -> slice:
-    """Return the rows of a part such as `2/8`: every 8th, from the second on. Raises RequestError for other texts."""
-    index, _, count = shard.partition("/")
-    if not (index.isascii() and index.isdigit() and count.isascii() and count.isdigit()):
-        raise RequestError(f"--shard {shard} must be two numbers, as in --shard 2/8")
-    if not 1 <= int(index) <= int(count):
-        raise RequestError(f"--shard {shard} must count from 1/{count} to {count}/{count}")
-    return slice(int(index) - 1, None, int(count))
-
-
-def _lines(path: Path, kind: str) -> Iterator[dict[str, object] | str]:
-    """Yield the prompt or the JSON object of each line, or the reason why the line has none."""
+def _lines(path: Path) -> Iterator[dict[str, object]]:
+    """Yield the prompt of each line of a text."""
     try:
         with reading(path), path.open(encoding="utf-8-sig") as file:
             for line in filter(None, map(str.strip, file)):
-                try:
-                    values = {"prompt": line} if kind == ".txt" else json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    values = f"it is no JSON: {plain(str(error))}"
-                yield values if isinstance(values, dict | str) else "it is no JSON object"
+                yield {"prompt": line}
     except UnicodeDecodeError as error:
         raise FileProblem(f"{path} is not text in UTF-8") from error
 
 
 def _table(path: Path) -> Iterator[dict[str, object] | str]:
+    """Yield the cells of each row by column, or the reason why a row cannot be used."""
     header, rows = read_rows(path)
     # pandas numbers the rows in a column without a name.
-    numbering = {name for name in header if not name.strip() or name.startswith(("Unnamed: ", "__index_level_0__"))}
+    numbering = {name for name in header if not name.strip() or name.startswith("Unnamed: ")}
     if twice := {name for name in header if header.count(name) > 1} - numbering:
         raise FileProblem(f"{path} has two columns {plain(min(twice))}")
     for cells in rows:
@@ -125,14 +109,13 @@ def _row(number: int, cells: Mapping[str, object], folder: Path) -> Row:
     name = problem = None
     for column, value in cells.items():
         key = _COLUMNS[column]
-        if value is None or value == "" or value != value:  # the last is NaN, an empty cell of parquet
+        if value is None or value == "":
             continue
         if key == _NAME:
             name = str(value)
             continue
         if key == _REFERENCES:
-            files = value if isinstance(value, list) else str(value).split(";")
-            value = tuple(str(folder / str(file).strip()) for file in files if str(file).strip())
+            value = tuple(str(folder / file.strip()) for file in str(value).split(";") if file.strip())
         given[key] = Given(value, f"column {column}")
     if "prompt" not in given or not str(given["prompt"].value).strip():
         problem = "prompt is empty"

@@ -1,6 +1,7 @@
 """Reference pictures and videos: read, encode, and compare with the result."""
 
 import math
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,6 @@ from opensora_cli.media.resize import fit_frames, to_uint8
 from opensora_cli.media.similarity import HIGHEST_PSNR_DB
 from opensora_cli.models.vae.autoencoder import Autoencoder
 from opensora_cli.models.vae.tiles import NO_TILING, Tiling
-from opensora_cli.settings.generate_sections import ReferenceRate
 
 LOW_PSNR_DB = 24.0
 """PSNR below which given frames look different. The demo's autoencoder reconstructs its own scenes at 29 dB."""
@@ -52,7 +52,6 @@ def references_of(plan: Plan, reporter: Reporter) -> list[Reference]:
         fit=condition.fit,
         continues=condition.continued is not None,
         fps=plan.settings.video.fps,
-        resample=condition.ref_fps is ReferenceRate.MATCH,
         reporter=reporter,
     )
 
@@ -67,13 +66,11 @@ def read_references(
     fit: Fit | str = Fit.CROP,
     continues: bool = False,
     fps: float | None = None,
-    resample: bool = False,
     reporter: Reporter | None = None,
 ) -> list[Reference]:
     """Read the `reference_parts` of a mode from files, and fit them to the video.
 
-    Frames of a video are used without regard to their rate, unless `resample` is set. The released model was trained
-    in this way.
+    Frames of a video are used without regard to their rate. The released model was trained in this way.
 
     Args:
         continues: whether the head is the end of the file.
@@ -86,14 +83,14 @@ def read_references(
         if mode.gives_pictures and is_picture(path):
             frames_THWC = read_picture(path)[None]
         else:
-            rate = fps if resample and not mode.gives_pictures else None
-            clip = read_video(path, num_frames=part.num_frames, from_end=part.from_end or continues, fps=rate)
+            clip = read_video(path, num_frames=part.num_frames, from_end=part.from_end or continues)
             frames_THWC = clip.frames_THWC
             if mode.gives_pictures:
                 warnings[f"{path} is a video, and {mode.name} takes single frames; a v2v mode takes more of it"] = None
             elif fps and not continues and abs(clip.fps / fps - 1) > _SAME_RATE:
                 text = f"{path} has {clip.fps:g} frames a second and the video {fps:g}: what it shows will move at "
-                warnings[f"{text}{fps / clip.fps:.0%} of its speed; --ref-fps match resamples it"] = None
+                again = f"ffmpeg -i {shlex.quote(str(path))} -r {fps:g} FILE makes one at its speed"
+                warnings[f"{text}{fps / clip.fps:.0%} of its speed; {again}"] = None
         references.append(Reference(fit_frames(frames_THWC, height=height, width=width, fit=fit), at_head))
     for warning in warnings:
         if reporter:

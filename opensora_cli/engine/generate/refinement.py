@@ -15,7 +15,7 @@ from contextlib import suppress
 from http.client import HTTPException
 from pathlib import Path
 from time import sleep
-from typing import Any, TypeVar
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
@@ -24,7 +24,7 @@ from opensora_cli.core.files import user_cache, write_json_atomic
 from opensora_cli.core.formatting import escaped, is_harmful, plain
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.ranks import beat
-from opensora_cli.core.reading import MAX_TEXT_BYTES, parse_object, read_json_object, read_text
+from opensora_cli.core.reading import MAX_TEXT_BYTES, parse_object, read_json_object
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import SERVER_VARIABLES
 
@@ -33,9 +33,8 @@ MOTION_SCORE = "motion_score"
 REFINE_URL, REFINE_KEY, _ = SERVER_VARIABLES
 
 _SCHEMA = "osora.refined/1"
-_MAX_INSTRUCTION_BYTES = 100_000
 _LONGEST_PROMPT = 10_000
-_LONGEST_PAUSE_S = 30
+_TRIES, _TIMEOUT_S, _LONGEST_PAUSE_S = 3, 60.0, 30
 _PICTURE_SIDE = 1024
 _MOTION_SCORES = range(1, 16)
 _THOUGHTS = re.compile(r".*</think>", re.DOTALL)
@@ -45,12 +44,6 @@ _ADDRESS = re.compile(r"https?://([\w.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?(/[\w.~%
 """Address without user, query and fragment, which may hold secrets."""
 _BUSY = frozenset({408, 425, 429, *range(500, 600)})
 """Statuses after which another try may help."""
-
-T = TypeVar("T")
-
-
-class ServerProblem(HardwareError):
-    """The server gives no usable answer."""
 
 
 class _NoRedirects(HTTPRedirectHandler):
@@ -64,15 +57,14 @@ class ChatServer:
     """Server that the environment names: OSORA_REFINE_URL, and maybe OSORA_REFINE_KEY and OSORA_REFINE_MODEL.
 
     Args:
-        timeout_s: limit of one try.
-        tries: largest number of tries.
         reporter: shows failed tries.
+        tries: largest number of tries.
 
     Raises:
         RequestError: the environment names no server.
     """
 
-    def __init__(self, *, timeout_s: float, tries: int, reporter: Reporter) -> None:
+    def __init__(self, reporter: Reporter, *, tries: int = _TRIES) -> None:
         url, self._key, self._model = (os.environ.get(name, "").strip() for name in SERVER_VARIABLES)
         hint = f"export {REFINE_URL}=http://localhost:8000/v1, {REFINE_KEY}=... if it wants a key"
         if not url:
@@ -85,18 +77,18 @@ class ChatServer:
         self.url = url.rstrip("/")
         """Address without `/chat/completions`."""
         self.reporter = reporter
-        self._timeout_s, self._tries = timeout_s, tries
+        self._tries = tries
 
     @property
     def model(self) -> str:
-        """Name of the model in the environment, else the first that the server lists; may raise ServerProblem."""
+        """Name of the model in the environment, else the first that the server lists; may raise HardwareError."""
         self._model = self._model or self._try(lambda: _text(self._send("/models", None)["data"][0]["id"]))
         return self._model
 
-    def ask(self, instructions: str, text: str, *, pictures: Sequence[bytes], read: Callable[[str], T]) -> T:
+    def ask(self, instructions: str, text: str, *, pictures: Sequence[bytes], read: Callable[[str], str]) -> str:
         """Return the result of `read` for the answer. If `read` raises ValueError, the question is repeated.
 
-        `pictures` are JPEG files. Raises ServerProblem if no try gives a usable answer.
+        `pictures` are JPEG files. Raises HardwareError if no try gives a usable answer.
         """
         urls = [f"data:image/jpeg;base64,{base64.b64encode(picture).decode()}" for picture in pictures]
         shown = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
@@ -105,10 +97,10 @@ class ChatServer:
         body = {"model": self.model, "messages": messages}
         return self._try(lambda: read(_text(self._send("/chat/completions", body)["choices"][0]["message"]["content"])))
 
-    def _try(self, attempt: Callable[[], T]) -> T:
+    def _try(self, attempt: Callable[[], str]) -> str:
         """Return the result of `attempt`, which is repeated after an error that may pass."""
         for number in range(1, self._tries + 1):
-            beat("refine", self._timeout_s + _LONGEST_PAUSE_S)  # A rank that waits for the server does not hang.
+            beat("refine", _TIMEOUT_S + _LONGEST_PAUSE_S)  # A rank that waits for the server does not hang.
             try:
                 return attempt()
             except HTTPError as error:
@@ -118,7 +110,7 @@ class ChatServer:
                 reason = self._shown(f"{error.code} {error.reason} {text.decode(errors='replace')}")
                 if error.code not in _BUSY:
                     hint = f"check {REFINE_KEY}" if error.code in (401, 403) else None
-                    raise ServerProblem(f"{self.url} refuses: {reason}", hint=hint) from None
+                    raise HardwareError(f"{self.url} refuses: {reason}", hint=hint) from None
             except (LookupError, TypeError):
                 reason = "an answer of another form"
             except (HTTPException, OSError, ValueError) as error:
@@ -129,14 +121,15 @@ class ChatServer:
                 self.reporter.note(f"{self.url}: {reason}; try {number + 1} of {self._tries} in {wait_s} s")
                 sleep(wait_s)
         tried = "1 try" if self._tries == 1 else f"{self._tries} tries"
-        raise ServerProblem(f"{self.url} gives no answer after {tried}: {reason}", hint="is the server up?")
+        hint = "is the server up? Without --refine and --motion-score auto nothing is asked"
+        raise HardwareError(f"{self.url} gives no answer after {tried}: {reason}", hint=hint)
 
     def _send(self, path: str, body: object) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = Request(f"{self.url}{path}", data, {"Content-Type": "application/json"})
         if self._key:
             request.add_unredirected_header("Authorization", f"Bearer {self._key}")
-        with build_opener(_NoRedirects).open(request, timeout=self._timeout_s) as response:
+        with build_opener(_NoRedirects).open(request, timeout=_TIMEOUT_S) as response:
             return parse_object(response.read(MAX_TEXT_BYTES + 1))
 
     def _shown(self, text: str) -> str:
@@ -150,29 +143,22 @@ def _text(value: object) -> str:
 
 
 def refined(settings: GenerateSettings, *, reporter: Reporter) -> GenerateSettings:
-    """Return the settings with a refined prompt and motion score; without an answer they stay, with a warning."""
-    kinds, wanted, prompt = _kinds(settings), settings.refine, settings.prompt
+    """Return the settings with a refined prompt and motion score. Raises HardwareError without an answer."""
     server = require_refinement(settings, reporter)
     if server is None:
         return settings
-    original, score = wanted.original, settings.prompt_suffix.motion_score
+    kinds, prompt, original = _kinds(settings), settings.prompt, settings.refine.original
+    score = settings.prompt_suffix.motion_score
     with reporter.stage("refine", total=len(kinds)) as progress:
         for kind in kinds:
             is_score = kind == MOTION_SCORE
             asked = prompt if is_score else original or prompt
-            references, folder = settings.condition.references, wanted.instructions
-            try:
-                answer = refine(asked, kind, server=server, references=references, instructions=folder)
-            except ServerProblem as error:
-                kept = f"the motion score stays {'unset' if score is None else score}"
-                reason = f"{error.message} ({error.hint})" if error.hint else error.message
-                reporter.warn(f"{kept if is_score else 'the prompt stays unchanged'}: {reason}")
+            answer = refine(asked, kind, server=server, references=settings.condition.references)
+            reporter.note(f"{'motion score' if is_score else 'refined prompt'}: {escaped(answer)}")
+            if is_score:
+                score = int(answer)
             else:
-                reporter.note(f"{'motion score' if is_score else 'refined prompt'}: {escaped(answer)}")
-                if is_score:
-                    score = int(answer)
-                else:
-                    prompt, original = answer, asked
+                prompt, original = answer, asked
             progress.advance()
     changes = {"prompt": prompt, "prompt_suffix.motion_score": score, "refine": {"original": original}}
     return settings.replace(changes)
@@ -180,25 +166,7 @@ def refined(settings: GenerateSettings, *, reporter: Reporter) -> GenerateSettin
 
 def require_refinement(settings: GenerateSettings, reporter: Reporter) -> ChatServer | None:
     """Return the server for `refined`, None without refinement. Nothing is asked."""
-    kinds, refine = _kinds(settings), settings.refine
-    if not kinds:
-        return None
-    server = ChatServer(timeout_s=refine.timeout_s, tries=refine.tries, reporter=reporter)
-    for kind in kinds:
-        read_instructions(kind, refine.instructions)
-    return server
-
-
-def note_plan(settings: GenerateSettings, reporter: Reporter) -> None:
-    """Report the server and the instructions that a run would use."""
-    try:
-        server = require_refinement(settings, reporter)
-    except (RequestError, FileProblem) as error:
-        reporter.warn("; ".join(filter(None, (f"a run would be refused: {error.message}", error.hint))))
-        return
-    if server is not None:
-        files = ", ".join(str(_instructions_file(kind, settings.refine.instructions)) for kind in _kinds(settings))
-        reporter.note(f"refine: nothing is asked for a plan; a run asks {server.url}, with the instructions in {files}")
+    return ChatServer(reporter) if _kinds(settings) else None
 
 
 def _kinds(settings: GenerateSettings) -> list[str]:
@@ -209,38 +177,16 @@ def _kinds(settings: GenerateSettings) -> list[str]:
     return [*kinds, MOTION_SCORE] if settings.refine.motion_score else kinds
 
 
-def read_instructions(kind: str, folder: str | None) -> str:
-    """Return the instructions for a kind. Raises FileProblem if they are missing, empty, or not text."""
-    path = _instructions_file(kind, folder)
-    text = read_text(path, max_bytes=_MAX_INSTRUCTION_BYTES, hint=f"refine.instructions needs a {path.name}").strip()
-    if not text:
-        raise FileProblem(f"{path} is empty", hint="write into it what the language model is to do")
-    return text
-
-
-def _instructions_file(kind: str, folder: str | None) -> Path:
-    own = Path(str(importlib.resources.files("opensora_cli") / "assets" / "instructions"))
-    return (own if folder is None else Path(folder)) / f"{kind}.txt"
-
-
-def refine(
-    prompt: str,
-    kind: str,
-    *,
-    server: ChatServer,
-    references: Sequence[str | Path] = (),
-    instructions: str | None = None,
-) -> str:
+def refine(prompt: str, kind: str, *, server: ChatServer, references: Sequence[str | Path] = ()) -> str:
     """Return a prompt that a language model has rewritten; for the kind `motion_score`, a number from 1 to 15.
 
     Args:
         kind: One of `KINDS`.
         references: Pictures and videos, whose first frames the model sees.
-        instructions: Folder of the instructions; None for the instructions of osora.
     """
     if kind not in KINDS:
         raise RequestError(f"type={kind!r} must be one of {', '.join(KINDS)}")
-    text = read_instructions(kind, instructions)
+    text = (importlib.resources.files("opensora_cli") / "assets" / "instructions" / f"{kind}.txt").read_text()
     pictures = [_jpeg_of(path) for path in references]
     read = _read_score if kind == MOTION_SCORE else _read_prompt
     asked = {

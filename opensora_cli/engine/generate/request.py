@@ -19,9 +19,8 @@ from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.few_steps import asked_sampling, described, require_turbo
 from opensora_cli.engine.components.weights import choose_model, require_weights_of
-from opensora_cli.engine.generate.outputs import read_made, sample_files
 from opensora_cli.engine.generate.sample import LATENTS_ENDING, open_latents
-from opensora_cli.media.results import readable_file, refuse_existing
+from opensora_cli.media.results import readable_file
 from opensora_cli.models.registry import AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.sampling.sizes import image_size, nearest_training_size, num_pixels, ratio_value
 from opensora_cli.settings.generate import GenerateSettings
@@ -31,7 +30,6 @@ from opensora_cli.settings.load import GenerateRequest, SavedSettings, load_gene
 PICTURE_MODE = "i2v_head"
 """Condition mode of a video whose picture is made first, if no mode is set."""
 
-_MOST_FPS = 240
 _VIDEO_ONLY: Mapping[str, object] = {
     "draft": {},
     "output.save_latents": False,
@@ -120,6 +118,7 @@ def _with_saved_latents(request: GenerateRequest) -> tuple[GenerateRequest, Path
 
 
 def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
+    """Raise an error for missing files, before torch is imported."""
     for reference in settings.condition.references:
         readable_file(reference)
     for lora in settings.loras if settings.from_latents is None else ():
@@ -133,14 +132,6 @@ def refuse_early(settings: GenerateSettings, *, dry_run: bool) -> None:
     require_refinement(settings, SilentReporter())
     for part in filter(None, (picture_settings(settings), settings)):
         require_weights_of(part)
-    if settings.output.named_format is None or settings.output.overwrite:
-        return
-    for index in range(settings.num_samples):
-        sample = sample_files(settings, index)
-        made = read_made(sample)
-        # The same request may have made the result before.
-        if (made.get("seed"), made.get("prompt")) != (sample.seed, settings.prompt):
-            refuse_existing(sample.media, sample.sidecar)
 
 
 def refined_with_mode(settings: GenerateSettings, reporter: Reporter) -> GenerateSettings:
@@ -207,7 +198,7 @@ def _as_continued(settings: GenerateSettings, reporter: Reporter) -> GenerateSet
     scale = min(1.0, math.sqrt(most / (facts.height * facts.width)))
     # The largest size within the limit: rounding up could exceed it.
     height, width = (max(1, int(side * scale) // multiple) * multiple for side in (facts.height, facts.width))
-    fps = min(max(round(facts.fps), 1), _MOST_FPS)
+    fps = round(facts.fps)
     needed, free = facts.num_frames * height * width * 3, read_private_memory().free_bytes
     if needed > free // 2:
         raise MediaError(

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from opensora_cli.core.choices import MediaFormat
-from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.hardware import versions
 from opensora_cli.engine.components.weights import stamp_of
@@ -147,33 +146,6 @@ def refuse_pictures(chain: Chain, files: Sequence[SampleFiles]) -> None:
             refuse_existing(picture.media, picture.sidecar)
 
 
-class FirstPicture(Document):
-    """Picture that was made first, as the reference of a video."""
-
-    file: Path | None
-    """File of the picture; None if it is not kept."""
-    model: str
-    height: int
-    width: int
-    num_inference_steps: int
-    model_evaluations: int
-
-
-def first_picture(chain: Chain, sample: SampleFiles) -> FirstPicture | None:
-    """Return the description of the picture of a sample; None if the chain makes none."""
-    plan = chain.find(PICTURE)
-    if plan is None:
-        return None
-    return FirstPicture(
-        file=picture_path(sample.target) if chain.settings.picture.save else None,
-        model=plan.settings.model.name,
-        height=plan.height,
-        width=plan.width,
-        num_inference_steps=plan.num_steps,
-        model_evaluations=plan.model_evaluations,
-    )
-
-
 def sample_settings(plan: Plan, sample: SampleFiles) -> GenerateSettings:
     """Return the settings that make this sample alone again, in any working folder."""
     settings = plan.settings
@@ -206,7 +178,7 @@ def sidecar_document(
     chain: Chain, sample: SampleFiles, *, num_bytes: int, figures: Mapping[str, object]
 ) -> dict[str, object]:
     """Return the sidecar of a sample whose media has `num_bytes`. `figures` are measurements of its run."""
-    plan, draft, picture = chain.video, chain.find(DRAFT), first_picture(chain, sample)
+    plan, draft = chain.video, chain.find(DRAFT)
     settings, exchange = plan.settings, plan.planned_exchange
     of_draft = draft and {name: getattr(draft, name) for name in ("height", "width", "model_evaluations")}
     return {
@@ -226,7 +198,7 @@ def sidecar_document(
         "num_frames": plan.num_frames,
         "fps": settings.video.fps,
         "model_evaluations": chain.model_evaluations,
-        "picture": picture and {**picture.to_json(), "file": picture.file and picture.file.name},
+        "picture_file": picture_path(sample.target).name if settings.picture.save else None,
         "draft": of_draft and {**of_draft, "skipped_steps": plan.start},
         **figures,
         "device": str(plan.hardware.device),

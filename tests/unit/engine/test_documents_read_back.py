@@ -20,7 +20,6 @@ from opensora_cli.core.reading import read_json_object
 from opensora_cli.data.batches import ClipRequest
 from opensora_cli.data.loading import BatchStream
 from opensora_cli.engine.encode.clip_cache import ClipCache, is_cache_of
-from opensora_cli.engine.generate.previews import PreviewMap, read_map
 from opensora_cli.engine.generate.sample import open_latents
 from opensora_cli.engine.train.checkpoints import read_running_states
 from opensora_cli.engine.train.metrics import truncate_log
@@ -169,16 +168,11 @@ KINDS = {
         "config.json",
     ),
     "clips of a cache": Kind(CLIPS, _read_cache, "clips-a.safetensors", _write_cache),
-    "preview map": Kind(
-        PreviewMap(weights=[(0.0, 0.0, 0.0)] * 4, bias=(0.0, 0.0, 0.0)).to_json(),
-        read_map,
-        "preview.json",
-    ),
 }  # fmt: skip
 
 
-_IGNORED = ("log", "preview map")
-"""Lines and caches that are made again where they are wrong."""
+_IGNORED = ("log",)
+"""Lines that are made again where they are wrong."""
 
 
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])

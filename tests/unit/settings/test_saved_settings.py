@@ -30,11 +30,11 @@ def load(
 
 
 RESERVED = """
-from_latents resume loras refine.prompt refine.motion_score refine.instructions refine.timeout_s refine.tries
+from_latents resume loras refine.prompt refine.motion_score
 files.transformer files.vae files.t5 files.turbo files.clip files.hub_repo
 picture.files.transformer picture.files.vae picture.files.hub_repo
 output.path output.name_from output.overwrite output.explore
-runtime.weights runtime.device runtime.prompt_cache runtime.prompt_cache_limit
+runtime.weights runtime.device
 memory.offload memory.resident_blocks memory.limit memory.host_weights
 parallel.gpus parallel.devices parallel.nnodes parallel.all_to_all parallel.fast_link_ranks
 parallel.data_parallel_degree parallel.ulysses_degree parallel.ring_degree
@@ -62,10 +62,10 @@ def test_reserved_settings_are_not_taken() -> None:
     values = {
         "from_latents": "a.safetensors",
         "resume": "a.safetensors",
-        "refine": {"prompt": True, "motion_score": True, "instructions": "/evil", "timeout_s": 1, "tries": 20},
+        "refine": {"prompt": True, "motion_score": True, "instructions": "/evil"},
         "prompt_suffix": {"motion_score": "auto"},
         "output": {"path": "/etc/x.mp4", "overwrite": True, "name_from": "prompt", "explore": True},
-        "runtime": {"device": "cuda:7", "prompt_cache": False, "prompt_cache_limit": 1},
+        "runtime": {"device": "cuda:7", "prompt_cache": False},
         "memory": {"offload": "blocks", "resident_blocks": 1, "limit": 1, "host_weights": "mapped"},
         "parallel": {"gpus": 64, "devices": [1], "nnodes": 9, "ulysses_degree": 64},
     }

@@ -22,7 +22,7 @@ from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, load_t5
 from opensora_cli.engine.generate.plan import Plan, make_plan
 from opensora_cli.engine.generate.references import Reference, encode_references
-from opensora_cli.engine.generate.text import encode_prompts
+from opensora_cli.engine.generate.text import text_embeds
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.eight_bit import store_in_fp8
 from opensora_cli.memory.host_weights import slot_bytes, streaming_bytes
@@ -211,10 +211,10 @@ def test_encoding_takes_what_was_estimated(changes: dict[str, object]):
 
 
 def test_reading_the_prompts_takes_what_was_estimated():
-    plan = plan_of({"text.t5_max_length": 24, "runtime.prompt_cache": False})
+    plan = plan_of({"text.t5_max_length": 24})
     record = Events(SilentReporter())
     with LoadedModels(stay=True) as models, models.text_encoders(plan, record) as encoders:
-        expected = counted(lambda: encode_prompts(plan, models, record))
+        expected = counted(lambda: text_embeds(plan, models, record))
     stage = estimated(plan, OffloadPlan())["text"]
     assert beside_weights(stage) == pytest.approx(expected, rel=TOLERANCE)
     assert stage.weight_bytes == sum(weight.nbytes for encoder in encoders for weight in encoder.model.parameters())

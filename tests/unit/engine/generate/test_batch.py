@@ -12,7 +12,7 @@ from opensora_cli.core.exceptions import BatchError, CheckpointError, InUseError
 from opensora_cli.engine.generate import batch, denoise
 from opensora_cli.engine.generate import models as generate_models
 from opensora_cli.engine.generate.batch import generate_rows, plan_rows
-from opensora_cli.engine.generate.prompts import read_prompts, rows_of_shard
+from opensora_cli.engine.generate.prompts import read_prompts
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import GenerateRequest
@@ -56,8 +56,8 @@ def rows_of(tmp_path):
     return write
 
 
-def run(request, rows, reporter, *, shard="1/1"):
-    return generate_rows(request, rows[rows_of_shard(shard)], reporter=reporter)
+def run(request, rows, reporter):
+    return generate_rows(request, rows, reporter=reporter)
 
 
 def test_rows_are_made_as_alone_and_bad_ones_are_reported(world, tmp_path, asked, rows_of, reporter, monkeypatch):
@@ -116,22 +116,20 @@ def test_encoders_are_loaded_once_where_nothing_stays(asked, rows_of, reporter, 
 
 def test_many_rows_are_planned_once_for_each_shape(tmp_path, asked, reporter, monkeypatch):
     path = tmp_path / "p.csv"
-    path.write_text("prompt,seed,num_frames\n" + "".join(f"sea,{seed},{5 + seed % 2 * 12}\n" for seed in range(400)))
+    path.write_text("prompt,seed,num_frames\n" + "".join(f"sea,{seed},{5 + seed % 2 * 12}\n" for seed in range(100)))
     planned = []
     plan = batch.plan_generation
     monkeypatch.setattr(batch, "plan_generation", lambda *a, **k: planned.append(a) or plan(*a, **k))
-    result = plan_rows(asked(), read_prompts(path)[rows_of_shard("2/4")], reporter=reporter)
-    assert len(planned) == 1  # odd seeds alone
-    assert [(shape.rows, shape.plan.jobs[0].num_frames) for shape in result.shapes] == [(100, 17)]
-    assert result.lines()[-1] == "rows      100 of 1 shape, and 0 that would be refused"
+    result = plan_rows(asked(), read_prompts(path), reporter=reporter)
+    assert len(planned) == 2
+    assert [(shape.rows, shape.plan.jobs[0].num_frames) for shape in result.shapes] == [(50, 5), (50, 17)]
+    assert result.lines()[-1] == "rows      100 of 2 shapes, and 0 that would be refused"
 
 
-def test_shards_make_different_rows(asked, rows_of, reporter, monkeypatch):
+def test_a_rerun_of_finished_rows_removes_files_of_a_killed_run(asked, rows_of, reporter, monkeypatch):
     rows = rows_of("sea\ndesert\n", kind="txt")
     request = asked(video__num_frames=1)
-    parts = [run(request, rows, reporter, shard=f"{index}/2") for index in (1, 2)]
-    assert [(part.rows, part.made) for part in parts] == [(1, 1), (1, 1)]
-    left = parts[0].outputs[0].with_name(".osora-0123456789abcdef.lock")
+    left = run(request, rows, reporter).outputs[0].with_name(".osora-0123456789abcdef.lock")
     left.touch()
     monkeypatch.setattr(core_files, "_looked_through", set())  # as in another process
     whole = run(request, rows, reporter)

@@ -111,9 +111,8 @@ class TestCtrlC:
             generate(released_settings(world, tmp_path))
         assert open_latents(tmp_path / LATENTS).steps is None
 
-    @pytest.mark.parametrize(("overwrite", "advice"), [("false", ": the same command continues"), ("true", "")])
-    def test_what_is_finished_and_saved_is_listed(self, world, tmp_path, reporter, overwrite, advice):
-        several = released_settings(world, tmp_path, sampling__num_samples="4", output__overwrite=overwrite)
+    def test_what_is_finished_and_saved_is_listed(self, world, tmp_path, reporter):
+        several = released_settings(world, tmp_path, sampling__num_samples="4")
         first, second, third, last = (sample_files(several, index) for index in range(4))
         state = tmp_path / "state.latents.safetensors"
         state.touch()
@@ -135,7 +134,7 @@ class TestCtrlC:
                 f"continue with: osora generate --from {sample.latents} --weights {world.released}"
                 for sample in (second, third)
             ),
-            f"of 4 samples: 1 finished, 2 begun, 1 still to be made{advice}",
+            "still to be made: 1 of 4 samples",
         ]
         assert names(tmp_path) == sorted([state.name, second.latents.name, third.latents.name])
 
@@ -215,11 +214,6 @@ class TestFailures:
         settings = released_settings(world, tmp_path / "out", memory__limit="10kB", memory__offload="none")
         with pytest.raises(HardwareError, match=r"memory\.limit allows 9\.77 KiB"):
             generate(settings, reporter=reporter)
-        assert reporter.warnings == []
-        with pytest.raises(CheckpointError, match="are missing"):
-            generate(settings.replace({"files.transformer": "none.safetensors"}), reporter=reporter)
-        assert len(reporter.warnings) == 1
-        assert "would not run here either: the stage" in reporter.warnings[0]
         assert names(tmp_path) == []
 
 

@@ -65,7 +65,7 @@ def latents_and_frames(plan, reporter):
     """Return the latents of the one sample, and the frames of its video."""
     record = Events(reporter)
     with torch.inference_mode(), LoadedModels() as models:
-        [embeds] = generate_text.encode_prompts(plan, models, record)
+        [embeds] = generate_text.text_embeds(plan, models, record)
         sample = Sample(alone(plan), plan, sample_files(plan.settings, 0), references_of(plan, reporter))
         denoise.denoise_samples([sample], [embeds], models, record)
         latents = sample.denoised.latents_CTHW
@@ -156,7 +156,7 @@ class TestSecondAttempt:
         assert plan.offload.stream_text
         assert plan.with_stronger_offload("text") is None
         [embeds], [expected] = (
-            generate_text.encode_prompts(replace(plan, offload=offload), LoadedModels(), record)
+            generate_text.text_embeds(replace(plan, offload=offload), LoadedModels(), record)
             for offload in (plan.offload, replace(plan.offload, stream_text=False))
         )
         assert torch.equal(embeds.prompt_embeds_2LC, expected.prompt_embeds_2LC)

@@ -111,19 +111,14 @@ class TestMade:
         size = {"video__height": "16", "video__width": "64"}
         alone = generate(flux_settings(world, tmp_path / "alone", sampling__num_samples="2", **size))
         for seed, video, made in zip((42, 43), result.videos, alone.videos, strict=True):
-            assert (video.picture.model, video.picture.height, video.picture.width) == ("flux1-dev", 16, 64)
-            assert video.picture.model_evaluations == 2
-            assert video.picture.file == tmp_path / "both" / stem.format(seed, ".picture.png")
-            assert video.picture.file.read_bytes() == made.path.read_bytes()
+            assert video.picture_file == tmp_path / "both" / stem.format(seed, ".picture.png")
+            assert video.picture_file.read_bytes() == made.path.read_bytes()
             given = {"condition__references": str(made.path), "condition__mode": "i2v_head", "sampling__seed": seed}
             [by_hand] = generate(released_settings(world, tmp_path / f"by_hand{seed}", **given)).videos
             assert by_hand.path.read_bytes() == video.path.read_bytes()
             assert by_hand.given_frames_psnr_db == video.given_frames_psnr_db
         sidecar = json.loads(result.videos[0].sidecar.read_text())
-        assert sidecar["picture"] == {
-            "file": stem.format(42, ".picture.png"),
-            **{"model": "flux1-dev", "height": 16, "width": 64, "num_inference_steps": 2, "model_evaluations": 2},
-        }
+        assert sidecar["picture_file"] == stem.format(42, ".picture.png")
         assert {"picture denoise", "denoise", "picture decode"} <= sidecar["timings_s"].keys()
 
     @pytest.mark.slow
@@ -135,16 +130,16 @@ class TestMade:
         bytes_before = video.path.read_bytes()
         video.path.unlink()
         [again] = generate(settings, reporter=reporter).videos
-        assert f"made before by the same request: {video.picture.file}" in reporter.notes
+        assert f"made before by the same request: {video.picture_file}" in reporter.notes
         assert not [stage for stage in reporter.stages if stage.startswith("picture d")]
         assert again.path.read_bytes() == bytes_before
-        for sidecar in (video.sidecar, video.picture.file.with_name(f"{video.picture.file.name}.json")):
+        for sidecar in (video.sidecar, video.picture_file.with_name(f"{video.picture_file.name}.json")):
             overrides = {"output.path": Given(str(tmp_path / "again"), "--out")}
             overrides["runtime.weights"] = Given(settings.runtime.weights, "--weights")
             request = GenerateRequest(saved=read_sidecar(sidecar), overrides=overrides)
             made = resolve(request, reporter=reporter)
             [same] = generate(made).videos
-            original = video.path if sidecar == video.sidecar else video.picture.file
+            original = video.path if sidecar == video.sidecar else video.picture_file
             assert same.path.read_bytes() == original.read_bytes()
 
     def test_another_file_of_its_name_is_kept(self, world, tmp_path, reporter):
@@ -154,7 +149,7 @@ class TestMade:
             generate(settings, reporter=reporter)
         assert not reporter.stages
         [video] = generate(settings.replace({"output.overwrite": True})).videos
-        assert video.picture.file.read_bytes() != b"mine"
+        assert video.picture_file.read_bytes() != b"mine"
 
     @pytest.mark.slow
     def test_saved_latents_are_decoded_without_it(self, world, tmp_path, monkeypatch, reporter):
@@ -176,7 +171,7 @@ class TestMade:
         overrides["runtime.weights"] = Given(settings.runtime.weights, "--weights")
         decoded = resolve(GenerateRequest(overrides=overrides), reporter=reporter)
         [video] = generate(decoded).videos
-        assert (video.path.read_bytes(), video.picture) == (whole, None)
+        assert (video.path.read_bytes(), video.picture_file) == (whole, None)
         [video] = generate(ended, reporter=reporter).videos
         assert f"continuing from latents of the same request: {latents}" in reporter.notes
         assert (video.path.read_bytes(), reporter.stages) == (whole, ["load", "decode", "save"])
