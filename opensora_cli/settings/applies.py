@@ -201,12 +201,6 @@ TRAIN = (
     Applies("lora", "lora.rank", "set it, as in lora.rank=16", but="rank"),
     Applies("optimizer.muon_learning_rate", "optimizer.name=muon", "use muon", typed=True),
     Applies("optimizer.decay_steps", "optimizer.schedule!=cosine", "use 0, as it falls after the warm-up"),
-    Applies("optimizer.initial_learning_rate", "optimizer.warmup_steps!=0", "use 0, or more warmup_steps"),
-    Applies(
-        "optimizer.final_learning_rate",
-        lambda s: s.optimizer.decay_steps or s.optimizer.schedule == "cosine",
-        "with optimizer.decay_steps=0: use 0, or more decay_steps",
-    ),
     Applies("precision.tf32", "device!=cpu", "use none"),
     Applies(
         "memory.checkpoint_double_blocks memory.checkpoint_single_blocks",

@@ -1,33 +1,21 @@
-"""`osora train --check-data` reports on the data of a run, and `--new` writes a recipe that fits a folder.
+"""`osora train --check-data` reports on the data of a run. No model is loaded."""
 
-No model is loaded.
-"""
-
-import math
 import os
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
-from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import FileProblem, OutputError, RequestError
-from opensora_cli.core.files import atomic_path
-from opensora_cli.core.progress import Reporter, SilentReporter
+from opensora_cli.core.exceptions import FileProblem
+from opensora_cli.core.progress import Reporter
 from opensora_cli.data.batches import EpochPlan
-from opensora_cli.data.buckets import FILLED, NO_BUCKET, Buckets, Samples, frame_intervals
-from opensora_cli.data.table import BadRow, BrokenFile, ClipTable, read_table
-from opensora_cli.engine.data.scan import scan
-from opensora_cli.engine.encode.datasets import UnusedRows, find_unused, make_buckets, open_table, pixel_multiple
-from opensora_cli.sampling.sizes import num_pixels, training_sizes
-from opensora_cli.settings.data import BucketSettings, BucketTable, DataSettings, ScanSettings
-from opensora_cli.settings.files import EXTENDS, settings_path
-from opensora_cli.settings.train import TrainSettings, load_train_settings
+from opensora_cli.data.buckets import NO_BUCKET, Buckets
+from opensora_cli.data.table import BadRow, ClipTable
+from opensora_cli.engine.encode.datasets import UnusedRows, find_unused, open_table
+from opensora_cli.settings.data import DataSettings
+from opensora_cli.settings.train import TrainSettings
 
 _MOST_LENGTHS = 6
 _LISTED = 20
@@ -164,180 +152,3 @@ def _bucket_reports(data: DataSettings, buckets: Buckets, plan: EpochPlan) -> tu
         for name, lengths in data.buckets.items()
         for length, bucket in lengths.items()
     )
-
-
-class NewRecipe(Document):
-    """Description of the written recipe."""
-
-    SCHEMA = "osora.new-recipe/3"
-
-    recipe: Path
-    table: Path
-    data: DataReport
-    """Report on the data of the recipe."""
-    broken: tuple[BrokenFile, ...] = ()
-    """Files of the folder that cannot be read and are not in the table."""
-
-    def lines(self) -> list[str]:
-        """Return the recipe and its data for people."""
-        return [
-            f"recipe    {self.recipe}",
-            *self.data.lines(),
-            *(f"broken    {file.reason}" for file in self.broken),
-            *(f"problem   {problem}" for problem in self.data.problems),
-            f"next      osora train --config {self.recipe}",
-        ]
-
-
-class Suggestion(NamedTuple):
-    """Buckets that fit a table."""
-
-    buckets: BucketTable
-    fps_max: float
-    unfit: int
-    """Rows that fit no bucket: too small for a token, or with too few frames for a latent frame."""
-
-
-def write_recipe(folder: str, base: Path, *, reporter: Reporter | None = None) -> NewRecipe:
-    """Write `FOLDER.yaml` beside a folder: the recipe `base` with buckets for all clips of the folder.
-
-    The folder is scanned, unless its table exists. Raises FileProblem if it holds nothing for training, and OutputError
-    if the recipe exists.
-    """
-    recipe = Path(f"{os.path.abspath(folder)}.yaml")
-    if os.path.lexists(recipe):
-        raise OutputError(
-            f"{recipe} exists already", hint=f"use it: osora train --config {_shown(recipe)}; or move it elsewhere"
-        )
-    if base.suffix == ".py":
-        raise RequestError(f"--new takes a recipe of osora as --config, and {base} is a file of the reference")
-    settings = load_train_settings(config=base, overrides={}, environment={})
-    reporter = reporter or SilentReporter()
-    table, broken = Path(f"{os.path.abspath(folder)}.csv"), tuple[BrokenFile, ...]()
-    if os.path.lexists(table):
-        reporter.note(f"{_shown(table)} is used unchanged: osora data scan {folder} --overwrite reads the folder again")
-    else:
-        broken = scan(ScanSettings(folder=folder), reporter=reporter).broken
-    suggestion = suggest_buckets(read_table(table).samples, settings)
-    if not suggestion.buckets:
-        raise FileProblem(f"{folder} has nothing large and long enough to train on", hint="give larger or longer clips")
-    name = Path(os.path.abspath(folder)).name
-    text = _recipe_text(settings, suggestion, base=base, name=name, table=table, recipe=recipe)
-    with atomic_path(recipe, replace=False) as temporary:
-        temporary.write_text(text, encoding="utf-8")
-        # Checked before the rename, because a base may have settings that contradict a table.
-        written = load_train_settings(config=temporary, overrides={}, environment={})
-        data = check_data(written, reporter=reporter)
-    return NewRecipe(recipe=_shown(recipe), table=table, data=data, broken=broken)
-
-
-def suggest_buckets(samples: Samples, settings: TrainSettings) -> Suggestion:
-    """Return buckets for all samples that fit the models of `settings`.
-
-    The settings give resolution, longest length, frame rate and size of a micro-batch. Shorter videos get additional
-    lengths, and smaller videos additional resolutions. A micro-batch is no larger than the number of samples of the
-    rarest shape.
-    """
-    multiple, grid, fps_max = pixel_multiple(settings), settings.vae.grid, settings.data.fps_max
-    name, longest = max(
-        ((name, max(lengths)) for name, lengths in settings.data.buckets.items()),
-        key=lambda kind: (kind[1] > 1, num_pixels(kind[0])),
-    )
-    side = int(math.sqrt(num_pixels(name)))
-    budget = settings.data.buckets[name][longest].batch_size * grid.latent_frames(longest) * num_pixels(name)
-    is_video, shortest = samples.num_frames > 1, grid.num_frames(2)
-    # The lowest rate, to a thousandth, that leaves enough frames of short, fast videos.
-    left = samples.num_frames // frame_intervals(samples.fps, fps_max)
-    fast = is_video & (samples.num_frames >= shortest) & (left < shortest)
-    if fast.any():
-        rate = float((samples.fps[fast] / (samples.num_frames[fast] // shortest)).max())
-        fps_max = max(fps_max, math.ceil(rate * 1000 - 1e-6) / 1000)
-        left = samples.num_frames // frame_intervals(samples.fps, fps_max)
-    lengths = np.array([grid.longest_clip(min(int(each), longest)) for each in left.tolist()], dtype=np.int64)
-    lengths = np.where(is_video, lengths, 1)
-    sides = _sides(samples, side, multiple=multiple)
-    fits = (~is_video | (lengths > 1)) & (sides > 0)
-    table: BucketTable = {}
-    for each in sorted(set(sides[fits].tolist()), reverse=True):
-        wanted = sorted(set(lengths[fits & (sides == each)].tolist()))
-        thinned = {round(place) for place in np.linspace(0, len(wanted) - 1, _MOST_LENGTHS)}
-        table[f"{each}px"] = {wanted[place]: BucketSettings(1.0, 1) for place in sorted(thinned)}
-    if not table:
-        return Suggestion(buckets={}, fps_max=fps_max, unfit=len(samples))
-    buckets = make_buckets(table, fps_max=fps_max, multiple=multiple)
-    placed = buckets.assign(samples, np.zeros((len(samples), len(buckets.resolutions))))
-    counts = np.bincount(placed[placed != NO_BUCKET], minlength=len(buckets))
-    found: dict[tuple[str, int], list[int]] = {}
-    for index in np.flatnonzero(counts).tolist():
-        found.setdefault(buckets[index].kind, []).append(int(counts[index]))
-    filled: BucketTable = {}
-    for (name, length), of_shapes in sorted(found.items(), key=lambda item: (-num_pixels(item[0][0]), -item[0][1])):
-        most = int(budget // (grid.latent_frames(length) * num_pixels(name)))
-        filled.setdefault(name, {})[length] = BucketSettings(1.0, max(1, min(most, 4096, *of_shapes)))
-    return Suggestion(buckets=filled, fps_max=fps_max, unfit=int((placed == NO_BUCKET).sum()))
-
-
-def _sides(samples: Samples, usual: int, *, multiple: int) -> NDArray[np.int64]:
-    """Return the side of each sample's resolution: the usual side, a smaller one, or 0 for a sample that is too small.
-    The largest clips of a smaller side have up to four times the pixels of its smallest clips.
-    """
-    own = np.floor(np.sqrt(samples.height * samples.width / FILLED)).astype(np.int64)
-    sides = np.where(own >= usual, usual, 0)
-    while (rest := np.flatnonzero((sides == 0) & (own > 0))).size:
-        group = rest[own[rest] * 2 >= own[rest].max()]
-        side = int(own[group].min())
-        if side < 10:  # the smallest that a resolution can name
-            break
-        try:
-            training_sizes(f"{side}px", multiple=multiple)
-            sides[group] = side
-        except RequestError:
-            own[group] = 0
-    return sides
-
-
-def _recipe_text(
-    settings: TrainSettings, suggestion: Suggestion, *, base: Path, name: str, table: Path, recipe: Path
-) -> str:
-    source = settings_path(base, "train")
-    plain = {name: {n: list(bucket) for n, bucket in rest.items()} for name, rest in suggestion.buckets.items()}
-    values: dict[str, object] = {
-        EXTENDS: f"train/{base}" if source != base else os.path.abspath(base),
-        "output": f"runs/{name}",
-        "data": {
-            "table": str(_shown(table)),
-            "fps_max": suggestion.fps_max,
-            # Buckets as text replace all of the base.
-            "buckets": yaml.safe_dump(plain, default_flow_style=True, sort_keys=False, width=10**6).strip(),
-        },
-    }
-    if settings.trains_transformer and (changes := _transformer_values(settings, suggestion, name=name)):
-        values["train_mmdit"] = changes
-    lines = [
-        f"# Clips of {name}, made by `osora train --new`: {base} with buckets that take in all of them.",
-        f"# osora train --config {_shown(recipe)}",
-        "# Buckets: resolution, frames, [probability, clips of a micro-batch, at most those of the rarest shape].",
-        *([f"# Skipped, too small or too short for any bucket: {suggestion.unfit:,}."] if suggestion.unfit else []),
-    ]
-    return "\n".join(lines) + "\n" + yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=10**6)
-
-
-def _transformer_values(settings: TrainSettings, suggestion: Suggestion, *, name: str) -> dict[str, object]:
-    """Return a cache of its own, and no weight for condition modes that no clip is long enough for."""
-    chosen, grid = settings.train_mmdit, settings.vae.grid
-    most = max(grid.latent_frames(length) for lengths in suggestion.buckets.values() for length in lengths)
-    weights = {
-        mode: 0
-        for mode in chosen.mode_weights.by_mode()
-        if chosen.lengths.given_latent_frames(CONDITION_MODES[mode], causal=grid.is_causal) >= most
-    }
-    if weights and not chosen.mode_weights.by_mode().keys() - weights.keys():
-        weights["t2v"] = 1
-    values: dict[str, object] = {} if chosen.cache is None else {"cache": f"runs/{name}_cache"}
-    return {**values, "mode_weights": weights} if weights else values
-
-
-def _shown(path: Path) -> Path:
-    """Return a path relative to the current folder, if it is inside."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
