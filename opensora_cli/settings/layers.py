@@ -141,7 +141,8 @@ precision.fp8_linears precision.initial_loss_scale precision.loss_scale_window w
 memory.activation_buffer memory.activation_offload memory.offload_above
 data.scenes train_mmdit.thing_weight train_vae.picture_steps train_vae.picture_batch_size train_vae.whitening_clips
 train_vae.whole_steps text.batch_size text.t5_width text.t5_layers text.t5_heads text.clip_width text.clip_layers
-text.clip_heads
+text.clip_heads watching.profile_steps checkpoints.keep_best
+optimizer.initial_learning_rate optimizer.final_learning_rate
 """
 """Settings and sections of earlier versions."""
 

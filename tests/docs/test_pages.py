@@ -29,7 +29,7 @@ OSORA = load_commands()
 # Commands with a plan that loads no weights; the options of all others are parsed.
 PLANNED = {"generate", "train"}
 # These options print something and end.
-NO_MEMORY = RankMemory(**dict.fromkeys(RankMemory.model_fields, 0))
+NO_MEMORY = RankMemory(at_peak={}, peak_bytes=0, device_peak_bytes=0, mapped_bytes=0)
 PRINTING = {"--list", "--version", "--help", "-h", "--check-data"}
 
 

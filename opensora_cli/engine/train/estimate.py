@@ -55,29 +55,16 @@ OFFLOADED = "offloaded"
 """Offloaded activations in host memory."""
 ACTIVATIONS = "activations"
 """All other tensors: activations saved for the backward pass, and temporary results."""
-_KEPT = (WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER, FROZEN)
+_KINDS = (WEIGHTS, GRADIENTS, OPTIMIZER, AVERAGE, FROZEN, BUFFERS, OFFLOADED)
 _MICRO_BATCHES = 2
 """Number of micro-batches per update: in the second forward pass gradients exist; more change nothing."""
 
 
 class RankMemory(Document):
-    """Memory of the first rank in steps with the largest micro-batch: the peak of each kind at any time.
+    """Memory of the first rank in steps with the largest micro-batch. No rank has a larger share."""
 
-    No rank has a larger share of weights and tokens. `peak_bytes` is the peak of the sum, which is lower if the kinds
-    have their peaks at different times.
-    """
-
-    weights_bytes: int
-    gradients_bytes: int
-    moments_bytes: int
-    """State of the optimizer."""
-    ema_bytes: int
-    frozen_bytes: int
-    """Frozen encoders."""
-    activations_bytes: int
-    """Activations saved for backward, and temporary results."""
-    buffers_bytes: int
-    """Gathered weights, gradients that are being reduced, and host buffers of offloaded activations."""
+    at_peak: dict[str, int]
+    """Bytes at the peak by kind; activations include temporary results, and buffers gathered weights."""
     peak_bytes: int
     """Peak on a CPU, where offloaded memory also counts."""
     device_peak_bytes: int
@@ -91,9 +78,7 @@ class RankMemory(Document):
 
     def lines(self) -> list[str]:
         """Return a table in MiB."""
-        sizes = self.weights_bytes, self.gradients_bytes, self.moments_bytes, self.ema_bytes, self.frozen_bytes
-        titles = "weights", "gradients", "moments", "EMA", "frozen", "activations", "buffers", "peak"
-        rows = list(zip(titles, (*sizes, self.activations_bytes, self.buffers_bytes, self.peak_bytes), strict=True))
+        rows = [*((kind, size) for kind, size in self.at_peak.items() if size), ("peak", self.peak_bytes)]
         if self.device_peak_bytes != self.peak_bytes:
             rows.append(("on a GPU", self.device_peak_bytes))
         return [f"{'memory':12}{'MiB a rank':>13}", *(f"{title:12}{size / 2**20:>13,.1f}" for title, size in rows)]
@@ -104,16 +89,12 @@ class TrainingMemory:
     """Memory of a training step on one rank."""
 
     rank: RankMemory
-    at_peak: dict[str, int]
-    """Bytes at the peak by kind: `WEIGHTS`, `GRADIENTS`, `BUFFERS`, `ACTIVATIONS` and so on."""
     activations_by_module: dict[str, int]
     """Activations at the peak from forward passes, by the name of the module; the backward pass has no names."""
     by_weight: dict[str, tuple[int, int]]
     """Name -> number of parameters and bytes of a weight."""
     held_for_backward: int
     """Bytes of activations at the end of the last step's forward pass, without offloaded ones."""
-    offloaded_bytes: int
-    """Peak of offloaded activations, a part of `BUFFERS`."""
     counter: TensorBytes
     """Timeline of all tensors."""
     times: Mapping[str, Spread] = field(default_factory=dict)
@@ -202,7 +183,7 @@ def _steps(
                 optimizer.state[weight] = zero_state(optimizer, weight)
                 if isinstance(optimizer, torch.optim.AdamW):
                     # Its fused update makes no tensors, and takes DTensor many seconds.
-                    optimizer.step = lambda: None  # type: ignore[method-assign]
+                    optimizer.step = lambda: None  # type: ignore[assignment, method-assign, misc]
         steps = steps[-1:]
     # Copies between fake tensors would take no memory.
     streamed = (
@@ -260,33 +241,21 @@ def _trainer(settings: TrainSettings, task: Task, distribution: Distribution) ->
 
 def _memory(settings: TrainSettings, counter: TensorBytes, module: nn.Module) -> TrainingMemory:
     at_peak = counter.peak_by_owner()
-    kept = {name: at_peak.pop(name, 0) for name in _KEPT}
-    buffers = at_peak.pop(BUFFERS, 0) + at_peak.pop(OFFLOADED, 0)
-    others = {*kept, BUFFERS, OFFLOADED}
+    kinds = {name: at_peak.pop(name, 0) for name in _KINDS}
     # Sharded gradients are on the host, too. They count, as do gradients of a block that are being copied.
     on_host = {OFFLOADED, *([WEIGHTS, AVERAGE, OPTIMIZER] if settings.optimizer.offload_states else [])}
-    by_weight = {name: (local(weight).numel(), local(weight).nbytes) for name, weight in module.named_parameters()}
-    most = counter.most_of
     rank = RankMemory(
-        weights_bytes=most(WEIGHTS.__eq__),
-        gradients_bytes=most(GRADIENTS.__eq__),
-        moments_bytes=most(OPTIMIZER.__eq__),
-        ema_bytes=most(AVERAGE.__eq__),
-        frozen_bytes=most(FROZEN.__eq__),
-        activations_bytes=most(lambda owner: owner not in others),
-        buffers_bytes=most((BUFFERS, OFFLOADED).__contains__),
+        at_peak={**kinds, ACTIVATIONS: sum(at_peak.values())},
         peak_bytes=counter.peak_bytes,
-        device_peak_bytes=most(lambda owner: owner not in on_host),
-        mapped_bytes=kept[FROZEN] + (kept[WEIGHTS] if settings.lora.is_on else 0),
+        device_peak_bytes=counter.most_of(lambda owner: owner not in on_host),
+        mapped_bytes=kinds[FROZEN] + (kinds[WEIGHTS] if settings.lora.is_on else 0),
     )
     before_backward = counter.owners_at(counter.marks[-1]).items()
     return TrainingMemory(
         rank=rank,
-        at_peak={**kept, BUFFERS: buffers, ACTIVATIONS: sum(at_peak.values())},
         activations_by_module={name: size for name, size in at_peak.items() if name},
-        by_weight=by_weight,
-        held_for_backward=sum(size for name, size in before_backward if name not in others),
-        offloaded_bytes=most(OFFLOADED.__eq__),
+        by_weight={name: (local(weight).numel(), local(weight).nbytes) for name, weight in module.named_parameters()},
+        held_for_backward=sum(size for name, size in before_backward if name not in _KINDS),
         counter=counter,
     )
 

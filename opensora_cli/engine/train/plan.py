@@ -48,7 +48,7 @@ _COPIES = 8
 class TrainPlan(Document):
     """Plan of a training run: all decisions before it begins."""
 
-    SCHEMA = "osora.train-plan/6"
+    SCHEMA = "osora.train-plan/7"
 
     verdict: str | None = None
     """Whether a rank fits, its memory, and the predicted time of all steps. None means not estimated."""

@@ -72,7 +72,6 @@ def watched(tmp_path_factory: pytest.TempPathFactory, frozen: Path) -> Path:
         "validation.table": tiny_training.HELD_OUT,
         "validation.batches": 1,
         "watching.tensorboard": True,
-        "watching.profile_steps": (2, 2),
     }
     settings = tiny_training.mmdit_settings(output, frozen).replace(watching)
     with pytest.raises(KeyboardInterrupt, match="step 3 of 4"):
