@@ -1,8 +1,10 @@
 """Strategies of training, and a small transformer that learns random velocities by each of them."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
 import torch
 from tiny_transformer import inputs, transformer
 from torch import Tensor
@@ -51,6 +53,17 @@ class Case:
         mesh = ParallelMesh(mesh_shape(strategy, self.parallel), device_type=device)
         use_mesh(mesh)
         return Distribution(torch.device(device), mesh, strategy=strategy, dtype=dtype, offload_states=offload_states)
+
+
+def cases(fast: Iterable[Case], slow: Iterable[Case] = ()) -> pytest.MarkDecorator:
+    """Parametrize a test by cases, of which some are for the slow tier."""
+    marked = [*(pytest.param(case) for case in fast), *(pytest.param(case, marks=pytest.mark.slow) for case in slow)]
+    return pytest.mark.parametrize("case", marked, ids=str)
+
+
+def open_case(case: Case | None) -> Distribution:
+    """Return the distribution of a case, or of one process."""
+    return case.open() if case else Distribution(torch.device("cpu"))
 
 
 def tiny_transformer(*, hidden: int = 40, heads: int = 5, mlp_ratio: float = 0.625) -> MMDiT:
@@ -126,3 +139,9 @@ class Learned:
     share: int
     """Bytes of this rank's rows and features of the weights."""
     saved: Path
+
+
+def assert_near(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
+    """Assert that tensors have the same names and nearly the same values."""
+    assert ours.keys() == theirs.keys()
+    assert [name for name in theirs if (ours[name] - theirs[name]).abs().max() > tolerance] == []

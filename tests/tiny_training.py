@@ -141,6 +141,5 @@ class StopAfter(SilentReporter):
 
 
 def rank_memory(num_bytes: int = 0) -> RankMemory:
-    """Return the estimate of a rank, which takes seconds to make, with the same size of every kind."""
-    kinds = ("weights", "gradients", "moments", "ema", "frozen", "activations", "buffers", "peak", "device_peak")
-    return RankMemory(mapped_bytes=0, **{f"{kind}_bytes": num_bytes for kind in kinds})
+    """Return the estimate of a rank, which takes seconds to make."""
+    return RankMemory(at_peak={}, peak_bytes=num_bytes, device_peak_bytes=num_bytes, mapped_bytes=0)

@@ -1,6 +1,6 @@
 """Render scenes to a folder of clips with captions: python examples/demo/clips.py --out clips.
 
-`osora data scan` makes a table of it, and `osora train --new` a recipe.
+`osora data scan` makes a table of it.
 """
 
 import argparse

@@ -4,10 +4,9 @@ import os
 from pathlib import Path
 
 from opensora_cli.cli.command import CONFIG, DEVICES, ON, SET, Call, device_rows, make_command
-from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.encode.inputs import require_tables
 from opensora_cli.engine.listings import describe_recipes
-from opensora_cli.engine.train.early import Resume, check_output, refuse_early, warn_of_missing_inputs
+from opensora_cli.engine.train.early import check_output, refuse_early, warn_of_missing_inputs
 from opensora_cli.settings.files import ConfigFile
 from opensora_cli.settings.flags import MACHINE, Option
 from opensora_cli.settings.hardware import PlannedMachine
@@ -26,22 +25,10 @@ def train(given: Layer, call: Call) -> None:
       osora train --list
       osora train --new clips
       osora train --config demo_lora --gpus 4 --set strategy=zero2
-      osora train --plot curves.png runs/first runs/second
     """
     if "--list" in call.given:
         call.refuse(_ROWS.keys() - {"--list"}, beside="--list, which prints the recipes alone")
         call.show(describe_recipes())
-    elif (plot := call.value("--plot", Path)) is not None:
-        others = _ROWS.keys() - {"RUN", "--plot", "--overwrite"}
-        call.refuse(others, beside="--plot, which trains nothing")
-        runs = call.value("RUN", list)
-        if runs is None:
-            raise RequestError("--plot needs the folders of runs", hint=f"osora train --plot {plot} RUN")
-        from opensora_cli.engine.train.curves import plot_runs
-
-        call.show(plot_runs(runs, plot, overwrite="--overwrite" in call.given))
-    elif "RUN" in call.given:
-        call.require("--plot", beside="RUN")
     elif (folder := call.value("--new", str)) is not None:
         others = _ROWS.keys() - {"--new", "--config"}
         call.refuse(others, beside="--new, which trains nothing", hint="put it into the file")
@@ -50,7 +37,7 @@ def train(given: Layer, call: Call) -> None:
 
         call.show(write_recipe(folder, call.config or Path("demo_lora"), reporter=call.reporter))
     elif "--check-data" in call.given:
-        others = {"--resume", "--resume-from", "--allow-older", "--overwrite", "--dry-run", "--on"}
+        others = {"--resume", "--resume-from", "--overwrite", "--dry-run", "--on"}
         call.refuse(others, beside="--check-data, which trains nothing")
         _check_data(load_settings(given, call), call)
     else:
@@ -80,15 +67,10 @@ def _check_data(settings: TrainSettings, call: Call) -> None:
 
 def _run(given: Layer, call: Call) -> None:
     dry_run, overwrite = "--dry-run" in call.given, "--overwrite" in call.given
-    folder, allow_older = call.value("--resume-from", Path), "--allow-older" in call.given
-    if allow_older and folder is not None:
-        raise RequestError("--allow-older has no effect with --resume-from, which names the checkpoint: drop it")
     call.require("--dry-run", beside="--on")
-    call.require("--resume", beside="--allow-older")
     machine = call.planned
     settings = load_settings(given, call, machine=machine)
-    resumes = "--resume" in call.given or folder is not None
-    resume = Resume(folder=folder, allow_older=allow_older) if resumes else None
+    resume = call.value("--resume-from", Path) or "--resume" in call.given
     if dry_run:
         check_output(settings, resume=resume, overwrite=overwrite)
     else:
@@ -111,7 +93,7 @@ def _run(given: Layer, call: Call) -> None:
         overwrite=overwrite,
         reporter=call.reporter,
         context=call.context,
-        rank_flags=call.again("--resume", "--resume-from", "--allow-older", "--overwrite"),
+        rank_flags=call.again("--resume", "--resume-from", "--overwrite"),
     )
     call.show(result)
 
@@ -120,7 +102,6 @@ CONFIG_HELP = "Recipe of osora (see --list), or YAML file of settings."
 _NEW = "Write DIR.yaml: a recipe that extends --config (demo_lora), with buckets for the clips of DIR."
 SET_HELP = "Set any setting, as in loop.steps=400; wins over FILE."
 _ROWS = {
-    "RUN": Option(kind=list[str], help="With --plot: folder of a run."),
     "--config": CONFIG._replace(help=CONFIG_HELP, is_common=True),
     "--set": SET._replace(help=SET_HELP, is_common=True),
     "--from": Option(kind=Path, metavar="FILE", help="settings.json of an earlier run, in place of --config."),
@@ -128,12 +109,10 @@ _ROWS = {
     "--list": Option(kind=bool, help="List the recipes of osora and exit.", is_common=True),
     "--resume": Option("", _CHECKPOINTS, "Continue from the newest checkpoint.", kind=bool, is_common=True),
     "--resume-from": Option("", _CHECKPOINTS, "Continue from this checkpoint instead of the newest.", "FOLDER", Path),
-    "--allow-older": Option("", _CHECKPOINTS, "With --resume: skip a newest checkpoint that is broken.", kind=bool),
     "--overwrite": Option("", _CHECKPOINTS, "Start again, and replace the earlier run.", kind=bool, is_common=True),
     "--check-data": Option("", _CHECKS, "Print buckets, batches and bad rows only.", kind=bool, is_common=True),
     "--dry-run": Option("", _CHECKS, "Print the plan and the memory of a rank.", kind=bool, is_common=True),
     "--on": ON._replace(panel=_CHECKS),
-    "--plot": Option("", _CHECKS, "Draw the curves of each RUN: .png, .svg or .pdf; train nothing.", "FILE", Path),
     **device_rows(),
     "--gpus": Option("parallel.gpus", MACHINE, "GPUs that share the work, or processes on a CPU.", "N", is_common=True),
     "--devices": DEVICES,

@@ -105,12 +105,6 @@ class TrainSettings(Section):
     def rules(self) -> Iterator[str]:
         yield from pair_problems(self, needs=_NEEDS, conflicts=_CONFLICTS)
         yield from _device_problems(self)
-        first, last = self.watching.profile_steps or (1, 1)
-        if not first <= last <= self.loop.steps:
-            yield (
-                f"watching.profile_steps={first},{last} must be two steps of the run, the earlier one first: "
-                f"1 to {self.loop.steps}"
-            )
         table = self.validation.table
         if self.validation.every and table is not None and table == self.data.table:
             yield f"validation.table={table} must be another table than data.table"
@@ -221,7 +215,6 @@ _CONFLICTS = (
     Pair("memory.checkpoint_double_blocks!=none", "memory.offload=blocks", "use none: all blocks are recomputed"),
     Pair("memory.checkpoint_single_blocks!=none", "memory.offload=blocks", "use none: all blocks are recomputed"),
     Pair("watching.nvtx", "device=cpu", "drop it: it marks the work of a GPU"),
-    Pair("watching.nvtx", "watching.profile_steps", "use one of them: a process has one profiler"),
 )
 """Settings that do not go together."""
 

@@ -142,7 +142,6 @@ class CheckpointSettings(Section):
 
     every: Count = Field(200, description="Updates between checkpoints.")
     keep: Count = Field(3, description="Newest checkpoints to keep.")
-    keep_best: bool = Field(True, description="Also keep the checkpoint with the lowest validation or training loss.")
 
 
 OptimizerName = StrEnum("OptimizerName", ["ADAMW", "MUON"])
@@ -166,14 +165,7 @@ class OptimizerSettings(Section):
     schedule: ScheduleName = Field(ScheduleName.LINEAR, description="linear decay at the end, or cosine.")
     warmup_steps: CountOrZero = Field(100, description="First steps, over which the learning rate rises.")
     decay_steps: CountOrZero = Field(0, description="Last steps, over which a linear learning rate falls.")
-    initial_learning_rate: Share = Field(0.0, description="Learning rate at the start of the warm-up.")
-    final_learning_rate: Share = Field(0.0, description="Learning rate at the end of the decay.")
     offload_states: bool = Field(False, description="Keep sharded weights and moments on the host: slower.")
-
-    def rules(self) -> Iterator[str]:
-        for name in ("initial_learning_rate", "final_learning_rate"):
-            if (rate := getattr(self, name)) > self.learning_rate:
-                yield f"optimizer.{name}={rate} must be at most optimizer.learning_rate={self.learning_rate}"
 
 
 Compute = StrEnum("Compute", ["FP32", "BF16"])
@@ -243,7 +235,6 @@ class WatchingSettings(Section):
     """Records beside log.jsonl, which every run has."""
 
     tensorboard: bool = Field(False, description="Write the folder tensorboard for `tensorboard --logdir`.")
-    profile_steps: tuple[Count, Count] | None = Field(None, description="Steps of a torch.profiler trace, as in 10,12.")
     nvtx: bool = Field(False, description="Mark the parts of each step for Nsight Systems. Needs a GPU.")
     peak_tflops: float | None = Field(None, gt=0, le=10**9, description="Peak of a GPU in TFLOP/s, for the MFU.")
 

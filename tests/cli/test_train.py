@@ -42,19 +42,18 @@ def test_dry_run_touches_nothing(recipe: list[str], tmp_path: Path, monkeypatch:
     # It takes seconds, and would find the same.
     memory = plan.RankMemory.model_validate(document["memory"])
     monkeypatch.setattr(plan, "estimate_rank", lambda settings, reporter: memory)
-    assert document["schema"] == "osora.train-plan/6"
+    assert document["schema"] == "osora.train-plan/7"
     assert (document["steps"], document["settings"]["loop"]["steps"]) == (7, 7)
     assert document["parameters"] > 1000
     rank = document["memory"]
-    assert rank["weights_bytes"] == rank["ema_bytes"] >= 4 * document["parameters"]
-    assert rank["peak_bytes"] > rank["weights_bytes"] + rank["ema_bytes"] + rank["moments_bytes"]
+    assert rank["at_peak"]["weights"] == rank["at_peak"]["average"] >= 4 * document["parameters"]
+    assert rank["peak_bytes"] == sum(rank["at_peak"].values())
     out = osora(*recipe, "--dry-run").out
     assert re.search(r"^parameters  [\d,]+$", out, re.MULTILINE)
     assert "target      vae\n" in out
-    head, *rows = out.splitlines()[-9:]
+    head, *rows = out.splitlines()[-6:]
     assert head.split() == ["memory", "MiB", "a", "rank"]
-    kinds = ["weights", "gradients", "moments", "EMA", "frozen", "activations", "buffers", "peak"]
-    assert [row.split()[0] for row in rows] == kinds
+    assert [row.split()[0] for row in rows] == ["weights", "optimizer", "average", "activations", "peak"]
     assert "steps       4, 1 micro-batch each\n" in out
     assert f"output      {tmp_path / 'run'}: vae.safetensors\n" in out
     assert not (tmp_path / "run").exists()

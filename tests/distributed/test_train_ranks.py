@@ -11,17 +11,15 @@ import pytest
 import tiny_training
 import torch.distributed as dist
 from tiny_strategies import Case
-from toy_training import Listener, ToyTask, toy_trainer
+from toy_training import ToyTask, toy_trainer
 
 from opensora_cli.checkpoint import shared_folder
 from opensora_cli.checkpoint.shared_folder import wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.engine.train.checkpoints import CheckpointWriter, choose_checkpoint, restore
-from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.trainer import Trainer
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_sections import CheckpointSettings
 
 STEPS = 6
 
@@ -60,7 +58,7 @@ def test_what_is_not_finite_on_one_rank_is_skipped_on_all(pool):
 def _first_half(folder: str) -> str:
     trainer = _trainer()
     _figures(trainer, STEPS // 2)
-    with CheckpointWriter(Path(folder), CheckpointSettings()) as writer:
+    with CheckpointWriter(Path(folder)) as writer:
         saved = writer.save(trainer)
     trainer.distribution.barrier()
     return str(saved)
@@ -84,7 +82,7 @@ def test_as_many_ranks_resume_bit_for_bit(pool, tmp_path):
 def _choose(run: str) -> str:
     distribution = Case("ddp", 2).open()
     try:
-        return choose_checkpoint(Path(run), Resume(), distribution=distribution, reporter=Listener()).name
+        return choose_checkpoint(Path(run), True, distribution=distribution).name
     except CheckpointError as error:
         return error.message
 
@@ -111,7 +109,7 @@ def _full(folder: str, failing: int, function: str) -> str:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(shared_folder, function, fail)
-        writer = CheckpointWriter(Path(folder), CheckpointSettings())
+        writer = CheckpointWriter(Path(folder))
         writer.save(trainer)
         try:
             writer.wait()
@@ -166,7 +164,7 @@ def test_two_ranks_save_on_ctrl_c_and_one_resumes(tmp_path, processes, no_ranks_
     step = int(folder.name.rpartition("step")[2])
 
     more = _settings(run, **{"loop.steps": step + 2, "optimizer.decay_steps": 1})
-    result = train(more, resume=Resume())
+    result = train(more, resume=True)
     assert result is not None
     assert result.resumed_from == step
     assert [line["step"] for line in _log(run)] == list(range(1, step + 3))

@@ -1,6 +1,6 @@
-"""Every strategy of training and every objective on real ranks against one process: figures, weights, bytes, resume."""
+"""Every strategy of training on real ranks against one process: figures, weights, bytes, resume."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
@@ -12,41 +12,34 @@ import torch
 from closeness import assert_close
 from sent_bytes import counted_bytes
 from shared_models import shard_transformer
-from tiny_autoencoders import UNCLIPPED, mixed_batches, vae_task, vae_trainer
-from tiny_distillation import settings_of
 from tiny_strategies import (
-    LATENT_TOKENS,
     OPTIMIZER,
     Case,
     Learned,
     NumberedBatch,
     VelocityTask,
+    assert_near,
+    cases,
     micro_batch,
     numbered_trainer,
+    open_case,
     tiny_transformer,
     whole_weights,
 )
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.data.batches import SampleRng
 from opensora_cli.engine.components.compiled import compile_blocks
-from opensora_cli.engine.encode.clips import EmptyPrompt, Encoders
 from opensora_cli.engine.train.checkpoints import CheckpointWriter, restore
 from opensora_cli.engine.train.distribution import Distribution, local, mesh_shape
-from opensora_cli.engine.train.lora import add_lora
-from opensora_cli.engine.train.objectives.distill import DistillTask
-from opensora_cli.engine.train.objectives.dmd import DMDTask
-from opensora_cli.engine.train.objectives.mmdit import MMDiTTask, PreparedClips
 from opensora_cli.engine.train.parallelize import shard
 from opensora_cli.engine.train.trainer import MODEL, Trainer
 from opensora_cli.memory.checkpointing import HostActivations, set_grad_checkpoint
 from opensora_cli.models.mmdit.blocks import OUTPUT_LAYER
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.sampling.packing import position_ids
 from opensora_cli.settings.devices import Strategy
-from opensora_cli.settings.train_sections import CheckpointSettings, Compute, LoraSettings
+from opensora_cli.settings.train_sections import Compute
 
 Pool = Callable[[int], Any]
 
@@ -95,22 +88,12 @@ FAST = [Case("ddp", 2), Case("zero2", 2), GROUPS, TENSOR]
 SLOW = [case for case in (*DATA, *HYBRID) if case not in FAST]
 
 
-def _cases(fast: Iterable[Case], slow: Iterable[Case] = ()) -> pytest.MarkDecorator:
-    """Parametrize a test by cases, of which some are for the slow tier."""
-    marked = [*(pytest.param(case) for case in fast), *(pytest.param(case, marks=pytest.mark.slow) for case in slow)]
-    return pytest.mark.parametrize("case", marked, ids=str)
-
-
-def _open(case: Case | None) -> Distribution:
-    return case.open() if case else Distribution(torch.device("cpu"))
-
-
 def _blocks(model: MMDiT) -> list[Any]:
     return [*model.double_blocks, *model.single_blocks]
 
 
 def _learned(case: Case | None, micro_batches: int, output: Path) -> Learned:
-    distribution = _open(case)
+    distribution = open_case(case)
     trainer = numbered_trainer(VelocityTask(tiny_transformer()), distribution, micro_batches=micro_batches)
     losses, norms, evaluated, held = [], [], [], set()
     for step in range(STEPS):
@@ -118,7 +101,7 @@ def _learned(case: Case | None, micro_batches: int, output: Path) -> Learned:
         losses.append(figures["loss"])
         norms.append(figures["grad_norm"])
         if step + 1 == SAVED_STEPS:
-            with CheckpointWriter(output, CheckpointSettings()) as writer:
+            with CheckpointWriter(output) as writer:
                 saved = writer.save(trainer)
         if step < 3:
             with torch.no_grad(), distribution.evaluating():
@@ -183,21 +166,16 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Learne
     return cache(train)
 
 
-@_cases(FAST, [*SLOW, WHOLE_COPIES])
+@cases(FAST, [*SLOW, WHOLE_COPIES])
 def test_losses_are_those_of_one_process(learned: Any, expected: Any, case: Case) -> None:
     alone = expected(case.micro_batches)
     for ours in learned(case):
         assert ours.losses == pytest.approx(alone.losses, rel=0, abs=1e-5)
         assert ours.norms == pytest.approx(alone.norms, rel=1e-4)
-        _assert_near(ours.weights, alone.weights, 1e-4)
+        assert_near(ours.weights, alone.weights, 1e-4)
 
 
-def _assert_near(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
-    assert ours.keys() == theirs.keys()
-    assert [name for name in theirs if (ours[name] - theirs[name]).abs().max() > tolerance] == []
-
-
-@_cases(FAST, SLOW)
+@cases(FAST, SLOW)
 def test_bytes_held_and_sent_and_an_evaluation_that_changes_neither(learned: Any, expected: Any, case: Case) -> None:
     whole = sum(weight.nbytes for weight in tiny_transformer().parameters())
     shape = mesh_shape(Strategy(case.strategy), case.parallel)
@@ -213,7 +191,7 @@ def test_bytes_held_and_sent_and_an_evaluation_that_changes_neither(learned: Any
 
 
 def _resumed(case: Case | None, folder: Path, micro_batches: int) -> tuple[list[float], dict[str, Tensor]]:
-    trainer = numbered_trainer(VelocityTask(tiny_transformer()), _open(case), micro_batches=micro_batches)
+    trainer = numbered_trainer(VelocityTask(tiny_transformer()), open_case(case), micro_batches=micro_batches)
     restore(trainer, folder)
     losses = [trainer.do_step().figures["loss"] for _ in range(STEPS - SAVED_STEPS)]
     return losses, whole_weights(trainer, trainer.ema)
@@ -239,106 +217,7 @@ def test_what_some_ranks_save_others_resume(
     given = (resumes, folder, saved.micro_batches)
     for losses, averages in pool(resumes.ranks).run(_resumed, *given) if resumes else [_resumed(*given)]:
         assert losses == pytest.approx(alone.losses[SAVED_STEPS:], rel=0, abs=1e-5)
-        _assert_near(averages, alone.averages, 1e-4)
-
-
-class _RandomTokens(MMDiTTask):
-    """Micro-batches of random tokens, with another condition mode in each."""
-
-    def prepare(self, batch: Any, rng: SampleRng) -> PreparedClips:
-        given, noise_BND = micro_batch(self.module, batch.number)
-        count, mode = len(noise_BND), ("t2v", "i2v_head", "v2v_tail")[batch.number % 3]
-        return PreparedClips(
-            data_BND=given["packed_latents_BND"],
-            noise_BND=noise_BND,
-            normal_B=torch.zeros(count),
-            modes=[CONDITION_MODES[mode]] * count,
-            mask_B1THW=None,
-            inputs={
-                "position_ids_BN3": position_ids(count, LATENT_TOKENS, 1, 1, device=torch.device("cpu")),
-                "prompt_embeds_BLC": given["prompt_embeds_BLC"],
-                "pooled_prompt_embeds_BV": given["pooled_prompt_embeds_BV"],
-                "conditioning_BNK": given.get("conditioning_BNK"),
-                "embedded_guidance_B": given.get("embedded_guidance_B"),
-            },
-            grid=(LATENT_TOKENS, 1, 1),
-        )
-
-    def tokens(self, batch: Any) -> int:
-        return 1
-
-
-class _Distill(_RandomTokens, DistillTask):
-    pass
-
-
-class _DMD(_RandomTokens, DMDTask):
-    pass
-
-
-def _no_encoders() -> Encoders:
-    raise AssertionError("there are no pixels to encode")
-
-
-def _trainer(objective: str, case: Case | None) -> Trainer:
-    distribution = _open(case)
-    if objective in ("hunyuan", "dc_ae"):
-        # With the usual eps, AdamW's first steps would turn the sign of even the smallest gradient into a full step.
-        optimizer = UNCLIPPED.replace({"eps": 1e-3})
-        discriminator = {"weight": 0.05, "width": 8, "layers": 2, "start_step": 1, "learning_rate": 1e-3}
-        weights = {"squared_error_weight": 1.0, "single_frame_share": 0.3}
-        vae = vae_task(objective, optimizer=optimizer, discriminator=discriminator, **weights)
-        vae.shard(distribution)
-        batches = mixed_batches(objective, rank=distribution.data_rank, ranks=distribution.data_ranks)
-        return vae_trainer(vae, batches, steps=3, micro_batches=2, optimizer=optimizer, distribution=distribution)
-    model = tiny_transformer()
-    if "adapter" in objective:
-        add_lora(model, LoraSettings(rank=3, alpha=12.0, dropout=0.2 if "dropout" in objective else 0.0), seed=0)
-        task: Any = VelocityTask(model)
-    else:
-        add_lora(model, LoraSettings(rank=3), seed=0, has_critic=objective == "dmd")
-        given, _ = micro_batch(model, 1_000)
-        empty = EmptyPrompt(given["prompt_embeds_BLC"][0], given["pooled_prompt_embeds_BV"][0])
-        kind = {"distill": _Distill, "dmd": _DMD}[objective]
-        options = {"image_guidance_scale": 2.0, "critic_learning_rate": 0.01}
-        changes = {f"train_distill__{name}": value for name, value in options.items()}
-        settings = settings_of(Path("unused"), target="dmd", **changes)
-        task = kind(model, settings, empty_prompt=empty, encoders=_no_encoders)
-    optimizer = OPTIMIZER.replace({"learning_rate": 1e-2, "eps": 1e-3, "max_grad_norm": 1.0})
-    return numbered_trainer(task, distribution, optimizer=optimizer, micro_batches=4, trained_only=True)
-
-
-def _trained(objective: str, case: Case | None) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
-    """Return the figures of three steps, and the trained weights of all roles."""
-    trainer = _trainer(objective, case)
-    figures = [dict(trainer.do_step().figures) for _ in range(3)]
-    trained = {name: weight for learner in trainer.learners.values() for name, weight in learner.weights.items()}
-    return figures, whole_weights(trainer, trained)
-
-
-@pytest.mark.parametrize(
-    ("objective", "case", "tolerance"),
-    [
-        ("hunyuan", Case("ddp", 2), 1e-4),
-        ("dc_ae", Case("ddp", 2), 1e-4),
-        ("adapter with dropout", ZERO3, 1e-3),
-        ("dmd", ZERO3, 1e-3),
-        pytest.param("adapter", ULYSSES, 1e-3, marks=pytest.mark.slow),
-        pytest.param("adapter with dropout", Case("zero2", 2), 1e-3, marks=pytest.mark.slow),
-        pytest.param("distill", ZERO3, 1e-3, marks=pytest.mark.slow),
-        *(pytest.param("dmd", case, 1e-3, marks=pytest.mark.slow) for case in (ULYSSES, RING, Case("ddp", 2))),
-    ],
-    ids=str,
-)
-def test_ranks_train_every_objective_as_one_process(pool: Pool, objective: str, case: Case, tolerance: float) -> None:
-    figures, weights = _trained(objective, None)
-    if objective == "dmd":
-        assert ["loss" in each for each in figures] == [True, False, True]
-    for our_figures, ours in (answers := pool(case.ranks).run(_trained, objective, case)):
-        assert our_figures == answers[0][0]
-        for found, expected in zip(our_figures, figures, strict=True):
-            assert found == pytest.approx(expected, rel=1e-3, abs=1e-5)
-        _assert_near(ours, weights, tolerance)
+        assert_near(averages, alone.averages, 1e-4)
 
 
 OFFLOADED, STATES, HALF = "activations on the host", "states on the host", "half precision"
@@ -402,11 +281,11 @@ def _with_frozen_weights(case: Case | None, micro_batches: int) -> tuple[list[di
     model = tiny_transformer()
     for name, weight in model.named_parameters():
         weight.requires_grad_("q_proj" in name or "query_norm" in name)
-    trainer = numbered_trainer(VelocityTask(model), _open(case), micro_batches=micro_batches)
+    trainer = numbered_trainer(VelocityTask(model), open_case(case), micro_batches=micro_batches)
     return [dict(trainer.do_step().figures) for _ in range(3)], whole_weights(trainer)
 
 
-@_cases([TENSOR_AND_ULYSSES], [HYBRID[3], HYBRID[4]])
+@cases([TENSOR_AND_ULYSSES], [HYBRID[3], HYBRID[4]])
 def test_frozen_weights_keep_their_values(pool: Pool, case: Case) -> None:
     figures, weights = _with_frozen_weights(None, case.micro_batches)
     before = dict(tiny_transformer().named_parameters())
@@ -457,7 +336,7 @@ def test_what_is_held_within_an_update(pool: Pool, strategy: str, weights: float
         assert held["gradients"] == pytest.approx(gradients, rel=0.03)
 
 
-@_cases([TENSOR], [Case("zero1", 2), Case("zero3", 4), ULYSSES])
+@cases([TENSOR], [Case("zero1", 2), Case("zero3", 4), ULYSSES])
 def test_an_infinite_gradient_is_seen_by_all_ranks(pool: Pool, case: Case) -> None:
     for _, norm, answers in pool(case.ranks).run(_backward, case, True):
         assert norm == float("inf")

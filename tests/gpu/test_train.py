@@ -8,7 +8,6 @@ import tiny_training
 import torch
 
 from opensora_cli.checkpoint.shared_folder import wrong_files
-from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.settings.train import TrainSettings
 
@@ -24,7 +23,7 @@ def test_six_steps_are_three_and_three(tmp_path: Path) -> None:
         train(settings(tmp_path / "whole"))
         with pytest.raises(KeyboardInterrupt):
             train(settings(tmp_path / "run"), reporter=tiny_training.StopAfter(3))
-        train(settings(tmp_path / "run"), resume=Resume())
+        train(settings(tmp_path / "run"), resume=True)
     finally:
         torch.use_deterministic_algorithms(False)
     hashes = []

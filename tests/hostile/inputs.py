@@ -72,7 +72,6 @@ BASES: tuple[Base, ...] = (
     _base("train from", "train --from run/settings.json --set output=other", "run clips clips.csv"),
     _base("train on clips", "train --config clips.yaml", "clips.yaml frozen clips clips.csv"),
     _base("train check", "train --config clips.yaml --check-data", "clips.yaml frozen clips clips.csv"),
-    _base("train new", "train --new clips", "clips"),
     _base("train list", "train --list"),
     *(_base(f"inspect {path}", f"ckpt inspect {path} --all", path) for path in _WEIGHTS),
     *(_base(f"verify {path}", f"ckpt verify {path}", path) for path in _WEIGHTS),

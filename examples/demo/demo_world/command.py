@@ -23,13 +23,11 @@ def run(arguments: Sequence[str] | None = None) -> int:
         recipe = load_recipe(options.recipe, options.set)
         with errors.interruptible():
             from demo_world.training import train_on_scenes, train_text_encoders
-            from opensora_cli.engine.train.early import Resume
 
             if isinstance(recipe, TextRecipe):
                 exports = train_text_encoders(recipe, overwrite=options.overwrite, reporter=reporter)
             else:
-                resume = Resume() if options.resume else None
-                exports = train_on_scenes(recipe, resume=resume, overwrite=options.overwrite, reporter=reporter)
+                exports = train_on_scenes(recipe, resume=options.resume, overwrite=options.overwrite, reporter=reporter)
         print("\n".join(map(str, exports)))
 
     return errors.run(command)

@@ -20,7 +20,7 @@ from opensora_cli.data.batches import SampledBatches
 from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.train.checkpoints import whole_weights
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.early import LOG_FILE, Resume
+from opensora_cli.engine.train.early import LOG_FILE
 from opensora_cli.engine.train.parallelize import shard
 from opensora_cli.engine.train.run import train
 from opensora_cli.engine.train.trainer import Clock, Trainer
@@ -28,7 +28,7 @@ from opensora_cli.settings.train import VAE_FILE
 
 
 def train_on_scenes(
-    recipe: Recipe, *, resume: Resume | None = None, overwrite: bool = False, reporter: Reporter
+    recipe: Recipe, *, resume: Path | bool = False, overwrite: bool = False, reporter: Reporter
 ) -> list[Path]:
     """Train the autoencoder or the transformer on scenes; return the exported files. It raises what `train` raises."""
     settings, demo = recipe.settings, recipe.demo

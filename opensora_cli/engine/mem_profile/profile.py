@@ -29,7 +29,6 @@ from opensora_cli.engine.train.estimate import STEP, estimate_training, measure_
 from opensora_cli.engine.train.memory import largest_batch_shape, with_batch_size
 from opensora_cli.engine.train.objectives import find_objective
 from opensora_cli.engine.train.plan import judge, settings_on
-from opensora_cli.engine.train.stand_ins import BUFFERS
 from opensora_cli.media.plots import new_figure, write_figure
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import PlannedMachine
@@ -135,8 +134,8 @@ def _profile_training(
     limit = settings.memory_limit or judged.free_bytes or hardware.free_bytes
     compares_attention = settings.compare and what.trains_transformer
     devices = f", devices {what.parallel.describe(what.strategy)}" if ranks > 1 else ""
-    kinds = {name: size for name, size in predicted.at_peak.items() if name != BUFFERS or size}
-    held = None if measured is None else {**measured.at_peak, _HELD: measured.held_for_backward}
+    kinds = {name: size for name, size in predicted.rank.at_peak.items() if size}
+    held = None if measured is None else {**measured.rank.at_peak, _HELD: measured.held_for_backward}
     stage = StageProfile(
         name=STEP,
         parts=parts_of({**kinds, _HELD: predicted.held_for_backward}, held),

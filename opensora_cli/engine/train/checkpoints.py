@@ -3,13 +3,10 @@
 All tensors are whole and have names, so that a run can be resumed with another number of ranks.
 """
 
-import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
-from statistics import fmean
 from typing import Annotated, Any, NamedTuple
 
 import torch
@@ -44,7 +41,7 @@ from opensora_cli.checkpoint.shared_folder import (
 )
 from opensora_cli.core.choices import Selection
 from opensora_cli.core.device import current_gpu, is_gpu, synchronize
-from opensora_cli.core.exceptions import CheckpointError, FileProblem, OutputError, TrainingError
+from opensora_cli.core.exceptions import CheckpointError, OutputError, TrainingError
 from opensora_cli.core.files import write_json_atomic
 from opensora_cli.core.formatting import first_few, plain
 from opensora_cli.core.progress import Reporter, SilentReporter
@@ -52,15 +49,12 @@ from opensora_cli.core.rank_messages import all_gather_json, broadcast_json
 from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import is_out_of_memory
 from opensora_cli.engine.train.distribution import Distribution, local
-from opensora_cli.engine.train.early import Resume, checkpoints_to_try
+from opensora_cli.engine.train.early import find_checkpoint
 from opensora_cli.engine.train.metrics import remove_records, truncate_log
-from opensora_cli.engine.train.optimizer import module_state, state_names
+from opensora_cli.engine.train.optimizer import module_state, zero_state
 from opensora_cli.engine.train.trainer import MODEL, Trainer
 from opensora_cli.settings.train import TrainSettings
-from opensora_cli.settings.train_sections import CheckpointSettings
 
-_VALIDATION_LOSS, _TRAINING_LOSS = "validation loss", "mean training loss"
-"""Scores that compare checkpoints."""
 _LONGEST = timedelta(days=7)
 _BROKEN = (OSError, RuntimeError, ValueError, KeyError, TypeError, EOFError)
 _Count = Annotated[int, Field(ge=0, le=2**31)]
@@ -78,8 +72,6 @@ class RunningStates(BaseModel):
     done: Annotated[list[Annotated[str, Field(max_length=100)]], Field(max_length=100)] = []
     attention: Annotated[str | None, Field(validation_alias=AliasPath("attention", "backend"))] = None
     """Attention backend that the run used."""
-    score: Annotated[float, Field(allow_inf_nan=False)] | None = None
-    score_of: str | None = None
     sampler: dict[str, Any]
 
 
@@ -149,24 +141,18 @@ def whole_weights(trainer: Trainer) -> dict[str, Tensor]:
     return whole
 
 
-def choose_checkpoint(output: Path, resume: Resume, *, distribution: Distribution, reporter: Reporter) -> Path:
+def choose_checkpoint(output: Path, resume: Path | bool, *, distribution: Distribution) -> Path:
     """Return the checkpoint to resume from. The ranks together compare its files with their hashes."""
-    *others, last = checkpoints_to_try(output, resume)
-    for folder in [*others, last]:
-        problems = wrong_files(folder, share=(distribution.rank, distribution.ranks))
-        if distribution.ranks > 1:
-            problems = sorted({problem for each in all_gather_json(problems) for problem in each})
-        if not problems:
-            return folder
-        if folder != last:
-            reporter.warn(f"{folder} is broken: {'; '.join(problems)}")
-    hint = None if resume.folder is not None else "start again with --overwrite in place of --resume"
-    of_run = all_epoch_folders(output)
-    older = of_run[of_run.index(last) + 1 :] if last in of_run else []
-    if older and not resume.allow_older:
-        way = "--allow-older resumes from" if resume.folder is None else "use the one before: --resume-from"
-        hint = f"{way} {older[0]}"
-    raise CheckpointError("\n".join([f"{last} is broken:", *problems]), hint=hint)
+    folder = find_checkpoint(output, resume)
+    problems = wrong_files(folder, share=(distribution.rank, distribution.ranks))
+    if distribution.ranks > 1:
+        problems = sorted({problem for each in all_gather_json(problems) for problem in each})
+    if problems:
+        of_run = all_epoch_folders(output)
+        older = of_run[of_run.index(folder) + 1 :] if folder in of_run else []
+        hint = f"use the one before: --resume-from {older[0]}" if older else "start again with --overwrite"
+        raise CheckpointError("\n".join([f"{folder} is broken:", *problems]), hint=hint)
+    return folder
 
 
 def restore(trainer: Trainer, folder: Path) -> RunningStates:
@@ -200,14 +186,9 @@ def _restore_tensors(trainer: Trainer, folder: Path) -> None:
     for role, learner in trainer.learners.items():
         moments = stored[_moments_file(role)]
         for parameter, weight, optimizer in learner.trained():
-            kinds, whole_name = state_names(optimizer), trainer.distribution.whole_name(parameter)
+            state, whole_name = zero_state(optimizer, weight), trainer.distribution.whole_name(parameter)
             # Allocate the state of the weights that the checkpoint has moments of, and drop that of others.
-            optimizer.state[weight] = {
-                # AdamW keeps its number of updates on the weight's device.
-                kind: torch.zeros((), device=weight.device) if kind == "step" else torch.zeros_like(weight)
-                for kind in kinds
-                if any(f"{each}.{whole_name}" in moments for each in kinds)
-            }
+            optimizer.state[weight] = state if any(f"{kind}.{whole_name}" in moments for kind in state) else {}
     parts = [*tensors_of(trainer)]
     for name, entries in stored.items():
         keys = {part.key for part in parts if part.file == name}
@@ -240,7 +221,7 @@ def prepare_output(
         set_aside_newer(output, folder, reporter=reporter)
         truncate_log(output, step=step)
         # An earlier run may have ended before it removed old checkpoints.
-        remove_old(output, settings.checkpoints)
+        remove_old(output, keep=settings.checkpoints.keep)
     elif overwrite:
         for each in all_epoch_folders(output) if output.is_dir() else ():
             remove_checkpoint(each)
@@ -263,24 +244,9 @@ def set_aside_newer(output: Path, folder: Path, *, reporter: Reporter) -> None:
         reporter.note(f"{each.name} is renamed to {aside}")
 
 
-def remove_old(output: Path, settings: CheckpointSettings) -> None:
-    folders = epoch_folders(output)
-    best = _best(folders) if settings.keep_best else None
-    for folder in folders[settings.keep :]:
-        if folder != best:
-            remove_checkpoint(folder)
-
-
-def _best(folders: list[Path]) -> Path | None:
-    """Return the folder with the lowest validation loss, or training loss without one; the older one if equal."""
-    scores: dict[str, dict[Path, float]] = {_VALIDATION_LOSS: {}, _TRAINING_LOSS: {}}
-    for folder in reversed(folders):
-        with suppress(FileProblem):
-            running = read_running_states(folder)
-            if running.score_of in scores and running.score is not None:
-                scores[running.score_of][folder] = running.score
-    chosen = scores[_VALIDATION_LOSS] or scores[_TRAINING_LOSS]
-    return min(chosen, key=chosen.__getitem__) if chosen else None
+def remove_old(output: Path, *, keep: int) -> None:
+    for folder in epoch_folders(output)[keep:]:
+        remove_checkpoint(folder)
 
 
 class CheckpointWriter:
@@ -294,8 +260,8 @@ class CheckpointWriter:
     `running_states.json`.
     """
 
-    def __init__(self, output: Path, settings: CheckpointSettings, *, reporter: Reporter | None = None) -> None:
-        self._output, self._settings = output, settings
+    def __init__(self, output: Path, *, keep: int = 3, reporter: Reporter | None = None) -> None:
+        self._output, self._keep = output, keep
         self._reporter = reporter or SilentReporter()
         self._job = BackgroundJob()
         self._buffers: dict[tuple[str, str], Tensor] = {}
@@ -311,18 +277,10 @@ class CheckpointWriter:
         else:
             self._job.wait()
 
-    def save(
-        self,
-        trainer: Trainer,
-        *,
-        validation_loss: float | None = None,
-        done: Sequence[str] = (),
-        attention: AttentionPlan | None = None,
-    ) -> Path:
+    def save(self, trainer: Trainer, *, done: Sequence[str] = (), attention: AttentionPlan | None = None) -> Path:
         """Copy the state of a run between two steps, start writing it, and return its folder, which appears last.
 
-        The best checkpoint has the lowest `validation_loss`, or mean loss of the steps since the last call. `done`
-        names validation and samples done in this step; the checkpoint records them and `attention`. Raises
+        `done` names validation and samples done in this step; the checkpoint records them and `attention`. Raises
         TrainingError if the weights are not finite.
         """
         distribution, step, epoch = trainer.distribution, trainer.step, trainer.batches.epoch
@@ -339,7 +297,6 @@ class CheckpointWriter:
         target = self._output / checkpoint_folder_name(epoch=epoch, global_step=step)
         token = secrets.token_hex(4)
         temporary = temporary_folder(target, token=broadcast_json(token) if distribution.ranks > 1 else token)
-        score = fmean(trainer.losses or [math.nan]) if validation_loss is None else validation_loss
         running: dict[str, object] = {
             "schema": RUNNING_STATES_SCHEMA,
             "epoch": epoch,
@@ -351,19 +308,16 @@ class CheckpointWriter:
             "sampler": trainer.batches.state_dict(),
             "done": list(done),
         }
-        if math.isfinite(score):
-            running |= {"score": score, "score_of": _TRAINING_LOSS if validation_loss is None else _VALIDATION_LOSS}
         if attention is not None:
             running["attention"] = attention.to_json()
         share = Share(tensors=self._copy(trainer), files={}, running_states=running, group=self._group)
-        trainer.losses.clear()
 
         def write() -> None:
             outcome = "is not saved"
             try:
                 write_share(share, temporary, target)
                 outcome = "is saved, and an old checkpoint is not removed"
-                on_all(self._group, lambda: remove_old(self._output, self._settings) if distribution.is_main else None)
+                on_all(self._group, lambda: remove_old(self._output, keep=self._keep) if distribution.is_main else None)
             except OutputError as error:
                 self._reporter.warn(f"step {step} {outcome}: {error.message}")
                 raise

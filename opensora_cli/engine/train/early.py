@@ -1,6 +1,5 @@
 """Checks of a training run before torch is imported, ranks are started, and files are hashed."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,16 +17,7 @@ if TYPE_CHECKING:
 LOG_FILE = "log.jsonl"
 MAX_LOG_BYTES = 2**30
 TENSORBOARD_FOLDER = "tensorboard"
-PROFILE_FOLDER = "profile"
 SAMPLES_FOLDER = "samples"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Resume:
-    """Checkpoint to resume from: `folder`, or the newest. `allow_older` permits an older one if that is broken."""
-
-    folder: Path | None = None
-    allow_older: bool = False
 
 
 class Given(NamedTuple):
@@ -38,24 +28,22 @@ class Given(NamedTuple):
     token_weights: "TokenWeights | None" = None
 
 
-def checkpoints_to_try(output: Path, resume: Resume) -> list[Path]:
-    """Return the checkpoints that a run may resume from, newest first. Raises CheckpointError if there is none."""
+def find_checkpoint(output: Path, resume: Path | bool) -> Path:
+    """Return the checkpoint to resume from: `resume`, or the newest. Raises CheckpointError if there is none."""
     folders = all_epoch_folders(output) if output.is_dir() else []
-    if resume.folder is not None:
-        if not resume.folder.is_dir():
-            raise CheckpointError(f"{resume.folder} is no folder of a checkpoint")
+    if isinstance(resume, Path):
+        if not resume.is_dir():
+            raise CheckpointError(f"{resume} is no folder of a checkpoint")
         # Use the path within the run's folder, so that it compares equal to its entry there.
-        return [each for each in folders if each.samefile(resume.folder)] or [resume.folder]
+        return next((each for each in folders if each.samefile(resume)), resume)
     if not folders:
         raise CheckpointError(
             f"{output} has no checkpoint to resume from", hint="start again with --overwrite in place of --resume"
         )
-    return folders if resume.allow_older else folders[:1]
+    return folders[0]
 
 
-def refuse_early(
-    settings: TrainSettings, *, resume: Resume | None, overwrite: bool, given: Given | None = None
-) -> None:
+def refuse_early(settings: TrainSettings, *, resume: Path | bool, overwrite: bool, given: Given | None = None) -> None:
     """Check a run as far as that is possible without torch.
 
     Raises:
@@ -97,13 +85,13 @@ def warn_of_missing_inputs(settings: TrainSettings, reporter: Reporter) -> None:
     warn_of_missing(lambda: require_frozen_weights(settings), reporter)
 
 
-def check_output(settings: TrainSettings, *, resume: Resume | None, overwrite: bool) -> None:
+def check_output(settings: TrainSettings, *, resume: Path | bool, overwrite: bool) -> None:
     """Raise an error if the run's folder and the flags for an earlier run contradict each other."""
     output = Path(settings.output)
-    if resume is not None and overwrite:
+    if resume and overwrite:
         raise RequestError("--resume continues the run that --overwrite would remove: give one of them")
-    if resume is not None:
-        checkpoints_to_try(output, resume)
+    if resume:
+        find_checkpoint(output, resume)
         return
     checkpoints = [folder.name for folder in all_epoch_folders(output)[:1]] if output.is_dir() else []
     others = [name for name in (LOG_FILE, *settings.exports) if (output / name).exists()]

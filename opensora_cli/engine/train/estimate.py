@@ -20,9 +20,7 @@ from opensora_cli.engine.estimate.fake_tensors import fake_device, give_fake_wei
 from opensora_cli.engine.estimate.outlines import HOST
 from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.distribution import Distribution, local
-from opensora_cli.engine.train.few_blocks import FewBlocks, with_few_blocks
 from opensora_cli.engine.train.memory import (
-    FrozenWeights,
     fake_slots,
     largest_batch_shape,
     plan_activations,
@@ -32,6 +30,7 @@ from opensora_cli.engine.train.memory import (
     waiting_weights,
 )
 from opensora_cli.engine.train.objectives import find_objective
+from opensora_cli.engine.train.optimizer import zero_state
 from opensora_cli.engine.train.parallelize import checkpoint_blocks
 from opensora_cli.engine.train.stand_ins import (
     BUFFERS,
@@ -56,29 +55,16 @@ OFFLOADED = "offloaded"
 """Offloaded activations in host memory."""
 ACTIVATIONS = "activations"
 """All other tensors: activations saved for the backward pass, and temporary results."""
-_KEPT = (WEIGHTS, AVERAGE, GRADIENTS, OPTIMIZER, FROZEN)
+_KINDS = (WEIGHTS, GRADIENTS, OPTIMIZER, AVERAGE, FROZEN, BUFFERS, OFFLOADED)
 _MICRO_BATCHES = 2
 """Number of micro-batches per update: in the second forward pass gradients exist; more change nothing."""
 
 
 class RankMemory(Document):
-    """Memory of the first rank in steps with the largest micro-batch: the peak of each kind at any time.
+    """Memory of the first rank in steps with the largest micro-batch. No rank has a larger share."""
 
-    No rank has a larger share of weights and tokens. `peak_bytes` is the peak of the sum, which is lower if the kinds
-    have their peaks at different times.
-    """
-
-    weights_bytes: int
-    gradients_bytes: int
-    moments_bytes: int
-    """State of the optimizer."""
-    ema_bytes: int
-    frozen_bytes: int
-    """Frozen encoders."""
-    activations_bytes: int
-    """Activations saved for backward, and temporary results."""
-    buffers_bytes: int
-    """Gathered weights, gradients that are being reduced, and host buffers of offloaded activations."""
+    at_peak: dict[str, int]
+    """Bytes at the peak by kind; activations include temporary results, and buffers gathered weights."""
     peak_bytes: int
     """Peak on a CPU, where offloaded memory also counts."""
     device_peak_bytes: int
@@ -92,9 +78,7 @@ class RankMemory(Document):
 
     def lines(self) -> list[str]:
         """Return a table in MiB."""
-        sizes = self.weights_bytes, self.gradients_bytes, self.moments_bytes, self.ema_bytes, self.frozen_bytes
-        titles = "weights", "gradients", "moments", "EMA", "frozen", "activations", "buffers", "peak"
-        rows = list(zip(titles, (*sizes, self.activations_bytes, self.buffers_bytes, self.peak_bytes), strict=True))
+        rows = [*((kind, size) for kind, size in self.at_peak.items() if size), ("peak", self.peak_bytes)]
         if self.device_peak_bytes != self.peak_bytes:
             rows.append(("on a GPU", self.device_peak_bytes))
         return [f"{'memory':12}{'MiB a rank':>13}", *(f"{title:12}{size / 2**20:>13,.1f}" for title, size in rows)]
@@ -105,16 +89,12 @@ class TrainingMemory:
     """Memory of a training step on one rank."""
 
     rank: RankMemory
-    at_peak: dict[str, int]
-    """Bytes at the peak by kind: `WEIGHTS`, `GRADIENTS`, `BUFFERS`, `ACTIVATIONS` and so on."""
     activations_by_module: dict[str, int]
     """Activations at the peak from forward passes, by the name of the module; the backward pass has no names."""
     by_weight: dict[str, tuple[int, int]]
-    """Name -> number of parameters and bytes of a weight. A block that represents others includes theirs."""
+    """Name -> number of parameters and bytes of a weight."""
     held_for_backward: int
     """Bytes of activations at the end of the last step's forward pass, without offloaded ones."""
-    offloaded_bytes: int
-    """Peak of offloaded activations, a part of `BUFFERS`."""
     counter: TensorBytes
     """Timeline of all tensors."""
     times: Mapping[str, Spread] = field(default_factory=dict)
@@ -127,16 +107,17 @@ def estimate_training(settings: TrainSettings, *, rank: int = 0) -> TrainingMemo
 
     Raises RequestError if sizes contradict each other, and RuntimeError in a process that is a rank itself.
     """
-    few, times = with_few_blocks(settings)
+    # Evaluations of a teacher take turns, and one needs the memory of all.
+    settings = settings.replace({"train_distill.teacher_steps": 1})
     with on_meta():
-        task, frozen = find_objective(few).stand_in(few)
+        task, frozen = find_objective(settings).stand_in(settings)
     for module in frozen:
         if isinstance(module, Autoencoder):
-            _encode_alone(module, few)
-    with fake_rank(few, rank) as distribution, fake_device("cpu", grad=True):
+            _encode_alone(module, settings)
+    with fake_rank(settings, rank) as distribution, fake_device("cpu", grad=True):
         for module in (*_trained(task), *frozen):
             give_fake_weights(module, device=HOST)
-        return _steps(few, task, frozen, distribution, weights=plan_frozen_weights(settings), times=times)
+        return _steps(settings, task, frozen, distribution, is_fake=True)
 
 
 def _encode_alone(module: Autoencoder, settings: TrainSettings) -> None:
@@ -174,7 +155,7 @@ def measure_training(
         torch.manual_seed(settings.loop.seed)
         task, frozen = find_objective(settings).stand_in(settings)
     distribution = distribution or Distribution(torch.device("cpu"))
-    return _steps(settings, task, frozen, distribution, weights=plan_frozen_weights(settings), runs=runs)
+    return _steps(settings, task, frozen, distribution, runs=runs)
 
 
 def _steps(
@@ -183,15 +164,11 @@ def _steps(
     frozen: list[nn.Module],
     distribution: Distribution,
     *,
-    weights: FrozenWeights | None,
     runs: int = 0,
-    times: Mapping[str, int] | None = None,
+    is_fake: bool = False,
 ) -> TrainingMemory:
-    """Do the steps. On fake tensors, the transformer's first step is skipped, and the moments are allocated before.
-
-    `times` maps the path of a block to the number of blocks that it represents. None means real tensors.
-    """
-    is_fake = times is not None
+    """Do the steps. On fake tensors, the transformer's first step is skipped, and the moments are allocated before."""
+    weights = plan_frozen_weights(settings)
     if weights is not None and weights.fp8_storage:
         for path in stack_paths(settings):
             store_in_fp8(task.module.get_submodule(path), frozen=True)
@@ -201,7 +178,12 @@ def _steps(
     trainer = _trainer(settings, task, distribution)
     steps = find_objective(settings).measured_steps(settings)
     if is_fake and settings.trains_transformer:
-        _make_moments(trainer)
+        for learner in trainer.learners.values():
+            for _, weight, optimizer in learner.trained():
+                optimizer.state[weight] = zero_state(optimizer, weight)
+                if isinstance(optimizer, torch.optim.AdamW):
+                    # Its fused update makes no tensors, and takes DTensor many seconds.
+                    optimizer.step = lambda: None  # type: ignore[assignment, method-assign, misc]
         steps = steps[-1:]
     # Copies between fake tensors would take no memory.
     streamed = (
@@ -219,20 +201,19 @@ def _steps(
             counter.add(slots, WEIGHTS)
             for module in frozen:
                 counter.add(module, FROZEN)
-            for _, tensor, kind in _states(trainer):
+            for tensor, kind in _states(trainer):
                 counter.add(tensor, kind)
             _mark_forward(task, counter)
-            few_blocks = FewBlocks(counter, task.module, times or {}, partial(_kept_all_the_time, trainer))
             plan = plan_activations(settings)
             checkpoint_blocks(task.module, plan, on_copy=partial(counter.add, owner=OFFLOADED))
-            with counter.watch(task.module, "model"), few_blocks.watch():
+            with counter.watch(task.module, "model"):
                 for step in steps:
                     trainer.step = step
                     trainer.do_step()
                     counter.add(_gradients(_trained(task)), GRADIENTS)
-                    for _, tensor, kind in _states(trainer):
+                    for tensor, kind in _states(trainer):
                         counter.add(tensor, kind)
-            memory = _memory(settings, few_blocks.counted(), task.module, times or {})
+            memory = _memory(settings, counter, task.module)
         if not runs:
             return memory
         seconds, blocks = [], ModuleTimes(distribution.device)
@@ -258,40 +239,23 @@ def _trainer(settings: TrainSettings, task: Task, distribution: Distribution) ->
     )
 
 
-def _memory(
-    settings: TrainSettings, counter: TensorBytes, module: nn.Module, times: Mapping[str, int]
-) -> TrainingMemory:
+def _memory(settings: TrainSettings, counter: TensorBytes, module: nn.Module) -> TrainingMemory:
     at_peak = counter.peak_by_owner()
-    kept = {name: at_peak.pop(name, 0) for name in _KEPT}
-    buffers = at_peak.pop(BUFFERS, 0) + at_peak.pop(OFFLOADED, 0)
-    others = {*kept, BUFFERS, OFFLOADED}
+    kinds = {name: at_peak.pop(name, 0) for name in _KINDS}
     # Sharded gradients are on the host, too. They count, as do gradients of a block that are being copied.
     on_host = {OFFLOADED, *([WEIGHTS, AVERAGE, OPTIMIZER] if settings.optimizer.offload_states else [])}
-    by_weight = {}
-    for name, weight in module.named_parameters():
-        count = next((count for path, count in times.items() if name.startswith(f"{path}.")), 1)
-        by_weight[name] = count * local(weight).numel(), count * local(weight).nbytes
-    most = counter.most_of
     rank = RankMemory(
-        weights_bytes=most(WEIGHTS.__eq__),
-        gradients_bytes=most(GRADIENTS.__eq__),
-        moments_bytes=most(OPTIMIZER.__eq__),
-        ema_bytes=most(AVERAGE.__eq__),
-        frozen_bytes=most(FROZEN.__eq__),
-        activations_bytes=most(lambda owner: owner not in others),
-        buffers_bytes=most((BUFFERS, OFFLOADED).__contains__),
+        at_peak={**kinds, ACTIVATIONS: sum(at_peak.values())},
         peak_bytes=counter.peak_bytes,
-        device_peak_bytes=most(lambda owner: owner not in on_host),
-        mapped_bytes=kept[FROZEN] + (kept[WEIGHTS] if settings.lora.is_on else 0),
+        device_peak_bytes=counter.most_of(lambda owner: owner not in on_host),
+        mapped_bytes=kinds[FROZEN] + (kinds[WEIGHTS] if settings.lora.is_on else 0),
     )
     before_backward = counter.owners_at(counter.marks[-1]).items()
     return TrainingMemory(
         rank=rank,
-        at_peak={**kept, BUFFERS: buffers, ACTIVATIONS: sum(at_peak.values())},
         activations_by_module={name: size for name, size in at_peak.items() if name},
-        by_weight=by_weight,
-        held_for_backward=sum(size for name, size in before_backward if name not in others),
-        offloaded_bytes=most(OFFLOADED.__eq__),
+        by_weight={name: (local(weight).numel(), local(weight).nbytes) for name, weight in module.named_parameters()},
+        held_for_backward=sum(size for name, size in before_backward if name not in _KINDS),
         counter=counter,
     )
 
@@ -311,14 +275,6 @@ def _mark_forward(task: Task, counter: TensorBytes) -> None:
     task.losses = losses  # type: ignore[method-assign]
 
 
-def _make_moments(trainer: Trainer) -> None:
-    for learner in trainer.learners.values():
-        for weight in learner.weights.values():
-            weight.grad = torch.zeros_like(weight)
-        learner.update()
-        learner.zero_grad()
-
-
 def _trained(task: Task) -> list[nn.Module]:
     return [task.module, *task.other_modules().values()]
 
@@ -328,19 +284,10 @@ def _gradients(modules: Sequence[nn.Module]) -> list[Tensor]:
     return [weight.grad for weight in weights if weight.grad is not None]
 
 
-def _states(trainer: Trainer) -> Iterator[tuple[nn.Parameter, Tensor, str]]:
-    """Yield states of optimizers and buckets of gradients, each with its weight and its kind."""
+def _states(trainer: Trainer) -> Iterator[tuple[Tensor, str]]:
+    """Yield states of optimizers and buckets of gradients, each with its kind."""
     for learner in trainer.learners.values():
         for _, weight, optimizer in learner.trained():
-            yield from ((weight, tensor, OPTIMIZER) for tensor in optimizer.state[weight].values())
+            yield from ((tensor, OPTIMIZER) for tensor in optimizer.state[weight].values())
     if isinstance(trainer.distribution, FakeDistribution):
-        yield from ((weight, tensor, GRADIENTS) for weight, tensor in trainer.distribution.buckets.items())
-
-
-def _kept_all_the_time(trainer: Trainer, block: str) -> Iterator[Tensor]:
-    """Yield the weights of a block, and their persistent tensors: averages, optimizer state and buckets."""
-    module = trainer.task.module.get_submodule(block)
-    weights = set(map(id, module.parameters()))
-    yield from (*module.buffers(), *module.parameters())
-    yield from (tensor for name, tensor in (trainer.ema or {}).items() if name.startswith(f"{block}."))
-    yield from (tensor for weight, tensor, _ in _states(trainer) if id(weight) in weights)
+        yield from ((tensor, GRADIENTS) for tensor in trainer.distribution.buckets.values())

@@ -1,9 +1,8 @@
 """LoRA adapters (Hu et al. 2021) for linear layers in the transformer's blocks, made with PEFT."""
 
 import math
-import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -84,20 +83,17 @@ def open_first_adapter(outline: MMDiT, settings: LoraSettings) -> Adapter:
     adapter = open_fitting(Path(settings.init), outline)
     layers = {name.removesuffix(".weight"): updates for name, updates in adapter.updates.items()}
     found = [update for updates in layers.values() for update in updates]
-    forms = {(update.a.shape[0], f"{update.scale * update.a.shape[0]:.5g}") for update in found}
-    targets = tuple(target for target in LoraTarget if any(_target_of(path) is target for path in layers))
-    pattern = re.compile(_pattern(outline.config, targets))
-    whole = {name for name, module in outline.named_modules() if pattern.fullmatch(name)}
-    if len(forms) != 1 or len(found) != len(layers) or layers.keys() != whole:
-        raise RequestError(
-            f"lora.init={settings.init} cannot be continued: its layers have several sizes or updates, or are not all "
-            f"layers of {','.join(targets)}"
-        )
-    ((rank, own_alpha),) = forms
-    own = {"rank": f"{rank}", "alpha": own_alpha, "targets": ",".join(targets)}
-    alpha = rank if settings.alpha is None else settings.alpha
-    in_order = ",".join(target for target in LoraTarget if target in settings.targets)
-    asked = {"rank": f"{settings.rank}", "alpha": f"{alpha:.5g}", "targets": in_order}
+    ranks = {update.a.shape[0] for update in found}
+    alphas = {f"{update.scale * update.a.shape[0]:.5g}" for update in found}
+    targets = [target for target in LoraTarget if any(_target_of(path) is target for path in layers)]
+    alpha = min(ranks) if settings.alpha is None else settings.alpha
+    asked_targets = [target for target in LoraTarget if target in settings.targets]
+    forms = {
+        "rank": (ranks, [settings.rank]),
+        "alpha": (alphas, [f"{alpha:.5g}"]),
+        "targets": (targets, asked_targets),
+    }
+    own, asked = ({name: ",".join(map(str, form[side])) for name, form in forms.items()} for side in (0, 1))
     wrong = [name for name in own if own[name] != asked[name]]
     if wrong:
         differences = "; ".join(f"it has lora.{name}={own[name]}, not {asked[name]}" for name in wrong)
@@ -105,6 +101,9 @@ def open_first_adapter(outline: MMDiT, settings: LoraSettings) -> Adapter:
             f"lora.init={settings.init} is another adapter than asked for: {differences}",
             hint=" ".join(f"--set lora.{name}={own[name]}" for name in wrong),
         )
+    linears = {path for path, layer in outline.named_modules() if isinstance(layer, nn.Linear)}
+    if len(found) != len(layers) or layers.keys() != {path for path in linears if _target_of(path) in targets}:
+        raise RequestError(f"lora.init={settings.init} has not one update for each layer of {own['targets']}")
     return adapter
 
 
@@ -157,19 +156,16 @@ def _config(config: MMDiTConfig, settings: LoraSettings) -> Any:
         r=settings.rank,
         lora_alpha=settings.rank if settings.alpha is None else settings.alpha,
         lora_dropout=settings.dropout,
-        target_modules=_pattern(config, settings.targets),
+        target_modules=sorted(
+            {
+                linear.path
+                for stack in repeated_blocks(config)
+                for linear in stack.linears
+                if _target_of(linear.path) in settings.targets
+            }
+        ),
         bias="none",
     )
-
-
-def _pattern(config: MMDiTConfig, targets: Sequence[LoraTarget]) -> str:
-    """Return a regular expression for the layers with an adapter because hundreds of paths would slow PEFT down."""
-    stacks = []
-    for stack in repeated_blocks(config):
-        paths = [re.escape(linear.path) for linear in stack.linears if _target_of(linear.path) in targets]
-        if paths and stack.count:
-            stacks.append(rf"{stack.module_path}\.\d+\.({'|'.join(paths)})")
-    return "|".join(stacks)
 
 
 def is_of_critic(name: str) -> bool:

@@ -1,25 +1,24 @@
-"""Metrics of a run: console lines, `log.jsonl`, TensorBoard, profile, and MFU."""
+"""Metrics of a run: console lines, `log.jsonl`, TensorBoard, and MFU."""
 
 import json
 import math
 import shutil
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import record_function
 
 from opensora_cli.core.device import is_gpu, peak_memory_gib, profiler_range
 from opensora_cli.core.exceptions import HardwareError, OutputError, missing_library
-from opensora_cli.core.files import atomic_path, write_bytes_atomic
+from opensora_cli.core.files import write_bytes_atomic
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.locks import open_regular
 from opensora_cli.core.progress import Reporter
 from opensora_cli.core.reading import read_bytes
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.early import LOG_FILE, MAX_LOG_BYTES, PROFILE_FOLDER, SAMPLES_FOLDER, TENSORBOARD_FOLDER
+from opensora_cli.engine.train.early import LOG_FILE, MAX_LOG_BYTES, SAMPLES_FOLDER, TENSORBOARD_FOLDER
 from opensora_cli.engine.train.predicted import open_mfu
 from opensora_cli.engine.train.trainer import Clock, StepReport
 from opensora_cli.settings.train import TrainSettings
@@ -44,23 +43,20 @@ class Metrics:
         watching = settings.watching
         if watching.nvtx and not is_gpu(distribution.device):
             raise HardwareError("watching.nvtx=true needs a GPU, and this runs on a CPU", hint="drop it")
-        profiled = nullcontext if watching.profile_steps is None else record_function
-        self.clock = Clock(mark=profiler_range if watching.nvtx else profiled)
+        # A program's own torch.profiler shows the parts of steps, too.
+        self.clock = Clock(mark=profiler_range if watching.nvtx else record_function)
         self._output, self._reporter, self._device = output, reporter, distribution.device
         self._writes, self._every = distribution.is_main, settings.loop.log_every
         self._mfu = open_mfu(settings, distribution)
         self._log, self._unwritten, self._has_warned = output / LOG_FILE, b"", False
         self._open_events = require_tensorboard() if watching.tensorboard and self._writes else None
         self._events: SummaryWriter | None = None
-        self._profile_steps = watching.profile_steps if self._writes else None
-        self._profile: profile | None = None
         self._window: list[StepReport] = []
         """Steps of the unfinished line."""
 
     def start(self, step: int) -> None:
         """Continue after `step`, and count time from now on. Raises OutputError if events cannot be written."""
         self.clock.take()
-        self._start_profile(step)
         if self._open_events is not None:
             folder = self._output / TENSORBOARD_FOLDER
             try:
@@ -70,7 +66,7 @@ class Metrics:
                 raise OutputError(f"cannot write {folder}: {error.strerror or error}") from error
 
     def on_step(self, report: StepReport) -> None:
-        """Add a step, and write a line every few steps. Raises OutputError if a profile cannot be written."""
+        """Add a step, and write a line every few steps."""
         if not self._writes:
             return
         self._window.append(report)
@@ -85,9 +81,6 @@ class Metrics:
                 shown = [text.format(line[name]) for name, text in row if line.get(name) is not None]
                 self._reporter.note("  ".join(shown))
             self._window = []
-        if self._profile_steps is not None and report.step == self._profile_steps[1]:
-            self._write_profile()
-        self._start_profile(report.step)
 
     def on_validation(self, step: int, figures: Mapping[str, float]) -> None:
         if self._writes:
@@ -96,10 +89,8 @@ class Metrics:
             self._reporter.note(f"validation at step {step}  {shown}")
 
     def close(self) -> None:
-        """Close all files, also after an error. Raises OutputError if a profile cannot be written."""
         if self._events is not None:
             self._events.close()
-        self._write_profile()
 
     def _line(self) -> dict[str, object]:
         window, last, count = self._window, self._window[-1], len(self._window)
@@ -155,24 +146,6 @@ class Metrics:
         # A killed run does not write these events again when it is resumed.
         self._events.flush()
 
-    def _start_profile(self, step: int) -> None:
-        # A run that is resumed between the first and the last step writes no profile.
-        if self._profile_steps is not None and step == self._profile_steps[0] - 1:
-            gpu = [ProfilerActivity.CUDA] if is_gpu(self._device) else []
-            self._profile = profile(activities=[ProfilerActivity.CPU, *gpu], record_shapes=True)
-            self._profile.start()
-
-    def _write_profile(self) -> None:
-        running, self._profile = self._profile, None
-        if running is None or self._profile_steps is None:
-            return
-        running.stop()
-        first, last = self._profile_steps
-        path = self._output / PROFILE_FOLDER / f"steps{first}-{last}.json"
-        with atomic_path(path) as temporary:
-            running.export_chrome_trace(str(temporary))
-        self._reporter.note(f"profile: {path}")
-
 
 _CONSOLE = (
     (
@@ -202,7 +175,7 @@ def truncate_log(output: Path, *, step: int) -> None:
 
 def remove_records(output: Path) -> None:
     (output / LOG_FILE).unlink(missing_ok=True)
-    for name in (TENSORBOARD_FOLDER, PROFILE_FOLDER, SAMPLES_FOLDER):
+    for name in (TENSORBOARD_FOLDER, SAMPLES_FOLDER):
         shutil.rmtree(output / name, ignore_errors=True)
 
 

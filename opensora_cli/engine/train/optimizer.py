@@ -17,8 +17,6 @@ _MOMENTUM = 0.95
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 _NEWTON_SCHULZ_STEPS = 5
 _SMALLEST_NORM = 1e-7
-_TOGETHER = 2**22
-"""Largest number of values in a batch of matrices to orthogonalize: many small matmuls have a high overhead."""
 
 
 class KernelMuon(torch.optim.Optimizer):
@@ -36,43 +34,28 @@ class KernelMuon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         """Update the weights from their gradients; a weight without a gradient stays unchanged."""
         for group in self.param_groups:
-            alike: dict[object, list[Tensor]] = {}
             for weight in group["params"]:
-                if weight.grad is not None:
-                    alike.setdefault((weight.shape, weight.dtype, weight.device), []).append(weight)
-            for weights in alike.values():
-                count = max(1, _TOGETHER // weights[0].numel())
-                for start in range(0, len(weights), count):
-                    self._update(weights[start : start + count], rate=group["lr"], decay=group["weight_decay"])
-
-    def _update(self, weights: list[Tensor], *, rate: float, decay: float) -> None:
-        for weight in weights:
-            if not self.state[weight]:
-                self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
-        momenta = [self.state[weight]["momentum_buffer"] for weight in weights]
-        gradients = [weight.grad for weight in weights if weight.grad is not None]
-        torch._foreach_lerp_(momenta, gradients, 1 - _MOMENTUM)
-        # Nesterov momentum looks one step ahead.
-        matrices = [ahead.flatten(1) for ahead in torch._foreach_lerp(gradients, momenta, _MOMENTUM)]
-        if len(matrices) == 1:
-            directions = [orthogonalized(matrices[0])]
-        else:
-            directions = list(orthogonalized(torch.stack(matrices)).unbind())
-        torch._foreach_mul_(weights, 1 - rate * decay)
-        updates = [direction.view(weight.shape) for direction, weight in zip(directions, weights, strict=True)]
-        torch._foreach_add_(weights, updates, alpha=-0.2 * rate * math.sqrt(max(matrices[0].shape)))
+                if weight.grad is None:
+                    continue
+                if not self.state[weight]:
+                    self.state[weight] = zero_state(self, weight)
+                momentum = self.state[weight]["momentum_buffer"].lerp_(weight.grad, 1 - _MOMENTUM)
+                # Nesterov momentum looks one step ahead.
+                matrix = weight.grad.lerp(momentum, _MOMENTUM).flatten(1)
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                scale = 0.2 * group["lr"] * math.sqrt(max(matrix.shape))
+                weight.add_(orthogonalized(matrix).view(weight.shape), alpha=-scale)
 
 
 def orthogonalized(matrix: Tensor) -> Tensor:
-    """Return U·S'·Vᵀ for a matrix U·S·Vᵀ or a batch of them, with all of S' near 1, by Newton-Schulz iterations."""
-    is_tall = matrix.shape[-2] > matrix.shape[-1]
+    """Return U·S'·Vᵀ for a matrix U·S·Vᵀ, with all of S' near 1, by Newton-Schulz iterations."""
+    is_tall = matrix.shape[0] > matrix.shape[1]
     wide = (matrix.mT if is_tall else matrix).to(torch.bfloat16 if multiplies_bf16(matrix.device) else torch.float32)
-    wide = wide / torch.linalg.matrix_norm(wide, keepdim=True).clamp(min=_SMALLEST_NORM)
-    product = torch.addmm if matrix.ndim == 2 else torch.baddbmm
+    wide = wide / torch.linalg.matrix_norm(wide).clamp(min=_SMALLEST_NORM)
     a, b, c = _NEWTON_SCHULZ
     for _ in range(_NEWTON_SCHULZ_STEPS):
         gram = wide @ wide.mT
-        wide = product(wide, product(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
+        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=b, alpha=c), wide, beta=a)
     return wide.mT if is_tall else wide
 
 
@@ -96,28 +79,29 @@ def build_optimizers(weights: Mapping[str, nn.Parameter], settings: OptimizerSet
     return optimizers
 
 
-def state_names(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return the names of the state that an optimizer keeps for each weight after its first update."""
-    return ("momentum_buffer",) if isinstance(optimizer, KernelMuon) else ("step", "exp_avg", "exp_avg_sq")
+def zero_state(optimizer: torch.optim.Optimizer, weight: nn.Parameter) -> dict[str, Tensor]:
+    """Return the state of a weight, by name, before the optimizer's first update of it."""
+    if isinstance(optimizer, KernelMuon):
+        return {"momentum_buffer": torch.zeros_like(weight)}
+    # AdamW keeps its number of updates on the weight's device.
+    moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+    return {"step": torch.zeros((), device=weight.device), **moments}
 
 
 def rate_factor(settings: OptimizerSettings, update: int, *, steps: int) -> float:
     """Return the share of the full rate, 0 to 1, after `update` of `steps` updates, including skipped ones.
 
-    The schedule is a linear warm-up, a plateau and a decay, whose first update has the full rate. It has no state, so
-    that a resumed run may change it.
+    The schedule is a linear warm-up, a plateau and a decay to 0, whose first update has the full rate. It has no state,
+    so that a resumed run may change it.
     """
     is_cosine = settings.schedule is ScheduleName.COSINE
-    lowest, last = (
-        rate / settings.learning_rate for rate in (settings.initial_learning_rate, settings.final_learning_rate)
-    )
-    up = lowest + (1 - lowest) * warmup_share(update, settings.warmup_steps)
+    up = warmup_share(update, settings.warmup_steps)
     decay_steps = max(steps - settings.warmup_steps, 0) if is_cosine else settings.decay_steps
     left = max(steps - update, 0)
     if left >= decay_steps:
         return up
     share = left / decay_steps
-    return min(up, last + (1 - last) * ((1 - math.cos(math.pi * share)) / 2 if is_cosine else share))
+    return min(up, (1 - math.cos(math.pi * share)) / 2 if is_cosine else share)
 
 
 def warmup_share(update: int, warmup_steps: int) -> float:

@@ -22,7 +22,7 @@ from opensora_cli.engine.estimate.verdict import HostMemory, PredictedTime, verd
 from opensora_cli.engine.launch.rank import device_type
 from opensora_cli.engine.train.build import count_parameters, plan_attention
 from opensora_cli.engine.train.distribution import mesh_shape, training_device, training_exchange
-from opensora_cli.engine.train.early import Resume, checkpoints_to_try, find_frozen_weights
+from opensora_cli.engine.train.early import find_checkpoint, find_frozen_weights
 from opensora_cli.engine.train.estimate import RankMemory, estimate_training
 from opensora_cli.engine.train.lora import open_first_adapter
 from opensora_cli.engine.train.memory import (
@@ -48,7 +48,7 @@ _COPIES = 8
 class TrainPlan(Document):
     """Plan of a training run: all decisions before it begins."""
 
-    SCHEMA = "osora.train-plan/6"
+    SCHEMA = "osora.train-plan/7"
 
     verdict: str | None = None
     """Whether a rank fits, its memory, and the predicted time of all steps. None means not estimated."""
@@ -86,8 +86,8 @@ class TrainPlan(Document):
     predicted: PredictedTime | None = None
     """Predicted seconds of a step. None means no prediction: on a CPU, and if the GPUs' speed is not known."""
     settings: TrainSettings
-    resume_from: Resume | None = Field(exclude=True)
-    """Checkpoint to resume from. None means that the run starts at step 0."""
+    resume_from: Path | bool = Field(exclude=True)
+    """Checkpoint to resume from; True means the newest, and False that the run starts at step 0."""
     overwrite: bool = Field(exclude=True)
     """Whether the records of an earlier run in the folder are removed."""
 
@@ -103,8 +103,8 @@ class TrainPlan(Document):
         clips = f"{validation.batches} batches of {validation.table or 'held-out clips'}"
         count = settings.loop.micro_batches or settings.parallel.data_ranks(settings.strategy)
         steps = f"{self.steps}, {count} micro-batch{'' if count == 1 else 'es'} each"
-        if self.resume_from is not None:
-            steps += f", resumed from {checkpoints_to_try(self.output, self.resume_from)[0]}"
+        if self.resume_from:
+            steps += f", resumed from {find_checkpoint(self.output, self.resume_from)}"
         rows: list[tuple[str, object]] = [
             ("target", self.target),
             ("parameters", f"{self.parameters:,}"),
@@ -142,7 +142,7 @@ class TrainPlan(Document):
 def plan_training(
     settings: TrainSettings,
     *,
-    resume: Resume | None = None,
+    resume: Path | bool = False,
     overwrite: bool = False,
     machine: PlannedMachine | None = None,
 ) -> TrainPlan:
@@ -176,7 +176,7 @@ def plan_training(
         steps=settings.loop.steps,
         output=Path(settings.output),
         exports=settings.exports,
-        resume=resume is not None,
+        resume=bool(resume),
         ranks=settings.parallel.world_size,
         weights={name: path for name, path in frozen.items() if path is not None},
         missing_weights=tuple(name for name, path in frozen.items() if path is None),

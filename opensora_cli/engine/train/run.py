@@ -36,7 +36,7 @@ from opensora_cli.engine.train.checkpoints import (
     whole_weights,
 )
 from opensora_cli.engine.train.distribution import Distribution, joined_ranks, training_device
-from opensora_cli.engine.train.early import Given, Resume, refuse_early
+from opensora_cli.engine.train.early import Given, refuse_early
 from opensora_cli.engine.train.evaluate import HeldOutLoss, SampleVideos, open_samples, open_validation
 from opensora_cli.engine.train.memory import streamed_weights
 from opensora_cli.engine.train.metrics import Metrics
@@ -76,7 +76,7 @@ class TrainResult(Document):
 def train(
     settings: TrainSettings,
     *,
-    resume: Resume | None = None,
+    resume: Path | bool = False,
     overwrite: bool = False,
     reporter: Reporter | None = None,
     context: RankContext | None = None,
@@ -91,9 +91,10 @@ def train(
     `data.buckets`. `token_weights` weights the loss of the transformer. With any of these, several ranks need
     torchrun and `context=find_context(os.environ)`.
 
-    The settings are also written there, as `settings.json`. A resumed run is bitwise identical to an uninterrupted one;
-    with another number of ranks, it matches up to rounding. Without a `context`, the process runs alone, or starts
-    ranks with `rank_flags` on their command line: the first one reports the result, and None is returned here.
+    The settings are also written there, as `settings.json`. `resume` is a checkpoint of the run, or True for its
+    newest. A resumed run is bitwise identical to an uninterrupted one; with another number of ranks, it matches up to
+    rounding. Without a `context`, the process runs alone, or starts ranks with `rank_flags` on their command line: the
+    first one reports the result, and None is returned here.
 
     Raises:
         RequestError: The request contradicts itself.
@@ -184,15 +185,13 @@ class _Run:
     def __init__(self, plan: TrainPlan, distribution: Distribution, reporter: Reporter, given: Given) -> None:
         self._plan, self._distribution, self._reporter, self._given = plan, distribution, reporter, given
         self._settings, self._output = plan.settings, plan.output
-        self._writer = CheckpointWriter(plan.output, plan.settings.checkpoints, reporter=reporter)
+        self._writer = CheckpointWriter(plan.output, keep=plan.settings.checkpoints.keep, reporter=reporter)
         self._metrics = Metrics(plan.settings, distribution=distribution, output=plan.output, reporter=reporter)
         self._trainer: Trainer
         self._attention: AttentionPlan | None = None
         self._saved: Path | None = None
         """Last checkpoint."""
         self._saved_step: int | None = None
-        self._validation_loss: float | None = None
-        """Validation loss of the current weights."""
         self._done: list[str] = []
         """Validation and samples that are done for this step."""
 
@@ -211,8 +210,8 @@ class _Run:
         device, folder, threads = distribution.device, None, plan.threads
         with ExitStack() as stack:
             on_all(dist.group.WORLD if distribution.ranks > 1 else None, lambda: self._lock(stack))
-            if plan.resume_from is not None:
-                folder = choose_checkpoint(self._output, plan.resume_from, distribution=distribution, reporter=reporter)
+            if plan.resume_from:
+                folder = choose_checkpoint(self._output, plan.resume_from, distribution=distribution)
                 recorded, data_ranks = read_running_states(folder), distribution.data_ranks
                 self._settings, threads = as_recorded(
                     recorded, self._settings, threads, data_ranks=data_ranks, reporter=reporter
@@ -344,7 +343,7 @@ class _Run:
                     return
                 if trainer.step and trainer.step % every == 0:
                     self._save()
-                self._done, self._validation_loss = [], None
+                self._done = []
                 report = trainer.do_step()
                 self._metrics.on_step(report)
                 progress.advance()
@@ -363,10 +362,9 @@ class _Run:
         with self._metrics.clock.part(name):
             figures = event.run(step, self._trainer)
         self._done.append(name)
+        # A checkpoint of this step, from an interruption, lacks what is done now.
+        self._saved_step = None
         if name == "validation":
-            self._validation_loss = figures["loss"]
-            # A checkpoint of this step, from an interruption, lacks the loss.
-            self._saved_step = None
             self._metrics.on_validation(step, figures)
 
     def _save(self) -> None:
@@ -375,9 +373,7 @@ class _Run:
         beat("checkpoint")
         if self._saved_step != trainer.step:
             with self._metrics.clock.part("checkpoint"):
-                self._saved = self._writer.save(
-                    trainer, validation_loss=self._validation_loss, done=self._done, attention=self._attention
-                )
+                self._saved = self._writer.save(trainer, done=self._done, attention=self._attention)
             self._saved_step = trainer.step
 
     def _finish(self) -> None:

@@ -208,8 +208,6 @@ class Trainer:
         self.ema = None if loop.ema_decay is None else averaged_copy(task.module, trained_only=trained_only)
         self.step = 0
         self.skipped_in_a_row = 0
-        self.losses: list[float] = []
-        """Losses since the last checkpoint, which clears them."""
         self._loop, self._compute, self._clock = loop, torch_dtype(compute), clock
 
     def averaged(self) -> AbstractContextManager[None]:
@@ -257,10 +255,7 @@ class Trainer:
                     update_ema(self.ema, self.task.module, decay=decay)
         self.step += 1
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-        report = self._report(batches, read, norms, suspects, skipped=skipped)
-        if MODEL in norms and not skipped:
-            self.losses.append(report.figures["loss"])
-        return report
+        return self._report(batches, read, norms, suspects, skipped=skipped)
 
     def raise_if_stuck(self) -> None:
         """Raise TrainingError if the loss or gradient was not finite several steps in a row."""

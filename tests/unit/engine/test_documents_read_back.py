@@ -117,8 +117,6 @@ RUNNING = {
     "skipped_in_a_row": 0,
     "done": ["samples"],
     "attention": {"backend": "sdpa"},
-    "score": 1.5,
-    "score_of": "validation loss",
     "sampler": {"handed_out": 1},
     "sha256": {"model/a.safetensors": HASH},
 }

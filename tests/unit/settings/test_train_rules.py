@@ -180,14 +180,12 @@ SIZE = {"samples.num_frames": 13, "samples.height": 32, "samples.width": 32}
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"watching.profile_steps": (3, 2)}, "watching.profile_steps=3,2 must be two steps of the run"),
-        ({"watching.profile_steps": (3, 5)}, "the earlier one first: 1 to 4"),
         ({**TABLE, "validation.every": 2, "validation.table": "clips.csv"}, "must be another table than data.table"),
         ({**TABLE, **SHOWN, "samples.num_frames": 13}, "give samples.num_frames, samples.height and samples.width"),
         ({**SHOWN, **SIZE, "samples.num_frames": 15}, "samples.num_frames=15 does not suit vae.kind: use 13"),
         ({**SHOWN, **SIZE, "samples.height": 36}, "height=36 must be a multiple of 8: use 40"),
     ],
 )
-def test_validation_samples_and_profiles(changes: dict[str, object], message: str) -> None:
+def test_validation_and_samples(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         mmdit_settings(Path("run")).replace(changes)

@@ -121,13 +121,6 @@ def test_single_modes_can_be_weighed() -> None:
             "optimizer.schedule=cosine; optimizer.decay_steps=5",
             "no effect with optimizer.schedule=cosine",
         ),
-        ("vae_hunyuan", "optimizer.initial_learning_rate=0.5", "optimizer.initial_learning_rate=0.5 must be"),
-        (
-            "vae_hunyuan",
-            "optimizer.initial_learning_rate=1e-6; optimizer.warmup_steps=0",
-            "with optimizer.warmup_steps=0",
-        ),
-        ("vae_hunyuan", "optimizer.final_learning_rate=1e-6; optimizer.decay_steps=0", "with optimizer.decay_steps=0"),
         ("vae_dc_ae", "train_vae.kl_weight=0.1", "train_vae.kl_weight=0.1 has no effect with vae.kind=dc_ae"),
         ("vae_hunyuan", "train_vae.perceptual_files=a.pth; train_vae.perceptual_weight=0", "no effect with"),
         ("vae_hunyuan", "train_vae.decoder_only=true; train_vae.kl_weight=0.1; init=demo", "decoder_only=true: use 0"),

@@ -32,9 +32,8 @@ class DMDTask(DistillTask):
 
     @classmethod
     def roles_of(cls, module: MMDiT, run: TrainSettings) -> dict[str, Role]:
-        rate, optimizer = run.train_distill.critic_learning_rate, run.optimizer
-        ends = {key: min(rate, getattr(optimizer, key)) for key in ("initial_learning_rate", "final_learning_rate")}
-        return {CRITIC: Role(module, optimizer.replace({"learning_rate": rate, **ends}), owns=is_of_critic)}
+        optimizer = run.optimizer.replace({"learning_rate": run.train_distill.critic_learning_rate})
+        return {CRITIC: Role(module, optimizer, owns=is_of_critic)}
 
     @classmethod
     def evaluations(cls, settings: TrainSettings) -> float:

@@ -386,11 +386,5 @@ def _conv(before: int, after: int, *, stride: int = 1, bias: bool = True) -> nn.
 
 def discriminator_role(settings: DiscriminatorSettings, *, optimizer: OptimizerSettings) -> Role:
     """Return a discriminator with AdamW, whose learning rate follows the schedule of the autoencoder's `optimizer`."""
-    rate = settings.learning_rate
-    # A rounding error must not exceed the rate, which validation would refuse.
-    ends = {
-        name: min(rate / optimizer.learning_rate * getattr(optimizer, name), rate)
-        for name in ("initial_learning_rate", "final_learning_rate")
-    }
-    own = optimizer.replace({"name": OptimizerName.ADAMW, "learning_rate": rate, **ends})
+    own = optimizer.replace({"name": OptimizerName.ADAMW, "learning_rate": settings.learning_rate})
     return Role(PatchDiscriminator3d(width=settings.width, layers=settings.layers), own)

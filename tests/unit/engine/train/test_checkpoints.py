@@ -10,21 +10,18 @@ from safetensors.torch import load_file, save_file
 from toy_training import MUON, Listener, ToyTask, toy_trainer
 
 from opensora_cli.checkpoint import shared_folder
-from opensora_cli.checkpoint.shared_folder import wrong_files
+from opensora_cli.checkpoint.shared_folder import remove_checkpoint, wrong_files
 from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.engine.train import checkpoints as checkpoints_module
 from opensora_cli.engine.train.checkpoints import (
     CheckpointWriter,
     choose_checkpoint,
-    remove_old,
     restore,
     set_aside_newer,
     tensors_of,
 )
 from opensora_cli.engine.train.distribution import Distribution
-from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.trainer import Trainer
-from opensora_cli.settings.train_sections import CheckpointSettings
 
 ALONE = Distribution(torch.device("cpu"))
 
@@ -46,11 +43,9 @@ def trained(*, steps: int = 1, adversary: bool = False, **loop: object) -> Train
     return trainer
 
 
-def saved(
-    trainer: Trainer, folder: Path, *, settings: CheckpointSettings | None = None, validation_loss: float | None = None
-) -> Path:
-    with CheckpointWriter(folder, settings or CheckpointSettings()) as writer:
-        return writer.save(trainer, validation_loss=validation_loss)
+def saved(trainer: Trainer, folder: Path) -> Path:
+    with CheckpointWriter(folder) as writer:
+        return writer.save(trainer)
 
 
 def names(folder: Path) -> list[str]:
@@ -74,7 +69,6 @@ class TestSave:
         ]
         running = json.loads((folder / "running_states.json").read_text())
         assert (running["epoch"], running["global_step"], running["micro_batches"]) == (0, 3, 2)
-        assert running["score_of"] == "mean training loss"
         assert sorted(running["sha256"]) == [name for name in files if name != "running_states.json"]
 
     def test_weights_may_change_right_after_it(self, tmp_path, monkeypatch):
@@ -88,7 +82,7 @@ class TestSave:
 
         monkeypatch.setattr(checkpoints_module, "write_share", waiting)
         expected = state(trainer)
-        with CheckpointWriter(tmp_path, CheckpointSettings()) as writer:
+        with CheckpointWriter(tmp_path) as writer:
             folder = writer.save(trainer)
             assert not folder.exists()
             trainer.do_step()
@@ -102,7 +96,7 @@ class TestSave:
         trainer, listener = trained(), Listener()
         run = tmp_path / "run"
         run.touch()
-        writer = CheckpointWriter(run, CheckpointSettings(), reporter=listener)
+        writer = CheckpointWriter(run, reporter=listener)
         for step in (1, 2, 3, 4):
             trainer.step = step
             writer.save(trainer)
@@ -115,7 +109,7 @@ class TestSave:
         assert listener.warnings[0].startswith(f"step 1 is not saved: cannot write {run / 'epoch0-global_step1'}: ")
         with (
             pytest.raises(OutputError, match="cannot write"),
-            CheckpointWriter(run / names(run)[0] / "ema.safetensors", CheckpointSettings()) as writer,
+            CheckpointWriter(run / names(run)[0] / "ema.safetensors") as writer,
         ):
             writer.save(trainer)
 
@@ -124,45 +118,22 @@ class TestSave:
             raise ValueError("a bug")
 
         monkeypatch.setattr(checkpoints_module, "write_share", broken)
-        writer = CheckpointWriter(tmp_path, CheckpointSettings())
+        writer = CheckpointWriter(tmp_path)
         writer.save(trained())
         with pytest.raises(ValueError, match="a bug"):
             writer.save(trained())
 
 
 class TestKept:
-    def run(self, folder: Path, settings: CheckpointSettings, losses: list[float], *, validated: bool) -> list[int]:
+    def run(self, folder: Path) -> None:
         trainer = trained(steps=0)
-        with CheckpointWriter(folder, settings) as writer:
-            for step, loss in enumerate(losses, start=1):
-                trainer.step = step
-                trainer.losses[:] = [9.0 if validated else loss]
-                writer.save(trainer, validation_loss=loss if validated else None)
-        return sorted(int(name.rpartition("step")[2]) for name in names(folder) if "step" in name)
-
-    @pytest.mark.parametrize("validated", [True, False])
-    def test_the_newest_and_the_best_are_kept(self, tmp_path, validated):
-        settings = CheckpointSettings(keep=2)
-        assert self.run(tmp_path, settings, [3.0, 1.0, 2.0, 2.5, 4.0], validated=validated) == [2, 4, 5]
-        running = json.loads((tmp_path / "epoch0-global_step2" / "running_states.json").read_text())
-        assert running["score"] == 1.0
-        assert running["score_of"] == ("validation loss" if validated else "mean training loss")
-
-    @pytest.mark.parametrize(
-        ("validations", "best"), [((None, 0.7, 0.9), 2), ((0.5, 0.9, None), 1)], ids=["late", "not at the last save"]
-    )
-    def test_training_losses_are_not_compared_with_validation_losses(self, tmp_path, validations, best):
-        trainer = trained(steps=0)
-        with CheckpointWriter(tmp_path, CheckpointSettings(keep=1)) as writer:
-            for step, validation in enumerate(validations, start=1):
-                trainer.step = step
-                trainer.losses[:] = [0.1]
-                writer.save(trainer, validation_loss=validation)
-        assert names(tmp_path) == [f"epoch0-global_step{best}", "epoch0-global_step3"]
+        with CheckpointWriter(folder, keep=1) as writer:
+            for trainer.step in (1, 2):
+                writer.save(trainer)
 
     def test_a_removed_checkpoint_is_renamed_before_its_first_file_goes(self, tmp_path, monkeypatch):
         monkeypatch.setattr(shared_folder.shutil, "rmtree", lambda path, ignore_errors: None)
-        assert self.run(tmp_path, CheckpointSettings(keep=1, keep_best=False), [1.0, 2.0], validated=False)
+        self.run(tmp_path)
         assert (tmp_path / "epoch0-global_step2").is_dir()
         assert not (tmp_path / "epoch0-global_step1").exists()
         (going,) = tmp_path.glob(".saving-*")
@@ -171,20 +142,12 @@ class TestKept:
         shared_folder.remove_unfinished(tmp_path)
         assert names(tmp_path) == ["epoch0-global_step2"]
 
-    def test_without_keep_best_only_the_newest_and_what_is_no_checkpoint_are_kept(self, tmp_path):
+    def test_the_newest_and_what_is_no_checkpoint_are_kept(self, tmp_path):
         (tmp_path / "notes").mkdir()
         (tmp_path / "epoch0-global_step0").mkdir()
-        self.run(tmp_path, CheckpointSettings(keep=1, keep_best=False), [1.0, 2.0], validated=False)
+        self.run(tmp_path)
         # What was never finished is no checkpoint of a run.
         assert names(tmp_path) == ["epoch0-global_step0", "epoch0-global_step2", "notes"]
-
-    @pytest.mark.parametrize("score_of", [["validation loss"], {}, 3], ids=str)
-    def test_a_checkpoint_with_broken_scores_is_not_the_best(self, tmp_path, score_of):
-        self.run(tmp_path, CheckpointSettings(keep=2), [1.0, 2.0], validated=False)
-        states = tmp_path / "epoch0-global_step1" / "running_states.json"
-        states.write_text(json.dumps({**json.loads(states.read_text()), "score": 0.1, "score_of": score_of}))
-        remove_old(tmp_path, CheckpointSettings(keep=1))
-        assert names(tmp_path) == ["epoch0-global_step2"]
 
 
 class TestRestore:
@@ -238,7 +201,7 @@ class TestRestore:
 class TestChoose:
     def run_folder(self, tmp_path: Path) -> Path:
         trainer = trained(steps=0)
-        with CheckpointWriter(tmp_path, CheckpointSettings()) as writer:
+        with CheckpointWriter(tmp_path) as writer:
             for _ in range(3):
                 trainer.do_step()
                 writer.save(trainer)
@@ -249,8 +212,8 @@ class TestChoose:
         content = path.read_bytes()
         path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
 
-    def choose(self, run: Path, **resume: object) -> Path:
-        return choose_checkpoint(run, Resume(**resume), distribution=ALONE, reporter=Listener())
+    def choose(self, run: Path, resume: Path | bool = True) -> Path:
+        return choose_checkpoint(run, resume, distribution=ALONE)
 
     @pytest.mark.parametrize(
         ("output", "spelled"), [("run", "/run"), ("/run", "run"), ("run", "link"), ("link", "x/../run")]
@@ -263,13 +226,13 @@ class TestChoose:
         (tmp_path / "x").mkdir()
         (tmp_path / "link").symlink_to("run")
         run, folder = self.run_folder(tmp_path / "run"), path(spelled) / "epoch0-global_step2"
-        chosen = self.choose(path(output), folder=folder)
+        chosen = self.choose(path(output), folder)
         assert chosen == path(output) / folder.name
         set_aside_newer(path(output), chosen, reporter=Listener())
         assert names(run) == ["aside-epoch0-global_step3", "epoch0-global_step1", "epoch0-global_step2"]
         self.spoil(folder)
         with pytest.raises(CheckpointError) as caught:
-            self.choose(path(output), folder=folder)
+            self.choose(path(output), folder)
         assert caught.value.hint == (f"use the one before: --resume-from {path(output) / 'epoch0-global_step1'}")
 
     def test_a_broken_one_is_reported(self, tmp_path):
@@ -277,18 +240,9 @@ class TestChoose:
         self.spoil(run / "epoch0-global_step3", name)
         with pytest.raises(CheckpointError, match=f"is broken:\n.*{name} is not what was written") as caught:
             self.choose(run)
-        assert caught.value.hint == f"--allow-older resumes from {run / 'epoch0-global_step2'}"
-
-    def test_an_older_one_is_chosen_if_allowed(self, tmp_path):
-        run = self.run_folder(tmp_path)
-        self.spoil(run / "epoch0-global_step3")
-        listener = Listener()
-        chosen = choose_checkpoint(run, Resume(allow_older=True), distribution=ALONE, reporter=listener)
-        assert chosen.name == "epoch0-global_step2"
-        assert "epoch0-global_step3 is broken: " in listener.warnings[0]
-        assert "\n" not in listener.warnings[0]
+        assert caught.value.hint == f"use the one before: --resume-from {run / 'epoch0-global_step2'}"
         for step in (1, 2):
-            self.spoil(run / f"epoch0-global_step{step}")
-        with pytest.raises(CheckpointError, match="epoch0-global_step1 is broken") as caught:
-            self.choose(run, allow_older=True)
-        assert caught.value.hint == "start again with --overwrite in place of --resume"
+            remove_checkpoint(run / f"epoch0-global_step{step}")
+        with pytest.raises(CheckpointError, match="epoch0-global_step3 is broken") as caught:
+            self.choose(run)
+        assert caught.value.hint == "start again with --overwrite"

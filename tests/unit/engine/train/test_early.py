@@ -58,15 +58,15 @@ def test_half_a_text_encoder_is_missing() -> None:
 def test_the_table_of_validation_is_missed_only_where_it_is_read() -> None:
     settings = recipe("vae_hunyuan", validation__table="held_out.csv")
     with pytest.raises(FileProblem, match=r"clips\.csv does not exist"):
-        refuse_early(settings, resume=None, overwrite=False)
+        refuse_early(settings, resume=False, overwrite=False)
     Path("clips.csv").touch()
-    refuse_early(settings.replace({"validation.every": None}), resume=None, overwrite=False)
+    refuse_early(settings.replace({"validation.every": None}), resume=False, overwrite=False)
     with pytest.raises(FileProblem, match=r"held_out\.csv does not exist"):
-        refuse_early(settings.replace({"validation.every": 5}), resume=None, overwrite=False)
+        refuse_early(settings.replace({"validation.every": 5}), resume=False, overwrite=False)
 
 
 def test_weights_of_the_perceptual_term_are_missed() -> None:
     Path("clips.csv").touch()
     changes = {"train_vae__perceptual_files": ("vgg.pth",), "train_vae__perceptual_weight": 0.5}
     with pytest.raises(CheckpointError, match=r"train_vae\.perceptual_files: vgg\.pth does not exist"):
-        refuse_early(recipe("vae_hunyuan", **changes), resume=None, overwrite=False)
+        refuse_early(recipe("vae_hunyuan", **changes), resume=False, overwrite=False)

@@ -67,12 +67,11 @@ def test_a_step_takes_what_was_estimated(target: str, changes: dict[str, object]
     expected, found = estimate_training(settings), measure_training(settings)
     assert expected.rank.peak_bytes == pytest.approx(found.rank.peak_bytes, rel=0.1)
     assert expected.held_for_backward == pytest.approx(found.held_for_backward, rel=0.1)
-    for name in ("weights", "average", "optimizer", "frozen parts"):
-        assert expected.at_peak[name] == pytest.approx(found.at_peak[name], rel=0.1), name
-    assert (found.at_peak["frozen parts"] > 0) == (target == "mmdit" and settings.train_mmdit.cache is None)
-    assert sum(found.at_peak.values()) == found.rank.peak_bytes
-    assert expected.offloaded_bytes == pytest.approx(found.offloaded_bytes, rel=0.1)
-    assert (found.offloaded_bytes > 0) == (settings.memory.checkpointing == "offload")
+    for name in ("weights", "average", "optimizer", "frozen parts", "offloaded"):
+        assert expected.rank.at_peak[name] == pytest.approx(found.rank.at_peak[name], rel=0.1), name
+    assert (found.rank.at_peak["frozen parts"] > 0) == (target == "mmdit" and settings.train_mmdit.cache is None)
+    assert sum(found.rank.at_peak.values()) == found.rank.peak_bytes
+    assert (found.rank.at_peak["offloaded"] > 0) == (settings.memory.checkpointing == "offload")
     assert not tmp_path.joinpath("log.jsonl").exists()
 
 
@@ -92,9 +91,9 @@ def test_bytes_add_up_by_weight_and_text_encoders_have_the_sizes_in_their_folder
     folder = str(tiny_frozen.save_frozen_parts(tmp_path))
     alone = {**ADAMW, **RELEASED_WIDTHS, "weights": [folder], "data.buckets": buckets(batch_size=1)}
     memory = estimate_training(settings_of("mmdit", tmp_path, alone))
-    assert 0 < memory.at_peak["frozen parts"] < 10**6
+    assert 0 < memory.rank.at_peak["frozen parts"] < 10**6
     weights = sum(size for _, size in memory.by_weight.values())
-    assert memory.at_peak["weights"] == memory.at_peak["average"] == weights
+    assert memory.rank.at_peak["weights"] == memory.rank.at_peak["average"] == weights
 
 
 @pytest.mark.slow
@@ -102,7 +101,7 @@ def test_text_encoders_without_a_folder_are_the_released_ones(tmp_path: Path) ->
     small = settings_of("mmdit", tmp_path, {})
     # Of T5 XXL's encoder, and of CLIP L's text tower.
     expected = 4_762_310_656 + 123_060_480
-    autoencoder = estimate_training(small.replace({"target": "vae"})).at_peak["weights"]
+    autoencoder = estimate_training(small.replace({"target": "vae"})).rank.at_peak["weights"]
     settings = small.replace({**RELEASED_WIDTHS, "train_mmdit.frozen_dtype": "bfloat16"})
-    frozen = estimate_training(settings).at_peak["frozen parts"]
+    frozen = estimate_training(settings).rank.at_peak["frozen parts"]
     assert frozen == pytest.approx(2 * (expected + autoencoder / 4), rel=1e-3)

@@ -1,4 +1,4 @@
-"""Records of a run: lines of the log, TensorBoard's events, seconds of parts, profiles."""
+"""Records of a run: lines of the log, TensorBoard's events, seconds of parts."""
 
 import json
 import math
@@ -201,44 +201,19 @@ class TestTimers:
         assert (line["seconds"]["data"], line["seconds"]["exchange"], line["seconds"]["optimizer"]) == (2, 2, 1)
 
 
-class TestProfiler:
-    def run(self, folder, steps, *, first, last):
-        lines = metrics(folder, profile_steps=steps)
-        trainer = toy_trainer(ToyTask())
-        trainer._clock = lines.clock
-        trainer.step = first
-        lines.start(first)
-        for _ in range(first, last):
-            lines.on_step(trainer.do_step())
-        lines.close()
-        return sorted(folder.glob("profile/*"))
-
-    @pytest.mark.parametrize(("steps", "first", "last"), [((2, 3), 0, 4), ((2, 9), 1, 3)])
-    def test_trace_has_the_parts_of_its_steps(self, tmp_path, steps, first, last):
-        [path] = self.run(tmp_path, steps, first=first, last=last)
-        assert path.name == f"steps{steps[0]}-{steps[1]}.json"
-        named = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
-        recorded = min(steps[1], last) - steps[0] + 1
-        assert named.count("optimizer") == named.count("data") == recorded
-        assert any(name.startswith("aten::") for name in named)
-
-    def test_a_run_resumed_in_between_writes_no_trace(self, tmp_path):
-        assert self.run(tmp_path, (2, 4), first=3, last=5) == []
-
-
 class TestOpening:
     @pytest.mark.parametrize("rank", [0, 1])
     def test_the_main_rank_alone_writes(self, tmp_path, rank):
         distribution, shown = Distribution(CPU), Listener()
         distribution.rank = rank
-        opened = metrics(tmp_path, distribution=distribution, reporter=shown, profile_steps=(1, 1), every=1)
+        opened = metrics(tmp_path, distribution=distribution, reporter=shown, every=1)
         assert opened.clock._mark is torch.profiler.record_function
         opened.start(0)
         opened.on_step(report(1))
         opened.on_validation(1, {"loss": 0.5})
         opened.close()
         names = sorted(path.name for path in tmp_path.iterdir())
-        assert (names, bool(shown.notes)) == (([], False) if rank else (["log.jsonl", "profile"], True))
+        assert (names, bool(shown.notes)) == (([], False) if rank else (["log.jsonl"], True))
 
     def test_marks_for_a_gpu_are_refused_on_a_cpu(self, tmp_path):
         settings = tiny_training.vae_settings(tmp_path).replace({"device": "auto", "watching.nvtx": True})
@@ -247,7 +222,7 @@ class TestOpening:
 
     def test_records_are_truncated_and_removed(self, tmp_path):
         (tmp_path / "log.jsonl").write_text('{"step": 2}\n{"step": 4}\n{"step": 5, "lo')
-        for name in ("tensorboard", "profile", "samples"):
+        for name in ("tensorboard", "samples"):
             (tmp_path / name).mkdir()
         truncate_log(tmp_path, step=3)
         assert (tmp_path / "log.jsonl").read_text() == '{"step": 2}\n'

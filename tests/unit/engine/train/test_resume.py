@@ -29,7 +29,6 @@ from opensora_cli.core.limits import ThreadChoice
 from opensora_cli.core.locks import LOCK_FILE, locked_file
 from opensora_cli.engine.train import objectives
 from opensora_cli.engine.train.checkpoints import RunningStates, read_running_states
-from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.run import as_recorded, train
 from opensora_cli.settings import train as train_settings
 from opensora_cli.settings.train import TrainSettings
@@ -161,7 +160,7 @@ def test_an_interrupted_run_ends_as_if_nothing_had_happened(tmp_path, uninterrup
     first, reporter = settings.replace({"data.workers": workers}), tiny_training.StopAfter(row.stop)
     with pytest.raises(KeyboardInterrupt, match=rf"step {row.stop} of {steps} is saved in .*: continue with --resume"):
         train(first, **row.given, reporter=reporter)
-    result = train(settings, **row.given, resume=Resume())
+    result = train(settings, **row.given, resume=True)
     assert (result.target, result.resumed_from, result.steps) == (settings.target, row.stop, steps)
     assert len({line["loss"] for line in log(run) if "loss" in line}) >= steps // 2
     assert_same(run, uninterrupted(name), steps)
@@ -171,7 +170,7 @@ def test_a_resumed_run_removes_the_checkpoints_that_an_ended_one_was_about_to_re
     run, both = tmp_path / "run", {"loop.steps": 2, "checkpoints.every": 1}
     train(clips(run, **both))
     assert len(list(run.glob("epoch*"))) == 2
-    train(clips(run, **both, **{"checkpoints.keep": 1, "checkpoints.keep_best": False}), resume=Resume())
+    train(clips(run, **both, **{"checkpoints.keep": 1}), resume=True)
     assert [folder.name for folder in run.glob("epoch*")] == ["epoch0-global_step2"]
 
 
@@ -227,14 +226,14 @@ def test_a_run_whose_group_was_asked_to_end_is_resumed_bit_for_bit(tmp_path, who
     assert "Traceback" not in errors
     assert [each for each in workers if each.is_running() and each.status() != psutil.STATUS_ZOMBIE] == []
     assert max(_step_of(path) for path in run.glob("epoch*")) >= 2
-    train(clips(run), resume=Resume())
+    train(clips(run), resume=True)
     assert_same(run, whole, STEPS)
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no flock")
 def test_a_folder_that_another_run_uses_is_refused(run):
     with locked_file(run / LOCK_FILE):
-        for choice in ({"resume": Resume()}, {"overwrite": True}):
+        for choice in ({"resume": True}, {"overwrite": True}):
             with pytest.raises(OutputError, match=r"run is in use by another run: process \d+ on "):
                 train(clips(run), **choice)
 
@@ -270,12 +269,12 @@ def test_a_run_that_is_over_exports_again(run):
     settings = clips(run, **{"loop.steps": 2})
     exported = (run / "vae.safetensors").read_bytes()
     (run / "vae.safetensors").unlink()
-    assert train(settings, resume=Resume()).steps == 2
+    assert train(settings, resume=True).steps == 2
     assert (run / "vae.safetensors").read_bytes() == exported
     with pytest.raises(
         RequestError, match=r"loop\.steps=1 is already done: .*epoch0-global_step2 is of step 2"
     ) as caught:
-        train(settings.replace({"loop.steps": 1, "optimizer.decay_steps": 1}), resume=Resume())
+        train(settings.replace({"loop.steps": 1, "optimizer.decay_steps": 1}), resume=True)
     assert caught.value.hint == "use a number over 2: --set loop.steps=N"
 
 
@@ -288,7 +287,7 @@ def test_a_run_that_is_over_exports_again(run):
 )
 def test_micro_batches_stay_as_the_run_began_unless_others_are_set(run, asked, taken, warning):
     listener = Listener()
-    train(clips(run, **{"loop.steps": 3, "loop.micro_batches": asked}), resume=Resume(), reporter=listener)
+    train(clips(run, **{"loop.steps": 3, "loop.micro_batches": asked}), resume=True, reporter=listener)
     assert listener.warnings == [warning]
     (folder,) = run.glob("epoch*-global_step3")
     running = json.loads((folder / "running_states.json").read_text())
@@ -328,13 +327,13 @@ def _replace_state(run: Path, **changes: object) -> None:
 def test_running_states_that_are_not_understood_are_refused(run, changes, problem):
     _replace_state(run, **changes)
     with pytest.raises(CheckpointError, match=problem):
-        train(clips(run, **{"loop.steps": 3}), resume=Resume())
+        train(clips(run, **{"loop.steps": 3}), resume=True)
 
 
 @pytest.mark.slow
 def test_resuming_from_an_older_checkpoint_sets_newer_ones_aside(tmp_path, whole):
     run = Path(shutil.copytree(whole, tmp_path / "run"))
-    train(clips(run), resume=Resume(folder=next(run.glob("epoch*-global_step4"))))
+    train(clips(run), resume=next(run.glob("epoch*-global_step4")))
     assert_same(run, whole, STEPS)
     assert [path.name for path in run.glob("aside*")] == ["aside-epoch1-global_step6"]
 

@@ -16,7 +16,6 @@ from opensora_cli.core.exceptions import OutputError
 from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.train import evaluate
-from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.run import train
 from opensora_cli.media import write
 from opensora_cli.media.names import file_stem
@@ -45,7 +44,7 @@ def frozen(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_frozen.save_frozen_parts(tmp_path_factory.mktemp("frozen"))
 
 
-def run(output: Path, frozen: Path, *, resume: Resume | None = None, **changes: object) -> Path:
+def run(output: Path, frozen: Path, *, resume: bool = False, **changes: object) -> Path:
     train(tiny_training.mmdit_settings(output, frozen).replace(changes), resume=resume)
     return output
 
@@ -73,13 +72,12 @@ def watched(tmp_path_factory: pytest.TempPathFactory, frozen: Path) -> Path:
         "validation.table": tiny_training.HELD_OUT,
         "validation.batches": 1,
         "watching.tensorboard": True,
-        "watching.profile_steps": (2, 2),
     }
     settings = tiny_training.mmdit_settings(output, frozen).replace(watching)
     with pytest.raises(KeyboardInterrupt, match="step 3 of 4"):
         # The two videos of step 2 are progress, too.
         train(settings, reporter=tiny_training.StopAfter(5))
-    train(settings, resume=Resume())
+    train(settings, resume=True)
     return output
 
 

@@ -20,7 +20,6 @@ from opensora_cli.engine.components.weights import packaged_demo
 from opensora_cli.engine.generate.models import load_transformer
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.train.build import new_transformer
-from opensora_cli.engine.train.early import Resume
 from opensora_cli.engine.train.memory import streamed_weights, waiting_weights
 from opensora_cli.engine.train.plan import plan_training
 from opensora_cli.engine.train.run import train
@@ -111,7 +110,7 @@ def test_alpha_of_a_checkpoint_is_that_of_the_settings(trained, tmp_path):
 def test_streamed_stopped_and_resumed_it_is_the_adapter_of_a_resident_run(trained, tmp_path):
     streamed = {"memory__checkpointing": "true", "memory__offload": "blocks"}
     train(settings_of(tmp_path / "run", loop__steps="1", **streamed))
-    train(settings_of(tmp_path / "run", **streamed), resume=Resume())
+    train(settings_of(tmp_path / "run", **streamed), resume=True)
     assert tiny_training.losses(tmp_path / "run") == tiny_training.losses(trained)
     for file in ("adapter_model.safetensors", "adapter_config.json"):
         assert (tmp_path / "run" / "lora" / file).read_bytes() == (trained / "lora" / file).read_bytes()

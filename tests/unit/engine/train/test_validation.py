@@ -1,7 +1,5 @@
 """Validation on a toy: what is measured, that training is not changed, and which clips are held out."""
 
-import json
-
 import pytest
 import tiny_training
 import torch
@@ -104,7 +102,7 @@ class TestOpening:
             self.open(settings)
 
 
-def test_a_validated_run_logs_and_scores_and_learns_the_same(tmp_path):
+def test_a_validated_run_logs_and_learns_the_same(tmp_path):
     def run(name, **changes):
         settings = tiny_training.vae_settings(tmp_path / name).replace(changes)
         listener = Listener()
@@ -119,5 +117,3 @@ def test_a_validated_run_logs_and_scores_and_learns_the_same(tmp_path):
     _, none, plain = run("plain")
     assert none == []
     assert losses == plain
-    best = json.loads(next((tmp_path / "validated").glob("epoch*-global_step4/running_states.json")).read_text())
-    assert (best["score_of"], best["score"]) == ("validation loss", events[-1]["loss"])
