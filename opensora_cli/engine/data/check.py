@@ -1,21 +1,33 @@
-"""`osora train --check-data` reports on the data of a run. No model is loaded."""
+"""`osora train --check-data` reports on the data of a run, and `--new` writes a recipe that fits a folder.
 
+No model is loaded.
+"""
+
+import math
 import os
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+import yaml
 from numpy.typing import NDArray
 
+from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import FileProblem
-from opensora_cli.core.progress import Reporter
+from opensora_cli.core.exceptions import FileProblem, OutputError, RequestError
+from opensora_cli.core.files import atomic_path
+from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.data.batches import EpochPlan
-from opensora_cli.data.buckets import NO_BUCKET, Buckets
-from opensora_cli.data.table import BadRow, ClipTable
-from opensora_cli.engine.encode.datasets import UnusedRows, find_unused, open_table
-from opensora_cli.settings.data import DataSettings
-from opensora_cli.settings.train import TrainSettings
+from opensora_cli.data.buckets import FILLED, NO_BUCKET, Buckets, Samples, frame_intervals
+from opensora_cli.data.table import BadRow, BrokenFile, ClipTable, read_table
+from opensora_cli.engine.data.scan import scan
+from opensora_cli.engine.encode.datasets import UnusedRows, find_unused, make_buckets, open_table, pixel_multiple
+from opensora_cli.sampling.sizes import num_pixels, training_sizes
+from opensora_cli.settings.data import BucketSettings, BucketTable, DataSettings, ScanSettings
+from opensora_cli.settings.files import EXTENDS, settings_path
+from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 _MOST_LENGTHS = 6
 _LISTED = 20

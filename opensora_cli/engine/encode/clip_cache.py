@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from opensora_cli.checkpoint.readable import sha256_of
+from opensora_cli.checkpoint.files import sha256_of
 from opensora_cli.checkpoint.writing import write_weights
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import BatchError, CheckpointError, FileProblem, MediaError
