@@ -32,7 +32,7 @@ FOLDER = Path(__file__).parent / "reference"
 COMMAND_OF_SCHEMA = {
     "generate": ("generate", "plan", "batch", "batch-plan"),
     "train": ("train", "train-plan", "new-recipe", "recipes", "data-check"),
-    "data": ("data-scan", "data-shard", "data-cache"),
+    "data": ("data-scan", "data-shard", "data-preview", "data-cache"),
     "ckpt": ("ckpt.convert", "ckpt.download", "ckpt.inspect", "ckpt.merge-lora", "ckpt.verify"),
     "vae": ("vae-reconstruct", "vae-stats"),
     "mem-profile": ("mem-profile",),

@@ -34,6 +34,7 @@ _COMMANDS: dict[str, tuple[str, str | None, str]] = {
         _VIDEOS,
         "Serve a page and an API that make videos, with a queue that outlives restarts.",
     ),
+    "gallery": ("results:GALLERY", _VIDEOS, "Write one HTML page of a folder of results."),
     "show": (
         "results:SHOW",
         _VIDEOS,

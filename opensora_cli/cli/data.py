@@ -1,11 +1,11 @@
-"""`osora data`: make tables of pictures and videos, split them and encode them."""
+"""`osora data`: make tables of pictures and videos, split them, preview them and encode them."""
 
 from opensora_cli.cli import train
 from opensora_cli.cli.app import make_group
 from opensora_cli.cli.command import CONFIG, SET, Call, device_rows, make_command
 from opensora_cli.core.reading import require_there
 from opensora_cli.engine.encode.inputs import require_cache_inputs
-from opensora_cli.settings.data import ScanSettings, ShardSettings
+from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettings, ShardSettings
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.layers import Layer
 from opensora_cli.settings.train import TrainSettings
@@ -40,6 +40,26 @@ def shard(settings: ShardSettings, call: Call) -> None:
     call.show(engine.shard(settings))
 
 
+def preview(settings: PreviewSettings, call: Call) -> None:
+    """Make a contact sheet of a table: frames, captions, sizes and buckets.
+
+    Examples:
+      osora data preview clips.csv -o sheet.png
+    """
+    require_there(settings.table)
+    with call.loading():
+        from opensora_cli.engine.data import scan as engine
+        from opensora_cli.engine.encode.datasets import pixel_multiple
+
+    data, multiple = DataSettings(), 16
+    if call.config is not None:
+        # Files of the reference name no table, and are refused without one.
+        table = {"data.table": Given(settings.table, "TABLE")} if call.config.suffix == ".py" else {}
+        training = train.load_settings(table, call)
+        data, multiple = training.data, pixel_multiple(training)
+    call.show(engine.preview(settings, data, multiple=multiple, reporter=call.reporter))
+
+
 def cache(given: Layer, call: Call) -> None:
     """Precompute latents and text embeddings of all clips that a training of the transformer needs.
 
@@ -60,6 +80,11 @@ def cache(given: Layer, call: Call) -> None:
 
 
 _SCAN_ROWS = {"DIR": Option("folder"), "--out": Option("table", metavar="TABLE", short="-o")}
+_PREVIEW_ROWS = {
+    "TABLE": Option("table"),
+    "--out": Option("sheet", metavar="FILE", short="-o"),
+    "--config": CONFIG._replace(help="Recipe of osora train whose buckets to show."),
+}
 _CACHE_ROWS = {
     "--config": CONFIG._replace(help=train.CONFIG_HELP),
     "--table": Option("data.table", help="Table of clips, in place of the recipe's data.", metavar="FILE"),
@@ -69,8 +94,9 @@ _CACHE_ROWS = {
 }
 COMMAND = make_group(
     "data",
-    "Make tables of pictures and videos, split them and encode them.",
+    "Make tables of pictures and videos, split them, preview them and encode them.",
     make_command(scan, _SCAN_ROWS),
     make_command(shard, {"TABLE": Option("table")}),
+    make_command(preview, _PREVIEW_ROWS),
     make_command(cache, _CACHE_ROWS, settings=TrainSettings),
 )

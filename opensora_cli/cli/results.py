@@ -1,12 +1,14 @@
-"""`osora show` and `osora presets`: results, and what can be made."""
+"""`osora show`, `osora gallery` and `osora presets`: results, and what can be made."""
 
 from pathlib import Path
 
 from opensora_cli.cli.command import Call, make_command
+from opensora_cli.core.reading import require_there
 from opensora_cli.engine.listings import describe_presets
 from opensora_cli.settings.ckpt import InspectSettings
 from opensora_cli.settings.flags import Option
 from opensora_cli.settings.layers import Layer, validate
+from opensora_cli.settings.tools import GallerySettings
 
 
 def show(given: Layer, call: Call) -> None:
@@ -38,6 +40,21 @@ def show(given: Layer, call: Call) -> None:
     call.show(shown)
 
 
+def gallery(settings: GallerySettings, call: Call) -> None:
+    """Write one HTML page of a folder of results, with posters, settings and a filter by words.
+
+    Videos play under the pointer. The page names them by relative paths: move it together with the folder.
+
+    Examples:
+      osora gallery samples
+      osora gallery serve --output results.html
+    """
+    require_there(settings.folder)
+    from opensora_cli.server.results import write_gallery
+
+    call.show(write_gallery(settings, reporter=call.reporter))
+
+
 def presets(given: Layer, call: Call) -> None:
     """List the presets with their size and needs.
 
@@ -50,5 +67,10 @@ def presets(given: Layer, call: Call) -> None:
     call.show(describe_presets())
 
 
+_GALLERY_ROWS = {
+    "FOLDER": Option("folder"),
+    "--output": Option("output", metavar="FILE", short="-o"),
+}
 SHOW = make_command(show, {"FILE": Option("path")}, settings=InspectSettings)
+GALLERY = make_command(gallery, _GALLERY_ROWS)
 PRESETS = make_command(presets, {})

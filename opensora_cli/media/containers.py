@@ -39,8 +39,8 @@ _PICTURE_BRANDS = {b"heic", b"heix", b"heim", b"heis", b"hevc", b"mif1", b"msf1"
 
 _MOST_PIXELS = 2**28
 """Limit of square pixels in a frame: 16,384 x 16,384."""
-_NEARLY_SQUARE = 0.95
-"""Smallest width of a pixel divided by its height, or height by width, that counts as square: scaling rounds sizes."""
+_WIDEST_PIXEL = Fraction(8)
+"""Largest width of a pixel divided by its height, or height by width; known formats have at most 2.2."""
 _UNSPECIFIED_COLORS = 2
 """Code of an unknown color space (ITU-T H.273)."""
 _HDR_TRANSFERS = (ColorTrc.SMPTE2084, ColorTrc.ARIB_STD_B67)
@@ -121,9 +121,8 @@ def probe_video(path: Path) -> MediaFacts:
             raise MediaError(f"{path} holds no video frame that can be read")
         if stored < track.frames:
             raise MediaError(f"{path} is cut off: it has {stored} of {track.frames} frames")
-        height, width = first.height, first.width
-        if _quarter_turns(first) % 2:
-            height, width = width, height
+        size = _size(first, track.sample_aspect_ratio or Fraction(1))
+        height, width = size[::-1] if _quarter_turns(first) % 2 else size
         return MediaFacts(
             num_frames=len(times),
             height=height,
@@ -151,17 +150,17 @@ def _opened(path: Path, *, threads: int | None) -> Iterator[tuple[InputContainer
                 raise MediaError(f"{path} has no picture track", hint="it may be a sound file: give a video")
             if track.codec_context is None:  # This FFmpeg lacks the codec.
                 raise MediaError(f"{path} is of a kind of video that cannot be decoded here")
-            aspect = float(track.sample_aspect_ratio or 1)
-            if not _NEARLY_SQUARE <= aspect <= 1 / _NEARLY_SQUARE:
+            aspect = track.sample_aspect_ratio or Fraction(1)
+            if not 1 / _WIDEST_PIXEL <= aspect <= _WIDEST_PIXEL:
                 raise MediaError(
-                    f"{path} has pixels that are {aspect:.3g} times as wide as high",
-                    hint="make them square: ffmpeg -i IN -vf scale=iw*sar:ih,setsar=1 OUT",
+                    f"{path} says that its pixels are {aspect} times as wide as high", hint="encode it again"
                 )
-            # A few bytes may claim any size, in the container and in each frame.
-            if track.codec_context.width * track.codec_context.height > _MOST_PIXELS:
+            # A few bytes may claim any size, in the container and in each frame, which is stretched afterwards.
+            most_pixels = int(_MOST_PIXELS / max(aspect, 1 / aspect))
+            if track.codec_context.width * track.codec_context.height > most_pixels:
                 size = f"{track.codec_context.width} x {track.codec_context.height}"
-                raise MediaError(f"{path} has frames of {size} pixels, and at most {_MOST_PIXELS:,} are read")
-            track.codec_context.options = {"max_pixels": str(_MOST_PIXELS)}
+                raise MediaError(f"{path} has frames of {size} pixels, and at most {most_pixels:,} are read")
+            track.codec_context.options = {"max_pixels": str(most_pixels)}
             if threads is None:
                 track.thread_type = "AUTO"
             else:
@@ -210,9 +209,10 @@ def _mean_rate(track: av.VideoStream) -> float:
 
 def _shown(decoded: Iterable[av.VideoFrame], track: av.VideoStream, *, threads: int | None) -> Iterator[ToRGB]:
     """Yield decoded frames. `threads` convert the colors."""
+    aspect = track.sample_aspect_ratio or Fraction(1)
     reformatter = VideoReformatter()  # It keeps the tables of a conversion, which take seconds for HDR.
     for frame in decoded:
-        yield partial(_rgb, reformatter, frame, threads)
+        yield partial(_rgb, reformatter, frame, aspect, threads)
 
 
 def _frames_after_seeking(
@@ -250,13 +250,16 @@ def _place_before(container: InputContainer, track: av.VideoStream, path: Path, 
     return None if frame >= len(times) else (times[frame - 1] + times[frame]) / 2
 
 
-def _rgb(reformatter: VideoReformatter, frame: av.VideoFrame, threads: int | None) -> torch.Tensor:
-    """Return a frame upright and in the colors of sRGB."""
+def _rgb(reformatter: VideoReformatter, frame: av.VideoFrame, aspect: Fraction, threads: int | None) -> torch.Tensor:
+    """Return a frame upright, with square pixels, and in the colors of sRGB; `aspect` is that of its pixels."""
+    height, width = _size(frame, aspect)
     is_hdr = frame.color_trc in _HDR_TRANSFERS
     # Players assume BT.709 for a large frame that names no color space, and BT.601 for a small one.
     is_untagged_hd = frame.colorspace == _UNSPECIFIED_COLORS and (frame.width >= 1280 or frame.height > 576)
     rgb = reformatter.reformat(
         frame,
+        width=width,
+        height=height,
         format="rgb24",
         src_colorspace=Colorspace.ITU709 if is_untagged_hd else None,
         dst_color_trc=ColorTrc.IEC61966_2_1 if is_hdr else None,
@@ -265,6 +268,11 @@ def _rgb(reformatter: VideoReformatter, frame: av.VideoFrame, threads: int | Non
         threads=threads,
     ).to_ndarray()
     return torch.from_numpy(np.ascontiguousarray(np.rot90(rgb, _quarter_turns(frame))))
+
+
+def _size(frame: av.VideoFrame, aspect: Fraction) -> tuple[int, int]:
+    """Return the height and width with square pixels. The shorter side is stretched, so that no detail is lost."""
+    return round(frame.height * max(1 / aspect, Fraction(1))), round(frame.width * max(aspect, Fraction(1)))
 
 
 def _quarter_turns(frame: av.VideoFrame) -> int:

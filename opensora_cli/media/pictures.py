@@ -1,5 +1,6 @@
 """Read pictures, still and animated (GIF, WebP, APNG, AVIF), through Pillow."""
 
+import io
 import struct
 import zlib
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageCms, ImageOps, UnidentifiedImageError
 
 from opensora_cli.core.exceptions import MediaError
 from opensora_cli.core.formatting import plain
@@ -37,11 +38,11 @@ _FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "AVIF", "BMP", "TIFF", "JPEG2000", "PP
 _ANIMATED_FORMATS = {"GIF", "WEBP", "PNG", "AVIF"}
 """Other formats (MPO of some phones, TIFF) hold several pictures that are not a video."""
 
-_SHORTEST_MS = 11
+SHORTEST_MS = 11
 """Shortest duration of a frame of an animation that browsers show."""
 
 _DEFAULT_DURATION_MS = 100
-"""Duration that browsers take for frames under `_SHORTEST_MS`."""
+"""Duration that browsers take for frames under `SHORTEST_MS`."""
 
 _MOST_PIXELS = 2**35
 """Limit of pixels in all frames of an animation: 4142 frames of 3840 x 2160."""
@@ -83,7 +84,7 @@ def open_animation(path: Path) -> Iterator[VideoSource]:
                 picture.seek(number)
                 picture.load()  # WebP has the duration only then.
                 duration = round(picture.info.get("duration") or 0)
-                durations_ms.append(duration if duration >= _SHORTEST_MS else _DEFAULT_DURATION_MS)
+                durations_ms.append(duration if duration >= SHORTEST_MS else _DEFAULT_DURATION_MS)
         mean_fps = 1000 * len(durations_ms) / sum(durations_ms)
         yield VideoSource(frames=_frames(picture, path, numbers), fps=mean_fps)
 
@@ -121,7 +122,7 @@ def _frames(picture: Image.Image, path: Path, numbers: range) -> Iterator[ToRGB]
 
 
 def _rgb(picture: Image.Image, path: Path, number: int) -> torch.Tensor:
-    """Return a frame as uint8 (H, W, 3), upright and on a white ground."""
+    """Return a frame as uint8 (H, W, 3), upright, in sRGB and on a white ground."""
     with _decoding(path):
         picture.seek(number)
         frame = ImageOps.exif_transpose(picture)
@@ -135,10 +136,31 @@ def _rgb(picture: Image.Image, path: Path, number: int) -> torch.Tensor:
 
 
 def _on_ground(frame: Image.Image) -> Image.Image:
-    """Return a frame in RGB, its transparent parts filled."""
-    if not frame.has_transparency_data:
-        return frame.convert("RGB")
-    frame = frame.convert("RGBA")
-    ground = Image.new("RGB", frame.size, _GROUND)
-    ground.paste(frame, mask=frame)
+    """Return a frame in the colors of sRGB, its transparent parts filled."""
+    opacity = None
+    if frame.has_transparency_data:
+        frame = frame.convert("RGBA")
+        opacity = frame.getchannel("A")
+    if frame.mode in ("RGBA", "P"):
+        frame = frame.convert("RGB")
+    rgb = _in_srgb(frame)
+    if opacity is None:
+        return rgb
+    ground = Image.new("RGB", rgb.size, _GROUND)
+    ground.paste(rgb, mask=opacity)
     return ground
+
+
+def _in_srgb(frame: Image.Image) -> Image.Image:
+    """Return a frame converted from its color profile; a profile that does not suit it is ignored, as by browsers."""
+    stored = frame.info.get("icc_profile")
+    if stored:
+        try:
+            profile = ImageCms.ImageCmsProfile(io.BytesIO(stored))
+            if "sRGB" not in ImageCms.getProfileDescription(profile):
+                converted = ImageCms.profileToProfile(frame, profile, ImageCms.createProfile("sRGB"), outputMode="RGB")
+                if converted is not None:
+                    return converted
+        except (ImageCms.PyCMSError, OSError, ValueError):
+            pass
+    return frame.convert("RGB")

@@ -3,7 +3,7 @@
 import os
 import stat
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -36,27 +36,31 @@ class VideoClip:
     fps: float
 
 
-def media_files(folder: Path) -> list[Path]:
-    """Return the pictures and videos below a folder, by their endings, as absolute paths in order.
+def media_files(folder: Path, *, unread: Callable[[Path, str], None]) -> tuple[list[Path], list[Path]]:
+    """Return the pictures and videos below a folder, by their endings, and the other files, as absolute paths in order.
 
-    Names that begin with a dot are skipped. Raises FileProblem if `folder` is not a folder, it or a folder in it cannot
-    be read, or it has no pictures and videos.
+    Names that begin with a dot are skipped. For each folder that cannot be read, `unread` is called with the reason.
+    Raises FileProblem if `folder` is not a folder, cannot be read, or has no pictures and videos.
     """
     with reading(folder):
         if not stat.S_ISDIR(os.stat(folder).st_mode):
             raise FileProblem(f"{shown_path(folder)} is not a folder")
+        os.scandir(folder).close()
 
-    def refuse(error: OSError) -> None:
-        raise FileProblem(f"{shown_path(Path(os.fsdecode(error.filename)))} cannot be read: {error.strerror}")
+    def skip(error: OSError) -> None:
+        place = Path(os.fsdecode(error.filename))
+        unread(place, f"{shown_path(place)} cannot be read: {error.strerror}")
 
     media: list[Path] = []
-    for place, folders, names in os.walk(folder.absolute(), onerror=refuse):
+    others: list[Path] = []
+    for place, folders, names in os.walk(folder.absolute(), onerror=skip):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        names = sorted(name for name in names if not name.startswith("."))
-        media += [Path(place, name) for name in names if os.path.splitext(name)[1].lower() in _VIDEOS | _PICTURES]
+        for name in sorted(name for name in names if not name.startswith(".")):
+            is_media = os.path.splitext(name)[1].lower() in _VIDEOS | _PICTURES
+            (media if is_media else others).append(Path(place, name))
     if not media:
         raise FileProblem(f"{folder} has no pictures or videos", hint=f"it may hold {', '.join(sorted(_VIDEOS))} ...")
-    return media
+    return media, others
 
 
 def is_picture(path: str | os.PathLike[str]) -> bool:

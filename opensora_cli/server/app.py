@@ -1,161 +1,31 @@
-"""Application of `osora serve`: videos in the shape of OpenAI's API, its routes, plans, figures and the page."""
+"""Application of `osora serve`: the routes of the API, its description, plans, figures and the page."""
 
 import asyncio
-import json
-import shutil
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import Depends, FastAPI, Query, Request, Response
 from fastapi.responses import FileResponse, RedirectResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Gauge, generate_latest
-from starlette.datastructures import UploadFile
 
 import opensora_cli
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.engine.components.few_steps import turbo_path
 from opensora_cli.server.guard import COOKIE, ApiError, add_errors, is_token
-from opensora_cli.server.jobs import SHEET, THUMBNAIL, Job, JobStore, Status, new_id
-from opensora_cli.server.requests import MOST_FILES, command_of, presets_of, read_body, read_request, remixed
-from opensora_cli.server.scheduler import Scheduler
-from opensora_cli.server.uploads import STAND_INS, keep, stand_in
-from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.layers import Layer
+from opensora_cli.server.jobs import Job, Status
+from opensora_cli.server.requests import presets_of, read_request, remixed
+from opensora_cli.server.results import SHEET, THUMBNAIL
+from opensora_cli.server.uploads import STAND_INS, stand_in
+from opensora_cli.server.videos import MEDIA, MOST_FILES, Server, read_body
 from opensora_cli.settings.load import load_preset
 
-MEDIA = {".mp4": "video/mp4", ".png": "image/png", ".webp": "image/webp", ".gif": "image/gif", ".jpg": "image/jpeg"}
 _PAGE = Path(__file__).parent / "page"
 _PARTS = {"/": "index.html", "/style.css": "style.css", "/page.js": "page.js", "/login": "login.html"}
 _EXAMPLES = ("raining, sea", "a red boat on the sea, sunset", "snow falls on a city at night")
 _LINES_WITH_PATHS = ("weights", "lora", "missing", "writes", "keeps")
 _FIELDS_WITH_PATHS = ("weights", "loras", "missing_weights", "outputs", "pictures", "sheet", "settings")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
-    """Jobs, their scheduler, and the settings of the server, which all routes share."""
-
-    store: JobStore
-    scheduler: Scheduler
-    folder: Path
-    usual: GenerateSettings
-    """Settings of a video that asks for nothing else."""
-    base: Layer
-    """Settings of all videos that requests may replace."""
-    token: str | None = None
-
-    @property
-    def model(self) -> str:
-        return self.usual.model.name
-
-    def job(self, video_id: str, *, param: str = "video_id") -> Job:
-        """Return a job. Raises ApiError if there is none."""
-        try:
-            return self.store.get(video_id)
-        except KeyError:
-            raise ApiError(404, f"there is no video {video_id}", param=param) from None
-
-    def result(self, job: Job) -> Path:
-        """Return the file of a finished video. Raises ApiError if there is none."""
-        if job.status is not Status.COMPLETED:
-            raise ApiError(409, f"{job.id} is {job.status}: it has no content yet", code="not_completed")
-        for path in sorted(self.scheduler.job_folder(job.id).glob("video.*")):
-            if path.suffix in MEDIA and path.stem == "video":  # no preview, no last frame
-                return path
-        raise ApiError(410, f"the file of {job.id} was removed", code="gone")
-
-    def preview(self, job: Job) -> Path | None:
-        return next(self.scheduler.job_folder(job.id).glob("*.preview.*"), None)
-
-    def answer(self, job: Job) -> dict[str, Any]:
-        stage, error, preview = self.scheduler.progress.get(job.id, {}), job.error or {}, self.preview(job)
-        return {
-            "id": job.id,
-            "object": "video",
-            "status": job.status,
-            "progress": 100 if job.status is Status.COMPLETED else int(stage.get("percent", 0)),
-            "created_at": job.created_at,
-            "started_at": job.started_at,
-            "completed_at": job.completed_at,
-            "expires_at": None,
-            **job.request,
-            "remixed_from_video_id": job.remixed_from,
-            "error": {"code": error["code"], "message": error["message"]} if error else None,
-            "hint": error.get("hint"),
-            "exit_code": error.get("exit_code"),
-            "number": job.number,
-            "place": self.store.place_in_queue(job) if job.status is Status.QUEUED else None,
-            "stage": stage,
-            "preview": preview and preview.name,
-            "command": command_of(job.request),
-        }
-
-    async def add(
-        self, values: Mapping[str, Any], *, uploads: Sequence[UploadFile] = (), remixed_from: str | None = None
-    ) -> dict[str, Any]:
-        """Append the job of a request to the queue, and return its answer. The references of the job `remixed_from`
-        are copied.
-
-        Raises QueueFull if too many wait, and other errors of OsoraError if the request is wrong.
-        """
-        if self.scheduler.is_disk_full():
-            raise ApiError(507, "the disk of the server is full")
-        job_id = new_id()
-        folder = self.scheduler.job_folder(job_id)
-        try:
-            folder.mkdir(parents=True)
-            references = [await keep(upload, folder, number=number) for number, upload in enumerate(uploads)]
-            if remixed_from is not None:
-                for path in sorted(self.scheduler.job_folder(remixed_from).glob("reference_*")):
-                    references.append(await asyncio.to_thread(shutil.copyfile, path, folder / path.name))
-            settings, fields = await asyncio.to_thread(
-                read_request, values, model=self.model, base=self.base, folder=folder, references=references
-            )
-            rest = {"request": fields, "settings": settings.model_dump(mode="json"), "remixed_from": remixed_from}
-            job = self.store.add(job_id, rest)
-        except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)
-            raise
-        self.scheduler.wake()
-        return self.answer(job)
-
-    async def events(self, job_id: str | None) -> AsyncIterator[str]:
-        """Yield the server-sent events of one job until it is over, or of all."""
-        since = self.scheduler.event_count
-        if job_id is None:
-            yield _sent(self._completed({"event": "queue"}))
-        else:
-            job = self.store.get(job_id)
-            yield _sent({"event": "state", **self.answer(job)})
-            if job.status.is_over:
-                return
-        async for event in self.scheduler.events(since):
-            if event is None:
-                yield ": ping\n\n"
-            elif job_id is None or event.get("id") == job_id:
-                try:
-                    event = self._completed(event)
-                except KeyError:  # it was deleted, as another event tells
-                    continue
-                yield _sent(event)
-                if job_id and (event["event"] == "deleted" or Status(event.get("status", "queued")).is_over):
-                    return
-
-    def _completed(self, event: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return an event with the state of what it names when it is sent."""
-        if event["event"] == "queue":
-            ids = self.store.ids
-            return {"event": "queue", "queue": ids(Status.QUEUED), "running": ids(Status.IN_PROGRESS)}
-        if event["event"] == "job":
-            return {"event": "state", **self.answer(self.store.get(event["id"]))}
-        return event
-
-
-def _sent(event: Mapping[str, Any]) -> str:
-    return f"event: {event['event']}\ndata: {json.dumps(event)}\n\n"
 
 
 def make_app(server: Server) -> FastAPI:
@@ -221,6 +91,17 @@ def _add_videos(app: FastAPI, server: Server) -> None:
     async def cancel(job: Found) -> dict[str, Any]:
         """Cancel a queued video, or a running one within a step."""
         return server.answer(await server.scheduler.cancel(job.id))
+
+    @app.post("/v1/videos/{video_id}/move")
+    async def move(job: Found, request: Request) -> dict[str, Any]:
+        """Put a queued video before another one, or at the end."""
+        values, _ = await read_body(request)
+        before = values.get("before")
+        if before is not None:
+            server.job(str(before))
+        server.store.move(job.id, before=before)
+        server.scheduler.wake()
+        return server.answer(server.store.get(job.id))
 
     @app.post("/v1/videos/{video_id}/remix")
     async def remix(job: Found, request: Request) -> dict[str, Any]:
@@ -322,12 +203,15 @@ def _add_model(app: FastAPI, server: Server) -> None:
 
     @app.get("/metrics")
     async def measured() -> Response:
-        """Return figures for Prometheus: jobs by state and the length of the queue."""
+        """Return figures for Prometheus: jobs by state, seconds of work by stage, and the length of the queue."""
         registry, counts = CollectorRegistry(), server.store.counts()
         jobs = Gauge("osora_jobs", "Jobs by state.", ["status"], registry=registry)
         for status, count in counts.items():
             jobs.labels(status).set(count)
         Gauge("osora_queue_length", "Jobs that wait.", registry=registry).set(counts[Status.QUEUED])
+        worked = Gauge("osora_stage_seconds_total", "Seconds of work by stage.", ["stage"], registry=registry)
+        for stage, each in server.scheduler.seconds.items():
+            worked.labels(stage).set(each)
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
 

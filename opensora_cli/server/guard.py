@@ -20,8 +20,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from opensora_cli.core.exceptions import MediaError, OsoraError, RequestError
+from opensora_cli.core.exceptions import MediaError, OsoraError
 from opensora_cli.server.jobs import QueueFull
+from opensora_cli.server.requests import InvalidField
 from opensora_cli.server.uploads import without_paths
 
 COOKIE = "osora_token"
@@ -72,14 +73,6 @@ class ApiError(Exception):
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status, headers=self.headers)
-
-
-class InvalidField(RequestError):
-    """A field of a request is invalid."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message)
-        self.field = field
 
 
 def add_errors(app: FastAPI) -> None:

@@ -12,17 +12,17 @@ from typing import Any
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 
-THUMBNAIL, SHEET = "thumbnail.webp", "spritesheet.jpg"
-"""Pictures of a result in the folder of its job."""
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 4
 _CREATE = f"""
 BEGIN IMMEDIATE;
-CREATE TABLE jobs (number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, status TEXT NOT NULL, rest TEXT NOT NULL);
-CREATE INDEX jobs_by_status ON jobs (status, number);
+CREATE TABLE jobs (
+    number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, place REAL NOT NULL, status TEXT NOT NULL, rest TEXT NOT NULL
+);
+CREATE INDEX jobs_by_status ON jobs (status, place);
 PRAGMA user_version={SCHEMA_VERSION};
 COMMIT;
 """
-_COLUMNS = ("number", "id", "status")
+_COLUMNS = ("number", "id", "place", "status")
 """Fields of a job that are columns; `rest` has the others as JSON."""
 
 
@@ -50,7 +50,9 @@ class Job:
 
     id: str
     number: int
-    """Order of creation and of the queue, which does not depend on the clock."""
+    """Order of creation, which does not depend on the clock."""
+    place: float
+    """Order in the queue; the lowest place is next."""
     status: Status
     created_at: int
     """Seconds since 1970, like `started_at` and `completed_at`."""
@@ -102,7 +104,9 @@ class JobStore:
             raise QueueFull(f"{self._max_queue} videos are waiting already")
         rest = {**rest, "created_at": int(time.time())}
         self._database.execute(
-            "INSERT INTO jobs (id, status, rest) VALUES (?, ?, ?)", (job_id, Status.QUEUED, json.dumps(rest))
+            "INSERT INTO jobs (id, status, rest, place) "
+            "VALUES (?, ?, ?, (SELECT COALESCE(MAX(place), 0.0) + 1.0 FROM jobs))",
+            (job_id, Status.QUEUED, json.dumps(rest)),
         )
         return self.get(job_id)
 
@@ -126,7 +130,7 @@ class JobStore:
 
     def ids(self, status: Status) -> list[str]:
         """Return the IDs of the jobs in a state, in the order of the queue."""
-        rows = self._database.execute("SELECT id FROM jobs WHERE status = ? ORDER BY number", (status,))
+        rows = self._database.execute("SELECT id FROM jobs WHERE status = ? ORDER BY place", (status,))
         return [row[0] for row in rows]
 
     def counts(self) -> dict[Status, int]:
@@ -148,13 +152,34 @@ class JobStore:
         self._change(job_id, is_cancelled=True)
 
     def requeue(self, job_id: str, *, has_died: bool = False) -> None:
-        """Put an unfinished job back into its place in the queue; `has_died` means that its worker died."""
-        self._change(job_id, status=Status.QUEUED, deaths=self.get(job_id).deaths + has_died)
+        """Put an unfinished job back at the head of the queue; `has_died` means that its worker died."""
+        job = self.get(job_id)
+        place, queued = job.place, self.ids(Status.QUEUED)
+        if queued:
+            place = min(place, self.get(queued[0]).place - 1.0)
+        self._change(job_id, status=Status.QUEUED, deaths=job.deaths + has_died, place=place)
 
     def place_in_queue(self, job: Job) -> int:
         """Return the number of queued jobs up to this one."""
-        query = "SELECT COUNT(*) FROM jobs WHERE status = ? AND number <= ?"
-        return int(self._database.execute(query, (Status.QUEUED, job.number)).fetchone()[0])
+        query = "SELECT COUNT(*) FROM jobs WHERE status = ? AND place <= ?"
+        return int(self._database.execute(query, (Status.QUEUED, job.place)).fetchone()[0])
+
+    def move(self, job_id: str, *, before: str | None) -> None:
+        """Put a queued job before another one; None means at the end.
+
+        Raises KeyError if there is no such job, and RequestError if one of them is not queued.
+        """
+        if before == job_id:
+            raise RequestError(f"{job_id} cannot be moved before itself")
+        for each in filter(None, (job_id, before)):
+            if self.get(each).status is not Status.QUEUED:
+                raise RequestError(f"{each} is not queued anymore, and cannot be moved")
+        order = [each for each in self.ids(Status.QUEUED) if each != job_id]
+        order.insert(len(order) if before is None else order.index(before), job_id)
+        with self._database:  # also rolls back if the commit fails, as on a full disk
+            self._database.execute("BEGIN IMMEDIATE")
+            for place, each in enumerate(order, start=1):
+                self._database.execute("UPDATE jobs SET place = ? WHERE id = ?", (float(place), each))
 
     def delete(self, job_id: str) -> None:
         self._database.execute("DELETE FROM jobs WHERE id = ?", (job_id,))
@@ -162,7 +187,10 @@ class JobStore:
     def _change(self, job_id: str, **changes: Any) -> Job:
         values = asdict(self.get(job_id)) | changes
         rest = json.dumps({name: value for name, value in values.items() if name not in _COLUMNS})
-        self._database.execute("UPDATE jobs SET status = ?, rest = ? WHERE id = ?", (values["status"], rest, job_id))
+        self._database.execute(
+            "UPDATE jobs SET place = ?, status = ?, rest = ? WHERE id = ?",
+            (values["place"], values["status"], rest, job_id),
+        )
         return self.get(job_id)
 
 

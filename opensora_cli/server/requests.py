@@ -1,6 +1,5 @@
-"""Requests of clients: from their bodies to the settings of a job, without torch."""
+"""Requests of clients: from the fields of the API to the settings of a job, without torch."""
 
-import json
 import math
 import re
 import shlex
@@ -11,16 +10,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fastapi import Request
-from starlette.datastructures import UploadFile
-
-from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.few_steps import turbo_path
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.models.registry import ARCHITECTURES
-from opensora_cli.server.guard import ApiError, InvalidField
 from opensora_cli.settings.applies import refuse_without_effect
 from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.flags import FLAGS, given_flags
@@ -28,11 +22,9 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Given, Layer
 from opensora_cli.settings.load import generate_request, load_preset, usual_settings
 
-MOST_FILES = max(mode.max_references for mode in CONDITION_MODES.values())
-_LARGEST_JSON = 2**20
 _FIELDS = ("prompt", "model", "seconds", "size", "seed", "settings")
 _ALLOWED = {"prompt", "negative_prompt", "prompts_at", "prompt_suffix", "video", "sampling", "draft"}
-_ALLOWED |= {"condition.mode", "condition.fit", "condition.seamless"}
+_ALLOWED |= {"condition.mode", "condition.fit", "condition.ref_fps", "condition.seamless"}
 _ALLOWED |= {"picture.first", "output.last_frame"}
 """Settings of a client: they describe the video, and name no file, server, device or memory."""
 _SIDES = {"video.width", "video.height"}
@@ -45,46 +37,12 @@ _MAX_PROMPT = 4000
 _SIZE = re.compile(r"(\d{1,5})x(\d{1,5})", re.ASCII | re.IGNORECASE)
 
 
-async def read_body(request: Request) -> tuple[dict[str, Any], list[UploadFile]]:
-    """Return the fields of a request in JSON or of a form, and the uploaded references."""
-    if request.headers.get("content-type", "").startswith("multipart/form-data"):
-        form = await request.form(max_files=MOST_FILES, max_fields=50)
-        given = form.getlist("input_reference")
-        uploads = [each for each in given if isinstance(each, UploadFile)]
-        if len(uploads) < len(given):
-            raise _invalid_reference("input_reference must be an uploaded file")
-        fields: dict[str, Any] = {name: value for name, value in form.items() if name != "input_reference"}
-        if isinstance(fields.get("settings"), str):
-            fields["settings"] = _json(str(fields["settings"]))
-        for name in [name for name in fields if name.startswith("settings[")]:
-            if isinstance(settings := fields.setdefault("settings", {}), dict):
-                settings[name[9:-1]] = fields.pop(name)
-        return fields, uploads
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > _LARGEST_JSON:
-            raise ApiError(413, f"a request in JSON may have {_LARGEST_JSON} bytes")
-    values = _json(body.decode("utf-8", "replace"))
-    if not isinstance(values, dict):
-        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    if "input_reference" in values:
-        raise _invalid_reference("input_reference must be uploaded as multipart/form-data")
-    return values, []
+class InvalidField(RequestError):
+    """A field of a request is invalid."""
 
-
-def _json(text: str) -> Any:
-    try:
-        values = json.loads(text)
-        # What an answer cannot repeat is refused, too: NaN, and halves of surrogate pairs.
-        json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
-        return values
-    except (ValueError, RecursionError):
-        raise ApiError(400, "the body is no JSON", code="invalid_json") from None
-
-
-def _invalid_reference(message: str) -> ApiError:
-    return ApiError(400, message, code="invalid_reference", param="input_reference")
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 def read_request(

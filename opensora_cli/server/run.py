@@ -17,11 +17,12 @@ from opensora_cli.core.progress import Reporter
 from opensora_cli.core.python_processes import module_command, safe_environment
 from opensora_cli.core.reading import read_text
 from opensora_cli.engine.generate.request import resolve
-from opensora_cli.server.app import Server, make_app
+from opensora_cli.server.app import make_app
 from opensora_cli.server.guard import PATIENCE_S, Guard
 from opensora_cli.server.jobs import JobStore
 from opensora_cli.server.scheduler import Scheduler
 from opensora_cli.server.uploads import LARGEST
+from opensora_cli.server.videos import Server
 from opensora_cli.settings.layers import Given, Layer
 from opensora_cli.settings.load import ANY_PROMPT, generate_request
 from opensora_cli.settings.tools import LOOPBACK, ServeSettings

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import re
 import shutil
 import sqlite3
 from collections import deque
@@ -27,6 +28,7 @@ _ROOM, _RESERVE = 32 * 2**20, 2**20
 _PLAN_S = 120.0
 _NO_PLAN = {"error": {"message": "the planner did not answer", "hint": "try again", "exit_code": 4}}
 _DELETED = ".deleted"
+_JOB_ID = re.compile(r"video_[0-9a-f]{24}")
 _RETRY_S = 1.0
 """Seconds until a worker that ended starts again, and until a write to a full disk is tried again."""
 _LONGEST_LINE = 16 * 2**20
@@ -120,6 +122,8 @@ class Scheduler:
         """Reason why no more videos are made: a bug, whose traceback is in the log."""
         self.progress: dict[str, Mapping[str, Any]] = {}
         """Last progress of each running job: stage, done, total, unit, eta_s, percent."""
+        self.seconds: dict[str, float] = {}
+        """Seconds of work by stage since the start."""
 
     def job_folder(self, job_id: str) -> Path:
         return self._folder / "jobs" / job_id
@@ -134,7 +138,7 @@ class Scheduler:
             with suppress(OSError, sqlite3.OperationalError):  # the next start sweeps again
                 self._sweep()
             self._keep_reserve()
-            for job_id in self._store.ids(Status.IN_PROGRESS):
+            for job_id in reversed(self._store.ids(Status.IN_PROGRESS)):  # each becomes the first
                 await self._settle(job_id)
             async with asyncio.TaskGroup() as tasks:
                 for number in range(self._groups):
@@ -146,10 +150,17 @@ class Scheduler:
             self.problem = f"no more videos are made: {type(error).__name__}"
 
     def _sweep(self) -> None:
-        """Remove the deleted jobs that a killed server left."""
-        for folder in self._folder.glob(f"jobs/video_*{_DELETED}"):
-            self._store.delete(folder.stem)
-            shutil.rmtree(folder, ignore_errors=True)
+        """Remove what a killed server left: deleted jobs, and uploads that became no job. Other files stay."""
+        known = {job_id for status in Status for job_id in self._store.ids(status)}
+        for folder in self._folder.glob("jobs/video_*"):
+            if not _JOB_ID.fullmatch(folder.stem) or folder.is_symlink() or not folder.is_dir():
+                continue
+            is_unknown = not folder.suffix and folder.stem not in known
+            has_uploads_alone = all(path.name.startswith("reference_") for path in folder.iterdir())
+            if folder.suffix == _DELETED:
+                self._store.delete(folder.stem)
+            if folder.suffix == _DELETED or (is_unknown and has_uploads_alone):
+                shutil.rmtree(folder, ignore_errors=True)
 
     async def _work(self, number: int) -> None:
         """Give jobs to the worker of a group, and start it again when it ends."""
@@ -193,6 +204,8 @@ class Scheduler:
                 continue  # a group of ranks ended after its video
             match report["event"]:
                 case "completed":
+                    for stage, seconds in report["timings_s"].items():
+                        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
                     return await self._settle(job.id, Status.COMPLETED)
                 case "failed":
                     return await self._settle(job.id, Status.FAILED, report["error"])
@@ -221,7 +234,7 @@ class Scheduler:
         *,
         has_died: bool = False,
     ) -> None:
-        """Record the end of a running job. None puts it back into the queue, unless a client cancelled it."""
+        """Record the end of a running job. None puts it back at the head of the queue, unless a client cancelled it."""
         if status is None and self._store.get(job_id).is_cancelled:
             status = Status.CANCELLED
         if status is None:

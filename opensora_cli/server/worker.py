@@ -23,15 +23,14 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TextIO
 
-from PIL import Image
 from pydantic import ValidationError
 
 from opensora_cli.core.device import device_count
 from opensora_cli.core.device_names import indexed, type_of_ranks
 from opensora_cli.core.exceptions import OsoraError, RequestError
-from opensora_cli.core.files import atomic_path
 from opensora_cli.core.progress import Reporter, SilentReporter, StageProgress
-from opensora_cli.core.ranks import RankContext, beat
+from opensora_cli.core.rank_link import beat
+from opensora_cli.core.ranks import RankContext
 from opensora_cli.core.signals import end_with_parent
 from opensora_cli.engine.generate.dry_run import plan_generation
 from opensora_cli.engine.generate.events import Hooks
@@ -42,8 +41,7 @@ from opensora_cli.engine.generate.run import generate
 from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder
 from opensora_cli.engine.launch.process import RankFailure
 from opensora_cli.engine.launch.rank import WatchedReporter, joined
-from opensora_cli.media.read import probe, read_cut
-from opensora_cli.server.jobs import SHEET, THUMBNAIL
+from opensora_cli.server.results import write_extras
 from opensora_cli.server.uploads import without_paths
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Layer, explain
@@ -55,8 +53,6 @@ _IDLE_S = 5.0
 """Seconds between two signs of life of ranks that wait for a command."""
 _EVERY_S = 0.25
 """Shortest time between two reports of one stage."""
-_THUMBNAIL_SIDE, _CELL_SIDE = 480, 160
-_COLUMNS, _CELLS = 5, 25
 _SHARES = {"load": 2, "text": 3, "encode": 5, "denoise": 75, "decode": 15}
 """Rough share of each stage in the time of a job, in percent."""
 
@@ -191,7 +187,10 @@ def _make_in_ranks(
 ) -> None:
     """Start ranks, and give them a job and those after it, until one is cancelled or fails, or the server is gone.
 
-    The number `group` determines their GPUs. The IDs of later jobs are added to `job_ids`.
+    Args:
+        command: the first job; `settings` are its settings.
+        group: number of this group, each of which has GPUs of its own; None if there is one group.
+        job_ids: ID of the first job, to which those of the others are added.
     """
     parallel, kind = settings.parallel, type_of_ranks(settings.runtime.device)
     count = parallel.ranks_per_node
@@ -208,8 +207,8 @@ def _make_in_ranks(
 
 @contextmanager
 def _relayed(commands: Commands, first: Mapping[str, Any], pipe: Path, *, job_ids: list[str]) -> Iterator[None]:
-    """Write the first command and those that arrive to a new pipe, and add their IDs to `job_ids`. A command that ends
-    the last job interrupts the main thread.
+    """Write the first command and those that arrive to a new pipe during the block, and add their IDs to `job_ids`,
+    which has that of the first. A command that ends the last job interrupts the main thread.
     """
     os.mkfifo(pipe, 0o600)
     os.environ[_PIPE_VARIABLE] = str(pipe)
@@ -239,7 +238,11 @@ def _relayed(commands: Commands, first: Mapping[str, Any], pipe: Path, *, job_id
 
 
 def make_in_rank(context: RankContext, base: Layer) -> None:
-    """Make the videos of all commands as a rank of a group. Raises RequestError if no worker has started it."""
+    """Be a rank of a group: make the videos of all commands, until the worker ends the rank.
+
+    `base` names the type of its device. Raises RequestError if no worker has started the process, and what `generate`
+    raises.
+    """
     pipe = os.environ.pop(_PIPE_VARIABLE, None)
     if pipe is None:
         raise RequestError("a server starts its own ranks", hint="use osora serve --gpus N, without torchrun and srun")
@@ -301,9 +304,10 @@ def make_video(
     device: str | None = None,
     is_cancelled: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Make the video of a job, and report it as completed. Ranks of `models` call this together, and rank 0 reports.
+    """Make the video of a job, and report it as completed.
 
-    The state is saved every `job["save_every"]` seconds of work. Raises what `generate` raises.
+    The state is saved every `job["save_every"]` seconds of work. Ranks of `models` call this together, and rank 0
+    reports. `device` is that of a process that makes videos beside others. Raises what `generate` raises.
     """
     saved_s = time.monotonic()
 
@@ -323,26 +327,6 @@ def make_video(
     if models.ranks.is_main:
         write_extras(result.videos[0].path, Path(job["folder"]))
         report(event="completed", id=job["id"], timings_s=result.timings_s)
-
-
-def write_extras(result: Path, folder: Path) -> None:
-    """Write the thumbnail and the sheet of a picture or video. Raises OutputError if they cannot be written."""
-    num_frames, cells = probe(result).num_frames, list[Image.Image]()
-    interval = -(-num_frames // _CELLS)
-    for frame_HWC in read_cut(result, start=0, num_frames=-(-num_frames // interval), interval=interval):
-        frame = Image.fromarray(frame_HWC.numpy())
-        if not cells:
-            frame.thumbnail((_THUMBNAIL_SIDE, _THUMBNAIL_SIDE))
-            with atomic_path(folder / THUMBNAIL) as path:
-                frame.save(path, "WEBP")
-        frame.thumbnail((_CELL_SIDE, _CELL_SIDE))
-        cells.append(frame)
-    width, height = cells[0].size
-    sheet = Image.new("RGB", (min(len(cells), _COLUMNS) * width, -(-len(cells) // _COLUMNS) * height))
-    for place, cell in enumerate(cells):
-        sheet.paste(cell, (place % _COLUMNS * width, place // _COLUMNS * height))
-    with atomic_path(folder / SHEET) as path:
-        sheet.save(path, "JPEG", quality=85)
 
 
 class JobReporter(SilentReporter):

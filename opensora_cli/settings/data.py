@@ -87,6 +87,7 @@ class DataSettings(Section):
 
 
 TableFile = Annotated[FileName, ending(".csv", ".parquet")]
+PictureFile = Annotated[FileName, ending(".png", ".jpg", ".jpeg", ".webp")]
 
 
 class ScanSettings(Section):
@@ -104,3 +105,13 @@ class ShardSettings(Section):
     table: TableFile = Field(description="CSV or parquet file.")
     parts: int = Field(ge=2, le=100_000, description="Number of files with equally many rows.")
     overwrite: bool = Field(False, description="Replace existing parts.")
+
+
+class PreviewSettings(Section):
+    """Table to make a contact sheet of."""
+
+    table: TableFile = Field(description="CSV or parquet file.")
+    sheet: PictureFile = Field(description="Picture to write: .png, .jpg or .webp.")
+    count: int = Field(24, ge=1, le=1000, description="Number of random samples.")
+    seed: int = Field(0, ge=0, le=2**62, description="Seed of the choice of samples.")
+    overwrite: bool = Field(False, description="Replace an existing picture.")

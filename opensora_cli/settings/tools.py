@@ -123,6 +123,18 @@ class ServeSettings(Section):
             yield f"host={self.host} lets other machines make videos: give --token-file, too"
 
 
+class GallerySettings(Section):
+    """Folder of results, and the page about it."""
+
+    folder: FileName = Field(description="Folder of results, with the folders in it.")
+    output: FileName | None = Field(None, description="Page to write. None means FOLDER/gallery.html.")
+    overwrite: bool = Field(False, description="Replace an existing page.")
+
+    def rules(self) -> Iterator[str]:
+        if self.output is not None and not self.output.endswith(".html"):
+            yield f"output={self.output} must end with .html"
+
+
 _DEFAULT_PRESET = "demo"
 _RELEASED_WEIGHTS = ("OSORA_WEIGHTS", "OSORA_RUNTIME__WEIGHTS")
 

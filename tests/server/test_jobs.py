@@ -2,7 +2,7 @@ import sqlite3
 
 import pytest
 
-from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.server.jobs import JobStore, Status, new_id
 
 JOB = {"request": {"prompt": "sea", "model": "demo"}, "settings": {"prompt": "sea"}}
@@ -41,6 +41,22 @@ def test_a_job_that_is_put_back_is_next(store):
     store.requeue(ids[0])
     assert store.ids(Status.QUEUED) == ids
     assert [store.place_in_queue(store.get(each)) for each in ids] == [1, 2, 3]
+
+
+def test_queued_jobs_are_moved(store):
+    a, b, c = add(store, 3)
+    store.move(c, before=a)
+    assert store.ids(Status.QUEUED) == [c, a, b]
+    store.move(c, before=None)
+    assert store.ids(Status.QUEUED) == [a, b, c]
+    store.take()
+    with pytest.raises(RequestError, match="is not queued anymore"):
+        store.move(b, before=a)
+    with pytest.raises(RequestError, match="before itself"):
+        store.move(b, before=b)
+    with pytest.raises(KeyError):
+        store.move("video_0", before=None)
+    assert store.ids(Status.QUEUED) == [b, c]
 
 
 def test_pages_have_every_job_once(store):

@@ -124,6 +124,25 @@ def test_a_running_video_shows_preview_progress_and_time(opened):
     made(page, "a boat in the making")
 
 
+def test_the_queue_is_reordered_by_keys(opened):
+    page = opened()
+    ask(page, "first boat", steps=300)
+    for prompt in ("first boat", "second boat", "third boat"):
+        page.fill("#prompt", prompt)
+        page.click("#submit")
+        page.locator("#queue .job", has_text=prompt).wait_for()
+    page.locator("#queue .job", has_text="third boat").locator("[data-do=up]").focus()
+    page.keyboard.press("Enter")
+    prompts = "[...document.querySelectorAll('#queue .prompt')].map((each) => each.textContent).join()"
+    until(page, f"{prompts} == 'first boat,third boat,second boat'")
+    assert page.evaluate("document.activeElement.closest('.job').innerText.includes('third boat')")
+    page.locator("#queue .job", has_text="third boat").locator("[data-do=down]").press("Enter")
+    until(page, f"{prompts} == 'first boat,second boat,third boat'")
+    for prompt in ("third boat", "second boat", "first boat"):
+        page.locator("#queue .job", has_text=prompt).locator("[data-do=cancel]").press("Enter")
+        made(page, prompt)
+
+
 def test_two_tabs_a_reload_and_a_restart_show_the_same(opened, served):
     one, two = opened(), opened()
     ask(one, "a shared boat", frames=33, steps=150)

@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 
 from opensora_cli.server import scheduler as scheduling
-from opensora_cli.server.app import Server, make_app
+from opensora_cli.server.app import make_app
 from opensora_cli.server.jobs import JobStore, Status
 from opensora_cli.server.scheduler import Scheduler
+from opensora_cli.server.videos import Server
 from opensora_cli.settings.load import usual_settings
 
 REQUEST = {"prompt": "sea", "model": "demo", "seconds": "1", "size": "256px", "settings": {}, "seed": 1}
@@ -91,15 +92,24 @@ def test_the_video_is_found_beside_its_last_frame(server):
     assert server.result(server.store.finish("video_1", Status.COMPLETED)).name == "video.mp4"
 
 
-def test_a_deleted_video_whose_files_a_killed_server_left_is_removed(server):
-    jobs, deleted = server.folder / "jobs", "video_" + "e" * 24
-    for name in (f"{deleted}.deleted/video.mp4", "video_1/video.mp4", "video_holiday/a.png"):
-        (jobs / name).parent.mkdir(parents=True, exist_ok=True)
-        (jobs / name).touch()
-    server.store.add(deleted, JOB)  # the record stayed, too
+def test_what_a_killed_server_left_is_swept_and_other_files_stay(server):
+    jobs = server.folder / "jobs"
+    one, two, three, four = (f"video_{number:024x}" for number in range(4))
+    kept = [f"{one}/reference_0_0123abcd.png", f"{two}/video.mp4", f"{three}/notes.txt", "video_holiday/a.png"]
+    kept += ["other/reference_0_0123abcd.png", f"{one}.copy/reference_0_0123abcd.png", f"{'video_' + 'f' * 24}"]
+    swept = [f"{four}/reference_0_0123abcd.png", f"{'video_' + 'e' * 24}.deleted/video.mp4"]
+    outside = server.folder / "outside"
+    for path in [*(jobs / name for name in (*kept, *swept)), outside / "reference_0_0123abcd.png"]:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    (jobs / f"video_{'d' * 24}").symlink_to(outside)
+    for job_id in (one, "video_" + "e" * 24):  # the second was deleted, but the record stayed
+        server.store.add(job_id, JOB)
     asyncio.run(server.scheduler.run())
-    assert server.store.ids(Status.QUEUED) == ["video_1"]
-    assert {path.name for path in jobs.iterdir()} == {"video_1", "video_holiday"}
+    assert server.store.ids(Status.QUEUED) == ["video_1", one]
+    assert all((jobs / name).exists() for name in kept)
+    assert (outside / "reference_0_0123abcd.png").exists()
+    assert not any((jobs / name).parent.exists() for name in swept)
 
 
 class Worker:

@@ -142,13 +142,14 @@ def test_a_video_whose_settings_another_version_wrote_fails_with_its_reason(serv
     assert served.finished(last)["status"] == "completed"
 
 
-def test_the_queue_is_bounded_and_cancelled(served):
+def test_the_queue_is_bounded_moved_and_cancelled(served):
     running = served.make(settings={"steps": 200})
     served.until(running, lambda video: video["stage"].get("stage") == "denoise")
     waiting = [served.make() for _ in range(3)]
     assert served.call("GET", f"/v1/videos/{waiting[2]}")["place"] == 3
     status, headers, _ = served.request("POST", "/v1/videos", {"prompt": "sea"})
     assert (status, headers["retry-after"]) == (429, "30")
+    assert served.call("POST", f"/v1/videos/{waiting[2]}/move", {"before": waiting[0]})["place"] == 1
     assert served.call("POST", f"/v1/videos/{waiting[0]}/cancel")["status"] == "cancelled"
     assert served.error("POST", f"/v1/videos/{waiting[0]}/cancel")[0] == 400
     assert served.error("GET", f"/v1/videos/{waiting[1]}/content")[0] == 409
@@ -177,6 +178,7 @@ def test_metrics_count_jobs(served):
     text = served.request("GET", "/metrics")[2].decode()
     assert 'osora_jobs{status="completed"}' in text
     assert "osora_queue_length 0.0" in text
+    assert 'osora_stage_seconds_total{stage="denoise"}' in text
 
 
 def test_the_page_and_its_parts_are_there(served):

@@ -1,17 +1,12 @@
 from types import SimpleNamespace
 
 import pytest
-import torch
-from PIL import Image
 
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.core.progress import SilentReporter
-from opensora_cli.media.read import is_picture, read_video
-from opensora_cli.media.write import write_media
 from opensora_cli.server import worker
-from opensora_cli.server.jobs import SHEET, THUMBNAIL
-from opensora_cli.server.uploads import stand_in, without_paths
-from opensora_cli.server.worker import failure, write_extras
+from opensora_cli.server.uploads import without_paths
+from opensora_cli.server.worker import failure
 from opensora_cli.settings.load import usual_settings
 from opensora_cli.settings.tools import ServeSettings
 
@@ -69,23 +64,3 @@ def test_the_state_is_due_after_each_interval_of_work(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         worker.make_video(usual_settings("demo"), job, None, print, reporter=SilentReporter())
     assert due == [False, True, False, True]
-
-
-@pytest.mark.parametrize(("count", "cells"), [(1, 1), (25, 25), (26, 13), (129, 22)])
-def test_a_sheet_holds_few_frames_of_any_video(count, cells, tmp_path):
-    frames = torch.arange(count, dtype=torch.uint8).view(-1, 1, 1, 1).expand(count, 160, 320, 3)
-    path = write_media([frames], tmp_path / "video", fps=12, format="png" if count == 1 else "mp4")
-    write_extras(path, tmp_path)
-    with Image.open(tmp_path / SHEET) as sheet:
-        assert sheet.size == (min(cells, 5) * 160, -(-cells // 5) * 80)
-        row, column = divmod(cells - 1, 5)
-        last = sheet.getpixel((column * 160 + 80, row * 80 + 40))[0]
-    every = {1: 1, 25: 1, 26: 2, 129: 6}[count]
-    assert last == pytest.approx((count - 1) // every * every, abs=3)
-    with Image.open(tmp_path / THUMBNAIL) as thumbnail:
-        assert thumbnail.size == (320, 160)
-
-
-def test_stand_ins_are_a_picture_and_a_video(tmp_path):
-    assert is_picture(stand_in("picture", tmp_path))
-    assert len(read_video(stand_in("video", tmp_path)).frames_THWC) == 300

@@ -1,28 +1,47 @@
-"""`osora data scan` and `shard`: make tables of the pictures and videos of a folder, and split them."""
+"""`osora data scan`, `shard` and `preview`: make tables of the pictures and videos of a folder, split and show them."""
 
+import json
 import os
+import textwrap
+from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+import numpy as np
+import torch
+from PIL import Image
+
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import BatchError, FileProblem, OsoraError, OutputError
-from opensora_cli.core.files import require_writable
-from opensora_cli.core.formatting import as_unicode, is_unicode, shown_path
+from opensora_cli.core.exceptions import BatchError, FileProblem, MediaError, OsoraError, OutputError
+from opensora_cli.core.files import atomic_path, require_writable
+from opensora_cli.core.formatting import as_unicode, escaped, first_few, is_unicode, shown_path
+from opensora_cli.core.locks import lock_beside, sole_run
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.reading import read_text, reading, require_there
+from opensora_cli.data.buckets import NO_BUCKET, Buckets
 from opensora_cli.data.table import (
     COLUMNS,
     BrokenFile,
+    ClipTable,
     check_table_name,
+    read_table,
     split_table,
     write_table,
 )
+from opensora_cli.engine.encode.datasets import make_buckets
 from opensora_cli.media.containers import MediaFacts
-from opensora_cli.media.read import media_files, probe
-from opensora_cli.settings.data import ScanSettings, ShardSettings
+from opensora_cli.media.read import media_files, probe, read_cut
+from opensora_cli.media.write import BACKGROUND, contact_sheet
+from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettings, ShardSettings
 
-_CAPTION_ENDINGS = (".txt", ".caption")
+_FRAME = (160, 110)
+_LETTERS = 76
+"""Number of letters in a line."""
+_FORMATS = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
+_CAPTION_ENDINGS = (".txt", ".TXT", ".caption", ".json")
 """Endings of caption files, the first of which counts."""
+_CAPTION_KEYS = ("text", "caption", "prompt")
 _LONGEST_BYTES = 10**6
 """Limit of a caption file in bytes; no text encoder reads a hundredth of it."""
 
@@ -30,7 +49,7 @@ _LONGEST_BYTES = 10**6
 class ScanResult(Document):
     """Result of a scan."""
 
-    SCHEMA = "osora.data-scan/4"
+    SCHEMA = "osora.data-scan/3"
 
     table: Path
     rows: int
@@ -38,40 +57,67 @@ class ScanResult(Document):
     pictures: int
     without_caption: int
     broken: tuple[BrokenFile, ...]
+    other_files: dict[str, int]
+    """Number of files that are neither pictures, videos nor their captions, by ending."""
+    closed_folders: tuple[BrokenFile, ...] = ()
+    """Folders that could not be listed."""
+    uneven: tuple[Path, ...] = ()
+    """Videos some of whose frames last much longer than others; training takes frames by their numbers."""
 
     def lines(self) -> list[str]:
         """Return the result for people."""
+        uneven = first_few([path.name for path in self.uneven])
         return [
             f"table     {self.table}: {self.videos:,} videos, {self.pictures:,} pictures",
             *([f"caption   {self.without_caption:,} without one"] if self.without_caption else []),
+            *([f"uneven    {uneven}: the frame rate varies, training ignores that"] if uneven else []),
+            *([f"skipped   {_counts(self.other_files)}"] if self.other_files else []),
             *(f"broken    {file.reason}" for file in self.broken),
+            *(f"closed    {folder.reason}" for folder in self.closed_folders),
         ]
 
     def raise_for_problems(self) -> None:
-        """Raise BatchError if files could not be read."""
-        if count := len(self.broken):
+        """Raise BatchError if files or folders could not be read."""
+        if count := len(self.broken) + len(self.closed_folders):
             raise BatchError(
-                f"{count} {'file' if count == 1 else 'files'} cannot be read: {self.table} has the others",
+                f"{count} {'file or folder' if count == 1 else 'files or folders'} cannot be read: "
+                f"{self.table} has the others",
                 hint="fix or remove them, and scan again",
             )
+
+
+def _counts(endings: Mapping[str, int]) -> str:
+    """Return the most frequent endings with their numbers."""
+    return first_few(
+        [f"{number:,} {ending or 'without an ending'}" for ending, number in Counter(endings).most_common()]
+    )
 
 
 def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanResult:
     """Write the table of a folder, at the end of the scan. Files whose names begin with a dot are ignored.
 
-    Raises FileProblem if the folder has neither pictures nor videos or cannot be read, and OutputError if the table
-    exists and is not to be replaced.
+    Raises FileProblem if the folder has neither pictures nor videos, and OutputError if the table exists and is not to
+    be replaced, or another process writes it.
     """
     folder = Path(settings.folder)
     table = Path(settings.table or f"{os.path.abspath(folder)}.csv")
     check_table_name(table)
     require_there(str(folder))
-    if os.path.lexists(table) and not settings.overwrite:
-        raise OutputError(
-            f"{table} exists already",
-            hint="scan with --overwrite, which also drops what you changed in it, or with another --out",
-        )
-    files, reporter = media_files(folder), reporter or SilentReporter()
+    problem, hint = f"another run writes {table}", "wait until it ends, or use another --out"
+    with sole_run(lock_beside(table, table.name), problem=problem, hint=hint):
+        if os.path.lexists(table) and not settings.overwrite:
+            raise OutputError(
+                f"{table} exists already",
+                hint="scan with --overwrite, which also drops what you changed in it, or with another --out",
+            )
+        return _scan(folder, table, settings, reporter=reporter or SilentReporter())
+
+
+def _scan(folder: Path, table: Path, settings: ScanSettings, *, reporter: Reporter) -> ScanResult:
+    closed: list[BrokenFile] = []
+    files, others = media_files(
+        folder, unread=lambda place, reason: closed.append(BrokenFile(path=str(place), reason=reason))
+    )
     found: dict[Path, tuple[MediaFacts, str] | BrokenFile] = {}
     with (
         reporter.stage("read", total=len(files), unit="files") as progress,
@@ -85,7 +131,7 @@ def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanRes
         except KeyboardInterrupt as interrupt:
             pool.shutdown(cancel_futures=True)
             raise KeyboardInterrupt("no table is written: scan again") from interrupt
-    rows, broken = list[tuple[object, ...]](), list[BrokenFile]()
+    rows, uneven, broken = list[tuple[object, ...]](), list[Path](), list[BrokenFile]()
     for file in files:
         each = found[file]
         if isinstance(each, BrokenFile):
@@ -97,7 +143,10 @@ def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanRes
         rows.append(
             (str(file), caption, facts.num_frames, height, width, round(height / width, 6), height * width, fps)
         )
+        if facts.is_uneven:
+            uneven.append(file)
     write_table(table, COLUMNS, rows)
+    own = {file.with_suffix(ending) for file in files for ending in _CAPTION_ENDINGS} | {table.absolute()}
     pictures = sum(row[-1] is None for row in rows)
     return ScanResult(
         table=table,
@@ -106,6 +155,9 @@ def scan(settings: ScanSettings, *, reporter: Reporter | None = None) -> ScanRes
         pictures=pictures,
         without_caption=sum(not row[1] for row in rows),
         broken=tuple(broken),
+        closed_folders=tuple(closed),
+        uneven=tuple(uneven),
+        other_files=Counter(file.suffix.lower() for file in others if file not in own),
     )
 
 
@@ -120,15 +172,40 @@ def _look_into(file: Path) -> tuple[MediaFacts, str] | BrokenFile:
 
 
 def read_caption(path: Path) -> str:
-    """Return the caption of a picture or video in one line; empty without one. Raises FileProblem if it is broken."""
+    """Return the caption of a picture or video in one line, empty without one. Raises FileProblem if it is unreadable.
+
+    A text file, `.txt` or `.caption`, takes precedence. A JSON file holds a text, or an object with `text`, `caption`
+    or `prompt`.
+    """
     for ending in _CAPTION_ENDINGS:
         file = path.with_suffix(ending)
         if os.path.lexists(file):
-            text = read_text(file, max_bytes=_LONGEST_BYTES)
-            if "\0" in text:
-                raise FileProblem(f"{file} has a zero byte in its text")
-            return " ".join(text.split())
+            text = _as_text(read_text(file, max_bytes=_LONGEST_BYTES), file)
+            return " ".join((_from_json(text, file) if ending == ".json" else text).split())
     return ""
+
+
+def _as_text(text: str, path: Path) -> str:
+    """Return `text`. Raises FileProblem for zero bytes and half characters of JSON, which no table can hold."""
+    if "\0" in text:
+        raise FileProblem(f"{path} has a zero byte in its text")
+    if not is_unicode(text):
+        raise FileProblem(f"{path} has half a character in its text")
+    return text
+
+
+def _from_json(content: str, path: Path) -> str:
+    try:
+        with reading(path):
+            value = json.loads(content)
+    except ValueError as error:
+        raise FileProblem(f"{path} is not JSON: {error}") from error
+    found = value if isinstance(value, str) else None
+    if isinstance(value, dict):
+        found = next((value[key] for key in _CAPTION_KEYS if isinstance(value.get(key), str)), None)
+    if found is None:
+        raise FileProblem(f"{path} has no text under {', '.join(_CAPTION_KEYS[:-1])} or {_CAPTION_KEYS[-1]}")
+    return _as_text(found, path)
 
 
 class TablePart(Document):
@@ -162,3 +239,80 @@ def shard(settings: ShardSettings) -> ShardResult:
         require_writable(target, overwrite=settings.overwrite)
     rows = split_table(table, targets)
     return ShardResult(parts=tuple(TablePart(table=t, rows=n) for t, n in zip(targets, rows, strict=True)))
+
+
+class PreviewResult(Document):
+    """Result of drawing a contact sheet."""
+
+    SCHEMA = "osora.data-preview/1"
+
+    sheet: Path
+    shown: int
+    rows: int
+    broken: tuple[str, ...]
+    """Errors of samples that could not be read."""
+
+    def lines(self) -> list[str]:
+        """Return the path of the sheet."""
+        return [str(self.sheet)]
+
+    def raise_for_problems(self) -> None:
+        """Raise BatchError if samples could not be read."""
+        if self.broken:
+            count = f"{len(self.broken)} of {self.shown} samples cannot be read"
+            raise BatchError("\n".join([count, *self.broken]))
+
+
+def preview(
+    settings: PreviewSettings, data: DataSettings, *, multiple: int, reporter: Reporter | None = None
+) -> PreviewResult:
+    """Make a contact sheet of some samples of a table: frames, name, size, bucket and caption."""
+    sheet = Path(settings.sheet)
+    require_writable(sheet, overwrite=settings.overwrite)
+    table = read_table(Path(settings.table))
+    if not len(table):
+        raise FileProblem(f"{settings.table} has no row that can be used")
+    buckets = make_buckets(data.buckets, fps_max=data.fps_max, multiple=multiple)
+    count = min(settings.count, len(table))
+    chosen = np.sort(np.random.default_rng(settings.seed).choice(len(table), size=count, replace=False)).tolist()
+    cells, broken = list[tuple[str, torch.Tensor | None]](), list[str]()
+    with (reporter or SilentReporter()).stage("draw", total=count, unit="samples") as progress:
+        for index in chosen:
+            caption = textwrap.wrap(escaped(table.texts[index]) or "(no caption)", _LETTERS, max_lines=2)
+            name = escaped(table.file(index).name)[-_LETTERS:]
+            strip_HWC = None
+            try:
+                strip_HWC = _strip(table, index)
+            except MediaError as error:
+                broken.append(error.message)
+            cells.append(("\n".join([name, _label(table, index, buckets), *caption]), strip_HWC))
+            progress.advance()
+    picture = Image.fromarray(contact_sheet(cells).numpy())
+    with atomic_path(sheet) as temporary:
+        picture.save(temporary, format=_FORMATS[sheet.suffix.lower()])
+    return PreviewResult(sheet=sheet, shown=count, rows=len(table), broken=tuple(broken))
+
+
+def _strip(table: ClipTable, index: int) -> torch.Tensor:
+    """Return the first, middle and last frame of a sample side by side. Raises MediaError if it cannot be read."""
+    strip, last = Image.new("RGB", (3 * _FRAME[0], _FRAME[1]), BACKGROUND), int(table.samples.num_frames[index]) - 1
+    for number, start in enumerate(dict.fromkeys((0, last // 2, last))):
+        for frame_HWC in read_cut(table.file(index), start=start, num_frames=1):
+            frame = Image.fromarray(frame_HWC.numpy())
+            frame.thumbnail(_FRAME)
+            strip.paste(frame, (number * _FRAME[0], 0))
+    return torch.from_numpy(np.array(strip))
+
+
+def _label(table: ClipTable, index: int, buckets: Buckets) -> str:
+    """Return size, length, rate and bucket of a sample in one line."""
+    samples = table.samples.only(np.array([index]))
+    frames, fps = int(samples.num_frames[0]), float(samples.fps[0])
+    size = f"{samples.width[0]}x{samples.height[0]}"
+    length = "picture" if frames == 1 else f"{frames} frames" + ("" if np.isnan(fps) else f" at {fps:g}")
+    reachable = [bucket for bucket in buckets.reachable(samples)[0].tolist() if bucket != NO_BUCKET]
+    if not reachable:
+        return f"{size}, {length}: no bucket"
+    bucket = buckets[reachable[0]]
+    shape = f"{bucket.aspect_ratio} ({bucket.width}x{bucket.height})"
+    return f"{size}, {length}: {bucket.resolution} x {bucket.num_frames}, {shape}"

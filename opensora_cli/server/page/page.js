@@ -194,6 +194,7 @@ function showJob(item, job) {
   bar.hidden = job.status === "queued";
   bar.value = job.progress;
   bar.setAttribute("aria-label", `Progress of ${job.prompt}`);
+  for (const button of item.querySelectorAll("[data-do=up], [data-do=down]")) button.hidden = job.status !== "queued";
   const picture = item.querySelector("img");
   picture.hidden = !previews.has(job.id);
   if (previews.has(job.id)) {
@@ -256,6 +257,13 @@ const actions = {
   },
   async delete(job) {
     await call("DELETE", `/v1/videos/${job.id}`);
+  },
+  async up(job) {
+    const before = order[order.indexOf(job.id) - 1];
+    if (before) await call("POST", `/v1/videos/${job.id}/move`, { before });
+  },
+  async down(job) {
+    await call("POST", `/v1/videos/${job.id}/move`, { before: order[order.indexOf(job.id) + 2] ?? null });
   },
   async again(job) {
     await call("POST", `/v1/videos/${job.id}/remix`, { prompt: job.prompt });

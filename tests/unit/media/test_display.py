@@ -10,10 +10,11 @@ from typing import Any
 import av
 import numpy as np
 import pytest
+import torch
 from av.stream import Disposition
 from av.video.reformatter import ColorRange, Colorspace
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, ImageOps
+from PIL import ExifTags, Image, ImageCms, ImageOps
 
 from opensora_cli.core.exceptions import MediaError
 from opensora_cli.media import containers
@@ -50,20 +51,21 @@ def box(name: bytes, content: bytes) -> bytes:
     return struct.pack(">I4s", 8 + len(content), name) + content
 
 
-def test_pixels_that_are_not_square_are_refused_and_rounded_ones_are_not(tmp_path: Path) -> None:
-    path = write_tracks(tmp_path / "a.mp4", pattern(), aspect=Fraction(16, 15))
-    for read in (probe, read_video):
-        with pytest.raises(MediaError, match=r"has pixels that are 1\.07 times as wide as high") as caught:
-            read(path)
-        assert "setsar=1" in str(caught.value.hint)
-    path = write_tracks(tmp_path / "b.mp4", pattern(), aspect=Fraction(1216, 1215))
-    assert probe(path).width == read_video(path).frames_THWC.shape[2] == 64
+class TestShapeOfPixels:
+    @pytest.mark.parametrize(("aspect", "size"), [((2, 1), (64, 128)), ((1, 2), (128, 64)), ((10, 11), (70, 64))])
+    def test_pixels_become_square(self, tmp_path: Path, aspect: tuple[int, int], size: tuple[int, int]) -> None:
+        path = write_tracks(tmp_path / "a.mp4", pattern(), aspect=Fraction(*aspect))
+        facts = probe(path)
+        frame = read_video(path).frames_THWC[0]
+        assert (facts.height, facts.width) == frame.shape[:2] == size
+        expected = torch.from_numpy(np.array(Image.fromarray(pattern()).resize(size[::-1]))).float()
+        assert (frame.float() - expected).abs().mean() < 3
 
-
-def test_frames_of_too_many_pixels_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(containers, "_MOST_PIXELS", 64 * 63)
-    with pytest.raises(MediaError, match="has frames of 64 x 64 pixels, and at most 4,032 are read"):
-        probe(write_tracks(tmp_path / "a.mp4", pattern()))
+    def test_limit_of_pixels_counts_the_stretched_frame(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(containers, "_MOST_PIXELS", 64 * 128)
+        assert probe(write_tracks(tmp_path / "a.mp4", pattern(), aspect=Fraction(2))).width == 128
+        with pytest.raises(MediaError, match="has frames of 64 x 64 pixels, and at most 2,730 are read"):
+            probe(write_tracks(tmp_path / "b.mp4", pattern(), aspect=Fraction(3)))
 
 
 class TestTracks:
@@ -153,6 +155,17 @@ class TestColors:
         # 20 of 203 cd/m² is a tenth of the light: level 89 of sRGB.
         assert gray == pytest.approx(89, abs=3)
         assert 245 <= white < highlight <= 255
+
+    @pytest.mark.parametrize("ending", ["png", "jpg", "tiff", "webp"])
+    def test_color_profile_is_applied(self, tmp_path: Path, ending: str) -> None:
+        """A profile with the primaries of sRGB, of which red and blue are exchanged."""
+        profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+        for old, new in ((b"rXYZ", b"____"), (b"bXYZ", b"rXYZ"), (b"____", b"bXYZ"), (b"s\0R\0G\0B", b"o\0t\0h\0e")):
+            assert old in profile
+            profile = profile.replace(old, new)
+        Image.new("RGB", (8, 8), (60, 180, 90)).save(tmp_path / f"a.{ending}", icc_profile=profile, quality=100)
+        read = read_picture(tmp_path / f"a.{ending}")
+        assert read[4, 4].float().numpy() == pytest.approx([90, 180, 60], abs=4)
 
     @pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "RGB"])
     def test_transparent_parts_are_white(self, tmp_path: Path, mode: str) -> None:
