@@ -188,7 +188,9 @@ def train_plan(recipe: str, machine: str, changes: Mapping[str, object]) -> Trai
     """Return the plan of a recipe on the hardware of `--on`, without an estimate of its memory."""
     planned = read_machine(machine)
     given = {**planned.counts(()), **{key: Given(value, "--set") for key, value in changes.items()}}
-    settings = load_train_settings(config=Path(recipe), overrides=given, environment={}, saved=None)
+    settings = load_train_settings(
+        config=Path(recipe), overrides=given, environment={}, saved=None, report=lambda line: None
+    )
     return plan_training(settings, overwrite=True, machine=planned)
 
 

@@ -7,7 +7,7 @@ from opensora_cli.core.reading import require_there
 from opensora_cli.engine.encode.inputs import require_cache_inputs
 from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettings, ShardSettings
 from opensora_cli.settings.flags import Option
-from opensora_cli.settings.layers import Layer
+from opensora_cli.settings.layers import Given, Layer
 from opensora_cli.settings.train import TrainSettings
 
 

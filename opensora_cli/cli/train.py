@@ -54,6 +54,7 @@ def load_settings(
         overrides=overrides if machine is None else {**machine.counts(overrides), **overrides},
         environment=os.environ,
         saved=call.value("--from", Path),
+        report=call.reporter.note,
     )
 
 
@@ -98,7 +99,7 @@ def _run(given: Layer, call: Call) -> None:
     call.show(result)
 
 
-CONFIG_HELP = "Recipe of osora (see --list), or YAML file of settings."
+CONFIG_HELP = "Recipe of osora (see --list), YAML file of settings, or .py configuration of the reference."
 _NEW = "Write DIR.yaml: a recipe that extends --config (demo_lora), with buckets for the clips of DIR."
 SET_HELP = "Set any setting, as in loop.steps=400; wins over FILE."
 _ROWS = {

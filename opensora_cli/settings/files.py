@@ -26,8 +26,6 @@ CODE = ...
 """Value of an assignment in a `.py` file that is code and not data."""
 PLAIN_VALUES = "such files are parsed, not executed: write the value itself"
 """Hint for code in a `.py` file."""
-MIGRATE = "start from a recipe, as in osora train --config stage1; docs/how_to/migrate_from_open_sora.md has the names"
-"""Hint for a `.py` file that is not for sampling."""
 
 
 def presets_folder() -> Path:
@@ -199,7 +197,7 @@ class ConfigFile(NamedTuple):
     @property
     def is_for_training(self) -> bool:
         """Whether the file is for training, and not for generation."""
-        return self.path.suffix != ".py" and "target" in self.values
+        return "sampling_option" not in self.values if self.path.suffix == ".py" else "target" in self.values
 
 
 def open_config(name: Path | ConfigFile, *kinds: str) -> ConfigFile:

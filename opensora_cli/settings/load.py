@@ -212,13 +212,10 @@ def generate_request(
         overrides = {**on.counts(overrides), **overrides}
     layer, notes = {}, list[str]()
     if config is not None:
-        file = open_config(config, "generate")
-        values = file.values
-        if file.path.suffix == ".py":
-            from opensora_cli.settings.reference import read_reference
+        from opensora_cli.settings.reference import read_reference_generation, read_settings
 
-            values, left = read_reference(file)
-            notes += [f"{file.path}: not carried over: {', '.join(left)}"] if left else []
+        file = open_config(config, "generate")
+        values = read_settings(file, read_reference_generation, notes.append)
         layer = read_sections(GenerateSettings, values, source=str(file.path))
     variables = read_environment(GenerateSettings, environment)
     request = GenerateRequest(overrides=overrides, saved=saved, environment=variables, config=layer, notes=notes, on=on)

@@ -1,19 +1,23 @@
-"""Settings files (`.py`) of the reference implementation for sampling, in the terms of `GenerateSettings`.
+"""Settings files (`.py`) of the reference implementation for sampling and training, in the terms of osora.
 
 The tables of names carry settings over. All other names are reported, unless their value is in `_USUAL`.
 """
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
+from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem
 from opensora_cli.core.section import Section, is_inside, nested
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.registry import OPEN_SORA_V2, OPEN_SORA_V2_DC_AE
 from opensora_cli.models.vae.config import DCAEConfig, FluxAEConfig, HunyuanSizes
-from opensora_cli.settings.files import CODE, MIGRATE, PLAIN_VALUES, ConfigFile
+from opensora_cli.settings.files import CODE, PLAIN_VALUES, ConfigFile
+
+Sections = tuple[dict[str, Any], list[str]]
+"""Settings, nested as in a YAML file, and the names that were not carried over."""
 
 _AUTOENCODERS: Mapping[str, tuple[str, str, type[Section]]] = {
     "hunyuan_vae": ("hunyuan", "vae", HunyuanSizes),
@@ -22,6 +26,11 @@ _AUTOENCODERS: Mapping[str, tuple[str, str, type[Section]]] = {
 }
 """Kind of each autoencoder, the section of its sizes, and the sizes, which have the same names."""
 _TILING = {"use_spatial_tiling": "vae.spatial_tiling", "use_temporal_tiling": "vae.temporal_tiling"}
+_SHARED = {
+    **{f"model.{name}": f"model.{name}" for name in MMDiTConfig.model_fields},
+    "t5.max_length": "text.t5_max_length",
+    "clip.max_length": "text.clip_max_length",
+}
 _SAMPLING = {
     "resolution": "video.resolution",
     "aspect_ratio": "video.aspect_ratio",
@@ -36,9 +45,7 @@ _SAMPLING = {
 }
 """Names in the section `sampling_option`. A name that stands alone wins over the one in the section."""
 SAMPLING_NAMES = {
-    **{f"model.{name}": f"model.{name}" for name in MMDiTConfig.model_fields},
-    "t5.max_length": "text.t5_max_length",
-    "clip.max_length": "text.clip_max_length",
+    **_SHARED,
     **_SAMPLING,
     "sampling_option.seed": "sampling.seed",
     "cond_type": "condition.mode",
@@ -53,30 +60,75 @@ SAMPLING_NAMES = {
     "save_dir": "output.path",
     "use_t2i2v": "picture.first",
 }
-"""Setting of each name."""
+"""Setting of each name in a file for sampling."""
+_TRAINING = {
+    **_SHARED,
+    **{f"condition_config.{mode}": f"train_mmdit.mode_weights.{mode}" for mode in CONDITION_MODES},
+    "dataset.data_path": "data.table",
+    "dataset.fps_max": "data.fps_max",
+    "num_workers": "data.workers",
+    "prefetch_factor": "data.prefetch",
+    "dropout_ratio.t5": "train_mmdit.t5_dropout",
+    "dropout_ratio.clip": "train_mmdit.clip_dropout",
+    "model.from_pretrained": "init",
+    "t5.from_pretrained": "train_mmdit.files.t5",
+    "clip.from_pretrained": "train_mmdit.files.clip",
+    "optim.lr": "optimizer.learning_rate",
+    "optim.eps": "optimizer.eps",
+    "optim.weight_decay": "optimizer.weight_decay",
+    "grad_clip": "optimizer.max_grad_norm",
+    "warmup_steps": "optimizer.warmup_steps",
+    "ema_decay": "loop.ema_decay",
+    "log_every": "loop.log_every",
+    "seed": "loop.seed",
+    "sigma_min": "train_mmdit.sigma_min",
+    "outputs": "output",
+    "ckpt_every": "checkpoints.every",
+    "keep_n_latest": "checkpoints.keep",
+    "dtype": "precision.compute",
+    "grad_checkpoint": "memory.checkpointing",
+}
 _USUAL = """
-batch_size=1 pp_size=1 temporal_reduction=4 in_channels=3 out_channels=3 out_ch=3 resolution=256 dropout=0 dropout=0.0
+accumulation_steps=1 batch_size=1 pp_size=1 temporal_reduction=4
+in_channels=3 out_channels=3 out_ch=3 resolution=256 dropout=0 dropout=0.0
 encoder_add_residual=False encoder_slice_t=False decoder_add_residual=False decoder_slice_t=False
 from_pretrained=None plugin=None plugin_ae=None plugin_config=None plugin_config_ae=None guidance_img=None seed=None
-prompt_as_path=False save_prefix= offload_model=True offload_model=False
-enable_sequence_parallelism=True enable_sequence_parallelism=False cond_type=t2v cond_type=None method=i2v shift=True
-type=flux type=text_embedder type=text model_name=dc-ae-f32t4c128 from_scratch=True
+prompt_as_path=False save_prefix= grad_checkpoint=False use_cosine_scheduler=False
+offload_model=True offload_model=False enable_sequence_parallelism=True enable_sequence_parallelism=False
+cond_type=t2v cond_type=None method=i2v shift=True adamw_mode=True cls=HybridAdam cls=AdamW cls=Adam
+type=flux type=text_embedder type=text type=video_text transform_name=resize_crop
+model_name=dc-ae-f32t4c128 from_scratch=True
 """
 """Values that need no setting here, by the last part of the name. Without references `t2v` is chosen anyway."""
-_REPEATED = frozenset(("patch_size", "ae_spatial_compression"))
+_REPEATED = frozenset(("patch_size", "ae_spatial_compression", "lr", "eps", "grad_ckpt_settings"))
 """Names that other lines of the published files use."""
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _FOLDER = "ckpts"
 
 
-def read_reference(file: ConfigFile) -> tuple[dict[str, Any], list[str]]:
-    """Return the settings in a `.py` file, nested as in a YAML file, and the names that are not carried over.
+def read_settings(
+    file: ConfigFile, read_reference: Callable[[ConfigFile], Sections], report: Callable[[str], None]
+) -> Mapping[str, object]:
+    """Return the sections in a YAML file, or those that `read_reference` finds in a `.py` file.
+
+    `report` gets a line with the names that are not carried over.
+    """
+    if file.path.suffix != ".py":
+        return file.values
+    sections, left = read_reference(file)
+    if left:
+        report(f"{file.path}: not carried over: {', '.join(left)}")
+    return sections
+
+
+def read_reference_generation(file: ConfigFile) -> Sections:
+    """Read a `.py` file for sampling in the terms of `GenerateSettings`.
 
     Raises FileProblem if the file is for another kind of model, or is not for sampling.
     """
     values, found, top = _Values(file), dict[str, Any](), file.values
     if "sampling_option" not in top and not top.keys().isdisjoint(("optim", "bucket_config", "vae_loss_config")):
-        raise FileProblem(f"{file.path} is not for sampling", hint=MIGRATE)
+        raise FileProblem(f"{file.path} is not for sampling", hint=f"use osora train --config {file.path}")
     if "sampling_option" in top:
         # Defaults of the reference implementation.
         found |= {"picture.first": False, "video.fps": 16, "prompt_suffix.motion_score": None}
@@ -105,8 +157,43 @@ def read_reference(file: ConfigFile) -> tuple[dict[str, Any], list[str]]:
         for section, ours in (("img_flux", "transformer"), ("img_flux_ae", "vae")):
             found |= values.take_file(f"{section}.from_pretrained", f"picture.files.{ours}")
     found |= values.take({f"sampling_option.{name}": ours for name, ours in _SAMPLING.items()})
-    values.pop("sampling_option.is_causal_vae", None)
+    values.drop("sampling_option.is_causal_vae")
     return nested(found | values.take(SAMPLING_NAMES)), values.left()
+
+
+def read_reference_training(file: ConfigFile) -> Sections:
+    """Read a `.py` file for training in the terms of `TrainSettings`.
+
+    Raises FileProblem if the file is for another kind of model, or is not for training.
+    """
+    values, top = _Values(file), file.values
+    if "sampling_option" in top:
+        raise FileProblem(f"{file.path} is for sampling", hint=f"use osora generate --config {file.path}")
+    if "vae_loss_config" in top:
+        raise FileProblem(
+            f"{file.path} trains an autoencoder", hint="start from a recipe, as in osora train --config vae_dc_ae"
+        )
+    modes = {mode: int(mode == "t2v" and "condition_config" not in top) for mode in CONDITION_MODES}
+    found: dict[str, Any] = {"target": "mmdit", "optimizer.warmup_steps": 0, "model.cond_embed": False}
+    found |= {f"train_mmdit.mode_weights.{mode}": weight for mode, weight in modes.items()}
+    found |= values.take_autoencoder("ae") if "ae" in top else {}
+    if isinstance(name := values.get("ae.from_pretrained"), str):
+        vae = PurePosixPath(name)
+        found |= {"train_mmdit.files.vae": vae.name, "weights": str(vae.parent)}
+        values.drop("ae.from_pretrained")
+    if values.get("plugin") in ("zero1", "zero2"):
+        found["strategy"] = values.pop("plugin")
+    buckets = values.take({name: name for name in [*values, "bucket_config"] if name.startswith("bucket_config")})
+    if buckets:
+        found["data.buckets"] = {name.removeprefix("bucket_config."): row for name, row in buckets.items()}
+    betas = values.get("optim.betas", (0.9, 0.999))
+    if isinstance(betas, list | tuple) and len(betas) == 2:
+        found |= {"optimizer.beta1": betas[0], "optimizer.beta2": betas[1]}
+        values.drop("optim.betas")
+    if values.get("use_cosine_scheduler") is True:
+        values.drop("use_cosine_scheduler")
+        found["optimizer.schedule"] = "cosine"
+    return nested(found | values.take(_TRAINING)), values.left()
 
 
 class _Values(dict[str, Any]):
@@ -156,6 +243,11 @@ class _Values(dict[str, Any]):
             return {key: str(file.relative_to(_FOLDER))}
         # The names of text encoders are also those of their repositories.
         return {key: str(file) if key in ("files.t5", "files.clip") else os.path.abspath(file)}
+
+    def drop(self, *names: str) -> None:
+        """Ignore settings without a report."""
+        for name in names:
+            self.pop(name, None)
 
     def left(self) -> list[str]:
         """Return the names that remain. A section without a setting that is carried over is named as a whole."""

@@ -28,8 +28,9 @@ from opensora_cli.settings.devices import (
     Threads,
     TrainParallelSettings,
 )
-from opensora_cli.settings.files import MIGRATE, ConfigFile, list_presets, open_config
+from opensora_cli.settings.files import ConfigFile, list_presets, open_config
 from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
+from opensora_cli.settings.reference import read_reference_training, read_settings
 
 VAE_FILE = "vae.safetensors"
 TRANSFORMER_FILE = "transformer.safetensors"
@@ -117,11 +118,13 @@ def load_train_settings(
     overrides: Layer,
     environment: Mapping[str, str],
     saved: Path | None = None,
+    report: Callable[[str], None] = lambda line: None,
 ) -> TrainSettings:
     """Return the settings of a run: `overrides` over the environment over a file over the entry of `model.name`.
 
-    The file is `config` (a recipe by name, or a YAML file), or `saved`: the complete `settings.json` of an earlier run,
-    which precedes the environment. A run writes only into the folder of `saved`, or where `overrides` say.
+    The file is `config` (a recipe by name, a YAML file or a `.py` file of the reference), or `saved`: the complete
+    `settings.json` of an earlier run, which precedes the environment. A run writes only into the folder of `saved`, or
+    where `overrides` say. `report` gets a line with the names in a `.py` file that are not carried over.
 
     Raises:
         RequestError: A key is unknown, a value breaks a rule, an override has no effect, or no file is named.
@@ -133,9 +136,10 @@ def load_train_settings(
     variables = read_environment(TrainSettings, environment)
     if config is not None:
         file = open_config(config, "train")
-        if file.path.suffix == ".py":
-            raise FileProblem(f"{file.path} is not for osora train", hint=MIGRATE)
-        given = {**read_sections(TrainSettings, file.values, source=str(file.path)), **variables}
+        path, values = file.path, read_settings(file, read_reference_training, report)
+        given = {**read_sections(TrainSettings, values, source=str(path)), **variables}
+        if path.suffix == ".py" and "data.table" not in {*given, *overrides}:
+            raise RequestError(f"{path} names no table of clips", hint="give one: --set data.table=clips.csv")
     elif saved is not None:
         hint = "--from takes the settings.json in the folder of a run"
         document = read_json_object(saved, hint=hint)

@@ -1,4 +1,4 @@
-"""The reference implementation's `.py` files as settings of `osora generate`."""
+"""The reference implementation's `.py` files as settings of `osora generate` and `osora train`."""
 
 from operator import attrgetter
 from pathlib import Path
@@ -12,7 +12,7 @@ from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import Given
 from opensora_cli.settings.load import generate_request, load_generate_settings, load_preset
 from opensora_cli.settings.tools import ReconstructSettings, load_vae_settings
-from opensora_cli.settings.train import load_train_settings
+from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 SAMPLING = """save_dir = "made"; seed = 42; batch_size = 1; dtype = "bf16"; cond_type = "t2v"
 dataset = dict(type="text")
@@ -49,6 +49,25 @@ ae = dict(_delete_=True, type="dc_ae", model_name="dc-ae-f32t4c128", from_scratc
 ae_spatial_compression = 32
 sampling_option = dict(num_frames=128)
 """
+TRAINING = """dataset = dict(type="video_text", transform_name="resize_crop", fps_max=16, vmaf=True)
+grad_ckpt_settings = (2, 100)
+bucket_config = {"256px": {1: (1.0, 4)}, "1024px": {1: (0.5, 1)}}
+model = dict(type="flux", from_pretrained=None, strict_load=False, fused_qkv=False,
+             grad_ckpt_settings=grad_ckpt_settings,
+             hidden_size=96, num_heads=4, depth=3, depth_single_blocks=5, axes_dim=[8, 8, 8], theta=10_000)
+dropout_ratio = {"t5": 0.25, "clip": 0.5}
+ae = dict(type="hunyuan_vae", from_pretrained="./ckpts/hunyuan_vae.safetensors", in_channels=3,
+          use_temporal_tiling=False)
+is_causal_vae = True
+t5 = dict(type="text_embedder", from_pretrained="google/t5-v1_1-xxl", max_length=256, shardformer=True)
+clip = dict(type="text_embedder", from_pretrained="openai/clip-vit-large-patch14", max_length=77)
+lr = 2e-5
+optim = dict(cls="HybridAdam", lr=lr, eps=1e-15, weight_decay=0.0, adamw_mode=True)
+warmup_steps = 3; grad_clip = 0.5; use_cosine_scheduler = True; sigma_min = 1e-4; accumulation_steps = 1
+ema_decay = None; num_workers = 5; prefetch_factor = 4; dtype = "bf16"; grad_checkpoint = True; load = "outputs/epoch0"
+plugin = "zero2"; plugin_config = dict(reduce_bucket_size_in_m=128)
+seed = 7; outputs = "out"; log_every = 11; ckpt_every = 12; keep_n_latest = 13
+"""
 FILES = {
     "256px.py": SAMPLING,
     "plugins/sp.py": SPLIT,
@@ -56,6 +75,7 @@ FILES = {
     "768px.py": "_base_ = ['256px.py', 'plugins/sp.py']\nsampling_option = dict(resolution='768px')\n",
     "t2i2v_768px.py": "_base_ = ['768px.py', 'plugins/t2i2v.py']\n",
     "high_compression.py": HIGH_COMPRESSION,
+    "train.py": TRAINING,
 }
 LISTED = ["seed", "model.fused_qkv", "model.use_liger_rope", "t5.shardformer"]
 LISTED_SPLIT = [*LISTED, "plugin", "plugin_config", "plugin_ae", "plugin_config_ae"]
@@ -85,6 +105,13 @@ def generation(path: Path) -> tuple[GenerateSettings, list[str]]:
     """Return the settings, and the names that are not carried over."""
     request = generate_request({"prompt": Given("sea", "the test")}, config=path, environment={})
     return load_generate_settings(request, model=request.model), listed(path, list(request.notes))
+
+
+def training(path: Path) -> tuple[TrainSettings, list[str]]:
+    lines: list[str] = []
+    given = {"data.table": Given("clips.csv", "the test")}
+    settings = load_train_settings(config=path, overrides=given, environment={}, report=lines.append)
+    return settings, listed(path, lines)
 
 
 def wrong(settings: object, expected: str) -> list[str]:
@@ -148,33 +175,56 @@ def test_names_without_a_place_are_listed_once_and_whole_sections_by_their_name(
     ]
 
 
+def test_everything_of_training_that_has_a_place(folder: Path) -> None:
+    settings, left = training(folder / "train.py")
+    expected = """
+        target=mmdit strategy=zero2 precision.compute=bf16 weights=('ckpts',) output=out data.fps_max=16.0
+        model.hidden_size=96 model.axes_dim=(8,8,8) model.cond_embed=False train_mmdit.t5_dropout=0.25
+        train_mmdit.files.vae=hunyuan_vae.safetensors train_mmdit.files.t5=google/t5-v1_1-xxl text.t5_max_length=256
+        optimizer.learning_rate=2e-05 optimizer.beta2=0.999 optimizer.warmup_steps=3 optimizer.schedule=cosine
+        memory.checkpointing=full loop.seed=7 loop.ema_decay=None checkpoints.every=12
+    """
+    assert wrong(settings, expected) == []
+    assert settings.data.buckets == {"256px": {1: (1.0, 4)}, "1024px": {1: (0.5, 1)}}
+    assert settings.train_mmdit.mode_weights.by_mode() == {"t2v": 1}
+    names = ["dataset.vmaf", "model.strict_load", "model.fused_qkv", "model.grad_ckpt_settings", "is_causal_vae"]
+    assert left == [*names, "t5.shardformer", "load", "plugin_config"]
+
+
+def test_files_for_another_command(folder: Path) -> None:
+    with pytest.raises(FileProblem, match=r"train\.py is not for sampling") as caught:
+        generate_request(config=folder / "train.py", environment={})
+    assert "osora train" in str(caught.value.hint)
+    with pytest.raises(FileProblem, match=r"256px\.py is for sampling") as caught:
+        training(folder / "256px.py")
+    assert "osora generate --config" in str(caught.value.hint)
+    path = own(folder, "vae_loss_config = dict(perceptual_loss_weight=0.5)", base="train.py")
+    with pytest.raises(FileProblem, match=r"own\.py trains an autoencoder"):
+        training(path)
+    with pytest.raises(FileProblem, match=r"256px\.py is not for osora vae"):
+        load_vae_settings(ReconstructSettings, config=folder / "256px.py", overrides={}, environment={})
+
+
+@pytest.mark.parametrize(
+    "lines",
+    ["optim = dict(_delete_=True, betas=5)", "bucket_config = None", "condition_config = 3", "dtype = ['bf16']"],
+)
+def test_values_of_another_form_are_no_crash(folder: Path, lines: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = own(folder, lines, base="train.py")
+    assert main(["train", "--config", str(config), "--set", "nope=1"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+
+
 def test_the_commands_list_what_is_left(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["generate", "sea", "--config", str(folder / "256px.py"), "--set", "video.num_frames=5"]
     assert main([*command, "--gpus", "5", "--set", "parallel.ring_degree=3", "--device", "cpu"]) == 2
     error = capsys.readouterr().err
     assert "parallel.ring_degree=3 must divide the 5 devices" in error
     assert f"256px.py: not carried over: {', '.join(LISTED)}\n" in error
-
-
-def test_files_for_another_command(tmp_path: Path) -> None:
-    path = tmp_path / "train.py"
-    path.write_text("optim = dict(lr=1e-5)\n")
-    with pytest.raises(FileProblem, match=r"train\.py is not for sampling") as caught:
-        generate_request(config=path, environment={})
-    assert "osora train --config stage1" in str(caught.value.hint)
-    with pytest.raises(FileProblem, match=r"train\.py is not for osora train"):
-        load_train_settings(config=path, overrides={}, environment={})
-    with pytest.raises(FileProblem, match=r"train\.py is not for osora vae"):
-        load_vae_settings(ReconstructSettings, config=path, overrides={}, environment={})
-
-
-@pytest.mark.parametrize(
-    "lines", ["model = 3", "sampling_option = None", "ae = dict(type=['dc_ae'])", "dtype = ['bf16']"]
-)
-def test_values_of_another_form_are_no_crash(folder: Path, lines: str, capsys: pytest.CaptureFixture[str]) -> None:
-    config = own(folder, f"sampling_option = dict(num_frames=3)\n{lines}")
-    assert main(["generate", "sea", "--config", str(config), "--device", "cpu"]) in (2, 3)
-    assert "Traceback" not in capsys.readouterr().err
+    assert main(["train", "--config", str(folder / "train.py"), "--dry-run", "--device", "cpu"]) == 2
+    error = capsys.readouterr().err
+    assert "names no table of clips" in error
+    assert "not carried over: dataset.vmaf, model.strict_load, " in error
 
 
 def test_data_is_read_and_code_is_not_executed(tmp_path: Path) -> None:
