@@ -66,11 +66,15 @@ def continued(given: dict[str, Given], call: Call) -> SavedSettings | None:
     assert file is not None
     from opensora_cli.engine import show
 
-    return show.continued(file, given)
+    saved = show.continued(file, given)
+    if saved is None and not {"resume", "from_latents"} & given.keys():
+        call.reporter.note(f"{file} has no sidecar: it gives its prompt and seed alone")
+    return saved
 
 
 def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:
     """Refuse options that have no effect together, or without one another."""
+    call.require("--prompts", beside="--shard")
     call.require("--dry-run", beside="--on")
     call.require("--explore-steps", beside="--explore")
     call.require("--explore", beside="--explore-steps")
@@ -85,9 +89,11 @@ def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:
 
 
 def _make_rows(request: GenerateRequest, call: Call, table: Path, *, dry_run: bool) -> None:
-    from opensora_cli.engine.generate.prompts import read_prompts
+    from opensora_cli.engine.generate.prompts import read_prompts, rows_of_shard
 
-    rows = read_prompts(table)
+    shard = call.value("--shard", str)
+    own = rows_of_shard("1/1" if shard is None else shard)
+    rows = read_prompts(table)[own]
     with call.loading():
         from opensora_cli.engine.generate.batch import generate_rows, plan_rows
 
@@ -119,6 +125,7 @@ _OWN_ROWS = {
     "--dry-run": Option(kind=bool, help="Print the plan and whether it fits.", is_common=True),
     "--on": ON,
     "--prompts": Option("", PROMPT, "Make each row of a .txt or .csv.", "FILE", Path, is_common=True),
+    "--shard": Option("", PROMPT, "Make every N-th row of --prompts, from number I on.", "I/N"),
     "--continue": Option("", REFERENCE, "Continue a video at its size and rate.", "FILE", Path, is_common=True),
     "--explore": Option("", SAMPLING, "Start K seeds and write a sheet of previews; --from finishes one.", "K"),
     "--explore-steps": Option("", SAMPLING, "Steps of each seed of --explore.", "N"),

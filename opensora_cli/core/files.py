@@ -118,9 +118,8 @@ def take_name(temporary: Path, target: Path, *, replace: bool, swap: bool = Fals
             temporary.replace(target)
     else:
         try:
-            if not is_folder and os.path.lexists(target):
-                raise FileExistsError(target)
-            temporary.rename(target)  # a folder only over an empty folder
+            # A folder can only be renamed over an empty folder.
+            temporary.rename(target) if is_folder else _link_or_rename(temporary, target)
         except OSError as error:
             if not os.path.lexists(target):
                 raise
@@ -203,6 +202,16 @@ def require_space(path: Path, needed: int) -> None:
         raise OutputError(
             f"{path} needs {format_bytes(needed)}, and its disk has {format_bytes(usage.free)} free", hint=_MAKE_ROOM
         )
+
+
+def _link_or_rename(temporary: Path, target: Path) -> None:
+    """Give a file an unused name. Linking, unlike renaming, never replaces a file."""
+    try:
+        os.link(temporary, target)
+    except OSError:  # a file system without links
+        if os.path.lexists(target):
+            raise
+        temporary.rename(target)
 
 
 def _swap_names(temporary: Path, target: Path) -> None:

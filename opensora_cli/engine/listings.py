@@ -1,11 +1,15 @@
-"""Presets of generation with their needs, and recipes of training. Needs no torch."""
+"""Presets of generation with their needs and GPUs, and recipes of training. Needs no torch."""
 
 from pathlib import Path
 from typing import Any
 
 from opensora_cli.core.documents import Document
 from opensora_cli.settings.files import describe_preset, list_presets, preset_path
+from opensora_cli.settings.hardware import read_machine
 from opensora_cli.settings.load import load_preset
+
+_GIB = 2**30
+
 
 NEEDS = {
     "256px": (23.0, 15.8, 31.7),
@@ -29,23 +33,29 @@ class Preset(Document):
     """GPU memory with `--offload blocks --resident-blocks 1`."""
     disk_gib: float
     """Weights in bfloat16."""
+    fits: tuple[str, ...]
+    """GPUs that need no offloading."""
+    fits_with_offload: tuple[str, ...]
+    """GPUs that need offloading."""
     settings: dict[str, Any]
 
     def lines(self) -> list[str]:
         video, steps = self.settings["video"], self.settings["sampling"]["num_inference_steps"]
         model, size = self.settings["model"]["name"], f"{video['resolution']} {video['aspect_ratio']}"
+        offloaded = f"; with offload {', '.join(self.fits_with_offload)}" if self.fits_with_offload else ""
         length = "a picture" if video["num_frames"] == 1 else f"{video['num_frames']} frames at {video['fps']} fps"
         return [
             f"{self.name}: {model}, {size}, {length}, {steps} steps",
             f"  needs {self.memory_gib} GiB of GPU memory ({self.least_memory_gib} GiB with --offload blocks), "
             f"{self.disk_gib} GiB on disk",
+            f"  fits {', '.join(self.fits)}{offloaded}",
         ]
 
 
 class Presets(Document):
     """Presets of generation."""
 
-    SCHEMA = "osora.presets/3"
+    SCHEMA = "osora.presets/2"
 
     presets: tuple[Preset, ...]
 
@@ -54,10 +64,19 @@ class Presets(Document):
 
 
 def describe_presets() -> Presets:
+    gpus = sorted((read_machine(name).gpu for name in list_presets("hardware")), key=lambda gpu: gpu.memory)
+
     def describe(name: str) -> Preset:
         most, least, disk = NEEDS[name]
-        settings = load_preset(name).model_dump(mode="json", exclude={"prompt"})
-        return Preset(name=name, memory_gib=most, least_memory_gib=least, disk_gib=disk, settings=settings)
+        return Preset(
+            name=name,
+            memory_gib=most,
+            least_memory_gib=least,
+            disk_gib=disk,
+            fits=tuple(gpu.name for gpu in gpus if gpu.free_bytes >= most * _GIB),
+            fits_with_offload=tuple(gpu.name for gpu in gpus if least * _GIB <= gpu.free_bytes < most * _GIB),
+            settings=load_preset(name).model_dump(mode="json", exclude={"prompt"}),
+        )
 
     return Presets(presets=tuple(map(describe, list_presets("generate"))))
 

@@ -108,7 +108,8 @@ def show_recorded(path: Path) -> Shown | None:
 def continued(path: Path, given: dict[str, Given]) -> SavedSettings | None:
     """Return the settings in the sidecar that `--from` names.
 
-    Saved latents add the setting that continues them to `given`. Raises FileProblem if a sidecar is missing or broken.
+    Without one, `given` gets what the file records, unless it is given: the setting that continues saved latents, or the
+    prompt and seed of a result. Raises FileProblem if a sidecar is broken, or a result has none and no prompt in itself.
     """
     if path.name.endswith(_WEIGHTS_ENDING):
         try:
@@ -118,10 +119,15 @@ def continued(path: Path, given: dict[str, Given]) -> SavedSettings | None:
         given["resume" if is_begun else "from_latents"] = Given(str(path), "--from")
         return None
     sidecar = sidecar_path(path) if _is_media(path) else path
-    if sidecar is not path and not sidecar.is_file():
-        hint = "osora show prints the prompt and the seed that a video itself holds"
-        raise FileProblem(f"{path} has no sidecar {sidecar.name} beside it", hint=hint)
-    return read_sidecar(sidecar)
+    if sidecar is path or sidecar.is_file():
+        return read_sidecar(sidecar)
+    tags = read_tags(path) if path.exists() else {}
+    if "prompt" not in tags:
+        raise FileProblem(f"{path} has no sidecar {sidecar.name} beside it, and no prompt in itself")
+    for key, tag in (("prompt", "prompt"), ("sampling.seed", "seed")):
+        if tag in tags:
+            given.setdefault(key, Given(tags[tag], f"--from {path}"))
+    return None
 
 
 def _is_media(path: Path) -> bool:

@@ -66,7 +66,7 @@ class BatchResult(Document):
     SCHEMA = "osora.batch/3"
 
     rows: int
-    """Number of requested rows."""
+    """Number of requested rows, of the shard if there is one."""
     made: int
     kept: int
     """Number of rows that an earlier run finished."""

@@ -79,6 +79,16 @@ def read_prompts(path: Path) -> list[Row]:
     return rows
 
 
+def rows_of_shard(shard: str) -> slice:
+    """Return the rows of a part such as `2/8`: every 8th, from the second on. Raises RequestError for other texts."""
+    index, _, count = shard.partition("/")
+    if not (index.isascii() and index.isdigit() and count.isascii() and count.isdigit()):
+        raise RequestError(f"--shard {shard} must be two numbers, as in --shard 2/8")
+    if not 1 <= int(index) <= int(count):
+        raise RequestError(f"--shard {shard} must count from 1/{count} to {count}/{count}")
+    return slice(int(index) - 1, None, int(count))
+
+
 def _lines(path: Path) -> Iterator[dict[str, object]]:
     """Yield the prompt of each line of a text."""
     try:

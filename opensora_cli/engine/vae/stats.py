@@ -101,7 +101,7 @@ def latent_statistics(settings: EncodeSettings, *, reporter: Reporter | None = N
 
     Raises:
         RequestError: sizes of the autoencoder contradict each other.
-        FileProblem: a folder has neither pictures nor videos, or cannot be read.
+        FileProblem: a folder has neither pictures nor videos.
         CheckpointError: weights are missing or broken, or do not fit the settings.
         HardwareError: the device is missing.
     """
@@ -109,9 +109,14 @@ def latent_statistics(settings: EncodeSettings, *, reporter: Reporter | None = N
     hardware = pick_hardware(settings.runtime.device, settings.runtime.dtype)
     weights = find_autoencoder(settings)
     encoded, failed = list[EncodedFile](), list[Failed]()
+
+    def unread(place: Path, reason: str) -> None:
+        reporter.warn(reason)
+        failed.append(Failed(file=str(place), error=reason))
+
     files = list[str]()
     for name in settings.files:
-        files += map(str, media_files(Path(name))) if os.path.isdir(name) else [name]
+        files += map(str, media_files(Path(name), unread=unread)[0]) if os.path.isdir(name) else [name]
     autoencoder = load_autoencoder(settings.vae, weights, device=hardware.device, dtype=hardware.dtype)
     with (
         threads_used(pick_threads(asked=settings.runtime.threads), reporter),

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from opensora_cli.core.exceptions import FileProblem, RequestError
-from opensora_cli.engine.generate.prompts import Row, read_prompts
+from opensora_cli.engine.generate.prompts import Row, read_prompts, rows_of_shard
 from opensora_cli.settings.layers import Given
 
 
@@ -81,6 +81,15 @@ def test_a_file_that_cannot_be_used_is_refused(tmp_path, name, text, error, mess
         read_prompts(tmp_path / name)
     if "sede" in message:
         assert caught.value.hint == "did you mean seed?"
+
+
+def test_shards_divide_the_rows():
+    rows = [Row(number) for number in range(1, 8)]
+    parts = [[row.number for row in rows[rows_of_shard(f"{index}/3")]] for index in (1, 2, 3)]
+    assert parts == [[1, 4, 7], [2, 5], [3, 6]]
+    for wrong in ("", "3", "0/3", "4/3", "a/b", "1/", "-1/2"):
+        with pytest.raises(RequestError, match="--shard"):
+            rows_of_shard(wrong)
 
 
 def test_settings_are_named_by_their_keys(tmp_path):
