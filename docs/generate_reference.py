@@ -31,7 +31,7 @@ FOLDER = Path(__file__).parent / "reference"
 
 COMMAND_OF_SCHEMA = {
     "generate": ("generate", "plan", "batch", "batch-plan"),
-    "train": ("train", "train-plan", "new-recipe", "recipes", "data-check"),
+    "train": ("train", "train-plan", "train-plot", "new-recipe", "recipes", "data-check"),
     "data": ("data-scan", "data-shard", "data-preview", "data-cache"),
     "ckpt": ("ckpt.convert", "ckpt.download", "ckpt.inspect", "ckpt.merge-lora", "ckpt.verify"),
     "vae": ("vae-reconstruct", "vae-stats"),
@@ -41,6 +41,7 @@ COMMAND_OF_SCHEMA = {
     "env-check": ("env-check", "env-profile"),
     "show": ("show",),
     "presets": ("presets",),
+    "gallery": ("gallery",),
 }
 """Schema names by the command that prints the documents."""
 

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 from opensora_cli.cli.command import CONFIG, DEVICES, ON, SET, Call, device_rows, make_command
+from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.encode.inputs import require_tables
 from opensora_cli.engine.listings import describe_recipes
 from opensora_cli.engine.train.early import check_output, refuse_early, warn_of_missing_inputs
@@ -25,10 +26,22 @@ def train(given: Layer, call: Call) -> None:
       osora train --list
       osora train --new clips
       osora train --config demo_lora --gpus 4 --set strategy=zero2
+      osora train --plot curves.png runs/first runs/second
     """
     if "--list" in call.given:
         call.refuse(_ROWS.keys() - {"--list"}, beside="--list, which prints the recipes alone")
         call.show(describe_recipes())
+    elif (plot := call.value("--plot", Path)) is not None:
+        others = _ROWS.keys() - {"RUN", "--plot", "--overwrite"}
+        call.refuse(others, beside="--plot, which trains nothing")
+        runs = call.value("RUN", list)
+        if runs is None:
+            raise RequestError("--plot needs the folders of runs", hint=f"osora train --plot {plot} RUN")
+        from opensora_cli.engine.train.curves import plot_runs
+
+        call.show(plot_runs(runs, plot, overwrite="--overwrite" in call.given))
+    elif "RUN" in call.given:
+        call.require("--plot", beside="RUN")
     elif (folder := call.value("--new", str)) is not None:
         others = _ROWS.keys() - {"--new", "--config"}
         call.refuse(others, beside="--new, which trains nothing", hint="put it into the file")
@@ -103,6 +116,7 @@ CONFIG_HELP = "Recipe of osora (see --list), YAML file of settings, or .py confi
 _NEW = "Write DIR.yaml: a recipe that extends --config (demo_lora), with buckets for the clips of DIR."
 SET_HELP = "Set any setting, as in loop.steps=400; wins over FILE."
 _ROWS = {
+    "RUN": Option(kind=list[str], help="With --plot: folder of a run."),
     "--config": CONFIG._replace(help=CONFIG_HELP, is_common=True),
     "--set": SET._replace(help=SET_HELP, is_common=True),
     "--from": Option(kind=Path, metavar="FILE", help="settings.json of an earlier run, in place of --config."),
@@ -114,6 +128,7 @@ _ROWS = {
     "--check-data": Option("", _CHECKS, "Print buckets, batches and bad rows only.", kind=bool, is_common=True),
     "--dry-run": Option("", _CHECKS, "Print the plan and the memory of a rank.", kind=bool, is_common=True),
     "--on": ON._replace(panel=_CHECKS),
+    "--plot": Option("", _CHECKS, "Draw the curves of each RUN: .png, .svg or .pdf; train nothing.", "FILE", Path),
     **device_rows(),
     "--gpus": Option("parallel.gpus", MACHINE, "GPUs that share the work, or processes on a CPU.", "N", is_common=True),
     "--devices": DEVICES,

@@ -108,8 +108,10 @@ def show_recorded(path: Path) -> Shown | None:
 def continued(path: Path, given: dict[str, Given]) -> SavedSettings | None:
     """Return the settings in the sidecar that `--from` names.
 
-    Without one, `given` gets what the file records, unless it is given: the setting that continues saved latents, or the
-    prompt and seed of a result. Raises FileProblem if a sidecar is broken, or a result has none and no prompt in itself.
+    Without one, `given` gets what the file records, unless it is given: the setting that continues saved latents, or
+    the prompt and seed of a result.
+
+    Raises FileProblem if the sidecar is missing or broken, and a result has no prompt in itself.
     """
     if path.name.endswith(_WEIGHTS_ENDING):
         try:

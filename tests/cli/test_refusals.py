@@ -78,6 +78,8 @@ EARLY = [
     (2, ["train", "--config", "vae_hunyuan", "--resume", "--overwrite"], "give one of them"),
     (2, ["train", "--config", "vae_hunyuan", "--check-data", "--dry-run"], "--dry-run has no effect with --check-data"),
     (2, ["train", "--config", "vae_hunyuan", "--on", "2x4090"], "--on has no effect without --dry-run"),
+    (2, ["train", "--plot", "a.png"], "--plot needs the folders of runs"),
+    (2, ["train", "run"], "RUN has no effect without --plot"),
     (3, ["train", "--from", "gone.json"], "gone.json does not exist"),
     (3, ["train", "--config", "demo_lora", "--set", "data.table=gone.csv"], "gone.csv does not exist"),
     (2, ["train", "--config", "demo_lora", "--set", "data.table=none"], "data.table is not set"),
