@@ -29,8 +29,7 @@ from opensora_cli.core.device import device_count
 from opensora_cli.core.device_names import indexed, type_of_ranks
 from opensora_cli.core.exceptions import OsoraError, RequestError
 from opensora_cli.core.progress import Reporter, SilentReporter, StageProgress
-from opensora_cli.core.rank_link import beat
-from opensora_cli.core.ranks import RankContext
+from opensora_cli.core.ranks import RankContext, beat
 from opensora_cli.core.signals import end_with_parent
 from opensora_cli.engine.generate.dry_run import plan_generation
 from opensora_cli.engine.generate.events import Hooks
