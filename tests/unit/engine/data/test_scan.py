@@ -1,8 +1,6 @@
 """From folders to tables, parts and contact sheets."""
 
 import json
-import random
-import re
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -10,7 +8,6 @@ from typing import Any
 import av
 import numpy as np
 import pytest
-import torch
 from hostile_files import CAPTIONS
 from PIL import Image
 from tiny_clips import write_clip, write_rows
@@ -20,7 +17,6 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.data.table import COLUMNS, read_columns, read_table
 from opensora_cli.engine.data import scan as scan_module
 from opensora_cli.engine.data.scan import ScanResult, preview, scan, shard
-from opensora_cli.media.write import write_media
 from opensora_cli.settings.data import DataSettings, PreviewSettings, ScanSettings, ShardSettings
 
 
@@ -74,26 +70,6 @@ def test_a_folder_becomes_a_table(folder: Path) -> None:
     assert columns["resolution"] == ["1024", "3072", "4096", "4096"]
     assert columns["fps"] == ["", "24.0", "30.0", "24.0"]
     assert len(read_table(result.table)) == 4
-
-
-def test_a_deep_scan_finds_damage_in_the_middle(tmp_path: Path) -> None:
-    folder = tmp_path / "clips"
-    folder.mkdir()
-    write_clip(folder / "whole.mp4", num_frames=9)
-    damaged = folder / "damaged.mp4"
-    levels = torch.randint(256, (40, 96, 96, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    write_media(levels.split(1), damaged, fps=24, format="mp4")
-    content = bytearray(damaged.read_bytes())
-    middle = len(content) // 2
-    content[middle : middle + 3000] = random.Random(0).randbytes(3000)
-    damaged.write_bytes(content)
-    shallow = run(folder)
-    assert (shallow.videos, shallow.broken) == (2, ())
-    deep = run(folder, deep=True, overwrite=True)
-    assert deep.videos == 1
-    (broken,) = deep.broken
-    assert broken.path == str(damaged)
-    assert re.search(r"damaged\.mp4 is damaged: frame \d+ of 40 cannot be decoded", broken.reason)
 
 
 def test_a_name_that_is_not_utf_8_is_listed_as_broken(folder: Path) -> None:
