@@ -40,7 +40,7 @@ def test_broken_files_end_with_5_after_the_result(folder: Path, run) -> None:
     assert code == 5
     document = json.loads(out)
     assert (document["schema"], document["rows"], len(document["broken"])) == ("osora.data-scan/3", 4, 1)
-    assert "1 file cannot be read" in err
+    assert "1 file or folder cannot be read" in err
 
 
 def test_a_table_is_split(folder: Path, run) -> None:

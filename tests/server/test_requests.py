@@ -71,7 +71,7 @@ def test_a_remix_replaces_settings_by_any_of_their_names(tmp_path):
         ({"video.width": 96, "video.height": 128}, {"size": "64x64"}, "64x64"),
         ({"video.width": 96, "video.height": 128}, {"settings": {"width": 64}}, "64x128"),
         ({"video.resolution": "768px", "video.aspect_ratio": "1:1"}, {"size": "64x64"}, "64x64"),
-        ({"video.resolution": "768px", "condition.ref_fps": "match"}, {}, "768px"),
+        ({"video.resolution": "768px", "condition.fit": "pad"}, {}, "768px"),
     ],
 )
 def test_the_choice_of_a_request_wins_over_that_of_the_server(server, values, size, tmp_path):
@@ -93,7 +93,7 @@ def test_seconds_are_counted_at_the_rate_of_the_request_or_the_server(tmp_path):
         ({}, {"num_frames": 1}, "video.png"),
         ({"video.num_frames": 1}, {}, "video.png"),
         ({"video.num_frames": 1}, {"video.num_frames": 5}, "video.mp4"),
-        ({"output.format": "webp"}, {}, "video.webp"),
+        ({"output.format": "gif"}, {}, "video.gif"),
     ],
 )
 def test_the_file_has_the_format_of_the_video(server, settings, name, tmp_path):

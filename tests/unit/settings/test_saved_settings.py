@@ -62,10 +62,10 @@ def test_reserved_settings_are_not_taken() -> None:
     values = {
         "from_latents": "a.safetensors",
         "resume": "a.safetensors",
-        "refine": {"prompt": True, "motion_score": True, "instructions": "/evil"},
+        "refine": {"prompt": True, "motion_score": True},
         "prompt_suffix": {"motion_score": "auto"},
         "output": {"path": "/etc/x.mp4", "overwrite": True, "name_from": "prompt", "explore": True},
-        "runtime": {"device": "cuda:7", "prompt_cache": False},
+        "runtime": {"device": "cuda:7"},
         "memory": {"offload": "blocks", "resident_blocks": 1, "limit": 1, "host_weights": "mapped"},
         "parallel": {"gpus": 64, "devices": [1], "nnodes": 9, "ulysses_degree": 64},
     }
