@@ -10,7 +10,7 @@ from functools import reduce
 from operator import attrgetter, getitem
 from typing import Any, NamedTuple
 
-from opensora_cli.core.conditions import CONTINUING, ConditionMode, Length, Source, condition_mode
+from opensora_cli.core.conditions import CONTINUING, ConditionMode, Source, condition_mode
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.section import Applies, Section, find_setting, leaves, nested, shown
 from opensora_cli.settings.components import OF_ALL_KINDS
@@ -129,8 +129,11 @@ GENERATE = (
     Applies("condition.seamless", "condition.mode=none|i2v_loop", "use i2v_loop, or drop it"),
     Applies("condition.references condition.fit", lambda s: _mode(s).needs_reference),
     Applies("condition.ref_fps", lambda s: _mode(s).source is Source.VIDEO),
-    Applies("condition.video_latent_frames", lambda s: any(mode.length is Length.VIDEO for mode in _modes(s))),
-    Applies("condition.easy_latent_frames", lambda s: _mode(s).length is Length.EASY),
+    Applies(
+        "condition.video_latent_frames",
+        lambda s: any(mode.source is Source.VIDEO and not mode.is_easy for mode in _modes(s)),
+    ),
+    Applies("condition.easy_latent_frames", lambda s: _mode(s).is_easy),
     Applies("vae.sample_size vae.dc_ae.spatial_tile_size vae.flux_ae.tile_size", "vae.spatial_tiling"),
     Applies("vae.sample_tsize vae.dc_ae.temporal_tile_size", "vae.temporal_tiling"),
     Applies(
