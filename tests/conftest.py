@@ -12,7 +12,6 @@ import os
 import signal
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -129,14 +128,3 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=None,
         help="read the golden files from DIR instead of tests/golden/data; tests whose file is not in DIR are skipped",
     )
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Print what `tests/hostile` tried, in all workers."""
-    reports = [report for group in terminalreporter.stats.values() for report in group]
-    calls = [report for report in reports if getattr(report, "when", None) == "call"]
-    tried = [counts for call in calls for name, counts in call.user_properties if name == "hostile"]
-    if tried:
-        from hostile.trial import summary
-
-        terminalreporter.write_line(summary(sum(map(Counter, tried), Counter())))

@@ -13,35 +13,13 @@ from opensora_cli.core.exceptions import RequestError
 
 
 class Source(StrEnum):
-    """Reference file and frames that are given. A video can serve as a picture: its first or last frame."""
+    """Reference that is given. A video can serve as a picture: its first frame at the head, its last at the tail."""
 
     NONE = "none"
-    FIRST_PICTURE = "first picture"
-    """The first frame of the first file."""
-    LAST_PICTURE = "last picture"
-    """The last frame of the last file."""
-    BOTH_PICTURES = "both pictures"
-    """The first frame of the first file for the head, and the last frame of the last file for the tail."""
+    PICTURE = "picture"
+    """One frame of the first file at the head, and one of the last file at the tail."""
     VIDEO = "video"
     """Consecutive frames of the first file: its beginning for the head, its end for the tail."""
-
-
-class Position(StrEnum):
-    """Position of the given frames in the clip."""
-
-    NONE = "none"
-    HEAD = "head"
-    TAIL = "tail"
-    BOTH = "both"
-
-
-class Length(StrEnum):
-    """Number of latent frames that are given at each position; `ReferenceLengths` has the values."""
-
-    NONE = "none"
-    ONE = "one"
-    VIDEO = "video"
-    EASY = "easy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,26 +28,18 @@ class ConditionMode:
 
     name: str
     source: Source
-    position: Position
-    length: Length
     description: str
     """Short text for help and the descriptions of settings."""
+    at_head: bool = False
+    """Whether the first frames of the clip are given."""
+    at_tail: bool = False
+    """Whether the last frames of the clip are given."""
+    is_easy: bool = False
+    """Whether a video gives more frames: `ReferenceLengths.easy`, not `ReferenceLengths.video`."""
 
     @property
     def needs_reference(self) -> bool:
         return self.source is not Source.NONE
-
-    @property
-    def max_references(self) -> int:
-        """Largest number of files for the mode. Two pictures may come from one file or from two."""
-        if not self.needs_reference:
-            return 0
-        return 2 if self.source is Source.BOTH_PICTURES else 1
-
-    @property
-    def parts_at_head(self) -> tuple[bool, ...]:
-        """Position of each part of `reference_parts`: True for the first frames of the clip, False for the last."""
-        return (True,) * self.at_head + (False,) * self.at_tail
 
     @property
     def gives_pictures(self) -> bool:
@@ -77,26 +47,28 @@ class ConditionMode:
 
         Only in these modes, image guidance grows along the clip, and the given latents are restored after sampling.
         """
-        return self.source in (Source.FIRST_PICTURE, Source.LAST_PICTURE, Source.BOTH_PICTURES)
+        return self.source is Source.PICTURE
 
     @property
-    def at_head(self) -> bool:
-        return self.position in (Position.HEAD, Position.BOTH)
+    def max_references(self) -> int:
+        """Largest number of files for the mode. Two pictures may come from one file or from two."""
+        return len(self.parts_at_head)
 
     @property
-    def at_tail(self) -> bool:
-        return self.position in (Position.TAIL, Position.BOTH)
+    def parts_at_head(self) -> tuple[bool, ...]:
+        """Position of each part of `reference_parts`: True for the first frames of the clip, False for the last."""
+        return (True,) * self.at_head + (False,) * self.at_tail
 
 
 _TABLE = (
-    ConditionMode("t2v", Source.NONE, Position.NONE, Length.NONE, "nothing is given"),
-    ConditionMode("i2v_head", Source.FIRST_PICTURE, Position.HEAD, Length.ONE, "the first frame is given"),
-    ConditionMode("i2v_tail", Source.LAST_PICTURE, Position.TAIL, Length.ONE, "the last frame is given"),
-    ConditionMode("i2v_loop", Source.BOTH_PICTURES, Position.BOTH, Length.ONE, "both are given"),
-    ConditionMode("v2v_head", Source.VIDEO, Position.HEAD, Length.VIDEO, "the first frames are given"),
-    ConditionMode("v2v_tail", Source.VIDEO, Position.TAIL, Length.VIDEO, "the last frames are given"),
-    ConditionMode("v2v_head_easy", Source.VIDEO, Position.HEAD, Length.EASY, "more of the first frames are given"),
-    ConditionMode("v2v_tail_easy", Source.VIDEO, Position.TAIL, Length.EASY, "more of the last frames are given"),
+    ConditionMode("t2v", Source.NONE, "nothing is given"),
+    ConditionMode("i2v_head", Source.PICTURE, "the first frame is given", at_head=True),
+    ConditionMode("i2v_tail", Source.PICTURE, "the last frame is given", at_tail=True),
+    ConditionMode("i2v_loop", Source.PICTURE, "both are given", at_head=True, at_tail=True),
+    ConditionMode("v2v_head", Source.VIDEO, "the first frames are given", at_head=True),
+    ConditionMode("v2v_tail", Source.VIDEO, "the last frames are given", at_tail=True),
+    ConditionMode("v2v_head_easy", Source.VIDEO, "more of the first frames are given", at_head=True, is_easy=True),
+    ConditionMode("v2v_tail_easy", Source.VIDEO, "more of the last frames are given", at_tail=True, is_easy=True),
 )
 CONDITION_MODES: dict[str, ConditionMode] = {mode.name: mode for mode in _TABLE}
 T2V = CONDITION_MODES["t2v"]
@@ -116,25 +88,19 @@ class ReferenceLengths:
 
     def latent_frames(self, mode: ConditionMode, *, causal: bool) -> int:
         """Return the number of latent frames that `mode` gives at each of its positions."""
+        if mode.source is not Source.VIDEO:
+            return int(mode.needs_reference)
         # A causal autoencoder keeps the first frame on its own, in front of the groups of frames.
-        match mode.length:
-            case Length.NONE:
-                return 0
-            case Length.ONE:
-                return 1
-            case Length.VIDEO:
-                return self.video + int(causal)
-            case Length.EASY:
-                return self.easy + int(causal)
+        return (self.easy if mode.is_easy else self.video) + int(causal)
 
     def given_latent_frames(self, mode: ConditionMode, *, causal: bool) -> int:
         """Return the number of latent frames that `mode` gives at all of its positions together."""
-        return (mode.at_head + mode.at_tail) * self.latent_frames(mode, causal=causal)
+        return len(mode.parts_at_head) * self.latent_frames(mode, causal=causal)
 
     def pixel_frames(self, mode: ConditionMode, *, causal: bool, temporal_compression: int = 4) -> int:
         """Return the number of reference frames that are encoded to `latent_frames` latent frames."""
         latent_frames = self.latent_frames(mode, causal=causal)
-        if mode.length in (Length.NONE, Length.ONE):
+        if mode.source is not Source.VIDEO:
             return latent_frames
         return (latent_frames - int(causal)) * temporal_compression + int(causal)
 
@@ -193,16 +159,12 @@ def reference_parts(
     A `causal` autoencoder keeps the first frame on its own. `lengths` are latent frames.
     """
     num_frames = lengths.pixel_frames(mode, causal=causal, temporal_compression=temporal_compression)
-    parts = []
-    for at_head in mode.parts_at_head:
-        if mode.source is Source.VIDEO:
-            file_index, from_end = 0, not at_head
-        elif mode.source is Source.FIRST_PICTURE or (mode.source is Source.BOTH_PICTURES and at_head):
-            file_index, from_end = 0, False
-        else:
-            file_index, from_end = -1, True
-        parts.append(ReferencePart(file_index=file_index, from_end=from_end, num_frames=num_frames))
-    return tuple(parts)
+    return tuple(
+        ReferencePart(
+            file_index=-1 if mode.gives_pictures and not at_head else 0, from_end=not at_head, num_frames=num_frames
+        )
+        for at_head in mode.parts_at_head
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

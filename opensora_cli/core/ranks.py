@@ -30,13 +30,11 @@ from opensora_cli.core.signals import end_with_parent, held_back
 
 LOG_VARIABLE = "OSORA_RANK_LOG"
 """Variable that osora's launcher sets to the log file of a rank."""
-
 STORE_VARIABLE = "OSORA_RANK_STORE"
 """Variable that osora's launcher sets to the file store of its ranks."""
 
 _TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MEETING = ("MASTER_ADDR", "MASTER_PORT")
-
 # Below the ephemeral ports of Linux, which begin at 32768.
 _FIRST_PORT, _PORTS = 12_000, 20_000
 CHANNEL_VARIABLE = "OSORA_RANK_CHANNEL"
@@ -120,8 +118,6 @@ def _of_torchrun(environment: Mapping[str, str]) -> RankContext:
     needed = [name for name in _TORCHRUN if store is None or name not in _MEETING]
     _require(environment, needed, "torchrun", "start with torchrun or --gpus; to run alone: unset")
     rank, local_rank, world_size, nnodes = _counts(environment, *_TORCHRUN[:3], "GROUP_WORLD_SIZE")
-    if "LOCAL_WORLD_SIZE" in environment and _number(environment, "LOCAL_WORLD_SIZE") * nnodes != world_size:
-        raise _uneven(f"{world_size} on {nnodes}, and {environment['LOCAL_WORLD_SIZE']} on this one")
     return RankContext(
         rank=rank,
         local_rank=local_rank,
@@ -144,10 +140,6 @@ def _of_slurm(environment: Mapping[str, str]) -> RankContext | None:
     rank, local_rank, world_size, nnodes = _counts(environment, *needed[:4])
     if world_size == 1:
         return None
-    # For example, 4(x2),3 means twice 4 and once 3.
-    shares = environment.get("SLURM_STEP_TASKS_PER_NODE", "")
-    if len({share.partition("(")[0] for share in shares.split(",")}) > 1:
-        raise _uneven(f"SLURM_STEP_TASKS_PER_NODE={shares}")
     port = _FIRST_PORT + _number(environment, "SLURM_JOB_ID") % _PORTS
     return RankContext(
         rank=rank,
@@ -181,7 +173,10 @@ def _counts(environment: Mapping[str, str], rank: str, local: str, size: str, no
         if _number(environment, name) >= world_size:
             raise RequestError(f"{name}={environment[name]} contradicts {size}={world_size}: ranks are 0 to {size} - 1")
     if nnodes == 0 or world_size % nnodes:
-        raise _uneven(f"{world_size} on {nnodes}")
+        raise RequestError(
+            f"machines have different numbers of ranks: {world_size} on {nnodes}",
+            hint="start equally many on every machine",
+        )
     return _number(environment, rank), _number(environment, local), world_size, nnodes
 
 
@@ -190,10 +185,6 @@ def _number(environment: Mapping[str, str], name: str) -> int:
     if not re.fullmatch(r"[0-9]{1,18}", text):
         raise RequestError(f"{name}={text!r} must be a whole number from 0 on")
     return int(text)
-
-
-def _uneven(how: str) -> RequestError:
-    return RequestError(f"machines have different numbers of ranks: {how}", hint="start equally many on every machine")
 
 
 def _port(environment: Mapping[str, str]) -> int:

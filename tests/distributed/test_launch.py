@@ -3,7 +3,6 @@
 Most ranks here need no torch (`launch_rank.py`), so that many ends can be tried in little time.
 """
 
-import dataclasses
 import signal
 import socket
 import subprocess
@@ -19,12 +18,13 @@ import pytest
 
 from opensora_cli.cli import errors
 from opensora_cli.core.limits import RANK_VARIABLE, VARIABLES
-from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch
+from opensora_cli.engine.launch import launcher
+from opensora_cli.engine.launch.launcher import LaunchRequest, launch
 from opensora_cli.engine.launch.process import RankFailure
 from opensora_cli.settings.devices import ParallelSettings
 
 COMMAND = (sys.executable, launch_rank.__file__)
-PACE = Pace(look_s=0.05, stopped_s=5.0, settle_s=1.0, interrupt_s=2.0, terminate_s=0.5)
+PACE = {"LOOK_S": 0.05, "SETTLE_S": 1.0, "INTERRUPT_S": 2.0, "TERMINATE_S": 0.5}
 PROMISED_S = 20.0
 
 pytestmark = [
@@ -39,7 +39,10 @@ def request(folder, **changes):
 
 
 def run(folder, *arguments, pace=PACE, **changes):
-    launch(request(folder, **changes), [str(folder), *arguments], command=COMMAND, pace=pace)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, seconds in pace.items():
+            patch.setattr(launcher, name, seconds)
+        launch(request(folder, **changes), [str(folder), *arguments], command=COMMAND)
 
 
 def failing(folder, *arguments, **changes):
@@ -105,7 +108,7 @@ class TestDone:
         if named:
             monkeypatch.setenv("OMP_NUM_THREADS", "3")
         code = f"import os; print(*(os.environ.get(name) for name in {(*VARIABLES, RANK_VARIABLE)}))"
-        launch(request(tmp_path, gpus=1), [], command=(sys.executable, "-c", code), pace=PACE)
+        launch(request(tmp_path, gpus=1), [], command=(sys.executable, "-c", code))
         threads, mkl, marker = capfd.readouterr().out.split()
         assert mkl == "None"
         assert (threads, marker) == ("3", "None") if named else threads == marker and int(marker) > 0
@@ -145,7 +148,7 @@ ENDS = {
 def test_a_rank_that_ends_ends_the_run_with_one_message(tmp_path, capfd, end):
     words, cause, code, hint, logged = ENDS[end]
     rank, stage = int("rank 1" in words), "start" if "start" in words else "denoise"
-    failure = failing(tmp_path, *words.split(), pace=dataclasses.replace(PACE, stopped_s=1.0, settle_s=0.5))
+    failure = failing(tmp_path, *words.split(), pace={**PACE, "STOPPED_S": 1.0, "SETTLE_S": 0.5})
     message = f"rank {rank} on {HOST}, in the stage {stage}: {cause}" if cause else REFUSED
     assert (failure.message, failure.exit_code) == (message, code)
     assert hint in failure.hint
@@ -164,7 +167,7 @@ def test_an_error_of_all_ranks_is_reported_once(tmp_path, capfd):
 def test_ranks_that_ignore_signals_and_what_they_started_are_killed(tmp_path):
     thread = threading.Timer(0.0, kill_when, args=(tmp_path, 1, "denoise"))
     thread.start()
-    failure = failing(tmp_path, "--act", "ignore", pace=dataclasses.replace(PACE, interrupt_s=0.5))
+    failure = failing(tmp_path, "--act", "ignore", pace={**PACE, "INTERRUPT_S": 0.5})
     thread.join()
     assert "rank 1" in failure.message
 
@@ -182,7 +185,7 @@ def test_a_rank_is_stopped_or_hangs_while_the_others_wait_in_a_collective_with_t
     """Beside more busy processes than there are cores."""
     others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(20)]
     try:
-        failure = failing(tmp_path, "--gloo", "--rank", "0", "--act", act, pace=None)
+        failure = failing(tmp_path, "--gloo", "--rank", "0", "--act", act, pace={})
     finally:
         for other in others:
             other.kill()

@@ -61,7 +61,6 @@ class Calls:
         return [number for row in rows for number in sorted({*row[:2], row[-1]})]
 
     def _log(self, ended: Ended) -> list[str]:
-        """Return the calls of a command that change files, in order."""
         if ended.base.name not in self._logs:
             outcome, log = self._run(ended, self._folder(ended), Breakage.COUNT, 0)
             assert outcome.code == 0, f"osora {' '.join(ended.base.argv)}: {outcome}\n{outcome.stderr}"
@@ -117,7 +116,6 @@ class Calls:
         return found + _faults_of_results(judge.tree(folder), results, whole)
 
     def _results_of(self, ended: Ended) -> Mapping[str, bytes]:
-        """Return the results of a command of which no call breaks."""
         if ended.base.name not in self._whole:
             with self.sandbox.folder() as folder:
                 self.inputs.put(ended.base, folder)
@@ -131,7 +129,6 @@ class Calls:
         return self.sandbox.run(argv, folder, calls=calls, grace_s=60.0, limit_s=300.0)
 
     def _folder(self, ended: Ended) -> Folder:
-        """Return the folder of a command, with what it reads."""
         if ended.base.name not in self._folders:
             self._folders[ended.base.name] = self.sandbox.new_folder()
         folder = self._folders[ended.base.name]
@@ -150,7 +147,6 @@ class Calls:
 
 
 def _codes(breakage: Breakage) -> frozenset[int]:
-    """Return the exit codes of a command of which a call breaks; one that is asked to end may be done."""
     return frozenset({0, 130} if breakage >= Breakage.SEND_INT else {0, 3, 4, 5})
 
 
@@ -175,7 +171,6 @@ def _without_numbers(text: str) -> str:
 
 
 def _clean_up(base: Base, after: judge.Tree) -> Commands:
-    """Return what removes what a command left that succeeded: a run that writes there again."""
     if not any(map(judge.is_unfinished, after)):
         return ()
     replaces = "--overwrite" in base.argv or base.name.startswith("cache")
@@ -202,7 +197,6 @@ def _without_excused(
 
 
 def _lost(old: Mapping[str, bytes], now: Mapping[str, bytes], whole: Mapping[str, bytes]) -> list[Fault]:
-    """Return results that were there, and now neither are as they were nor as they were to be."""
     return [
         Fault(judge.LOST, f"{name} is {'changed' if name in now else 'gone'}")
         for name, content in old.items()

@@ -48,7 +48,6 @@ def _of_others(mode: int) -> Callable[[Folder], object]:
 
 
 def _only_inside(mode: int) -> Callable[[Folder], object]:
-    """Close the folders in the folder of the command, not that itself."""
 
     def close(folder: Folder) -> None:
         for path in sorted(folder.work.rglob("*"), reverse=True):

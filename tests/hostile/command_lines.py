@@ -42,7 +42,6 @@ class _Parameter:
 
 @cache
 def _commands() -> tuple[tuple[tuple[str, ...], tuple[_Parameter, ...]], ...]:
-    """Return all commands, as words, with their parameters."""
     return tuple(_walk(load_commands(), ()))
 
 
@@ -61,7 +60,6 @@ def _parameter(parameter: Any) -> _Parameter:
 
 @cache
 def settings_names() -> tuple[str, ...]:
-    """Return the dotted names of all settings."""
     return tuple(sorted({*_keys(GenerateSettings), *_keys(TrainSettings)}))
 
 

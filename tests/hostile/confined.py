@@ -33,7 +33,6 @@ def adopt_orphans() -> None:
 
 
 def die_with_parent() -> None:
-    """Be killed when the parent ends."""
     _libc.prctl(_SET_PDEATHSIG, 9, 0, 0, 0)
 
 
@@ -69,7 +68,6 @@ def open_to_others(paths: Sequence[Path]) -> None:
 
 
 def _closed_above(path: Path) -> Path | None:
-    """Return the first folder on the way to `path` that others may not enter."""
     ways = [*reversed(path.parents), path]
     return next((each for each in ways if not each.stat().st_mode & 0o001), None)
 

@@ -1,6 +1,6 @@
 """Hostile command lines and files. See CONTRIBUTING.md for how they are run."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from hostile.inputs import Inputs, make_inputs
@@ -21,12 +21,10 @@ def sandbox() -> Iterator[Sandbox]:
 
 
 @pytest.fixture
-def trials(sandbox: Sandbox, record_property: Callable[[str, object], None]) -> Trials:
-    """Runs cases; what was tried is counted over all tests."""
-    return Trials(sandbox, record=lambda counts: record_property("hostile", dict(counts)))
+def trials(sandbox: Sandbox) -> Trials:
+    return Trials(sandbox)
 
 
 @pytest.fixture(scope="session")
 def inputs(sandbox: Sandbox, tmp_path_factory: pytest.TempPathFactory) -> Inputs:
-    """Valid files of every format."""
     return make_inputs(sandbox, tmp_path_factory.mktemp("inputs") / "made")

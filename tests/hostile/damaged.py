@@ -73,7 +73,6 @@ def _zero(path: Path, rng: random.Random, others: Sequence[Path]) -> None:
 
 
 def _replace(path: Path, rng: random.Random, others: Sequence[Path]) -> None:
-    """Put another file in its place, of another format or the same."""
     alike = [other for other in others if other.suffix == path.suffix]
     shutil.copyfile(rng.choice(rng.choice((others, alike or others))), path)
 
@@ -83,7 +82,6 @@ def _noise(path: Path, rng: random.Random, others: Sequence[Path]) -> None:
 
 
 def _lines(path: Path, rng: random.Random, others: Sequence[Path]) -> None:
-    """Lose, repeat and swap lines."""
     lines = path.read_bytes().split(b"\n")
     for _ in range(rng.choice((1, 2, 5))):
         place, other = rng.randrange(len(lines)), rng.randrange(len(lines))
@@ -122,14 +120,12 @@ def _document(path: Path, rng: random.Random, others: Sequence[Path]) -> None:
 
 
 def _values(path: Path, rng: random.Random, others: Sequence[Path]) -> None:
-    """Change a word of a text."""
     words = path.read_bytes().replace(b",", b" , ").split(b" ")
     words[rng.randrange(len(words))] = json.dumps(rng.choice(_VALUES)).encode()
     path.write_bytes(b" ".join(words).replace(b" , ", b","))
 
 
 def _change(document: object, rng: random.Random) -> None:
-    """Change one place of a document, at any depth."""
     keys = (
         list(document)
         if isinstance(document, dict)

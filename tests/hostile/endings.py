@@ -23,12 +23,10 @@ class Ended:
 
 
 def run_again(folder: Folder, base: Base) -> Commands:
-    """Return the same command."""
     return [base.argv]
 
 
 def run_again_unless_done(folder: Folder, base: Base) -> Commands:
-    """Return the same command, which may replace."""
     return [(*base.argv, "--overwrite")]
 
 
@@ -72,7 +70,6 @@ def _tensors(pattern: str) -> Callable[[Path], Mapping[str, bytes]]:
 
 
 def named(name: str, *more: str) -> Base:
-    """Return a base, with more words."""
     base = next(each for each in BASES if each.name == name)
     return Base(base.name, (*base.argv, *more), base.reads, base.replaces, seconds=base.seconds)
 

@@ -123,11 +123,9 @@ class Inputs:
     folder: Path
 
     def putting(self, base: Base) -> Callable[[Folder], None]:
-        """Return what copies the files of a command."""
         return lambda folder: self.put(base, folder)
 
     def put(self, base: Base, folder: Folder) -> None:
-        """Copy the files and folders that a command reads into the folder that it runs in."""
         for name in base.reads:
             source, target = self.folder / name, folder.work / name
             if source.is_dir():
@@ -175,7 +173,6 @@ def _add(
     code: int = 0,
     patch: str | None = None,
 ) -> None:
-    """Run a command, and add what it makes to the inputs."""
     with sandbox.folder() as folder:
         inputs.put(Base("", argv, reads), folder)
         sandbox.give_away(folder)

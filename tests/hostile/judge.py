@@ -19,7 +19,6 @@ from PIL import Image
 
 TRACEBACKS, HANGS, HALF, LOST = "tracebacks", "hangs", "half files", "lost results"
 LEFT, PROCESSES, ALARMS, UNCLEAR = "left-over files", "left-over processes", "false alarms", "unclear messages"
-KINDS = (TRACEBACKS, HANGS, HALF, LOST, LEFT, PROCESSES, ALARMS, UNCLEAR)
 
 DOCUMENTED = frozenset({0, 2, 3, 4, 5, 130})
 _NOISE = re.compile(r"Traceback \(most recent call last\)|Exception ignored in|Fatal Python error|\.py:\d+: \w*Warning")
@@ -76,15 +75,6 @@ def faults_of_outcome(outcome: Outcome, *, codes: frozenset[int]) -> list[Fault]
 def faults_of_files(
     before: Tree, after: Tree, root: Path, *, may_change: Sequence[str] = (), may_keep: Sequence[str] = ()
 ) -> list[Fault]:
-    """Return what is wrong with the files that a command leaves.
-
-    Args:
-        before: `tree` when it began.
-        after: likewise when it had ended.
-        root: of both.
-        may_change: what the command was asked to replace, as paths or folders.
-        may_keep: what it keeps for the next run, as the beginning of paths.
-    """
     found = []
     for path, content in before.items():
         if after.get(path) != content and not _is_in(path, may_change):

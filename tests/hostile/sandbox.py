@@ -133,12 +133,10 @@ class Sandbox:
         shutil.rmtree(self._root, ignore_errors=True)
 
     def _needed(self) -> list[str]:
-        """Return the folders that a command reads, and the one that it writes in."""
         places = {Path(place).resolve() for place in (sys.base_prefix, sys.prefix, _PACKAGE, _TESTS, self._root)}
         return sorted(str(place) for place in places if not any(above in places for above in place.parents))
 
     def environment(self, folder: Folder) -> dict[str, str]:
-        """Return all variables of a command that runs in `folder`."""
         return {
             "PATH": os.environ.get("PATH", ""),
             "PYTHONPATH": os.pathsep.join((str(_PACKAGE), str(_TESTS))),
@@ -168,7 +166,6 @@ class Sandbox:
         return folder
 
     def give_away(self, folder: Folder) -> None:
-        """Let the user without rights own all that is in `folder`."""
         if self.uid is None:
             return
         for path, _, files in os.walk(folder.root):
@@ -252,7 +249,6 @@ def empty(folder: Folder) -> None:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder with others in it that cannot be listed or written to."""
     for path, names, _ in os.walk(folder):
         for name in names:
             each = os.path.join(path, name)

@@ -1,9 +1,8 @@
-"""One hostile case after the other: run, judged and counted."""
+"""One hostile case after the other: run and judged."""
 
 import os
 import shlex
 import signal
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -12,13 +11,11 @@ from hostile import judge
 from hostile.judge import Fault
 from hostile.sandbox import TIME_LIMIT_S, Folder, Outcome, Sandbox, Signal
 
-TRIED = "tried"
 _TIMES = int(os.environ.get("HOSTILE_TIMES", "1"))
 _LONGEST_REPORT = 6000
 
 
-def _nothing(folder: Folder) -> None:
-    """Prepare nothing."""
+def _nothing(folder: Folder) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -51,29 +48,20 @@ class Case:
 
 @dataclass
 class Trials:
-    """Runs cases, and keeps count of them and of their faults; `record` takes the counts of each `run_all`."""
+    """Runs and judges cases."""
 
     sandbox: Sandbox
-    record: Callable[[Mapping[str, int]], object] = lambda counts: None
 
     def run_all(self, cases: Iterable[Case]) -> None:
-        """Run and count cases, and fail the test at the end with all faults."""
-        self.count((f"{case.name}: osora {shlex.join(case.argv)}", self.run(case)[1]) for case in cases)
+        self.report((f"{case.name}: osora {shlex.join(case.argv)}", self.run(case)[1]) for case in cases)
 
-    def count(self, tried: Iterable[tuple[str, Sequence[Fault]]]) -> None:
-        """Count what was tried, each with its name and its faults, and fail the test at the end with all of them."""
-        counts: Counter[str] = Counter()
-        reports: list[str] = []
-        for name, faults in tried:
-            counts[TRIED] += 1
-            counts.update(fault.kind for fault in faults)
-            reports += [f"{name}\n  {fault}"[:_LONGEST_REPORT] for fault in faults]
-        self.record(counts)
+    def report(self, tried: Iterable[tuple[str, Sequence[Fault]]]) -> None:
+        """Fail the test at the end with all faults of what was tried, each with its name."""
+        reports = [f"{name}\n  {fault}"[:_LONGEST_REPORT] for name, faults in tried for fault in faults]
         if reports:
             pytest.fail("\n\n".join(reports), pytrace=False)
 
     def run(self, case: Case) -> tuple[Outcome, list[Fault]]:
-        """Run a case and judge it."""
         with self.sandbox.folder() as folder:
             case.prepare(folder)
             before = judge.tree(folder)
@@ -97,11 +85,6 @@ class Trials:
                 before, after, folder.root, may_change=case.may_change, may_keep=case.may_keep
             )
         return outcome, faults
-
-
-def summary(counts: Mapping[str, int]) -> str:
-    """Return the line of all counts, under `TRIED` and the kinds of faults."""
-    return ", ".join([f"hostile: {counts[TRIED]} cases tried", *(f"{kind} {counts[kind]}" for kind in judge.KINDS)])
 
 
 def batches(count: int, *, size: int = 25) -> pytest.MarkDecorator:

@@ -38,7 +38,6 @@ _ENDINGS = ("", ".json", ".yaml", ".csv", ".safetensors", ".mp4", ".png", ".pt",
 
 
 def put_obstacles(folder: Folder) -> None:
-    """Make what `PATHS` name."""
     work = folder.work
     for name in ("folder", "denied", "read-only"):
         (work / name).mkdir()
@@ -63,7 +62,6 @@ def close_obstacles(folder: Folder) -> None:
 
 
 def hostile_value(rng: random.Random) -> str:
-    """Return a word, a path, or a random text."""
     kind = rng.random()
     if kind < 0.5:
         return rng.choice(WORDS)

@@ -35,7 +35,6 @@ _waiting: dict[str, tuple[int, IO[str]]] = {}
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     confined.adopt_orphans()
@@ -140,7 +139,6 @@ def _wait_for_requests(connection: socket) -> None:
 
 
 def _supervise(child: int, request: dict[str, Any]) -> dict[str, Any]:
-    """Return how a child ended."""
     begun = time.monotonic()
     hung = not _wait(child, begun=begun, signals=request["signals"], limit_s=request["limit_s"])
     if hung:
@@ -249,7 +247,6 @@ def _osora(argv: list[str], patch: str | None) -> int:
 
 
 def _finish(code: int) -> int:
-    """End threads and run what is registered for the exit, as Python does."""
     import atexit
     import threading
 

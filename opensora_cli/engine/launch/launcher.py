@@ -33,8 +33,19 @@ from opensora_cli.engine.launch.process import RankFailure, RankProcess
 from opensora_cli.settings.devices import DeviceSettings
 
 COMMAND = tuple(module_command("opensora_cli"))
-_LATEST_LOOK = 10.0
-"""Largest time between two looks that counts, in `Pace.look_s`: the launcher may be stopped, but not the ranks."""
+LOOK_S = 0.1
+STOPPED_S = 5.0
+"""Seconds after which a stopped rank ends the run. With the next three it takes half of the promised time."""
+SETTLE_S = 2.0
+"""Seconds to wait for the original cause after a rank reports a possible consequence."""
+INTERRUPT_S = 4.0
+"""Seconds for the ranks to end by themselves after SIGINT."""
+TERMINATE_S = 1.0
+"""Seconds for the ranks to end by themselves after SIGTERM, before they are killed."""
+FOLLOW_S = 60.0
+"""Limit of the seconds after SIGINT for the other ranks once one rank has ended."""
+_LATEST_LOOK_S = 1.0
+"""Largest time between two looks that counts: the launcher may be stopped, but not the ranks."""
 _LOOPBACK = "127.0.0.1"
 
 
@@ -111,52 +122,29 @@ def _loopback_interfaces() -> dict[str, str]:
     return {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
-    """Intervals and timeouts of the launcher, in seconds.
-
-    After a rank stops, the run takes `stopped_s`, `interrupt_s` and `terminate_s` to end, half of the promised time, or
-    longer if the launcher itself is late.
-    """
-
-    look_s: float = 0.1
-    stopped_s: float = 5.0
-    """Time after which a stopped rank ends the run."""
-    settle_s: float = 2.0
-    """Time to wait for the original cause after a rank reports a possible consequence."""
-    interrupt_s: float = 4.0
-    """Time for the ranks to end by themselves after SIGINT."""
-    terminate_s: float = 1.0
-    """Time for the ranks to end by themselves after SIGTERM, before they are killed."""
-    finish_s: float = 0.0
-    """Additional time after SIGINT on Ctrl-C, to save finished work."""
-    follow_s: float = 60.0
-    """Limit of the time after SIGINT for the other ranks once one rank has ended."""
-
-
 def launch(
-    request: LaunchRequest, arguments: Sequence[str], *, command: Sequence[str] = COMMAND, pace: Pace | None = None
+    request: LaunchRequest, arguments: Sequence[str], *, command: Sequence[str] = COMMAND, finish_s: float = 0.0
 ) -> None:
     """Run `osora` (or `command`) with `arguments` on all ranks of `request`, and return when all are done.
 
     Rank 0 prints; the others write to their log files. No rank remains when this function ends. The caller handles
-    signals: an exception during the wait, such as Ctrl-C, ends the ranks.
+    signals: an exception during the wait, such as Ctrl-C, ends the ranks. `finish_s` is the additional time that they
+    get on Ctrl-C, to save finished work.
 
     Raises OutputError if the log files cannot be written, RankFailure with the exit code of the first rank that failed,
     the errors of `LaunchRequest.check`, and KeyboardInterrupt, whose argument tells where work is saved or why not.
     """
-    pace = pace or Pace()
     request.check()
-    with temporary_folder() as private, _Run(pace, output_dir=request.output_dir) as run:
+    with temporary_folder() as private, _Run(request.output_dir) as run:
         try:
             run.start(request, [*command, *arguments], store=private / "store")
             failure = run.first_failure()
         except KeyboardInterrupt:
-            run.end(finish_s=pace.finish_s)
+            run.end(finish_s=finish_s)
             raise KeyboardInterrupt(*run.outcome(is_interrupted=True)) from None
         if failure is not None:
             is_interrupted = failure.exit_code == INTERRUPTED
-            run.end(finish_s=pace.finish_s if is_interrupted else 0.0)
+            run.end(finish_s=finish_s if is_interrupted else 0.0)
             hints = [failure.hint, *run.outcome(is_interrupted=is_interrupted)]
             failure.hint = "\n".join(filter(None, hints)) or None
             raise failure
@@ -192,8 +180,8 @@ def write_settings(log_dir: Path, document: object) -> Path:
 class _Run:
     """Ranks of one run."""
 
-    def __init__(self, pace: Pace, *, output_dir: Path | None = None) -> None:
-        self._pace, self._output_dir = pace, output_dir
+    def __init__(self, output_dir: Path | None = None) -> None:
+        self._output_dir = output_dir
         self._ranks: list[RankProcess] = []
 
     def __enter__(self) -> "_Run":
@@ -227,9 +215,9 @@ class _Run:
         while True:
             have_ended = all(rank.exit_code() is not None for rank in self._ranks)
             passed_s, looked = time.monotonic() - looked, time.monotonic()
-            if found := self.look(min(passed_s, _LATEST_LOOK * self._pace.look_s)):
+            if found := self.look(min(passed_s, _LATEST_LOOK_S)):
                 first = process.origin(found)
-                settle_until = settle_until or time.monotonic() + self._pace.settle_s
+                settle_until = settle_until or time.monotonic() + SETTLE_S
                 if not first.may_follow or have_ended or time.monotonic() > settle_until:
                     for rank in self._ranks:
                         if rank.is_idle:
@@ -239,7 +227,7 @@ class _Run:
                 return None
             else:
                 settle_until = None
-            time.sleep(self._pace.look_s)
+            time.sleep(LOOK_S)
 
     def look(self, passed_s: float) -> list[RankFailure]:
         """Return the failures, `passed_s` seconds after the last look."""
@@ -253,7 +241,7 @@ class _Run:
             found.append(process.behind(running).hung())
         for rank in self._ranks:
             code = rank.exit_code()
-            if code is None and rank.stopped_s > self._pace.stopped_s:
+            if code is None and rank.stopped_s > STOPPED_S:
                 found.append(rank.stopped())
             elif code:
                 found.append(rank.failure(code))
@@ -268,11 +256,11 @@ class _Run:
         try:
             for rank in self._ranks:
                 rank.interrupt()
-            usual_s, have_begun = self._pace.interrupt_s, all(rank.has_begun for rank in self._ranks)
-            self._wait(usual_s + have_begun * finish_s, after_one=max(usual_s, self._pace.follow_s))
+            have_begun = all(rank.has_begun for rank in self._ranks)
+            self._wait(INTERRUPT_S + have_begun * finish_s, after_one=FOLLOW_S)
             for rank in self._ranks:
                 rank.terminate()
-            self._wait(self._pace.terminate_s)
+            self._wait(TERMINATE_S)
         except KeyboardInterrupt:
             pass
         for rank in self._ranks:
@@ -298,4 +286,4 @@ class _Run:
                 deadline, after_one = min(deadline, now + after_one), float("inf")
             if now >= deadline:
                 return
-            time.sleep(self._pace.look_s)
+            time.sleep(LOOK_S)

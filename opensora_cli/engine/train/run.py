@@ -23,7 +23,7 @@ from opensora_cli.engine.components.attention import AttentionPlan
 from opensora_cli.engine.components.hardware import OutOfMemoryError, out_of_memory_reported
 from opensora_cli.engine.encode.clip_cache import require_same_settings
 from opensora_cli.engine.encode.datasets import open_batches, open_table
-from opensora_cli.engine.launch.launcher import LaunchRequest, Pace, launch, log_folder, write_settings
+from opensora_cli.engine.launch.launcher import LaunchRequest, launch, log_folder, write_settings
 from opensora_cli.engine.launch.rank import WatchedReporter, settings_of_ranks
 from opensora_cli.engine.train.build import build_task, open_clips_cache, plan_attention
 from opensora_cli.engine.train.checkpoints import (
@@ -144,7 +144,7 @@ def _start_ranks(settings: TrainSettings, *, flags: Sequence[str]) -> None:
     with log_folder("train") as log_dir:
         request = LaunchRequest(parallel=parallel, gpus=parallel.ranks_per_node, device_type=kind, log_dir=log_dir)
         saved = write_settings(log_dir, settings.model_dump(mode="json"))
-        launch(request, ["train", "--from", str(saved), *flags], pace=Pace(finish_s=_SAVING_S))
+        launch(request, ["train", "--from", str(saved), *flags], finish_s=_SAVING_S)
 
 
 def as_recorded(

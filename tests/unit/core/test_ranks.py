@@ -76,7 +76,6 @@ class TestTorchrun:
             ({"WORLD_SIZE": "many"}, "WORLD_SIZE='many' must be a whole number"),
             ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 must be 1 to 65535"),
             ({"GROUP_WORLD_SIZE": "3"}, "different numbers of ranks: 8 on 3$"),
-            ({"LOCAL_WORLD_SIZE": "5"}, "different numbers of ranks: 8 on 2, and 5 on this one"),
         ],
     )
     def test_contradictions(self, changes, message):
@@ -105,8 +104,6 @@ class TestSlurm:
             find_context({**SLURM, "SLURM_PROCID": "8"})
         with pytest.raises(RequestError, match=r"different numbers of ranks: 8 on 3$"):
             find_context({**SLURM, "SLURM_NNODES": "3"})
-        with pytest.raises(RequestError, match="different numbers of ranks: SLURM_STEP_TASKS_PER_NODE=5,3"):
-            find_context({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "5,3"})
 
     @pytest.mark.parametrize(
         ("nodelist", "first"),

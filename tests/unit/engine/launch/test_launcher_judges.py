@@ -10,7 +10,8 @@ import psutil
 import pytest
 
 from opensora_cli.core.ranks import Heartbeat
-from opensora_cli.engine.launch.launcher import Pace, _Run
+from opensora_cli.engine.launch import launcher
+from opensora_cli.engine.launch.launcher import LOOK_S, _Run
 from opensora_cli.engine.launch.process import RankProcess
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="ranks are started on Linux and macOS only")
@@ -23,9 +24,8 @@ DEAF = "import os, signal, sys, time; signal.signal(2, signal.SIG_IGN); os.mkdir
 class Machine:
     """A launcher with ranks that sleep."""
 
-    def __init__(self, folder, pace, program=ASLEEP):
-        self._pace = pace
-        self.run = _Run(pace)
+    def __init__(self, folder, program=ASLEEP):
+        self.run = _Run()
         for rank in range(2):
             asleep, log = folder / f"asleep{rank}", folder / f"rank{rank}.log"
             command = [sys.executable, "-c", program, str(asleep)]
@@ -36,11 +36,11 @@ class Machine:
 
     def causes_within(self, seconds, *, beats_every=None):
         """Return the first causes within the looks of so many seconds, and after how many."""
-        for look in range(1, round(seconds / self._pace.look_s) + 1):
-            passed_s = look * self._pace.look_s
-            if beats_every and passed_s % beats_every < self._pace.look_s:
+        for look in range(1, round(seconds / LOOK_S) + 1):
+            passed_s = look * LOOK_S
+            if beats_every and passed_s % beats_every < LOOK_S:
                 self.set(moves=look)
-            if causes := self.run.look(self._pace.look_s):
+            if causes := self.run.look(LOOK_S):
                 return [cause.message for cause in causes], passed_s
         return [], seconds
 
@@ -55,7 +55,7 @@ def sleeps(rank):
 
 @pytest.fixture
 def machine(tmp_path):
-    machine = Machine(tmp_path, Pace())
+    machine = Machine(tmp_path)
     with machine.run:
         machine.run.look(0.1)
         yield machine
@@ -136,8 +136,10 @@ def test_work_of_children_before_the_half_of_the_limit_does_not_count(machine):
 
 
 @pytest.mark.parametrize("has_begun", [False, True], ids=["had not begun", "had ended"])
-def test_a_rank_that_waits_for_one_that_is_gone_is_not_waited_for(tmp_path, has_begun):
-    machine = Machine(tmp_path, Pace(interrupt_s=0.2, terminate_s=5.0, follow_s=0.2), DEAF)
+def test_a_rank_that_waits_for_one_that_is_gone_is_not_waited_for(tmp_path, monkeypatch, has_begun):
+    for name, seconds in (("INTERRUPT_S", 0.2), ("TERMINATE_S", 5.0), ("FOLLOW_S", 0.2)):
+        monkeypatch.setattr(launcher, name, seconds)
+    machine = Machine(tmp_path, DEAF)
     machine.ranks[0].state = Heartbeat(stage="load")
     if has_begun:
         machine.ranks[1].state = Heartbeat(stage="load")
