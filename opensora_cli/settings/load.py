@@ -30,10 +30,20 @@ from opensora_cli.core.section import NO_VALUE, is_inside
 from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.settings.applies import refuse_without_effect
 from opensora_cli.settings.components import LoraFile, settings_of
-from opensora_cli.settings.files import ConfigFile, open_config, preset_path, read_settings_file
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.generate_sections import SamplingSettings, named_format
-from opensora_cli.settings.layers import Given, Layer, collect_overrides, read_environment, read_sections, validate
+from opensora_cli.settings.layers import (
+    ConfigFile,
+    Given,
+    Layer,
+    collect_overrides,
+    open_config,
+    preset_path,
+    read_environment,
+    read_sections,
+    read_settings_file,
+    validate,
+)
 
 if TYPE_CHECKING:
     from opensora_cli.settings.hardware import PlannedMachine

@@ -22,8 +22,8 @@ from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.models.registry import DEMO, OPEN_SORA_V2
 from opensora_cli.settings.components import DOWNLOAD_COMMAND
 from opensora_cli.settings.devices import AttentionChoice
-from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.generate import GenerateSettings
+from opensora_cli.settings.layers import list_presets
 from opensora_cli.settings.load import load_preset
 
 _WEIGHT_BYTES = 2

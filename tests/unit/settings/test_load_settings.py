@@ -9,9 +9,8 @@ import pytest
 from opensora_cli.core.choices import Solver
 from opensora_cli.core.exceptions import FileProblem, RequestError
 from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, OPEN_SORA_V2
-from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.layers import Given
+from opensora_cli.settings.layers import Given, list_presets
 from opensora_cli.settings.load import (
     ANY_PROMPT,
     SIDECAR_SCHEMAS,

@@ -7,9 +7,8 @@ import pytest
 
 from opensora_cli.cli.app import main
 from opensora_cli.core.exceptions import FileProblem
-from opensora_cli.settings.files import read_settings_file
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.layers import Given
+from opensora_cli.settings.layers import Given, read_settings_file
 from opensora_cli.settings.load import generate_request, load_generate_settings, load_preset
 from opensora_cli.settings.tools import ReconstructSettings, load_vae_settings
 from opensora_cli.settings.train import load_train_settings

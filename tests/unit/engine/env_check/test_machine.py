@@ -30,7 +30,7 @@ from opensora_cli.engine.env_check.machine import (
 )
 from opensora_cli.engine.env_check.report import PresetNeeds, Severity
 from opensora_cli.engine.estimate.offload import OffloadPlan, StageMemory
-from opensora_cli.settings.files import list_presets
+from opensora_cli.settings.layers import list_presets
 
 GIB = 2**30
 TORCH = TorchFacts(
