@@ -72,7 +72,6 @@ def continued(given: dict[str, Given], call: Call) -> SavedSettings | None:
 
 
 def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:
-    """Refuse options that have no effect together, or without one another."""
     call.require("--prompts", beside="--shard")
     call.require("--dry-run", beside="--on")
     call.require("--explore-steps", beside="--explore")

@@ -42,7 +42,6 @@ def mem_profile(settings: MemProfileSettings, call: Call) -> None:
 
 
 def _profiled(call: Call) -> GenerateRequest | TrainSettings:
-    """Return the request to generate, or the settings of the training run, that `--config` and `--set` describe."""
     device, gpus = call.value("--device", str), call.value("--gpus", str)
     given = {} if gpus is None else {"parallel.gpus": Given(gpus, "--gpus")}
     file = None if call.config is None else open_config(call.config, "train", "generate")
