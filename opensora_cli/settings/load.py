@@ -49,8 +49,6 @@ if TYPE_CHECKING:
     from opensora_cli.settings.hardware import PlannedMachine
 
 SIDECAR_SCHEMA = "osora.generate/2"
-SIDECAR_SCHEMAS = ("osora.generate/1", SIDECAR_SCHEMA)
-"""Schemas of sidecars that can be read. Their settings have one form."""
 _FAST_STEPS, _FAST_CACHE = 15, 0.15
 ANY_PROMPT = "raining, sea"
 """Prompt of benchmarks, and of plans without a prompt."""
@@ -302,8 +300,7 @@ def read_sidecar(path: Path) -> SavedSettings:
     """Return the settings in the sidecar of a result."""
     hint = "--from takes the .json file beside a result"
     document = read_json_object(path, hint=hint)
-    schema = document.get("schema")
-    if schema not in SIDECAR_SCHEMAS:
+    if (schema := document.get("schema")) != SIDECAR_SCHEMA:
         raise FileProblem(f"{path} has the schema {plain(repr(schema))}, and must have {SIDECAR_SCHEMA!r}", hint=hint)
     if not isinstance(document.get("settings"), dict):
         raise FileProblem(f"{path} has no settings in it", hint=hint)
