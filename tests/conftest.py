@@ -18,7 +18,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from opensora_cli.settings import files
+from opensora_cli.settings import layers
 
 _CACHES = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 """In place of the user's own."""
@@ -100,9 +100,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> object:
 @pytest.fixture(autouse=True, scope="session")
 def parsed_once() -> Iterator[None]:
     """Parse each text of YAML once: the presets are read by thousands of tests."""
-    parse = functools.cache(files.parse_yaml_text)
+    parse = functools.cache(layers.parse_yaml_text)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(files, "parse_yaml_text", lambda text: copy.deepcopy(parse(text)))
+        patch.setattr(layers, "parse_yaml_text", lambda text: copy.deepcopy(parse(text)))
         yield
 
 

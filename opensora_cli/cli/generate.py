@@ -7,10 +7,9 @@ from pathlib import Path
 from opensora_cli.cli.command import CONFIG, ON, SET, VERBOSE, Call, make_command, shown_default
 from opensora_cli.core.section import shown
 from opensora_cli.models.registry import DEMO
-from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.flags import FLAGS, MACHINE, OUTPUT, PROMPT, REFERENCE, SAMPLING, VIDEO, Option, option_of
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.layers import Given
+from opensora_cli.settings.layers import Given, list_presets
 from opensora_cli.settings.load import GenerateRequest, SavedSettings, generate_request, load_preset
 
 _FROM = ("--from", "--resume", "--from-latents")
@@ -73,7 +72,6 @@ def continued(given: dict[str, Given], call: Call) -> SavedSettings | None:
 
 
 def _refuse_combinations(call: Call, given: Mapping[str, Given]) -> None:
-    """Refuse options that have no effect together, or without one another."""
     call.require("--prompts", beside="--shard")
     call.require("--dry-run", beside="--on")
     call.require("--explore-steps", beside="--explore")

@@ -5,9 +5,8 @@ from opensora_cli.cli.command import CONFIG, ON, SET, Call, make_command
 from opensora_cli.core import device_names
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.models.registry import DEMO
-from opensora_cli.settings.files import open_config
 from opensora_cli.settings.flags import Option
-from opensora_cli.settings.layers import Given
+from opensora_cli.settings.layers import Given, open_config
 from opensora_cli.settings.load import GenerateRequest, generate_request
 from opensora_cli.settings.tools import MemProfileSettings
 from opensora_cli.settings.train import TrainSettings
@@ -43,7 +42,6 @@ def mem_profile(settings: MemProfileSettings, call: Call) -> None:
 
 
 def _profiled(call: Call) -> GenerateRequest | TrainSettings:
-    """Return the request to generate, or the settings of the training run, that `--config` and `--set` describe."""
     device, gpus = call.value("--device", str), call.value("--gpus", str)
     given = {} if gpus is None else {"parallel.gpus": Given(gpus, "--gpus")}
     file = None if call.config is None else open_config(call.config, "train", "generate")

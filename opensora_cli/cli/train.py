@@ -8,10 +8,9 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.encode.inputs import require_tables
 from opensora_cli.engine.listings import describe_recipes
 from opensora_cli.engine.train.early import check_output, refuse_early, warn_of_missing_inputs
-from opensora_cli.settings.files import ConfigFile
 from opensora_cli.settings.flags import MACHINE, Option
 from opensora_cli.settings.hardware import PlannedMachine
-from opensora_cli.settings.layers import Layer, collect_overrides
+from opensora_cli.settings.layers import ConfigFile, Layer, collect_overrides
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 _CHECKPOINTS, _CHECKS = "Checkpoints", "Checks"

@@ -45,7 +45,6 @@ def stats(given: Layer, call: Call) -> None:
 
 
 def _settings(schema: type[EncodeSettingsT], given: Layer, call: Call) -> EncodeSettingsT:
-    """Return the settings of a command; raises an error if files or weights are missing."""
     overrides = collect_overrides(schema, given, call.assignments)
     settings = load_vae_settings(schema, config=call.config, overrides=overrides, environment=os.environ)
     refuse_early(settings)

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from opensora_cli.core.documents import Document
-from opensora_cli.settings.files import describe_preset, list_presets, preset_path
 from opensora_cli.settings.hardware import read_machine
+from opensora_cli.settings.layers import describe_preset, list_presets, preset_path
 from opensora_cli.settings.load import load_preset
 
 _GIB = 2**30

@@ -16,10 +16,9 @@ from opensora_cli.engine.components.few_steps import turbo_path
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.models.registry import ARCHITECTURES
 from opensora_cli.settings.applies import refuse_without_effect
-from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.flags import FLAGS, given_flags
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.layers import Given, Layer
+from opensora_cli.settings.layers import Given, Layer, list_presets
 from opensora_cli.settings.load import generate_request, load_preset, usual_settings
 
 _FIELDS = ("prompt", "model", "seconds", "size", "seed", "settings")

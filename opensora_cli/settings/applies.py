@@ -20,13 +20,13 @@ def _never(settings: Any) -> bool:
     return False
 
 
-def _vae(place: str, *, saved: bool = False) -> tuple[Applies, ...]:
+def _vae(place: str) -> tuple[Applies, ...]:
     """Return the rows of an autoencoder. Keys outside the sections of other kinds belong to hunyuan."""
     kind, fix = f"{place}.kind", f"drop it, or use {place}.kind="
     return (
-        Applies(place, f"{kind}=hunyuan", f"{fix}hunyuan", but=" ".join(OF_ALL_KINDS), saved=saved),
-        Applies(f"{place}.dc_ae", f"{kind}=dc_ae", f"{fix}dc_ae", saved=saved),
-        Applies(f"{place}.flux_ae", f"{kind}=flux_ae", f"{fix}flux_ae", saved=saved),
+        Applies(place, f"{kind}=hunyuan", f"{fix}hunyuan", but=" ".join(OF_ALL_KINDS)),
+        Applies(f"{place}.dc_ae", f"{kind}=dc_ae", f"{fix}dc_ae"),
+        Applies(f"{place}.flux_ae", f"{kind}=flux_ae", f"{fix}flux_ae"),
     )
 
 
@@ -56,7 +56,7 @@ GENERATE = (
     Applies("refine", _never, but="original"),
     Applies("refine.original", "refine.original!=none"),
     Applies("draft", "draft.resolution", "give --draft-res, too"),
-    *_vae("picture.vae", saved=True),
+    *_vae("picture.vae"),
     Applies("picture", "picture.first"),
     Applies("picture.save", "picture.first", "give --t2i2v, too"),
     Applies("picture.model picture.vae picture.files", "picture.own_model=false"),
@@ -80,14 +80,9 @@ GENERATE = (
         lambda s: s.sampling.oscillates,
         "on guidance that does not oscillate: drop it, or set sampling.text_oscillation=true",
     ),
-    Applies(
-        "sampling.flow_shift",
-        lambda s: s.sampling.timesteps is None,
-        "on sampling.timesteps: drop one of them",
-        saved=True,
-    ),
+    Applies("sampling.flow_shift", lambda s: s.sampling.timesteps is None, "on sampling.timesteps: drop one of them"),
     Applies("condition.seamless", "condition.mode=none|i2v_loop", "use i2v_loop, or drop it"),
-    Applies("output.save_state_every", "output.save_latents", "drop it", saved=True),
+    Applies("output.save_state_every", "output.save_latents", "drop it"),
     Applies("memory.resident_blocks memory.host_weights", "memory.offload=auto|blocks", "use blocks"),
 )
 

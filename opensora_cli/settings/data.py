@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field
 from opensora_cli.core.choices import Fit
 from opensora_cli.core.conditions import LatentGrid
 from opensora_cli.core.section import FileName, Section, Share, ending, matching, rule_error
-from opensora_cli.settings.files import parse_yaml_text
+from opensora_cli.settings.layers import parse_yaml_text
 
 BatchSize = Annotated[int, Field(ge=1, le=4096)]
 

@@ -59,12 +59,6 @@ class Compression(StrEnum):
     BF16 = "bf16"
     FP8 = "fp8"
 
-    @property
-    def largest_error(self) -> str | None:
-        """Largest error as text. None means no rounding."""
-        errors = {Compression.BF16: "1/256", Compression.FP8: "1/16"}
-        return f"elements off by at most {errors[self]}" if self in errors else None
-
 
 class DeviceSettings(Section):
     """Devices that take part. Subclasses add degrees: how many devices share which work."""
@@ -171,7 +165,10 @@ class ParallelSettings(ExchangeSettings):
 
 
 class Strategy(StrEnum):
-    """Sharding of weights, gradients and optimizer states over devices (Rajbhandari et al. 2020, ZeRO)."""
+    """Sharding of weights, gradients and optimizer states over devices (Rajbhandari et al. 2020, ZeRO).
+
+    All but ddp are FSDP2: zero3 and hybrid reshard after the forward, zero1 reduces gradients once an update.
+    """
 
     DDP = "ddp"
     ZERO1 = "zero1"
@@ -193,15 +190,6 @@ class Strategy(StrEnum):
     def reduces_once(self) -> bool:
         """Whether gradients are reduced once an update instead of after each micro-batch."""
         return self in (Strategy.DDP, Strategy.ZERO1)
-
-
-_MEANING = {
-    Strategy.DDP: "DistributedDataParallel",
-    Strategy.ZERO1: "FSDP2 without resharding after forward; gradients are reduced once an update",
-    Strategy.ZERO2: "FSDP2 without resharding after forward; gradients are reduced each micro-batch",
-    Strategy.ZERO3: "FSDP2 with resharding after forward",
-    Strategy.HYBRID: "FSDP2 with resharding after forward, around ranks that share a sample",
-}
 
 
 class TrainParallelSettings(ExchangeSettings):
@@ -244,7 +232,7 @@ class TrainParallelSettings(ExchangeSettings):
     def describe(self, strategy: Strategy) -> str:
         """Return the number of devices and their axes as text."""
         along = " x ".join(f"{axis} {ranks}" for axis, ranks in self.axes(strategy).items() if ranks > 1)
-        return f"{self.world_size}, {strategy} ({along}): {_MEANING[strategy]}" if along else "1"
+        return f"{self.world_size}, {strategy} ({along})" if along else "1"
 
     def data_ranks(self, strategy: Strategy) -> int:
         """Return the number of micro-batches that are computed at a time."""

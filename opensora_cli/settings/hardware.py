@@ -13,8 +13,7 @@ from pydantic import Field
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.formatting import nearest
 from opensora_cli.core.section import ByteSize, FileName, Section
-from opensora_cli.settings.files import list_presets, preset_path, read_settings_file
-from opensora_cli.settings.layers import Given, read_sections, validate
+from opensora_cli.settings.layers import Given, list_presets, preset_path, read_sections, read_settings_file, validate
 
 PRODUCT_EFFICIENCY = 0.489
 ATTENTION_EFFICIENCY = 0.644

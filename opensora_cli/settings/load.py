@@ -30,17 +30,25 @@ from opensora_cli.core.section import NO_VALUE, is_inside
 from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO, OPEN_SORA_V2
 from opensora_cli.settings.applies import refuse_without_effect
 from opensora_cli.settings.components import LoraFile, settings_of
-from opensora_cli.settings.files import ConfigFile, open_config, preset_path, read_settings_file
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.generate_sections import SamplingSettings, named_format
-from opensora_cli.settings.layers import Given, Layer, collect_overrides, read_environment, read_sections, validate
+from opensora_cli.settings.layers import (
+    ConfigFile,
+    Given,
+    Layer,
+    collect_overrides,
+    open_config,
+    preset_path,
+    read_environment,
+    read_sections,
+    read_settings_file,
+    validate,
+)
 
 if TYPE_CHECKING:
     from opensora_cli.settings.hardware import PlannedMachine
 
 SIDECAR_SCHEMA = "osora.generate/2"
-SIDECAR_SCHEMAS = ("osora.generate/1", SIDECAR_SCHEMA)
-"""Schemas of sidecars that can be read. Their settings have one form."""
 _FAST_STEPS, _FAST_CACHE = 15, 0.15
 ANY_PROMPT = "raining, sea"
 """Prompt of benchmarks, and of plans without a prompt."""
@@ -289,8 +297,7 @@ def read_sidecar(path: Path) -> SavedSettings:
     """Return the settings in the sidecar of a result."""
     hint = "--from takes the .json file beside a result"
     document = read_json_object(path, hint=hint)
-    schema = document.get("schema")
-    if schema not in SIDECAR_SCHEMAS:
+    if (schema := document.get("schema")) != SIDECAR_SCHEMA:
         raise FileProblem(f"{path} has the schema {plain(repr(schema))}, and must have {SIDECAR_SCHEMA!r}", hint=hint)
     if not isinstance(document.get("settings"), dict):
         raise FileProblem(f"{path} has no settings in it", hint=hint)

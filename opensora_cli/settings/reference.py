@@ -3,9 +3,10 @@
 The tables of names carry settings over. All other names are reported, unless their value is in `_USUAL`.
 """
 
+import ast
 import os
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from opensora_cli.core.conditions import CONDITION_MODES
@@ -14,7 +15,7 @@ from opensora_cli.core.section import Section, is_inside, nested
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.registry import OPEN_SORA_V2, OPEN_SORA_V2_DC_AE
 from opensora_cli.models.vae.config import DCAEConfig, FluxAEConfig, HunyuanSizes
-from opensora_cli.settings.files import CODE, PLAIN_VALUES, ConfigFile
+from opensora_cli.settings.layers import ConfigFile
 
 Sections = tuple[dict[str, Any], list[str]]
 """Settings, nested as in a YAML file, and the names that were not carried over."""
@@ -103,6 +104,12 @@ model_name=dc-ae-f32t4c128 from_scratch=True
 _REPEATED = frozenset(("patch_size", "ae_spatial_compression", "lr", "eps", "grad_ckpt_settings"))
 """Names that other lines of the published files use."""
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_CODE = ...
+"""Value of an assignment in a `.py` file that is code and not data."""
+_PLAIN_VALUES = "such files are parsed, not executed: write the value itself"
+"""Hint for code in a `.py` file."""
+MIGRATE = "start from a recipe, as in osora train --config stage1; docs/how_to/migrate_from_open_sora.md has the names"
+"""Hint for a `.py` file that is not for sampling."""
 _FOLDER = "ckpts"
 
 
@@ -214,8 +221,8 @@ class _Values(dict[str, Any]):
         """Carry over the settings of a table. Raises FileProblem if one of them is code."""
         found = {}
         for theirs, ours in names.items():
-            if code := [name for name in self if self[name] is CODE and is_inside(theirs, [name])]:
-                raise FileProblem(f"{self._path}: {code[0]} is not a plain value", hint=PLAIN_VALUES)
+            if code := [name for name in self if self[name] is _CODE and is_inside(theirs, [name])]:
+                raise FileProblem(f"{self._path}: {code[0]} is not a plain value", hint=_PLAIN_VALUES)
             if theirs in self:
                 value = self.pop(theirs)
                 found[ours] = _DTYPES.get(str(value), value) if ours == "runtime.dtype" else value
@@ -262,3 +269,36 @@ def _leaves(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def read_python(path: Path, text: str) -> tuple[dict[str, Any], list[Path]]:
+    """Return the assignments of a file, which are literals and `dict(...)` calls, and its bases."""
+    values: dict[str, Any] = {}
+    try:
+        tree = ast.parse(text, filename=str(path))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise FileProblem(f"{path} is not Python: {getattr(error, 'msg', None) or 'nested too deeply'}") from None
+    for line in tree.body:
+        match line:
+            case ast.Expr(value=ast.Constant()):
+                pass  # A description.
+            case ast.Assign(targets=[ast.Name(id=name)], value=node):
+                values[name] = _data(node)
+            case _:
+                raise FileProblem(f"{path}, line {line.lineno}: it is not NAME = VALUE", hint=_PLAIN_VALUES)
+    bases = values.pop("_base_", [])
+    names = [bases] if isinstance(bases, str) else bases
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        raise FileProblem(f"{path}: _base_ must be the name of a file, or a list of names")
+    return values, [path.parent / name for name in names]
+
+
+def _data(node: ast.expr) -> Any:
+    """Return the value of an expression, with `_CODE` in place of code."""
+    match node:
+        case ast.Call(func=ast.Name(id="dict"), args=[], keywords=words) if all(word.arg for word in words):
+            return {word.arg: _data(word.value) for word in words}
+    try:
+        return ast.literal_eval(node)
+    except (ValueError, TypeError, MemoryError, RecursionError):
+        return _CODE

@@ -16,13 +16,14 @@ from opensora_cli.models.registry import ARCHITECTURES, AUTO, DEMO
 from opensora_cli.settings.applies import PARALLEL, SAME_FOR_ALL_RUNS, VAE, refuse_without_effect
 from opensora_cli.settings.components import VAESettings, settings_of
 from opensora_cli.settings.devices import DeviceKind, ParallelSettings, PlacementSettings
-from opensora_cli.settings.files import ConfigFile, open_config
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.layers import (
+    ConfigFile,
     Given,
     Layer,
     check_key,
     explain,
+    open_config,
     read_environment,
     read_sections,
     validate,

@@ -28,8 +28,15 @@ from opensora_cli.settings.devices import (
     Threads,
     TrainParallelSettings,
 )
-from opensora_cli.settings.files import ConfigFile, list_presets, open_config
-from opensora_cli.settings.layers import Layer, read_environment, read_sections, validate
+from opensora_cli.settings.layers import (
+    ConfigFile,
+    Layer,
+    list_presets,
+    open_config,
+    read_environment,
+    read_sections,
+    validate,
+)
 from opensora_cli.settings.reference import read_reference_training, read_settings
 
 VAE_FILE = "vae.safetensors"

@@ -11,7 +11,7 @@ from opensora_cli.core.conditions import CONDITION_MODES, ReferenceLengths
 from opensora_cli.core.section import Count, CountOrZero, FileName, Section, Share, Weight, Words
 from opensora_cli.models.registry import ARCHITECTURES, DEMO
 from opensora_cli.settings.devices import AttentionChoice, Blocks, DType, HostWeights
-from opensora_cli.settings.files import parse_yaml_text
+from opensora_cli.settings.layers import parse_yaml_text
 
 _Blocks = Annotated[int, Field(ge=0, le=10_000)]
 _Seed = Annotated[int, Field(ge=0, le=2**31)]

@@ -14,10 +14,9 @@ from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.generate.dry_run import PlanDocument, plan_generation
 from opensora_cli.engine.generate.request import resolve
 from opensora_cli.engine.listings import NEEDS
-from opensora_cli.settings.files import list_presets
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.hardware import read_machine
-from opensora_cli.settings.layers import Given
+from opensora_cli.settings.layers import Given, list_presets
 from opensora_cli.settings.load import generate_request, load_preset
 
 HEAVY = {"torch", "transformers", "av", "numpy", "PIL", "safetensors", "huggingface_hub"}

@@ -12,8 +12,7 @@ from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.section import Count, CountOrZero, FileName, Section, Share
 from opensora_cli.settings.applies import refuse_without_effect
 from opensora_cli.settings.devices import DeviceName
-from opensora_cli.settings.files import read_settings_file
-from opensora_cli.settings.layers import Given, collect_overrides, read_sections, validate
+from opensora_cli.settings.layers import Given, collect_overrides, read_sections, read_settings_file, validate
 from opensora_cli.settings.train import TrainSettings, model_entry
 from opensora_cli.settings.train_sections import LoopSettings, OptimizerSettings, PrecisionSettings
 

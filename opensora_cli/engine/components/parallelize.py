@@ -166,8 +166,8 @@ def describe_exchange(parallel: ExchangeSettings, plan: ExchangePlan, mesh: Mesh
     """Return the method of an exchange as text."""
     stages = f", {mesh.ulysses // plan.inner} x {plan.inner} ranks" if plan.inner > 1 else ""
     words = [f"{parallel.all_to_all}{stages}"]
-    if parallel.compression.largest_error:
-        words.append(f"{parallel.compression} ({parallel.compression.largest_error})")
+    if parallel.compression is not Compression.NONE:
+        words.append(parallel.compression)
     return ", ".join(words)
 
 

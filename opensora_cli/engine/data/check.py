@@ -26,7 +26,7 @@ from opensora_cli.engine.data.scan import scan
 from opensora_cli.engine.encode.datasets import UnusedRows, find_unused, make_buckets, open_table, pixel_multiple
 from opensora_cli.sampling.sizes import num_pixels, training_sizes
 from opensora_cli.settings.data import BucketSettings, BucketTable, DataSettings, ScanSettings
-from opensora_cli.settings.files import EXTENDS, settings_path
+from opensora_cli.settings.layers import EXTENDS, settings_path
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 _MOST_LENGTHS = 6

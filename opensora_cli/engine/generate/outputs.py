@@ -28,7 +28,7 @@ from opensora_cli.media.results import (
 )
 from opensora_cli.settings.generate import GenerateSettings
 from opensora_cli.settings.generate_sections import NameFrom
-from opensora_cli.settings.load import SIDECAR_SCHEMAS, flags_again
+from opensora_cli.settings.load import SIDECAR_SCHEMA, flags_again
 
 if TYPE_CHECKING:
     from opensora_cli.engine.generate.chain import Chain
@@ -240,7 +240,7 @@ def read_made(sample: SampleFiles) -> Mapping[str, Any]:
 def _sidecar_of(sample: SampleFiles) -> Mapping[str, Any]:
     """Return the sidecar of a sample, with or without its media; empty without a sidecar."""
     document = {} if sample.sidecar is None else read_sidecar(sample.sidecar)
-    is_own = document.get("schema") in SIDECAR_SCHEMAS and document.get("file") == sample.media.name
+    is_own = document.get("schema") == SIDECAR_SCHEMA and document.get("file") == sample.media.name
     return document if is_own else {}
 
 

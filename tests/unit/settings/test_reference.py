@@ -7,9 +7,8 @@ import pytest
 
 from opensora_cli.cli.app import main
 from opensora_cli.core.exceptions import FileProblem
-from opensora_cli.settings.files import read_settings_file
 from opensora_cli.settings.generate import GenerateSettings
-from opensora_cli.settings.layers import Given
+from opensora_cli.settings.layers import Given, read_settings_file
 from opensora_cli.settings.load import generate_request, load_generate_settings, load_preset
 from opensora_cli.settings.tools import ReconstructSettings, load_vae_settings
 from opensora_cli.settings.train import TrainSettings, load_train_settings
@@ -230,15 +229,15 @@ def test_the_commands_list_what_is_left(folder: Path, capsys: pytest.CaptureFixt
 def test_data_is_read_and_code_is_not_executed(tmp_path: Path) -> None:
     path = tmp_path / "a.py"
     path.write_text(
-        '"""Any description."""\nsize = -10_000\nlong = [0, 0]\n'
-        "model = dict(depth=size, axes=[8, 8], rest={'a': None, 1: (True,)})\n"
+        '"""Any description."""\nsize = -10_000\n'
+        "model = dict(depth=-1, axes=[8, 8], rest={'a': None, 1: (True,)})\n"
         "code = dict(a=2 * 2, b=open('/etc/passwd').read(), c=[x for x in (1,)], d=unknown, e=f'{1}', f=9 ** 9 ** 9, "
-        "g=long, h=dict(**{'a': 1}), i={**{'a': 1}}, j=dict(k=[__import__('os')]))\n"
+        "g=size, h=dict(**{'a': 1}), i={**{'a': 1}}, j=dict(k=[__import__('os')]))\n"
     )
     values = read_settings_file(path)
     assert values.pop("code") == {**dict.fromkeys("abcdefghi", ...), "j": {"k": ...}}
-    model = {"depth": -10_000, "axes": [8, 8], "rest": {"a": None, 1: (True,)}}
-    assert values == {"size": -10_000, "long": [0, 0], "model": model}
+    model = {"depth": -1, "axes": [8, 8], "rest": {"a": None, 1: (True,)}}
+    assert values == {"size": -10_000, "model": model}
 
 
 def test_code_is_refused_where_it_would_be_carried_over(folder: Path) -> None:

@@ -10,7 +10,6 @@ from opensora_cli.settings.load import load_preset
 from opensora_cli.settings.tools import (
     STANDARD,
     BenchCommSettings,
-    Collective,
     read_tries,
     refuse_unfit,
     tried_settings,
@@ -79,16 +78,6 @@ def test_one_whole_video_is_compared(change: dict[str, object], problem: str) ->
 
 def _settings(**values: object) -> BenchCommSettings:
     return validate(BenchCommSettings, {key.replace("__", "."): Given(value, key) for key, value in values.items()})
-
-
-def test_defaults_are_8_bytes_to_1_gib_on_gpus() -> None:
-    settings = _settings()
-    assert settings.min_bytes == 8
-    assert settings.largest_bytes(on_gpu=True) == 2**30
-    assert settings.largest_bytes(on_gpu=False) == 4 * 2**20
-    assert settings.collectives == tuple(Collective)
-    assert _settings(max_bytes="1GiB").largest_bytes(on_gpu=False) == 2**30
-    assert _settings(min_bytes="8MiB").largest_bytes(on_gpu=False) == 8 * 2**20
 
 
 @pytest.mark.parametrize(

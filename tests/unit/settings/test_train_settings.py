@@ -8,8 +8,7 @@ from pydantic import ValidationError
 
 from opensora_cli.core.conditions import CONDITION_MODES
 from opensora_cli.core.exceptions import FileProblem, RequestError
-from opensora_cli.settings.files import list_presets
-from opensora_cli.settings.layers import Given
+from opensora_cli.settings.layers import Given, list_presets
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 RECIPES = list_presets("train")

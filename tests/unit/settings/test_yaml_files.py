@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from opensora_cli.core.exceptions import FileProblem
-from opensora_cli.settings.files import read_settings_file
+from opensora_cli.settings.layers import read_settings_file
 
 
 def write(folder: Path, name: str, text: str) -> Path:

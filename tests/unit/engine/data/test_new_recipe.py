@@ -14,8 +14,7 @@ from opensora_cli.data.table import read_table
 from opensora_cli.engine.data.check import check_data, suggest_buckets, write_recipe
 from opensora_cli.engine.train import plan as train_plan
 from opensora_cli.engine.train.plan import plan_training
-from opensora_cli.settings.files import list_presets
-from opensora_cli.settings.layers import Given
+from opensora_cli.settings.layers import Given, list_presets
 from opensora_cli.settings.train import TrainSettings, load_train_settings
 
 Row = tuple[int, int, int, float | str]
