@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -43,19 +42,8 @@ Advance = Callable[[int], None]
 _Commit = Annotated[str, Field(pattern=r"^[0-9A-Za-z._-]{1,64}$")]
 
 
-class State(StrEnum):
-    """State of a local file."""
-
-    MISSING = "missing"
-    PARTIAL = "partial"
-    UNCHECKED = "unchecked"
-    """A file with this name and size exists, without a record of its hash."""
-    PRESENT = "present"
-    OTHER = "other"
-
-
 class HubFile(Document, strict=True):
-    """File in a repository, and its state in the local folder."""
+    """File in a repository."""
 
     name: str
     """Path of the file below the folder."""
@@ -64,9 +52,8 @@ class HubFile(Document, strict=True):
     bytes: int = Field(ge=0)
     hash: str = Field(pattern=r"^([0-9a-f]{40}|[0-9a-f]{64})$")
     """SHA-256 of the content, with 64 digits, for large files; else SHA-1 as git computes it."""
-    state: State = State.MISSING
     bytes_here: int = 0
-    """Bytes of the file that need not be fetched."""
+    """Bytes in the local folder that need not be fetched."""
     hub_name: str = Field(exclude=True)
     """Path of the file in the repository."""
 
