@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from opensora_cli.checkpoint.load import PlannedTensor, plan_tensors
-from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.core.choices import LinearProducts, Rotary
+from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.components.architectures import mmdit_config, on_meta, one_block_of_each, text_tensors
 from opensora_cli.engine.components.loras import LoraRanks, in_first_block
@@ -30,7 +29,7 @@ from opensora_cli.models.linears import Split
 from opensora_cli.models.mmdit.blocks import RepeatedBlocks, modulation_layers, repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layers import modulation_width
-from opensora_cli.models.mmdit.layout import converter, find_rotary
+from opensora_cli.models.mmdit.layout import converter
 from opensora_cli.models.text.sizes import T5Sizes
 from opensora_cli.models.text.t5 import KEPT_IN_FP32, LAYERS
 from opensora_cli.settings.components import ModelSettings
@@ -336,10 +335,7 @@ def _read(
 ) -> list[PlannedTensor]:
     """Return the tensors of a file. Raises CheckpointError if it is broken."""
     if component is Component.TRANSFORMER:
-        checkpoint = open_checkpoint(path)
-        rotary = find_rotary(checkpoint.entries, checkpoint.metadata)
-        convert = converter(config, interleaved=rotary is Rotary.INTERLEAVED)
-        planned = {tensor.key: tensor for tensor in plan_tensors(path, dtype=dtype, convert=convert)}
+        planned = {tensor.key: tensor for tensor in plan_tensors(path, dtype=dtype, convert=converter(config))}
         return [planned.get(tensor.key, tensor) for tensor in _released(component, config, 0)]
     tensors = text_tensors(path, stamp) if path.is_dir() else plan_tensors(path, dtype=dtype)
     kept = [tensor for tensor in tensors if not tensor.key.startswith(_IGNORED.get(component, ()))]
