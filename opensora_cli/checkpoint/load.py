@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from opensora_cli.checkpoint.lazy import LazyTensor
 from opensora_cli.checkpoint.opening import Checkpoint, open_checkpoint
 from opensora_cli.checkpoint.transforms import dequantize
-from opensora_cli.core.choices import ROTARY_METADATA
 from opensora_cli.core.exceptions import CheckpointError, HardwareError
 from opensora_cli.core.formatting import first_few
 from opensora_cli.core.reading import is_lack_of_memory
@@ -153,11 +152,6 @@ def fill_module(
     Raises:
         CheckpointError: keys or shapes don't fit the module, or a file cannot be read.
     """
-    if checkpoint.metadata.get(ROTARY_METADATA) == "interleaved":
-        raise CheckpointError(
-            f"{checkpoint.path} has interleaved rotary pairs, which its names don't imply",
-            hint="osora ckpt convert --rotary half converts them to the order that models expect",
-        )
     entries = _weights(checkpoint, torch.get_default_dtype())
     expected = module.state_dict()
     shapes = {key: tuple(entry.shape) for key, entry in entries.items()}

@@ -31,7 +31,7 @@ def convert(settings: ConvertSettings, call: Call) -> None:
 
     Examples:
       osora ckpt convert runs/demo transformer.safetensors --select ema
-      osora ckpt convert flux1-dev.safetensors flux-split --qkv split --rotary half
+      osora ckpt convert flux1-dev.safetensors flux-split --qkv split
       osora ckpt convert fp32.safetensors bf16.safetensors --dtype bf16
     """
     _refuse_early(settings, settings.source)

@@ -51,7 +51,6 @@ from opensora_cli.core.formatting import escaped, plain, without_credentials
 
 _ADAPTER_FOLDER = "lora"
 _STATE_FILES = (f"{OPTIMIZER_FOLDER}/optimizer.pt", "lr_scheduler.pt", "sampler.pt")
-_WEIGHTS = ["*.safetensors", "*.safetensors.index.json"]
 _T = TypeVar("_T")
 
 
@@ -250,7 +249,7 @@ def load_checkpoint(
     torch's default. Raises CheckpointError or RequestError if there is nothing to load, or it does not fit.
 
     Args:
-        path: a file or folder; if there is none, `owner/repository` or `owner/repository/file` on the Hub.
+        path: a file or folder; if there is none, `owner/repository/file` on the Hub.
         cache_dir: folder for files of the Hub; None means the usual cache.
         device_map: device for weights on the meta device.
         cai_model_name: the part of a ColossalAI checkpoint that is loaded: `model`, or a file or folder in it.
@@ -275,29 +274,22 @@ def load_checkpoint(
 def load_from_hf_hub(repo_path: str, cache_dir: str | Path | None = None) -> str:
     """Return the path of `owner/repository/file` in the Hub's cache, fetched if missing.
 
-    Without a file it is the folder of the repository's safetensors files, without its subfolders. Raises
-    CheckpointError if a file is missing, or the Hub cannot be reached.
+    Raises CheckpointError if the file is missing, or the Hub cannot be reached.
     """
     owner, _, rest = repo_path.partition("/")
     repository, _, file = rest.partition("/")
-    if owner in ("", ".", "..", "~") or not repository:
-        raise CheckpointError(f"{repo_path} does not exist")
-    repo = f"{owner}/{repository}"
+    if owner in ("", ".", "..", "~") or not file:
+        raise CheckpointError(f"{repo_path} does not exist", hint="a file on the Hub is OWNER/REPOSITORY/FILE")
     try:
         # Importing it reads HF_ENDPOINT.
-        from huggingface_hub import hf_hub_download, snapshot_download
+        from huggingface_hub import hf_hub_download
 
-        if file:
-            return hf_hub_download(repo, file, cache_dir=cache_dir)
-        folder = snapshot_download(repo, allow_patterns=_WEIGHTS, ignore_patterns="*/*", cache_dir=cache_dir)
+        return hf_hub_download(f"{owner}/{repository}", file, cache_dir=cache_dir)
     except Exception as error:  # errors of the HTTP library, and any error from an unexpected answer
         lines = without_credentials(str(error)).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(
             f"{repo_path} does not exist here, and cannot be fetched from the Hugging Face Hub: {plain(lines[0])}"
         ) from error
-    if not any(Path(folder).glob(_WEIGHTS[0])):
-        raise CheckpointError(f"{repo_path} has no safetensors files", hint=f"name a file of it: {repo_path}/FILE")
-    return folder
 
 
 def rm_checkpoints(save_dir: str | Path, keep_n_latest: int = 0) -> None:

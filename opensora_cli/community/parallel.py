@@ -2,11 +2,9 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -112,24 +110,19 @@ class BandwidthMonitor:
         return any(rates[-1] > _CONGESTED * sum(rates) / len(rates) for rates in self._rates.values())
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Scheduled:
     """Scheduled collective, through which no gradient flows."""
 
-    run: Callable[[], Tensor]
-    queue: "list[Scheduled]"
-    result: Tensor | None = None
+    result: Tensor
 
     def wait(self) -> Tensor:
-        """Return the result, after the collectives that were scheduled before it."""
-        while self.result is None:
-            first = self.queue.pop(0)
-            first.result = first.run()
+        """Return the result."""
         return self.result
 
 
 class CommunicationScheduler:
-    """Queue of collectives. All ranks schedule the same ones in the same order, and may wait for them in any order.
+    """Runner of collectives, which all ranks schedule in the same order. `pending_ops` is always empty.
 
     `all_to_all` divides dimension 1 and joins dimension 2, and `gather_split` joins the last dimension.
     """
@@ -137,41 +130,26 @@ class CommunicationScheduler:
     def __init__(self) -> None:
         self.bandwidth_monitor = BandwidthMonitor()
         self.pending_ops: list[Scheduled] = []
-        """Scheduled collectives that have not run."""
 
     def schedule_communication(self, comm_type: str, tensor: Tensor, group: Group = None) -> Scheduled:
-        """Queue a collective until a caller waits for it or a later one."""
-        _result_shape(tensor, comm_type, group)
-        scheduled = Scheduled(partial(_run, comm_type, tensor.detach(), _ranks(group)), self.pending_ops)
-        self.pending_ops.append(scheduled)
-        return scheduled
+        """Run and measure a collective, and return a handle of its result."""
+        return Scheduled(self.execute_communication(comm_type, tensor.detach(), group))
 
     def execute_communication(self, comm_type: str, tensor: Tensor, group: Group = None) -> Tensor:
-        """Run and measure a collective after all scheduled ones, and return its result, which has a gradient."""
+        """Run and measure a collective, and return its result, which has a gradient."""
         _result_shape(tensor, comm_type, group)
-        if self.pending_ops:
-            self.pending_ops[-1].wait()
         with self.bandwidth_monitor.measure(_ranks(group), tensor.nbytes, device=tensor.device):
-            return _run(comm_type, tensor, _ranks(group))
-
-
-def _run(comm_type: str, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    if comm_type == "all_to_all":
-        return all_to_all(tensor, group, _SCATTER, _GATHER)
-    return gather_forward_split_backward(tensor, group, -1)
+            if comm_type == "all_to_all":
+                return all_to_all(tensor, _ranks(group), _SCATTER, _GATHER)
+            return gather_forward_split_backward(tensor, _ranks(group), -1)
 
 
 class RobustCommunication:
-    """All-to-all that all ranks of a group retry together, each time on a new group: gloo stays closed after a timeout.
+    """All-to-all that all ranks of a group retry together. The ranks tell each other their errors in a second group."""
 
-    The ranks tell each other their errors in a group of their own, within `timeout_s`.
-    """
-
-    def __init__(self, max_retries: int = 3, *, timeout_s: float = 600.0) -> None:
+    def __init__(self, max_retries: int = 3) -> None:
         self.max_retries = max_retries
-        self._timeout = timedelta(seconds=timeout_s)
-        self._groups: dict[dist.ProcessGroup, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
-        """Group -> the group that exchanges its tensors now, and the group for errors."""
+        self._meetings: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
     def safe_all_to_all(
         self, input_: Tensor, process_group: Group, scatter_dim: int = 2, gather_dim: int = 1
@@ -179,20 +157,19 @@ class RobustCommunication:
         """Return the result of `all_to_all`, retried after 1, 2, 4 ... seconds. Raises HardwareError after the last."""
         if process_group is None:
             return input_
-        if process_group not in self._groups:
-            self._groups[process_group] = process_group, self._new_group(process_group, backend="gloo")
-        (group, meeting), reasons = self._groups[process_group], [""]
+        if process_group not in self._meetings:
+            ranks = dist.get_process_group_ranks(process_group)
+            self._meetings[process_group] = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        reasons = [""]
         for attempt in range(self.max_retries + 1):
             if attempt:
                 time.sleep(2.0 ** (attempt - 1))
-                group = self._new_group(process_group)
-                self._groups[process_group] = group, meeting
             out, reason = None, ""
             try:
-                out = all_to_all(input_, group, scatter_dim, gather_dim)
+                out = all_to_all(input_, process_group, scatter_dim, gather_dim)
             except RuntimeError as error:
                 reason = str(error).partition("\n")[0] or type(error).__name__
-            reasons = all_gather_json(reason, meeting)
+            reasons = all_gather_json(reason, self._meetings[process_group])
             if out is not None and not any(reasons):
                 return out
         failed = ", ".join(f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason)
@@ -200,13 +177,6 @@ class RobustCommunication:
             f"the collective failed {self.max_retries + 1} times: {failed}",
             hint="see what became of the other ranks, and start the run again",
         )
-
-    def _new_group(self, like: dist.ProcessGroup, *, backend: str | None = None) -> dist.ProcessGroup:
-        ranks = dist.get_process_group_ranks(like)
-        made: dist.ProcessGroup = dist.new_group(
-            ranks, timeout=self._timeout, backend=backend, use_local_synchronization=True
-        )
-        return made
 
     def verify_communication(self, input_tensor: Tensor, output_tensor: Tensor, comm_type: str) -> None:
         """Check shape and numbers of a result over all ranks. Raises AssertionError if they cannot be right."""

@@ -77,18 +77,7 @@ class Selection(StrEnum):
 
 
 class QKV(StrEnum):
-    """Layout of the q, k and v projections: one tensor (Flux) or three (Open-Sora v2)."""
+    """Layout of q, k and v: one tensor, interleaved rotary pairs (Flux), or three, half-split pairs (Open-Sora)."""
 
     FUSED = "fused"
     SPLIT = "split"
-
-
-class Rotary(StrEnum):
-    """Layout of rotary pairs in a head: dims (2j, 2j+1) (Flux) or (j, D/2+j) (Open-Sora v2)."""
-
-    INTERLEAVED = "interleaved"
-    HALF = "half"
-
-
-ROTARY_METADATA = "osora.rotary"
-"""Metadata key under which a converted MMDiT records the layout of its rotary pairs: `interleaved` or `half`."""

@@ -6,7 +6,7 @@ from pathlib import PurePath
 
 from pydantic import Field
 
-from opensora_cli.core.choices import QKV, Format, Rotary, Selection
+from opensora_cli.core.choices import QKV, Format, Selection
 from opensora_cli.core.section import ByteSize, FileName, Section
 from opensora_cli.models.registry import DOWNLOADS, DownloadName
 
@@ -75,14 +75,13 @@ class ConvertSettings(WriteSettings):
     select: Selection | None = Field(None, description="Weights of a training to use. None: model.")
     drop: tuple[FileName, ...] = Field((), description="Drop tensors named like 'double_blocks.*' in SRC.")
     rename: tuple[str, ...] = Field((), description="Replace the start of names.")
-    qkv: QKV | None = Field(None, description="Write q, k and v as one tensor, or as three.")
-    rotary: Rotary | None = Field(None, description="Order of rotary pairs in a head.")
+    qkv: QKV | None = Field(None, description="Write q, k and v as in Flux (fused) or Open-Sora (split).")
     dtype: WeightDType | None = Field(None, description="Dtype of all floating point weights.")
 
     @property
     def options(self) -> dict[str, object]:
         """Options that the result depends on, if given."""
-        given = self.model_dump(mode="json", include={"select", "drop", "rename", "qkv", "rotary", "dtype"})
+        given = self.model_dump(mode="json", include={"select", "drop", "rename", "qkv", "dtype"})
         return {name: value for name, value in given.items() if value}
 
 

@@ -108,8 +108,6 @@ _CODE = ...
 """Value of an assignment in a `.py` file that is code and not data."""
 _PLAIN_VALUES = "such files are parsed, not executed: write the value itself"
 """Hint for code in a `.py` file."""
-MIGRATE = "start from a recipe, as in osora train --config stage1; docs/how_to/migrate_from_open_sora.md has the names"
-"""Hint for a `.py` file that is not for sampling."""
 _FOLDER = "ckpts"
 
 

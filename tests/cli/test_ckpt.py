@@ -123,7 +123,7 @@ def hub() -> Iterator[FakeHub]:
 def test_download(hub: FakeHub, monkeypatch: pytest.MonkeyPatch, run) -> None:
     connect(hub, monkeypatch)
     code, out, _ = run("ckpt", "download", "open-sora-v2", "--dry-run", "--json")
-    assert (code, json.loads(out)["schema"], hub.transfers) == (0, "osora.ckpt.download/2", [])
+    assert (code, json.loads(out)["schema"], hub.transfers) == (0, "osora.ckpt.download/3", [])
     code, out, err = run("ckpt", "download", "open-sora-v2")
     assert code == 0
     assert "hpcai-tech/Open-Sora-v2: licence apache-2.0" in err

@@ -90,7 +90,7 @@ def test_layouts(tmp_path: Path) -> None:
     source, target = tmp_path / "fused.safetensors", tmp_path / "changed"
     write_holes(source, {"img_in.weight": [hidden, 64], **shapes})
     sizes = {"largest": 4 * 7 * hidden**2, "total": source.stat().st_size}
-    run("convert", str(source), str(target), "--qkv", "split", "--rotary", "half", **sizes)
+    run("convert", str(source), str(target), "--qkv", "split", **sizes)
     found = json.loads(run("inspect", str(target), "--json", **sizes))
-    assert (found["qkv"], found["rotary"]) == ("split", "half")
+    assert found["qkv"] == "split"
     assert len(found["tensors"]) > len(shapes) + 1

@@ -211,18 +211,17 @@ class TestErrors:
             io.load(None, folder)
 
 
-@pytest.mark.parametrize("name", ["owner/repo", "owner/repo/a.safetensors"])
 @pytest.mark.parametrize(
     "endpoint", ["https://me:secret@[", "nonsense", "ftp://me:secret@host", "http://me:secret@127.0.0.1:1"]
 )
 def test_a_hub_that_cannot_be_asked_is_one_line_without_the_password(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, endpoint: str, name: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, endpoint: str
 ):
     connect(FakeHub(endpoint=endpoint), monkeypatch)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     monkeypatch.setattr("time.sleep", lambda seconds: None)  # huggingface_hub waits between attempts
     with pytest.raises(CheckpointError, match="cannot be fetched from the Hugging Face Hub: ") as caught:
-        load_from_hf_hub(name, cache_dir=str(tmp_path))
+        load_from_hf_hub("owner/repo/a.safetensors", cache_dir=str(tmp_path))
     assert "secret" not in caught.value.message
     assert caught.value.message.isprintable()
 

@@ -82,10 +82,8 @@ class TestHub:
             connect(server, monkeypatch)
             yield server
 
-    @pytest.mark.parametrize("name", ["owner/repo/one/a.safetensors", "owner/repo"])
-    def test_a_file_or_all_of_a_repository_is_fetched(self, tmp_path, weights, hub, name, monkeypatch):
-        if name == "owner/repo":
-            hub.repos[name].files["a.safetensors"] = hub.repos[name].files.pop("one/a.safetensors")
+    def test_a_file_is_fetched(self, tmp_path, weights, hub, monkeypatch):
+        name = "owner/repo/one/a.safetensors"
         assert equal(load_checkpoint(model(1), name, cache_dir=tmp_path / "cache"), weights)
         assert [file for file, _ in hub.transfers] == [file for file in hub.repos["owner/repo"].files if "a.s" in file]
         # Without a connection, what was fetched before is enough.
@@ -94,7 +92,8 @@ class TestHub:
         assert len(hub.transfers) == 1
 
     @pytest.mark.parametrize(
-        "name", ["owner/none", "owner/repo/none.safetensors", "./nowhere", "/nowhere", "nowhere", "a b/c d"]
+        "name",
+        ["owner/repo", "owner/none/a", "owner/repo/none.safetensors", "./nowhere", "nowhere", "a b/c d"],
     )
     def test_missing_repositories_are_refused(self, tmp_path, hub, name):
         with pytest.raises(CheckpointError) as caught:

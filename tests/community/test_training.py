@@ -147,11 +147,6 @@ class TestCreateOptimizer:
             create_optimizer(nn.Linear(2, 2), config)
 
 
-def factors(steps: int, **settings: object) -> list[float]:
-    chosen = OptimizerSettings(learning_rate=1.0, **settings)
-    return [rate_factor(chosen, update, steps=steps) for update in range(steps + 1)]
-
-
 def rates(scheduler: torch.optim.lr_scheduler.LRScheduler, steps: int) -> list[float]:
     seen = []
     for _ in range(steps):
@@ -179,5 +174,5 @@ def test_schedules_are_created_by_their_options():
         initial_lr=0.0,
     )
     assert cosine is not None
-    expected = factors(8, schedule="cosine", warmup_steps=2)
-    assert rates(cosine, 8) == pytest.approx([0.5 * factor for factor in expected[:8]])
+    settings = OptimizerSettings(schedule="cosine", warmup_steps=2)
+    assert rates(cosine, 8) == pytest.approx([0.5 * rate_factor(settings, update, steps=8) for update in range(8)])

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 _MAX_ALPHA = 1_000_000
-_NAME = re.compile(r"\^?(?:\\\.|[\w.-])+\$?")
 _REFUSED = (
     *("use_dora", "lora_bias", "use_qalora", "use_bdlora", "alora_invocation_tokens", "arrow_config"),
     *("layer_replication", "target_parameters", "trainable_token_indices", "modules_to_save", "fan_in_fan_out"),
+    "alpha_pattern",
 )
 """Features of PEFT's LoRA that are more than scale · B·A for each layer."""
 # Other initializations (PiSSA, OLoRA, LoftQ, ...) change the weights to which the adapter is then added.
@@ -48,7 +47,7 @@ def peft_scales(path: Path, config: Mapping[str, Any], ranks: Mapping[str, int])
 
     Raises:
         RequestError: the adapter is of a kind that cannot be added.
-        CheckpointError: the configuration is broken, or has regular expressions.
+        CheckpointError: the configuration is broken.
     """
     kind = config.get("peft_type", "LORA")
     if kind != "LORA":
@@ -62,26 +61,9 @@ def peft_scales(path: Path, config: Mapping[str, Any], ranks: Mapping[str, int])
             f"{path}: init_lora_weights={_quoted(beginning)} has changed the weights that the adapter is for",
             hint="save it as plain LoRA: save_pretrained(path_initial_model_for_weight_conversion=...)",
         )
-    alpha, patterns = require_alpha(path, "lora_alpha", config.get("lora_alpha")), config.get("alpha_pattern") or {}
-    if not isinstance(patterns, dict):
-        raise CheckpointError(f"{path}: alpha_pattern must be an object")
-    alphas = {}
-    for name, value in patterns.items():
-        if not _NAME.fullmatch(name):
-            raise CheckpointError(
-                f"{path}: alpha_pattern: {shown(name)} is no name", hint="list the modules by their names"
-            )
-        alphas[name.removesuffix("$").replace("\\.", ".")] = require_alpha(path, name, value)
+    alpha = require_alpha(path, "lora_alpha", config.get("lora_alpha"))
     divisor = math.sqrt if config.get("use_rslora") is True else float
-    return {
-        module: next((value for name, value in alphas.items() if _matches(module, name)), alpha) / divisor(rank)
-        for module, rank in ranks.items()
-    }
-
-
-def _matches(module: str, name: str) -> bool:
-    """Return whether PEFT applies a value of `name` to a module: it is the module's name, or its end after a dot."""
-    return module == name[1:] if name.startswith("^") else f".{module}".endswith(f".{name}")
+    return {module: alpha / divisor(rank) for module, rank in ranks.items()}
 
 
 def require_alpha(path: Path, place: str, value: Any) -> float:

@@ -16,17 +16,15 @@ from opensora_cli.checkpoint.lora import merge, open_adapter
 from opensora_cli.checkpoint.opening import Checkpoint, open_checkpoint
 from opensora_cli.checkpoint.transforms import FP8_DTYPES, cast, dequantize, drop, rename
 from opensora_cli.checkpoint.writing import SHARD_BYTES, write_checkpoint
-from opensora_cli.core.choices import QKV, ROTARY_METADATA, Format, Rotary, Selection
+from opensora_cli.core.choices import QKV, Format, Selection
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few, format_bytes
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
-from opensora_cli.engine.ckpt.inspect import find_layout
 from opensora_cli.engine.components.loras import fit_to_model, require_finite
 from opensora_cli.models.mmdit.layout import (
     HeadSizes,
     Piece,
-    find_rotary,
     is_fused,
     left_over,
     plan_layout,
@@ -87,16 +85,16 @@ def convert(settings: ConvertSettings, *, dry_run: bool = False, reporter: Repor
         OutputError: the target exists already, is too large for the disk, or cannot be written.
     """
     source = open_checkpoint(Path(settings.source), select=settings.select)
-    entries, metadata = _converted(source, settings)
+    entries = _converted(source, settings)
     if not entries:
         raise RequestError(f"nothing of {source.path} is left to write")
-    return _write(Conversion, settings, source, entries, metadata, reporter or SilentReporter(), dry_run=dry_run)
+    return _write(Conversion, settings, source, entries, reporter or SilentReporter(), dry_run=dry_run)
 
 
-def _converted(source: Checkpoint, settings: ConvertSettings) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    entries, metadata = dict(source.entries), dict(source.metadata)
+def _converted(source: Checkpoint, settings: ConvertSettings) -> dict[str, LazyTensor]:
+    entries = dict(source.entries)
     dtype = None if settings.dtype is None else _DTYPES[settings.dtype]
-    is_changed = bool(settings.drop or settings.rename or settings.qkv or settings.rotary)
+    is_changed = bool(settings.drop or settings.rename or settings.qkv)
     if dtype is not None:
         # The first step, while every scale still has its name.
         entries = dequantize(entries, dtype)
@@ -105,56 +103,44 @@ def _converted(source: Checkpoint, settings: ConvertSettings) -> tuple[dict[str,
             f"{source.path} has 8-bit weights, which only change together with their scales", hint="add --dtype bf16"
         )
     entries = rename(drop(entries, settings.drop), settings.rename)
-    if settings.qkv is not None or settings.rotary is not None:
-        entries, metadata = change_layout(entries, metadata, qkv=settings.qkv, rotary=settings.rotary)
-    return entries if dtype is None else cast(entries, dtype), metadata
+    if settings.qkv is not None:
+        entries = change_layout(entries, settings.qkv)
+    return entries if dtype is None else cast(entries, dtype)
 
 
-def change_layout(
-    entries: Mapping[str, LazyTensor],
-    metadata: Mapping[str, str],
-    *,
-    qkv: QKV | None = None,
-    rotary: Rotary | None = None,
-) -> tuple[dict[str, LazyTensor], dict[str, str]]:
-    """Convert an MMDiT to another layout, in which it computes the same function; None means no change.
+def change_layout(entries: Mapping[str, LazyTensor], qkv: QKV) -> dict[str, LazyTensor]:
+    """Convert an MMDiT to a layout, in which it computes the same function.
 
-    The tensors have the names of the published models with an optional prefix. Returns the tensors, and the metadata
-    with the new order of rotary pairs. Raises RequestError if the tensors belong to another model, and CheckpointError
-    if the sizes of q, k and v do not fit the other tensors, or the metadata name an unknown layout.
+    The tensors have the names of the published models with an optional prefix. Raises RequestError if the tensors
+    belong to another model, and CheckpointError if the sizes of q, k and v do not fit the other tensors.
     """
     shapes = {key: entry.shape for key, entry in entries.items()}
     sizes = HeadSizes.of_shapes(shapes)
     if sizes is None:
-        given = " and ".join(f"--{name}={value}" for name, value in (("qkv", qkv), ("rotary", rotary)) if value)
         raise RequestError(
-            f"{given} is for an MMDiT, and this checkpoint is none: "
+            f"--qkv={qkv} is for an MMDiT, and this checkpoint is none: "
             "it lacks a matching img_in.weight and norm.query_norm.scale",
             hint="osora ckpt inspect shows its tensors; --rename gives them the names of the published models",
         )
-    old_rotary = find_rotary(shapes, metadata)
-    new_qkv = qkv or (QKV.FUSED if is_fused(shapes) else QKV.SPLIT)
-    new_rotary = rotary or old_rotary
-    reorder = new_rotary is not old_rotary
-    plan = plan_layout(shapes, sizes, qkv=new_qkv, reorder=reorder)
-    wrong = left_over(plan, qkv=new_qkv, reorder=reorder)
+    reorder = is_fused(shapes) is not (qkv is QKV.FUSED)
+    plan = plan_layout(shapes, sizes, qkv=qkv, reorder=reorder)
+    wrong = left_over(plan, qkv=qkv, reorder=reorder)
     if wrong:
         raise CheckpointError(
             f"{len(wrong)} tensors of q, k and v do not fit the model's hidden_size={sizes.hidden_size} and "
             f"head_dim={sizes.head_dim}: {first_few(wrong)}"
         )
-    changed = {
-        name: _joined(name, [_taken(piece, entries[piece.key], sizes, new_rotary) for piece in pieces])
+    return {
+        name: _joined(name, [_taken(piece, entries[piece.key], sizes, qkv) for piece in pieces])
         for name, pieces in plan.items()
     }
-    return changed, {**metadata, ROTARY_METADATA: new_rotary.value}
 
 
-def _taken(piece: Piece, entry: LazyTensor, sizes: HeadSizes, rotary: Rotary) -> LazyTensor:
+def _taken(piece: Piece, entry: LazyTensor, sizes: HeadSizes, qkv: QKV) -> LazyTensor:
     part = entry if piece.stop is None else entry.map(lambda whole: whole[piece.start : piece.stop])
     if not piece.reordered:
         return part
-    return part.map(lambda rows: reorder_heads(rows, head_dim=sizes.head_dim, rotary=rotary))
+    return part.map(lambda rows: reorder_heads(rows, head_dim=sizes.head_dim, qkv=qkv))
 
 
 def _joined(name: str, parts: Sequence[LazyTensor]) -> LazyTensor:
@@ -181,11 +167,11 @@ def merge_lora(settings: MergeLoraSettings, *, reporter: Reporter | None = None)
     reporter = reporter or SilentReporter()
     base = open_checkpoint(Path(settings.base))
     shapes = {name: entry.shape for name, entry in base.entries.items()}
-    adapter = fit_to_model(open_adapter(Path(settings.adapter)), shapes, base.metadata)
+    adapter = fit_to_model(open_adapter(Path(settings.adapter)), shapes)
     require_finite(adapter.files)
     reporter.note(f"adapter {adapter.path}: {adapter.scales}, times --scale {settings.scale:g}")
     entries = merge(base.entries, adapter, scale=settings.scale)
-    return _write(Merge, settings, base, entries, base.metadata, reporter, more_sources=[adapter.path])
+    return _write(Merge, settings, base, entries, reporter, more_sources=[adapter.path])
 
 
 def _write(
@@ -193,7 +179,6 @@ def _write(
     settings: ConvertSettings | MergeLoraSettings,
     source: Checkpoint,
     entries: Mapping[str, LazyTensor],
-    metadata: Mapping[str, str],
     reporter: Reporter,
     *,
     dry_run: bool = False,
@@ -207,14 +192,6 @@ def _write(
     nbytes = sum(entry.nbytes for entry in entries.values())
     sources = (source.path, *source.files, *more_sources)
     check_target(target, format=format, overwrite=settings.overwrite, sources=sources, needed=nbytes)
-    layout = find_layout({name: entry.shape for name, entry in entries.items()}, metadata)
-    # Without metadata, readers assume the layouts of the released models: fused and interleaved, or split and half.
-    if layout in ((QKV.FUSED, Rotary.HALF), (QKV.SPLIT, Rotary.INTERLEAVED)) and not format.has_metadata:
-        qkv, rotary = layout
-        raise RequestError(
-            f"{format} cannot record that rotary pairs are {rotary}, which {qkv} q, k and v do not imply",
-            hint="write another format, or change the layout with --qkv or --rotary",
-        )
     form = f"{source.format}, {source.selection} weights" if source.selection else source.format
     summary = [
         f"source  {source.path} ({form})",
@@ -240,10 +217,10 @@ def _write(
         return planned
     for line in summary:
         reporter.note(line)
-    if metadata.keys() - {"format"} and not format.has_metadata:
+    if source.metadata.keys() - {"format"} and not format.has_metadata:
         reporter.warn(f"{format} has no metadata: the metadata of the weights is dropped")
     noted = {
-        **metadata,
+        **source.metadata,
         "osora.source": os.fspath(source.path),
         "osora.options": json.dumps(settings.options, ensure_ascii=False, sort_keys=True),
         "osora.version": opensora_cli.__version__,

@@ -13,7 +13,7 @@ from opensora_cli.core.files import require_space, write_bytes_atomic
 from opensora_cli.core.formatting import format_bytes
 from opensora_cli.core.locks import open_regular, sole_run
 from opensora_cli.core.progress import BYTES, Reporter, SilentReporter
-from opensora_cli.engine.ckpt.hub import HubFile, HubRepo, State, fetch, is_content, part_of, read_repo
+from opensora_cli.engine.ckpt.hub import HubFile, HubRepo, fetch, is_content, part_of, read_repo
 from opensora_cli.models.registry import ARCHITECTURES, WeightNames
 from opensora_cli.settings.ckpt import DownloadSettings
 
@@ -78,19 +78,10 @@ def _sources(preset: str) -> list[_Source]:
     return [_Source(files.hub_repo, names), _Source(text, {}, folders)]
 
 
-_STATE_NOTES = {
-    State.MISSING: "",
-    State.PARTIAL: " (partial)",
-    State.UNCHECKED: " (here, not yet checked)",
-    State.PRESENT: " (here)",
-    State.OTHER: " (another file is here)",
-}
-
-
 class DownloadPlan(Document):
     """Plan of a download and, with every file present, its result."""
 
-    SCHEMA: ClassVar[str | None] = "osora.ckpt.download/2"
+    SCHEMA: ClassVar[str | None] = "osora.ckpt.download/3"
 
     preset: str
     folder: Path
@@ -104,7 +95,11 @@ class DownloadPlan(Document):
         left = f"{format_bytes(self.bytes_to_fetch)} to fetch" if self.bytes_to_fetch else "all there"
         return [
             *(repo.line() for repo in self.repos),
-            *(f"{format_bytes(file.bytes):>12}  {file.name}{_STATE_NOTES[file.state]}" for file in self.files),
+            *(
+                f"{format_bytes(file.bytes):>12}  {file.name}"
+                + (f" ({format_bytes(file.bytes_here)} here)" if file.bytes_here else "")
+                for file in self.files
+            ),
             f"{format_bytes(self.bytes):>12}  in {self.folder}, {left}",
         ]
 
@@ -117,7 +112,7 @@ def plan_download(settings: DownloadSettings) -> DownloadPlan:
     folder, sources = Path(settings.to), _sources(settings.preset)
     repos = tuple(read_repo(source.repo, wanted=source.wants) for source in sources)
     needed = [file for source, repo in zip(sources, repos, strict=True) for file in source.needed(repo)]
-    files = tuple(_with_state(file, folder) for file in needed)
+    files = tuple(file.model_copy(update={"bytes_here": _bytes_here(file, folder)}) for file in needed)
     return DownloadPlan(
         preset=settings.preset,
         folder=folder,
@@ -128,20 +123,13 @@ def plan_download(settings: DownloadSettings) -> DownloadPlan:
     )
 
 
-def _with_state(file: HubFile, folder: Path) -> HubFile:
-    """Compare a file with the local file, without reading it."""
+def _bytes_here(file: HubFile, folder: Path) -> int:
+    """Compare a file with the local one, or with its part, without reading it."""
     target, part = folder / file.name, part_of(file, folder / file.name)
-    here = file.bytes
-    if not target.is_file():
-        here = part.stat().st_size if part.is_file() else 0
-        state = State.PARTIAL if here else State.MISSING
-    elif target.stat().st_size != file.bytes:
-        state = State.OTHER
-    elif digest := recorded_digest(folder, file.name):
-        state = State.PRESENT if digest == file.hash else State.OTHER
-    else:
-        state = State.UNCHECKED
-    return file.model_copy(update={"state": state, "bytes_here": 0 if state is State.OTHER else here})
+    if target.is_file():
+        is_same = target.stat().st_size == file.bytes and (recorded_digest(folder, file.name) or file.hash) == file.hash
+        return file.bytes if is_same else 0
+    return part.stat().st_size if part.is_file() else 0
 
 
 def download(settings: DownloadSettings, *, reporter: Reporter | None = None) -> DownloadPlan:
@@ -161,14 +149,13 @@ def download(settings: DownloadSettings, *, reporter: Reporter | None = None) ->
         reporter.note(line)
     problem, hint = f"another run downloads into {plan.folder}", "wait until it ends, or give another folder with --to"
     with sole_run(plan.folder / ".osora-download.lock", problem=problem, hint=hint):
-        files = _checked(plan, reporter)
-        others = [str(plan.folder / file.name) for file in files if file.state is State.OTHER]
+        left = _left(plan, reporter)
+        others = [str(plan.folder / file.name) for file in left if (plan.folder / file.name).is_file()]
         if others and not settings.overwrite:
             raise OutputError(
                 f"other files than on the Hub are there: {', '.join(others)}",
                 hint="give another folder with --to, or replace them with --overwrite",
             )
-        left = [file for file in files if file.state is not State.PRESENT]
         require_space(plan.folder, sum(file.bytes - file.bytes_here for file in left))
         try:
             with reporter.stage("download", total=sum(file.bytes for file in left), unit=BYTES) as progress:
@@ -177,24 +164,24 @@ def download(settings: DownloadSettings, *, reporter: Reporter | None = None) ->
                     write_record(plan.folder, file.name, commit=file.commit, digest=file.hash)
         except KeyboardInterrupt as stop:
             raise KeyboardInterrupt("what has arrived is kept: the same command continues from there") from stop
-    present = tuple(file.model_copy(update={"state": State.PRESENT, "bytes_here": file.bytes}) for file in files)
+    present = tuple(file.model_copy(update={"bytes_here": file.bytes}) for file in plan.files)
     return plan.model_copy(update={"files": present, "bytes_to_fetch": 0})
 
 
-def _checked(plan: DownloadPlan, reporter: Reporter) -> list[HubFile]:
-    """Hash the local files without a record."""
-    files = list(plan.files)
-    total = sum(file.bytes for file in files if file.state is State.UNCHECKED)
+def _left(plan: DownloadPlan, reporter: Reporter) -> list[HubFile]:
+    """Return the files to fetch: the missing and the different ones. Files without a record are hashed."""
+    folder = plan.folder
+    same = [file for file in plan.files if (folder / file.name).is_file() and file.bytes_here == file.bytes]
+    left = [file for file in plan.files if file not in same]
+    unknown = [file for file in same if not recorded_digest(folder, file.name)]
+    total = sum(file.bytes for file in unknown)
     with (reporter if total else SilentReporter()).stage("check", total=total, unit=BYTES) as progress:
-        for number, file in enumerate(files):
-            if file.state is not State.UNCHECKED:
-                continue
-            update: dict[str, object] = {"state": State.OTHER, "bytes_here": 0}
-            if is_content(file, plan.folder / file.name, advance=progress.advance):
-                write_record(plan.folder, file.name, commit=file.commit, digest=file.hash)
-                update = {"state": State.PRESENT}
-            files[number] = file.model_copy(update=update)
-    return files
+        for file in unknown:
+            if is_content(file, folder / file.name, advance=progress.advance):
+                write_record(folder, file.name, commit=file.commit, digest=file.hash)
+            else:
+                left.append(file.model_copy(update={"bytes_here": 0}))
+    return left
 
 
 def write_record(folder: Path, name: str, *, commit: str, digest: str) -> None:

@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,44 +17,30 @@ import huggingface_hub
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 from huggingface_hub.file_download import http_get
-from huggingface_hub.utils import (  # type: ignore[attr-defined]  # public, but not marked so
-    build_hf_headers,
-    get_session,
-    tqdm,
-)
+from huggingface_hub.utils import build_hf_headers, tqdm  # type: ignore[attr-defined]  # public, but not marked so
 from pydantic import Field
 
 from opensora_cli.checkpoint.files import reading_file
 from opensora_cli.core.documents import Document
-from opensora_cli.core.exceptions import CheckpointError, OutputError, RequestError
+from opensora_cli.core.exceptions import CheckpointError, OutputError
 from opensora_cli.core.formatting import plain, without_credentials
 from opensora_cli.core.locks import hint_for, open_regular
 from opensora_cli.core.reading import stays_inside
 
 _CHUNK_BYTES = 2**20
-_CHECK = "check HF_ENDPOINT if it is set"
 
 # Base of all errors of the HTTP library, httpx or httpx2, depending on the version of huggingface_hub.
 _HTTPError: type[Exception] = HfHubHTTPError.__bases__[0]
 _InvalidURL: type[Exception] = getattr(sys.modules[_HTTPError.__module__.partition(".")[0]], "InvalidURL", _HTTPError)
+# Errors that an answer of another form causes.
+_UNEXPECTED = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 Advance = Callable[[int], None]
 _Commit = Annotated[str, Field(pattern=r"^[0-9A-Za-z._-]{1,64}$")]
 
 
-class State(StrEnum):
-    """State of a local file."""
-
-    MISSING = "missing"
-    PARTIAL = "partial"
-    UNCHECKED = "unchecked"
-    """A file with this name and size exists, without a record of its hash."""
-    PRESENT = "present"
-    OTHER = "other"
-
-
 class HubFile(Document, strict=True):
-    """File in a repository, and its state in the local folder."""
+    """File in a repository."""
 
     name: str
     """Path of the file below the folder."""
@@ -64,9 +49,8 @@ class HubFile(Document, strict=True):
     bytes: int = Field(ge=0)
     hash: str = Field(pattern=r"^([0-9a-f]{40}|[0-9a-f]{64})$")
     """SHA-256 of the content, with 64 digits, for large files; else SHA-1 as git computes it."""
-    state: State = State.MISSING
     bytes_here: int = 0
-    """Bytes of the file that need not be fetched."""
+    """Bytes in the local folder that need not be fetched."""
     hub_name: str = Field(exclude=True)
     """Path of the file in the repository."""
 
@@ -90,12 +74,10 @@ class HubRepo(Document, strict=True):
 def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
     """Ask the Hub for a repository by its owner and name. `files` holds only files with `wanted` names.
 
-    Raises:
-        RequestError: proxies or certificates of the environment are unusable.
-        CheckpointError: the Hub cannot be reached, lacks the repository, or gives this token no access to it.
+    Raises CheckpointError if the Hub cannot be reached, lacks the repository, or gives this token no access to it.
     """
-    _require_session()
-    with _explained(name):
+    # Proxies and certificates of the environment raise the last two.
+    with _explained(name, OSError, ImportError):
         found = huggingface_hub.HfApi().model_info(
             name, files_metadata=True, timeout=constants.HF_HUB_ETAG_TIMEOUT, token=huggingface_hub.get_token()
         )
@@ -115,17 +97,6 @@ def read_repo(name: str, *, wanted: Callable[[str], bool]) -> HubRepo:
             gated=bool(found.gated),
             files=files,
         )
-
-
-def _require_session() -> None:
-    try:
-        get_session()
-    except (ImportError, OSError, ValueError, _InvalidURL) as error:
-        reason = plain(without_credentials(" ".join(str(error).split())))
-        raise RequestError(
-            f"a proxy or a certificate of the environment cannot be used: {reason}",
-            hint="name proxies as HTTPS_PROXY=http://HOST:PORT, and SSL_CERT_FILE as a file in PEM format",
-        ) from error
 
 
 def _endpoint() -> str:
@@ -195,8 +166,8 @@ def is_content(file: HubFile, path: Path, *, advance: Advance = lambda count: No
 
 
 @contextmanager
-def _explained(repo: str) -> Iterator[None]:
-    """Turn errors of the Hub's client, and those that an unexpected answer causes, into one line."""
+def _explained(repo: str, *more: type[Exception]) -> Iterator[None]:
+    """Turn errors of the Hub's client, those that an unexpected answer causes, and `more` into one line."""
     token = "then give a token of that account: hf auth login, or HF_TOKEN in the environment"
     if huggingface_hub.get_token():
         token = "with the account of your token, which must be allowed to read such repositories"
@@ -217,11 +188,9 @@ def _explained(repo: str) -> Iterator[None]:
         status = error.response.status_code
         reason = f"{repo}: the Hub answers {status} {error.response.reason_phrase}".rstrip()
         raise CheckpointError(reason, hint=access if status in (401, 403) else f"try again later: {again}") from error
-    except (_HTTPError, _InvalidURL) as error:
-        cause = plain(without_credentials(str(error))) or type(error).__name__
+    except (_HTTPError, _InvalidURL, *_UNEXPECTED, *more) as error:
+        cause = plain(without_credentials(" ".join(str(error).split()))[:300]) or type(error).__name__
         raise CheckpointError(
-            f"{repo}: the connection to {_endpoint()} broke ({cause})",
-            hint=f"check the connection, and {_CHECK}: {again}",
+            f"{repo}: {_endpoint()} does not answer as the Hub does: {cause}",
+            hint=f"check the connection, and HF_ENDPOINT, HTTPS_PROXY and SSL_CERT_FILE if they are set: {again}",
         ) from error
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{_endpoint()} does not answer as the Hub does", hint=_CHECK) from error

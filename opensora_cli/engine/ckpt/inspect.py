@@ -19,11 +19,11 @@ from opensora_cli.checkpoint.load import Shape, differences
 from opensora_cli.checkpoint.lora import describe_adapter, open_adapter
 from opensora_cli.checkpoint.opening import open_checkpoint
 from opensora_cli.checkpoint.transforms import without_scales
-from opensora_cli.core.choices import QKV, Format, Rotary, Selection
+from opensora_cli.core.choices import QKV, Format, Selection
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import aligned_rows, first_few, format_bytes, nearest, plain
-from opensora_cli.models.mmdit.layout import HeadSizes, find_rotary, is_fused, plan_layout, planned_shapes
+from opensora_cli.models.mmdit.layout import HeadSizes, is_fused, plan_layout, planned_shapes
 from opensora_cli.settings.ckpt import InspectSettings
 
 
@@ -48,8 +48,7 @@ class Inspection(Document):
     files: tuple[Path, ...]
     model: str | None
     description: str | None
-    qkv: str | None
-    rotary: str | None
+    qkv: QKV | None
     parameters: int
     bytes: int
     dtypes: dict[str, int]
@@ -79,7 +78,7 @@ def inspect(settings: InspectSettings) -> Inspection:
     checkpoint = open_checkpoint(Path(settings.path), select=settings.select)
     entries = checkpoint.entries
     shapes = {name: entry.shape for name, entry in without_scales(entries).items()}
-    layout, identity = find_layout(shapes, checkpoint.metadata), identify(shapes)
+    identity = identify(shapes)
     parameters, nbytes = (sum(getattr(entry, name) for entry in entries.values()) for name in ("numel", "nbytes"))
     tensors = tuple(
         InspectedTensor(name=name, dtype=dtype_name(entry.dtype), shape=entry.shape, bytes=entry.nbytes)
@@ -97,8 +96,6 @@ def inspect(settings: InspectSettings) -> Inspection:
         summary.append(f"adapter     {_describe_adapter(checkpoint.path)}")
     if identity and identity.prefix:
         summary.append(f"prefix      {plain(identity.prefix)}")
-    if layout:
-        summary.append(f"rotary      {layout[1]}")
     names = f": {first_few(list(entries))}" if entries else ""
     summary += [f"tensors     {len(tensors):,}{names}", f"parameters  {parameters:,}"]
     summary += [f"{name:<11} {count:,} parameters" for name, count in dtypes.items()]
@@ -111,8 +108,7 @@ def inspect(settings: InspectSettings) -> Inspection:
         files=checkpoint.files,
         model=identity.name if identity else None,
         description=identity.title if identity else None,
-        qkv=layout[0].value if layout else None,
-        rotary=layout[1].value if layout else None,
+        qkv=None if HeadSizes.of_shapes(shapes) is None else _qkv(shapes),
         parameters=parameters,
         bytes=nbytes,
         dtypes=dict(dtypes),
@@ -208,17 +204,6 @@ def identify(shapes: Mapping[str, Shape]) -> Identity | None:
         return Identity(name=None, title=kind if sizes is None else _describe(own, sizes), prefix=prefix)
     adapter = describe_adapter(shapes)
     return Identity(name=None, title=adapter, prefix="", is_adapter=True) if adapter else None
-
-
-def find_layout(shapes: Mapping[str, tuple[int, ...]], metadata: Mapping[str, str]) -> tuple[QKV, Rotary] | None:
-    """Return the layout of an MMDiT; None for tensors of another model.
-
-    Raises:
-        CheckpointError: the metadata name an unknown layout.
-    """
-    if HeadSizes.of_shapes(shapes) is None:
-        return None
-    return _qkv(shapes), find_rotary(shapes, metadata)
 
 
 def check(shapes: Mapping[str, Shape], released: Released) -> list[str]:

@@ -19,7 +19,7 @@ from opensora_cli.checkpoint.formats.peft import adapter_files
 from opensora_cli.checkpoint.formats.safetensors import open_safetensors
 from opensora_cli.checkpoint.lazy import rounded
 from opensora_cli.checkpoint.lora import DOTTED_PREFIXES, KOHYA_PREFIXES, Adapter, LowRank, open_adapter, require_fit
-from opensora_cli.core.choices import QKV, ROTARY_METADATA, Rotary
+from opensora_cli.core.choices import QKV
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.core.formatting import first_few, format_bytes, plain, shown
 from opensora_cli.engine.components.architectures import transformer_on_meta
@@ -32,7 +32,7 @@ from opensora_cli.models.mmdit.layout import (
     Named,
     Shape,
     Span,
-    find_rotary,
+    is_fused,
     linear_names,
     plan_layout,
     planned_shapes,
@@ -124,7 +124,7 @@ def open_fitting(path: Path, transformer: nn.Module) -> Adapter:
         path = path / "lora"
     shapes = {name: tuple(weight.shape) for name, weight in transformer.named_parameters()}
     linears = {f"{name}{_WEIGHT}" for name, layer in transformer.named_modules() if isinstance(layer, nn.Linear)}
-    adapter = fit_to_model(open_adapter(path), shapes, {})
+    adapter = fit_to_model(open_adapter(path), shapes)
     require_fit(
         adapter,
         {name: shape for name, shape in shapes.items() if name in linears},
@@ -154,13 +154,13 @@ def _examine(path: Path, stamp: Stamp) -> tuple[str, tuple[str, ...]]:
     return sha256_of(path), tuple(broken)
 
 
-def fit_to_model(adapter: Adapter, shapes: Mapping[str, Shape], metadata: Mapping[str, str]) -> Adapter:
+def fit_to_model(adapter: Adapter, shapes: Mapping[str, Shape]) -> Adapter:
     """Return the adapter with the names of a model's weights, and with the layout of its q, k and v.
 
-    `shapes` and `metadata` are those of the model's file. Names of the adapter can be the model's own, those of fused
+    `shapes` are those of the model's file. Names of the adapter can be the model's own, those of fused
     files or of diffusers, or their spelling in kohya. A layer that is not found keeps its name.
     """
-    model = _Model(shapes, metadata)
+    model = _Model(shapes)
     updates: dict[str, tuple[LowRank, ...]] = {}
     for name, found in adapter.updates.items():
         for update in found:
@@ -173,13 +173,13 @@ def fit_to_model(adapter: Adapter, shapes: Mapping[str, Shape], metadata: Mappin
 class _Model:
     """Linear layers of a model, with all their known names."""
 
-    def __init__(self, shapes: Mapping[str, Shape], metadata: Mapping[str, str]) -> None:
+    def __init__(self, shapes: Mapping[str, Shape]) -> None:
         self.shapes = shapes
         self.sizes = HeadSizes.of_shapes(shapes)
-        self.prefix, self.rotary = "", Rotary.HALF
+        self.prefix, self.layout = "", QKV.FUSED if is_fused(shapes) else QKV.SPLIT
         if self.sizes is None:
             paths = [name.removesuffix(_WEIGHT) for name in shapes if name.endswith(_WEIGHT)]
-            self.names = {path: Named((), self.rotary) for path in paths}
+            self.names = {path: Named((), self.layout) for path in paths}
         else:
             prefix = min((name for name in shapes if name.endswith(_INPUT)), key=len).removesuffix(_INPUT)
             split = planned_shapes(plan_layout(shapes, self.sizes, qkv=QKV.SPLIT, reorder=False), shapes)
@@ -188,7 +188,7 @@ class _Model:
                 for name, shape in split.items()
                 if name.startswith(prefix) and name.endswith(_WEIGHT) and len(shape) == 2
             }
-            self.prefix, self.rotary = prefix, find_rotary(shapes, metadata)
+            self.prefix = prefix
             self.names = linear_names(rows, self.sizes.hidden_size)
         self.spellings: dict[str, list[str]] = {}
         """Names by their spelling with underscores."""
@@ -204,9 +204,7 @@ class _Model:
         if name is None:
             return []
         named = self.names[name]
-        stated = ROTARY_METADATA in adapter.metadata
-        rotary = find_rotary((), adapter.metadata) if stated else named.rotary
-        reorders = rotary is not self.rotary and any(_is_rotated(span) for span in named.spans)
+        reorders = named.layout is not self.layout and any(_is_rotated(span) for span in named.spans)
         weight = f"{self.prefix}{name}{_WEIGHT}"
         if weight in self.shapes and not reorders:
             return [(weight, update)]
@@ -232,10 +230,10 @@ class _Model:
     def _part(self, span: Span, update: LowRank, *, reorders: bool) -> tuple[str, LowRank]:
         """Return the weight that has the rows of `span`, and the part of an update for it."""
         assert self.sizes is not None, "layers of other models have only their own names"
-        first, head_dim, rotary = span.source, self.sizes.head_dim, self.rotary
+        first, head_dim, layout = span.source, self.sizes.head_dim, self.layout
         b = update.b.map(lambda whole: whole[first : first + span.count])
         if reorders:
-            b = b.map(lambda rows: reorder_heads(rows, head_dim=head_dim, rotary=rotary))
+            b = b.map(lambda rows: reorder_heads(rows, head_dim=head_dim, qkv=layout))
         layer, start = span.layer, span.start
         if f"{self.prefix}{layer}{_WEIGHT}" not in self.shapes:
             layer, offset = self.fused[layer]

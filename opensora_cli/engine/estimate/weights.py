@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from opensora_cli.checkpoint.load import plan_tensors
-from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.core.choices import LinearProducts, Rotary
+from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.components.architectures import mmdit_config, on_meta, one_block_of_each, text_tensors
 from opensora_cli.engine.components.loras import LoraRanks, in_first_block
@@ -29,7 +28,7 @@ from opensora_cli.models.linears import Split
 from opensora_cli.models.mmdit.blocks import RepeatedBlocks, modulation_layers, repeated_blocks
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.layers import modulation_width
-from opensora_cli.models.mmdit.layout import converter, find_rotary
+from opensora_cli.models.mmdit.layout import converter
 from opensora_cli.settings.components import ModelSettings
 from opensora_cli.settings.devices import OffloadMode
 from opensora_cli.settings.generate import GenerateSettings
@@ -250,10 +249,7 @@ def _of_file(
 ) -> FileWeights:
     try:
         if component is Component.TRANSFORMER:
-            checkpoint = open_checkpoint(path)
-            rotary = find_rotary(checkpoint.entries, checkpoint.metadata)
-            convert = converter(mmdit_config(model), interleaved=rotary is Rotary.INTERLEAVED)
-            tensors = plan_tensors(path, dtype=dtype, convert=convert)
+            tensors = plan_tensors(path, dtype=dtype, convert=converter(mmdit_config(model)))
         else:
             tensors = text_tensors(path, stamp) if path.is_dir() else plan_tensors(path, dtype=dtype)
     except CheckpointError:

@@ -15,7 +15,7 @@ from torch import nn
 
 from opensora_cli.checkpoint.load import load_into_module
 from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.core.choices import LinearProducts, Rotary
+from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.device import release_memory
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.progress import BYTES
@@ -45,7 +45,7 @@ from opensora_cli.memory.host_memory import SharedCopies
 from opensora_cli.memory.streaming import StreamingFigures, stream_blocks
 from opensora_cli.models.attention import BACKENDS
 from opensora_cli.models.mmdit.blocks import modulation_layers, repeated_blocks
-from opensora_cli.models.mmdit.layout import converter, find_rotary
+from opensora_cli.models.mmdit.layout import converter
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.models.vae.autoencoder import Autoencoder
@@ -293,8 +293,6 @@ def load_transformer(
     """
     path, offload, device = plan.weights.path(Component.TRANSFORMER), plan.offload, plan.hardware.device
     transformer = transformer_on_meta(plan.settings.model).requires_grad_(False).eval()
-    checkpoint = open_checkpoint(path)
-    rotary = find_rotary(checkpoint.entries, checkpoint.metadata)
     streams = offload.mode is OffloadMode.BLOCKS
     changes = offload.in_8_bits or group is not None
     stacks = repeated_blocks(transformer.config)
@@ -329,7 +327,7 @@ def load_transformer(
             path,
             device=device,
             dtype=plan.hardware.dtype,
-            convert=converter(mmdit_config(plan.settings.model), interleaved=rotary is Rotary.INTERLEAVED),
+            convert=converter(mmdit_config(plan.settings.model)),
             keep_on_host=patterns + modulation if streams or changes else modulation,
             keep_dtype=patterns + modulation if _casts_blocks_at_use(plan) else (),
             # One block at a time: the host never holds more than one that has not been changed yet.

@@ -8,8 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from opensora_cli.checkpoint.load import read_weights
-from opensora_cli.checkpoint.opening import open_checkpoint
-from opensora_cli.core.choices import Rotary
 from opensora_cli.core.device import torch_dtype
 from opensora_cli.core.progress import Reporter
 from opensora_cli.data.batches import ClipSource
@@ -25,7 +23,7 @@ from opensora_cli.engine.train.parallelize import parallelize
 from opensora_cli.engine.train.trainer import Task
 from opensora_cli.memory.eight_bit import Fp8Linear
 from opensora_cli.models.attention import BACKENDS
-from opensora_cli.models.mmdit.layout import converter, find_rotary
+from opensora_cli.models.mmdit.layout import converter
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_sections import WeightOffload
@@ -192,12 +190,10 @@ def _random_weights(outline: MMDiT, seed: int) -> Iterator[tuple[str, Tensor]]:
 
 
 def _read_weights(settings: TrainSettings, outline: MMDiT, path: Path) -> Iterator[tuple[str, Tensor]]:
-    checkpoint = open_checkpoint(path)
-    is_interleaved = find_rotary(checkpoint.entries, checkpoint.metadata) is Rotary.INTERLEAVED
     return read_weights(
         outline,
         path,
         dtype=weights_dtype(settings),
-        convert=converter(outline.config, interleaved=is_interleaved),
+        convert=converter(outline.config),
         allowed_missing=_MAY_BE_MISSING if settings.model.cond_embed else (),
     )

@@ -1,8 +1,9 @@
 """Layouts of published MMDiT weights, conversions between them, and names of layers in fused files and in diffusers.
 
 q, k and v are *fused* (`qkv`; `linear1` holds q, k, v and the MLP input) or *split* (`q_proj`, `k_proj`, `v_proj`;
-`v_mlp` in single-stream blocks). Rotary pairs are *interleaved*, dims (2j, 2j+1) as in Flux, or *half-split*, dims
-(j, D/2+j) as in Open-Sora v2, with the even rows of each head of q and k first. Our model is split and half-split.
+`v_mlp` in single-stream blocks). Rotary pairs of fused files are *interleaved*, dims (2j, 2j+1) as in Flux, and those
+of split files *half-split*, dims (j, D/2+j) as in Open-Sora v2, with the even rows of each head of q and k first. Our
+model is split.
 
 A plan defines, by names and shapes alone, which rows of a file become which tensor.
 """
@@ -14,8 +15,7 @@ from typing import Self
 
 from torch import Tensor
 
-from opensora_cli.core.choices import QKV, ROTARY_METADATA, Rotary
-from opensora_cli.core.exceptions import CheckpointError
+from opensora_cli.core.choices import QKV
 from opensora_cli.models.mmdit.config import MMDiTConfig
 
 ConvertFn = Callable[[Mapping[str, Tensor]], Iterator[tuple[str, Tensor]]]
@@ -77,20 +77,6 @@ def is_fused(keys: Iterable[str]) -> bool:
     return any(".qkv." in key or ".linear1." in key for key in keys)
 
 
-def find_rotary(keys: Iterable[str], metadata: Mapping[str, str]) -> Rotary:
-    """Return the rotary layout of a file. Raises CheckpointError if its metadata name an unknown layout.
-
-    A converted file has it in its metadata. Others go by the released models: fused ones are interleaved, split ones
-    half-split.
-    """
-    stated = metadata.get(ROTARY_METADATA)
-    if stated is None:
-        return Rotary.INTERLEAVED if is_fused(keys) else Rotary.HALF
-    if stated not in list(Rotary):
-        raise CheckpointError(f"metadata {ROTARY_METADATA}={stated!r} is not one of {', '.join(Rotary)}")
-    return Rotary(stated)
-
-
 def plan_layout(shapes: Mapping[str, Shape], sizes: HeadSizes, *, qkv: QKV, reorder: bool) -> Plan:
     """Return the plan that converts the tensors of a file to the layout `qkv`, and with `reorder` to the other rotary.
 
@@ -135,19 +121,19 @@ def planned_shapes(plan: Plan, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     return made
 
 
-def reorder_heads(tensor: Tensor, *, head_dim: int, rotary: Rotary) -> Tensor:
-    """Bring the rows of each head into the order of `rotary`; they must be in the other one.
+def reorder_heads(tensor: Tensor, *, head_dim: int, qkv: QKV) -> Tensor:
+    """Bring the rows of each head into the order of the layout `qkv`; they must be in the other one.
 
     `tensor` is the (H·D, ...) weight or bias of q or k, or the (D,) scale of their norm.
     """
-    halves = (head_dim // 2, 2) if rotary is Rotary.HALF else (2, head_dim // 2)
+    halves = (head_dim // 2, 2) if qkv is QKV.SPLIT else (2, head_dim // 2)
     return tensor.reshape(-1, *halves, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
 
 
 def converter(config: MMDiTConfig, *, interleaved: bool | None = None) -> ConvertFn:
     """Return the function that converts a file's tensors, one at a time, to our layout. Unknown keys pass unchanged.
 
-    `interleaved` is about the file's rotary pairs; None goes by the released models, see `find_rotary`.
+    `interleaved` is about the file's rotary pairs; None means those of fused files.
     """
     sizes = HeadSizes.of_config(config)
 
@@ -156,7 +142,7 @@ def converter(config: MMDiTConfig, *, interleaved: bool | None = None) -> Conver
         reorder = is_fused(tensors) if interleaved is None else interleaved
         for name, (piece,) in plan_layout(shapes, sizes, qkv=QKV.SPLIT, reorder=reorder).items():
             rows = tensors[piece.key] if piece.stop is None else tensors[piece.key][piece.start : piece.stop]
-            yield name, reorder_heads(rows, head_dim=sizes.head_dim, rotary=Rotary.HALF) if piece.reordered else rows
+            yield name, reorder_heads(rows, head_dim=sizes.head_dim, qkv=QKV.SPLIT) if piece.reordered else rows
 
     return convert
 
@@ -238,8 +224,8 @@ class Named:
     """Meaning of a name of a layer."""
 
     spans: tuple[Span, ...]
-    rotary: Rotary
-    """Layout of rotary pairs in q and k of models with this name."""
+    layout: QKV
+    """Layout of q and k, with their rotary pairs, in models with this name."""
     is_fused: bool = False
 
     @property
@@ -295,7 +281,7 @@ def linear_names(rows: Mapping[str, int], hidden_size: int) -> dict[str, Named]:
     `rows` has the number of rows of each layer, by its path. A layer of another name may hold rows of several of ours,
     or some rows of one.
     """
-    names = {path: Named((Span(path, 0, 0, count),), Rotary.HALF) for path, count in rows.items()}
+    names = {path: Named((Span(path, 0, 0, count),), QKV.SPLIT) for path, count in rows.items()}
     fused: dict[str, list[Span]] = {}
     for path, count in rows.items():
         owner, _, part = path.rpartition(".")
@@ -304,8 +290,8 @@ def linear_names(rows: Mapping[str, int], hidden_size: int) -> dict[str, Named]:
             span = Span(path, 0, SPLIT[stack].index(part) * hidden_size, count)
             fused.setdefault(f"{owner}.{FUSED[stack]}", []).append(span)
         for name, *spans in _of_diffusers(path, count, hidden_size):
-            names[name] = Named(tuple(spans), Rotary.INTERLEAVED)
-    return names | {name: Named(tuple(spans), Rotary.INTERLEAVED, is_fused=True) for name, spans in fused.items()}
+            names[name] = Named(tuple(spans), QKV.FUSED)
+    return names | {name: Named(tuple(spans), QKV.FUSED, is_fused=True) for name, spans in fused.items()}
 
 
 def _of_diffusers(path: str, count: int, hidden_size: int) -> Iterator[tuple[str, Span] | tuple[str, Span, Span]]:

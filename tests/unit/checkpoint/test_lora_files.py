@@ -66,7 +66,7 @@ class TestScales:
         ("config", "scale"),
         [
             ({"transformer.r": 2, "transformer.lora_alpha": 8, "text_encoder.lora_alpha": 100}, 4.0),
-            ({"r": 2, "lora_alpha": 8, "alpha_pattern": {"proj": 1}}, 0.5),
+            ({"r": 2, "lora_alpha": 8, "alpha_pattern": {}}, 4.0),
             ({"transformer.lora_alpha": 8, "transformer.use_rslora": True}, 8 / 2**0.5),
             ({"text_encoder.r": 2, "text_encoder.lora_alpha": 100}, 1.0),
         ],
@@ -153,6 +153,7 @@ class TestBrokenAdapters:
             ({"peft_type": "LOHA"}, "peft_type='LOHA' is no LoRA"),
             ({"use_dora": True}, "an adapter with use_dora cannot be added"),
             ({"modules_to_save": ["last"]}, "modules_to_save"),
+            ({"alpha_pattern": {"proj": 1}}, "alpha_pattern"),
             ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights='pissa_niter_16' has changed the weights"),
         ],
     )
@@ -162,18 +163,10 @@ class TestBrokenAdapters:
         assert words in caught.value.message
         assert caught.value.exit_code == 2
 
-    @pytest.mark.parametrize(
-        "config",
-        [
-            *({"lora_alpha": value} for value in (None, [1], 10**400, -1e300, {"a\nb": []})),
-            *({"alpha_pattern": {name: 2}} for name in ("(a+)+b", "[z-a]", r"\w+")),
-            {"alpha_pattern": {"proj": "much"}},
-            {"alpha_pattern": [1]},
-        ],
-    )
-    def test_values(self, folder, config):
+    @pytest.mark.parametrize("alpha", [None, [1], 10**400, -1e300, {"a\nb": []}])
+    def test_values(self, folder, alpha):
         with pytest.raises(CheckpointError, match=r"adapter_config\.json: ") as caught:
-            open_adapter(write_adapter(folder, factors("block.proj", 6, 5), **config))
+            open_adapter(write_adapter(folder, factors("block.proj", 6, 5), lora_alpha=alpha))
         assert "\n" not in caught.value.message
 
     @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])

@@ -94,7 +94,7 @@ def test_the_released_model_without_reading_it(tmp_path: Path) -> None:
     document = look(path).to_json()
     assert document["schema"] == "osora.ckpt.inspect/4"
     assert (document["model"], document["format"]) == ("open-sora-v2", "safetensors")
-    assert (document["qkv"], document["rotary"]) == ("split", "half")
+    assert document["qkv"] == "split"
     assert document["parameters"] == 11_891_390_528
     assert document["dtypes"] == {"bfloat16": 11_891_390_528}
     assert document["metadata"] == {"note": "hello"}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_styles import ALPHA, RANK, STYLES, Factors, dotted, fused_factors, kohya, write_styles
+from adapter_styles import ALPHA, RANK, STYLES, Factors, fused_factors, kohya, write_styles
 from closeness import assert_close
 from safetensors.torch import save_file
 from tiny_adapters import draw
@@ -15,7 +15,7 @@ from tiny_weights import held, read
 from torch import Tensor
 
 from opensora_cli.checkpoint.lora import merge, open_adapter
-from opensora_cli.core.choices import QKV, Rotary
+from opensora_cli.core.choices import QKV
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.ckpt.convert import change_layout
 from opensora_cli.engine.components.loras import fit_to_model
@@ -24,14 +24,14 @@ HIDDEN = 32
 SPLIT = {name: weight.detach().double() for name, weight in transformer(depth=1, single=2).named_parameters()}
 
 
-def in_layout(state: Mapping[str, Tensor], metadata: Mapping[str, str], **layout: object) -> dict[str, Tensor]:
-    return read(change_layout(held(state), metadata, **layout)[0])
+def in_layout(state: Mapping[str, Tensor], qkv: QKV) -> dict[str, Tensor]:
+    return read(change_layout(held(state), qkv))
 
 
 @pytest.fixture(scope="module")
 def flux() -> dict[str, Tensor]:
     """The transformer as files of Flux have it: the same function."""
-    return in_layout(SPLIT, {}, qkv=QKV.FUSED, rotary=Rotary.INTERLEAVED)
+    return in_layout(SPLIT, QKV.FUSED)
 
 
 @pytest.fixture(scope="module")
@@ -53,17 +53,8 @@ def styles(factors_of_flux, tmp_path_factory) -> dict[str, Path]:
     return write_styles(tmp_path_factory.mktemp("styles"), factors_of_flux, hidden=HIDDEN)
 
 
-def fitted(path: Path, state: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None):
-    return fit_to_model(open_adapter(path), {name: tuple(each.shape) for name, each in state.items()}, metadata or {})
-
-
-LAYOUTS = (
-    {},
-    {"qkv": QKV.SPLIT, "rotary": Rotary.HALF},
-    {"qkv": QKV.SPLIT},
-    {"rotary": Rotary.HALF},
-)
-"""As in Flux, as in Open-Sora v2, and the mixed ones that conversion can make."""
+def fitted(path: Path, state: Mapping[str, Tensor]):
+    return fit_to_model(open_adapter(path), {name: tuple(each.shape) for name, each in state.items()})
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -71,15 +62,14 @@ def test_every_style_fits_every_layout(style, flux, merged_by_hand, styles):
     layers = [
         name for name in flux if re.match(r".*blocks.*weight|(img_in|time_in.out_layer|final_layer.*).weight", name)
     ]
-    for layout in LAYOUTS:
-        entries, metadata = change_layout(held(flux), {}, **layout) if layout else (held(flux), {})
-        shapes = {name: entry.shape for name, entry in entries.items()}
-        found = read(merge(entries, fit_to_model(open_adapter(styles[style]), shapes, metadata)))
-        expected = in_layout(merged_by_hand, {}, **layout) if layout else merged_by_hand
+    for qkv in QKV:
+        state = in_layout(flux, qkv)
+        found = read(merge(held(state), fitted(styles[style], state)))
+        expected = in_layout(merged_by_hand, qkv)
         assert found.keys() == expected.keys()
         for name, weight in found.items():
             assert_close(weight, expected[name])
-        if not layout:
+        if qkv is QKV.FUSED:
             assert [name for name in found if not torch.equal(found[name], flux[name])] == layers
 
 
@@ -88,19 +78,6 @@ def test_names_behind_a_prefix(flux, merged_by_hand, styles):
     found = read(merge(held(prefixed), fitted(styles["kohya"], prefixed)))
     for name, weight in merged_by_hand.items():
         assert_close(found[f"model.diffusion_model.{name}"], weight)
-
-
-def test_split_names_are_of_the_half_split_layout_unless_the_file_says_otherwise(tmp_path, flux):
-    path, a, b = "double_blocks.0.img_attn.q_proj", draw(2, HIDDEN, seed=3), draw(HIDDEN, 2, seed=4)
-    tensors = dotted({path: (a, b)}, alpha=None)
-    save_file(tensors, tmp_path / "half.safetensors")
-    save_file(tensors, tmp_path / "interleaved.safetensors", metadata={"osora.rotary": "interleaved"})
-    half, interleaved = (
-        fitted(tmp_path / f"{name}.safetensors", SPLIT).updates[f"{path}.weight"] for name in ("half", "interleaved")
-    )
-    assert torch.equal(half[0].b.read(), b)
-    order = [row + dim for row in range(0, HIDDEN, 8) for dim in (0, 2, 4, 6, 1, 3, 5, 7)]
-    assert torch.equal(interleaved[0].b.read(), b[order])
 
 
 def test_what_is_not_found_keeps_its_name(tmp_path):

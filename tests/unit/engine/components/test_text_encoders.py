@@ -205,19 +205,6 @@ class TestIncompleteFolders:
         with pytest.raises(CheckpointError, match=re.escape(str(folder / "model.safetensors.index.json"))):
             missing_files(folder, vocabularies=T5_VOCABULARIES)
 
-    def test_sharded_and_pickled_weights_load(self, t5_words, copied):
-        expected = t5(t5_words).encode(["a night boat"])
-        sharded = copied(t5_words, without=["model.safetensors"])
-        with folders.quiet():
-            model = transformers.T5EncoderModel.from_pretrained(t5_words)
-            model.save_pretrained(sharded, max_shard_size="5KB")
-        assert (sharded / "model.safetensors.index.json").exists()
-        assert torch.equal(t5(sharded).encode(["a night boat"]), expected)
-        for file in sharded.glob("model*"):
-            file.unlink()
-        torch.save(model.state_dict(), sharded / "pytorch_model.bin")
-        assert torch.equal(t5(sharded).encode(["a night boat"]), expected)
-
     def test_pickled_shards_as_published(self, t5_words, copied):
         folder = copied(t5_words, without=["model.safetensors"])
         state = load_file(t5_words / "model.safetensors")

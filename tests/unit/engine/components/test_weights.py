@@ -105,13 +105,6 @@ def test_demo_is_in_the_package(world, tmp_path, monkeypatch):
         assert found.path(Component.TRANSFORMER) == world.demo / "transformer.safetensors"
 
 
-def test_missing_demo_says_how_to_get_it(world, tmp_path, monkeypatch):
-    monkeypatch.setattr(weights, "packaged_demo", lambda: tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match=r"transformer\.safetensors, vae\.safetensors, t5/") as caught:
-        find_weights(demo_settings(world, tmp_path, runtime__weights=None)).require()
-    assert "install" in caught.value.hint
-
-
 @pytest.mark.parametrize(
     ("has_weights", "has_cuda", "device", "reason"),
     [
