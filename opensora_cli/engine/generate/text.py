@@ -152,7 +152,7 @@ def name_in_cache(plan: Plan, text: str, *, ranks: int = 1) -> str:
         "device": [hardware.device_name, kernels],
         "threads": torch.get_num_threads() if on_cpu else None,
         "ranks": 1 if plan.offload.stream_text else ranks,
-        "versions": {**versions(), "transformers": importlib.metadata.version("transformers")},
+        "versions": {**versions(), "tokenizers": importlib.metadata.version("tokenizers")},
     }
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:32]
 
