@@ -172,8 +172,8 @@ def _byte_pairs(folder: Path, names: dict[str, str]) -> Vocabulary:
         ]
     )
     ids: dict[str, Any] = {name: vocabulary.token_to_id(token) for name, token in names.items()}
-    ends = [(names[name], ids[name]) for name in ("eos_token", "bos_token")]
-    vocabulary.post_processor = processors.RobertaProcessing(*ends, trim_offsets=False, add_prefix_space=False)
+    end, begin = ((names[name], ids[name]) for name in ("eos_token", "bos_token"))
+    vocabulary.post_processor = processors.RobertaProcessing(end, begin, trim_offsets=False, add_prefix_space=False)
     return vocabulary
 
 
