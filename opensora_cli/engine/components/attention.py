@@ -80,12 +80,12 @@ def attention_order(device: torch.device) -> tuple[str, ...]:
     """Return the backends that `auto` tries on a device, in this order; it uses the first one that works.
 
     `flash3` is made for Hopper GPUs. With `sdpa` torch picks cuDNN's kernels or those of FlashAttention 2, so that
-    `cudnn` and `flash2` gain nothing, except in a torch without flash kernels, as some builds for Windows are.
+    `cudnn` gains nothing, and `xformers` only in a torch without flash kernels, as some builds for Windows are.
     """
     if not is_gpu(device):
         return ("sdpa",)
     for_hopper = ("flash3",) if capability(device)[0] == _HOPPER else ()
-    for_builds = () if has_flash_kernels() else ("flash2", "xformers")
+    for_builds = () if has_flash_kernels() else ("xformers",)
     return (*for_hopper, *for_builds, "sdpa")
 
 
