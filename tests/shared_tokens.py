@@ -15,7 +15,7 @@ from opensora_cli.models.attention.torch_kernels import sdpa
 from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.sequence import sequence_attention
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape, SequenceLengths, span
-from opensora_cli.parallel.ulysses import open_stages
+from opensora_cli.parallel.ulysses import open_exchange
 
 
 def mesh_of(*, ring: int = 1, ulysses: int = 1, tensor: int = 1, device_type: str = "cpu") -> ParallelMesh:
@@ -59,8 +59,9 @@ def attended(
     """Compute on all ranks of the pool, and compare with fp64. `tokens` are those of each rank; `scale` multiplies q,
     k and v.
     """
-    mesh, plan = mesh_of(ring=ring, ulysses=ulysses, device_type=device_type), plan or ExchangePlan()
-    stages, lengths = open_stages(mesh, plan), SequenceLengths.of_mesh(mesh)
+    mesh = mesh_of(ring=ring, ulysses=ulysses, device_type=device_type)
+    between = open_exchange(mesh, plan or ExchangePlan())
+    lengths = SequenceLengths.of_mesh(mesh)
     lengths.of_ranks = tuple(tokens)
     own = span(tokens, dist.get_rank())
     *wholes, gradient = (part.to(device_type) for part in random_qkv(num_heads, sum(tokens), dtype=dtype, scale=scale))
@@ -77,7 +78,7 @@ def attended(
     given = [whole[:, :, own].transpose(1, 2).contiguous().transpose(1, 2) for whole in wholes]
     given = [share.requires_grad_(backward) for share in given]
     with patch.object(dist, "all_to_all_single", counting):
-        attention = sequence_attention(BACKENDS[backend], mesh, lengths, plan=plan, stages=stages)
+        attention = sequence_attention(BACKENDS[backend], mesh, lengths, exchange=between)
         out = attention(*given)
         forward = sum(sent)
         if backward:

@@ -17,7 +17,7 @@ from opensora_cli.media.read import is_picture, read_picture, read_video
 from opensora_cli.media.resize import fit_frames, to_uint8
 from opensora_cli.media.write import write_media
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.models.vae.tiles import NO_TILING
+from opensora_cli.models.vae.config import NO_TILING
 from opensora_cli.sampling import sizes
 from opensora_cli.sampling import text as suffixes
 from opensora_cli.sampling.conditioning import prepare_inference_condition as prepare_inference_condition

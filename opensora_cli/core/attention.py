@@ -110,15 +110,9 @@ class AttentionKind:
 ATTENTION_KINDS = {
     "sdpa": AttentionKind(description="torch's fused kernels; torch picks one by device and size"),
     "cudnn": AttentionKind(description="cuDNN's kernels, called through torch", half_only=True, needs_gpu=True),
-    "flash2": AttentionKind(
-        description="FlashAttention 2, from the package flash-attn",
-        in_parts=False,
-        half_only=True,
-        needs_gpu=True,
-        library=Library("flash_attn", "flash-attn", "pip install flash-attn --no-build-isolation"),
-    ),
     "flash3": AttentionKind(
         description="FlashAttention 3, for Hopper GPUs",
+        in_parts=False,
         half_only=True,
         needs_gpu=True,
         # It has no release of its own yet.

@@ -61,19 +61,14 @@ class ParallelMesh:
         return self._groups[wanted]
 
     def stages(self, axis: str, *, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """Create two groups along an axis, see `stage_groups`. All ranks must call this."""
-        lines = self._ranks.movedim(AXES.index(axis), -1).reshape(-1, getattr(self.shape, axis))
-        return stage_groups(lines.tolist(), inner=inner)
+        """Create two groups along an axis: `inner` consecutive ranks, and the ranks with this place in each such part.
 
-
-def stage_groups(lines: list[list[int]], *, inner: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Create two groups in this rank's line: `inner` consecutive ranks, and the ranks with the same place in each part.
-
-    All ranks must call this with the same lines. `inner` must divide their lengths.
-    """
-    parts = [line[start : start + inner] for line in lines for start in range(0, len(line), inner)]
-    places = [line[place::inner] for line in lines for place in range(inner)]
-    return _own_group(parts), _own_group(places)
+        All ranks must call this. `inner` must divide the number of ranks along the axis.
+        """
+        lines = self._ranks.movedim(AXES.index(axis), -1).reshape(-1, getattr(self.shape, axis)).tolist()
+        parts = [line[start : start + inner] for line in lines for start in range(0, len(line), inner)]
+        places = [line[place::inner] for line in lines for place in range(inner)]
+        return _own_group(parts), _own_group(places)
 
 
 def _own_group(groups: list[list[int]]) -> dist.ProcessGroup:

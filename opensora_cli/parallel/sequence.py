@@ -8,14 +8,15 @@ from torch import Tensor
 from opensora_cli.core.attention import AttentionFn
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.parallel.collectives import (
+    Exchange,
     copy_to_group,
     gather_forward_split_backward,
     split_forward_gather_backward,
 )
 from opensora_cli.parallel.mesh import ParallelMesh
 from opensora_cli.parallel.ring import RingAttention
-from opensora_cli.parallel.shares import ExchangePlan, SequenceLengths, shares
-from opensora_cli.parallel.ulysses import TwoStages, UlyssesAttention
+from opensora_cli.parallel.shares import SequenceLengths, shares
+from opensora_cli.parallel.ulysses import UlyssesAttention
 
 
 def sequence_attention(
@@ -23,19 +24,18 @@ def sequence_attention(
     mesh: ParallelMesh,
     lengths: SequenceLengths,
     *,
-    plan: ExchangePlan | None = None,
-    stages: TwoStages | None = None,
+    exchange: Exchange | None = None,
 ) -> AttentionFn:
     """Return attention between the tokens of all sequence-parallel ranks, to use in a model instead of `attention`.
 
     Ulysses attention wraps the ring (USP, Fang & Zhao 2024). If both have one rank, the result is `attention` itself.
-    `lengths` is shared with the model's `SequenceParallel`. `plan` and `stages` are those of `UlyssesAttention`.
-    Raises RequestError if there is a ring, and the attention does not compute in parts.
+    `lengths` is shared with the model's `SequenceParallel`. `exchange` is that of `UlyssesAttention`. Raises
+    RequestError if there is a ring, and the attention does not compute in parts.
     """
     if mesh.shape.ring > 1:
         attention = RingAttention(attention, mesh.group("ring"), lengths)
     if mesh.shape.ulysses > 1:
-        attention = UlyssesAttention(attention, mesh.group("ulysses"), lengths, plan=plan, stages=stages)
+        attention = UlyssesAttention(attention, mesh.group("ulysses"), lengths, exchange=exchange)
     return attention
 
 

@@ -27,8 +27,7 @@ class TwoStages:
     message with the parts of all its ranks. So between M machines of L ranks, each rank sends M - 1 messages, instead
     of L (M - 1) messages with an L-th of the size. Inside a machine, data is sent twice.
 
-    `local_group` has the ranks of this machine, and `node_group` the ranks with this place on every machine, as from
-    `ParallelMesh.stages`.
+    `local_group` has the ranks of this machine, and `node_group` the ranks with this place on every machine.
     """
 
     local_group: dist.ProcessGroup
@@ -64,12 +63,12 @@ class TwoStages:
         )
 
 
-def open_stages(mesh: ParallelMesh, plan: ExchangePlan) -> TwoStages | None:
-    """Return the exchange in two stages between the Ulysses ranks of a mesh, or None if `plan` has one stage.
-
-    All ranks of the run must call this.
-    """
-    return TwoStages(*mesh.stages("ulysses", inner=plan.inner)) if plan.inner > 1 else None
+def open_exchange(mesh: ParallelMesh, plan: ExchangePlan) -> Exchange:
+    """Return the exchange between the Ulysses ranks of a mesh. All ranks of the run must call this."""
+    direct = partial(exchange_directly, mesh.group("ulysses"))
+    return partial(
+        compressed, TwoStages(*mesh.stages("ulysses", inner=plan.inner)) if plan.inner > 1 else direct, plan.wire
+    )
 
 
 def compressed(exchange: Exchange, wire: WireFormat | None, sent: Tensor, parts: Parts) -> Tensor:
@@ -111,9 +110,7 @@ class UlyssesAttention:
     more in backward. With a `RingAttention` between the other ranks of the sequence as `attention`, this is the
     two-dimensional scheme of Fang & Zhao 2024 (USP).
 
-    Args:
-        plan: plan of the exchanges. None means one stage and no rounding.
-        stages: result of `open_stages` for `plan`.
+    `exchange` is the result of `open_exchange`. None means that every rank sends to every other.
     """
 
     def __init__(
@@ -122,14 +119,12 @@ class UlyssesAttention:
         group: dist.ProcessGroup,
         lengths: SequenceLengths,
         *,
-        plan: ExchangePlan | None = None,
-        stages: TwoStages | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self._attention = attention
         self._group = group
         self._lengths = lengths
-        wire = None if plan is None else plan.wire
-        self._exchange: Exchange = partial(compressed, stages or partial(exchange_directly, group), wire)
+        self._exchange: Exchange = exchange or partial(exchange_directly, group)
 
     def __call__(self, q_BHND: Tensor, k_BHND: Tensor, v_BHND: Tensor, /) -> Tensor:
         """Return attention of this rank's queries to the keys of all ranks, (B, H, N, D).

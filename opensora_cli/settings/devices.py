@@ -30,7 +30,7 @@ DType = StrEnum("DType", ["AUTO", "FLOAT32", "BFLOAT16", "FLOAT16"])
 """Floating point type of models. `auto` means bfloat16 on GPUs and float32 on a CPU."""
 
 AttentionChoice = StrEnum(
-    "AttentionChoice", ["AUTO", "SDPA", "CUDNN", "FLASH2", "FLASH3", "FLASH4", "XFORMERS", "MATH", "BF16_PRODUCTS"]
+    "AttentionChoice", ["AUTO", "SDPA", "CUDNN", "FLASH3", "FLASH4", "XFORMERS", "MATH", "BF16_PRODUCTS"]
 )
 """Attention backend of the transformer (see `core.attention`). `auto` means the first one that works."""
 

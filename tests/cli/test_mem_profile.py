@@ -10,7 +10,7 @@ import yaml
 
 from opensora_cli.settings.train import TrainSettings
 
-KINDS_OF_GPUS = {"cudnn", "flash2", "flash3", "flash4", "xformers"}
+KINDS_OF_GPUS = {"cudnn", "flash3", "flash4", "xformers"}
 SMALL = ["mem-profile", "--device", "cpu", "--set", "video.num_frames=5", "--set", "model.depth_single_blocks=1"]
 
 

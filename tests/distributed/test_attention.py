@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from shared_tokens import Attended, attended, mesh_of, prompt_exchanges, random_qkv
+from shared_tokens import Attended, attended, mesh_of, random_qkv
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.engine.components.parallelize import exchanged_bytes
-from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.attention.torch_kernels import sdpa
 from opensora_cli.models.mmdit.config import MMDiTConfig
-from opensora_cli.parallel.sequence import sequence_attention
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape, SequenceLengths, shares
 from opensora_cli.parallel.ulysses import UlyssesAttention
 
@@ -107,37 +105,6 @@ def test_stages_of_two_machines() -> None:
     assert staged == {"inside": direct["sent"] * 2 // 3, "between": direct["sent"] * 2 // 3}
     compressed = _planned(ExchangePlan(wire="fp8"), 4, 4, **sizes)
     assert compressed["sent"] * 8 * 2 == direct["sent"] * (8 + 4)
-
-
-def _held(ring: int, ulysses: int, num_heads: int) -> tuple[float, float]:
-    """Return the most bytes that a forward and a backward pass hold beside q, k and v, over those of a share of q."""
-    mesh = mesh_of(ring=ring, ulysses=ulysses)
-    lengths = SequenceLengths.of_mesh(mesh)
-    lengths.of_ranks = (64,) * 4
-    given = [tensor.requires_grad_() for tensor in random_qkv(num_heads, 64, dtype=FP32)[:3]]
-    with prompt_exchanges(), TensorBytes() as counted:
-        out = sequence_attention(sdpa, mesh, lengths)(*given)
-        forward = counted.peak_bytes
-        counted.reset_peak()
-        out.backward(torch.ones_like(out))
-    return forward / given[0].nbytes, counted.peak_bytes / given[0].nbytes
-
-
-@pytest.mark.parametrize(
-    ("ring", "ulysses", "num_heads", "most_forward", "most_backward"),
-    [
-        # Keys and values at hand, those that come, the result and a part of it; then gradients, and sums that pass.
-        (4, 1, 2, 7, 15),
-        # q, k and v as they are sent and as they come; then those in their places, the result and its gradient.
-        (1, 4, 4, 6.5, 11.5),
-    ],
-)
-def test_no_rank_gathers_the_keys(
-    pool: Pool, ring: int, ulysses: int, num_heads: int, most_forward: float, most_backward: float
-) -> None:
-    for forward, backward in pool(4).run(_held, ring, ulysses, num_heads):
-        assert forward < most_forward
-        assert backward < most_backward
 
 
 def _too_few_heads() -> str:

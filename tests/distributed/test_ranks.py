@@ -12,9 +12,9 @@ import opensora_cli
 from opensora_cli.core.rank_messages import all_gather_json, broadcast_json, broadcast_tensors
 from opensora_cli.engine.generate.ranks import Ranks
 from opensora_cli.engine.launch.rank import agreed
+from opensora_cli.models.vae.config import Tiling
 from opensora_cli.models.vae.dc_ae import DCAE
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
-from opensora_cli.models.vae.tiles import Tiling
 from opensora_cli.parallel.divided_work import SharedBranches, SharedDecoder
 from opensora_cli.parallel.shares import MeshShape
 from opensora_cli.sampling.guidance import Branch

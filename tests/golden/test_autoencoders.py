@@ -3,11 +3,10 @@
 import pytest
 import torch
 
-from opensora_cli.models.vae.config import DCAEConfig, FluxAEConfig, HunyuanVAEConfig
+from opensora_cli.models.vae.config import DCAEConfig, FluxAEConfig, HunyuanVAEConfig, Tiling
 from opensora_cli.models.vae.dc_ae import DCAE
 from opensora_cli.models.vae.flux_ae import FluxAE
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
-from opensora_cli.models.vae.tiles import Tiling
 
 MODELS = {"hunyuan_vae": HunyuanVAE, "dc_ae": DCAE, "flux_ae": FluxAE}
 CONFIGS = {"hunyuan_vae": HunyuanVAEConfig, "dc_ae": DCAEConfig, "flux_ae": FluxAEConfig}

@@ -4,10 +4,9 @@ import pytest
 import torch
 from small_autoencoders import SMALL_DC_AE, SMALL_FLUX_AE
 
-from opensora_cli.models.vae.config import DCAEConfig
+from opensora_cli.models.vae.config import DCAEConfig, Tiling
 from opensora_cli.models.vae.dc_ae import DCAE
 from opensora_cli.models.vae.flux_ae import FluxAE
-from opensora_cli.models.vae.tiles import Tiling
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SMALL = {"dc_ae": lambda: DCAE(SMALL_DC_AE), "flux_ae": lambda: FluxAE(SMALL_FLUX_AE)}

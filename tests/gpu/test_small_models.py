@@ -5,9 +5,8 @@ import torch
 
 from opensora_cli.models.mmdit.config import MMDiTConfig
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.models.vae.config import HunyuanVAEConfig
+from opensora_cli.models.vae.config import HunyuanVAEConfig, Tiling
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
-from opensora_cli.models.vae.tiles import Tiling
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 

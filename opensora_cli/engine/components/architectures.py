@@ -28,11 +28,11 @@ from opensora_cli.models.text.encoders import ClipEncoder, T5Encoder
 from opensora_cli.models.text.sizes import ClipSizes, T5Sizes
 from opensora_cli.models.text.t5 import KEPT_IN_FP32, LAYERS, T5Model, t5_weights
 from opensora_cli.models.vae.autoencoder import Autoencoder
+from opensora_cli.models.vae.config import Tiling
 from opensora_cli.models.vae.dc_ae import DCAE
 from opensora_cli.models.vae.flux_ae import FluxAE
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
 from opensora_cli.models.vae.resample import lay_out_kernels
-from opensora_cli.models.vae.tiles import Tiling
 from opensora_cli.settings.components import ModelSettings, VAEKind, VAESettings
 from opensora_cli.settings.generate import GenerateSettings
 

@@ -80,7 +80,7 @@ def attention_order(device: torch.device) -> tuple[str, ...]:
     """Return the backends that `auto` tries on a device, in this order; it uses the first one that works.
 
     `flash3` is made for Hopper GPUs. With `sdpa` torch picks cuDNN's kernels or those of FlashAttention 2, so that
-    `cudnn` and `flash2` gain nothing.
+    `cudnn` gains nothing.
     """
     return ("flash3", "sdpa") if is_gpu(device) and capability(device)[0] == _HOPPER else ("sdpa",)
 

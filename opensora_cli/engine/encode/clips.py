@@ -34,7 +34,7 @@ from opensora_cli.engine.components.architectures import (
 )
 from opensora_cli.engine.encode.inputs import require_frozen_parts
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.models.vae.tiles import NO_TILING, Tiling
+from opensora_cli.models.vae.config import NO_TILING, Tiling
 from opensora_cli.settings.devices import DType
 from opensora_cli.settings.train import TrainSettings
 from opensora_cli.settings.train_sections import MMDiTTrainSettings

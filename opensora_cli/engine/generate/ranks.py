@@ -34,7 +34,7 @@ from opensora_cli.parallel.divided_work import SharedBranches
 from opensora_cli.parallel.mesh import ParallelMesh, new_group, use_mesh
 from opensora_cli.parallel.sequence import SequenceParallel, sequence_attention
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape, SequenceLengths
-from opensora_cli.parallel.ulysses import open_stages
+from opensora_cli.parallel.ulysses import open_exchange
 from opensora_cli.sampling.denoise import VelocityFn
 from opensora_cli.settings.devices import DType
 from opensora_cli.settings.generate import GenerateSettings
@@ -68,16 +68,15 @@ class Ranks:
     ) -> None:
         self.device = device
         self.count = 1 if device is None else dist.get_world_size()
-        self._exchange = exchange or ExchangePlan()
         if device is None:
             return
-        shape = shape or MeshShape(replicate=self.count)
+        shape, exchange = shape or MeshShape(replicate=self.count), exchange or ExchangePlan()
         self.mesh = ParallelMesh(shape, device_type=device.type)
         use_mesh(self.mesh)
-        self._stages = open_stages(self.mesh, self._exchange)
+        self._exchange = open_exchange(self.mesh, exchange)
         self.text_group, self.machine_group = dist.group.WORLD, _machine_group()
         self.tensor_group = self.mesh.group("tensor") if shape.tensor > 1 else None
-        self._meshes = {(shape, self._exchange): self}
+        self._meshes = {(shape, exchange): self}
 
     @property
     def is_main(self) -> bool:
@@ -109,10 +108,9 @@ class Ranks:
         if self.device is None or self.mesh.shape.ring * self.mesh.shape.ulysses == 1:
             return transformer
         lengths = SequenceLengths.of_mesh(self.mesh)
-        attention = sequence_attention(
-            transformer.attention, self.mesh, lengths, plan=self._exchange, stages=self._stages
+        transformer.set_attention(
+            sequence_attention(transformer.attention, self.mesh, lengths, exchange=self._exchange)
         )
-        transformer.set_attention(attention)
         return SequenceParallel(
             transformer,
             self.mesh.group("ring", "ulysses"),

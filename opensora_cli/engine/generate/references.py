@@ -20,7 +20,7 @@ from opensora_cli.media.read import is_picture, read_picture, read_video
 from opensora_cli.media.resize import fit_frames, to_uint8
 from opensora_cli.media.similarity import HIGHEST_PSNR_DB
 from opensora_cli.models.vae.autoencoder import Autoencoder
-from opensora_cli.models.vae.tiles import NO_TILING, Tiling
+from opensora_cli.models.vae.config import NO_TILING, Tiling
 
 LOW_PSNR_DB = 24.0
 """PSNR below which given frames look different. The demo's autoencoder reconstructs its own scenes at 29 dB."""

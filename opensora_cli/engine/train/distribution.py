@@ -19,11 +19,11 @@ from opensora_cli.engine.components.hardware import pick_hardware
 from opensora_cli.engine.components.parallelize import plan_exchange
 from opensora_cli.engine.launch.rank import agreed, device_type, joined, settings_of_ranks
 from opensora_cli.models.mmdit.model import MMDiT
-from opensora_cli.parallel.collectives import all_gather
+from opensora_cli.parallel.collectives import Exchange, all_gather
 from opensora_cli.parallel.mesh import ParallelMesh, use_mesh
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape, span
 from opensora_cli.parallel.tensor import FeatureCut
-from opensora_cli.parallel.ulysses import TwoStages, open_stages
+from opensora_cli.parallel.ulysses import open_exchange
 from opensora_cli.settings.devices import Strategy, TrainParallelSettings
 from opensora_cli.settings.train import TrainSettings
 
@@ -82,14 +82,14 @@ class Distribution:
         self.norms: Sequence[nn.Parameter] = ()
         """Weights whose gradients on a tensor-parallel rank come from its own heads only."""
         self._replicated: list[DistributedDataParallel] = []
-        self.stages: TwoStages | None = None
+        self.token_exchange: Exchange | None = None
         self.fsdp: DeviceMesh | None = None
         """Mesh of FSDP2, in which all axes that divide rows form one axis."""
         if mesh is not None and self.divides:
             # All ranks must create their groups at the same time, outside of fake tensors.
             self.fsdp = _fsdp_mesh(mesh, device.type)
             self._parts = mesh.group(*WEIGHT_AXES, "tensor")
-            self.stages = open_stages(mesh, self.exchange)
+            self.token_exchange = open_exchange(mesh, self.exchange)
 
     @property
     def is_main(self) -> bool:

@@ -46,7 +46,7 @@ from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.eight_bit import store_in_fp8
 from opensora_cli.memory.monitor import ModuleTimes, Spread
 from opensora_cli.models.vae.autoencoder import COLORS, Autoencoder
-from opensora_cli.models.vae.tiles import Tiling
+from opensora_cli.models.vae.config import Tiling
 from opensora_cli.settings.train import TrainSettings
 
 STEP = "training step"

@@ -79,7 +79,7 @@ def parallelize(
     if mesh is not None and mesh.shape.ring * mesh.shape.ulysses > 1:
         lengths = SequenceLengths.of_mesh(mesh)
         transformer.set_attention(
-            sequence_attention(transformer.attention, mesh, lengths, plan=ranks.exchange, stages=ranks.stages)
+            sequence_attention(transformer.attention, mesh, lengths, exchange=ranks.token_exchange)
         )
         forward = SequenceParallel(
             transformer,

@@ -1,26 +1,28 @@
-"""Tokenizers in the folders of text encoders: read completely, offline, and without noise."""
+"""Tokenizers in the folders of text encoders, with the token ids of transformers."""
 
 import importlib
-import json
-import logging
 import threading
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Vocabulary
 
 from opensora_cli.core.exceptions import CheckpointError
-from opensora_cli.core.reading import is_lack_of_memory
+from opensora_cli.core.reading import is_lack_of_memory, read_json_object
 
-_NAMES = frozenset({"bos_token", "eos_token", "pad_token", "unk_token"})
-_CLASSES = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
-"""Classes of transformers that follow tokenizer.json."""
-_OTHER_FILES = ("added_tokens.json", "special_tokens_map.json")
+_END_OF_CLIP = "<|endoftext|>"
+_SPECIAL = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+"""Special tokens of T5."""
+_SPECIAL_OF_CLIP = {"bos_token": "<|startoftext|>", **dict.fromkeys(_SPECIAL, _END_OF_CLIP)}
+_NAMES = (*_SPECIAL, "bos_token")
+_CONFIGS = ("special_tokens_map.json", "tokenizer_config.json")
+_EXTRA_IDS = 100
+"""Number of the special tokens that T5 has for masked spans."""
+_CLIP_WORDS = r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
 _encoding = threading.Lock()
 """Held while a vocabulary pads and truncates in one way: pipelines in several threads share the loaded tokenizers."""
 
@@ -41,34 +43,6 @@ class Tokenizer:
         self._padding = (vocabulary.padding or {}) | {"pad_token": pad, "pad_id": vocabulary.token_to_id(pad)}
         self._unknown_id = None if unknown is None else vocabulary.token_to_id(unknown)
         self._special = frozenset(special)
-
-    @classmethod
-    def of_one_file(cls, folder: Path) -> Self | None:
-        """Return the tokenizer if tokenizer.json describes it completely; None if transformers is needed.
-
-        The import of transformers takes longer than all other work before a small model runs. Raises the errors of
-        tokenizers for a broken file.
-        """
-        file, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
-        if not (file.is_file() and config.is_file()) or any((folder / name).exists() for name in _OTHER_FILES):
-            return None
-        settings = json.loads(config.read_text(encoding="utf-8"))
-        if not isinstance(settings, dict) or settings.pop("tokenizer_class", None) not in _CLASSES:
-            return None
-        settings.pop("backend", None)
-        if not isinstance(settings.pop("model_max_length", 0), int | float):
-            return None
-        vocabulary = Vocabulary.from_file(str(file))
-        added: dict[int, AddedToken] = vocabulary.get_added_tokens_decoder()
-        special = {token.content for token in added.values() if token.special}
-        if vocabulary.post_processor is None or "pad_token" not in settings:
-            return None
-        if not settings.keys() <= _NAMES or not all(isinstance(token, str) for token in settings.values()):
-            return None
-        if not special.issuperset(settings.values()):
-            return None
-        pad, unknown = settings["pad_token"], settings.get("unk_token")
-        return cls(vocabulary, pad=pad, unknown=unknown, special=[*settings.values()])
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -114,10 +88,27 @@ def load_tokenizer(folder: Path, *, vocab_size: int) -> Tokenizer:
 @lru_cache(maxsize=4)
 def _load_tokenizer(folder: Path, vocab_size: int, states: object) -> Tokenizer:
     """Return the tokenizer in `folder`, whose files have these `states`."""
+    stated = _stated_tokens(folder)
     with _blamed(folder):
-        tokenizer = Tokenizer.of_one_file(folder)
-    tokenizer = tokenizer or _tokenizer_of_transformers(folder)
-    # A tokenizer class can make a vocabulary of its special tokens alone; "▁" is sentencepiece's mark of a space.
+        if (folder / "tokenizer.json").is_file():
+            vocabulary = Vocabulary.from_file(str(folder / "tokenizer.json"))
+            names = _SPECIAL_OF_CLIP if vocabulary.token_to_id(_END_OF_CLIP) is not None else _SPECIAL
+            # A vocabulary of its own may lack some of them.
+            names = {name: token for name, token in names.items() if vocabulary.token_to_id(token) is not None} | stated
+        elif (folder / "spiece.model").is_file():
+            names = _SPECIAL | stated
+            vocabulary = _sentencepieces(folder / "spiece.model", end=names["eos_token"])
+        else:
+            names = _SPECIAL_OF_CLIP | stated
+            vocabulary = _byte_pairs(folder, names)
+        # Marked in a text, they are no words.
+        vocabulary.add_special_tokens([AddedToken(token, special=True) for token in dict.fromkeys(names.values())])
+    if (pad := names.get("pad_token")) is None:
+        raise CheckpointError(f"the tokenizer in {folder} has no padding token")
+    added: dict[int, AddedToken] = vocabulary.get_added_tokens_decoder()
+    special = [token.content for token in added.values() if token.special]
+    tokenizer = Tokenizer(vocabulary, pad=pad, unknown=names.get("unk_token"), special=special)
+    # "▁" is sentencepiece's mark of a space.
     if not tokenizer.words - {"▁"}:
         raise CheckpointError(f"the vocabulary in {folder} has no words: every word would be unknown")
     if (last := max(tokenizer.vocabulary.values())) >= vocab_size:
@@ -125,30 +116,65 @@ def _load_tokenizer(folder: Path, vocab_size: int, states: object) -> Tokenizer:
     return tokenizer
 
 
-def _tokenizer_of_transformers(folder: Path) -> Tokenizer:
-    from transformers import AutoTokenizer
-
-    if not (folder / "tokenizer.json").is_file() and (folder / "spiece.model").is_file():
-        _require_vocabulary(folder / "spiece.model")
-    with quiet(), _blamed(folder):
-        tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    if tokenizer.pad_token_id is None:
-        raise CheckpointError(f"the tokenizer in {folder} has no padding token")
-    # It looks at the stated lengths when it reads a text, and only then it sets the sides.
-    with quiet(), _blamed(folder):
-        tokenizer("a")
-        tokenizer("a", padding="max_length", truncation=True, max_length=8)
-        vocabulary, unknown = tokenizer.backend_tokenizer, tokenizer.unk_token
-    return Tokenizer(vocabulary, pad=tokenizer.pad_token, unknown=unknown, special=tokenizer.all_special_tokens)
+def _stated_tokens(folder: Path) -> dict[str, str]:
+    """Return the special tokens that the configurations of a folder name."""
+    found = dict[str, str]()
+    for path in (folder / name for name in _CONFIGS):
+        config = read_json_object(path, problem=CheckpointError, hint="fetch it again") if path.is_file() else {}
+        for name in _NAMES:
+            token: object = config.get(name)
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str):
+                found[name] = token
+    return found
 
 
-def _require_vocabulary(vocabulary: Path) -> None:
-    """Refuse an unreadable vocabulary, for which transformers would blame a missing library."""
-    sentencepiece: Any = importlib.import_module("sentencepiece")  # untyped
+def _sentencepieces(path: Path, *, end: str) -> Vocabulary:
+    """Return the vocabulary of a T5 in sentencepiece's form."""
+    # Untyped.
+    protocol: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
+    model = protocol.ModelProto()
     try:
-        sentencepiece.SentencePieceProcessor(model_file=str(vocabulary))
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{vocabulary} is no sentencepiece vocabulary", hint="fetch it again") from error
+        model.ParseFromString(path.read_bytes())
+    except Exception as error:
+        if is_lack_of_memory(error):
+            raise
+        raise CheckpointError(f"{path} is no sentencepiece vocabulary", hint="fetch it again") from error
+    pieces = [(piece.piece, piece.score) for piece in model.pieces]
+    vocabulary = Vocabulary(models.Unigram(pieces, model.trainer_spec.unk_id, byte_fallback=False))
+    if charsmap := model.normalizer_spec.precompiled_charsmap:
+        vocabulary.normalizer = normalizers.Precompiled(charsmap)
+    vocabulary.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.WhitespaceSplit(),
+            pre_tokenizers.Metaspace(replacement="▁", prepend_scheme="always", split=True),
+        ]
+    )
+    vocabulary.add_special_tokens([f"<extra_id_{index}>" for index in reversed(range(_EXTRA_IDS))])
+    vocabulary.post_processor = processors.TemplateProcessing(
+        single=f"$A {end}", special_tokens=[(end, vocabulary.token_to_id(end))]
+    )
+    return vocabulary
+
+
+def _byte_pairs(folder: Path, names: dict[str, str]) -> Vocabulary:
+    """Return the vocabulary of a CLIP in two files."""
+    files = str(folder / "vocab.json"), str(folder / "merges.txt")
+    pairs = models.BPE.from_file(*files, end_of_word_suffix="</w>", unk_token=names["unk_token"])
+    vocabulary = Vocabulary(pairs)
+    vocabulary.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
+    )
+    vocabulary.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_CLIP_WORDS), behavior="removed", invert=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    ids: dict[str, Any] = {name: vocabulary.token_to_id(token) for name, token in names.items()}
+    end, begin = ((names[name], ids[name]) for name in ("eos_token", "bos_token"))
+    vocabulary.post_processor = processors.RobertaProcessing(end, begin, trim_offsets=False, add_prefix_space=False)
+    return vocabulary
 
 
 @contextmanager
@@ -156,27 +182,10 @@ def _blamed(folder: Path) -> Iterator[None]:
     """Turn any error of the libraries in the block into a CheckpointError, except a lack of memory."""
     try:
         yield
+    except CheckpointError:
+        raise
     except Exception as error:
         if is_lack_of_memory(error):
             raise
         text = " ".join(str(error).split())[:300]
         raise CheckpointError(f"vocabulary in {folder} cannot be loaded: {type(error).__name__}: {text}") from error
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Silence transformers' progress bars and logging inside the block, and restore them after it."""
-    from transformers.utils import logging as noise
-
-    control: Any = noise  # partly untyped
-    verbosity, bars = control.get_verbosity(), control.is_progress_bar_enabled()
-    control.set_verbosity(logging.CRITICAL)
-    control.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        control.set_verbosity(verbosity)
-        if bars:
-            control.enable_progress_bar()

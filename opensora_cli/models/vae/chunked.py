@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from opensora_cli.core.device import is_gpu
+from opensora_cli.models.vae.autoencoder import joined_in_time
 from opensora_cli.models.vae.hunyuan_blocks import CausalConv3d, Downsample, FrameCausalAttention, ResnetBlock, Upsample
 from opensora_cli.models.vae.resample import CarriedFrames
-from opensora_cli.models.vae.tiling import joined_in_time
 
 _FEW_FRAMES = 4
 """Frames per chunk at the highest resolution: a multiple of the factors of all levels that halve time."""

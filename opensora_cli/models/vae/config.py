@@ -1,21 +1,21 @@
-"""Sizes of the autoencoders."""
+"""Sizes of the autoencoders, and the cuts of clips into overlapping tiles."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import pairwise
+from math import prod
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from opensora_cli.core.conditions import LatentGrid
 from opensora_cli.core.section import MAX_FRAMES, MAX_SIDE, Section
-from opensora_cli.models.vae.tiles import TileAxis, TileGrid, tile_axes, tile_problem
 
 HEAD_DIM = 32
 """Width of an attention head of the DC-AE."""
 FLUX_NORM_GROUPS = 32
 _MAX_STAGES = 16
 """Largest number of widths. Each stage halves the resolution."""
-_ONE_FRAME = TileAxis(size=1, stride=1, blend=0, kept=1)
 
 _Channels = Annotated[int, Field(ge=1, le=8192)]
 _Depth = Annotated[int, Field(ge=1, le=32)]
@@ -27,6 +27,93 @@ _TileSide = Annotated[int, Field(ge=1, le=MAX_SIDE)]
 _TileLength = Annotated[int, Field(ge=1, le=MAX_FRAMES)]
 _Overlap = Annotated[float, Field(ge=0, lt=1)]
 _OVERLAP = "Overlap of neighboring tiles, relative to a tile."
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """Axes that are cut into tiles: height and width if one of them is larger than a tile, time if it is longer."""
+
+    spatial: bool = False
+    temporal: bool = False
+
+
+NO_TILING = Tiling()
+
+
+@dataclass(frozen=True, slots=True)
+class TileAxis:
+    """Cut of an axis in positions of the input, and its blending in positions of the output."""
+
+    size: int
+    stride: int
+    """Input positions from one tile's start to the next."""
+    blend: int
+    """Output positions at the beginning of a tile that are blended with the previous tile."""
+    kept: int
+    """Output positions that are kept of each tile except the last."""
+    shortest: int = 1
+    """Input positions of the shortest last tile in time. The previous tile has those of a shorter one."""
+
+    def starts_in_time(self, num_frames: int) -> range:
+        """Return the first position of each temporal tile."""
+        starts = range(0, num_frames, self.stride)
+        return starts[:-1] if num_frames - starts[-1] < self.shortest else starts
+
+
+@dataclass(frozen=True, slots=True)
+class TileGrid:
+    """Cut of space and time for encoding or decoding. Tiles of causal models have one more frame."""
+
+    space: TileAxis
+    time: TileAxis
+    is_causal: bool = True
+
+    def count(self, size: tuple[int, int, int], tiling: Tiling) -> int:
+        """Return the number of tiles of a clip of these frames, height and width."""
+        frames, *sides = size
+        tiles = 1
+        if tiling.spatial and max(sides) > self.space.size:
+            tiles *= prod(len(range(0, side, self.space.stride)) for side in sides)
+        if tiling.temporal and frames > self.time.size:
+            tiles *= len(self.time.starts_in_time(frames - self.is_causal))
+        return tiles
+
+
+def tile_axes(size: int, *, ratio: int, overlap: float, shortest: int = 1) -> tuple[TileAxis, TileAxis]:
+    """Return the cuts of pixels or frames into tiles of `size`, and of their latents, each of `ratio` positions.
+
+    `overlap` is the share of a tile that overlaps with the next. The last tile has at least `shortest` latents.
+    """
+
+    def axis(size: int, output_size: int, shortest: int) -> TileAxis:
+        blend = int(output_size * overlap)
+        return TileAxis(
+            size, stride=int(size * (1 - overlap)), blend=blend, kept=output_size - blend, shortest=shortest
+        )
+
+    return axis(size, size // ratio, 1), axis(size // ratio, size, shortest)
+
+
+def tile_problem(
+    section: str, name: str, size: int, *, ratio: int, overlap: float, ratio_name: str = "", shortest_overlap: int = 0
+) -> str | None:
+    """Return the error if tiles of pixels or frames and of their latents are not cut and joined at the same places.
+
+    Two tiles must share at least `shortest_overlap` latents. `section` and the names are those of the settings.
+    """
+    encoded, decoded = tile_axes(size, ratio=ratio, overlap=overlap)
+    places = {encoded.stride, decoded.stride * ratio, encoded.kept * ratio, decoded.kept}
+    if decoded.stride >= 1 and len(places) == 1 and encoded.blend >= shortest_overlap:
+        return None
+    of_ratio = f"{section}.{ratio_name}={ratio}" if ratio_name else ratio
+    least = f", the overlap at least {shortest_overlap * ratio}" if shortest_overlap else ""
+    return (
+        f"{section}.{name}={size} and {section}.tile_overlap_factor={overlap} must give a tile and a smaller overlap "
+        f"that are multiples of {of_ratio}{least}"
+    )
+
+
+_ONE_FRAME = TileAxis(size=1, stride=1, blend=0, kept=1)
 
 
 class HunyuanSizes(Section):
@@ -144,20 +231,18 @@ class DCAEConfig(Section):
             if (found := len(getattr(self, name))) != stages:
                 yield f"vae.dc_ae.{name} has {found} entries and must have {stages}, as vae.dc_ae.block_types has"
                 return
-        widths = self.width_list
-        named = f"vae.dc_ae.width_list={','.join(map(str, widths))}"
         if self.temporal[-1]:
             yield "vae.dc_ae.temporal must end with false: nothing is halved after the last stage"
-        if any(
-            kind == "efficientvit" and width % HEAD_DIM for kind, width in zip(self.block_types, widths, strict=True)
-        ):
-            yield f"{named} must be multiples of {HEAD_DIM} in efficientvit stages"
+        widths = self.width_list
+        attend = [width for kind, width in zip(self.block_types, widths, strict=True) if kind == "efficientvit"]
         # The shortcuts average or repeat channels: four positions become one, or eight if time is halved.
-        for finer, coarser in pairwise(widths):
-            if 4 * finer % coarser:
-                yield f"{named}: {coarser} must divide 4 times the width before it, {finer}"
-        if widths[-1] % self.latent_channels:
-            yield f"vae.dc_ae.latent_channels={self.latent_channels} must divide the last width of {named}"
+        unfit = [coarser for finer, coarser in pairwise(widths) if 4 * finer % coarser]
+        if unfit or any(width % HEAD_DIM for width in attend) or widths[-1] % self.latent_channels:
+            yield (
+                f"vae.dc_ae.width_list={','.join(map(str, widths))} must be multiples of {HEAD_DIM} in efficientvit "
+                f"stages, each a divisor of 4 times the width before it, and the last a multiple of "
+                f"vae.dc_ae.latent_channels={self.latent_channels}"
+            )
         tiles = (
             ("spatial_tile_size", self.grid.spatial_compression_ratio, 0),
             # The previous tile has the frame of a last tile of one latent frame.

@@ -2,22 +2,14 @@
 
 import pytest
 import torch
-from attention_libraries import HALF, fake_flash2, fake_flash3, fake_flash4, fake_xformers
-from attention_parts import gradients, merged
+from attention_libraries import HALF, fake_flash3, fake_flash4, fake_xformers
 
 from opensora_cli.core.attention import ATTENTION_KINDS
 from opensora_cli.models.attention import BACKENDS
 from opensora_cli.models.attention.torch_kernels import math
 from opensora_cli.settings.devices import AttentionChoice
 
-LIBRARIES = {
-    "flash2": [("flash2", fake_flash2)],
-    "flash3": [("flash3", fake_flash3)],
-    "flash4": [("flash4", fake_flash4)],
-    "xformers": [("xformers", fake_xformers)],
-}
-FAKES = [fake for fakes in LIBRARIES.values() for fake in fakes]
-IN_PARTS = LIBRARIES["flash3"]
+FAKES = [("flash3", fake_flash3), ("flash4", fake_flash4), ("xformers", fake_xformers)]
 TOLERANCE = 0.03
 """Of bfloat16, for results of about 1."""
 
@@ -47,37 +39,13 @@ def test_the_whole_and_its_gradients_are_those_of_math(monkeypatch, name, fake, 
     assert given.get("softmax_scale", given.get("scale")) == 16**-0.5
 
 
-@pytest.mark.parametrize(("name", "fake"), IN_PARTS)
-def test_parts_make_the_whole_and_its_gradients(monkeypatch, name, fake):
-    fake(monkeypatch)
-    q, k, v, gradient = draw(5, 7, 7, 5)
-    kernel = BACKENDS[name].part_kernel(q, k, v)
-    exact = [tensor.float().requires_grad_() for tensor in (q, k, v)]
-    expected = math(*exact)
-    out, lse = merged(kernel, q, k, v, (3, 4))
-    assert (out - expected).abs().max() < TOLERANCE
-    # As a model hands it back: heads behind tokens in memory.
-    gradient = gradient.transpose(1, 2).contiguous().transpose(1, 2)
-    grads = gradients(kernel, gradient, q, k, v, out.bfloat16(), lse, (3, 4))
-    for found, exact_one in zip(grads, torch.autograd.grad(expected, exact, gradient.float()), strict=True):
-        assert found.dtype is torch.bfloat16
-        assert (found.float() - exact_one).abs().max() < TOLERANCE
-
-
 @pytest.mark.parametrize("is_deterministic", [False, True])
-@pytest.mark.parametrize(("name", "fake"), IN_PARTS)
-def test_gradients_are_summed_in_one_order_where_torch_is_to_be_deterministic(
-    monkeypatch, name, fake, is_deterministic
-):
-    library = fake(monkeypatch)
-    q, k, v, gradient = draw(5, 5, 5, 5)
+def test_gradients_are_summed_in_one_order_if_torch_is_deterministic(monkeypatch, is_deterministic):
+    library = fake_flash3(monkeypatch)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: is_deterministic)
-    attention = BACKENDS[name]
-    attention(q, k, v)
-    kernel = attention.part_kernel(q, k, v)
-    kernel.gradients(gradient, q, k, v, *kernel.attend(q, k, v))
-    told = [given["deterministic"] for _, given in library.calls]
-    assert told[0] is told[-1] is is_deterministic
+    BACKENDS["flash3"](*draw(5, 5, 5))
+    ((_, given),) = library.calls
+    assert given["deterministic"] is is_deterministic
 
 
 def test_cudnn_in_parts_has_the_shapes_of_torchs_schema():

@@ -10,8 +10,8 @@ from torch import nn
 
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.models.vae import chunked
+from opensora_cli.models.vae.config import NO_TILING, Tiling
 from opensora_cli.models.vae.hunyuan import HunyuanVAE
-from opensora_cli.models.vae.tiles import NO_TILING, Tiling
 
 
 def small_vae(config=SMALL_HUNYUAN, *, dtype=torch.float32):

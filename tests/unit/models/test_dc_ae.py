@@ -1,26 +1,15 @@
-"""The video DC-AE: its layers against plain formulas, its tiles, its training, its refusals."""
+"""The video DC-AE: its layers against plain formulas."""
 
 import pytest
 import torch
 from closeness import assert_close
 from torch.nn import functional
 
-from opensora_cli.engine.estimate.fake_tensors import fake_device, fake_module
-from opensora_cli.memory.counting import TensorBytes
-from opensora_cli.models.vae.config import DCAEConfig
-from opensora_cli.models.vae.dc_ae import (
-    DCAE,
-    ChannelRMSNorm,
-    ClipConv3d,
-    relu_attention,
-)
+from opensora_cli.models.vae.dc_ae import ChannelRMSNorm, ClipConv3d, relu_attention
 
 
 def random_clip(*shape, seed=1, dtype=torch.float32):
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 2 - 1
-
-
-# --- layers --------------------------------------------------------------------------------------------------------
 
 
 def test_attention_adds_up_in_full_precision_under_autocast():
@@ -60,17 +49,3 @@ def poison_free_memory() -> None:
     """Leave NaN in it, so that what is read by mistake is not zero by chance."""
     poison = [torch.full((size,), torch.nan) for size in (100, 1000, 10_000, 100_000)]
     del poison
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("direction", "shape", "times"), [("encode", (1, 3, 32, 256, 256), 5), ("decode", (1, 128, 8, 8, 8), 6.5)]
-)
-def test_a_tile_takes_a_known_multiple_of_its_widest_clip(direction, shape, times):
-    config = DCAEConfig()
-    clip_bytes = config.width_list[0] * config.temporal_tile_size * config.spatial_tile_size**2 * 2
-    with fake_device("cuda") as device:
-        vae = fake_module(lambda: DCAE(config), device=device, dtype=torch.bfloat16)
-        with TensorBytes(device_type=device.type) as counter:
-            getattr(vae, direction)(torch.empty(shape, device=device, dtype=torch.bfloat16))
-            assert 0.9 * times < counter.peak_bytes / clip_bytes < 1.02 * times

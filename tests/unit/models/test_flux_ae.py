@@ -4,9 +4,8 @@ import pytest
 import torch
 from closeness import assert_close
 
-from opensora_cli.models.vae.config import FluxAEConfig
+from opensora_cli.models.vae.config import FluxAEConfig, Tiling
 from opensora_cli.models.vae.flux_ae import FluxAE
-from opensora_cli.models.vae.tiles import Tiling
 
 SMALL = {"ch": 32, "ch_mult": (1, 2, 1), "num_res_blocks": 1, "z_channels": 4, "tile_size": 16}
 

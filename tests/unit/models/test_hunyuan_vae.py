@@ -1,4 +1,4 @@
-"""The causal VAE: its layers against plain formulas, its tiles, its memory, its training, its refusals."""
+"""The causal VAE: its sizes, and its layers against plain formulas."""
 
 import pytest
 import torch
@@ -24,9 +24,6 @@ def small_vae(config=SMALL_HUNYUAN, *, seed=0):
 
 def random_clip(*shape, seed=1, dtype=torch.float32):
     return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 2 - 1
-
-
-# --- sizes ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -58,9 +55,6 @@ def test_every_choice_of_ratios_compresses_by_them(widths, time, space, factors,
         assert decoded.shape == pixels.shape
         for chunk_frames in (1, 2):
             assert_close(vae.decode(latents, chunk_frames=chunk_frames), decoded)
-
-
-# --- layers --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -117,9 +111,6 @@ def test_attention_equals_the_masked_formula_forward_and_backward(memory_format)
         assert_close(ours, theirs, tolerance=1e-10, floor=1.0)  # that of the keys' bias is zero
 
 
-# --- memory of the attention -----------------------------------------------------------------------------------------
-
-
 def test_attention_builds_no_tensor_of_the_order_of_the_dense_mask():
     torch.manual_seed(0)
     layer = FrameCausalAttention(8, num_groups=2)
@@ -127,9 +118,6 @@ def test_attention_builds_no_tensor_of_the_order_of_the_dense_mask():
         layer(torch.randn(1, 8, FRAMES, EDGE, EDGE))
     # Not even one frame's scores against all positions.
     assert 0 < counter.peak_bytes < DENSE_MASK_BYTES / FRAMES / 2
-
-
-# --- latents -------------------------------------------------------------------------------------------------------
 
 
 def test_encode_scales_the_mode_or_a_seeded_sample_of_the_posterior():
@@ -153,6 +141,3 @@ def test_encode_scales_the_mode_or_a_seeded_sample_of_the_posterior():
     noise = torch.randn(mean.shape, generator=torch.Generator().manual_seed(5))
     assert_close(sample, 0.5 * (mean + (logvar / 2).exp() * noise - 0.25))
     assert torch.equal(sample, again)
-
-
-# --- speed ---------------------------------------------------------------------------------------------------------

@@ -4,26 +4,14 @@ from unittest import mock
 
 import pytest
 import torch
-from closeness import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from opensora_cli.models.vae import resample
 from opensora_cli.models.vae.dc_ae import ClipConv3d
 from opensora_cli.models.vae.hunyuan_blocks import CausalConv3d, Upsample
-from opensora_cli.models.vae.resample import CarriedFrames
 
 
 def clip_of(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(1))
-
-
-def test_kernels_are_folded_once_for_all_chunks():
-    layer, carried = Upsample(4, time=2, space=2).requires_grad_(False), CarriedFrames()
-    clip = clip_of(1, 4, 3, 4, 4)
-    with mock.patch.object(resample, "folded_kernels", side_effect=resample.folded_kernels) as fold:
-        chunks = [layer(chunk, carried) for chunk in clip.split(1, dim=2)]
-        assert fold.call_count == 1
-        assert_close(torch.cat(chunks, dim=2), layer(clip), tolerance=1e-5)
 
 
 class Convolved(TorchDispatchMode):

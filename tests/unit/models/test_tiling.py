@@ -5,9 +5,8 @@ import torch
 from closeness import assert_close
 from small_autoencoders import SMALL_DC_AE
 
-from opensora_cli.models.vae.config import DCAEConfig, HunyuanVAEConfig
-from opensora_cli.models.vae.tiles import Tiling
-from opensora_cli.models.vae.tiling import blend, run_tiled
+from opensora_cli.models.vae.autoencoder import blend, run_tiled
+from opensora_cli.models.vae.config import DCAEConfig, HunyuanVAEConfig, Tiling
 
 SPACE, TIME, BOTH = Tiling(spatial=True), Tiling(temporal=True), Tiling(spatial=True, temporal=True)
 

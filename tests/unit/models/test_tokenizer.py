@@ -1,25 +1,86 @@
-"""Token ids without transformers: the same that it gives, and only where it has nothing to add."""
+"""Token ids are those of transformers, which this package does not need."""
 
 import json
+import random
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import sentencepiece
 import transformers
+from tokenizers import models, pre_tokenizers
 
 from opensora_cli.engine.components.weights import packaged_demo
-from opensora_cli.models.text.tokenizer import Tokenizer, load_tokenizer
+from opensora_cli.models.text import tokenizer as tokenizers_of_folders
+from opensora_cli.models.text.tokenizer import load_tokenizer
 
 TEXTS = [
     *("raining, sea", "  A red BOAT,on the\tsea!", "a zebra ☃ at night", "", "sea</s> boat <pad> <unk> <s>"),
-    *("ＳＥＡ ﬁne", "sea " * 60),
+    *(
+        "ＳＥＡ ﬁne",
+        "sea " * 60,
+        "don't, we've 3.14 <extra_id_7>",
+        "e\u0301 \u200b\u00a0▁sea",
+        "<|endoftext|>海 🙂\x00",
+    ),
 ]
+EXTRA = [f"<extra_id_{index}>" for index in range(100)]
 
 
-@pytest.mark.parametrize("name", ["t5", "clip"])
-def test_ids_are_those_of_transformers(name):
-    folder = packaged_demo() / name
-    own = Tokenizer.of_one_file(folder)
+@pytest.fixture
+def demo():
+    return lambda name: packaged_demo() / name
+
+
+@pytest.fixture
+def pieces(tmp_path):
+    """Return a function that makes the folder of a T5 as it is published."""
+
+    def make(stated):
+        drawn = random.Random(0)
+        words = ["".join(drawn.choices("abcdefghinorstu,.AS", k=drawn.randint(1, 8))) for _ in range(200)]
+        sentences = [" ".join(drawn.choices(words, k=9)) for _ in range(300)]
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter([*sentences, *TEXTS[:3]]), model_prefix=str(tmp_path / "spiece"), vocab_size=150,
+            hard_vocab_limit=False, pad_id=0, eos_id=1, unk_id=2, bos_id=-1, minloglevel=3,
+        )  # fmt: skip
+        (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+        if stated:
+            names = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+            names |= {"additional_special_tokens": EXTRA}
+            for name in ("special_tokens_map.json", "tokenizer_config.json"):
+                (tmp_path / name).write_text(json.dumps(names))
+        return tmp_path
+
+    return make
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    """Return a function that makes the folder of a CLIP as it is published: two files, or one."""
+
+    def make(in_one_file):
+        letters = pre_tokenizers.ByteLevel.alphabet()
+        vocabulary = [*letters, *(f"{letter}</w>" for letter in letters), "se", "sea</w>", "ra"]
+        vocabulary += ["<|startoftext|>", "<|endoftext|>"]
+        merges = [("s", "e"), ("se", "a</w>"), ("r", "a")]
+        models.BPE({piece: index for index, piece in enumerate(vocabulary)}, merges).save(str(tmp_path))
+        (tmp_path / "config.json").write_text('{"model_type": "clip"}')
+        if in_one_file:
+            transformers.AutoTokenizer.from_pretrained(tmp_path).save_pretrained(tmp_path)
+            assert (tmp_path / "tokenizer.json").is_file()
+        return tmp_path
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("kind", "detail"),
+    [("demo", "t5"), ("demo", "clip"), ("pieces", True), ("pieces", False), ("pairs", True), ("pairs", False)],
+)
+def test_ids_are_those_of_transformers(request, kind, detail):
+    folder = request.getfixturevalue(kind)(detail)
+    own = load_tokenizer(folder, vocab_size=10_000)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     for length in (8, 32):
         padded = theirs(TEXTS, padding="max_length", truncation=True, max_length=length).input_ids
@@ -29,31 +90,13 @@ def test_ids_are_those_of_transformers(name):
     assert own.vocabulary == theirs.get_vocab()
     assert own.words == set(theirs.get_vocab()) - set(theirs.all_special_tokens)
     assert own.can_spell("raining")
-    assert not own.can_spell("zebra")
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"tokenizer_class": "T5Tokenizer"},
-        {"add_bos_token": True},
-        {"pad_token": {"content": "<pad>", "lstrip": True}},
-        {"eos_token": "sea"},
-        {"model_max_length": {}},
-    ],
-)
-def test_transformers_is_asked_where_it_may_add_something(tmp_path, change):
-    shutil.copytree(packaged_demo() / "t5", tmp_path, dirs_exist_ok=True)
-    assert Tokenizer.of_one_file(tmp_path) is not None
-    config = tmp_path / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | change))
-    assert Tokenizer.of_one_file(tmp_path) is None
+    assert own.can_spell("☃☃") is (kind == "pairs")
 
 
 def test_files_are_read_again_only_after_a_change(tmp_path, monkeypatch):
     shutil.copytree(packaged_demo() / "t5", tmp_path, dirs_exist_ok=True)
-    read, of_one_file = [], Tokenizer.of_one_file
-    monkeypatch.setattr(Tokenizer, "of_one_file", lambda folder: read.append(folder) or of_one_file(folder))
+    read, stated = [], tokenizers_of_folders._stated_tokens
+    monkeypatch.setattr(tokenizers_of_folders, "_stated_tokens", lambda folder: read.append(folder) or stated(folder))
     for _ in range(2):
         load_tokenizer(tmp_path, vocab_size=10_000)
     assert len(read) == 1

@@ -4,28 +4,10 @@ import pytest
 
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.sampling.sizes import (
-    ASPECT_RATIOS,
-    RESOLUTIONS,
     image_size,
-    inference_sizes,
     nearest_training_size,
-    num_pixels,
     training_sizes,
 )
-
-
-@pytest.mark.parametrize("resolution", RESOLUTIONS)
-@pytest.mark.parametrize("multiple", [16, 32])
-def test_sizes_are_multiples_near_the_number_of_pixels(resolution, multiple):
-    inference, training = (sizes(resolution, multiple=multiple) for sizes in (inference_sizes, training_sizes))
-    assert tuple(inference) == ASPECT_RATIOS
-    for height, width in [*inference.values(), *training.values()]:
-        assert height % multiple == width % multiple == 0
-    for ratio, (height, width) in inference.items():
-        assert height * width <= num_pixels(resolution)
-        if ratio in training:
-            trained = training[ratio][0] * training[ratio][1]
-            assert abs(trained - num_pixels(resolution)) <= abs(height * width - num_pixels(resolution))
 
 
 @pytest.mark.parametrize(("resolution", "nearest"), [("256", "256px"), ("768P", "768px"), ("720", "720p")])

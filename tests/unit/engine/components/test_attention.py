@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_libraries import fake_flash2, fake_flash3, fake_xformers
+from attention_libraries import fake_flash3, fake_xformers
 
 from opensora_cli.core import attention as core_attention
 from opensora_cli.core.attention import ATTENTION_KINDS
@@ -56,7 +56,6 @@ def test_auto_on_a_cpu_is_sdpa():
 @pytest.mark.parametrize(
     ("name", "package", "install"),
     [
-        ("flash2", "flash-attn", "pip install flash-attn --no-build-isolation"),
         ("flash3", "flash_attn_3", "./flash-attention/hopper"),
         ("xformers", "xformers", "xformers"),
     ],
@@ -69,13 +68,11 @@ def test_a_library_that_is_not_installed_is_named_with_the_line_that_installs_it
     assert install in error.value.hint
 
 
-@pytest.mark.parametrize(
-    ("name", "fake"), [("flash2", fake_flash2), ("flash3", fake_flash3), ("xformers", fake_xformers)]
-)
+@pytest.mark.parametrize(("name", "fake"), [("flash3", fake_flash3), ("xformers", fake_xformers)])
 @pytest.mark.usefixtures("on_cpu")
 def test_a_backend_that_agrees_with_math_is_usable(monkeypatch, name, fake):
     library = fake(monkeypatch)
-    for use in (CPU, replace(CPU, gradients=True), replace(CPU, in_parts=name == "flash3")):
+    for use in (CPU, replace(CPU, gradients=True)):
         assert why_unusable(name, use) is None
     assert choose(name).backend == name
     count = len(library.calls)
@@ -86,9 +83,9 @@ def test_a_backend_that_agrees_with_math_is_usable(monkeypatch, name, fake):
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize(("scaled", "error"), [(0.5, r"\d+%"), (float("nan"), "inf%")])
 def test_a_backend_with_other_results_is_refused(monkeypatch, scaled, error):
-    fake_flash2(monkeypatch, scaled=scaled)
-    with pytest.raises(HardwareError, match=rf"flash2 does not work here: flash2 differs from math by {error}"):
-        choose("flash2")
+    fake_xformers(monkeypatch, scaled=scaled)
+    with pytest.raises(HardwareError, match=rf"xformers does not work here: xformers differs from math by {error}"):
+        choose("xformers")
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -97,26 +94,25 @@ def test_a_backend_without_a_kernel_for_parts_is_unusable_in_a_ring():
 
 
 @pytest.mark.usefixtures("on_cpu")
-@pytest.mark.parametrize("needs", ["gradients", "in_parts", None])
-def test_only_what_a_run_needs_is_tried(monkeypatch, needs):
+@pytest.mark.parametrize("gradients", [True, False])
+def test_only_what_a_run_needs_is_tried(monkeypatch, gradients):
     """A build without a backward pass generates, and does not train."""
     fake_flash3(monkeypatch)
     import flash_attn_interface
 
     attend = flash_attn_interface.flash_attn_func
 
-    def without_backward(q, k, v, softmax_scale, causal, deterministic=False, return_attn_probs=False):
-        if q.requires_grad or return_attn_probs:
+    def without_backward(q, k, v, softmax_scale, causal, deterministic):
+        if q.requires_grad:
             raise RuntimeError("This build has no such kernel.\nSee the log.")
         return attend(q, k, v, softmax_scale=softmax_scale, causal=causal)
 
     monkeypatch.setattr(flash_attn_interface, "flash_attn_func", without_backward)
-    use = CPU if needs is None else replace(CPU, **{needs: True})
     expected = "flash3: This build has no such kernel. See the log."
-    assert why_unusable("flash3", use) == (None if needs is None else expected)
+    assert why_unusable("flash3", replace(CPU, gradients=gradients)) == (expected if gradients else None)
 
 
-LIBRARIES = {"flash3", "flash2", "xformers", "cudnn", "sdpa"}
+LIBRARIES = {"flash3", "xformers", "cudnn", "sdpa"}
 
 
 @pytest.mark.parametrize(
@@ -156,7 +152,7 @@ def gpu_on_which(monkeypatch, works, *, capability):
     [
         ("math", "math (auto: the backend of the run that this one continues)"),
         ("sdpa", choose("auto").line()),
-        ("flash2", choose("auto").line()),
+        ("xformers", choose("auto").line()),
         ("flash9", choose("auto").line()),
         (None, choose("auto").line()),
     ],
@@ -166,12 +162,12 @@ def test_a_continued_run_keeps_its_backend_if_it_works(before, line):
 
 
 def test_a_process_that_starts_ranks_uses_no_device(monkeypatch):
-    fake_flash2(monkeypatch)
+    fake_xformers(monkeypatch)
     monkeypatch.setattr(attention, "why_unusable", lambda name, use: pytest.fail("tried"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: pytest.fail("asked"))
     # Devices of a machine that is only planned for are not tried either.
     assert choose("auto", GPU).backend == "sdpa"
-    assert choose("flash2", GPU, tries_device=False).line() == "flash2 (as set)"
+    assert choose("xformers", GPU, tries_device=False).line() == "xformers (as set)"
     assert choose("auto", GPU, tries_device=False).line() == "sdpa (auto: unless the device has a faster one)"
 
 
@@ -188,5 +184,5 @@ def test_estimates_count_the_scores_of_backends_that_are_not_fused(mesh):
         return counter.peak_bytes
 
     assert peak("math") >= peak("sdpa") + scores
-    assert peak("auto") == peak("flash2") == peak("xformers") == peak("sdpa")
+    assert peak("auto") == peak("flash3") == peak("xformers") == peak("sdpa")
     assert attention_stand_in("bf16_products") is BACKENDS["bf16_products"]

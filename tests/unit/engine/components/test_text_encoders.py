@@ -16,7 +16,6 @@ from tokenizers import Tokenizer, models
 
 from opensora_cli.core.exceptions import CheckpointError, RequestError
 from opensora_cli.engine.components.architectures import load_clip, load_t5
-from opensora_cli.models.text import tokenizer as folders
 from opensora_cli.models.text.files import T5_VOCABULARIES, missing_files
 
 SENTENCES = ["a night boat on the sea", "rain over the forest at night", "snow in the desert", "a blue ball moves left"]
@@ -43,8 +42,7 @@ VISION = {
 
 def save_model(folder, model_class, config):
     torch.manual_seed(0)
-    with folders.quiet():
-        model_class(config).save_pretrained(folder)
+    model_class(config).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -111,9 +109,8 @@ class TestT5:
         texts = ["a night boat on the sea", "raining"]
         encoder = t5(folder, max_length=24)
         states = encoder.encode(texts)
-        with folders.quiet():
-            model = transformers.T5EncoderModel.from_pretrained(folder)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        model = transformers.T5EncoderModel.from_pretrained(folder)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         tokens = tokenizer(texts, padding="max_length", max_length=24, return_tensors="pt")
         with torch.no_grad():
             plain = model(tokens.input_ids).last_hidden_state
@@ -154,9 +151,8 @@ class TestClip:
     def test_equals_transformers(self, clip):
         texts = ["a night boat on the sea", "raining"]
         pooled = clip_encoder(clip, max_length=12).encode(texts)
-        with folders.quiet():
-            model = transformers.CLIPTextModel.from_pretrained(clip)
-            tokenizer = transformers.AutoTokenizer.from_pretrained(clip)
+        model = transformers.CLIPTextModel.from_pretrained(clip)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(clip)
         with torch.no_grad():
             plain = model(tokenizer(texts, padding="max_length", max_length=12, return_tensors="pt").input_ids)
         assert pooled.shape == (2, 16)
@@ -245,11 +241,6 @@ def take_a_vocabulary_without_words(folder):
     ).save_pretrained(folder)
 
 
-def say_a_length_that_is_none(folder):
-    path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"model_max_length": {}}))
-
-
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
@@ -261,7 +252,7 @@ def say_a_length_that_is_none(folder):
         ("t5_words", take_a_small_model, "ids up to 19, its model only 8 rows"),
         ("t5_words", take_a_vocabulary_without_words, "has no words"),
         ("clip", lambda folder: save_tokenizer(folder, None), "does not end a text with token 1"),
-        ("clip", say_a_length_that_is_none, "vocabulary in .* cannot be loaded"),
+        ("clip", halve("tokenizer_config.json"), r"tokenizer_config\.json is broken"),
     ],
 )
 def test_a_broken_folder_is_refused_in_one_line(request, copied, name, damage, message):
@@ -273,10 +264,7 @@ def test_a_broken_folder_is_refused_in_one_line(request, copied, name, damage, m
     assert str(folder) in caught.value.message
 
 
-def test_loading_makes_no_request_prints_nothing_and_keeps_logging(t5_pieces, clip, monkeypatch, capfd):
-    control = transformers.utils.logging
-    before = control.get_verbosity(), control.is_progress_bar_enabled()
-
+def test_loading_makes_no_request_and_prints_nothing(t5_pieces, clip, monkeypatch, capfd):
     def refuse(*args, **kwargs):
         raise AssertionError("a request to a network")
 
@@ -285,4 +273,3 @@ def test_loading_makes_no_request_prints_nothing_and_keeps_logging(t5_pieces, cl
     t5(t5_pieces).encode(["a night boat"])
     clip_encoder(clip).encode(["a night boat"])
     assert capfd.readouterr() == ("", "")
-    assert (control.get_verbosity(), control.is_progress_bar_enabled()) == before

@@ -30,7 +30,7 @@ from opensora_cli.memory.streaming import stream_blocks
 from opensora_cli.models.mmdit.blocks import repeated_blocks
 from opensora_cli.models.mmdit.model import MMDiT
 from opensora_cli.models.registry import DEMO
-from opensora_cli.models.vae.tiles import Tiling
+from opensora_cli.models.vae.config import Tiling
 from opensora_cli.settings.devices import OffloadMode
 from opensora_cli.settings.load import load_preset
 
