@@ -15,7 +15,6 @@ from opensora_cli.core.device import peak_memory_gib
 from opensora_cli.core.documents import Document
 from opensora_cli.core.progress import Reporter
 from opensora_cli.engine.components.architectures import count_decoder_tiles, vae_tiling
-from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.estimate.offload import DECODE, DENOISE
 from opensora_cli.engine.generate.chain import Chain
 from opensora_cli.engine.generate.events import Events
@@ -47,21 +46,18 @@ class Figures:
     """Peak memory of the device or of the process, by the keys of `device.peak_memory_gib`."""
     given_frames_psnr_db: float | None
     """PSNR of the given frames in the video; None without references."""
-    linear_products: LinearProductsReport | None
-    """Errors of 8-bit products; None without any."""
     segments: tuple[Mapping[str, object], ...] = ()
-    """Figures of each segment of an extended video, as its sidecar has them."""
+    """Prompt, seed and place of each segment of an extended video, as its sidecar has them."""
 
     def with_saving(self, seconds: float) -> "Figures":
         return replace(self, timings_s={**self.timings_s, _SAVE: seconds})
 
     def to_json(self) -> dict[str, object]:
-        db, products = self.given_frames_psnr_db, self.linear_products
+        db = self.given_frames_psnr_db
         return {
             "timings_s": {stage: round(seconds, 3) for stage, seconds in self.timings_s.items()},
             **self.peak_memory_gib,
             "given_frames_psnr_db": None if db is None else round(db, 2),
-            "linear_products": None if products is None else products.to_json(),
             "segments": [*self.segments],
         }
 
@@ -123,7 +119,7 @@ def _decoded(sample: Sample, plan: Plan, autoencoder: Autoencoder, events: Event
     def figures() -> Figures:
         own = {DENOISE: denoise_s, DECODE: events.timings_s[DECODE] - before_s}
         peaks = peak_memory_gib(plan.hardware.device)
-        return Figures({**events.timings_s, **own}, peaks, psnr.db, events.linear_products)
+        return Figures({**events.timings_s, **own}, peaks, psnr.db)
 
     chain = sample.chain.change(lambda each: plan if each is sample.plan else each)
     return Clip(chain, sample.files, events, (latents_CTHW,), pieces(), figures)

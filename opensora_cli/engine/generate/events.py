@@ -10,7 +10,6 @@ from opensora_cli.core.formatting import duration
 from opensora_cli.core.progress import Reporter, StageProgress
 from opensora_cli.core.rank_link import report_left
 from opensora_cli.engine.components.hardware import out_of_memory_reported
-from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.generate.outputs import SampleFiles
 from opensora_cli.engine.generate.sample import remove_latents
 
@@ -38,8 +37,6 @@ class Events:
         self.hooks = hooks or Hooks()
         self.timings_s: dict[str, float] = {}
         """Seconds of each stage."""
-        self.linear_products: LinearProductsReport | None = None
-        """Errors of 8-bit products, once they are measured."""
         self._prefix = "" if role is None else f"{role} "
         self._saved_at = time.monotonic()
         self._num_samples = 0

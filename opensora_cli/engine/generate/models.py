@@ -23,7 +23,7 @@ from opensora_cli.engine.components import text_encoders
 from opensora_cli.engine.components.architectures import load_autoencoder, mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.hardware import OutOfMemoryError
-from opensora_cli.engine.components.linear_products import LinearProductsReport, use_in_block
+from opensora_cli.engine.components.linear_products import errors_line, use_in_block
 from opensora_cli.engine.components.loras import add_loras
 from opensora_cli.engine.components.parallelize import shard_t5
 from opensora_cli.engine.components.weights import Component, stamp_of
@@ -88,8 +88,6 @@ class LoadedModels:
         """Embeddings of the texts that were encoded last, on the CPU."""
         self._stay = stay
         self._held: dict[str, _Held] = {}
-        self._products: LinearProductsReport | None = None
-        """Errors of 8-bit products in the transformer that was loaded last."""
 
     def __enter__(self) -> Self:
         return self
@@ -161,9 +159,8 @@ class LoadedModels:
                 transformer = load_transformer(
                     plan, group=group, machine_group=machine_group, advance=advance, measured=errors.append
                 )
-            self._products = LinearProductsReport.of(plan.offload.linear, errors) if errors else None
-            if self._products is not None:
-                events.reporter.note(f"8 bits: {self._products.line()}")
+            if errors:
+                events.reporter.note(f"8 bits: {errors_line(plan.offload.linear, errors)}")
             if plan.settings.compile:
                 compile_blocks(transformer, warn=events.reporter.warn)
             if plan.offload.mode is OffloadMode.BLOCKS:
@@ -179,7 +176,6 @@ class LoadedModels:
 
         with self._provide(TRANSFORMER, plan, load) as transformer:
             prepare(transformer, plan)
-            events.linear_products = self._products
             yield transformer
 
     def autoencoder(self, plan: Plan, events: Events) -> AbstractContextManager[Autoencoder]:

@@ -17,7 +17,6 @@ from opensora_cli.core.limits import ThreadChoice
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
 from opensora_cli.engine.components.attention import AttentionPlan, keep_attention
-from opensora_cli.engine.components.linear_products import LinearProductsReport
 from opensora_cli.engine.generate.chain import Chain, make_chain, require_room, require_weights
 from opensora_cli.engine.generate.decode import GeneratedVideo, HeldVideo, hold, report_given_frames, save
 from opensora_cli.engine.generate.events import Events, Hooks
@@ -102,8 +101,6 @@ class GenerateResult(Document):
     """Peak memory of the process, with mapped files of weights; absent on a CUDA device."""
     attention: AttentionPlan | None = None
     """Attention backend of the transformer, with the reason; absent if saved latents were decoded."""
-    linear_products: LinearProductsReport | None = None
-    """Errors of 8-bit products; absent without them."""
     settings: GenerateSettings
 
     def to_json(self) -> dict[str, Any]:
@@ -206,7 +203,6 @@ def generate(
             **peak_memory_gib(chain.video.hardware.device),
             threads=chain.video.threads,
             attention=chain.video.attention,
-            linear_products=events.linear_products,
             settings=chain.settings,
         )
 
