@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 from functools import lru_cache
 from math import sqrt
+from typing import Self
 
 import torch
 from torch import nn
 
 from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.device import capability, device_name, has_gpu, is_gpu
+from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError, RequestError
 from opensora_cli.memory.eight_bit import ProductError, output_and_rounded_product, use_products
 from opensora_cli.models.linears import LowRankLinear
@@ -25,14 +27,31 @@ _TOLERANCE = 0.02
 _USE_EXACT = "use --set precision.linear=exact"
 
 
-def errors_line(kind: LinearProducts, errors: Sequence[ProductError]) -> str:
-    """Return the errors of all layers that multiply in 8 bits as a line: the root mean square, and the largest."""
-    worst = max(errors, key=lambda error: error.relative_error)
-    mean = sqrt(sum(error.relative_error**2 for error in errors) / len(errors))
-    return (
-        f"{len(errors)} linear layers multiply in {kind}: sampled products are off by {mean:.2%}, those of "
-        f"{worst.path} by {worst.relative_error:.2%}"
-    )
+class LinearProductsReport(Document):
+    """Layers that multiply in 8 bits, and the error of their products."""
+
+    kind: LinearProducts
+    layers: int
+    relative_error: float
+    """Root mean square over all layers of the error relative to the result, for normally distributed inputs."""
+    largest_relative_error: float
+    """Error of the layer `largest_at`."""
+    largest_at: str
+
+    @classmethod
+    def of(cls, kind: LinearProducts, errors: Sequence[ProductError]) -> Self:
+        """Return the report for the errors of all replaced layers, at least one."""
+        worst = max(errors, key=lambda error: error.relative_error)
+        mean = sqrt(sum(error.relative_error**2 for error in errors) / len(errors))
+        largest, path = worst.relative_error, worst.path
+        return cls(kind=kind, layers=len(errors), relative_error=mean, largest_relative_error=largest, largest_at=path)
+
+    def line(self) -> str:
+        """Return the report as a line of text."""
+        return (
+            f"{self.layers} linear layers multiply in {self.kind}: sampled products are off by "
+            f"{self.relative_error:.2%}, those of {self.largest_at} by {self.largest_relative_error:.2%}"
+        )
 
 
 def require_products(

@@ -23,7 +23,7 @@ from opensora_cli.engine.components import text_encoders
 from opensora_cli.engine.components.architectures import load_autoencoder, mmdit_config, transformer_on_meta
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.hardware import OutOfMemoryError
-from opensora_cli.engine.components.linear_products import errors_line, use_in_block
+from opensora_cli.engine.components.linear_products import use_in_block
 from opensora_cli.engine.components.loras import add_loras
 from opensora_cli.engine.components.parallelize import shard_t5
 from opensora_cli.engine.components.weights import Component, stamp_of
@@ -40,7 +40,7 @@ from opensora_cli.engine.estimate.offload import (
 from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.plan import Plan
 from opensora_cli.engine.generate.ranks import ALONE, Ranks
-from opensora_cli.memory.eight_bit import ProductError, store_in_fp8
+from opensora_cli.memory.eight_bit import store_in_fp8
 from opensora_cli.memory.host_memory import SharedCopies
 from opensora_cli.memory.streaming import StreamingFigures, stream_blocks
 from opensora_cli.models.attention import BACKENDS
@@ -153,14 +153,9 @@ class LoadedModels:
     @contextmanager
     def transformer(self, plan: Plan, events: Events) -> Iterator[MMDiT]:
         def load(ends: ExitStack) -> MMDiT:
-            errors: list[ProductError] = []
             group, machine_group = self.ranks.of(plan).tensor_group, self.ranks.machine_group
             with _loading(plan, Component.TRANSFORMER, events) as advance:
-                transformer = load_transformer(
-                    plan, group=group, machine_group=machine_group, advance=advance, measured=errors.append
-                )
-            if errors:
-                events.reporter.note(f"8 bits: {errors_line(plan.offload.linear, errors)}")
+                transformer = load_transformer(plan, group=group, machine_group=machine_group, advance=advance)
             if plan.settings.compile:
                 compile_blocks(transformer, warn=events.reporter.warn)
             if plan.offload.mode is OffloadMode.BLOCKS:
@@ -286,7 +281,6 @@ def load_transformer(
     group: dist.ProcessGroup | None = None,
     machine_group: dist.ProcessGroup | None = None,
     advance: Callable[[int], None] | None = None,
-    measured: Callable[[ProductError], object] = lambda error: None,
 ) -> MMDiT:
     """Return the transformer with its adapters. Files in another published layout are converted.
 
@@ -296,7 +290,6 @@ def load_transformer(
         group: `Ranks.tensor_group`.
         machine_group: `Ranks.machine_group`.
         advance: called with the bytes of each tensor.
-        measured: called with the error of each layer that multiplies in 8 bits.
     """
     path, offload, device = plan.weights.path(Component.TRANSFORMER), plan.offload, plan.hardware.device
     transformer = transformer_on_meta(plan.settings.model).requires_grad_(False).eval()
@@ -320,8 +313,7 @@ def load_transformer(
                 stack = blocks[path]
                 shard_linears(block, stack.linears, group, used_by_all_heads=stack.used_by_all_heads)
             if offload.linear is not LinearProducts.EXACT:
-                for error in use_in_block(block, blocks[path], offload.linear):
-                    measured(replace(error, path=f"{path}.{error.path}"))
+                use_in_block(block, blocks[path], offload.linear)
             if offload.fp8_storage:
                 store_in_fp8(block)
             if not streams and device.type != "cpu":

@@ -12,12 +12,10 @@ from tiny_weights import bit_equal, converted
 from tiny_world import demo_settings, released_settings
 from torch._dynamo.utils import counters
 
-from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.exceptions import CheckpointError
 from opensora_cli.engine.components.architectures import load_autoencoder
 from opensora_cli.engine.components.compiled import compile_blocks
 from opensora_cli.engine.components.hardware import OutOfMemoryError
-from opensora_cli.engine.components.linear_products import errors_line
 from opensora_cli.engine.components.weights import Component, find_weights
 from opensora_cli.engine.estimate.offload import AUTOENCODER, TEXT_ENCODERS, TRANSFORMER, OffloadPlan
 from opensora_cli.engine.generate import decode, denoise, text
@@ -26,7 +24,7 @@ from opensora_cli.engine.generate.events import Events
 from opensora_cli.engine.generate.models import LoadedModels, host_modulation, load_transformer, move_except, retried
 from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.run import generate
-from opensora_cli.memory.eight_bit import ProductError, store_in_fp8
+from opensora_cli.memory.eight_bit import store_in_fp8
 from opensora_cli.models.attention import BACKENDS
 from opensora_cli.settings.devices import HostWeights, OffloadMode
 
@@ -288,8 +286,3 @@ def test_modulation_alone_stays_where_it_is(in_8_bits):
     assert here == {f"{stream}_mod.lin.{kind}" for stream in ("img", "txt") for kind in kinds}
     move_except([], block, torch.device("meta"))
     assert all(weight.is_meta for weight in block.parameters())
-
-
-def test_the_errors_of_products_name_the_worst_layer():
-    line = errors_line(LinearProducts.INT8, [ProductError("a", 0.03), ProductError("b", 0.04)])
-    assert line == "2 linear layers multiply in int8: sampled products are off by 3.54%, those of b by 4.00%"
