@@ -18,9 +18,12 @@ from opensora_cli.core.attention import ATTENTION_KINDS, AttentionBackend
 from opensora_cli.core.device import capability, has_gpu, is_gpu
 from opensora_cli.core.documents import Document
 from opensora_cli.core.exceptions import HardwareError
+from opensora_cli.engine.components.hardware import Hardware
 from opensora_cli.models.attention import BACKENDS
 from opensora_cli.models.attention.torch_kernels import math
+from opensora_cli.parallel.shares import MeshShape
 from opensora_cli.settings.devices import AttentionChoice
+from opensora_cli.settings.generate import GenerateSettings
 
 _HOPPER = 9
 _TOKENS = 77
@@ -195,3 +198,9 @@ def _silenced() -> Iterator[None]:
             yield
     finally:
         logging.disable(before)
+
+
+def attention_use(settings: GenerateSettings, hardware: Hardware, mesh: MeshShape) -> AttentionUse:
+    """Return the requirements of one rank on its attention backend."""
+    head_dim = settings.model.hidden_size // settings.model.num_heads
+    return AttentionUse(device=hardware.device, dtype=hardware.dtype, head_dim=head_dim, in_parts=mesh.ring > 1)

@@ -4,15 +4,17 @@ import platform
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
 
 import opensora_cli
-from opensora_cli.core.device import device_name, free_and_total_bytes, pick_device, torch_dtype
+from opensora_cli.core.device import device_name, free_and_total_bytes, is_accelerator, pick_device, torch_dtype
+from opensora_cli.core.device_names import indexed
 from opensora_cli.core.exceptions import HardwareError
 from opensora_cli.core.reading import is_lack_of_memory
+from opensora_cli.settings.generate import GenerateSettings
 
 T = TypeVar("T")
 
@@ -105,3 +107,14 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+
+
+def rank_hardware(settings: GenerateSettings, *, device: str | None = None) -> Hardware:
+    """Return the device of a rank, by default that of `settings`; ranks on the CPU of a machine share its memory."""
+    parallel = settings.parallel
+    if device is None and parallel.devices is not None and parallel.world_size == 1:
+        device = indexed(parallel.devices[0])
+    hardware = pick_hardware(device or settings.runtime.device, settings.runtime.dtype)
+    if is_accelerator(hardware.device):
+        return hardware
+    return replace(hardware, free_bytes=hardware.free_bytes // parallel.ranks_per_node)

@@ -6,12 +6,12 @@ from functools import partial
 
 import torch
 
-from opensora_cli.core.device import torch_dtype
+from opensora_cli.core.device import GIB, torch_dtype
 from opensora_cli.core.exceptions import HardwareError, OsoraError
 from opensora_cli.core.formatting import either
 from opensora_cli.core.limits import pick_threads
 from opensora_cli.core.progress import Reporter
-from opensora_cli.engine.components.hardware import Hardware
+from opensora_cli.engine.components.hardware import Hardware, rank_hardware
 from opensora_cli.engine.components.parallelize import describe_mesh
 from opensora_cli.engine.components.weights import Component
 from opensora_cli.engine.estimate.offload import TEXT, StageMemory
@@ -22,9 +22,7 @@ from opensora_cli.engine.generate.plan import (
     SEGMENT,
     VIDEO,
     Plan,
-    gib_or_less,
     make_plan,
-    rank_hardware,
 )
 from opensora_cli.engine.generate.request import draft_settings, picture_settings
 from opensora_cli.settings.devices import DType, HostWeights, OffloadMode
@@ -301,3 +299,11 @@ def _smaller_requests(plan: Plan) -> Iterator[tuple[str, dict[str, object]]]:
     frames = settings.vae.grid.longest_clip(settings.video.num_frames // 2 + 1)
     if frames < settings.video.num_frames:
         yield f"--num-frames {frames}", {"video.num_frames": frames}
+
+
+def gib_or_less(num_bytes: int) -> str:
+    """Return a size of memory as text, in GiB, MiB or KiB."""
+    for unit, factor in (("GiB", GIB), ("MiB", 2**20)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.2f} {unit}"
+    return f"{num_bytes / 2**10:.2f} KiB"

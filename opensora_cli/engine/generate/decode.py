@@ -47,7 +47,7 @@ class Figures:
     given_frames_psnr_db: float | None
     """PSNR of the given frames in the video; None without references."""
     segments: tuple[Mapping[str, object], ...] = ()
-    """Figures of each segment of an extended video, as its sidecar has them."""
+    """Prompt, seed and place of each segment of an extended video, as its sidecar has them."""
 
     def with_saving(self, seconds: float) -> "Figures":
         return replace(self, timings_s={**self.timings_s, _SAVE: seconds})

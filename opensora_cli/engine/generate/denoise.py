@@ -111,7 +111,6 @@ class _Saver:
         self._finishing = finishing
         """Context in which Ctrl-C waits, from the last step until the complete latents are saved."""
         self._path = sample.files.latents if ranks.is_main else None
-        self._has_others = ranks.count > 1
         self._last: tuple[int, Sequence[torch.Tensor]] | None = None
 
     def step(self, step: Step) -> None:
@@ -120,9 +119,8 @@ class _Saver:
             self._finishing.enter_context(held_back())
         if self._path is not None:
             past = [step.past[key].value_BND for key in self._plan.past_times(step.steps_done)]
-            state = [step.packed_latents_BND, *past]
             # A GPU that waits in a collective for a rank that has ended could not copy the state later.
-            self._last = step.steps_done, [each.cpu() for each in state] if self._has_others else state
+            self._last = step.steps_done, [each.cpu() for each in (step.packed_latents_BND, *past)]
             settings = self._sample.chain.settings
             every = settings.output.save_state_every
             is_due = every is not None and not step.steps_done % every

@@ -3,7 +3,6 @@
 import os
 import shlex
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -263,13 +262,11 @@ def check_outputs(chain: "Chain", *, create: bool) -> None:
     """Raise OutputError if the folder of results has no space or cannot be written; with `create` it is made."""
     plan, files = chain.video, sample_files(chain.settings, 0)
     folder, hint = files.media.parent, "choose another folder with --out"
-    try:
-        if create:
+    if create:
+        try:
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder) as probe:
-                probe.write(b"osora")
-    except OSError as error:
-        raise OutputError(f"cannot write in {folder}: {error.strerror or error}", hint=hint) from error
+        except OSError as error:
+            raise OutputError(f"cannot write in {folder}: {error.strerror or error}", hint=hint) from error
     parent = nearest_existing(folder)
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         raise OutputError(f"cannot write in {folder}", hint=hint)

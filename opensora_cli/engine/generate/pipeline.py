@@ -172,22 +172,18 @@ def _make_segments(
         segment = Sample(chain, plan, of_segment, given, saved, latents)
         denoise_samples([segment], embeds[number : number + 1], models, events)
         for held in decode_samples([segment], models, events, finish=hold):
-            frames_THWC, shift, figures = held.frames_THWC, 0.0, held.figures
+            frames_THWC = held.frames_THWC
             if pieces:
                 overlap = settings.overlap if number else settings.given_frames
                 kept_THWC, remade_THWC = _last_frames(pieces, overlap), frames_THWC[:overlap]
-                frames_THWC, shift = follow(kept_THWC, remade_THWC, frames_THWC[overlap:])
-            measured.append(figures)
+                frames_THWC = follow(kept_THWC, remade_THWC, frames_THWC[overlap:])
+            measured.append(held.figures)
             segments.append(
                 {
                     "prompt": settings.segment_prompts[number],
                     "seed": of_segment.noise_seed,
                     "start_frame": sum(map(len, pieces)),
                     "num_frames": len(frames_THWC),
-                    **{f"{stage}_s": round(figures.timings_s[stage], 3) for stage in (DENOISE, DECODE)},
-                    "given_frames_psnr_db": figures.to_json()["given_frames_psnr_db"],
-                    # Shift of the first frame, of 255; mean over channels.
-                    "brightness_shift": round(shift, 2),
                 }
             )
             pieces.append(frames_THWC)
@@ -230,8 +226,8 @@ def _continued_frames(plan: Plan) -> torch.Tensor:
     return torch.cat([to_uint8(frame_C1HW) for frame_C1HW in fitted])
 
 
-def follow(kept_THWC: torch.Tensor, remade_THWC: torch.Tensor, new_THWC: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return new frames whose brightness continues the kept frames, and the shift of the first new frame.
+def follow(kept_THWC: torch.Tensor, remade_THWC: torch.Tensor, new_THWC: torch.Tensor) -> torch.Tensor:
+    """Return new frames whose brightness continues the kept frames.
 
     A model reproduces given frames with a slightly different brightness, which the new frames follow: without a
     correction the video would flash. The first new frame is shifted, channel by channel: its mean then differs from the
@@ -255,4 +251,4 @@ def follow(kept_THWC: torch.Tensor, remade_THWC: torch.Tensor, new_THWC: torch.T
     for index, frame_HWC in enumerate(new_THWC):
         left = 1 - index / len(new_THWC)
         followed_THWC[index] = (frame_HWC + (left * shift_C).float()).round().clamp(0, 255)
-    return followed_THWC, float(shift_C.mean())
+    return followed_THWC

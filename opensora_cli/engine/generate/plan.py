@@ -8,8 +8,6 @@ from pathlib import Path
 from opensora_cli.core.attention import attention_problems
 from opensora_cli.core.choices import LinearProducts
 from opensora_cli.core.conditions import CONTINUING, ConditionMode, condition_mode
-from opensora_cli.core.device import GIB, is_accelerator
-from opensora_cli.core.device_names import indexed
 from opensora_cli.core.exceptions import RequestError
 from opensora_cli.core.limits import ThreadChoice, read_private_memory
 from opensora_cli.engine.components.architectures import (
@@ -18,9 +16,9 @@ from opensora_cli.engine.components.architectures import (
     mmdit_config,
     require_same_scale,
 )
-from opensora_cli.engine.components.attention import AttentionPlan, AttentionUse, choose_attention
+from opensora_cli.engine.components.attention import AttentionPlan, attention_use, choose_attention
 from opensora_cli.engine.components.few_steps import adapters_of
-from opensora_cli.engine.components.hardware import Hardware, pick_hardware
+from opensora_cli.engine.components.hardware import Hardware, rank_hardware
 from opensora_cli.engine.components.linear_products import require_products
 from opensora_cli.engine.components.loras import Lora, open_loras
 from opensora_cli.engine.components.parallelize import (
@@ -43,7 +41,7 @@ from opensora_cli.engine.estimate.offload import (
 )
 from opensora_cli.engine.estimate.verdict import HostMemory
 from opensora_cli.engine.estimate.weights import FileWeights, file_weights, streamed_bytes
-from opensora_cli.engine.generate.request import PICTURE_MODE, size_of_picture
+from opensora_cli.engine.generate.request import PICTURE_MODE, pixel_size, size_of_picture
 from opensora_cli.parallel.shares import ExchangePlan, MeshShape
 from opensora_cli.sampling.denoise import last_times
 from opensora_cli.sampling.guidance import (
@@ -55,7 +53,6 @@ from opensora_cli.sampling.guidance import (
     guidance_scales,
 )
 from opensora_cli.sampling.schedule import flow_timesteps, latent_size
-from opensora_cli.sampling.sizes import image_size
 from opensora_cli.sampling.step_cache import CachedStep, Phase, cached_steps
 from opensora_cli.settings.devices import HostWeights
 from opensora_cli.settings.generate import GenerateSettings
@@ -298,7 +295,7 @@ def make_plan(
     if samples and Component.TRANSFORMER in weights.paths:
         require_same_scale(weights.paths[Component.TRANSFORMER], settings.vae)
 
-    height, width, size_note = _pixel_size(settings)
+    height, width, size_note = pixel_size(settings)
     rows, columns = latent_size(
         height, width, spatial_compression=grid.spatial_compression_ratio, patch_size=model.patch_size
     )
@@ -380,15 +377,6 @@ def _decoding_bytes(stages: tuple[StageMemory, ...]) -> int:
     return next(stage.activation_bytes for stage in stages if stage.name == DECODE)
 
 
-def _pixel_size(settings: GenerateSettings) -> tuple[int, int, str | None]:
-    video = settings.video
-    if video.height is not None and video.width is not None:
-        return video.height, video.width, None
-    if settings.vae.kind.makes_videos:
-        return *image_size(video.resolution, video.aspect_ratio, multiple=settings.size_multiple), None
-    return size_of_picture(settings, video.resolution)
-
-
 def _guidance(settings: GenerateSettings) -> Guidance:
     sampling = settings.sampling
     if settings.model.guidance_embed:
@@ -414,28 +402,3 @@ def _start(settings: GenerateSettings, timesteps: tuple[float, ...]) -> int:
             hint="stop later, or use a greater --draft-strength",
         )
     return start
-
-
-def rank_hardware(settings: GenerateSettings, *, device: str | None = None) -> Hardware:
-    """Return the device of a rank, by default that of `settings`; ranks on the CPU of a machine share its memory."""
-    parallel = settings.parallel
-    if device is None and parallel.devices is not None and parallel.world_size == 1:
-        device = indexed(parallel.devices[0])
-    hardware = pick_hardware(device or settings.runtime.device, settings.runtime.dtype)
-    if is_accelerator(hardware.device):
-        return hardware
-    return replace(hardware, free_bytes=hardware.free_bytes // parallel.ranks_per_node)
-
-
-def attention_use(settings: GenerateSettings, hardware: Hardware, mesh: MeshShape) -> AttentionUse:
-    """Return the requirements of one rank on its attention backend."""
-    head_dim = settings.model.hidden_size // settings.model.num_heads
-    return AttentionUse(device=hardware.device, dtype=hardware.dtype, head_dim=head_dim, in_parts=mesh.ring > 1)
-
-
-def gib_or_less(num_bytes: int) -> str:
-    """Return a size of memory as text, in GiB, MiB or KiB."""
-    for unit, factor in (("GiB", GIB), ("MiB", 2**20)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.2f} {unit}"
-    return f"{num_bytes / 2**10:.2f} KiB"

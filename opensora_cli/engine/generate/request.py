@@ -291,5 +291,15 @@ def size_of_picture(settings: GenerateSettings, resolution: str) -> tuple[int, i
     return height, width, note
 
 
+def pixel_size(settings: GenerateSettings) -> tuple[int, int, str | None]:
+    """Return the height and width of a video or picture, and a note as of `size_of_picture`."""
+    video = settings.video
+    if video.height is not None and video.width is not None:
+        return video.height, video.width, None
+    if settings.vae.kind.makes_videos:
+        return *image_size(video.resolution, video.aspect_ratio, multiple=settings.size_multiple), None
+    return size_of_picture(settings, video.resolution)
+
+
 def picture_path(video: Path) -> Path:
     return video.with_name(f"{video.stem}.picture.png")

@@ -16,7 +16,8 @@ from opensora_cli.core.files import remove_left
 from opensora_cli.core.limits import ThreadChoice
 from opensora_cli.core.progress import Reporter, SilentReporter
 from opensora_cli.core.ranks import RankContext
-from opensora_cli.engine.components.attention import AttentionPlan, keep_attention
+from opensora_cli.engine.components.attention import AttentionPlan, attention_use, keep_attention
+from opensora_cli.engine.components.hardware import rank_hardware
 from opensora_cli.engine.generate.chain import Chain, make_chain, require_room, require_weights
 from opensora_cli.engine.generate.decode import GeneratedVideo, HeldVideo, hold, report_given_frames, save
 from opensora_cli.engine.generate.events import Events, Hooks
@@ -28,7 +29,7 @@ from opensora_cli.engine.generate.outputs import (
     sample_files,
 )
 from opensora_cli.engine.generate.pipeline import computing, make
-from opensora_cli.engine.generate.plan import PICTURE, VIDEO, attention_use, rank_hardware
+from opensora_cli.engine.generate.plan import PICTURE, VIDEO
 from opensora_cli.engine.generate.ranks import (
     Ranks,
     hardware_of_ranks,
@@ -129,25 +130,16 @@ def generate(
 
     Everything that can be checked is checked before the first weight is read. Each video is saved as soon as it is
     decoded. A result that the same request has made before is kept. A result of another request keeps its name, and the
-    new one is NAME_2.
+    new one is NAME_2. The argument of KeyboardInterrupt lists what is finished and how to continue.
 
     Args:
         context: set in one of several ranks, which all call this function and join.
-        models: models that stay loaded after the run, perhaps of several ranks that have joined and call this function
-            with the same settings; None to load models for this run.
+        models: models that stay loaded after the run; None to load models for this run.
         device: device of a process that makes videos beside others; None for the device of the settings.
         rank_flags: options of the command line for the ranks that this process may start; None to start none.
         hooks: functions of the program that runs the generation.
 
     Returns None if ranks were started; rank 0 prints the result.
-
-    Raises:
-        RequestError: the request contradicts itself, or asks for more devices than this process has to itself.
-        FileProblem: weights (all are named), references or saved latents are missing or broken, a named result exists
-            from another request, another process makes it (InUseError), or it cannot be written.
-        HardwareError: there is no such device, or not enough memory.
-        RankFailure: a rank that was started failed.
-        KeyboardInterrupt: its argument lists what is finished and how to continue.
     """
     reporter = reporter or SilentReporter()
     if context is None and rank_flags is not None and settings.parallel.world_size > 1:

@@ -57,8 +57,8 @@ def text_embeds(plan: Plan, models: LoadedModels, events: Events) -> tuple[Promp
     if missing:
         encoded = retried(encode, plan, TEXT, models, events)[0]
         known |= {(key, text): embeds for text, embeds in zip(missing, encoded, strict=True)}
-    with events.stage(TEXT):
-        found = _of_segments(plan, {text: known[key, text] for text in _texts_of(plan.settings)})
+    events.timings_s.setdefault(TEXT, 0.0)
+    found = _of_segments(plan, {text: known[key, text] for text in _texts_of(plan.settings)})
     while len(known) > _KEPT_TEXTS:
         del known[next(iter(known))]
     return found

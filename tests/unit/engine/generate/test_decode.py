@@ -7,7 +7,6 @@ import pytest
 import torch
 from tiny_world import names, released_settings
 
-from opensora_cli.engine.components.hardware import OutOfMemoryError
 from opensora_cli.engine.generate import decode, events
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.media import write
@@ -84,16 +83,6 @@ def test_out_of_memory_at_the_second_piece_writes_the_whole_file_again(world, tm
     shown, expected = (each.videos[0].path for each in (result, again))
     assert len(names(shown)) == FRAMES
     assert all((shown / name).read_bytes() == (expected / name).read_bytes() for name in names(expected))
-
-
-def test_out_of_memory_of_the_encoder_is_not_reported_as_of_the_decoder(world, tmp_path, monkeypatch, reporter):
-    def fail():
-        raise MemoryError("can't allocate memory")
-
-    watch_encoder(monkeypatch, fail)
-    with pytest.raises(OutOfMemoryError, match="in the stage save"):
-        generate(settings_of(world, tmp_path), reporter=reporter)
-    assert names(tmp_path) == [LATENTS]
 
 
 def test_decoding_and_saving_are_timed_apart(world, tmp_path, monkeypatch):

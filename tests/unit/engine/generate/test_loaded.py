@@ -25,7 +25,6 @@ from opensora_cli.engine.generate.plan import make_plan
 from opensora_cli.engine.generate.run import generate
 from opensora_cli.memory.eight_bit import store_in_fp8
 from opensora_cli.models.attention import BACKENDS
-from opensora_cli.settings.devices import HostWeights, OffloadMode
 
 pytestmark = pytest.mark.usefixtures("without_estimates")
 
@@ -114,17 +113,6 @@ def test_weights_that_change_on_disk_are_loaded_again(world, plan, record):
     path = world.demo / plan.settings.files.vae
     path.touch()
     assert lend(models, models.planned(plan), record, "decode") is not first
-
-
-def test_streamed_blocks_stay_as_well(plan, record):
-    offload = replace(plan.offload, mode=OffloadMode.BLOCKS, resident_blocks=1, host_weights=HostWeights.MAPPED)
-    models = LoadedModels(stay=True)
-    plan = models.planned(plan)
-    streamed = replace(plan, offload=offload)
-    first = lend(models, streamed, record, "denoise")
-    assert lend(models, streamed, record, "denoise") is first
-    assert lend(models, plan, record, "denoise") is not first
-    assert not any(block._forward_hooks for block in first.double_blocks)
 
 
 def test_one_that_fails_is_gone_and_the_others_stay(plan, record):

@@ -164,9 +164,6 @@ class TestSecondAttempt:
         # Two ranks compute a half of each layer.
         assert not make_plan(settings.replace({"parallel.gpus": 2})).offload.stream_text
 
-    def test_text_that_is_mapped_has_nothing_to_give_up(self, world, tmp_path):
-        assert make_plan(released_settings(world, tmp_path)).with_stronger_offload("text") is None
-
     def test_finished_samples_are_not_denoised_again(self, world, tmp_path, monkeypatch, reporter):
         seeds, sample_latents = [], denoise.sample_latents
 
