@@ -14,7 +14,7 @@ from opensora_cli.core.conditions import reference_parts
 from opensora_cli.core.progress import SilentReporter
 from opensora_cli.engine.components.architectures import mmdit_config, new_autoencoder, vae_tiling
 from opensora_cli.engine.components.linear_products import use_in_block
-from opensora_cli.engine.estimate import autoencoder, transformer
+from opensora_cli.engine.estimate import autoencoder
 from opensora_cli.engine.estimate.fake_tensors import fake_device, fake_module
 from opensora_cli.engine.estimate.offload import OffloadPlan
 from opensora_cli.engine.estimate.outlines import HOST
@@ -260,10 +260,9 @@ MANY_TILES: dict[str, object] = {
 def test_many_tiles_and_chunks_follow_from_a_few(changes, device_type, monkeypatch: pytest.MonkeyPatch):
     plan, offload = plan_of({**MANY_TILES, **changes}), OffloadPlan(chunk_tokens=64)
     few = estimated(plan, offload, device_type)
-    for module in (transformer, autoencoder):
-        monkeypatch.setattr(module, "extrapolated", lambda count, length, **_: count(length))
+    monkeypatch.setattr(autoencoder, "extrapolated", lambda count, length, **_: count(length))
     whole = estimated(plan, offload, device_type)
-    for name in ("encode", "denoise", "decode"):
+    for name in ("encode", "decode"):
         assert beside_weights(few[name]) == pytest.approx(beside_weights(whole[name]), rel=0.01), name
 
 
