@@ -233,39 +233,6 @@ def test_ranks_share_the_text_encoder_as_far_as_it_has_heads():
     assert alone == five
 
 
-MANY_TILES: dict[str, object] = {
-    **VARIANTS["tiles"],
-    "vae.block_out_channels": (8, 8, 8),
-    "vae.norm_num_groups": 4,
-    "vae.spatial_compression_ratio": 4,
-    "vae.sample_size": 16,
-    "vae.sample_tsize": 16,
-    "video.num_frames": 17,
-    "video.height": 192,
-    "video.width": 320,
-    "condition.mode": "v2v_head",
-    "condition.references": ("any.mp4",),
-}
-"""A clip of 16 x 27 tiles."""
-
-
-@SLOW
-@pytest.mark.parametrize(
-    ("changes", "device_type"),
-    [
-        ({}, "cuda"),
-        ({"video.num_frames": 61, "video.max_frames": 61, "video.height": 64}, "cpu"),
-    ],
-)
-def test_many_tiles_and_chunks_follow_from_a_few(changes, device_type, monkeypatch: pytest.MonkeyPatch):
-    plan, offload = plan_of({**MANY_TILES, **changes}), OffloadPlan(chunk_tokens=64)
-    few = estimated(plan, offload, device_type)
-    monkeypatch.setattr(autoencoder, "extrapolated", lambda count, length, **_: count(length))
-    whole = estimated(plan, offload, device_type)
-    for name in ("encode", "decode"):
-        assert beside_weights(few[name]) == pytest.approx(beside_weights(whole[name]), rel=0.01), name
-
-
 @pytest.mark.parametrize(
     ("resident", "in_8_bits", "linear"),
     [
