@@ -5,7 +5,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, ClassVar, Self
 
 from opensora_cli.core.documents import Document
-from opensora_cli.engine.estimate.verdict import HostMemory
+from opensora_cli.engine.estimate.offload import HostMemory
 from opensora_cli.media.plots import new_figure
 from opensora_cli.memory.counting import TensorBytes
 from opensora_cli.memory.monitor import Spread

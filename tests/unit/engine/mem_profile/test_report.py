@@ -2,7 +2,7 @@ from pathlib import Path
 
 import torch
 
-from opensora_cli.engine.estimate.verdict import HostMemory
+from opensora_cli.engine.estimate.offload import HostMemory
 from opensora_cli.engine.mem_profile.report import (
     AttentionCost,
     LargestBatch,
