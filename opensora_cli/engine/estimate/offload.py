@@ -1,4 +1,4 @@
-"""Memory of the stages of a generation, and its offload: the least that makes every stage fit in the device's memory."""
+"""Memory of the stages of a generation, and the least offload with which all fit in the memory of the device."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -181,16 +181,12 @@ def fake_transformer(
 
     `attention` names the backend. The first block of a stack represents all of them: it gets the largest adapters.
     """
-    ranks: dict[str, int] = {}
-    for path, rank in loras:
-        first = in_first_block(path)
-        ranks[first] = max(ranks.get(first, 0), rank)
 
     def make() -> MMDiT:
         attend = fake_attention(mesh, attention_stand_in(attention), exchange=exchange)
         transformer = MMDiT(with_depth(config, 1), attention=attend)
         keep_largest_share(transformer, mesh.tensor)
-        add_fake_loras(transformer, ranks.items())
+        add_fake_loras(transformer, largest_ranks(loras).items())
         return transformer
 
     transformer = fake_module(make, device=device, dtype=dtype)
@@ -201,6 +197,15 @@ def fake_transformer(
             for block in transformer.get_submodule(stack.module_path).children():
                 use_in_block(block, stack, linear)
     return transformer
+
+
+def largest_ranks(loras: LoraRanks) -> dict[str, int]:
+    """Return the rank of the adapters of each layer outside the blocks, and in one block for all of its stack."""
+    ranks: dict[str, int] = {}
+    for path, rank in loras:
+        first = in_first_block(path)
+        ranks[first] = max(ranks.get(first, 0), rank)
+    return ranks
 
 
 def keep_largest_share(transformer: MMDiT, ranks: int) -> None:
